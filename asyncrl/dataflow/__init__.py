@@ -1,1 +1,1 @@
-"""What runs where, and what moves between: the graph of MFCs, layouts, worker groups, redistribution. Pure."""
+"""The graph of MFCs, layouts of models on workers, worker groups, and redistribution of data between workers. Pure."""

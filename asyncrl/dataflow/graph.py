@@ -1,7 +1,7 @@
 """The dataflow of one train step: model function calls (MFCs), joined by the keys they read and write.
 
-An MFC starts when the batch's ids have all its input keys. Keys that no MFC writes come with the trajectories. Adding an MFC
-takes a definition (here, or `train.extra_mfcs` in the config) and a function; nothing else names it.
+An MFC starts when all ids of the batch have all its input keys. Keys that no MFC writes come with the trajectories. Adding an
+MFC takes a definition (here, or `train.extra_mfcs` in the config) and a function. No other code names the MFC.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from graphlib import CycleError, TopologicalSorter
 
 from asyncrl.config.schema import PlacedMFC, TrainConfig
 
-TRAIN_MFC = "actor_train"  # the node that makes new weights
-GENERATE_MFC = "actor_gen"  # the node that makes trajectories, where the graph is synchronous
-ADVANTAGES_MFC = "advantages"  # the node that says what is to be learned
+TRAIN_MFC = "actor_train"  # the node that produces new weights
+GENERATE_MFC = "actor_gen"  # the node that produces trajectories in a synchronous graph
+ADVANTAGES_MFC = "advantages"  # the node that computes advantages and the training mask
 
-# Keys that every trajectory carries (KEY_SPECS in data/sequence.py says what each is).
+# Keys that every trajectory carries. KEY_SPECS in data/sequence.py describes each.
 TRAJECTORY_KEYS = (
     "packed_input_ids",
     "packed_prompts",
@@ -35,30 +35,30 @@ TRAJECTORY_KEYS = (
 
 @dataclass(frozen=True)
 class MFCDef:
-    """One node: what runs on whose model, what it reads and what it writes."""
+    """One node: its function, the role of its model, the keys it reads and the keys it writes."""
 
     name: str
     role: str
     kind: str  # inference | train_step | generate
-    interface: str  # as asyncrl.model.interfaces.make_interface knows them, or `package.module:function`
+    interface: str  # a name that asyncrl.model.interfaces.make_interface accepts, or `package.module:function`
     input_keys: tuple[str, ...]
     output_keys: tuple[str, ...] = ()
-    model: str = ""  # which of the role's models (topology.ModelPlacement); "": not placed yet
+    model: str = ""  # name of one of the role's models (topology.ModelPlacement); "": not placed yet
 
     @classmethod
     def of(cls, placed: PlacedMFC) -> MFCDef:
-        """As the configs of processes hold it."""
+        """Convert from the form that process configs hold."""
         reads, writes = tuple(placed.input_keys), tuple(placed.output_keys)
         return cls(placed.name, placed.role, placed.kind, placed.interface, reads, writes, placed.model)
 
     def placed(self, model: str) -> PlacedMFC:
-        """For the config of a process."""
+        """Convert to the form that process configs hold."""
         keys = list(self.input_keys), list(self.output_keys)
         return PlacedMFC(self.name, self.role, model, self.kind, self.interface, *keys)
 
 
 class DataflowGraph:
-    """MFCs and the edges that their keys imply. Raises ValueError where they do not fit together."""
+    """MFCs and the edges that their keys imply. Raises ValueError if the MFCs do not form a valid graph."""
 
     def __init__(self, mfcs: Sequence[MFCDef], dataset_keys: Sequence[str] = TRAJECTORY_KEYS) -> None:
         self.mfcs = {mfc.name: mfc for mfc in mfcs}
@@ -69,7 +69,7 @@ class DataflowGraph:
             for key in mfc.output_keys:
                 if key in dataset_keys:
                     raise ValueError(
-                        f"MFC {mfc.name!r} writes {key!r}, which comes with every trajectory; choose another key"
+                        f"MFC {mfc.name!r} writes {key!r}, a key that every trajectory already has; choose another key"
                     )
                 if key in producer:
                     raise ValueError(f"MFCs {producer[key]!r} and {mfc.name!r} both write {key!r}")
@@ -79,18 +79,18 @@ class DataflowGraph:
             unknown = [key for key in mfc.input_keys if key not in producer and key not in dataset_keys]
             if unknown:
                 known = sorted({*producer, *dataset_keys})
-                raise ValueError(f"MFC {mfc.name!r} reads {unknown}, which nothing writes; there are {known}")
+                raise ValueError(f"MFC {mfc.name!r} reads {unknown}, which no MFC writes; available keys: {known}")
             self.parents[mfc.name] = frozenset(producer[key] for key in mfc.input_keys if key in producer)
         try:
-            # The same in every process: sets come in the order of hashes, which differ between processes
+            # Sorted, so that all processes get the same order: set order depends on hashes, which differ between processes
             sorter = TopologicalSorter({name: sorted(parents) for name, parents in self.parents.items()})
             self.order = tuple(sorter.static_order())
         except CycleError as error:
-            raise ValueError(f"MFCs wait for one another in a circle: {' -> '.join(error.args[1])}") from None
+            raise ValueError(f"MFCs depend on each other in a cycle: {' -> '.join(error.args[1])}") from None
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Roles whose models the MFCs run on, in order of first use."""
+        """Roles of the models that the MFCs run on, in order of first use."""
         return tuple(dict.fromkeys(self.mfcs[name].role for name in self.order))
 
     @property
@@ -99,9 +99,10 @@ class DataflowGraph:
 
 
 def build_dataflow(train: TrainConfig, mode: str = "async") -> DataflowGraph:
-    """The graph of a training run as the config asks for it. Raises ValueError where its parts do not fit together.
+    """Build the graph of a training run from its config. Raises ValueError if the MFCs do not form a valid graph.
 
-    Trajectories come from outside, but with mode=sync: there the first node makes them, and all else reads what it wrote.
+    Trajectories come from outside the graph. The exception is mode=sync: the first node generates them, and the other nodes
+    read its output keys.
     """
     if mode != "sync":
         return DataflowGraph(training_mfcs(train))
@@ -110,19 +111,19 @@ def build_dataflow(train: TrainConfig, mode: str = "async") -> DataflowGraph:
 
 
 def without_generation(mfcs: Sequence[MFCDef]) -> DataflowGraph:
-    """What is done with trajectories once they are there."""
+    """The same graph without its generate node: the MFCs that process existing trajectories."""
     return DataflowGraph([mfc for mfc in mfcs if mfc.kind != "generate"])
 
 
 def training_mfcs(train: TrainConfig) -> list[MFCDef]:
-    """All that is done with a batch of trajectories, whoever made them:
+    """The MFCs that process a batch of trajectories, in every mode:
 
         actor_inf   proximal_logprobs    ---+
         ref_inf     packed_ref_logprobs  ---+                      +--> actor_train
         critic_inf  values               ---+--> advantages -------+
         rew_inf     model_rewards        ---+                      +--> critic_train
 
-    `advantages` reads all that says how good a response was, extra MFCs' `dense_rewards` and `values` too.
+    `advantages` reads every key that scores responses. That includes `dense_rewards` and `values` of extra MFCs.
     """
     ppo = train.ppo
     inference: list[MFCDef] = []
@@ -171,14 +172,14 @@ def _inference(name: str, role: str, interface: str, output_key: str) -> MFCDef:
 
 
 def _check_roles(extra: Sequence[MFCDef], train: TrainConfig) -> None:
-    """Actor and reference can always be had; critic and reward model where the config has them."""
+    """The roles actor and ref always exist. critic and reward exist only if the config defines them."""
     roles = ["actor", "ref"]
     roles += ["critic"] if train.critic is not None else []
     roles += ["reward"] if train.reward_model is not None else []
     for mfc in extra:
         if mfc.role not in roles:
             raise ValueError(
-                f"train.extra_mfcs.{mfc.name}.role is {mfc.role!r}; there are the roles {roles} "
+                f"train.extra_mfcs.{mfc.name}.role is {mfc.role!r}; the roles of this run are {roles} "
                 "(critic with train.critic, reward with train.reward_model)"
             )
         if mfc.kind == "train_step" and mfc.role in ("ref", "reward"):
@@ -186,5 +187,5 @@ def _check_roles(extra: Sequence[MFCDef], train: TrainConfig) -> None:
 
 
 def build_recording_dataflow() -> DataflowGraph:
-    """The graph of mode=rollout_only: a batch is written to disk, and that is all."""
+    """The graph of mode=rollout_only. Its only node writes each batch to disk."""
     return DataflowGraph([MFCDef("record", "actor", "inference", "record", TRAJECTORY_KEYS)])

@@ -1,15 +1,15 @@
-"""Who computes on which groups of a batch, and how the groups' keys get there. Pure.
+"""Which ranks compute on which groups of a batch, and how the groups' keys reach their workers. Pure.
 
 The master knows which worker holds which (id, key). Before a step `assign` gives every data-parallel rank of a model its part of
-the batch: where the data lies already, unless that leaves the ranks out of balance. `plan_redistribution` then moves what is
-missing there, and nothing else: exactly the pairs (id, key) that a worker needs and does not hold, each to it once.
+the batch. It leaves ids where their data already is, unless that puts the ranks out of balance. `plan_redistribution` then moves
+exactly the pairs (id, key) that a worker needs and does not hold. Each worker receives each such pair once.
 
-    bcast     one worker has what several need, and they need the same
-    scatter   one worker has what several need, each something else
-    gather    one worker needs what several have
+    bcast     one worker sends the same data to several workers
+    scatter   one worker sends different data to each of several workers
+    gather    several workers send data to one worker
 
-Workers execute the steps in order (asyncrl/model/data_manager.py). Between worker groups nothing is sent: a worker that lacks
-something asks for it (worker_groups.py; `plan_fetches`, asyncrl/model/fetching.py).
+Workers execute the steps in order (asyncrl/model/data_manager.py). No step sends data between worker groups: a worker fetches
+missing data from the other group (worker_groups.py; `plan_fetches`, asyncrl/model/fetching.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from asyncrl.protocol.messages import RedistribStep
 
-Holders = Mapping[str, Mapping[str, Collection[int]]]  # id -> key -> the workers that have it
+Holders = Mapping[str, Mapping[str, Collection[int]]]  # id -> key -> the workers that hold it
 
 
 # ------------------------------------------------------------------------------------------------------------ assignment
@@ -32,15 +32,15 @@ def assign(
     num_ranks: int,
     tolerance: float,
 ) -> list[list[str]]:
-    """The ids of each rank, in the order of `ids`. More ranks than ids: some get none.
+    """Return the ids of each rank, in the order of `ids`. With more ranks than ids, some ranks get none.
 
-    tokens: of each id. holders: the ranks at which an id's data lies (none: it has to move anyway, wherever to).
+    tokens: number of tokens of each id. holders: the ranks that hold an id's data. An id without holders may go to any rank.
     An id stays at one of its holders unless the fullest rank would have more than (1 + tolerance) times the mean of tokens.
-    Then ids move from the fullest rank to the emptiest until that holds, or until no move of one id makes the fullest rank less
-    full; what turns out to have moved in vain goes back. The same arguments always give the same parts.
+    In that case ids move from the fullest rank to the emptiest rank until the limit holds, or until no move of a single id makes
+    the fullest rank less full. Afterwards an id whose move was unnecessary goes back. The result is deterministic.
     """
     if num_ranks < 1:
-        raise ValueError(f"{num_ranks} ranks: there must be at least one")
+        raise ValueError(f"num_ranks is {num_ranks}; use at least 1")
     homes = {group: sorted(holders.get(group, ())) or list(range(num_ranks)) for group in ids}
     place: dict[str, int] = {}
     loads = [0] * num_ranks
@@ -73,7 +73,8 @@ def assign(
 
 
 def _best_to_move(here: Sequence[tuple[str, int]], top: int, low: int, limit: float) -> str:
-    """The smallest that is enough; else the largest that fits; else what leaves the fuller of the two ranks the least full."""
+    """Return the id to move. First choice: the smallest one that brings both ranks within the limit. Second choice: the largest
+    one that keeps the low rank within it. Otherwise: the one that minimizes the larger load of the two ranks."""
     fit = [(group, size) for group, size in here if low + size <= limit]
     enough = [(group, size) for group, size in fit if top - size <= limit]
     if enough:
@@ -89,9 +90,9 @@ def _best_to_move(here: Sequence[tuple[str, int]], top: int, low: int, limit: fl
 def plan_redistribution(
     needed: Mapping[int, Sequence[str]], keys: Sequence[str], holders: Holders
 ) -> list[RedistribStep]:
-    """Steps after which each worker has these keys of the ids it needs. Raises ValueError for a pair that nobody holds.
+    """Return steps after which each worker has these keys of the ids it needs. Raises ValueError for a pair without a holder.
 
-    Where several workers have a pair, the one that sends the least so far (in pairs) sends it.
+    If several workers hold a pair, the one with the fewest pairs to send so far sends it.
     """
     wanted: dict[str, list[int]] = {}
     for worker, ids in needed.items():
@@ -120,7 +121,7 @@ def plan_redistribution(
 def _missing(
     group: str, workers: Sequence[int], keys: Sequence[str], holders: Holders
 ) -> dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[str, ...]]:
-    """Keys of an id that are not where they are needed, by (who has them, who needs them)."""
+    """Return the missing keys of an id, by (workers that hold them, workers that need them)."""
     found: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[str, ...]] = {}
     for key in keys:
         have = holders.get(group, {}).get(key, ())
@@ -135,7 +136,7 @@ def _missing(
 
 
 def _steps_to_one(keys: tuple[str, ...], pairs: Mapping[tuple[int, int], list[str]]) -> Iterator[RedistribStep]:
-    """As scatters or as gathers, whichever are fewer."""
+    """Group the transfers into scatters or into gathers, whichever gives fewer steps."""
     roots, targets = dict.fromkeys(root for root, _ in pairs), dict.fromkeys(target for _, target in pairs)
     if len(targets) < len(roots):
         for target in targets:
@@ -150,10 +151,10 @@ def _steps_to_one(keys: tuple[str, ...], pairs: Mapping[tuple[int, int], list[st
 def plan_fetches(
     needed: Mapping[int, Sequence[str]], keys: Sequence[str], there: Holders, sources: Collection[int]
 ) -> list[Transfer]:
-    """What each worker is to ask workers of other groups for, so that it has these keys of the ids it needs: each pair from one of
-    `sources`, whichever is asked for the least so far (in pairs). Raises ValueError for a pair that none of them has.
+    """Return the fetches by which each worker gets these keys of the ids it needs from workers of other groups.
 
-    there: who has each pair by now; not who is only going to have it.
+    Each pair comes from the one of `sources` with the fewest pairs to serve so far. Raises ValueError for a pair that none of
+    them holds. there: the workers that hold each pair now. Data that is still on its way does not count.
     """
     asked: dict[int, int] = {}
     found: dict[tuple[int, int, tuple[str, ...]], list[str]] = {}
@@ -168,7 +169,7 @@ def plan_fetches(
                 able = [source for source in have if source in sources]
                 if not able:
                     raise ValueError(
-                        f"nobody who can be asked has the key {key!r} of id {group!r}, which worker {worker} needs"
+                        f"none of the sources holds the key {key!r} of id {group!r}, which worker {worker} needs"
                     )
                 source = min(able, key=lambda other: (asked.get(other, 0), other))
                 lacking[source] = (*lacking.get(source, ()), key)
@@ -183,7 +184,7 @@ def plan_fetches(
 
 @dataclass(frozen=True)
 class Transfer:
-    """What one worker sends to others: to each of `targets` the same."""
+    """Data that one worker sends to others. Each of `targets` gets the same data."""
 
     source: int
     targets: tuple[int, ...]
@@ -192,14 +193,16 @@ class Transfer:
 
 
 def transfers(step: RedistribStep) -> list[Transfer]:
-    """A step, taken apart, in the order in which all workers execute it. Raises ValueError where it makes no sense."""
+    """Split a step into transfers, in the order in which all workers execute them. Raises ValueError for a malformed step."""
     keys = tuple(step.keys)
     if step.kind == "bcast":
         if len(step.ids) != 1:
-            raise ValueError(f"a bcast of {len(step.ids)} lists of ids: it has one")
+            raise ValueError(f"a bcast has {len(step.ids)} lists of ids; it must have exactly one")
         return [Transfer(step.root, tuple(step.workers), tuple(step.ids[0]), keys)]
     if len(step.ids) != len(step.workers):
-        raise ValueError(f"a {step.kind} of {len(step.ids)} lists of ids for {len(step.workers)} workers: one each")
+        raise ValueError(
+            f"a {step.kind} has {len(step.ids)} lists of ids for {len(step.workers)} workers; it needs one for each worker"
+        )
     each = zip(step.workers, step.ids, strict=True)
     if step.kind == "scatter":
         return [Transfer(step.root, (worker,), tuple(ids), keys) for worker, ids in each]
@@ -207,5 +210,5 @@ def transfers(step: RedistribStep) -> list[Transfer]:
 
 
 def members(steps: Iterable[RedistribStep]) -> list[int]:
-    """All workers that take part in any of the steps."""
+    """Return all workers that take part in any of the steps."""
     return sorted({worker for step in steps for worker in (step.root, *step.workers)})

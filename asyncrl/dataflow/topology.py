@@ -1,7 +1,7 @@
-"""Ranks of pipe/data/tensor grids, where an allocation puts models, and the table that routes calls to model workers. Pure.
+"""Ranks of pipe/data/tensor grids, the placement of models by an allocation, and the routing table of calls to model workers. Pure.
 
-Training order is pipe, data, tensor; the last varies fastest: rank = (pipe * data_size + data) * tensor_size + tensor.
-The head of a data-parallel replica is its rank with tensor 0 on the last pipeline stage: it receives trajectories and replies.
+Training order is pipe, data, tensor. The last axis varies fastest: rank = (pipe * data_size + data) * tensor_size + tensor.
+The head of a data-parallel replica is its rank with tensor 0 on the last pipeline stage. It receives trajectories and replies.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from asyncrl.protocol.names import ACTOR
 Handler = Hashable
 
 _GRID = re.compile(r"(?:[dpm][1-9]\d*){1,3}")
-# transformers: in the generation server's own process. sglang: a SGLang server that it starts and owns, m GPUs each.
-# external: a SGLang server that somebody else runs, at one of generation.urls.
+# transformers: the model runs in the generation server's own process. sglang: each generation server starts and owns a SGLang
+# server with m GPUs. external: the SGLang servers at generation.urls run independently of asyncrl.
 ENGINES = ("transformers", "sglang", "external")
 
 
@@ -38,14 +38,14 @@ class ParallelGrid:
 
     @classmethod
     def parse(cls, text: str) -> ParallelGrid:
-        """`d2p1m1`, in any order, omitted sizes are 1. Raises ValueError saying what would fit."""
+        """Parse e.g. `d2p1m1`. Axes may come in any order; omitted sizes are 1. Raises ValueError with the expected form."""
         if not _GRID.fullmatch(text):
             raise ValueError(
                 f"{text!r} is not a grid such as d2p1m1 (d: data, p: pipe, m: tensor, each at most once, >= 1)"
             )
         sizes = re.findall(r"([dpm])(\d+)", text)
         if len({axis for axis, _ in sizes}) != len(sizes):
-            raise ValueError(f"{text!r} names an axis twice; a grid is such as d2p1m1")
+            raise ValueError(f"{text!r} names an axis twice; write a grid such as d2p1m1")
         given = {axis: int(size) for axis, size in sizes}
         return cls(data=given.get("d", 1), pipe=given.get("p", 1), tensor=given.get("m", 1))
 
@@ -58,7 +58,7 @@ class ProcessTopology:
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         if len(axes) != len(dims) or len(set(axes)) != len(axes) or any(dim < 1 for dim in dims):
-            raise ValueError(f"axes {list(axes)} and sizes {list(dims)} make no grid")
+            raise ValueError(f"axes {list(axes)} and sizes {list(dims)} do not form a grid")
         self.axes = tuple(axes)
         self.dims = tuple(dims)
 
@@ -75,7 +75,7 @@ class ProcessTopology:
     def get_rank(self, **coordinates: int) -> int:
         """Rank of a full set of coordinates."""
         if set(coordinates) != set(self.axes):
-            raise ValueError(f"coordinates {sorted(coordinates)} given, {sorted(self.axes)} needed")
+            raise ValueError(f"coordinates are {sorted(coordinates)}; give exactly {sorted(self.axes)}")
         rank = 0
         for axis, dim in zip(self.axes, self.dims, strict=True):
             if not 0 <= coordinates[axis] < dim:
@@ -100,7 +100,7 @@ def training_topology(grid: ParallelGrid) -> ProcessTopology:
 
 
 def inference_topology(grid: ParallelGrid) -> ProcessTopology:
-    """Inference order: data, pipe, tensor. Generation servers get GPUs in this order: each has those of one data rank."""
+    """Inference order: data, pipe, tensor. Generation servers get GPUs in this order: each server has those of one data rank."""
     return ProcessTopology(("data", "pipe", "tensor"), (grid.data, grid.pipe, grid.tensor))
 
 
@@ -121,9 +121,9 @@ class ModelShardID:
 
 @dataclass(frozen=True)
 class ModelPlacement:
-    """Where a model of the training side is: workers[rank] is the model worker that holds that rank, in training order.
+    """Placement of a model of the training side. workers[rank] is the model worker that holds that rank, in training order.
 
-    name: its role; a second layout of a role is e.g. `actor@1`.
+    name: the model's role. A second layout of a role has a name such as `actor@1`.
     """
 
     name: str
@@ -149,16 +149,16 @@ class ModelPlacement:
         return self.workers[self.topology.get_rank(data=data, pipe=pipe, tensor=tensor)]
 
     def shard_of(self, worker: int) -> ModelShardID:
-        """Raises ValueError where the worker holds nothing of this model."""
+        """Raises ValueError if the worker holds no shard of this model."""
         return ModelShardID.from_rank(self.name, self.topology, self.workers.index(worker))
 
     def replica(self, data: int) -> tuple[int, ...]:
-        """Workers of a data-parallel replica: all that need its data."""
+        """Workers of a data-parallel replica. All of them need its data."""
         coordinates = map(self.topology.get_coord, range(self.grid.size))
         return tuple(worker for worker, at in zip(self.workers, coordinates, strict=True) if at["data"] == data)
 
     def head(self, data: int) -> int:
-        """The worker of a replica that has its outputs: tensor 0 of the last stage."""
+        """The worker of a replica that holds its outputs: tensor 0 of the last stage."""
         return self.worker_of(data=data, pipe=self.grid.pipe - 1, tensor=0)
 
     @property
@@ -167,7 +167,7 @@ class ModelPlacement:
 
     @classmethod
     def of(cls, model: ModelConfig) -> ModelPlacement:
-        """As the configs of processes hold it."""
+        """Convert from the form that process configs hold."""
         return cls(model.name, ParallelGrid.parse(model.grid), tuple(model.workers))
 
 
@@ -176,9 +176,10 @@ _NO_SERVERS = ParallelGrid(data=0)
 
 @dataclass(frozen=True)
 class DeviceSet:
-    """Model workers that models share: each grid takes the first grid.size of them, so there are as many as the largest needs.
+    """Model workers that several models share. Each grid uses the first grid.size of them, so the largest grid sets their number.
 
-    grids: (name of an MFC or of a role, grid); the name "" alone: all MFCs that are named nowhere.
+    grids: pairs (name of an MFC or of a role, grid). A single pair with the name "" stands for all MFCs without a grid of their
+    own.
     """
 
     grids: tuple[tuple[str, ParallelGrid], ...]
@@ -189,7 +190,7 @@ class DeviceSet:
 
     @classmethod
     def parse(cls, text: str) -> DeviceSet:
-        """`d2p1m1`, or `actor_train:d2p1m1,ref_inf:d1p1m1`. Raises ValueError saying what would fit."""
+        """Parse `d2p1m1`, or `actor_train:d2p1m1,ref_inf:d1p1m1`. Raises ValueError with the expected form."""
         if ":" not in text and "," not in text:
             return cls((("", ParallelGrid.parse(text)),))
         grids: list[tuple[str, ParallelGrid]] = []
@@ -198,7 +199,7 @@ class DeviceSet:
             if not colon or not name:
                 raise ValueError(
                     f"{item!r} in {text!r} has no name: write name:grid, such as actor:d2p1m1,ref_inf:d1p1m1; a grid without a "
-                    "name (of all MFCs that are not named) is a set of its own, after a +"
+                    "name (for all MFCs that are not named) must be a separate set, after a +"
                 )
             grids.append((name, ParallelGrid.parse(grid)))
         return cls(tuple(grids))
@@ -211,10 +212,11 @@ class DeviceSet:
 class Allocation:
     """Devices of generation and of training: `<engine>.<generation grid>+<set>`, then more sets, each after a `+`.
 
-    A set is some model workers: `d2p2m1` for every MFC that is not named in another, or `name:grid,name:grid` for the MFCs (or
-    roles: all their MFCs) of these names, which share its workers. `sglang.d4p1m1+d2p2m1+ref_inf:d1p1m1` has four workers for
-    all but the reference, which has a fifth. MFCs of one role in the same grid on the same workers share one model; otherwise the
-    role has several. Without a set for the rest, an MFC goes with its role, and a role that is not named with the actor.
+    A set is a group of model workers. `d2p2m1` serves every MFC that no other set names. `name:grid,name:grid` serves the named
+    MFCs, which share the set's workers; a role's name stands for all its MFCs. `sglang.d4p1m1+d2p2m1+ref_inf:d1p1m1` has four
+    workers for all models but the reference, and a fifth for the reference. MFCs of one role with the same grid on the same
+    workers share one model; otherwise the role has several models. If no set serves the unnamed MFCs, an MFC runs with its role,
+    and a role that is not named runs with the actor.
     """
 
     engine: str  # "": no generation servers
@@ -223,7 +225,7 @@ class Allocation:
 
     @property
     def num_servers(self) -> int:
-        """A generation server holds one whole replica: its pipe and tensor ranks are inside it."""
+        """Each generation server holds one whole replica, including all its pipe and tensor ranks."""
         return self.generation.data
 
     @property
@@ -232,20 +234,20 @@ class Allocation:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """MFCs and roles that it names."""
+        """MFCs and roles that the allocation names."""
         return tuple(name for devices in self.training for name, _ in devices.grids if name)
 
     @classmethod
     def parse(cls, text: str) -> Allocation:
-        """Raises ValueError naming the part that does not fit. Whether there are such MFCs `place` finds out."""
+        """Raises ValueError that names the malformed part. `place` checks that the named MFCs exist."""
         engine, dot, grids = text.partition(".")
         generation, plus, training = grids.partition("+")
         if not dot or not plus:
             raise ValueError(
-                f"{text!r} is not an allocation; write <engine>.<generation>+<training>, e.g. {ENGINES[0]}.d2p1m1+d2p1m1"
+                f"{text!r} is not an allocation; write <engine>.<generation>+<training>, such as {ENGINES[0]}.d2p1m1+d2p1m1"
             )
         if engine not in ENGINES:
-            raise ValueError(f"unknown generation engine {engine!r} in {text!r}; there are {', '.join(ENGINES)}")
+            raise ValueError(f"unknown generation engine {engine!r} in {text!r}; use one of {', '.join(ENGINES)}")
         sets = tuple(DeviceSet.parse(part) for part in training.split("+"))
         names = [name for devices in sets for name, _ in devices.grids]
         for name in dict.fromkeys(names):
@@ -253,15 +255,15 @@ class Allocation:
                 raise ValueError(f"{name!r} has {names.count(name)} grids in {text!r}: keep one")
             if names.count(name) > 1:
                 raise ValueError(
-                    f"{text!r} has {names.count(name)} grids without a name: one is for all MFCs that are not named, say of the "
-                    "others whose they are, such as ref_inf:d1p1m1"
+                    f"{text!r} has {names.count(name)} grids without a name: one is for all MFCs that are not named; give the "
+                    "other grids names, such as ref_inf:d1p1m1"
                 )
         return cls(engine, ParallelGrid.parse(generation), sets)
 
     @classmethod
     def parse_training(cls, text: str) -> Allocation:
-        """Of a run whose model workers generate (mode=sync): the sets alone, as in `d2p1m1`, or a whole allocation, whose
-        generation servers are left out."""
+        """Parse the allocation of a run whose model workers generate (mode=sync): the sets alone, as in `d2p1m1`, or a whole
+        allocation, whose generation servers are then ignored."""
         whole = cls.parse(text if "." in text else f"{ENGINES[0]}.d1p1m1+{text.removeprefix('+')}")
         return cls("", _NO_SERVERS, whole.training)
 
@@ -270,11 +272,11 @@ class Allocation:
         return f"{self.engine}.{self.generation}+{training}" if self.engine else training
 
     def place(self, graph: DataflowGraph) -> tuple[list[ModelPlacement], dict[str, str]]:
-        """The models of training, the trained one of the actor first; and of each MFC of the graph the name of its model.
+        """Return the models of training, with the actor's trained model first, and each MFC's model: MFC name -> model name.
 
-        Model workers are numbered from 0 on, set after set. A role with several models has `actor`, which is trained (or defined
-        first), `actor@1` and so on. Raises ValueError saying what would fit, where a name is none of the graph's, a grid is
-        nobody's, the actor has no place, or two MFCs would train different models of a role.
+        Model workers are numbered from 0, set after set. A role with several models has `actor`, which is the trained one (or the
+        first one defined), `actor@1` and so on. Raises ValueError with the remedy if the graph does not have one of the names, if
+        no MFC uses one of the grids, if the actor has no workers, or if two MFCs would train different models of a role.
         """
         spots = self._spots()
         for name in self.names:
@@ -284,7 +286,7 @@ class Allocation:
         spot_of = {name: named.spot(name) for name in graph.mfcs}
         for name in sorted(spots.keys() - named.used):
             whose = f"{name}:{spots[name].grid}" if name else str(spots[name].grid)
-            raise ValueError(f"nothing runs on {whose}: each of its MFCs is named by itself; leave it out")
+            raise ValueError(f"no MFC runs on {whose}: other grids name each of its MFCs; leave it out")
         models: list[ModelPlacement] = []
         model_of: dict[str, str] = {}
         for role in dict.fromkeys([ACTOR, *(mfc.role for mfc in graph.mfcs.values())]):
@@ -297,8 +299,8 @@ class Allocation:
                 if graph.mfcs[name].kind == "train_step" and found[spot] != role:
                     trains = next(other for other, model in model_of.items() if model == role)
                     raise ValueError(
-                        f"{name} and {trains} both train the {role}, on {spot} and {spot_of[trains]}; one model of a role is "
-                        f"trained: name the role alone ({role}:{spot_of[trains].grid})"
+                        f"{name} and {trains} both train the {role}, on {spot} and {spot_of[trains]}; only one model of a role "
+                        f"can be trained: name the role alone ({role}:{spot_of[trains].grid})"
                     )
                 model_of[name] = found[spot]
         return models, model_of
@@ -314,7 +316,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class _Spot:
-    """A grid on the model workers from `first` on."""
+    """A grid on grid.size consecutive model workers, starting at `first`."""
 
     grid: ParallelGrid
     first: int
@@ -324,23 +326,24 @@ class _Spot:
         return tuple(range(self.first, self.first + self.grid.size))
 
     def __str__(self) -> str:
-        return f"{self.grid} from model worker {self.first} on"
+        return f"{self.grid} starting at model worker {self.first}"
 
 
 class _Named:
-    """Which spot an MFC has by what an allocation names. used: the names that decided."""
+    """Finds the spot of each MFC from the names in an allocation. used: the names that decided a spot."""
 
     def __init__(self, spots: Mapping[str, _Spot], graph: DataflowGraph) -> None:
         self.spots, self.graph = spots, graph
         self.used: set[str] = set()
 
     def of_role(self, role: str) -> list[str]:
-        """MFCs of a role, those that train it first."""
+        """MFCs of a role. Those that train it come first."""
         mfcs = [mfc for mfc in self.graph.mfcs.values() if mfc.role == role]
         return [mfc.name for mfc in sorted(mfcs, key=lambda mfc: mfc.kind != "train_step")]
 
     def spot(self, mfc: str) -> _Spot:
-        """Of its own name, else of its role's, else of the rest, else of an MFC of its role, else of the actor."""
+        """Return the MFC's spot. In order of preference: the spot named after the MFC, after its role, the unnamed spot, the spot
+        of another MFC of its role, the actor's spot."""
         role = self.graph.mfcs[mfc].role
         candidates = [mfc, role, "", *self.of_role(role)]
         if role != ACTOR:
@@ -351,19 +354,19 @@ class _Named:
                 self.used.add(name)
                 return self.spots[name]
         raise ValueError(
-            f"the {ACTOR} has no place: add a grid for all MFCs that are not named, such as +d1p1m1, or {ACTOR}:d1p1m1"
+            f"the {ACTOR} has no workers: add a grid for all MFCs that are not named, such as +d1p1m1, or {ACTOR}:d1p1m1"
         )
 
 
 def allocation_of(config: ExperimentConfig) -> Allocation:
-    """With mode=sync without generation servers. Raises ValueError saying what would fit."""
+    """Parse the config's allocation; with mode=sync it has no generation servers. Raises ValueError with the expected form."""
     return (
         Allocation.parse_training(config.allocation) if config.mode == "sync" else Allocation.parse(config.allocation)
     )
 
 
 def unknown_name(name: str, graph: DataflowGraph) -> str:
-    """That nothing in the graph is called so, and what is."""
+    """Say that no MFC or role of the graph has this name, and list the names that exist."""
     mfcs, roles = tuple(graph.mfcs), graph.roles
     nearest = difflib.get_close_matches(name, [*mfcs, *roles], n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
@@ -371,16 +374,16 @@ def unknown_name(name: str, graph: DataflowGraph) -> str:
 
 
 def data_head(index: int) -> str:
-    """Name by which the head of a data-parallel replica is called."""
+    """Return the handler name of the head of a data-parallel replica."""
     return f"__data{index}__"
 
 
 def build_handler_routing(models: Sequence[ModelPlacement]) -> dict[Handler, int]:
-    """Who answers to which name: every shard of every model, `__data{i}__` for the heads of the first model, and plain indexes.
+    """Return the table handler -> model worker. Handlers are every shard of every model, `__data{i}__` for the heads of the first
+    model, and plain indexes of workers.
 
-    The master calls shards and indexes. `__data{i}__` is for calls about data of one replica; trajectories themselves travel by
-    push-pull, not by calls.
-    No models: a recorder alone, which is head 0 (mode=rollout_only).
+    The master calls shards and indexes. `__data{i}__` is for calls about the data of one replica. Trajectories travel by
+    push-pull, not by calls. Without models (mode=rollout_only) the only worker is a recorder, which is head 0.
     """
     if not models:
         return {data_head(0): 0, 0: 0}

@@ -1,15 +1,15 @@
 """Which model workers form which worker group, and which incarnation a worker group is in. Pure.
 
-A worker group is one torch.distributed world. It ends as a whole: a rank in a collective with a rank that has died gets no further.
-So workers that a run cannot go on without, and workers that hold nothing that is not on disk, are in different groups:
+A worker group is one torch.distributed process group. It ends as a whole, because a rank in a collective with a dead rank blocks.
+Therefore workers with state that a run needs, and workers whose state is all on disk, are in different groups:
 
-    trainer group    models that are trained, further layouts of their roles, and all that shares workers with one of these
-    detached groups  each connected set of workers that hold nothing but stateless roles (reference, reward model)
+    trainer group    models that are trained, further layouts of their roles, and all models that share workers with these
+    detached groups  each connected set of workers that hold only stateless roles (reference, reward model)
 
-A detached group is started again alone, as its next incarnation, while the trainer group goes on. In its group a worker's rank is
-its place among the members. Only mode=async has detached groups: train_only and rollout_only restart no process alone, and with
-mode=sync the trainer group generates too. A reference that is refreshed from the actor gets weights through the disk
-(master/refresh.py).
+The launcher restarts a detached group alone, as its next incarnation, while the trainer group continues. A worker's rank in its
+group is its position among the members. Only mode=async has detached groups: train_only and rollout_only restart no process
+alone, and with mode=sync the trainer group also generates. A reference model that is refreshed from the actor gets its weights
+through the disk (master/refresh.py).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from asyncrl.protocol.fence import Fence
 if TYPE_CHECKING:
     from asyncrl.dataflow.topology import ModelPlacement
 
-STATELESS_ROLES = (REF, REWARD)  # their models are as on disk
-MODES = ("async",)  # that have detached groups
+STATELESS_ROLES = (REF, REWARD)  # roles whose weights are all on disk
+MODES = ("async",)  # modes with detached groups
 
 
 class PlacedNode(Protocol):
-    """dataflow.MFCDef, or config.PlacedMFC."""
+    """What dataflow.MFCDef and config.PlacedMFC have in common."""
 
     @property
     def model(self) -> str: ...
@@ -40,14 +40,14 @@ class PlacedNode(Protocol):
 
 @dataclass(frozen=True)
 class WorkerGroups:
-    """Of a run: the model workers of each group, in ascending order."""
+    """The worker groups of a run. Each lists its model workers in ascending order."""
 
     trainer: tuple[int, ...]
     detached: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def of_config(cls, num_workers: int, detached: Sequence[Sequence[int]]) -> WorkerGroups:
-        """As the configs of processes hold it."""
+        """Build from the detached groups in a process config. All other workers form the trainer group."""
         elsewhere = {worker for group in detached for worker in group}
         return cls(tuple(w for w in range(num_workers) if w not in elsewhere), tuple(map(tuple, detached)))
 
@@ -68,13 +68,13 @@ def worker_groups_of(
     num_workers: int,
     mode: str,
 ) -> WorkerGroups:
-    """placements, mfcs: of the run."""
+    """Return the worker groups for the run's placements and MFCs."""
     everyone = tuple(range(num_workers))
     if mode not in MODES:
         return WorkerGroups(everyone)
     moving = {mfc.model for mfc in mfcs if mfc.kind != "inference"}
     together = [set(placement.workers) for placement in placements]
-    trainer: set[int] = set(everyone).difference(*together)  # who holds nothing, if anybody does
+    trainer: set[int] = set(everyone).difference(*together)  # workers that hold no model, if there are any
     for placement in placements:
         if placement.role not in STATELESS_ROLES or placement.name in moving:
             trainer.update(placement.workers)
@@ -89,23 +89,24 @@ def worker_groups_of(
 
 
 class GroupIncarnations:
-    """Which incarnation a worker group is in, by what its workers report. Its members start again together, and come one by one."""
+    """The incarnation of a worker group, from the reports of its workers. Members restart together but connect one by one."""
 
     def __init__(self, members: Sequence[int]) -> None:
         self._numbers = dict.fromkeys(members, 0)
         self._newest = Fence(0)
 
     def connected(self, worker: int, number: int) -> bool:
-        """A worker is there, in this incarnation. Whether that is the first word of a new one: the one before is over, for all."""
+        """A worker has connected in this incarnation. Returns True if it is the first of a new incarnation. The previous
+        incarnation is then over for all members."""
         self._numbers[worker] = max(number, self._numbers[worker])
         return self._newest.adopt(number)
 
     @property
     def number(self) -> int | None:
-        """The incarnation that all members are in. None: the newest has begun, and some members are still to come."""
+        """The incarnation that all members are in. None: the newest has begun, and some members have not connected yet."""
         return self._newest.newest if set(self._numbers.values()) == {self._newest.newest} else None
 
     @property
     def missing(self) -> list[int]:
-        """Members that are still to come."""
+        """Members that have not connected yet in the newest incarnation."""
         return [worker for worker, number in self._numbers.items() if self._newest.is_over(number)]

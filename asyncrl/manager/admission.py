@@ -1,18 +1,18 @@
-"""Which rollout may start next (pure): the admission rule, which bounds staleness; the prompts of training; evaluations.
+"""Which rollout may start next (pure): the admission rule, which bounds staleness; the order of prompts; evaluations.
 
 The gate admits a train ticket while
 
     live + B * (trained_version - served_version) < (1 + eta) * B        (else refused: `staleness`)
     running < max_concurrent                                             (else refused: `capacity`)
 
-with B the train batch in prompts and live = running, in transit, stored, or in the current train step. The rule for when a step
-may start is the other half of the bound: asyncrl/master/batch.py.
+B is the train batch in prompts. live counts tickets that are running, in transit, stored, or in the current train step. The other
+half of the staleness bound is the rule for when a step may start: asyncrl/master/batch.py.
 
-A prompt is a Locator (epoch, position); which line of the data set that is, the rollout workers' prompt source knows. Prompts go
-out in order of their locators, those handed out before (their ticket was lost) first.
+A prompt is a Locator (epoch, position). The rollout workers' prompt source maps it to a line of the data set. Prompts are issued
+in order of their locators. Prompts to be reissued, because their ticket was lost, come first.
 
-An evaluation is num_prompts prompts in each of its modes. Its tickets pass beside the gate of training, with a share of
-capacity of their own; a lost one is handed out again, and one that is lost too often counts as failed.
+An evaluation is num_prompts prompts in each of its modes. Its tickets bypass the train gate and have their own share of capacity.
+A lost one is issued again. One that is lost too often counts as failed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from dataclasses import dataclass, field
 from asyncrl.protocol.messages import EvaluateReply, EvaluateRequest, EvaluationResult, Locator, RolloutResult
 
 _FIRST = Locator(0, 0)
-MAX_EVALUATIONS = 64  # results of older ones are forgotten
+MAX_EVALUATIONS = 64  # results of older evaluations are discarded
 
 
 @dataclass(frozen=True)
 class Gate:
-    """See the module's docstring."""
+    """The admission rule in the module docstring."""
 
     batch_size: int
     eta: int
@@ -42,10 +42,10 @@ class Gate:
         if self.eta < 0:
             raise ValueError(f"max_head_offpolicyness is {self.eta}; use 0 (synchronous) or more")
         if self.max_concurrent < 1:
-            raise ValueError(f"max_concurrent_rollouts is {self.max_concurrent}; less than 1 would admit nothing")
+            raise ValueError(f"max_concurrent_rollouts is {self.max_concurrent}; use at least 1")
 
     def room(self, *, live: int, running: int, trained: int, served: int) -> tuple[int, str]:
-        """How many more tickets are admitted; if none, why."""
+        """How many more tickets are admitted, and the refusal's reason if that is 0."""
         behind = max(0, trained - served)
         fresh = (1 + self.eta - behind) * self.batch_size - live
         if fresh <= 0:
@@ -56,16 +56,16 @@ class Gate:
         return min(fresh, idle), ""
 
     def refusal(self, *, live: int, running: int, trained: int, served: int) -> str:
-        """Why one more ticket is not admitted; "" if it is."""
+        """Why one more ticket is refused; "" if it is admitted."""
         return self.room(live=live, running=running, trained=trained, served=served)[1]
 
 
 class PromptCursor:
-    """Every prompt of every epoch once, in order; what comes back goes first.
+    """Issues every prompt of every epoch once, in order. Prompts that were put back come first.
 
-    A prompt before the cursor is out (live), back (in `again`) or finished; so nothing needs to be remembered of finished
-    prompts. `_skipped` holds prompts from the cursor on that must not be handed out: finished before this manager began, or
-    live by a ticket of the manager before it.
+    A prompt before the cursor is issued (live), put back (in `_again`) or finished. Therefore finished prompts need no record.
+    `_skipped` holds prompts at or after the cursor that must not be issued: they finished before this manager began, or a ticket
+    of the previous manager holds them.
     """
 
     def __init__(
@@ -75,15 +75,15 @@ class PromptCursor:
             raise ValueError(f"num_prompts is {num_prompts} and num_epochs is {num_epochs}; both must be at least 1")
         self.num_prompts = num_prompts
         self.num_epochs = num_epochs
-        # A cursor may point one past an epoch's last prompt.
+        # A start cursor may point one past an epoch's last prompt.
         self._next = start if start.position < num_prompts else Locator(start.epoch + 1, 0)
         self._skipped = {locator for locator in done if locator >= self._next}
-        self._again: list[tuple[Locator, int]] = []  # heap of (prompt, which issue the next one is)
+        self._again: list[tuple[Locator, int]] = []  # heap of (prompt, number of its next issue)
         self._advance()
 
     @property
     def exhausted(self) -> bool:
-        """Nothing is left to hand out, unless a ticket is lost."""
+        """No prompt is left to issue, unless a ticket is lost."""
         return not self._again and self._next.epoch >= self.num_epochs
 
     @property
@@ -95,7 +95,7 @@ class PromptCursor:
         return len(self._again)
 
     def take(self) -> tuple[Locator, int]:
-        """The next prompt and which issue of it this is (from 1). There must be one."""
+        """Issue the next prompt. Returns it with its issue number, which starts at 1. A prompt must be left."""
         assert not self.exhausted
         if self._again:
             return heapq.heappop(self._again)
@@ -105,18 +105,18 @@ class PromptCursor:
         return taken, 1
 
     def put_back(self, locator: Locator, issue: int) -> None:
-        """Its ticket is lost: hand it out again, before new ones, as issue number `issue`."""
+        """The prompt's ticket is lost: issue the prompt again, before new ones, as issue number `issue`."""
         assert not self.is_waiting(locator), locator
         heapq.heappush(self._again, (locator, issue))
 
     def is_waiting(self, locator: Locator) -> bool:
-        """Still to be handed out (or handed out again)."""
+        """The prompt is still to be issued, for the first time or again."""
         if locator >= self._next:
             return self._in_range(locator) and locator not in self._skipped
         return any(waiting == locator for waiting, _ in self._again)
 
     def withdraw(self, locator: Locator) -> bool:
-        """Do not hand it out: it is live by another ticket. False where it was not waiting."""
+        """Do not issue this prompt: another ticket holds it. Returns False if it was not waiting."""
         if not self.is_waiting(locator):
             return False
         if locator >= self._next:
@@ -153,7 +153,7 @@ class EvalItem:
 @dataclass
 class Evaluation:
     request: EvaluateRequest
-    waiting: list[tuple[EvalItem, int]]  # heap of (item, which issue the next one is)
+    waiting: list[tuple[EvalItem, int]]  # heap of (item, number of its next issue)
     results: dict[EvalItem, RolloutResult | None] = field(default_factory=dict)  # None: failed
 
     @property
@@ -166,21 +166,23 @@ class Evaluation:
 
 
 class EvaluationBook:
-    """All evaluations, the oldest unfinished one first."""
+    """All evaluations. Items of the oldest unfinished evaluation are issued first."""
 
     def __init__(self, max_issues: int) -> None:
         self._max_issues = max_issues
         self._evaluations: OrderedDict[str, Evaluation] = OrderedDict()
-        self.num_waiting = 0  # items still to be handed out; asked for with every ticket
+        self.num_waiting = 0  # items still to be issued; a counter, because every ticket reads it
 
     def begin(self, request: EvaluateRequest) -> bool:
-        """Start an evaluation. False (and no effect) if one of this id was started before."""
+        """Start an evaluation. Returns False, without effect, if one with this id was started before."""
         if request.eval_id in self._evaluations:
             return False
         if not request.eval_id or request.num_prompts < 1 or not request.modes:
             raise ValueError("an evaluation needs an eval_id, at least one mode and num_prompts >= 1")
         if len(set(request.modes)) != len(request.modes):
-            raise ValueError(f"modes {request.modes} of evaluation {request.eval_id!r} name one twice")
+            raise ValueError(
+                f"modes {request.modes} of evaluation {request.eval_id!r} name a mode twice; name each once"
+            )
         waiting = [
             (EvalItem(request.eval_id, mode, position), 1)
             for mode in range(len(request.modes))
@@ -198,7 +200,7 @@ class EvaluationBook:
         return any(not evaluation.done for evaluation in self._evaluations.values())
 
     def take(self) -> tuple[EvalItem, int]:
-        """The next item and which issue of it this is. There must be one."""
+        """Issue the next item. Returns it with its issue number. An item must be left."""
         evaluation = next(evaluation for evaluation in self._evaluations.values() if evaluation.waiting)
         self.num_waiting -= 1
         return heapq.heappop(evaluation.waiting)
@@ -207,13 +209,13 @@ class EvaluationBook:
         return self._evaluations[item.eval_id].request.modes[item.mode]
 
     def finish(self, item: EvalItem, result: RolloutResult) -> None:
-        """Its result; the first counts. An outcome other than `evaluated` counts as failed."""
+        """Record the item's result. Only the first result counts. An outcome other than `evaluated` counts as failed."""
         evaluation = self._evaluations.get(item.eval_id)
         if evaluation is not None and item not in evaluation.results:
             evaluation.results[item] = result if result.outcome == "evaluated" and result.rewards else None
 
     def put_back(self, item: EvalItem, issue: int) -> None:
-        """Its ticket is lost: again, as issue number `issue`, or failed if that is once too often."""
+        """The item's ticket is lost: issue the item again, as issue number `issue`. It fails if `issue` exceeds max_issues."""
         evaluation = self._evaluations.get(item.eval_id)
         if evaluation is None or item in evaluation.results:
             return
@@ -236,7 +238,7 @@ class EvaluationBook:
         )
 
     def clear(self) -> None:
-        """The attempt that asked is over."""
+        """Discard all evaluations: the attempt that requested them is over."""
         self._evaluations.clear()
         self.num_waiting = 0
 

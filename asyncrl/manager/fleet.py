@@ -1,8 +1,8 @@
-"""What is done with generation servers: health probes and weight updates over HTTP, as routing.py and update_plan.py decide.
+"""Health probes and weight updates of generation servers over HTTP. routing.py and update_plan.py make the decisions.
 
 consumes: published versions, announced servers (from the worker's watches), the servers' answers.
-produces: states and versions in the ServerTable; `on_change` after each.
-waits for: each server by itself, within a limit; none waits for another, and the HTTP side waits for none.
+produces: states and versions in the ServerTable; `on_change` after each change.
+waits for: each server independently, within a limit. The HTTP side (http.py) waits for no server.
 unblocked by: the server's answer, its limit, or a newer publication.
 """
 
@@ -49,55 +49,56 @@ M = TypeVar("M", bound=msgspec.Struct)
 _FIRST_RETRY_S = 0.2
 _LONGEST_RETRY_S = 10.0
 _IDLE_S = 5.0
-_DAMAGED_AFTER = 4  # a part of the limit for a version to show up sound, after which it counts as damaged
+_DAMAGED_AFTER = 4  # a version that fails verification for verify_limit_s / _DAMAGED_AFTER counts as damaged
 _PROBES_AT_ONCE = 16
 _VERIFY_NICENESS = 5
 _FETCH_SLACK_S = 1.0  # for hosts that are slower than the first
-_SENDER_SLACK_S = 2.0  # the trainer answers within the limit that it is given
-_MAX_MISMATCHES = 3  # in a row, by every server that lives: then the weights or the servers are wrong, and the run ends
+_SENDER_SLACK_S = 2.0  # on top of the limit in the request, within which the trainer answers
+# Consecutive mismatches of every live server after which the run ends: the weights or the servers must be wrong
+_MAX_MISMATCHES = 3
 _FAILURES = (
     aiohttp.ClientError,
     OSError,
     asyncio.TimeoutError,
     ValueError,
-)  # of a call; msgspec's errors are ValueErrors
+)  # errors of a call; msgspec's errors are ValueErrors
 
 
 def _give_way() -> None:
-    """For the thread that computes checksums: where cores are short, answers go first. Linux has niceness by thread."""
+    """Lower the priority of the checksum thread, so that answers come first on a busy machine. Linux has niceness per thread."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _VERIFY_NICENESS)
 
 
 class UpdateError(ValueError):
-    """A server did not do what it was asked."""
+    """A server did not carry out a request."""
 
 
 class BroadcastError(UpdateError):
-    """A server did not get a version by broadcast. `_broadcast` has told the cause."""
+    """A server did not get a version by broadcast. `_broadcast` has logged the cause."""
 
 
 class RefusedError(UpdateError):
-    """A server refuses a version's files: they may be damaged since they were verified."""
+    """A server refuses a version's files. They may have been damaged after verification."""
 
 
 class MismatchError(UpdateError):
-    """A server has loaded a version, but does not compute with its weights (weights.verify_logprobs)."""
+    """A server has loaded a version, but its logprobs differ from the trainer's (weights.verify_logprobs)."""
 
 
 Send = Callable[[Sequence[Update]], Coroutine[Any, Any, BroadcastReply]]
 
 
 class Wave:
-    """Servers that get a version together, by one broadcast: each is paused by itself, then the trainer is asked for all at once.
+    """Servers that get a version by one broadcast. Each is paused independently, then one request to the trainer covers them all.
 
-    A member that fails before it is ready is left behind at once; one that is slow (its pause waits for long requests) is waited
-    for a little, counted from the first that is ready. It then asks for a broadcast of its own. `send` asks the trainer, and
-    returns within a limit of its own.
+    The wave does not wait for a member that fails before it is ready. It waits for slow members (a pause waits for long requests)
+    for at most wait_s after the first member is ready. A later member requests a broadcast of its own. `send` sends the request
+    to the trainer and returns within its own limit.
 
-    consumes: members that are ready, or leave.  produces: one call of `send` for all that are ready.
-    waits for: the other members, wait_s at most after the first.  unblocked by: the last of them.
+    consumes: members that are ready, or leave.  produces: one call of `send` for all members that are ready.
+    waits for: the other members, at most wait_s after the first.  unblocked by: the last of them.
     """
 
     def __init__(self, members: Sequence[Update], send: Send, *, wait_s: float) -> None:
@@ -108,17 +109,17 @@ class Wave:
         self._sending: asyncio.Task[BroadcastReply] | None = None
 
     async def ready(self, update: Update) -> BroadcastReply:
-        """The server is paused: what became of the broadcast."""
+        """The server is paused. Returns the reply to its broadcast."""
         if self._departed.is_set():
             return await self._send([update])
         self._ready.append(update)
         if self._sending is None:
             self._sending = asyncio.create_task(self._send_together(), name=f"broadcast {update.version}")
         self.leave(update)
-        return await asyncio.shield(self._sending)  # it is the others', too
+        return await asyncio.shield(self._sending)  # shielded: the other members await it too
 
     def leave(self, update: Update) -> None:
-        """Nobody needs to wait for this server any more: it is ready, or never will be."""
+        """Stop waiting for this server: it is ready, or never will be."""
         self._awaited.discard(update.server)
         if not self._awaited:
             self._departed.set()
@@ -133,7 +134,7 @@ class Wave:
 
 
 def broadcast_request(updates: Sequence[Update], limit_s: float) -> BroadcastRequest:
-    """What the trainer is asked for. The updates are of one version."""
+    """Build the broadcast request to the trainer. All updates must have the same version."""
     return BroadcastRequest(
         weight_version=str(updates[0].version),
         targets=[BroadcastTarget(server=update.server, url=update.url) for update in updates],
@@ -164,19 +165,20 @@ class Fleet:
         trace: Tracer = OFF,
         files_url: str = "",
     ) -> None:
-        """replace_limit_s: for the trainer to replace a version that `damaged` names.
-        files_url: below it servers find versions that they do not see in the run's folder; "": all of them see it."""
+        """replace_limit_s: time for the trainer to replace the version in `damaged`.
+        files_url: prefix for servers that do not see the run's folder to fetch versions from; "": all servers see the folder."""
         self.table = table
         self.plan = plan
         self.counters: Counter[tuple[str, str]] = Counter()
-        self.update_seconds: defaultdict[str, float] = defaultdict(float)  # in updates that succeeded, by server
+        self.update_seconds: defaultdict[str, float] = defaultdict(float)  # by server: seconds in successful updates
         self._session, self._path_of, self._verify = session, path_of, verify
         self._on_change = on_change
         self._probe_every_s = probe_every_s
         self._probe_limit_s = probe_limit_s
         self._verify_limit_s = verify_limit_s
         self._replace_limit_s = replace_limit_s
-        self.damaged: WeightVersion | None = None  # the newest publication, once it has failed its check for a while
+        # The newest publication, once it has failed verification for a quarter of verify_limit_s
+        self.damaged: WeightVersion | None = None
         self._logger = logger
         self._pause_body = msgspec.json.encode({"mode": interrupt})
         self._broadcast_limit_s = broadcast_limit_s
@@ -186,13 +188,13 @@ class Fleet:
         self._clock = clock or SystemClock()
         self._verifier = ThreadPoolExecutor(1, thread_name_prefix="verify_weights", initializer=_give_way)
         self._published = Fence[WeightVersion | None](None)
-        self._failing: tuple[WeightVersion, float] | None = None  # the publication that fails its check, and since when
+        self._failing: tuple[WeightVersion, float] | None = None  # the publication that fails, and since when
         self._publication = asyncio.Event()
         self._wake = asyncio.Event()
         self._updates: set[asyncio.Task[None]] = set()
-        self._probes: dict[tuple[str, int], asyncio.Task[None]] = {}  # one an incarnation of a server at a time
-        self._from_disk: set[str] = set()  # servers whose last broadcast failed; that was told
-        self._mismatches: Counter[str] = Counter()  # in a row, by server
+        self._probes: dict[tuple[str, int], asyncio.Task[None]] = {}  # at most one at a time for each incarnation
+        self._from_disk: set[str] = set()  # servers with a failed last broadcast that was logged
+        self._mismatches: Counter[str] = Counter()  # by server: consecutive mismatches
         self._fatal: RunEndedError | None = None
 
     async def close(self) -> None:
@@ -206,19 +208,19 @@ class Fleet:
 
     @property
     def attempt(self) -> int:
-        """The newest that weights were published of, or held for."""
+        """The newest attempt with published or held weights."""
         published = self._published.newest
         return max(self.table.attempt, published.attempt if published is not None else 0)
 
     def publish(self, text: str) -> None:
-        """`model_version` was put. What is older than what we know, or no version, is logged and ignored."""
+        """`model_version` was put. A value that is malformed or older than the known version is logged and ignored."""
         try:
             version = WeightVersion.parse(text)
         except ValueError as error:
             self._logger.error("model_version ignored: %s", error)
             return
         if self.table.attempts.is_over(version.attempt) or self._published.is_over(version):
-            self._logger.warning("model_version %s ignored: it goes back from %s", version, self._published.newest)
+            self._logger.warning("model_version %s ignored: it is older than %s", version, self._published.newest)
             return
         if version == self.damaged:
             self._logger.info("weights %s were written again", version)
@@ -229,7 +231,7 @@ class Fleet:
     def hold(self, text: str) -> None:
         """`weights_held` was put: the trainer can broadcast this version.
 
-        There is nothing to verify: the sender knows what it has, and receivers check what they get.
+        No file needs verification: the sender knows which version it holds, and receivers check the data that they get.
         """
         try:
             version = WeightVersion.parse(text)
@@ -240,7 +242,7 @@ class Fleet:
             self._changed()
 
     def sender_at(self, url: str) -> None:
-        """Where the trainer takes requests for broadcasts."""
+        """Set the URL at which the trainer accepts broadcast requests."""
         self._sender_url = url
 
     def announce(self, name: str, url: str) -> None:
@@ -249,20 +251,20 @@ class Fleet:
         known = self.table.servers.get(name)
         incarnation, now = known.incarnation if known is not None else None, self._clock.monotonic()
         self.table.announce(name, url, now)
-        if self.table.servers[name].incarnation != incarnation:  # another process, or one that was given up
+        if self.table.servers[name].incarnation != incarnation:  # a new process, or one that counted as dead
             self.plan.silent(name)
         self.plan.answers(name, now)
         self._changed()
 
     def withdraw(self, name: str) -> None:
         """A server's announcement is gone."""
-        self._logger.warning("%s is gone: its process has ended", name)
+        self._logger.warning("%s has left name resolve: its process has ended", name)
         self.table.withdraw(name)
         self.plan.silent(name)
         self._changed()
 
     def members_changed(self) -> None:
-        """Servers leave, or are wanted again: the table says which."""
+        """Servers leave or are desired again. The table has their new states."""
         self._changed()
 
     def _changed(self) -> None:
@@ -272,14 +274,14 @@ class Fleet:
     # -------------------------------------------------------------------------------------------------------- loops
 
     async def verify_loop(self) -> None:
-        """Check the manifest of the newest publication, before any server hears of it; again, with pauses, while it fails.
+        """Verify the manifest of the newest publication before any server is sent it. Retry with backoff while that fails.
 
-        A network's file system may show a version late. One that fails for a quarter of verify_limit_s is `damaged`: the master
-        has it written again, or a newer one replaces it. Neither within the limits ends the run.
+        A network file system may show a version late. A version that fails for a quarter of verify_limit_s is `damaged`: the
+        master has it written again, or a newer version replaces it. The run ends if neither happens within the limits.
         """
         pause_s = _FIRST_RETRY_S
         while True:
-            await self._publication.wait()  # for as long as nothing is published: hold
+            await self._publication.wait()  # without a publication the loop waits here
             self._publication.clear()
             version = self._published.newest
             assert version is not None
@@ -308,12 +310,12 @@ class Fleet:
                 self._changed()
 
     def _judge_damage(self, version: WeightVersion, broken_s: float, error: Exception) -> None:
-        """The version has failed its check for broken_s: report it as damaged, or end the run by RunEndedError."""
+        """The version has failed verification for broken_s: report it as damaged, or end the run with RunEndedError."""
         if broken_s > self._verify_limit_s + self._replace_limit_s:
             raise RunEndedError(
-                f"weights {version} cannot be served: {error}; so it has been for {broken_s:.0f} s (limits: "
-                "manager.update_timeout_s, then train.call_timeout_s for the trainer to replace it). See that the disk is sound "
-                "and all processes see the same; start again"
+                f"weights {version} cannot be served: {error}; verification has failed for {broken_s:.0f} s (limits: "
+                "manager.update_timeout_s, then train.call_timeout_s for the trainer to replace it). Check the disk, and that "
+                "all processes see the same files; then start again"
             ) from error
         if self.damaged != version and broken_s > self._verify_limit_s / _DAMAGED_AFTER:
             self._logger.error("weights %s are damaged on disk; the trainer is asked to replace them", version)
@@ -321,8 +323,11 @@ class Fleet:
             self._changed()
 
     async def _fetch_everywhere(self, version: WeightVersion, num_bytes: int) -> None:
-        """Have the hosts fetch a version while their servers go on with the one before. Nobody waits long for the slow ones, which
-        fetch it by themselves, as their updates begin: after the first has it, as long again and a little."""
+        """Have the hosts fetch a version while their servers still serve the previous one.
+
+        The wait for slow hosts is bounded: once the first host has the version, the others get as long again plus _FETCH_SLACK_S.
+        A slower host continues fetching, and its update fetches the version if needed.
+        """
         if not self._files_url:
             return
         servers = [server for server in self.table.servers.values() if server.listed]
@@ -337,7 +342,7 @@ class Fleet:
         while tasks:
             done, tasks = await asyncio.wait(tasks, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
             if not done:
-                self._logger.warning("%d servers have not fetched %s yet; the others go on", len(tasks), version)
+                self._logger.warning("%d servers have not fetched %s yet; the others continue", len(tasks), version)
                 return
             if any(not task.cancelled() and task.exception() is None for task in done):
                 took_s = self._clock.monotonic() - began
@@ -346,10 +351,10 @@ class Fleet:
     def _fetched(self, task: asyncio.Task[None]) -> None:
         self._updates.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._logger.warning("weights could not be fetched ahead: %s", error or repr(error))
+            self._logger.warning("prefetching weights failed: %s", error or repr(error))
 
     async def _fetch(self, url: str, version: WeightVersion, limit_s: float) -> None:
-        """Have the server fetch the version, unless it sees it, and verify it. Raises UpdateError and what else a request may."""
+        """Have the server fetch the version, unless it sees the files, and verify it. Raises any of _FAILURES."""
         request = FetchWeightsRequest(
             model_path=str(self._path_of(version)),
             weight_version=str(version),
@@ -362,7 +367,7 @@ class Fleet:
             raise RefusedError(f"not fetched: {reply.message}")
 
     async def update_loop(self) -> None:
-        """Begin the updates that the plan says are due, each as a task of its own. Raises RunEndedError where none can help."""
+        """Begin the updates that the plan lists as due, each in its own task. Raises RunEndedError once all servers mismatch."""
         while True:
             if self._fatal is not None:
                 raise self._fatal
@@ -382,8 +387,8 @@ class Fleet:
             self._wake.clear()
 
     async def probe_loop(self) -> None:
-        """Ask every server that should answer what it serves: each by itself, whatever others take. Where they are many, those that
-        are well are asked in turn."""
+        """Probe every listed server that is not updating, each independently of the others. With many servers, the healthy ones
+        are probed in turn."""
         asked: dict[str, float] = {}
         while True:
             servers = self.table.servers
@@ -393,7 +398,7 @@ class Fleet:
             later = set(well).difference(intervals.in_turn(well, asked, self._probe_every_s / every_s))
             turn = [name for name in due if name not in later]
             parts = [turn[at : at + _PROBES_AT_ONCE] for at in range(0, len(turn), _PROBES_AT_ONCE)] or [[]]
-            for part in parts:  # all at once would keep rollout workers waiting for as long as they take
+            for part in parts:  # a single burst of all probes would delay the answers to rollout workers
                 for name in part:
                     asked[name] = self._clock.monotonic()
                     self._begin_probe(servers[name])
@@ -411,11 +416,11 @@ class Fleet:
     # ------------------------------------------------------------------------------------------------- one server
 
     async def _probe(self, server: Server) -> None:
-        """One that has not answered by probe_limit_s is suspect; one that answers later all the same is slow, and alive."""
+        """Probe one server. Without an answer within probe_limit_s it is suspect. If it answers later, it is slow but alive."""
         before = (server.state, server.incarnation, server.slow)
         incarnation, num_updates, began = server.incarnation, server.num_updates, self._clock.monotonic()
         give_up = began + self.table.dead_after_s
-        if server.state is ServerState.HEALTHY:  # it had to wait for its turn, which is no reason to find its end later
+        if server.state is ServerState.HEALTHY:  # the probe may start late; detect a dead server on time
             give_up = min(give_up, server.last_answer + self._probe_every_s + self.table.dead_after_s)
         asking = asyncio.ensure_future(self._ask(server))
         try:
@@ -443,12 +448,12 @@ class Fleet:
 
     async def _ask(self, server: Server) -> ModelInfo:
         info = await self._get(f"{server.url}/get_model_info", ModelInfo)
-        if server.state is not ServerState.STALE:  # a stale one is paused: it may not be able to say
+        if server.state is not ServerState.STALE:  # a stale server is paused, so /health may not answer
             await self._request("GET", f"{server.url}/health")
         return info
 
     async def _update(self, update: Update, wave: Wave | None) -> None:
-        """Interrupt, load, check the echo, resume. A server that fails stays interrupted: what it would serve is unknown."""
+        """Interrupt, load, check the echo, resume. A server that fails stays interrupted, because its weights are unknown."""
         began = self._clock.monotonic()
         try:
             with self._trace.overlapping(f"update {update.server}", kind="update", version=str(update.version)):
@@ -467,10 +472,10 @@ class Fleet:
             if isinstance(error, MismatchError):
                 self._count_mismatch(update, error)
             if isinstance(error, RefusedError) and self._published.is_current(update.version):
-                self._publication.set()  # verified once more
+                self._publication.set()  # verify the version again
             level = logging.DEBUG if isinstance(error, BroadcastError) else logging.WARNING
             self._logger.log(
-                level, "%s did not load %s: %s; trying again in %.1f s", update.server, update.version, reason, pause_s
+                level, "%s did not load %s: %s; retrying in %.1f s", update.server, update.version, reason, pause_s
             )
         else:
             now = self._clock.monotonic()
@@ -490,13 +495,16 @@ class Fleet:
         alive = [server.name for server in self.table.servers.values() if server.state not in away]
         if all(self._mismatches[name] >= _MAX_MISMATCHES for name in alive):
             self._fatal = RunEndedError(
-                f"no server computes with weights {update.version} as the trainer does, after {_MAX_MISMATCHES} loads each: "
-                f"{update.server} says: {error}. Where the two differ by nothing but precision, raise weights.verify_tolerance"
+                f"no server computes with weights {update.version} as the trainer does, after {_MAX_MISMATCHES} loads each; "
+                f"{update.server} reports: {error}. If only precision differs, raise weights.verify_tolerance"
             )
 
     async def _found(self, update: Update) -> WeightVersion | None:
-        """What a new server serves, if that is the version to be loaded, or a newer one of the attempt: a manager before this one
-        had it load that. One that is paused was being updated when that manager died: it loads."""
+        """Return the version that a new server serves already, because the previous manager had it load that version.
+
+        Returns None if the server must load: it serves an older version or another attempt's, or it is paused because the
+        previous manager died during its update.
+        """
         info = await self._get(f"{update.url}/get_model_info", ModelInfo)
         try:
             serves = WeightVersion.parse(info.weight_version)
@@ -508,7 +516,7 @@ class Fleet:
     async def _load(self, update: Update, wave: Wave | None) -> None:
         url, version = update.url, str(update.version)
         if wave is None:
-            await self._fetch(url, update.version, update.limit_s)  # and verify: it generates meanwhile
+            await self._fetch(url, update.version, update.limit_s)  # and verify; the server generates meanwhile
         try:
             await self._post(f"{url}/pause_generation", self._pause_body)
             if wave is not None:
@@ -532,7 +540,7 @@ class Fleet:
         self._from_disk.discard(update.server)
 
     async def _broadcast(self, updates: Sequence[Update]) -> BroadcastReply:
-        """Ask the trainer to send a version to servers that are paused for it."""
+        """Request that the trainer sends a version to servers that are paused for it."""
         request, limit_s = (
             broadcast_request(updates, self._broadcast_limit_s),
             self._broadcast_limit_s + _SENDER_SLACK_S,
@@ -542,20 +550,22 @@ class Fleet:
             async with asyncio.timeout(limit_s):
                 reply = msgspec.json.decode(await call, type=BroadcastReply)
         except _FAILURES as error:
-            reply = BroadcastReply(errors={update.server: f"the trainer did not send: {error!r}" for update in updates})
+            reply = BroadcastReply(
+                errors={update.server: f"the trainer did not broadcast: {error!r}" for update in updates}
+            )
         self._warn_of_disk(str(updates[0].version), reply)
         return reply
 
     def _warn_of_disk(self, version: str, reply: BroadcastReply) -> None:
-        """Servers load from disk because a broadcast failed: one warning for each, until a broadcast to it has succeeded."""
+        """Warn that servers load from disk because a broadcast failed: once for each, until a broadcast to it has succeeded."""
         told = self._from_disk.union(reply.mismatched)
         new = {server: why for server, why in reply.errors.items() if server not in told}
         if new:
             self._from_disk.update(new)
             causes = "; ".join(sorted(set(new.values())))
             self._logger.warning(
-                "broadcast of weights %s to %s failed: %s. They load this version and the next ones from disk; said once, until "
-                "a broadcast to them succeeds",
+                "broadcast of weights %s to %s failed: %s. They load this version and the next ones from disk. This warning "
+                "appears once until a broadcast to them succeeds",
                 version,
                 ", ".join(sorted(new)),
                 causes,
@@ -576,7 +586,7 @@ class Fleet:
         return await self._request("POST", url, body, also_ok)
 
     async def _request(self, method: str, url: str, body: bytes | None = None, also_ok: int = 200) -> bytes:
-        """Bounded by the caller. Raises UpdateError for a status other than 200 and also_ok."""
+        """The caller bounds the request. Raises UpdateError for a status other than 200 and also_ok."""
         headers = {"Content-Type": "application/json"}
         async with self._session.request(method, url, data=body, headers=headers) as response:
             answer = await response.read()

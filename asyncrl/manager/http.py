@@ -1,13 +1,13 @@
-"""The manager's HTTP side: decodes, asks the ledger, and lets answers wait instead of being polled.
+"""The manager's HTTP side: decodes requests, calls the ledger, and answers long polls.
 
-consumes: requests of rollout workers and of the master; `changed()` from whoever changes the ledger or the servers.
+consumes: requests of rollout workers and of the master; calls of `changed()` after each change of the ledger or the servers.
 produces: tickets, views of the ledger, results of evaluations.
-waits for: admission (/allocate_rollout), a newer ledger (/report), the end of an evaluation (/evaluate): each for as long as
-the request says, at most MAX_WAIT_S.
-unblocked by: any change. Nothing here blocks: between two awaits only the ledger's own computations run.
+waits for: admission (/allocate_rollout), a newer ledger (/report), the end of an evaluation (/evaluate): each for the request's
+wait_s, at most MAX_WAIT_S.
+unblocked by: any change. No handler blocks: between two awaits only the ledger's own computations run.
 
-A client that goes away while it waits is taken off the list. One that goes away while it is being answered holds tickets that
-no heartbeat lists: the ledger takes those back.
+If a client disconnects while it waits, its request is removed. If it disconnects while its answer is sent, its tickets appear in
+no heartbeat, and the ledger takes them back.
 """
 
 from __future__ import annotations
@@ -49,31 +49,31 @@ Reply = msgspec.Struct
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 MAX_WAIT_S = 60.0
-_MAX_WAITING = 4096  # allocate requests that wait; more are refused with 503
+_MAX_WAITING = 4096  # pending allocate requests; further ones are refused with 503
 MAX_BODY_BYTES = 64 << 20
 _MAX_NAME = 200
-_COALESCE_S = 0.01  # an answer that waited takes in what changes this shortly after: no message per finished rollout
-_VIEW_SHARE = 0.05  # of the time, at most, goes into views for a master that waits
+_COALESCE_S = 0.01  # a delayed answer collects changes for this long: fewer messages than finished rollouts
+_VIEW_SHARE = 0.05  # at most this share of the time goes into views for a waiting master
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 _encode = msgspec.json.Encoder().encode
 _FINAL_REFUSALS = ("superseded", "expired")  # waiting does not help
 
 
 class FleetMetrics(Protocol):
-    """What /metrics and the master are told of the updates of servers."""
+    """The fleet's numbers for /metrics and for the master."""
 
-    damaged: WeightVersion | None  # published, and not as its manifest says
-    counters: Counter[tuple[str, str]]  # (what, server) -> how often
-    update_seconds: defaultdict[str, float]  # server -> seconds spent in updates that succeeded
+    damaged: WeightVersion | None  # a published version whose files do not match its manifest
+    counters: Counter[tuple[str, str]]  # (event, server) -> count
+    update_seconds: defaultdict[str, float]  # server -> seconds spent in successful updates
 
 
 @dataclass(eq=False)
 class _Waiting:
-    """An allocate request that nothing was admitted for yet."""
+    """A pending allocate request: no ticket was admitted for it yet."""
 
     request: AllocateRequest
     answer: asyncio.Future[AllocateReply]
-    num_clients: int = 0  # connections that wait for it
+    num_clients: int = 0  # connections that wait for the answer
 
 
 class ManagerService:
@@ -87,14 +87,14 @@ class ManagerService:
         fleet: FleetMetrics | None = None,
         newest_attempt: Callable[[], Awaitable[int]] | None = None,
     ) -> None:
-        """newest_attempt: asks for the newest one that the run has begun, 0: not known now. None: no upper bound."""
+        """newest_attempt: returns the newest attempt that the run has begun; 0: not known now. None: no upper bound."""
         self.ledger = ledger
         self._newest_attempt = newest_attempt
         self._clock = clock or SystemClock()
-        self._waiting: dict[tuple[str, str, str], _Waiting] = {}  # in the order in which they came
-        self._num_waiting = 0  # connections: more than requests, where one was sent twice
+        self._waiting: dict[tuple[str, str, str], _Waiting] = {}  # in order of arrival
+        self._num_waiting = 0  # connections: more than requests if a request was sent twice
         self._change: asyncio.Future[None] | None = None
-        self._told_revision = ledger.revision  # those who wait for a change have been told of this one
+        self._told_revision = ledger.revision  # the newest revision that waiting handlers were notified of
         self._view_took_s = 0.0
         self._fleet = fleet
         self._refused: Counter[str] = Counter()
@@ -124,13 +124,13 @@ class ManagerService:
     # -------------------------------------------------------------------------------------------------------- life
 
     def close(self) -> None:
-        """Answer all requests that wait."""
+        """Answer all pending allocate requests."""
         for waiting in self._waiting.values():
             waiting.answer.set_result(AllocateReply(tickets=[], refusal="not_ready", finished=self.ledger.finished))
         self._waiting.clear()
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Any request."""
+        """Route a request to its handler."""
         if (refusal := refusal_of(request)) is not None:
             return refusal
         method, handler = self._routes.get(request.path, ("", None))
@@ -141,21 +141,21 @@ class ManagerService:
         return await handler(request)
 
     def changed(self) -> None:
-        """The ledger, the servers or the time have changed: answer those who wait for that."""
+        """The ledger, the servers or the time have changed: answer the requests that wait for a change."""
         self._admit_waiting(len(self._waiting))
         self._tell_of_change()
 
     # ---------------------------------------------------------------------------------------------------- handlers
 
     async def allocate(self, request: AllocateRequest) -> AllocateReply:
-        """Tickets as soon as one is admitted, in turn with whoever else waits."""
+        """Grant tickets as soon as one is admitted, in turn with the other pending requests."""
         _check_name(request.request_id, "request_id")
         _check_name(request.worker, "worker")
         _check_name(request.incarnation, "incarnation")
         if not 1 <= request.count <= MAX_COUNT:
             raise ValueError(f"count is {request.count}; ask for 1 to {MAX_COUNT} tickets")
         wait_s = _limited(request.wait_s)
-        self._admit_room()  # whoever waits came before
+        self._admit_room()  # pending requests came earlier
         (reply,) = self.ledger.allocate([request], self._clock.monotonic())
         self._tell_of_change()
         if not _settled(reply) and wait_s > 0.0:
@@ -183,10 +183,10 @@ class ManagerService:
         return reply
 
     async def report(self, report: MasterReport) -> LedgerView:
-        """The ledger, once it is newer than the master's, or after wait_s."""
+        """Return the ledger once it is newer than the master's view, or after wait_s."""
         newest_attempt = await self._newest() if report.attempt > self.ledger.attempt else None
         until = self._clock.monotonic() + _limited(report.wait_s)
-        # one that this ledger has not come to is of the manager before
+        # a revision that this ledger has not reached yet comes from the previous manager
         known = report.after_revision if report.after_revision <= self.ledger.revision else -1
         self.ledger.report(report, self._clock.monotonic(), newest_attempt=newest_attempt)
         self.changed()
@@ -206,11 +206,11 @@ class ManagerService:
         if self._newest_attempt is None:
             return None
         if not (newest := await self._newest_attempt()):
-            raise web.HTTPServiceUnavailable(text="name resolve does not say now which attempt has begun; ask again\n")
+            raise web.HTTPServiceUnavailable(text="name resolve does not have the current attempt now; retry\n")
         return newest
 
     async def evaluate(self, request: EvaluateRequest) -> EvaluateReply:
-        """How far the evaluation is, once it is done, or after wait_s."""
+        """Return the evaluation's progress once it is done, or after wait_s."""
         until = self._clock.monotonic() + _limited(request.wait_s)
         _check_name(request.eval_id, "eval_id")
         reply = self.ledger.evaluate(request)
@@ -223,12 +223,12 @@ class ManagerService:
     # -------------------------------------------------------------------------------------------------------- waits
 
     async def _wait_for_tickets(self, request: AllocateRequest, wait_s: float) -> AllocateReply:
-        """What `_admit_waiting` says within wait_s, or why nothing was admitted. The same request, sent twice, gets one answer."""
+        """Return the answer of `_admit_waiting`, or after wait_s the refusal. A request sent twice gets the same answer."""
         key = (request.worker, request.incarnation, request.request_id)
         waiting = self._waiting.get(key)
         if waiting is None:
             if self._num_waiting >= _MAX_WAITING:
-                raise web.HTTPServiceUnavailable(text=f"{_MAX_WAITING} requests wait already")
+                raise web.HTTPServiceUnavailable(text=f"{_MAX_WAITING} requests are pending already; retry later")
             waiting = self._waiting[key] = _Waiting(request, asyncio.get_running_loop().create_future())
         waiting.num_clients += 1
         self._num_waiting += 1
@@ -245,9 +245,9 @@ class ManagerService:
         return AllocateReply(tickets=[], refusal=refusal, finished=self.ledger.finished)
 
     def _after_request(self) -> None:
-        """The ledger may have changed, by this request alone: only those whom it made room for are looked at."""
+        """The ledger may have changed, by this request alone. Check only as many pending requests as there is now room for."""
         self._admit_room()
-        if self.ledger.revision != self._told_revision:  # most heartbeats bring no news
+        if self.ledger.revision != self._told_revision:  # most heartbeats change nothing
             self._tell_of_change()
 
     def _admit_room(self) -> None:
@@ -255,7 +255,7 @@ class ManagerService:
             self._admit_waiting(room)
 
     def _admit_waiting(self, most: int) -> None:
-        """Deal out what can be admitted to the first `most` of those who wait, in turn."""
+        """Grant the admissible tickets to the first `most` pending requests, in turn."""
         first = list(itertools.islice(self._waiting.items(), most))
         if not first:
             return
@@ -273,7 +273,7 @@ class ManagerService:
             self._change = None
 
     async def _next_change(self, until: float) -> None:
-        """Wait for `changed`, until then at most."""
+        """Wait for the next change, at most until this time."""
         if self._change is None:
             self._change = asyncio.get_running_loop().create_future()
         await asyncio.wait({self._change}, timeout=max(0.0, until - self._clock.monotonic()))
@@ -298,32 +298,32 @@ class ManagerService:
 
 
 def _typed(kind: type[Message], handle: Callable[[Message], Awaitable[Reply]]) -> Handler:
-    """A handler of one message type: 400 with the reason for what is not one, 409 for an attempt that is over, and for
-    an attempt or a version that the run cannot have reached."""
+    """Return a handler of one message type. It answers 400 with the reason for a malformed message, and 409 for an attempt that
+    is over or for an attempt or version that the run cannot have reached."""
     decoder = msgspec.json.Decoder(kind)
 
     async def run(request: web.BaseRequest) -> web.StreamResponse:
         content = request.content
-        body = content.read_nowait() if content.is_eof() else await request.read()  # small ones are all there
+        body = content.read_nowait() if content.is_eof() else await request.read()  # a small body has arrived in full
         try:
             return _Json(await handle(decoder.decode(body)))
         except (StaleAttemptError, UnreachedError) as error:
             return web.Response(status=409, text=f"{error}\n")
-        except (ValueError, RecursionError) as error:  # msgspec's errors too: what, and at which field
+        except (ValueError, RecursionError) as error:  # includes msgspec's errors, which name the field
             return web.Response(status=400, text=f"{kind.__name__}: {error}\n")
 
     return run
 
 
 def _settled(reply: AllocateReply) -> bool:
-    """Waiting would not make it better."""
+    """Whether the reply is final: waiting longer cannot improve it."""
     return bool(reply.tickets) or reply.finished or reply.refusal in _FINAL_REFUSALS
 
 
 class _Json(web.StreamResponse):
-    """A message as an answer: 200, two headers and the body, in one piece.
+    """A message as an answer: status 200, two headers and the body, in one write.
 
-    aiohttp's own responses make a table of headers for each answer, for more than deciding and encoding it costs here.
+    aiohttp's own responses build a table of headers for each answer. That costs more than computing and encoding the answer here.
     """
 
     def __init__(self, message: msgspec.Struct) -> None:
@@ -337,7 +337,7 @@ class _Json(web.StreamResponse):
         await request.writer.write_eof(b"%b%bContent-Length: %d\r\n\r\n%b" % (_HEAD, connection, len(body), body))
 
     async def write_eof(self, data: bytes = b"") -> None:
-        """All is sent."""
+        """No-op: `prepare` has sent everything."""
 
 
 def _check_name(value: str, field: str) -> None:
@@ -352,7 +352,7 @@ def _limited(wait_s: float) -> float:
 
 
 class _Metrics:
-    """Prometheus metrics, read off the ledger when they are asked for."""
+    """Prometheus metrics, read from the ledger on each request."""
 
     def __init__(self, ledger: Ledger, service: ManagerService, fleet: FleetMetrics | None) -> None:
         self._ledger = ledger
@@ -363,16 +363,18 @@ class _Metrics:
         ledger = self._ledger
         for name, text, value in (
             ("live", "train tickets granted and not yet consumed, rejected or released", ledger.num_live),
-            ("running", "train tickets being rolled out", ledger.num_running),
+            ("running", "train tickets with a running rollout", ledger.num_running),
             ("stored", "train tickets in transit, stored or in a train step", ledger.num_stored),
-            ("running_evals", "evaluation tickets being rolled out", ledger.num_evals_running),
+            ("running_evals", "evaluation tickets with a running rollout", ledger.num_evals_running),
             ("waiting_requests", "allocate requests that wait for admission", self._service.num_waiting),
-            ("reissue_queue", "prompts that wait to be handed out again", ledger.num_again),
-            ("trained_version", "newest version the trainer has made", ledger.trained_version),
+            ("reissue_queue", "prompts that wait to be issued again", ledger.num_again),
+            ("trained_version", "newest version the trainer has produced", ledger.trained_version),
             ("served_version", "newest version that servers serve", ledger.served_version),
         ):
             yield GaugeMetricFamily(f"asyncrl_manager_{name}", text, value=value)
-        tickets = CounterMetricFamily("asyncrl_manager_tickets", "what became of tickets", labels=["event", "reason"])
+        tickets = CounterMetricFamily(
+            "asyncrl_manager_tickets", "tickets by event and reason", labels=["event", "reason"]
+        )
         for (event, reason), count in sorted(ledger.counters.items()):
             tickets.add_metric([event, reason], count)
         yield tickets
@@ -389,11 +391,13 @@ class _Metrics:
         yield from self._of_servers()
 
     def _of_servers(self) -> Iterator[Metric]:
-        state = GaugeMetricFamily("asyncrl_manager_server_state", "1 for its state", labels=["server", "state"])
-        running = GaugeMetricFamily("asyncrl_manager_server_running", "groups it was given", labels=["server"])
+        state = GaugeMetricFamily(
+            "asyncrl_manager_server_state", "1 for the server's current state", labels=["server", "state"]
+        )
+        running = GaugeMetricFamily("asyncrl_manager_server_running", "groups running on the server", labels=["server"])
         tokens = GaugeMetricFamily(
             "asyncrl_manager_server_tokens",
-            "what it said that it holds, and what it was promised since",
+            "tokens the server last reported, plus tokens expected of groups assigned since",
             labels=["server"],
         )
         servers = self._ledger.servers.servers
@@ -410,7 +414,9 @@ class _Metrics:
         for (event, server), count in sorted(self._fleet.counters.items()):
             events.add_metric([event, server], count)
         yield events
-        seconds = CounterMetricFamily("asyncrl_manager_update_seconds", "spent in updates", labels=["server"])
+        seconds = CounterMetricFamily(
+            "asyncrl_manager_update_seconds", "seconds spent in successful updates", labels=["server"]
+        )
         for server, spent in sorted(self._fleet.update_seconds.items()):
             seconds.add_metric([server], spent)
         yield seconds

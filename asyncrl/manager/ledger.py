@@ -1,15 +1,15 @@
-"""The ledger of live tickets: it loses and doubles nothing (pure).
+"""The ledger of live tickets. It neither loses nor duplicates a ticket (pure).
 
 A ticket is granted while the gate (admission.py) has room and a server of the newest version has room for a group (else refused:
-`no_server`, `servers_full`). It stays live from its grant until the master says `consumed`, or until it is rejected, released or
-lost; nothing is forgotten in between.
+`no_server`, `servers_full`). It is live from its grant until the master reports it as `consumed`, or until it is rejected,
+released or lost. The ledger keeps every live ticket.
 
-Every call may come twice, late, or from a worker that has been given up; all fields that the master reports are absolute. Time
+Every call may arrive twice, late, or from a worker that counts as lost. All fields that the master reports are absolute. Time
 is passed in. The HTTP side (http.py) calls these methods between two awaits, so each is atomic.
 
-A manager that takes the place of one that has died begins in its *grace*: it admits nothing until the master has reported in full
-and every rollout worker has said what it holds (for a lease at most). What they name is live again; so nothing that goes on is
-handed out a second time. Until then the view is not `settled`, and the master begins no step by it.
+A manager that replaces a dead one begins with a *grace period*. It admits nothing until the master has sent a full report and
+every rollout worker has reported its tickets, or until a lease has passed. Reported tickets are adopted: they are live again, so no
+running prompt is issued a second time. Until then the view is not `settled`, and the master begins no step from it.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ from asyncrl.protocol.tickets import TicketId, TicketSeal
 from asyncrl.rewards.outcome import REWARD_LOST
 
 MAX_COUNT = 4096  # tickets of one request
-_MAX_REQUESTS = 16  # answers remembered per worker, which asks again only for the one that it has not got
+_MAX_REQUESTS = 16  # answers kept per worker; a worker repeats only a request without an answer
 _MAX_DROPPED = 10_000
-_MAX_UNSEEN = 16_384  # rejections that the master has not recorded; past it nothing is admitted until it does
+_MAX_UNSEEN = 16_384  # rejections that the master has not recorded; at this number nothing is admitted until it does
 _MAX_REASONS = 32  # different reasons counted; further ones count as `other`
-_MAX_EARLY = 65_536  # results of rollouts that came before the master's first report
-_TOKENS_MEMORY = 0.95  # of the running mean of a group's tokens
+_MAX_EARLY = 65_536  # results of rollouts that arrive before the master's first report
+_TOKENS_MEMORY = 0.95  # weight of the old value in the running mean of a group's tokens
 
 Journal = Callable[[Literal["admitted", "adopted"], Ticket], None]
 
 
 class StaleAttemptError(ValueError):
-    """A report from a training side that is over."""
+    """A report from an attempt of the training side that is over."""
 
 
 class UnreachedError(ValueError):
@@ -67,21 +67,21 @@ class UnreachedError(ValueError):
 
 @dataclass(slots=True)
 class _Live:
-    """A ticket that is out, or whose trajectory waits for its train step."""
+    """A live ticket: its rollout is running, or its trajectory waits for its train step."""
 
     ticket: Ticket
     worker: str
     incarnation: str
     granted_at: float
-    server: str  # where it runs now
+    server: str  # the server that runs it now
     expected_tokens: float
     state: Literal["running", "stored"] = "running"
     seen_by_master: bool = False  # the master has reported it as stored
-    num_missed: int = 0  # heartbeats in a row that did not list it
-    lost_url: str = ""  # the worker has said that it lost the server there, and has none since
-    has_moved: bool = False  # its time says nothing of the server where it runs now
-    moved: bool = False  # to another server, of which the worker does not know from an answer of its own
-    item: EvalItem | None = None  # of an eval ticket
+    num_missed: int = 0  # consecutive heartbeats that did not list it
+    lost_url: str = ""  # the worker has reported the server at this URL as lost, and has had no server since
+    has_moved: bool = False  # its duration does not measure the server that runs it now
+    moved: bool = False  # to another server, without a request of the worker; heartbeats tell the worker
+    item: EvalItem | None = None  # for an eval ticket
 
 
 @dataclass
@@ -91,11 +91,11 @@ class _Holder:
     incarnations: IncarnationFence
     last_seen: float
     last_heartbeat: float
-    answers: OrderedDict[str, tuple[str, ...]] = field(default_factory=OrderedDict)  # by request: tickets
+    answers: OrderedDict[str, tuple[str, ...]] = field(default_factory=OrderedDict)  # request id -> its tickets
 
 
 class Ledger:
-    """See the module's docstring. `revision` grows with every change of what the master sees."""
+    """The ledger that the module docstring describes. `revision` grows with every change of the master's view."""
 
     def __init__(
         self,
@@ -117,22 +117,22 @@ class Ledger:
         ticket_key: bytes = b"",
         journal: Journal = lambda event, ticket: None,
     ) -> None:
-        """heads_of_worker: to which heads a worker may send; by default to all, the one with the fewest live tickets.
+        """heads_of_worker: the heads that a worker may send to; by default all. A ticket gets the one with the fewest live tickets.
 
-        grace_s: how long to admit nothing, at most, after the first full report, while workers report what they hold: the lease
-        of the tickets that a manager before this one has issued. 0 where there was none.
-        num_workers: rollout workers; the grace ends when so many have been heard. 0: not known.
-        ticket_key: of the run (tickets.py): what managers before this one have sealed with it is known again.
-        journal: is told of every train ticket that is granted, or known again.
+        grace_s: maximum length of the grace period, which begins with the first full report. Nothing is admitted while workers
+        report their tickets. It is the lease of tickets that a previous manager has issued; 0 without a previous manager.
+        num_workers: number of rollout workers. The grace period ends when so many have reported. 0: not known.
+        ticket_key: the run's key (tickets.py). The ledger recognizes tickets that previous managers have sealed with it.
+        journal: called for every train ticket that is granted or adopted.
         """
         if max_issues < 1:
-            raise ValueError(f"manager.max_issues is {max_issues}; a prompt must be handed out at least once")
+            raise ValueError(f"manager.max_issues is {max_issues}; use at least 1, the first issue of a prompt")
         if not 0.0 <= eval_share <= 1.0:
             raise ValueError(f"manager.eval_share is {eval_share}; use a share from 0 to 1")
         if not 0.0 < heartbeat_s * 2 < lease_s:
             raise ValueError(
                 f"manager.lease_s is {lease_s} and manager.heartbeat_s is {heartbeat_s}; "
-                "a lease must outlast two heartbeats"
+                "a lease must be longer than two heartbeats"
             )
         self.servers = servers
         self.gate = Gate(batch_size, eta, max_concurrent or (1 + eta) * batch_size)
@@ -140,8 +140,8 @@ class Ledger:
         self._attempts = Fence(attempt)
         self.trained_version = 0
         self.revision = 0
-        self.finished = False  # the run is over: workers need not ask again
-        self.counters: Counter[tuple[str, str]] = Counter()  # (what, reason) -> how often; for metrics
+        self.finished = False  # the run is over: workers stop requesting tickets
+        self.counters: Counter[tuple[str, str]] = Counter()  # (event, reason) -> count; for metrics
         self.rejected_lengths: Counter[tuple[str, int]] = Counter()  # (reason, power of two) -> responses
         self._reasons: set[str] = set()
         self._all_heads = range(num_heads)
@@ -154,7 +154,7 @@ class Ledger:
         self._num_workers = num_workers
         self._journal = journal
         self._early_held: dict[str, HeartbeatRequest] = {}  # by worker, until the master has registered
-        self._early_results: dict[str, tuple[FinishRequest, RolloutResult]] = {}  # by ticket, likewise
+        self._early_results: dict[str, tuple[FinishRequest, RolloutResult]] = {}  # by ticket, until then
         self._nonce = nonce
         self._seal = TicketSeal(ticket_key)
         self._num_train_tickets = 0
@@ -167,24 +167,24 @@ class Ledger:
 
     @property
     def attempt(self) -> int:
-        """The newest that has begun, as far as is known here."""
+        """The newest attempt that this ledger knows of."""
         return self._attempts.newest
 
     def _reset(self) -> None:
-        """What belongs to one attempt of the training side."""
-        self._cursor: PromptCursor | None = None  # None: the master has not told us yet what is done
+        """Reset the state that belongs to one attempt of the training side."""
+        self._cursor: PromptCursor | None = None  # None: the master has not reported yet which prompts are done
         self._live: dict[str, _Live] = {}
         self._by_prompt: dict[Locator, str] = {}
         self._evals: dict[str, _Live] = {}
-        self._running_of: dict[str, dict[str, _Live]] = {}  # by worker and ticket: each heartbeat asks for its own
+        self._running_of: dict[str, dict[str, _Live]] = {}  # by worker and ticket; each heartbeat reads it
         self._num_running = 0
         self._live_of_head: Counter[int] = Counter()
         self._rejected: deque[RejectedPrompt] = deque()
         self._num_forgotten = 0  # rejections that the master has recorded
-        self._dropped: OrderedDict[str, None] = OrderedDict()  # stored tickets that the master gave up
+        self._dropped: OrderedDict[str, None] = OrderedDict()  # stored tickets that the master has dropped
         self._stopped = False
-        self._grace_until: float | None = None  # None: no grace, or over
-        self._heard: set[str] = set()  # workers that have said in this grace what they hold
+        self._grace_until: float | None = None  # None: no grace period, or it is over
+        self._heard: set[str] = set()  # workers that have reported their tickets in this grace period
 
     # ---------------------------------------------------------------------------------------------------- numbers
 
@@ -215,20 +215,20 @@ class Ledger:
 
     @property
     def settled(self) -> bool:
-        """Everything that is live is known: the master has registered, and no grace is on."""
+        """All live tickets are known: the master has registered, and no grace period is active."""
         return self._cursor is not None and self._grace_until is None
 
     @property
     def num_again(self) -> int:
-        """Prompts that wait to be handed out once more."""
+        """Prompts that wait to be issued again."""
         return self._cursor.num_again if self._cursor is not None else 0
 
     def refusal(self, now: float) -> str:
-        """Why no train ticket is admitted now; "" if one is."""
+        """Why a train ticket would be refused now; "" if it would be admitted."""
         return self._train_room(now)[1]
 
     def room(self, now: float) -> int:
-        """At most so many tickets would be granted now, of training and of evaluations, however many ask."""
+        """Upper bound of the number of tickets that would be granted now, for training and evaluations together."""
         served = self.served_version
         evals = 0
         if self._evaluations.num_waiting and served >= 0 and self.servers.has_room(served):
@@ -236,7 +236,7 @@ class Ledger:
         return self._train_room(now)[0] + evals
 
     def _train_room(self, now: float) -> tuple[int, str]:
-        """How many train tickets the gate admits now; if none, why."""
+        """How many train tickets are admitted now, and the refusal's reason if that is 0."""
         if not self.settled:
             return 0, "not_ready"
         assert self._cursor is not None
@@ -264,16 +264,16 @@ class Ledger:
     # ------------------------------------------------------------------------------------- calls of rollout workers
 
     def allocate(self, requests: Sequence[AllocateRequest], now: float) -> list[AllocateReply]:
-        """Answers, in the order of the requests. What can be admitted is dealt out in turn, so that nobody takes all.
+        """Return the answers, in the order of the requests. Tickets are granted in turn, so that no request takes them all.
 
-        A request id that the worker was answered before gets the same tickets, as far as they still run.
+        A repeated request id gets the same tickets again, except those that have ended.
         """
         self._expire_grace(now)
-        if len(requests) == 1:  # nearly always: there is nobody to take turns with
+        if len(requests) == 1:  # nearly always; no turns are needed
             return [self._allocate_alone(requests[0], now)]
         granted: dict[tuple[str, str], list[Ticket]] = {}
         turn: deque[tuple[AllocateRequest, list[Ticket]]] = deque()
-        known: dict[int, AllocateReply] = {}  # by index: answered without asking for admission
+        known: dict[int, AllocateReply] = {}  # by index: answers that need no admission
         for index, request in enumerate(requests):
             holder = self._holder(request.worker, request.incarnation, now, touch=False)
             if holder is None:
@@ -307,7 +307,7 @@ class Ledger:
         return replies
 
     def _allocate_alone(self, request: AllocateRequest, now: float) -> AllocateReply:
-        """What `allocate` answers to one request."""
+        """`allocate` for a single request."""
         holder = self._holder(request.worker, request.incarnation, now, touch=False)
         if holder is None:
             return AllocateReply(tickets=[], refusal="superseded", finished=self.finished)
@@ -324,13 +324,13 @@ class Ledger:
         return AllocateReply(tickets=tickets, refusal="" if tickets else refusal, finished=self.finished)
 
     def finish(self, request: FinishRequest, now: float) -> FinishReply:
-        """Rollouts have ended. Raises ValueError, before anything changes, for an outcome that cannot be."""
+        """Rollouts have ended. Raises ValueError, before any change, for an outcome that does not fit the ticket's kind."""
         for result in request.results:
             if result.ticket_id in self._live and result.outcome == "evaluated":
-                raise ValueError(f"ticket {result.ticket_id} is for training; it cannot end as `evaluated`")
+                raise ValueError(f"ticket {result.ticket_id} is a train ticket; it cannot end as `evaluated`")
             if result.ticket_id in self._evals and result.outcome == "stored":
-                raise ValueError(f"ticket {result.ticket_id} is for evaluation; it cannot end as `stored`")
-        if self._holder(request.worker, request.incarnation, now) is None:  # what it held was given up
+                raise ValueError(f"ticket {result.ticket_id} is an eval ticket; it cannot end as `stored`")
+        if self._holder(request.worker, request.incarnation, now) is None:  # its tickets were released
             return FinishReply(unknown=[result.ticket_id for result in request.results])
         unknown = []
         for result in request.results:
@@ -343,7 +343,7 @@ class Ledger:
         return FinishReply(unknown=unknown)
 
     def heartbeat(self, request: HeartbeatRequest, now: float) -> HeartbeatReply:
-        """A worker lives and holds these tickets. What it should hold and has not listed twice is lost."""
+        """A worker is alive and holds these tickets. A ticket of the worker that two consecutive heartbeats omit is lost."""
         holder = self._holder(request.worker, request.incarnation, now)
         if holder is None:
             return HeartbeatReply(revoked=list(request.held), heartbeat_s=self._interval_s)
@@ -358,7 +358,7 @@ class Ledger:
             if not self._holds(request, ticket_id)
             and not self._adopt(request.worker, request.incarnation, ticket_id, now)
         ]
-        repeated = now - holder.last_heartbeat < self._heartbeat_s / 2  # asked again: says nothing new
+        repeated = now - holder.last_heartbeat < self._heartbeat_s / 2  # a retry: no new information
         if not repeated:
             holder.last_heartbeat = now
             for live in self._running_at(request.worker):
@@ -372,23 +372,23 @@ class Ledger:
         return HeartbeatReply(revoked=revoked, moved=moved, dead=dead, heartbeat_s=self._interval_s)
 
     def schedule(self, request: ScheduleRequest, now: float) -> ScheduleReply:
-        """Another server for a ticket whose server is lost or has its queue full. Its tokens so far keep their versions.
+        """Assign another server to a ticket if its server is lost or has a full queue. Tokens generated so far keep their versions.
 
-        From a full one it goes to another that has room, if there is one; else the answer names the full one again.
+        With a full queue the ticket moves to a server with room. Without such a server, the answer names the full one again.
         """
         live = self._live.get(request.ticket_id) or self._evals.get(request.ticket_id)
         if live is None or live.state != "running" or live.worker != request.worker:
             return ScheduleReply(reason="unknown_ticket")
         named = self.servers.servers.get(request.lost_server)
-        replaced = named is not None and request.lost_url not in ("", named.url)  # by a new process of that name
+        replaced = named is not None and request.lost_url not in ("", named.url)  # by a new process with the same name
         told_before = live.lost_url != "" and live.lost_url == request.lost_url
         if named is not None and not (replaced or told_before or request.busy):
-            self.servers.silent(request.lost_server, f"{request.worker} could not reach it", now)
+            self.servers.silent(request.lost_server, f"{request.worker} could not reach the server", now)
         live.lost_url = request.lost_url
         min_version = live.ticket.min_version
         here = self.servers.servers.get(live.server)
         stays = here is not None and self.servers.can_serve(here, min_version)
-        # Moved before: the same call again. Or under the old name there is a new process.
+        # Either the ticket has moved already and this call is a retry, or a new process runs under the old name.
         if here is not None and stays and (live.server != request.lost_server or replaced):
             live.lost_url = ""
             return ScheduleReply(server=here.name, server_url=here.url)
@@ -396,7 +396,7 @@ class Ledger:
             server = self.servers.pick(min_version, exclude=request.lost_server) or here
         else:
             server = self.servers.pick_for_moved(min_version, exclude="" if replaced else request.lost_server)
-            if server is None and stays and told_before:  # no other; a health probe has found it well since it was lost
+            if server is None and stays and told_before:  # the old server has passed a health probe since the loss
                 server = here
         if server is None:
             return ScheduleReply(reason="no_server")
@@ -406,8 +406,10 @@ class Ledger:
         return ScheduleReply(server=server.name, server_url=server.url)
 
     def move_leavers(self, now: float) -> int:
-        """What a leaving server has not ended in its time goes on elsewhere. Workers learn it with their next heartbeat; one
-        that cannot go now is tried again with the next call. Returns how many went."""
+        """Move groups that leaving servers have not finished in time to other servers. Returns the number of moved groups.
+
+        Workers learn of the move with their next heartbeat. A group that finds no server now is retried with the next call.
+        """
         num_moved = 0
         for leaver in self.servers.overdue_leavers(now):
             for live in [*self._live.values(), *self._evals.values()]:
@@ -422,8 +424,11 @@ class Ledger:
         return num_moved
 
     def expire(self, now: float) -> None:
-        """Give up the workers that have been silent for a lease, and what they hold. Call it several times a lease: after a
-        longer pause it was we who stood still, nobody could be heard, and all get half a lease to speak."""
+        """Release the tickets of workers that have been silent for a lease. Must be called several times a lease.
+
+        A gap between calls of more than half a lease means that this process itself stood still and could not receive heartbeats.
+        Every worker then gets at least half a lease to send one.
+        """
         if self._last_expire is not None and now - self._last_expire > self._lease_s / 2:
             for holder in self._holders.values():
                 holder.last_seen = max(holder.last_seen, now - self._lease_s / 2)
@@ -438,13 +443,13 @@ class Ledger:
     # ------------------------------------------------------------------------------------------- calls of the master
 
     def report(self, report: MasterReport, now: float, *, newest_attempt: int | None = None) -> None:
-        """The master says where training is. newest_attempt: that the run has begun; None: not known.
+        """Record the master's report of training. newest_attempt: the newest attempt that the run has begun; None: not known.
 
-        Raises StaleAttemptError where its attempt is over, and UnreachedError where it is ahead of the run: a train
-        step makes one version and consumes at least one ticket. Then nothing has changed.
+        Raises StaleAttemptError if the report's attempt is over, and UnreachedError if the report is ahead of the run: a train
+        step produces one version and consumes at least one ticket. On either error the ledger is unchanged.
         """
         if self._attempts.is_over(report.attempt):
-            raise StaleAttemptError(f"attempt {report.attempt} is over: the manager serves attempt {self.attempt}")
+            raise StaleAttemptError(f"attempt {report.attempt} is over; the manager serves attempt {self.attempt}")
         if newest_attempt is not None and report.attempt > max(newest_attempt, self.attempt):
             raise UnreachedError(
                 f"attempt is {report.attempt}; the newest that the run has begun is {max(newest_attempt, self.attempt)}"
@@ -458,7 +463,7 @@ class Ledger:
                 return
             self._register(report, now)
         if report.trained_version < self.trained_version:
-            return  # an old one, delivered late
+            return  # an old report that was delivered late
         if report.trained_version > self.trained_version:
             self.trained_version = report.trained_version
             self.revision += 1
@@ -476,7 +481,7 @@ class Ledger:
             self.revision += 1
 
     def view(self, now: float) -> LedgerView:
-        """What the master sees."""
+        """Return the master's view of the ledger."""
         return LedgerView(
             known=self._cursor is not None,
             settled=self.settled,
@@ -499,12 +504,12 @@ class Ledger:
         )
 
     def evaluate(self, request: EvaluateRequest) -> EvaluateReply:
-        """Start the evaluation, unless it was started before, and say how far it is."""
+        """Start the evaluation, unless it was started before. Returns its progress."""
         self._evaluations.begin(request)
         return self._evaluations.reply(request.eval_id)
 
     def begin_attempt(self, attempt: int) -> None:
-        """The training side began anew: everything live belongs to a lineage that is abandoned. Nothing, for one that is over."""
+        """The training side has restarted: discard all live tickets, which belong to an abandoned lineage. Ignores old attempts."""
         if not self._attempts.adopt(attempt):
             return
         for live in [*self._live.values(), *self._evals.values()]:
@@ -526,7 +531,7 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------------- grace
 
     def _begin_grace(self, now: float) -> None:
-        """The master has registered. What workers have said so far counts: since then they have been given nothing."""
+        """The master has registered. Reports that workers sent before this are still valid, because no ticket was granted since."""
         self._grace_until, self._grace_s = now + self._grace_s, 0.0
         early_held, self._early_held = self._early_held, {}
         early_results, self._early_results = self._early_results, {}
@@ -553,8 +558,8 @@ class Ledger:
         self.revision += 1
 
     def _learn_attempt(self, held: Sequence[str]) -> None:
-        """Workers hold tickets of an attempt that has begun since this manager's config was written: it is ours, and those tickets
-        are of a manager before this one."""
+        """Adopt a newer attempt if workers hold tickets of it. That attempt has begun since this manager's config was written, and
+        a previous manager has issued those tickets."""
         unknown = [ticket_id for ticket_id in held if ticket_id not in self._live]
         if not unknown:  # nearly always
             return
@@ -564,9 +569,9 @@ class Ledger:
             self._grace_s = self._lease_s
 
     def _adopt(self, worker: str, incarnation: str, ticket_id: str, now: float) -> bool:
-        """A ticket that the manager before this one has issued, reported while we wait for just that."""
+        """Adopt a ticket of the previous manager, if the grace period is active. Returns whether the worker may keep it."""
         name = self._seal.read(ticket_id)
-        if self._cursor is None:  # judged when the master has said what is done
+        if self._cursor is None:  # decided when the master has reported which prompts are done
             return self._grace_s > 0.0 and (name is None or name.attempt == self.attempt)
         if self._grace_until is None or name is None or name.attempt != self.attempt:
             return False
@@ -576,7 +581,7 @@ class Ledger:
         return True
 
     def _finish_adopted(self, request: FinishRequest, result: RolloutResult, now: float) -> bool:
-        """The result of a ticket that the manager before this one has issued: as if it had been adopted before. False: of none."""
+        """Record the result of a ticket of the previous manager, as if the ticket had been adopted before. False: unknown."""
         if self._cursor is None and self._grace_s > 0.0 and len(self._early_results) < _MAX_EARLY:
             self._early_results[result.ticket_id] = request, result
             return True
@@ -592,7 +597,7 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------------- grants
 
     def _grant_one(self, request: AllocateRequest, refusal: str, now: float) -> _Live | None:
-        """One ticket: of an evaluation where that keeps within its share, else of training."""
+        """Grant one ticket: an eval ticket if that stays within the evaluations' share, else a train ticket."""
         if self._evaluations.num_waiting and self.served_version >= 0 and len(self._evals) < self.eval_limit:
             its_turn = len(self._evals) < self._eval_share * (self._num_running + 1)
             server = self.servers.pick(self.served_version) if (refusal or its_turn) else None
@@ -606,7 +611,7 @@ class Ledger:
         assert self._cursor is not None
         min_version = self.served_version
         server = self.servers.pick(min_version)
-        assert server is not None, "refusal() said that there is one"
+        assert server is not None, "refusal() found a server with room"
         locator, issue = self._cursor.take()
         heads = self._heads_of_worker.get(request.worker, self._all_heads)
         head = min(heads, key=lambda head: (self._live_of_head[head], head))
@@ -659,7 +664,7 @@ class Ledger:
         return live
 
     def _repeat(self, ticket_ids: Sequence[str]) -> AllocateReply:
-        """The same answer again, without the tickets that have ended since."""
+        """Return the same answer again, without the tickets that have ended since."""
         still = []
         for ticket_id in ticket_ids:
             live = self._evals.get(ticket_id) or self._live.get(ticket_id)
@@ -719,9 +724,9 @@ class Ledger:
     def _finish_train(self, live: _Live, result: RolloutResult, now: float) -> None:
         if not live.has_moved:
             self.servers.group_ended(live.server, result.num_tokens, now - live.granted_at)
-            live.has_moved = True  # once is enough
+            live.has_moved = True  # count the duration only once
         if live.state == "stored":
-            return  # told before, by the worker or by the master, whose word counts
+            return  # reported before, by the worker or by the master; the master's report is authoritative
         reason = self._reason(result.reason or result.outcome)
         if result.num_tokens > 0:
             self._mean_tokens = (
@@ -731,7 +736,7 @@ class Ledger:
             )
         if result.outcome == "stored":
             self.counters["finished", "stored"] += 1
-            self._leave_running(live)  # in transit: live until the master has consumed it
+            self._leave_running(live)  # in transit; the ticket stays live until the master has consumed it
             self.revision += 1
         elif result.outcome == "rejected":
             self._reject(live, reason, result.num_tokens, result.lengths, result.detail)
@@ -749,7 +754,7 @@ class Ledger:
         self.revision += 1
 
     def _lose(self, live: _Live, reason: str) -> None:
-        """The worker will not finish it."""
+        """The worker will not finish this ticket: release it, or put the evaluation's item back."""
         if live.item is None:
             self._release(live, reason)
             return
@@ -764,9 +769,9 @@ class Ledger:
         self.servers.ended(live.server, live.expected_tokens)
 
     def _release(self, live: _Live, reason: str, detail: str = "") -> None:
-        """Take the ticket back; its prompt goes first again, unless it has been handed out too often.
+        """Take the ticket back. Its prompt is issued again before new ones. After max_issues issues it is rejected instead.
 
-        A prompt whose reward processes were lost is never rejected for that: rollout workers pace their restarts.
+        A prompt that lost its reward processes (REWARD_LOST) is never rejected for that: rollout workers pace their restarts.
         """
         assert self._cursor is not None
         self.counters["released", reason] += 1
@@ -775,14 +780,14 @@ class Ledger:
             self._cursor.put_back(live.ticket.locator, live.ticket.issue + 1)
             return
         if live.ticket.issue >= self._max_issues:
-            why = f"handed out {live.ticket.issue} times, and at last given back: {reason}"
+            why = f"issued {live.ticket.issue} times, and the last ticket was released: {reason}"
             self._reject(live, "max_issues", 0, [], f"{why} ({detail})" if detail else why)
             return
         self._remove(live)
         self._cursor.put_back(live.ticket.locator, live.ticket.issue + 1)
 
     def _reject(self, live: _Live, reason: str, num_tokens: int, lengths: list[int], detail: str) -> None:
-        """The prompt will not be trained in its epoch."""
+        """Reject the prompt: it will not be trained in this epoch."""
         self._remove(live)
         self._rejected.append(
             RejectedPrompt(
@@ -796,9 +801,9 @@ class Ledger:
     # ------------------------------------------------------------------------------------------ the master's word
 
     def _consume(self, ticket_id: str) -> None:
-        """Trained. The prompt is finished, whatever tickets of it are about."""
+        """The ticket's trajectory was trained. The prompt is finished, and its other tickets are void."""
         live = self._live.get(ticket_id)
-        if live is not None:  # then its prompt has no other ticket
+        if live is not None:  # a live ticket is the only one of its prompt
             self.counters["consumed", ""] += 1
             self._remove(live)
             return
@@ -810,8 +815,8 @@ class Ledger:
             self._cursor.withdraw(name.locator)
 
     def _store(self, ticket_id: str, now: float) -> None:
-        """The master has its trajectory. A ticket that we had given up (or never knew) is live again, if its prompt is open:
-        the first trajectory of a prompt wins, so the prompt's other tickets are void."""
+        """The master has the ticket's trajectory. A ticket that was released, or is unknown here, is live again if its prompt is
+        open. The first trajectory of a prompt wins, so the prompt's other tickets are void."""
         assert self._cursor is not None
         live = self._live.get(ticket_id)
         if live is not None:
@@ -826,7 +831,7 @@ class Ledger:
         rejected_unseen = any(rejected.locator == name.locator for rejected in self._rejected)
         open_prompt = name.locator in self._by_prompt or self._cursor.is_waiting(name.locator) or rejected_unseen
         if not open_prompt:
-            return  # consumed before: an old report
+            return  # consumed before; this report is old
         self._give_up_others(ticket_id, name.locator)
         self._cursor.withdraw(name.locator)
         self._add(self._known_again(name, "", "", now, state="stored"))
@@ -842,7 +847,7 @@ class Ledger:
         self._release(live, "overdue")
 
     def _give_up_others(self, ticket_id: str, locator: Locator) -> None:
-        """Another ticket of a prompt that `ticket_id` has answered: void, and not handed out again."""
+        """Release another ticket of a prompt whose trajectory came under `ticket_id`. The prompt is not issued again."""
         other = self._by_prompt.get(locator)
         if other is not None and other != ticket_id:
             self.counters["released", "superseded"] += 1
@@ -871,17 +876,17 @@ class Ledger:
 
     @property
     def _interval_s(self) -> float:
-        """Between two heartbeats of each worker."""
+        """Seconds between two heartbeats of each worker."""
         return intervals.heartbeat_s(self._heartbeat_s, max(len(self._holders), self._num_workers), self._lease_s)
 
     def _holder(self, worker: str, incarnation: str, now: float, *, touch: bool = True) -> _Holder | None:
-        """The worker's record; None if a newer incarnation of it is known. touch: this is a sign of life."""
+        """Return the worker's record; None if a newer incarnation of it is known. touch: this call counts as a heartbeat."""
         holder = self._holders.get(worker)
         if holder is None:
             holder = self._holders[worker] = _Holder(IncarnationFence(incarnation), now, now)
         if holder.incarnations.is_over(incarnation):
             return None
-        if holder.incarnations.adopt(incarnation):  # restarted: what it held died with it
+        if holder.incarnations.adopt(incarnation):  # restarted: its rollouts died with the old process
             for live in self._running_at(worker):
                 self._lose(live, "worker_restarted")
             holder.last_seen = holder.last_heartbeat = now
@@ -894,7 +899,7 @@ class Ledger:
         return list(self._running_of.get(worker, {}).values())
 
     def _moved_of(self, worker: str) -> list[MovedTicket]:
-        """Where the worker's tickets go on that were moved without its asking. All of them each time: an answer may be lost."""
+        """Return all of the worker's tickets that were moved without its request: each time, because an answer may be lost."""
         servers = self.servers.servers
         return [
             MovedTicket(ticket_id=live.ticket.ticket_id, server=live.server, server_url=servers[live.server].url)
@@ -907,7 +912,7 @@ class Ledger:
         return live is not None and (live.worker == request.worker or live.seen_by_master)
 
     def _reason(self, reason: str) -> str:
-        """A reason as a metric's label: short, and of few different ones."""
+        """Return the reason as a metric label: at most 64 characters, and at most _MAX_REASONS different values and `other`."""
         reason = reason[:64]
         if reason not in self._reasons and len(self._reasons) < _MAX_REASONS:
             self._reasons.add(reason)

@@ -1,10 +1,10 @@
-"""How loaded generation servers are, as they say themselves: for routing by tokens, and to see that a leaving one is idle.
+"""Polls generation servers for their load: for routing by tokens, and to detect that a leaving server is idle.
 
 consumes: the servers' answers to /v1/loads (SGLang's route, which every engine's server has).
-produces: `load_told` in the ServerTable; `on_told` after each answer of a server that leaves.
-waits for: each server by itself, within a limit; none waits for another. unblocked by: its answer.
+produces: `load_told` in the ServerTable; `on_told` after each answer of a leaving server.
+waits for: each server independently, within a limit. unblocked by: the server's answer.
 
-Whether a server is well is not judged here: health probes do that (fleet.py).
+A failed poll does not change a server's health. Health probes do that (fleet.py).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from asyncrl.protocol.messages import LoadsReply
 from asyncrl.runtime.http_client import open_session
 
 _SHORTEST_INTERVAL_S = 0.2
-_MOST_A_SECOND = 100  # questions to all servers together
+_MOST_A_SECOND = 100  # polls of all servers together
 _DECODER = msgspec.json.Decoder(LoadsReply)
 
 
 def interval_s(num_servers: int, heartbeat_s: float) -> float:
-    """How often each server is asked: often enough that routing sees groups end, rarely enough to cost nothing."""
+    """Seconds between two polls of a server: short enough that routing sees groups end, long enough to cost little."""
     return min(heartbeat_s, max(_SHORTEST_INTERVAL_S, num_servers / _MOST_A_SECOND))
 
 
 class LoadPoller:
-    """Asks those whose load matters: with routing by tokens all that serve, and always those that leave."""
+    """Polls the servers whose load is needed: all leaving servers, and with routing by tokens all healthy servers too."""
 
     def __init__(
         self,
@@ -47,8 +47,8 @@ class LoadPoller:
         self._limit_s = limit_s
         self._on_told = on_told
         self._logger = logger
-        self._asked: dict[str, asyncio.Task[None]] = {}  # one question a server at a time
-        self._said: set[str] = set()
+        self._asked: dict[str, asyncio.Task[None]] = {}  # by server; at most one poll of a server at a time
+        self._said: set[str] = set()  # servers with a logged failure since their last answer
 
     async def run(self) -> None:
         async with open_session(max_connections=0) as session:
@@ -90,7 +90,9 @@ class LoadPoller:
             ):
                 self._said.add(server.name)
                 self._logger.warning(
-                    "%s does not say how loaded it is (%r): its groups are all that is counted", server.name, error
+                    "%s does not report its load (%r); routing uses its last report and its new groups",
+                    server.name,
+                    error,
                 )
             return
         if server.incarnation != incarnation:

@@ -1,18 +1,21 @@
-"""Generation servers as the manager sees them, and which of them a group goes to (pure).
+"""The manager's state of generation servers, and the choice of the server for a group (pure).
 
     announced -> STALE -> UPDATING -> HEALTHY <-> SUSPECT -> DEAD -> STALE -> ...
-                   any but DEAD -> DRAINING -> DEAD, or STALE where it is wanted again
+                   any but DEAD -> DRAINING -> DEAD, or STALE if it is desired again
 
-Only a HEALTHY server gets groups: it has loaded a version whose checksums hold, in this attempt, and has echoed it. The only
-way into HEALTHY from STALE (and so from DEAD) is a load; SUSPECT comes back where the server still echoes what it loaded. A
-server that a manager before this one had load the version (or a newer one) need not load it again: it says so when it is new here.
-A server that answers late, or whose groups take much longer than those of its peers, is slow: it is shown as suspect and gets no
-groups while others have room, but for one at a time, by which it is seen to be quick again. Its requests go on.
-A server that leaves the run is DRAINING: it gets no groups and no weights, and ends those it has; what lasts too long is moved.
+Only a HEALTHY server gets groups: in this attempt it has loaded a version with valid checksums, and has echoed it. A server gets
+from STALE (and so from DEAD) to HEALTHY only by a load. A SUSPECT server is HEALTHY again if it still echoes what it loaded. A
+server that loaded the version (or a newer one) for the previous manager need not load it again: it reports its version when this
+manager first updates it.
+A server that answers late, or whose groups take much longer than those of its peers, is slow. It is shown as suspect and gets no
+groups while others have room, with one exception: one group at a time, which shows whether it is still slow. Its requests
+continue.
+A server that leaves the run is DRAINING: it gets no groups and no weights, and finishes its groups. Groups that take too long
+are moved to other servers.
 
-Members says which servers the run is to have. `asyncrl-launch scale` sets a desired number: servers with that index and above
-leave. The launcher starts and stops processes by the same number; what only the manager knows, that a leaving server has nothing
-left to do, it tells the launcher: each once for each request.
+Members decides which servers belong to the run. `asyncrl-launch scale` sets a desired number: servers with that index and above
+leave. The launcher starts and stops processes by the same number. Only the manager knows when a leaving server has no work left.
+It reports that to the launcher, once for each server and each request.
 """
 
 from __future__ import annotations
@@ -32,15 +35,15 @@ from asyncrl.protocol.messages import DesiredServers, ServerView, WeightVersion
 
 
 class ServerState(Enum):
-    STALE = "stale"  # there, but serves no version of this attempt that we know to be right
+    STALE = "stale"  # present, but without a verified version of this attempt
     HEALTHY = "healthy"
-    UPDATING = "updating"  # interrupted, loads
+    UPDATING = "updating"  # interrupted, loading weights
     SUSPECT = "suspect"  # was healthy, does not answer now
-    DRAINING = "draining"  # leaves the run
+    DRAINING = "draining"  # leaving the run
     DEAD = "dead"
 
 
-_ENDS = frozenset({ServerState.DRAINING, ServerState.DEAD})  # whatever lives may come to these
+_ENDS = frozenset({ServerState.DRAINING, ServerState.DEAD})  # every live state may change to these
 _NEXT: dict[ServerState, frozenset[ServerState]] = {
     ServerState.STALE: _ENDS | {ServerState.UPDATING},
     ServerState.HEALTHY: _ENDS | {ServerState.UPDATING, ServerState.SUSPECT, ServerState.STALE},
@@ -51,24 +54,24 @@ _NEXT: dict[ServerState, frozenset[ServerState]] = {
 }
 
 _MAX_DEAD_URLS = 16
-# Of a server's pace, in groups that ended: fewer say nothing; older ones count less; so many times slower than its peers is slow,
-# until it is only so many times slower.
+# Pace of a server: the minimum number of ended groups; the decay of older groups; the ratio to the median of its peers at which a
+# server becomes slow; the ratio below which it is no longer slow.
 _LEAST_GROUPS, _PACE_MEMORY, _SLOW, _QUICK_AGAIN = 4, 0.8, 3.0, 2.0
 LEAST_COMPANIONS_S, MOST_COMPANIONS_S = 0.1, 5.0  # see awaits_companions
 
 
 @dataclass
 class Pace:
-    """How fast a server's groups came to be, of late."""
+    """How fast a server has generated its recent groups."""
 
     num_groups: int = 0
     tokens: float = 0.0
     seconds: float = 0.0
-    seconds_a_token: float | None = None  # None: too few groups to say
+    seconds_a_token: float | None = None  # None: too few groups
     slow: str = ""
 
     def add(self, tokens: int, seconds: float) -> None:
-        """Of one group: tokens > 0."""
+        """Count one ended group. tokens must be above 0."""
         self.num_groups += 1
         self.tokens = _PACE_MEMORY * self.tokens + tokens
         self.seconds = _PACE_MEMORY * self.seconds + seconds
@@ -78,7 +81,7 @@ class Pace:
 
 @dataclass
 class Server:
-    """One generation server. Changed by ServerTable only."""
+    """One generation server. Only ServerTable changes it."""
 
     name: str  # e.g. generation_server/0
     url: str
@@ -86,20 +89,20 @@ class Server:
     state: ServerState = ServerState.STALE
     version: WeightVersion | None = None  # verified and echoed; None while STALE, UPDATING or DEAD
     loading: WeightVersion | None = None  # while UPDATING
-    incarnation: int = 0  # grows when the server is announced anew or dies: outcomes of an older one are void
+    incarnation: int = 0  # grows when the server is announced anew or dies; outcomes for an older incarnation are void
     listed: bool = True  # in name resolve
     reason: str = ""  # why it is in a state other than HEALTHY
-    running: int = 0  # groups it was given and that have not ended
-    used_tokens: int = 0  # of its KV cache, waiting requests included, as last polled
-    num_requests: int | None = None  # running and waiting, as last polled; None: not known
-    promised_tokens: float = 0.0  # expected of the groups given since that poll
-    update_s: float = 0.0  # in updates that succeeded
-    is_new: bool = True  # nothing was done with it yet: a manager before this one may have had it load what it serves
-    num_updates: int = 0  # that were begun
-    failed_load: bool = False  # it stays interrupted until a load succeeds
-    late_answer: str = ""  # how long it took to answer a health probe, where that was long
+    running: int = 0  # assigned groups that have not ended
+    used_tokens: int = 0  # tokens in its KV cache, waiting requests included, at the last poll
+    num_requests: int | None = None  # running and waiting requests at the last poll; None: not known
+    promised_tokens: float = 0.0  # tokens expected of the groups assigned since that poll
+    update_s: float = 0.0  # seconds in successful updates
+    is_new: bool = True  # its state has not changed yet: the previous manager may have loaded its version
+    num_updates: int = 0  # updates that were begun
+    failed_load: bool = False  # a load failed: the server stays interrupted until a load succeeds
+    late_answer: str = ""  # description of its last answer to a health probe, if that was late
     pace: Pace = field(default_factory=lambda: Pace())
-    leaving: bool = False  # it is not wanted any more: DRAINING, or DEAD for good
+    leaving: bool = False  # no longer desired: DRAINING, or DEAD permanently
     drains_since: float = 0.0
 
     def view(self) -> ServerView:
@@ -116,30 +119,30 @@ class Server:
 
     @property
     def slow(self) -> str:
-        """Why it gets less than others; "" if it does not."""
+        """Why the server counts as slow; "" if it does not."""
         return self.late_answer or self.pace.slow
 
     @property
     def is_gone(self) -> bool:
-        """It has left the run: nobody waits for it to come back."""
+        """The server has left the run and is not expected back."""
         return self.leaving and self.state is ServerState.DEAD
 
 
 @dataclass
 class ServerTable:
-    """All servers; routing and health. `now` is any clock in seconds that never goes back."""
+    """All servers; routing and health. `now` is in seconds of any monotonic clock."""
 
     policy: str = "least_requests"
     dead_after_s: float = 15.0
-    max_groups: int = 0  # of one server; 0: no limit
+    max_groups: int = 0  # for each server; 0: no limit
     drain_timeout_s: float = 30.0
     attempts: Fence[int] = field(default_factory=lambda: Fence(1))
     served: int = -1  # newest version that a server of this attempt has served; never goes back within the attempt
     servers: dict[str, Server] = field(default_factory=dict)
     _last_picked: str = ""
     _dead_urls: OrderedDict[str, None] = field(default_factory=OrderedDict)
-    _told_dead: list[str] | None = None  # what dead_urls says; None: to be found out anew
-    _now_healthy: list[Server] | None = None  # what _healthy says, likewise
+    _told_dead: list[str] | None = None  # cache of dead_urls; None: must be recomputed
+    _now_healthy: list[Server] | None = None  # cache of _healthy; None: must be recomputed
     _companions_until: float = float("-inf")
 
     def __post_init__(self) -> None:
@@ -148,13 +151,13 @@ class ServerTable:
 
     @property
     def attempt(self) -> int:
-        """The newest that weights were published of."""
+        """The newest attempt with published weights."""
         return self.attempts.newest
 
     # ------------------------------------------------------------------------------------------------- health
 
     def announce(self, name: str, url: str, now: float) -> None:
-        """Name resolve lists the server. The same URL again changes nothing, unless the server was dead."""
+        """Name resolve lists the server. Repeating the same URL has no effect unless the server was dead."""
         server = self.servers.get(name)
         if server is None:
             self.servers[name] = Server(name, url, now, reason="new")
@@ -173,31 +176,31 @@ class ServerTable:
         server.last_answer = now
 
     def withdraw(self, name: str) -> None:
-        """Name resolve lists the server no longer."""
+        """Name resolve no longer lists the server."""
         server = self.servers.get(name)
         if server is None:
             return
         server.listed = False
         if server.state is not ServerState.DEAD:
-            self._move(server, ServerState.DEAD, "its name is gone")
+            self._move(server, ServerState.DEAD, "name resolve no longer lists it")
 
     def answered(self, name: str, echo: str, now: float, *, paused: bool = False, took_s: float = 0.0) -> None:
-        """It answered a health probe and says that it serves `echo`. paused: it does not generate, by somebody else's order."""
+        """The server answered a health probe and reports the version `echo`. paused: another client has paused its generation."""
         server = self.servers[name]
         server.last_answer = now
         server.late_answer = f"took {took_s:.1f} s to answer a health probe" if took_s > self.late_after_s else ""
         if server.state is ServerState.DEAD:
-            self._come_back(server, "back from the dead", now)
+            self._come_back(server, "answers again after it counted as dead", now)
         elif server.state in (ServerState.HEALTHY, ServerState.SUSPECT):
             if echo != str(server.version):
                 self._move(server, ServerState.STALE, f"serves {echo or 'nothing'} instead of {server.version}")
             elif paused:
-                self._move(server, ServerState.STALE, "was paused by somebody else")
+                self._move(server, ServerState.STALE, "was paused by another client")
             elif server.state is ServerState.SUSPECT:
                 self._move(server, ServerState.HEALTHY, "")
 
     def silent(self, name: str, reason: str, now: float) -> None:
-        """It did not answer a health probe, or a rollout worker could not reach it."""
+        """The server did not answer a health probe, or a rollout worker could not reach it."""
         server = self.servers[name]
         if server.state is ServerState.HEALTHY:
             self._move(server, ServerState.SUSPECT, reason)
@@ -206,9 +209,9 @@ class ServerTable:
             self._move(server, ServerState.DEAD, f"silent for {now - server.last_answer:.1f} s: {reason}")
 
     def dead_urls(self) -> list[str]:
-        """Where who waits for an answer waits in vain: the latest servers that died, unless they are back there, and those that
-        stay interrupted because a load has failed."""
-        if self._told_dead is None:  # every heartbeat asks
+        """URLs that will not answer: those of the most recently dead servers, unless a live server uses the URL again, and those of
+        servers that stay interrupted after a failed load."""
+        if self._told_dead is None:  # cached, because every heartbeat reads it
             alive = [server for server in self.servers.values() if server.state is not ServerState.DEAD]
             back = {server.url for server in alive}
             self._told_dead = [url for url in self._dead_urls if url not in back]
@@ -216,7 +219,7 @@ class ServerTable:
         return self._told_dead
 
     def load_told(self, name: str, used_tokens: int, num_requests: int, promised_before: float) -> None:
-        """It said how loaded it is. promised_before: promised_tokens when it was asked; these are in its own count now."""
+        """The server reported its load. promised_before: promised_tokens at the time of the request, which the report includes."""
         server = self.servers[name]
         server.used_tokens, server.num_requests = used_tokens, num_requests
         server.promised_tokens = max(0.0, server.promised_tokens - promised_before)
@@ -224,7 +227,7 @@ class ServerTable:
     # ----------------------------------------------------------------------------------------------- members that leave
 
     def leave(self, name: str, now: float) -> None:
-        """It is not wanted any more: no new groups, no new weights; what is being loaded is void."""
+        """The server is no longer desired: it gets no new groups and no new weights, and a load in progress is void."""
         server = self.servers[name]
         if server.leaving:
             return
@@ -233,14 +236,14 @@ class ServerTable:
             self._drain(server, now)
 
     def stay(self, name: str) -> None:
-        """It is wanted again, and serves once it has loaded what is served."""
+        """The server is desired again. It serves once it has loaded the current weights."""
         server = self.servers[name]
         server.leaving = False
         if server.state is ServerState.DRAINING:
-            self._move(server, ServerState.STALE, "wanted again")
+            self._move(server, ServerState.STALE, "desired again")
 
     def overdue_leavers(self, now: float) -> list[Server]:
-        """Those that have had drain_timeout_s to end their groups and have not."""
+        """Draining servers that still have groups after drain_timeout_s."""
         return [
             server
             for server in self.servers.values()
@@ -250,11 +253,11 @@ class ServerTable:
         ]
 
     def handed_over(self, name: str) -> None:
-        """Its groups go on elsewhere, but their requests may still be with it: it must say anew what it has."""
+        """The server's groups continue elsewhere. Their requests may still be on it, so its load must be polled again."""
         self.servers[name].num_requests = None
 
     def has_drained(self, name: str) -> bool:
-        """It leaves, and nothing is lost when it stops: it has no group, and says that it has no request."""
+        """The server leaves and can stop without loss: it has no group, and reports no request."""
         server = self.servers.get(name)
         if server is None or server.state is ServerState.DEAD:
             return True
@@ -269,11 +272,11 @@ class ServerTable:
 
     @property
     def late_after_s(self) -> float:
-        """An answer to a health probe that takes longer is late."""
+        """Seconds after which an answer to a health probe counts as late."""
         return self.dead_after_s / 6
 
     def _come_back(self, server: Server, reason: str, now: float) -> None:
-        """From the dead."""
+        """Change a dead server to STALE, or to DRAINING if it is leaving."""
         self._move(server, ServerState.STALE, reason)
         if server.leaving:
             self._drain(server, now)
@@ -281,7 +284,7 @@ class ServerTable:
     # ------------------------------------------------------------------------------------------------- updates
 
     def begin_update(self, name: str, version: WeightVersion) -> int:
-        """Take the server out of service to load; returns its incarnation, which the outcome must name."""
+        """Take the server out of service for a load. Returns its incarnation, which the outcome must carry."""
         server = self.servers[name]
         self._move(server, ServerState.UPDATING, f"loads {version}")
         server.loading = version
@@ -289,7 +292,7 @@ class ServerTable:
         return server.incarnation
 
     def loaded(self, name: str, incarnation: int, version: WeightVersion, now: float, took_s: float = 0.0) -> bool:
-        """It has loaded and echoed a verified version, in took_s. False: void (it died meanwhile, or the attempt is over)."""
+        """The server has loaded and echoed a verified version, in took_s. False: void, because it died or the attempt is over."""
         server = self.servers[name]
         if server.incarnation != incarnation or server.state is not ServerState.UPDATING:
             return False
@@ -306,10 +309,10 @@ class ServerTable:
         return True
 
     def awaits_companions(self, now: float) -> bool:
-        """A new version is served, but servers that began to load it together with the first one are not done yet.
+        """A new version is served, but some servers are still loading it. Admission waits for them.
 
-        What a new version lets in comes all at once; the first server to have it must not get all of it. So one waits for the
-        others, at most about as long again as the first one took.
+        A new version admits many groups at once, and the first server that has it must not get all of them. The wait is bounded:
+        at most about as long again as the first server took.
         """
         return now < self._companions_until and any(
             server.state is ServerState.UPDATING
@@ -319,11 +322,11 @@ class ServerTable:
         )
 
     def companions_wait_s(self, now: float) -> float:
-        """How long awaits_companions may hold from now on."""
+        """How many more seconds awaits_companions may return True."""
         return max(0.0, self._companions_until - now)
 
     def load_failed(self, name: str, incarnation: int, reason: str) -> bool:
-        """What it holds now is unknown: no traffic until a load succeeds. False: void."""
+        """A load failed, so the server's weights are unknown: it gets no traffic until a load succeeds. False: void."""
         server = self.servers[name]
         if server.incarnation != incarnation or server.state is not ServerState.UPDATING:
             return False
@@ -333,7 +336,7 @@ class ServerTable:
         return True
 
     def begin_attempt(self, attempt: int) -> None:
-        """The training side began anew: every server is stale until it has the new attempt's weights."""
+        """The training side has restarted: every server is stale until it has the new attempt's weights."""
         if not self.attempts.adopt(attempt):
             return
         self.served = -1
@@ -344,45 +347,45 @@ class ServerTable:
     # ------------------------------------------------------------------------------------------------- routing
 
     def can_serve(self, server: Server, min_version: int) -> bool:
-        """It may get a group whose first token needs min_version or newer."""
-        version = server.version  # of this attempt, where the server is healthy
+        """Whether the server may get a group with a first token of min_version or newer."""
+        version = server.version  # a version of this attempt if the server is healthy
         return server.state is ServerState.HEALTHY and version is not None and version.version >= min_version
 
     def has(self, min_version: int) -> bool:
-        """Some server can serve."""
+        """Whether any server can serve min_version."""
         return any(self.can_serve(server, min_version) for server in self._healthy())
 
     def room(self, min_version: int) -> int | None:
-        """How many more groups the servers that can serve may get; None: any number."""
+        """How many more groups the servers that can serve min_version may get; None: any number."""
         if not self.max_groups:
             return None
         serving = (server for server in self._healthy() if self.can_serve(server, min_version))
         return sum(max(0, self.max_groups - server.running) for server in serving)
 
     def has_room(self, min_version: int) -> bool:
-        """`pick` would find one."""
+        """Whether `pick` would find a server."""
         return self.has(min_version) and self.room(min_version) != 0
 
     def pick_for_moved(self, min_version: int, *, exclude: str) -> Server | None:
-        """For a group that runs and loses its server: past max_groups rather than nowhere."""
+        """Pick a server for a running group that loses its server. Exceeds max_groups if no server has room."""
         return self.pick(min_version, exclude=exclude) or self.pick(min_version, exclude=exclude, max_groups=0)
 
     def pick(self, min_version: int, *, exclude: str = "", max_groups: int | None = None) -> Server | None:
-        """The server for a group that needs min_version or newer; None where no healthy server has it, or room for it."""
+        """Pick the server for a group that needs min_version or newer. None: no healthy server has the version and room."""
         limit = (self.max_groups if max_groups is None else max_groups) or sys.maxsize
         load_of, healthy = POLICIES[self.policy], self._healthy()
-        # Once a ticket: one pass, nothing sorted. It begins after the last picked, so that of equals (with round robin all are)
-        # the next one is taken.
+        # This runs for every ticket, so it makes one pass without sorting. The pass starts after the last picked server: among
+        # equal loads (with round robin all are equal) the next server is picked.
         first = bisect.bisect_right(healthy, self._last_picked, key=lambda server: server.name)
         best: Server | None = None
         best_slow, best_load = False, 0.0
         for server in itertools.chain(healthy[first:], healthy[:first]):
             load = load_of(server)
-            if best is not None and load >= best_load and not best_slow:  # first, for it is true of nearly all
+            if best is not None and load >= best_load and not best_slow:  # checked first: true for nearly all
                 continue
             if server.running >= limit or server.name == exclude or not self.can_serve(server, min_version):
                 continue
-            # A slow one comes last, but that one group at a time shows whether it still is.
+            # A slow server comes last, except for one group at a time, which shows whether it is still slow.
             slow = server.late_answer != "" or (server.pace.slow != "" and server.running > 0)
             if best is None or (slow, load) < (best_slow, best_load):
                 best, best_slow, best_load = server, slow, load
@@ -391,21 +394,21 @@ class ServerTable:
         return best
 
     def granted(self, name: str, expected_tokens: float = 0.0) -> None:
-        """The server got a group."""
+        """A group was assigned to the server."""
         if name in self.servers:
             self.servers[name].running += 1
             self.servers[name].promised_tokens += expected_tokens
 
     def ended(self, name: str, expected_tokens: float = 0.0) -> None:
-        """A group it was given has ended or left it."""
+        """A group of the server has ended or moved away."""
         if name in self.servers:
             server = self.servers[name]
-            assert server.running > 0, f"{name} ended more groups than it was given"
+            assert server.running > 0, f"{name} ended more groups than were assigned to it"
             server.running -= 1
             server.promised_tokens = max(0.0, server.promised_tokens - expected_tokens)
 
     def group_ended(self, name: str, tokens: int, seconds: float) -> None:
-        """A group that was a server's all the time brought so many tokens in so long."""
+        """A group that ran on this server only has generated this many tokens in this many seconds."""
         server = self.servers.get(name)
         if server is None or tokens <= 0 or seconds <= 0.0:
             return
@@ -421,17 +424,17 @@ class ServerTable:
         server.pace.slow = f"its groups take {times:.1f} times as long as those of others" if is_slow else ""
 
     def views(self) -> list[ServerView]:
-        """For people and for the master: those that have left are not mentioned."""
+        """Views for users and for the master, without servers that have left the run."""
         return [server.view() for _, server in sorted(self.servers.items()) if not server.is_gone]
 
     def _healthy(self) -> list[Server]:
-        """By name."""
-        if self._now_healthy is None:  # every ticket asks
+        """The healthy servers, sorted by name."""
+        if self._now_healthy is None:  # cached, because every ticket reads it
             self._now_healthy = [s for _, s in sorted(self.servers.items()) if s.state is ServerState.HEALTHY]
         return self._now_healthy
 
     def _move(self, server: Server, state: ServerState, reason: str) -> None:
-        assert state in _NEXT[server.state], f"{server.name}: no way from {server.state.name} to {state.name}"
+        assert state in _NEXT[server.state], f"{server.name}: no transition from {server.state.name} to {state.name}"
         if state is ServerState.DEAD:
             server.pace, server.late_answer = Pace(), ""
             server.incarnation += 1
@@ -460,23 +463,23 @@ POLICIES: dict[str, Callable[[Server], float]] = {
 class Members:
     table: ServerTable
     desired: DesiredServers | None = None
-    _told: dict[str, str] = field(default_factory=dict)  # server that has drained -> id of the DesiredServers then
+    _told: dict[str, str] = field(default_factory=dict)  # drained server -> id of the DesiredServers in its last report
 
     def set_desired(self, desired: DesiredServers | None, now: float) -> None:
-        """The newest one counts."""
+        """Apply the newest desired number of servers to all servers."""
         self.desired = desired
         for name in self.table.servers:
             self.see(name, now)
 
     def see(self, name: str, now: float) -> None:
-        """A server is there: it leaves or stays."""
+        """Mark the server as staying or leaving, according to the desired number."""
         if self._is_desired(name):
             self.table.stay(name)
         else:
             self.table.leave(name, now)
 
     def drained(self) -> list[tuple[str, str]]:
-        """Servers that may be stopped and the id of the DesiredServers by which they leave, without those that were told."""
+        """Servers that may be stopped, with the id of the DesiredServers that made them leave. Omits those already reported."""
         if self.desired is None:
             return []
         request = self.desired.id
@@ -487,6 +490,7 @@ class Members:
         ]
 
     def told(self, name: str, request: str) -> None:
+        """The launcher has been told that this server has drained."""
         self._told[name] = request
 
     def _is_desired(self, name: str) -> bool:

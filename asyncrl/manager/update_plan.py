@@ -1,13 +1,14 @@
 """Which server loads which weights, and when (pure).
 
-The newest published version is the target. Servers that serve an older one are updated in waves: at most `update_fraction` of
-them (at least one) is out of service at a time, the rest keep serving. Servers that serve nothing cost nothing to take, so
-they load at once. One that is slow leaves its wave (others go on) and has until `limit_s`; one that fails is tried
-again after a growing pause, or at once where it had not answered and does again. Nothing here waits for any particular server.
+The newest published version is the target. Servers with an older version are updated in waves: at most `update_fraction` of the
+live servers (at least one) is out of service at a time, and the rest keep serving. Servers that serve no version are out of
+service anyway, so they load at once. A slow server stops counting in its wave, so that others continue, and has until `limit_s`.
+A server that fails is retried with backoff, or at once if it answers again after it had not answered. The plan waits for no
+particular server.
 
-Weights may come over the network (`hold`: the trainer has them in memory): then servers that serve get them by broadcast, and
-those that serve nothing load the newest version that is on disk. A server that fails in a broadcast loads that version or a newer
-one from disk, and the next few versions, too: twice as many each time.
+Weights may come over the network (`hold`: the trainer has them in memory). Then serving servers get them by broadcast, and the
+others load the newest version on disk. A server that fails in a broadcast loads that version or a newer one from disk. It also
+loads the next few versions from disk; their number about doubles with each consecutive failure.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from asyncrl.manager.routing import Server, ServerState, ServerTable
 from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.messages import WeightVersion
 
-# Fetching, verifying and loading a version together are slower than this only where something is wrong
+# Fetching, verifying and loading a version together are slower than this only if there is a fault
 SLOW_BYTES_PER_S = 100e6
 FIRST_RETRY_S = 0.5
 LONGEST_RETRY_S = 30.0
-_MOST_FROM_DISK = 31  # versions that a server loads from disk because broadcasts to it fail
+_MOST_FROM_DISK = 31  # maximum number of versions that a server loads from disk after failed broadcasts
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,14 @@ class Update:
     version: WeightVersion
     limit_s: float
     broadcast: bool = False  # from the trainer's memory, else from disk
-    is_new: bool = False  # the server may serve it already, by order of a manager before this one
+    is_new: bool = False  # the server may serve the version already: the previous manager may have loaded it
 
 
 @dataclass
 class _Running:
     incarnation: int
     since: float
-    took_from_service: bool  # it was healthy: counts in the wave
+    took_from_service: bool  # it was healthy, so it counts in the wave
 
 
 @dataclass
@@ -53,15 +54,15 @@ class _Failures:
 
 @dataclass
 class _Distrust:
-    """Of broadcasts to a server."""
+    """A server with failed broadcasts, which loads from disk for a while."""
 
-    failures: int  # in a row
-    from_disk: int  # versions that it is still to load from disk
-    not_below: WeightVersion  # what it may have in part: it loads this version or a newer one
+    failures: int  # consecutive failed broadcasts
+    from_disk: int  # versions that it has yet to load from disk
+    not_below: WeightVersion  # the version of the failed broadcast, which it may hold in part; it loads this one or a newer one
 
 
 class UpdatePlan:
-    """Takes what happens (published, begun, ended) and says what to begin next. It moves the servers of the table."""
+    """Takes events (published, succeeded, failed, ...) and returns the updates to begin. Changes the states of servers."""
 
     def __init__(
         self,
@@ -79,8 +80,8 @@ class UpdatePlan:
         self._fraction = update_fraction
         self._timeout_s = update_timeout_s
         self._slow_after_s = slow_after_s
-        self._num_bytes = 0  # of the newest version that was published
-        self.target: WeightVersion | None = None  # the newest, wherever it is
+        self._num_bytes = 0  # size of the newest published version
+        self.target: WeightVersion | None = None  # the newest version, on disk or in memory
         self._on_disk = Fence[WeightVersion | None](None)
         self._in_memory = Fence[WeightVersion | None](None)
         self._distrusted: dict[str, _Distrust] = {}
@@ -90,28 +91,28 @@ class UpdatePlan:
 
     @property
     def limit_s(self) -> float:
-        """Of an update: update_timeout_s, and the time that the version's bytes take at SLOW_BYTES_PER_S."""
+        """Time limit of an update: update_timeout_s plus the time that the version's bytes take at SLOW_BYTES_PER_S."""
         return self._timeout_s + self._num_bytes / SLOW_BYTES_PER_S
 
     @property
     def slow_after_s(self) -> float:
-        """After which an update no longer counts in its wave."""
+        """Seconds after which an update no longer counts in its wave."""
         return self.limit_s / 4 if self._slow_after_s is None else self._slow_after_s
 
     def publish(self, version: WeightVersion, num_bytes: int = 0) -> bool:
-        """A version of num_bytes is published and its manifest holds.
+        """A version of num_bytes is published, and its files match its manifest.
 
-        False (and no effect) unless it is newer than those before and of no attempt that is over.
+        Returns False, without effect, if the version is not newer than the last one or its attempt is over.
         """
         if self._table.attempts.is_over(version.attempt) or not self._on_disk.adopt(version):
             return False
         self._num_bytes = num_bytes
         self._aim_at(version)
-        self._failures.clear()  # other files: nobody has failed with these
+        self._failures.clear()  # no server has failed with the new files
         return True
 
     def hold(self, version: WeightVersion) -> bool:
-        """The trainer has a version in memory, and can broadcast it. False as for `publish`."""
+        """The trainer has a version in memory and can broadcast it. Returns False as `publish` does."""
         if self._table.attempts.is_over(version.attempt) or not self._in_memory.adopt(version):
             return False
         self._aim_at(version)
@@ -123,14 +124,14 @@ class UpdatePlan:
         self._table.begin_attempt(version.attempt)
 
     def due(self, now: float) -> list[Update]:
-        """The updates to begin now; the servers are UPDATING from here on."""
+        """Return the updates to begin now. Their servers are UPDATING from this call on."""
         if self.target is None:
             return []
         servers = self._table.servers
         for name in [
             name for name, running in self._running.items() if running.incarnation != servers[name].incarnation
         ]:
-            del self._running[name]  # that process is gone; its update ends by itself, and is void
+            del self._running[name]  # that process is gone; its update ends on its own and is void
         away = (ServerState.DEAD, ServerState.DRAINING)
         alive = sum(server.state not in away for server in servers.values())
         room = max(1, int(self._fraction * alive)) - sum(
@@ -156,7 +157,7 @@ class UpdatePlan:
         return updates
 
     def _source(self, server: Server) -> tuple[WeightVersion | None, bool]:
-        """What a server can load now, and whether by broadcast. A broadcast needs a server that is known to be sound."""
+        """Return the version that a server can load now, and whether by broadcast. Only a healthy server can get a broadcast."""
         serves = server.state is ServerState.HEALTHY and server.version is not None
         distrust = self._distrusted.get(server.name)
         trusted = distrust is None or distrust.from_disk <= 0
@@ -165,11 +166,11 @@ class UpdatePlan:
             return in_memory, True
         least = distrust.not_below if distrust is not None else WeightVersion(self._table.attempt, 0)
         if on_disk is None or on_disk.attempt != self._table.attempt or on_disk < least:
-            return None, False  # it comes
+            return None, False  # a suitable version will be published
         return on_disk, False
 
     def succeeded(self, update: Update, now: float) -> bool:
-        """The server has echoed the version. False where that came too late to count."""
+        """The server has echoed the version. Returns False if the update is void by now."""
         running = self._running.get(update.server)
         took_s = now - running.since if running is not None else 0.0
         self._end(update)
@@ -181,7 +182,7 @@ class UpdatePlan:
         return self._table.loaded(update.server, update.incarnation, update.version, now, took_s)
 
     def failed(self, update: Update, reason: str, now: float) -> float:
-        """It has not (refused, silent, slow, wrong echo). Returns after how many seconds it is tried again."""
+        """The server has not loaded the version (refused, silent, slow, wrong echo). Returns the seconds until the retry."""
         self._end(update)
         if update.broadcast:
             return self._failed_in_broadcast(update, reason)
@@ -192,7 +193,7 @@ class UpdatePlan:
         return pause
 
     def _failed_in_broadcast(self, update: Update, reason: str) -> float:
-        """From disk as soon as it is there: there is nothing to wait for."""
+        """The server loads from disk as soon as the version is published, without a pause."""
         failures = self._distrusted[update.server].failures + 1 if update.server in self._distrusted else 1
         from_disk = min(2 ** min(failures, 16) - 1, _MOST_FROM_DISK)
         self._distrusted[update.server] = _Distrust(failures, from_disk, update.version)
@@ -200,12 +201,12 @@ class UpdatePlan:
         return 0.0
 
     def silent(self, server: str) -> None:
-        """It did not answer a health probe, or its announcement is gone."""
+        """The server did not answer a health probe, or its announcement is gone."""
         self._silent.add(server)
 
     def answers(self, server: str, now: float) -> bool:
-        """It does. Whether that is news, by which its pause is over: its loads may have failed for the same reason. Another failure
-        is followed by a pause as long as if nothing had happened."""
+        """The server answers. Returns True if that ends its retry pause: it had been silent, and its loads may have failed for the
+        same reason. The backoff is not reset: after another failure the pause is as long as without this answer."""
         if server not in self._silent:
             return False
         self._silent.remove(server)
@@ -216,11 +217,11 @@ class UpdatePlan:
         return True
 
     def num_failures(self, server: str) -> int:
-        """How often in a row it has failed to load the target."""
+        """Number of consecutive failures of the server to load the target."""
         return self._failures[server].count if server in self._failures else 0
 
     def next_change(self, now: float) -> float | None:
-        """When `due` may say something new although nothing happens: a pause ends, or a slow server leaves its wave."""
+        """When `due` may return new updates without another event: a pause ends, or a slow server stops counting in its wave."""
         times = [failed.not_before for failed in self._failures.values()]
         times += [running.since + self.slow_after_s for running in self._running.values()]
         return min((at for at in times if at > now), default=None)

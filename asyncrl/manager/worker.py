@@ -1,8 +1,8 @@
 """GserverManager: admits rollouts, routes them, and keeps the generation servers on the newest verified weights.
 
-It joins the pure parts (ledger.py, routing.py, update_plan.py) with what touches the world: the HTTP side
-(http.py), the generation servers (fleet.py, load.py) and name resolve (here). All on one event loop, on which nothing waits for a
-server: updates and health probes are tasks of their own, checksums are computed on a thread.
+It connects the pure parts (ledger.py, routing.py, update_plan.py) with the parts that do I/O: the HTTP side (http.py), the
+generation servers (fleet.py, load.py) and name resolve (this file). All of it runs on one event loop. No server blocks the loop:
+updates and health probes are separate tasks, and a thread computes checksums.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ManagerFiles:
         return BackgroundJournal(self._run_dir / "journal" / "gserver_manager.jsonl")
 
     def ticket_key(self) -> bytes:
-        """That of the run; made where there is none."""
+        """Return the run's ticket key. Creates it if there is none."""
         return make_key(self._run_dir)
 
     def path_of(self, version: WeightVersion) -> Path:
@@ -80,7 +80,7 @@ class GserverManager(Worker):
         config, options, clock = self.config, self.config.manager, self.system.clock
         journal = self._files.journal()
         opened.push_async_callback(asyncio.to_thread, journal.close)
-        noted = (journal.last or {}).get("attempt", 0)  # by a manager before this one, whose attempt went on
+        noted = (journal.last or {}).get("attempt", 0)  # by the previous manager, in an attempt that may have continued
         attempt = max(self.info.attempt, noted if isinstance(noted, int) else 0)
         is_successor = await self._is_successor(directory) or noted == attempt
         table = ServerTable(
@@ -114,7 +114,7 @@ class GserverManager(Worker):
             session=await opened.enter_async_context(open_session(max_connections=0)),
             path_of=self._files.path_of,
             verify=self._files.verify,
-            on_change=lambda: management.servers_changed(),  # made below; no server is known before it runs
+            on_change=lambda: management.servers_changed(),  # created below; no server is known before it runs
             probe_every_s=options.heartbeat_s,
             probe_limit_s=options.lease_s / 3,
             verify_limit_s=options.update_timeout_s,
@@ -144,40 +144,41 @@ class GserverManager(Worker):
         await self.manage(management)
 
     async def manage(self, management: Management) -> None:
-        """Everything is open."""
+        """Run the management, once everything is open."""
         management.spawn(self.tasks)
         await management.run()
 
     async def _serve_files(self, directory: Directory, opened: AsyncExitStack) -> str:
-        """For hosts that do not see the run's folder; this process sees it, it verifies what is in there."""
+        """Serve the weight files to hosts that do not see the run's folder. This process sees it, because it verifies the files."""
         folder = role_dir(self.info.run_dir, self.config.role)
         files = WeightFiles(folder, host=self.info.runtime.host)
         opened.push_async_callback(asyncio.to_thread, files.close)
         url = await asyncio.to_thread(files.start)
         await directory.publish(self.names.weight_files(self.config.role), url)
-        self.logger.info("weights for other hosts are at %s", url)
+        self.logger.info("serving weights for other hosts at %s", url)
         return url
 
     async def _is_successor(self, directory: Directory) -> bool:
-        """Whether a manager has been at work before, as name resolve remembers it."""
+        """Whether name resolve records that a manager has run before."""
         limit_s = self.info.runtime.start_timeout_s
         return await self.board.bounded(
             self._began_before(directory), what="the manager's entry", on="name resolve", limit_s=limit_s
         )
 
     async def _began_before(self, directory: Directory) -> bool:
-        while True:  # bounded by the caller; each turn takes as long as the resolver tries
+        while True:  # bounded by the caller; the resolver bounds each turn
             try:
                 await asyncio.to_thread(directory.resolver.add, self.names.gserver_manager_began(), self.incarnation)
             except NameEntryExists:
                 return True
             except NameResolveTimeout as error:
-                self.logger.warning("%s; trying again", error)
+                self.logger.warning("%s; retrying", error)
             else:
                 return False
 
     async def _newest_attempt(self, directory: Directory, known: int) -> int:
-        """Of weights and master in name resolve: a master publishes its stream before it reports. 0: not known."""
+        """Return the newest attempt of weights and master in name resolve. 0: not known. A master publishes its stream before it
+        reports."""
         newest = 0
         with contextlib.suppress(NameEntryNotFound, NameResolveTimeout, ValueError):
             weights = await asyncio.to_thread(directory.resolver.get, self.names.model_version(self.config.role))
@@ -185,7 +186,7 @@ class GserverManager(Worker):
         try:
             stream = await asyncio.to_thread(directory.resolver.get, self.names.stream(MASTER_META))
         except (NameEntryNotFound, NameResolveTimeout) as error:
-            self.logger.warning("the master's attempt is not known: %s", error)
+            self.logger.warning("cannot read the master's attempt from name resolve: %s", error)
             return newest if newest > known else 0
         with contextlib.suppress(*DECODE_ERRORS):
             newest = max(newest, msgspec.json.decode(stream, type=Endpoint).attempt)
@@ -193,11 +194,11 @@ class GserverManager(Worker):
 
 
 class Management:
-    """Keeps ledger and fleet up to date with name resolve. `run` only turns the clock: leases expire, waiting requests get tickets,
-    the board is kept.
+    """Keeps ledger and fleet up to date with name resolve. `run` handles time: it expires leases, answers pending requests and
+    updates the status board.
 
     consumes: time, changes of names.  produces: expired leases, versions for the fleet, status.
-    waits for: nothing but time.  unblocked by: cancellation.
+    waits for: time only.  unblocked by: cancellation.
     """
 
     def __init__(
@@ -213,14 +214,14 @@ class Management:
         logger: logging.Logger,
         clock: Clock,
     ) -> None:
-        """url: of this manager."""
+        """url: the URL of this manager."""
         options = config.manager
         self.config, self.ledger, self.fleet, self.service = config, ledger, fleet, service
         self.table = fleet.table
         self.members = Members(self.table)
         self._directory, self._names, self._url = directory, directory.names, url
         self._board, self._logger, self._clock = board, logger, clock
-        self._drain_news = asyncio.Event()  # a leaving server may have nothing left to do
+        self._drain_news = asyncio.Event()  # set when a leaving server may have drained
         self._loads = LoadPoller(
             self.table,
             heartbeat_s=options.heartbeat_s,
@@ -228,18 +229,18 @@ class Management:
             on_told=self._drain_news.set,
             logger=logger,
         )
-        self._missing = ""  # servers without which nothing is admitted
+        self._missing = ""  # servers that admission waits for; "": none
         self._missing_wait = contextlib.ExitStack()
 
     def spawn(self, tasks: BackgroundTasks) -> None:
-        """Watches and loops beside `run`."""
+        """Start the watches and loops that run beside `run`."""
         if gc.isenabled():
             tasks.spawn(_collect_garbage(), "collect garbage")
         tasks.spawn(self._watch_successor(), "watch for a successor")
         tasks.spawn(self._watch_servers(), "watch generation servers")
         tasks.spawn(self._watch_desired(), "watch the number of servers")
         tasks.spawn(self._tell_drained(), "report drained servers")
-        tasks.spawn(self._loads.run(), "ask for loads")
+        tasks.spawn(self._loads.run(), "poll server loads")
         tasks.spawn(self._watch_versions(), "watch model version")
         if self.config.transport == "broadcast":
             tasks.spawn(self._watch_sender(), "watch the sender of weights")
@@ -250,18 +251,18 @@ class Management:
         tasks.spawn(self.fleet.probe_loop(), "health probes of servers")
 
     async def run(self) -> None:
-        """Cancelled when the run is over."""
+        """Loop until cancelled at the end of the run."""
         while True:
             now = self._clock.monotonic()
             self.ledger.expire(now)
             if moved := self.ledger.move_leavers(now):
-                self._logger.info("%d groups go on at other servers: theirs leave the run", moved)
+                self._logger.info("moved %d groups to other servers: their servers leave the run", moved)
             self.service.changed()
             self._show()
             await asyncio.sleep(self.config.manager.heartbeat_s / 2)
 
     def servers_changed(self) -> None:
-        """A server has another state."""
+        """A server's state has changed."""
         self.ledger.revision += 1
         self.service.changed()
         self._drain_news.set()
@@ -279,7 +280,7 @@ class Management:
                 self.fleet.withdraw(name)
 
     async def _watch_desired(self) -> None:
-        """`asyncrl-launch scale`: how many servers there are to be."""
+        """Follow the desired number of servers, which `asyncrl-launch scale` sets."""
         async for event in self._directory.watch(self._names.desired_generation_servers()):
             try:
                 desired = msgspec.json.decode(event.value, type=DesiredServers) if event.kind == "put" else None
@@ -287,11 +288,14 @@ class Management:
                 self._logger.error("%s ignored: %s", event.key, error)
                 continue
             self.members.set_desired(desired, self._clock.monotonic())
-            self._logger.info("generation servers wanted: %s", desired.count if desired else "all")
+            self._logger.info("desired generation servers: %s", desired.count if desired else "all")
             self.fleet.members_changed()
 
     async def _tell_drained(self) -> None:
-        """produces: an entry in name resolve for each leaving server that may be stopped. waits for: news of one."""
+        """Tell the launcher which leaving servers may be stopped.
+
+        produces: an entry in name resolve for each such server. waits for: `_drain_news`.
+        """
         while True:
             await self._drain_news.wait()
             self._drain_news.clear()
@@ -300,15 +304,15 @@ class Management:
                     await self._directory.publish(
                         self._names.generation_server_drained(int(name.rpartition("/")[2])), request
                     )
-                except WaitTimeoutError as error:  # the launcher does not wait for ever, either
+                except WaitTimeoutError as error:  # the launcher's wait is bounded too
                     self._logger.warning("%s", error)
                     continue
                 self.members.told(name, request)
-                self._logger.info("%s has nothing left to do", name)
+                self._logger.info("%s has drained: it has no groups and no requests", name)
 
     async def _watch_versions(self) -> None:
         async for event in self._directory.watch(self._names.model_version(self.config.role)):
-            if event.kind == "put":  # a missing version means hold
+            if event.kind == "put":  # a deleted version has no effect: servers keep their weights
                 self.fleet.publish(event.value)
                 self._follow_attempt()
 
@@ -324,10 +328,12 @@ class Management:
                 self._follow_attempt()
 
     async def _watch_successor(self) -> None:
-        """One that stood still so long that another took its place must not go on beside it."""
+        """End this process if another manager has replaced it, because it had stood still for too long. Both must not run."""
         async for event in self._directory.watch(self._names.gserver_manager()):
             if event.kind == "put" and event.value != self._url:
-                raise RuntimeError(f"another process is the gserver manager now, at {event.value}; this one ends")
+                raise RuntimeError(
+                    f"another gserver manager has replaced this one, at {event.value}; this process ends"
+                )
 
     async def _watch_experiment(self) -> None:
         async for event in self._directory.watch(self._names.experiment_status()):
@@ -346,10 +352,10 @@ class Management:
         board.progress()
 
     def _show_missing(self) -> None:
-        """While nothing is admitted for want of a server: whom that waits for."""
+        """Show on the board which servers admission waits for, if it waits for servers."""
         missing = ""
         refusal = self.ledger.refusal(self._clock.monotonic())
-        too_old = refusal == "staleness" and not self.ledger.num_live  # they have fallen too far behind the trainer
+        too_old = refusal == "staleness" and not self.ledger.num_live  # servers have fallen too far behind the trainer
         if refusal in _WANT_OF_SERVERS or too_old:
             missing = ", ".join(view.server for view in self.table.views() if view.state != "healthy")
         if refusal in _WANT_OF_SERVERS:
@@ -361,15 +367,16 @@ class Management:
                 self._missing_wait.enter_context(self._board.showing("a server that may serve", on=missing))
 
     def _follow_attempt(self) -> None:
-        """The weights say which attempt it is: before its master does, and where this manager's config is older."""
+        """Adopt a newer attempt from the weights. They may arrive before its master's report, and this manager's config may be
+        older."""
         if self.fleet.attempt > self.ledger.attempt:
-            self._logger.info("attempt %d has begun: what runs for older ones is taken back", self.fleet.attempt)
+            self._logger.info("attempt %d has begun: tickets of older attempts are void", self.fleet.attempt)
             self.ledger.begin_attempt(self.fleet.attempt)
             self.service.changed()
 
 
 def _noted(event: Literal["admitted", "adopted"], ticket: Ticket, now: float) -> dict[str, object]:
-    """For the journal."""
+    """Return the ticket's journal record."""
     return {
         "event": event,
         "attempt": ticket.attempt,
@@ -380,9 +387,12 @@ def _noted(event: Literal["admitted", "adopted"], ticket: Ticket, now: float) ->
 
 
 async def _collect_garbage() -> None:
-    """Python's collector goes through all objects every few seconds: with 16,384 connections a million, most of a second. It
-    also counts wrongly here, where what a request leaves takes the place of what the one before has left: half a second for
-    what it takes to be few and new. So what is new is looked through often, and all, for what ended connections leave, seldom.
+    """Run the garbage collector on a schedule of our own.
+
+    Python's collector scans all objects every few seconds. With 16,384 connections that is a million objects and most of a
+    second. Its thresholds also misjudge this process, where objects of one request replace those of the previous one: a
+    collection of supposedly few young objects takes half a second. Therefore young objects are collected every _COLLECT_S, and
+    all objects, for the garbage of closed connections, only every _COLLECT_ALL_S.
     """
     gc.set_threshold(gc.get_threshold()[0], _NEVER, _NEVER)
     while True:
@@ -393,13 +403,13 @@ async def _collect_garbage() -> None:
 
 
 def heads_of_workers(config: GserverManagerConfig) -> dict[str, list[int]] | None:
-    """Heads that each rollout worker may send to, by head_policy; None: all to all."""
+    """Return the heads that each rollout worker may send to, by head_policy. None: every worker may send to every head."""
     policy, num_workers = config.manager.head_policy, config.num_rollout_workers
     if policy == "balanced":
         return None
     if policy != "grouping":
         raise ValueError(f"manager.head_policy is {policy!r}; use balanced or grouping")
-    from asyncrl.runtime.push_pull import grouping  # zmq is needed for nothing else here
+    from asyncrl.runtime.push_pull import grouping  # imported here, because nothing else here needs zmq
 
     heads: dict[str, list[int]] = {}
     for head, workers in grouping(num_workers, config.num_heads).items():

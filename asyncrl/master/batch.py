@@ -4,15 +4,16 @@ S = the B stored tickets with the earliest deadlines. Step v starts only if for 
 
     |{live tickets with deadline <= d} without S| <= (d - v) * B
 
-that is, if whatever is live and not in this batch still fits into the steps that its deadline leaves it. Together with the
-manager's gate (asyncrl/manager/admission.py) this keeps every trained group within eta at its head, drops none, and does not
-favour short ones; else the step waits for the tickets it names. Without faults that wait always ends by a rollout finishing.
+The condition means: all live tickets that are not in this batch still fit into the steps before their deadlines. Together with
+the manager's gate (asyncrl/manager/admission.py) it keeps every trained group within eta at its head, drops no group, and does not
+favour short ones. Otherwise the step waits for the tickets that NotReady names. Without faults that wait always ends when a
+rollout finishes.
 
-A rollout that holds up a batch for longer than `overdue_wait_s` (policy `wait`; `drop`: at once) is to be interrupted; its
-prompt is handed out again. Policy `train` never waits for deadlines: groups may be trained older than eta.
+A rollout that holds up a batch for longer than `overdue_wait_s` (policy `wait`; policy `drop`: at once) is revoked, and its prompt
+is issued again. Policy `train` never waits for deadlines, so groups older than eta may be trained.
 
-For experiments about staleness (`wait_for_full_lag`) a step also waits until generation is as far ahead as the gate lets it:
-(1 + eta) B stored. Every group is then eta versions old, as soon as there are so many, on a machine of any speed.
+For experiments about staleness (`wait_for_full_lag`) a step also waits until generation is as far ahead as the gate permits:
+(1 + eta) B stored. From then on every group is eta versions old, on a machine of any speed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _MAX_NAMED = 5  # stragglers that a reason names
 
 @dataclass(frozen=True)
 class Ready:
-    """Start the step with these tickets, in canonical order (by prompt). Empty: there is nothing left to train."""
+    """Start the step with these tickets, in canonical order (by prompt). Empty: no trajectory is left to train."""
 
     tickets: tuple[str, ...]
     partial: bool = False  # the last batch of the run
@@ -36,13 +37,13 @@ class Ready:
 
 @dataclass(frozen=True)
 class NotReady:
-    """Wait. `revoke` goes into the next report to the manager; stored ones among it (`drop`) leave the master's store."""
+    """Wait. `revoke` goes into the next report to the manager. The stored tickets among it (`drop`) leave the master's store."""
 
     reason: str
-    on: str  # whom the step waits for
-    stragglers: tuple[str, ...] = ()  # running tickets that hold it up
-    revoke: tuple[str, ...] = ()  # take these back: their prompts are handed out again
-    drop: tuple[str, ...] = ()  # those of `revoke` that are stored: too old to be trained
+    on: str  # the processes that the step waits for
+    stragglers: tuple[str, ...] = ()  # running tickets that hold up the step
+    revoke: tuple[str, ...] = ()  # tickets to take back; their prompts are issued again
+    drop: tuple[str, ...] = ()  # the stored tickets among `revoke`: too old to be trained
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,15 @@ class _Live:
     ticket_id: str
     locator: Locator
     deadline: int
-    worker: str  # "" where it is stored
+    worker: str  # "": the ticket is stored
 
 
 class BatchFormer:
-    """Say what is stored and live; get a batch, or whom to wait for. Remembers only since when it has waited for whom, and what it
-    has given out or taken back that an older ledger still lists as live."""
+    """Forms a batch from the stored and live tickets, or names the tickets to wait for.
+
+    Its only state: since when it has waited for each ticket, and the tickets that it has put into a batch or revoked and that an
+    older ledger still lists as live.
+    """
 
     def __init__(
         self,
@@ -81,7 +85,7 @@ class BatchFormer:
         self._overdue = overdue
         self._limit_s = overdue_wait_s
         self._least_stored = batch_size * (1 + max_head_offpolicyness if wait_for_full_lag else 1)
-        self._gone: set[str] = set()  # given out in a batch, or revoked
+        self._gone: set[str] = set()  # tickets in an earlier batch, or revoked
         self._held_since: dict[str, float] = {}
         self._num_stored = -1
 
@@ -95,12 +99,15 @@ class BatchFormer:
         now: float,
         settled: bool = True,
     ) -> Ready | NotReady:
-        """stored: what the master holds, without what is in a step. live, exhausted, settled: the manager's newest ledger."""
+        """stored: the trajectories that the master holds, without those in a step. live, exhausted, settled: from the manager's
+        newest ledger."""
         if not settled:
-            return NotReady(f"step {version} waits for a new manager to hear all rollout workers", "gserver manager")
+            return NotReady(
+                f"step {version} waits until a new manager has heard from all rollout workers", "gserver manager"
+            )
         metas = {meta.ticket_id: meta for meta in stored}
         tickets = self._merge(metas, live)
-        # A ledger older than what is stored may list what is rejected by now beside the tickets that took its place.
+        # A ledger older than the store may still list rejected tickets beside the tickets that replaced them.
         current = metas.keys() <= {view.ticket_id for view in live}
         held = [ticket for ticket in tickets if not ticket.worker]
         running = [ticket for ticket in tickets if ticket.worker]
@@ -119,17 +126,17 @@ class BatchFormer:
         stragglers, too_many = self._stragglers(tickets, batch, version)
         if too_many > 0 and self._overdue != "train":
             limit_s = 0.0 if self._overdue == "drop" and current else self._limit_s
-            reason = f"step {version} waits for rollouts that must not be older"
+            reason = f"step {version} waits for rollouts that would exceed the allowed off-policyness"
             return self._wait_for(stragglers, reason, now, limit_s, too_many)
         return self._ready(batch, partial=False)
 
-    # ------------------------------------------------------------------------------------------------ what there is
+    # ------------------------------------------------------------------------------------ stored and live tickets
 
     def _merge(self, stored: Mapping[str, TrajectoryMeta], live: Sequence[TicketView]) -> list[_Live]:
-        """Everything live, earliest deadline first. What is stored here is stored, whatever the ledger knows."""
+        """Return all live tickets, earliest deadline first. The master's own store takes precedence over the ledger."""
         views = {view.ticket_id: view for view in live}
-        self._gone &= views.keys()  # the ledger has heard of the others
-        self._gone -= stored.keys()  # revoked, but its trajectory had come already
+        self._gone &= views.keys()  # the ledger no longer lists the others
+        self._gone -= stored.keys()  # revoked, but its trajectory had arrived already
         answered = {meta.locator for meta in stored.values()}  # a prompt's other tickets are void
         tickets = [
             _Live(view.ticket_id, view.locator, view.deadline, view.worker or "unknown")
@@ -149,7 +156,7 @@ class BatchFormer:
     # ---------------------------------------------------------------------------------------------------- the rule
 
     def _stragglers(self, tickets: Sequence[_Live], batch: Sequence[_Live], version: int) -> tuple[list[_Live], int]:
-        """Running tickets up to the first deadline before which too many are due, and how many are too many."""
+        """Return the running tickets up to the first deadline before which too many tickets are due, and the excess number."""
         chosen = {ticket.ticket_id for ticket in batch}
         rest = [ticket for ticket in tickets if ticket.ticket_id not in chosen]
         for deadline in range(version, version + self._eta + 1):
@@ -160,8 +167,11 @@ class BatchFormer:
         return [], 0
 
     def _excess(self, tickets: Sequence[_Live], version: int) -> list[_Live]:
-        """Tickets that cannot all be trained in time even if every rollout finished now. Only faults make such: a worker
-        thought lost whose trajectory came after all. Running ones go first, then what would be too old anyway."""
+        """Return the tickets to give up because not all can be trained in time, even if every rollout finished now.
+
+        Only faults cause an excess, for example when the trajectory of a worker that counted as lost arrives after all. The result
+        includes every ticket with a passed deadline. Of the others, running tickets are given up before stored ones.
+        """
         if self._overdue == "train":
             return []
         excess: list[_Live] = [ticket for ticket in tickets if ticket.deadline < version]
@@ -185,7 +195,7 @@ class BatchFormer:
         return Ready(tuple(ticket.ticket_id for ticket in ordered), partial)
 
     def _too_few(self, held: Sequence[_Live], running: Sequence[_Live], version: int, now: float) -> NotReady:
-        """Too few are stored. Rollouts count as overdue only while none at all arrives."""
+        """Too few groups are stored. Rollouts count as overdue only while no group arrives."""
         if len(held) != self._num_stored:
             self._num_stored = len(held)
             self._held_since.clear()
@@ -193,13 +203,13 @@ class BatchFormer:
         reason = f"step {version} waits for data: {len(held)} of {self._least_stored} prompts are stored"
         if not running:
             self._held_since.clear()
-            return NotReady(f"{reason}, none is running", "gserver manager")
+            return NotReady(f"{reason}, no rollout is running", "gserver manager")
         return self._wait_for(running[:missing], reason, now, self._limit_s, missing)
 
     def _wait_for(
         self, stragglers: Sequence[_Live], reason: str, now: float, limit_s: float, too_many: int
     ) -> NotReady:
-        """Wait for these rollouts; take back those that have been waited for too long, as many as stand in the way."""
+        """Wait for these rollouts. Revoke those that are overdue, at most too_many."""
         self._held_since = {ticket.ticket_id: self._held_since.get(ticket.ticket_id, now) for ticket in stragglers}
         late = [ticket for ticket in stragglers if now - self._held_since[ticket.ticket_id] >= limit_s]
         names = tuple(ticket.ticket_id for ticket in stragglers)

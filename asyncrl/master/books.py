@@ -1,4 +1,4 @@
-"""The master's books: what has been trained, rejected and measured, and what is due. In memory, in the journal, in a checkpoint."""
+"""The master's books: trained and rejected prompts, measurements and due schedules; in memory, the journal and checkpoints."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from asyncrl.runtime.metrics import JsonLinesWriter, MetricsWriter
 from asyncrl.runtime.worker import RunEndedError
 from asyncrl.weights.checkpoints import DataIdentity, MasterState
 
-_REJECTION_WINDOW = 4  # batches' worth of prompts that max_rejected_share looks back on
+_REJECTION_WINDOW = 4  # max_rejected_share applies to the prompts of this many past batches
 
 
 class RejectedShareError(RunEndedError):
-    """Too many prompts were rejected to go on; carries the reasons and their counts."""
+    """Too many prompts were rejected to continue. The message lists the reasons and their counts."""
 
 
 class Books:
@@ -42,7 +42,7 @@ class Books:
         clock: Clock,
         state: MasterState | None = None,
     ) -> None:
-        """data: None: a replay, which has no prompts. state: of the checkpoint that this attempt goes on from."""
+        """data: None for a replay, which has no prompts. state: from the checkpoint that this attempt continues from."""
         self._config, self._data = config, data
         self._journal, self._metrics, self._board, self._logger, self._clock = journal, metrics, board, logger, clock
         self.attempt = config.worker.attempt
@@ -52,11 +52,11 @@ class Books:
             PromptProgress(data.num_prompts, data.num_epochs) if data else PromptProgress(config.num_replayed, 1)
         )
         self.summary = RunSummary()
-        self.parent: tuple[int, int] | None = None  # (attempt, step) that this attempt goes on from
-        self._first_details: dict[str, str] = {}  # of rejections, by reason
+        self.parent: tuple[int, int] | None = None  # (attempt, step) that this attempt continues from
+        self._first_details: dict[str, str] = {}  # by reason: detail of its first rejection
         self._recent_outcomes: deque[bool] = deque(maxlen=_REJECTION_WINDOW * config.train.batch_size)
         self._recent_rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
-        self._started = clock.time()  # less the seconds of the attempts before
+        self._started = clock.time()  # minus the seconds of previous attempts
         now, train = clock.monotonic(), config.train
         self._schedules = {
             "save": Schedule(
@@ -73,16 +73,16 @@ class Books:
 
     @property
     def version(self) -> WeightVersion:
-        """Of the newest weights."""
+        """Version of the newest weights."""
         return WeightVersion(self.attempt, self.step if self.trains else 0)
 
     def is_due(self, schedule: str) -> bool:
-        """save, eval or checkpoint."""
+        """Check the schedule `save`, `eval` or `checkpoint`; a due schedule is reset."""
         epochs = self.progress.epochs_done()
         return self._schedules[schedule].check(step=self.step, epochs=epochs, now=self._clock.monotonic())
 
     def is_over(self) -> bool:
-        """Whether the step before was the last one."""
+        """Whether the step that just ended was the last one."""
         train = self._config.train
         field = ended_by(
             train,
@@ -92,7 +92,7 @@ class Books:
             num_total=self.progress.num_total,
         )
         if field:
-            self._logger.info("step %d was the last one: train.%s=%s", self.step, field, getattr(train, field))
+            self._logger.info("step %d was the last step: train.%s=%s", self.step, field, getattr(train, field))
         return bool(field)
 
     # ------------------------------------------------------------------------------------------------------------- the journal
@@ -101,11 +101,11 @@ class Books:
         self._journal.write({"event": event, "attempt": self.attempt, **fields, "time": self._clock.time()})
 
     def sync_journal(self) -> None:
-        """What was noted is on disk when this returns. Blocks."""
+        """Block until all journal records are on disk."""
         self._journal.sync()
 
     def begin(self) -> None:
-        """With all that an audit of what follows has to know."""
+        """Record the begin of the attempt, with all that an audit of the following records needs."""
         config = self._config
         about = {
             "mode": config.mode,
@@ -117,20 +117,20 @@ class Books:
         self.note("begun", **{"from": self.parent}, **about)
 
     def store(self, meta: TrajectoryMeta) -> None:
-        """A trajectory is in the buffer."""
+        """Record a trajectory that has entered the buffer."""
         self.summary.add_trajectory(meta)
         self.note("stored", ticket=meta.ticket_id, prompt=meta.locator)
 
     def drop(self, tickets: Sequence[str]) -> None:
-        """Trajectories will not be trained: their prompts are rolled out again."""
+        """Record trajectories that will not be trained. Their prompts are rolled out again."""
         self.summary.num_dropped += len(tickets)
         self.note("dropped", tickets=list(tickets))
 
     def reject(self, prompts: Iterable[RejectedPrompt], is_stored: Callable[[Locator], bool]) -> None:
-        """Prompts will not be trained. Raises RejectedShareError where they are too many."""
+        """Record rejected prompts. Raises RejectedShareError if their share exceeds max_rejected_share."""
         for rejected in prompts:
             if self.progress.is_done(rejected.locator) or is_stored(rejected.locator):
-                continue  # its trajectory came after the manager had given the prompt up
+                continue  # its trajectory arrived after the manager had rejected the prompt
             self.progress.mark_rejected(rejected.locator, rejected.reason)
             self._recent_outcomes.append(False)
             if rejected.detail:
@@ -141,20 +141,20 @@ class Books:
         if len(window) == window.maxlen and share > self._config.max_rejected_share:
             raise RejectedShareError(
                 f"{share:.0%} of the last {len(window)} prompts were rejected; manager.max_rejected_share="
-                f"{self._config.max_rejected_share:g} is what may be: {self.rejections()}"
+                f"{self._config.max_rejected_share:g} is the limit: {self.rejections()}"
             )
 
     def rejections(self) -> str:
-        """How many prompts were rejected why, what helps, and where more is to be read."""
+        """Describe the rejections: number and remedy by reason, and the log with more details."""
         lines = rejection_lines(self.progress.rejected, self._first_details)
         process = "model_worker" if self._config.mode == "sync" else "rollout_worker"
         folder = Path(self._config.worker.run_dir, "logs", "latest")
-        return "\n  ".join(["", *lines, f"the first of each kind is told in full in {folder}/{process}_*.log"])
+        return "\n  ".join(["", *lines, f"{folder}/{process}_*.log has the full first rejection of each kind"])
 
     # ------------------------------------------------------------------------------------------------------------------- steps
 
     def train(self, metas: Sequence[TrajectoryMeta]) -> None:
-        """A step has trained these groups."""
+        """Record a step that has trained these groups."""
         self.step += 1
         self._board.version = str(self.version.version)
         self.progress.mark_trained(meta.locator for meta in metas)
@@ -167,7 +167,8 @@ class Books:
         seconds: Mapping[str, float],
         train_span: tuple[float, float],
     ) -> None:
-        """seconds: of each MFC. train_span: when its dataflow ran, in seconds since the epoch."""
+        """Write a step to metrics and journal. seconds: duration of each MFC. train_span: start and end of the step's dataflow, in
+        seconds since the epoch."""
         self.summary.add_step(metrics)
         self._recent_rewards.append(metrics["reward/mean"])
         rejected = {f"rejected/{reason}": float(count) for reason, count in self.progress.rejected.items()}
@@ -191,11 +192,11 @@ class Books:
         self._journal.write({**record, "groups": groups})
 
     def write_evaluation(self, step: int, results: Sequence[EvaluationResult]) -> None:
-        """step: whose weights were evaluated."""
+        """Write the results of an evaluation. step: the step that produced the evaluated weights."""
         self._metrics.write(step, self.summary.add_evaluation(step, results))
 
     def summarize(self, ended: float, generation_idle: float | None) -> dict[str, object]:
-        """What summary.json holds. ended: when the run did, in seconds since the epoch."""
+        """Return the content of summary.json. ended: the end of the run, in seconds since the epoch."""
         return self.summary.as_dict(
             mode=self._config.mode,
             attempt=self.attempt,
@@ -208,7 +209,7 @@ class Books:
     # -------------------------------------------------------------------------------------------------------------- checkpoints
 
     def state(self, *, evaluating: bool, shared: dict[str, str]) -> MasterState:
-        """What an attempt after this one goes on from. shared: of Refresher.state."""
+        """Return the state from which a later attempt continues. shared: from Refresher.state."""
         assert self._data is not None  # a replay writes no checkpoints
         now = self._clock.monotonic()
         return MasterState(

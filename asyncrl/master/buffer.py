@@ -1,12 +1,12 @@
-"""What the master knows of trajectories: metadata only, never a tensor.
+"""The master's records of trajectories: metadata only, never a tensor.
 
-    PromptProgress          which prompts are done: the master's part of exactly once
+    PromptProgress          which prompts are done: the master's part of the exactly-once guarantee
     StorageTracker          which model worker holds which (id, key)
     Grants                  whether a gserver manager of this run has granted a trajectory's ticket
     AsyncIOSequenceBuffer   which trajectories are stored, and the batch of the step
 
-A trajectory enters once (`put`: the first of its prompt wins), is chosen into a batch, gains keys as MFCs write them
-(`amend_batch`), and leaves when its train step is over. An MFC's call starts when the batch has all its input keys
+A trajectory enters once (`put`: the first one of its prompt wins). It is selected for a batch, gains keys as MFCs write them
+(`amend_batch`), and leaves when its train step is over. An MFC's call starts when the batch has all the MFC's input keys
 (`get_batch_for_rpc`).
 """
 
@@ -27,15 +27,15 @@ from asyncrl.protocol.tickets import TicketSeal
 
 
 class PromptProgress:
-    """`mark` each prompt once; `is_done` tells a late or doubled trajectory from a new one. Pure.
+    """Marks each prompt as done once. `is_done` detects a late or duplicate trajectory. Pure.
 
-    Every prompt of every epoch ends trained once or rejected with a reason. What is done is a cursor (all before it are done) and
-    the few done ones after it; that pair is what a checkpoint holds.
+    Every prompt of every epoch ends either trained once or rejected with a reason. The state is a cursor (all prompts before it
+    are done) and the few done prompts after it. A checkpoint holds that pair.
     """
 
     def __init__(self, num_prompts: int, num_epochs: int) -> None:
         if num_prompts < 1 or num_epochs < 1:
-            raise ValueError(f"{num_prompts} prompts and {num_epochs} epochs: nothing to train on")
+            raise ValueError(f"{num_prompts} prompts and {num_epochs} epochs: use at least 1 of each")
         self.num_prompts = num_prompts
         self.num_epochs = num_epochs
         self.num_trained = 0
@@ -53,7 +53,7 @@ class PromptProgress:
 
     @property
     def cursor(self) -> Locator:
-        """Every prompt before it is done."""
+        """The first prompt that is not done. Every prompt before it is done."""
         return Locator(*divmod(self._cursor, self.num_prompts))
 
     @property
@@ -62,11 +62,11 @@ class PromptProgress:
         return [Locator(*divmod(flat, self.num_prompts)) for flat in sorted(self._beyond)]
 
     def epochs_done(self) -> float:
-        """In epochs, with fraction."""
+        """Number of done prompts in epochs, with fraction."""
         return self.num_done / self.num_prompts
 
     def contains(self, locator: Locator) -> bool:
-        """Whether there is such a prompt."""
+        """Whether the prompt exists."""
         return 0 <= locator.epoch < self.num_epochs and 0 <= locator.position < self.num_prompts
 
     def is_done(self, locator: Locator) -> bool:
@@ -74,7 +74,7 @@ class PromptProgress:
         return flat < self._cursor or flat in self._beyond
 
     def mark_trained(self, locators: Iterable[Locator]) -> None:
-        """Raises ValueError for a prompt that is done already: it would have been trained twice."""
+        """Raises ValueError for a prompt that is done already, because that would be a second training."""
         for locator in locators:
             self._mark(locator)
             self.num_trained += 1
@@ -86,7 +86,7 @@ class PromptProgress:
     def restore(
         self, cursor: Locator, beyond: Iterable[Locator], num_trained: int, rejected: Mapping[str, int]
     ) -> None:
-        """Go on from what a checkpoint holds."""
+        """Continue from the state in a checkpoint."""
         self._cursor = cursor.epoch * self.num_prompts + cursor.position
         self._beyond = {self._flat(locator) for locator in beyond}
         self.num_trained = num_trained
@@ -108,12 +108,12 @@ class PromptProgress:
 
 
 class StorageTracker:
-    """id -> key -> the workers that have it. Pure.
+    """id -> key -> the workers that hold it. Pure.
 
-    Fed by what the master learns or decides: trajectories that arrived, redistributions that it has sent out, keys that MFCs made,
-    data that was fetched, groups that it has cleared. In the trainer group a redistribution counts from the moment it is sent:
-    workers execute calls in the master's order, so that whatever is sent to them later finds the data. A worker of another
-    worker group (dataflow/worker_groups.py) is in no such order: it asks workers that have reported that they have it.
+    The master records here: trajectories that arrived, redistributions that it has sent, keys that MFCs produced, data that was
+    fetched, and groups that it has cleared. In the trainer group a redistribution counts as soon as it is sent: workers execute
+    calls in the master's order, so every later call finds the data. Workers of other worker groups (dataflow/worker_groups.py)
+    are not part of that order. They fetch from workers that have reported that they hold the data.
     """
 
     def __init__(self, detached: Collection[int] = ()) -> None:
@@ -123,46 +123,46 @@ class StorageTracker:
         self._there: dict[str, dict[str, set[int]]] = {}
 
     def __len__(self) -> int:
-        """Number of ids that any worker holds something of."""
+        """Number of ids with data on any worker."""
         return len(self._holders.keys() | self._there.keys())
 
     @property
     def holders(self) -> Holders:
-        """In the trainer group, what is on its way to them included."""
+        """Holders in the trainer group, including data that is on its way to them."""
         return self._holders
 
     @property
     def there(self) -> Holders:
-        """In all worker groups, nothing that is on its way."""
+        """Holders in all worker groups, without data that is on its way."""
         return self._there
 
     def add(self, worker: int, ids: Iterable[str], keys: Iterable[str]) -> None:
-        """A worker has these keys of these ids, and has said so."""
+        """A worker has reported that it holds these keys of these ids."""
         ids, keys = list(ids), list(keys)
         _add(self._there, worker, ids, keys)
         if worker not in self._detached:
             _add(self._holders, worker, ids, keys)
 
     def apply(self, steps: Iterable[RedistribStep]) -> None:
-        """These steps have been sent to all workers in them."""
+        """These steps have been sent to all their workers."""
         for step in steps:
             for transfer in transfers(step):
                 for target in transfer.targets:
                     _add(self._holders, target, transfer.ids, transfer.keys)
 
     def num_missing(self, group: str, workers: Iterable[int], keys: Sequence[str]) -> int:
-        """How many pairs (worker, key) of an id are not where they would be needed."""
+        """Number of pairs (worker, key) of an id for which the worker lacks the key."""
         held = self._holders.get(group, {})
         return sum(worker not in held.get(key, ()) for worker in workers for key in keys)
 
     def forget(self, workers: Collection[int]) -> None:
-        """What these workers, of a detached group, held has gone with them."""
+        """These workers of a detached group have ended, and their data is gone."""
         for held in self._there.values():
             for having in held.values():
                 having.difference_update(workers)
 
     def drop(self, ids: Iterable[str]) -> list[int]:
-        """Forget ids. Returns the workers that hold something of them, who are to be told."""
+        """Forget ids. Returns the workers that hold data of them and must be notified."""
         dropped = [held for group in ids for known in (self._holders, self._there) if (held := known.pop(group, None))]
         return sorted({worker for held in dropped for workers in held.values() for worker in workers})
 
@@ -178,11 +178,11 @@ _SAY_AGAIN_S = 60.0
 
 
 class Grants:
-    """Checks the ticket of each trajectory, and counts those that were not granted: a forged trajectory may reach a head's socket,
-    and forged metadata the master's."""
+    """Checks the ticket of each trajectory and counts those that were not granted. The check is needed because forged trajectories
+    may reach a head's socket, and forged metadata may reach the master's."""
 
     def __init__(self, read_key: Callable[[], bytes | None], logger: logging.Logger) -> None:
-        """read_key: gives the run's ticket key; None, and then nothing is granted, until a manager has made it."""
+        """read_key: returns the run's ticket key, or None until a manager has created it. Until then no ticket is granted."""
         self.num_refused = 0
         self._read_key = read_key
         self._seal: TicketSeal | None = None
@@ -190,7 +190,7 @@ class Grants:
         self._said = -math.inf
 
     def refusal(self, meta: TrajectoryMeta, now: float) -> str:
-        """Why a trajectory is not taken; "" where its ticket was granted for this prompt, attempt and head."""
+        """Why a trajectory is refused; "" if its ticket was granted for this prompt, attempt and head."""
         if self._seal is None and (key := self._read_key()) is not None:
             self._seal = TicketSeal(key)
         name = self._seal.read(meta.ticket_id) if self._seal is not None else None
@@ -200,13 +200,13 @@ class Grants:
         if now - self._said >= _SAY_AGAIN_S:
             self._said = now
             self._logger.warning(
-                "a trajectory is refused, %d so far: the manager has not granted its ticket %.100r (%s, head %d)",
+                "refused a trajectory, %d so far: the manager has not granted its ticket %.100r (%s, head %d)",
                 self.num_refused,
                 meta.ticket_id,
                 meta.locator,
                 meta.head,
             )
-        return "not_granted: the gserver manager of this run has granted no such ticket"
+        return "not_granted: the gserver manager of this run has not granted this ticket"
 
 
 @dataclass
@@ -217,7 +217,7 @@ class _Entry:
 
 
 class AsyncIOSequenceBuffer:
-    """Bounded by construction: it holds at most `capacity` trajectories, and refuses more (a head would have to resend)."""
+    """The stored trajectories and the current batch. Holds at most `capacity` trajectories and refuses more (a head resends)."""
 
     def __init__(self, progress: PromptProgress, *, capacity: int, attempt: int) -> None:
         self._progress = progress
@@ -233,26 +233,26 @@ class AsyncIOSequenceBuffer:
 
     @property
     def stored(self) -> list[TrajectoryMeta]:
-        """Accepted and in no batch yet."""
+        """Trajectories that are accepted and in no batch yet."""
         batch = set(self._batch)
         return [entry.meta for ticket, entry in self._entries.items() if ticket not in batch]
 
     @property
     def stored_tickets(self) -> list[str]:
-        """Accepted and not consumed, those of the current batch included."""
+        """Tickets that are accepted and not consumed, including those of the current batch."""
         return list(self._entries)
 
     def put(self, meta: TrajectoryMeta) -> StoreVerdict:
-        """Accept a trajectory, once per prompt, or say why not. Telling again about an accepted one changes nothing."""
+        """Accept a trajectory, once per prompt, or return why not. Repeating an accepted one has no effect (idempotent)."""
         if not self._attempts.is_current(meta.attempt):
-            over = f"attempt {meta.attempt} is over, this is {self._attempts.newest}"
+            over = f"attempt {meta.attempt} is over; the current attempt is {self._attempts.newest}"
             return StoreVerdict(verdict="refused", reason=over)
         if not self._progress.contains(meta.locator):
-            return StoreVerdict(verdict="refused", reason=f"no prompt at {meta.locator}")
+            return StoreVerdict(verdict="refused", reason=f"{meta.locator} is not a prompt of this run")
         if meta.ticket_id in self._entries:
             return StoreVerdict(verdict="stored")
         if self._progress.is_done(meta.locator) or meta.locator in self._by_prompt:
-            return StoreVerdict(verdict="duplicate", reason="another ticket of this prompt was first")
+            return StoreVerdict(verdict="duplicate", reason="another ticket of this prompt came first")
         if len(self._entries) >= self._capacity:
             return StoreVerdict(verdict="refused", reason=f"the buffer holds {self._capacity} trajectories already")
         self._entries[meta.ticket_id] = _Entry(meta, set(meta.keys))
@@ -260,7 +260,7 @@ class AsyncIOSequenceBuffer:
         return StoreVerdict(verdict="stored")
 
     def holds(self, locator: Locator) -> bool:
-        """Whether a trajectory of this prompt is stored, in the current batch included."""
+        """Whether a trajectory of this prompt is stored. Those of the current batch count."""
         return locator in self._by_prompt
 
     def drop(self, ticket_id: str) -> None:
@@ -272,23 +272,23 @@ class AsyncIOSequenceBuffer:
         return [self._entries[ticket].meta for ticket in tickets]
 
     def common_keys(self, tickets: Iterable[str]) -> frozenset[str]:
-        """Keys that all of these trajectories have by now."""
+        """Keys that all of these trajectories have now."""
         keys = [self._entries[ticket].keys for ticket in tickets]
         return frozenset.intersection(*map(frozenset, keys)) if keys else frozenset()
 
     async def begin_batch(self, tickets: Sequence[str]) -> None:
-        """The batch of the next step, in canonical order."""
+        """Set the batch of the next step, in canonical order."""
         if self._batch:
-            raise RuntimeError("a batch is in its step already")
+            raise RuntimeError("the previous batch is still in its step")
         missing = [ticket for ticket in tickets if ticket not in self._entries]
         if missing or not tickets:
-            raise ValueError(f"cannot make a batch of {len(tickets)} tickets; not stored: {missing[:5]}")
+            raise ValueError(f"cannot form a batch of {len(tickets)} tickets; not stored: {missing[:5]}")
         async with self._changed:
             self._batch = tuple(tickets)
             self._changed.notify_all()
 
     async def get_batch_for_rpc(self, mfc: MFCDef) -> tuple[str, ...]:
-        """Ids of the batch, as soon as all of them have all input keys of the MFC. Bounded by the caller."""
+        """Return the ids of the batch once all of them have all input keys of the MFC. The caller bounds the wait."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._ready(mfc))
             for ticket in self._batch:
@@ -304,7 +304,7 @@ class AsyncIOSequenceBuffer:
             self._changed.notify_all()
 
     def missing_keys(self, mfc: MFCDef) -> dict[str, int]:
-        """What an MFC still waits for: key -> number of ids without it."""
+        """The input keys that an MFC still waits for: key -> number of ids without it."""
         return {
             key: count
             for key in mfc.input_keys
@@ -312,7 +312,7 @@ class AsyncIOSequenceBuffer:
         }
 
     def end_batch(self) -> None:
-        """The step is over: its trajectories leave."""
+        """The step is over: its trajectories leave the buffer."""
         for ticket in self._batch:
             self.drop(ticket)
         self._batch = ()

@@ -1,15 +1,15 @@
 """Calls to several model workers at once, and to detached groups (dataflow/worker_groups.py).
 
-What one incarnation of a detached group leaves unanswered is done again in the next:
+Work that one incarnation of a detached group does not finish is repeated in the next:
 
     an MFC there: fetch its inputs from the trainer group -> execute -> the trainer group fetches its outputs
-                  \\____________ one piece of work: whatever of it fails, all of it is done again ____________/
+                  \\_______________ one unit of work: if any part fails, all of it is repeated _______________/
 
-So a detached group holds the only copy of something at most during a piece of work. When one of its workers dies, the trainer group
-has everything that the worker held, or has it computed again. Nothing there is trained: the same inputs give the same outputs in
-every incarnation. The trainer group waits for the outputs, as it would for a slow reference, and goes on.
+So a detached group holds the only copy of data at most during a unit of work. When one of its workers dies, the trainer group
+has all data that the worker held, or has it computed again. Models in a detached group are not trained, so the same inputs give
+the same outputs in every incarnation. The trainer group waits for the outputs, as for a slow reference, and then continues.
 
-The launcher decides how often a group is started again (launch/supervisor/policy.py). Here every wait has the limit of a call.
+The launcher decides how often a group restarts (launch/supervisor/policy.py). Here the limit of a call bounds every wait.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class WorkerCaller:
-    """Calls several workers at once, with a limit and a name on the wait."""
+    """Calls several workers at once. Each wait has a limit, and a name on the status board."""
 
     def __init__(self, client: NameResolvingRequestClient, board: StatusBoard, limit_s: float) -> None:
         self._client = client
@@ -41,17 +41,17 @@ class WorkerCaller:
         self._limit_s = limit_s
 
     async def call(self, what: str, handlers: Sequence[Handler], body: CallBody) -> list[CallResult]:
-        """Enqueue to every handler without awaiting in between, then wait for all. The first error wins."""
+        """Enqueue to every handler without awaiting in between, then wait for all replies. Raises the first error."""
         return await self.start(what, handlers, body)
 
     def start(self, what: str, handlers: Sequence[Handler], body: CallBody) -> asyncio.Task[list[CallResult]]:
-        """Like call, but the sending happens now and the wait later."""
+        """Like call, but send now and return a task for the replies."""
         return self.start_each(what, handlers, [body] * len(handlers))
 
     def start_each(
         self, what: str, handlers: Sequence[Handler], bodies: Sequence[CallBody]
     ) -> asyncio.Task[list[CallResult]]:
-        """Like start, with a call of its own for each handler."""
+        """Like start, with a separate body for each handler."""
         futures = self._client.call_nowait(handlers, bodies)
         return asyncio.create_task(self._gather(what, futures))
 
@@ -69,11 +69,11 @@ _PAUSE_S = 0.5  # before data is fetched again in the same incarnation
 
 
 class GroupEndedError(RuntimeError):
-    """An incarnation of a detached group is over, or about to be: its calls are to be sent again to the next."""
+    """An incarnation of a detached group is over, or about to end. Its calls must be repeated in the next incarnation."""
 
 
 class UnfetchedError(RuntimeError):
-    """Data did not come from one worker group to the other. Both may be well, or one of them is about to be found dead."""
+    """A fetch of data between worker groups failed. Both groups may be healthy, or the death of one is not detected yet."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,10 @@ class Incarnation:
 
 
 class Repeats:
-    """Decides what follows a failure of a piece of work. Pure.
+    """Retry policy for a failed unit of work. Pure.
 
-    After an incarnation has ended, the next one tries again. After data did not come, the same incarnation tries again, as long as
-    all its failures are within the limit.
+    After an incarnation has ended, the next one retries. After a failed fetch the same incarnation retries, until limit_s has
+    passed since its first failure.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -100,7 +100,8 @@ class Repeats:
         self._since = 0.0
 
     def first_incarnation(self, error: Exception, number: int, now: float) -> int:
-        """The first incarnation that tries again after such a failure in this one. Raises the error where none does."""
+        """Return the first incarnation that may retry after this failure in incarnation `number`. Raises the error if the limit
+        has passed."""
         if isinstance(error, GroupEndedError):
             return number + 1
         if self._number != number:
@@ -113,9 +114,9 @@ class Repeats:
 class DetachedGroups:
     """The master's calls to detached groups.
 
-    consumes: pieces of work.  produces: what they give, once.
-    waits for: replies; for the next incarnation of a group that has ended. Both at most the limit of a call.
-    unblocked by: the group's workers; their successors.
+    consumes: units of work.  produces: the result of each, once.
+    waits for: replies; the next incarnation of a group that has ended. The limit of a call bounds both.
+    unblocked by: the group's workers; their next incarnation.
     """
 
     def __init__(
@@ -127,20 +128,20 @@ class DetachedGroups:
         *,
         prepare: Callable[[Incarnation], Awaitable[None]],
     ) -> None:
-        """prepare: precedes all work in an incarnation, once."""
+        """prepare: runs once in each incarnation, before any work there."""
         self.worker_groups = worker_groups
         self._client, self._caller, self._limit_s = client, caller, limit_s
         self._telling: set[asyncio.Task[None]] = set()
         self._prepare = prepare
         self._preparing = {group: asyncio.Lock() for group in worker_groups.detached}
-        self._ready: dict[tuple[int, ...], int] = {}  # by group: the incarnation that has been prepared
+        self._ready: dict[tuple[int, ...], int] = {}  # group -> the incarnation that has been prepared
 
     async def repeated(self, what: str, group: Sequence[int], work: Callable[[Incarnation], Awaitable[T]]) -> T:
-        """What `work` gives in an incarnation of the group. Repeats it in the next one where it raises GroupEndedError, and for a
-        while in the same one where it raises UnfetchedError."""
+        """Return the result of `work` in an incarnation of the group. Repeats it in the next incarnation after GroupEndedError, and
+        in the same one, for up to the limit of a call, after UnfetchedError."""
         loop, repeats = asyncio.get_running_loop(), Repeats(self._limit_s)
         number = -1
-        while True:  # as often as the launcher starts the group again; each turn is bounded
+        while True:  # the launcher bounds the number of incarnations; each turn is bounded
             number = await self._in_incarnation(what, group, number)
             try:
                 incarnation = Incarnation(tuple(group), number)
@@ -148,7 +149,7 @@ class DetachedGroups:
                 return await work(incarnation)
             except (GroupEndedError, UnfetchedError) as error:
                 again = repeats.first_incarnation(error, number, loop.time())
-                logger.warning("%s is to be done again: %s", what, error)
+                logger.warning("%s failed and will be repeated: %s", what, error)
                 if again == number:
                     await asyncio.sleep(_PAUSE_S)
                 number = again
@@ -156,21 +157,21 @@ class DetachedGroups:
     async def call(
         self, what: str, incarnation: Incarnation, handlers: Sequence[Handler], bodies: Sequence[CallBody]
     ) -> list[CallResult]:
-        """Call workers of a group in this incarnation of it, and in no other. Raises GroupEndedError where that is over: a worker
-        whose call has failed ends, and its group with it."""
+        """Call workers of a group in this incarnation only. Raises GroupEndedError if the incarnation is over. A failed call also
+        raises it, because it ends the worker, and the worker's end ends its group."""
         self._check(incarnation)
         try:
             replies = await self._caller.start_each(what, handlers, bodies)
         except (ReceiverRestarted, RemoteCallError) as error:
             raise GroupEndedError(str(error)) from error
-        self._check(incarnation)  # else what is said to be there has gone meanwhile
+        self._check(incarnation)  # if the incarnation has ended meanwhile, the data in the replies is gone
         return replies
 
     async def fetch(
         self, what: str, incarnation: Incarnation, transfers: Sequence[Transfer], tracker: StorageTracker
     ) -> float:
-        """Have workers of a detached group fetch data from the trainer group, or the trainer group from them. Returns the bytes
-        that have come. Raises UnfetchedError where not all has come, GroupEndedError where the fetching workers have ended."""
+        """Have workers of a detached group fetch data from the trainer group, or the trainer group from them. Returns the number of
+        fetched bytes. Raises UnfetchedError if any data is missing, GroupEndedError if the fetching workers have ended."""
         parts: dict[int, list[FetchPart]] = {}
         for transfer in transfers:
             (target,) = transfer.targets
@@ -191,7 +192,7 @@ class DetachedGroups:
         return float(sum(reply.num_bytes for reply in replies))
 
     def tell_nowait(self, what: str, workers: Sequence[int], body: CallBody) -> None:
-        """Sends what need not be sent again to a group that has ended meanwhile. No call waits for the replies."""
+        """Send a message without waiting for replies. It is not repeated for a group that has ended meanwhile."""
         for worker in workers:
             if self._client.group_incarnation_of(self.worker_groups.of(worker)) is not None:
                 task = asyncio.create_task(self._tell(what, worker, body))

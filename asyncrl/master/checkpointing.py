@@ -1,10 +1,10 @@
-"""Has checkpoints written beside training, so that a run can go on after a crash.
+"""Writes checkpoints beside training, so that a run can continue after a crash.
 
-    after a step, in one turn of the event loop   MasterState is taken, SaveCheckpoint sent to all workers, `snapshot` journaled
-    beside the steps that follow                  their files to disk; commit; journal; older checkpoints removed
+    after a step, in one turn of the event loop   take MasterState, send SaveCheckpoint to all workers, journal `snapshot`
+    beside the steps that follow                  workers write files to disk; commit; journal; remove older checkpoints
 
-So what the master remembers and what the models are belong to the same step, whatever happens between snapshot and commit: a
-`done` that is ahead of the models would lose prompts, one that is behind would train them twice.
+So the master's state and the models' state belong to the same step, whatever happens between snapshot and commit. If the set of
+done prompts were ahead of the models, prompts would be lost. If it were behind, prompts would be trained twice.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from asyncrl.weights.checkpoints import MasterState, checkpoint_dir
 
 
 class Checkpointer:
-    """One checkpoint at a time: one that is due while another is being written waits for the first step after that.
+    """Writes one checkpoint at a time. If one is due while another is being written, it begins after the first step that ends after
+    the other.
 
     consumes: the state to be saved, the workers' files.  produces: checkpoints; `snapshot` and `checkpoint` in the journal.
-    waits for: the replies of the model workers.  unblocked by: them; within train.call_timeout_s.
+    waits for: the replies of the model workers, within train.call_timeout_s.  unblocked by: the model workers.
     """
 
     def __init__(
@@ -54,13 +55,14 @@ class Checkpointer:
         self._board, self._logger, self._trace, self._clock = board, logger, trace, clock
         self._run_dir = Path(config.worker.run_dir)
         trainer_group = WorkerGroups.of_config(config.num_model_workers, config.detached).trainer
-        self._everyone = list(trainer_group)  # others have nothing to save
+        self._everyone = list(trainer_group)  # detached groups have no state to save
         self._due = False
-        self._newest: int | None = None  # step of the newest checkpoint that was begun
+        self._newest: int | None = None  # step of the checkpoint that began last
         self._task: asyncio.Task[None] | None = None
 
     def after_step(self, *, due: bool, take: Callable[[], MasterState]) -> None:
-        """Begin a checkpoint of this step if one is due. No await: what `take` gives and what workers save are of one moment."""
+        """Begin a checkpoint of this step if one is due. Does not await, so that the master's state from `take` and the state that
+        the workers save belong to the same moment."""
         self._due |= due
         if not self._due or (self._task is not None and not self._task.done()):
             return
@@ -68,7 +70,7 @@ class Checkpointer:
         self._begin(take())
 
     async def last(self, *, step: int, take: Callable[[], MasterState]) -> None:
-        """Have a checkpoint of this step, now that no other step follows, if the run writes any."""
+        """Write a checkpoint of the last step, if checkpoints are enabled and this step has none."""
         await self.end()
         if self._config.checkpoint.enabled and self._newest != step:
             self._begin(take())
@@ -79,12 +81,12 @@ class Checkpointer:
         path = checkpoint_dir(self._run_dir, state.attempt, state.step)
         save = SaveCheckpoint(folder=name_of(self._run_dir, path))
         saved = self._caller.start(f"{path.name} to be written", self._everyone, save)
-        # A run that goes on from here voids what is written below
+        # A run that continues from this checkpoint voids the journal records after this one
         self._books.note("snapshot", step=state.step)
         self._task = self._tasks.spawn(self._commit(path, state, saved), "checkpoint")
 
     async def end(self) -> None:
-        """Of the one that is being written."""
+        """Wait for the end of the checkpoint that is being written."""
         if self._task is not None:
             await self._board.bounded(
                 self._task,
@@ -97,7 +99,7 @@ class Checkpointer:
         start = self._clock.monotonic()
         with self._trace.overlapping(f"checkpoint of step {state.step}", kind="weights"):
             replies = await saved
-            if self._config.weights.fsync:  # a checkpoint must not outlive the journal of how it came about
+            if self._config.weights.fsync:  # the journal up to this checkpoint must be on disk before it is
                 await asyncio.to_thread(self._books.sync_journal)
             commit = CommitCheckpoint(
                 folder=name_of(self._run_dir, path),

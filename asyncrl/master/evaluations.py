@@ -1,4 +1,4 @@
-"""Evaluations beside training: when, how many at a time, and in which order their results are written."""
+"""Evaluations beside training: bounds how many run at a time, and writes their results in the order of steps."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.service_client import ServiceClient
 
-_MAX_EVALUATIONS = 4  # that go on at the same time
+_MAX_EVALUATIONS = 4  # that run at the same time
 
-Results = Callable[[], Awaitable[Sequence[EvaluationResult]]]  # none: the evaluation was given up
+Results = Callable[[], Awaitable[Sequence[EvaluationResult]]]  # an empty sequence: the evaluation was abandoned
 
 
 class Evaluator(Protocol):
-    """Evaluates the weights of now."""
+    """Evaluates the current weights."""
 
     def begin(self, eval_id: str, step: int) -> Results:
-        """Begin an evaluation. What this returns waits for its end."""
+        """Begin an evaluation. The returned function waits for its end and returns the results."""
 
 
 class ServerEvaluator:
-    """By generation servers and rollout workers, through eval tickets of the gserver manager."""
+    """Evaluates with generation servers and rollout workers, through eval tickets of the gserver manager."""
 
     def __init__(
         self, config: EvalConfig, num_prompts: int, manager: ServiceClient, *, logger: logging.Logger, clock: Clock
     ) -> None:
-        """num_prompts: of an evaluation; 0: there is nothing to evaluate."""
+        """num_prompts: prompts of each evaluation; 0: evaluations are empty."""
         self._config, self._num_prompts, self._manager = config, num_prompts, manager
         self._logger, self._clock = logger, clock
 
@@ -43,7 +43,7 @@ class ServerEvaluator:
         return partial(self._run, eval_id, step)
 
     async def _run(self, eval_id: str, step: int) -> Sequence[EvaluationResult]:
-        """An evaluation that takes too long is given up with a warning."""
+        """Wait for the evaluation. After eval.timeout_s it is abandoned with a warning."""
         if not self._num_prompts:
             return ()
         request = EvaluateRequest(
@@ -60,14 +60,15 @@ class ServerEvaluator:
             )
             if reply.done:
                 return reply.results
-        self._logger.warning("evaluation at step %d gave up after %g s (eval.timeout_s)", step, limit_s)
+        self._logger.warning("abandoned the evaluation at step %d after %g s (eval.timeout_s)", step, limit_s)
         return ()
 
 
 class Evaluations:
-    """consumes: steps.  produces: results in metrics and summary, in the order of the steps.
+    """Starts evaluations and writes their results.
 
-    waits for: the evaluator, at most eval.timeout_s.  unblocked by: it.
+    consumes: steps.  produces: results in metrics and summary, in the order of the steps.
+    waits for: the evaluator, at most eval.timeout_s.  unblocked by: the evaluator.
     """
 
     def __init__(
@@ -95,19 +96,21 @@ class Evaluations:
         return self._baseline is not None and not self._baseline.done()
 
     async def baseline_over(self) -> None:
+        """Wait until the initial weights have been evaluated."""
         if self._baseline is not None:
             await self._wait(self._baseline, "the evaluation of the initial weights")
 
     def begin_if_room(self) -> None:
-        """Evaluate the weights of now, unless too many evaluations go on."""
+        """Evaluate the current weights, unless _MAX_EVALUATIONS are running."""
         if self.num_running < _MAX_EVALUATIONS:
             self.begin()
         else:
             version = self._books.version.version
-            self._logger.warning("no evaluation at step %d: %d still go on", version, _MAX_EVALUATIONS)
+            self._logger.warning("no evaluation at step %d: %d are still running", version, _MAX_EVALUATIONS)
 
     def begin(self, name: str = "", *, baseline: bool = False) -> None:
-        """Evaluate the weights of now, by this name or that of the step. baseline: they are the initial ones."""
+        """Evaluate the current weights. name: suffix of the evaluation's id; by default the step. baseline: they are the initial
+        weights."""
         step, before = self._books.step, self._begun[-1] if self._begun else None
         results = self._evaluator.begin(f"a{self._books.attempt}-{name or f's{step}'}", step)
         task = self._tasks.spawn(self._evaluate(results, step, before), "evaluate")
@@ -121,10 +124,10 @@ class Evaluations:
         await asyncio.gather(*self._begun)
 
     async def _evaluate(self, results: Results, step: int, before: asyncio.Task[None] | None) -> None:
-        """before: the evaluation begun before this one. It is written first, so that a reader meets them in the order of steps."""
+        """before: the previous evaluation. Its results are written first, so that the records are in the order of steps."""
         if found := await results():
-            if before is not None:  # it gives up in time
-                await self._wait(asyncio.wait({before}), "the evaluation before")
+            if before is not None:  # it has a time limit of its own
+                await self._wait(asyncio.wait({before}), "the previous evaluation")
             self._books.write_evaluation(step, found)
 
     async def _wait(self, awaitable: Awaitable[object], what: str) -> None:

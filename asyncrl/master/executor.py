@@ -1,16 +1,16 @@
-"""Runs the dataflow of one train step: every MFC as its keys are there, each a call to all workers of its model.
+"""Runs the dataflow of one train step. Each MFC runs once its input keys exist, as one call to all workers of its model.
 
-    batch -> parts of each model's data ranks -> Redistribute (what the parts lack)
-    keys that an MFC has made ---------------> Redistribute (to whoever reads them)   -> ExecuteMFC, when all input keys are there
+    batch -> parts for each model's data ranks -> Redistribute (keys that the parts lack)
+    keys that an MFC has produced --------------> Redistribute (to models that read them) -> ExecuteMFC, once all input keys exist
 
-Data moves as soon as it is there, before anything that waits for it is called: a worker sends without waiting, so MFCs of
-disjoint meshes run at the same time, and none waits for a worker that computes something else.
+Data moves as soon as it exists, before the calls that need it are sent. A worker sends without waiting, so MFCs of disjoint
+meshes run at the same time, and none waits for a worker that computes something else.
 
-No deadlock: one master sends all calls, to all their workers without awaiting in between. So all workers have the calls that
-they share in the same order, whatever meshes overlap.
+No deadlock: one master sends all calls, each to all its workers without awaiting in between. So any two workers receive the calls
+that they share in the same order, even if meshes overlap.
 
-Between worker groups (dataflow/worker_groups.py) nothing is sent. The workers of a detached model fetch the inputs of its MFC when
-it runs, and the trainer group fetches the outputs before the MFC counts as done (calls.py).
+No step sends data between worker groups (dataflow/worker_groups.py). The workers of a detached model fetch the inputs of its MFC
+when it runs, and the trainer group fetches the outputs before the MFC counts as done (calls.py).
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from asyncrl.protocol.names import ACTOR
 class ParameterHooks:
     """Which weights are copied between models before an MFC and after a step, and which MFCs a step leaves out. Pure.
 
-    A role may have several models: one is trained, the others (`actor@1`) get its weights before they are used again.
+    A role may have several models. One is trained; the others (`actor@1`) get its weights before they are used again.
 
-    Every MFC of a step sees the weights that the step began with on a model that is not itself trained. The reference is
-    refreshed from the actor every train.ref.update_interval steps.
+    On a model that is not trained, every MFC of a step uses the weights with which the step began. The reference is refreshed from
+    the actor every train.ref.update_interval steps.
     """
 
     def __init__(self, mfcs: Iterable[MFCDef], train: TrainConfig) -> None:
@@ -52,26 +52,27 @@ class ParameterHooks:
         self._train = train
         self._trained_model = {mfc.role: mfc.model for mfc in self._mfcs if mfc.kind == "train_step"}
         self._refs = list(dict.fromkeys(mfc.model for mfc in self._mfcs if mfc.role == REF))
-        self._stale: set[str] = set()  # models whose role has been trained elsewhere since they got its weights
+        self._stale: set[str] = set()  # models with weights older than those of their role's trained model
 
     def left_out(self, version: int) -> frozenset[str]:
-        """MFCs that the step from this version on does without: the first steps may train the critic alone."""
+        """MFCs that the step from this version leaves out: the first num_critic_only_steps steps train only the critic."""
         return frozenset([TRAIN_MFC]) if version < self._train.num_critic_only_steps else frozenset()
 
     def before(self, mfc: MFCDef) -> list[Reallocate]:
-        """What precedes an MFC. To be sent at once: it counts as done."""
+        """Return the copies that must precede an MFC. The caller must send them at once, because they count as done."""
         if mfc.model not in self._stale:
             return []
         self._stale.remove(mfc.model)
         return [Reallocate(source=self._trained_model[mfc.role], target=mfc.model)]
 
     def loaded(self) -> None:
-        """A checkpoint has been loaded into the models that are trained: the others of their roles are to get its weights."""
+        """A checkpoint has been loaded into the trained models. The other models of their roles must get its weights."""
         trained = self._trained_model
         self._stale = {mfc.model for mfc in self._mfcs if mfc.role in trained and mfc.model != trained[mfc.role]}
 
     def after_step(self, version: int) -> list[Reallocate]:
-        """What follows the step that made this version. To be sent at once: it counts as done."""
+        """Return the copies that follow the step that produced this version. The caller must send them at once, because they count
+        as done."""
         left_out = self.left_out(version - 1)
         trained = {mfc.role for mfc in self._mfcs if mfc.kind == "train_step" and mfc.name not in left_out}
         self._stale |= {
@@ -83,20 +84,20 @@ class ParameterHooks:
         return [Reallocate(source=source, target=target, share=ref.update_share) for target in self._refs]
 
 
-MOVED_BYTES = "redistribution/bytes"  # statistic of a step: sent by model workers to one another
-BALANCE_TOLERANCE = 0.1  # data moves between ranks of a model where one has more than this above the mean of tokens
+MOVED_BYTES = "redistribution/bytes"  # statistic of a step: bytes that model workers have sent to each other
+BALANCE_TOLERANCE = 0.1  # data moves between a model's ranks if one exceeds the mean of tokens by more than this share
 
 
 @dataclass
 class StepResult:
-    """Statistics of all MFCs of a step, and the seconds each took at its slowest worker."""
+    """Statistics of all MFCs of a step, and the seconds that each took at its slowest worker."""
 
     stats: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
 
 class _Step:
-    """One batch on its way through the graph: its parts, what has moved, what came of it. Sends; waits for nothing."""
+    """One batch on its way through the graph: its parts, its data movements and its results. Its methods send and do not wait."""
 
     def __init__(
         self,
@@ -108,8 +109,8 @@ class _Step:
         recorders: Sequence[int],
         detached: Collection[int] = (),
     ) -> None:
-        """recorders: by head, the worker that records the head's trajectories; none if nothing is recorded. detached: workers that
-        are not in the trainer group."""
+        """recorders: by head, the worker that records the head's trajectories; empty: no recording. detached: workers that are not
+        in the trainer group."""
         self.version = version
         self.parts: dict[str, list[list[str]]] = {}  # model -> the ids of each data rank
         self.result = StepResult()
@@ -127,10 +128,11 @@ class _Step:
             frozenset(w for placement in placements.values() for w in placement.workers) - self._detached
         )
         self._heads = next(iter(placements.values())).heads
-        self._came_to: dict[int, list[str]] = {}  # worker -> the groups that came to it
+        self._came_to: dict[int, list[str]] = {}  # worker -> the groups that it received as a head
 
     def begin(self, metas: Sequence[TrajectoryMeta], keys: Collection[str]) -> asyncio.Task[None]:
-        """Give each model's ranks their parts, where these keys lie if that is balanced, and move what they lack."""
+        """Assign the batch's parts to each model's ranks and move the keys that they lack. Groups stay where these keys are, as far
+        as the balance allows."""
         ids, tokens = [meta.ticket_id for meta in metas], {meta.ticket_id: sum(meta.seqlens) for meta in metas}
         for meta in metas:
             self._came_to.setdefault(self._heads[meta.head % len(self._heads)], []).append(meta.ticket_id)
@@ -145,13 +147,15 @@ class _Step:
         return self._send(steps)
 
     def inputs(self, mfc: MFCDef) -> list[Transfer]:
-        """What workers of a detached model lack of the keys that an MFC reads: to be fetched from the trainer group."""
+        """Return the fetches from the trainer group by which the workers of a detached model get the MFC's missing input keys."""
         return plan_fetches(self._needed(mfc.model), mfc.input_keys, self.tracker.there, self._trainer_group)
 
     def outputs(self, mfc: MFCDef) -> list[Transfer]:
-        """What the trainer group has to fetch of the keys that an MFC of a detached model has made: each where it is read or
-        recorded, and in any case at the head that its group of responses came to. So the trainer group has all of it, and another
-        worker group can fetch it from there."""
+        """Return the fetches by which the trainer group gets the output keys of an MFC of a detached model.
+
+        Each group of responses goes to the workers that read or record it, and in any case to the head that received it. So the
+        trainer group has all outputs, and another worker group can fetch them from there.
+        """
         needed = {worker: dict.fromkeys(ids) for worker, ids in self._came_to.items()}
         for model, reads in self._reads.items():
             if not self._is_detached(model) and _those_in(reads, mfc.output_keys):
@@ -161,27 +165,28 @@ class _Step:
         return plan_fetches(wanted, mfc.output_keys, self.tracker.there, self._placements[mfc.model].heads)
 
     def move(self, keys: Collection[str]) -> asyncio.Task[None]:
-        """Send keys that have just been made to all models that read them, and to who records them."""
+        """Send new keys to all models that read them, and to the workers that record them."""
         plans = [self._plan(model, _those_in(reads, keys)) for model, reads in self._reads.items()]
         plans.append(self._plan_for(self._recorded, list(keys)))
         return self._send([step for plan in plans for step in plan])
 
     def copy_weights(self, copies: Iterable[Reallocate]) -> list[asyncio.Task[list[CallResult]]]:
-        """Have weights copied, each at all workers of both models."""
+        """Start copies of weights. Each is a call to all workers of both models."""
         return start_copies(copies, self._placements, self._caller)
 
     def _homes(self, group: str, placement: ModelPlacement, keys: Sequence[str]) -> list[int]:
-        """The data ranks that lack the fewest of these keys."""
+        """Return the data ranks that lack the fewest of these keys."""
         ranks = range(placement.grid.data)
         missing = [self.tracker.num_missing(group, placement.replica(rank), keys) for rank in ranks]
         return [rank for rank in ranks if missing[rank] == min(missing)]
 
     def _plan(self, model: str, keys: Sequence[str]) -> list[RedistribStep]:
-        """Counts as done: what is planned next may build on it. Nothing for a detached model."""
+        """Plan the moves of these keys for a model; none for a detached model. They count as done, so that the next plan may build
+        on them."""
         return [] if self._is_detached(model) else self._plan_for(self._needed(model), keys)
 
     def _needed(self, model: str) -> dict[int, list[str]]:
-        """The ids that each worker of a model computes on."""
+        """Return the ids that each worker of a model computes on."""
         placement = self._placements[model]
         return {w: part for rank, part in enumerate(self.parts[model]) for w in placement.replica(rank)}
 
@@ -201,7 +206,7 @@ class _Step:
         return self._sent[-1]
 
     def give_up(self) -> None:
-        """Wait for no replies any more."""
+        """Stop waiting for replies."""
         for task in self._sent:
             task.cancel()
 
@@ -210,14 +215,14 @@ class _Step:
             self.count_bytes(sum(reply.num_bytes for reply in await replies))
 
     def count_bytes(self, num_bytes: float) -> None:
-        """That model workers have sent to one another."""
+        """Add to the number of bytes that model workers have sent to each other."""
         self.result.stats[MOVED_BYTES] = self.result.stats.get(MOVED_BYTES, 0.0) + num_bytes
 
 
 def start_copies(
     copies: Iterable[Reallocate], placements: Mapping[str, ModelPlacement], caller: WorkerCaller
 ) -> list[asyncio.Task[list[CallResult]]]:
-    """Have weights copied, each at all workers of both models."""
+    """Start copies of weights. Each is a call to all workers of both models."""
     tasks = []
     for body in copies:
         workers = {*placements[body.source].workers, *placements[body.target].workers}
@@ -227,7 +232,7 @@ def start_copies(
 
 
 def shard_handlers(placement: ModelPlacement) -> list[Handler]:
-    """All workers of a model, in rank order."""
+    """Return the handlers of all workers of a model, in rank order."""
     return [ModelShardID.from_rank(placement.name, placement.topology, rank) for rank in range(placement.grid.size)]
 
 
@@ -263,27 +268,28 @@ class ModelFunctionCall:
         copied = step.copy_weights(self._hooks.before(mfc))
         replies, *_ = await asyncio.gather(self._caller.start(f"MFC {mfc.name}", self._handlers, body), *copied)
         self._take_note(step, body, replies)
-        moved = step.move(mfc.output_keys)  # before anyone hears of them
+        moved = step.move(mfc.output_keys)  # sent before the buffer announces the keys to other MFCs
         await self._buffer.amend_batch(body.ids, mfc.output_keys)
         await moved
 
     async def _ready(self, step: _Step) -> ExecuteMFC:
-        """The call, as soon as the batch has all input keys."""
+        """Wait until the batch has all input keys. Returns the body of the call."""
         mfc = self.mfc
         what = f"the input keys of MFC {mfc.name}"
         ids = await self._caller.bounded(self._buffer.get_batch_for_rpc(mfc), what, "other MFCs")
         return ExecuteMFC(mfc=mfc.name, version=step.version, ids=list(ids), parts=step.parts[self._placement.name])
 
     def _take_note(self, step: _Step, body: ExecuteMFC, replies: Sequence[CallResult]) -> None:
-        """What was made, and where it is. Raises RuntimeError where it is not what was asked for."""
+        """Record the produced keys, their workers and the statistics. Raises RuntimeError if a head ran on other ids than
+        requested."""
         mfc, placement = self.mfc, self._placement
         by_worker = dict(zip(placement.workers, replies, strict=True))
         for head, part in zip(placement.heads, body.parts, strict=True):
             reply = by_worker[head]
             if reply.ids != part:
                 raise RuntimeError(
-                    f"MFC {mfc.name} ran on {len(reply.ids)} ids at model_worker/{head}, {reply.ids[:5]}; {len(part)} were "
-                    f"to be run there, {part[:5]}"
+                    f"MFC {mfc.name} ran on {len(reply.ids)} ids at model_worker/{head}, {reply.ids[:5]}; {len(part)} ids were "
+                    f"requested, {part[:5]}"
                 )
             step.tracker.add(head, part, reply.keys)
             step.result.stats.update(reply.stats)
@@ -293,7 +299,7 @@ class ModelFunctionCall:
 class DetachedFunctionCall(ModelFunctionCall):
     """An MFC of a model in a detached group.
 
-    waits for: as ever; and for its workers to be back, should they end (calls.py).
+    waits for: the same as ModelFunctionCall; the next incarnation of its worker group, if that ends (calls.py).
     """
 
     def __init__(
@@ -323,7 +329,7 @@ class DetachedFunctionCall(ModelFunctionCall):
 
 
 class FunctionExecutor:
-    """Executes the graph. Names no MFC: it knows only keys."""
+    """Executes the graph by keys. It depends on no particular MFC."""
 
     def __init__(
         self,
@@ -338,15 +344,15 @@ class FunctionExecutor:
         detached: DetachedGroups | None = None,
         refresher: Refresher | None = None,
     ) -> None:
-        """recorders: by head, the worker that records trajectories with what the MFCs make of them. detached, refresher: None: all
-        workers are in one worker group."""
+        """recorders: by head, the worker that records trajectories together with the keys that MFCs produce. detached, refresher:
+        None if all workers are in one worker group."""
         self._buffer, self._tracker, self._caller, self._hooks = buffer, tracker, caller, hooks
         self._recorders = recorders
         self._placements = {placement.name: placement for placement in placements}
         mfcs = [graph.mfcs[name] for name in graph.order]
         homeless = [f"{mfc.name} on {mfc.model!r}" for mfc in mfcs if mfc.model not in self._placements]
         if homeless:
-            raise ValueError(f"MFCs run on models that are nowhere: {homeless}; there are {list(self._placements)}")
+            raise ValueError(f"MFCs run on models without workers: {homeless}; placed models: {list(self._placements)}")
         self._detached = detached.worker_groups.all_detached if detached is not None else frozenset()
         self._refresher = refresher
         self._calls: list[ModelFunctionCall] = []
@@ -358,7 +364,7 @@ class FunctionExecutor:
                 self._calls.append(ModelFunctionCall(*about))
 
     async def execute_step(self, tickets: Sequence[str], version: int) -> StepResult:
-        """Take a batch through every MFC. If one fails the others are cancelled and its error is raised."""
+        """Run every MFC on a batch. If one fails, the others are cancelled and its error is raised."""
         left_out = self._hooks.left_out(version)
         calls = [call for call in self._calls if call.mfc.name not in left_out]
         mfcs = [call.mfc for call in calls]
@@ -377,7 +383,7 @@ class FunctionExecutor:
         return step.result
 
     async def _refresh(self, step: _Step, version: int) -> None:
-        """What follows the step that made this version: in the trainer group by collectives, elsewhere through the disk."""
+        """Copy weights after the step that produced this version: by collectives in the trainer group, else through the disk."""
         refresher, copies = self._refresher, self._hooks.after_step(version)
         elsewhere = [body for body in copies if refresher is not None and refresher.is_detached(body.target)]
         copied = step.copy_weights(body for body in copies if body not in elsewhere)

@@ -22,26 +22,26 @@ from asyncrl.weights.versions import prune_versions, role_dir
 
 
 class MasterFiles:
-    """In the run's folder, and the prompts. All methods block."""
+    """Files in the run's folder, and the prompts. All methods block."""
 
     def __init__(self, config: MasterWorkerConfig) -> None:
         self._config, self._info = config, config.worker
         self._run_dir = Path(config.worker.run_dir)
 
     def data(self) -> DataIdentity:
-        """Which prompts, and how often. Raises PromptError."""
+        """Return the identity of the prompts and the number of epochs. Raises PromptError."""
         return DataIdentity.of(PromptSource(self._config.prompts, None, self._info.seed), self._config.train.num_epochs)
 
     def num_prompts(self, source: PromptSourceConfig) -> int:
-        """Raises PromptError."""
+        """Return the number of prompts of a source. Raises PromptError."""
         return len(PromptSource(source, None, self._info.seed))
 
     def state(self) -> MasterState:
-        """Of the checkpoint that this attempt goes on from."""
+        """Read the state in the checkpoint that this attempt continues from."""
         return read_state(Path(self._config.resume))
 
     def ticket_key(self) -> bytes | None:
-        """None until a manager has made it."""
+        """Return the run's ticket key; None until a manager has created it."""
         return read_key(self._run_dir)
 
     def journal(self) -> JsonLinesWriter:
@@ -59,11 +59,11 @@ class MasterFiles:
         )
 
     def generation_idle_share(self, began: float, ended: float) -> float | None:
-        """Of this span, in seconds since the epoch."""
+        """Return the share of this span in which no server generated. began, ended: in seconds since the epoch."""
         return generation_idle_share(self._run_dir, began, ended)
 
     def prune_versions(self, served: Iterable[WeightVersion]) -> None:
-        """All but the newest ones, those that servers have loaded, and those that a batch which was kept needs."""
+        """Remove weight versions, except the newest ones, those that servers have loaded, and those that kept bad batches need."""
         in_use = [*served, *weights_needed(self._run_dir)]
         prune_versions(role_dir(self._run_dir, ACTOR), keep=self._config.weights.keep, in_use=in_use)
 
@@ -71,7 +71,7 @@ class MasterFiles:
         prune(self._run_dir, self._config.checkpoint.keep_last)
 
     def write_summary(self, summary: dict[str, object]) -> None:
-        """Complete or absent."""
+        """Write summary.json atomically: the file is complete or absent."""
         path = self._run_dir / "summary.json"
         with writing(path):
             temporary = path.with_name(".summary.json")

@@ -1,4 +1,4 @@
-"""The models of a run, the workers that hold them, and what the master has them do outside the dataflow of a step."""
+"""The models of a run, the workers that hold them, and the master's calls to them outside the dataflow of a step."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from asyncrl.protocol.names import ACTOR
 from asyncrl.protocol.run_folder import name_of
 from asyncrl.runtime.request_reply import NameResolvingRequestClient
 
-_RECORDER = ModelPlacement(ACTOR, ParallelGrid(), (0,))  # rollout_only: no model; the recorder takes its place
-_SAVED = (ACTOR, CRITIC)  # models that the user gets at the end
+_RECORDER = ModelPlacement(ACTOR, ParallelGrid(), (0,))  # stands for the recorder in rollout_only, which has no model
+_SAVED = (ACTOR, CRITIC)  # models that are saved for the user
 
 
 def placements_of(config: MasterWorkerConfig) -> dict[str, ModelPlacement]:
-    """By model. The heads of the first one take trajectories."""
+    """Return the placement of each model, by name. The heads of the first model receive trajectories."""
     models = [ModelPlacement.of(model) for model in config.models]
     return {model.name: model for model in models or [_RECORDER]}
 
 
 class ModelWorkers:
-    """Calls, from the first to the last of a run.
+    """The master's calls to model workers, from the first to the last of a run.
 
     waits for: replies, each at most train.call_timeout_s.  unblocked by: the workers.
     """
@@ -60,7 +60,7 @@ class ModelWorkers:
             placements_of(config),
             WorkerGroups.of_config(config.num_model_workers, config.detached),
         )
-        self.heads = next(iter(self.models.values())).heads  # workers that take trajectories, by head
+        self.heads = next(iter(self.models.values())).heads  # by head, the worker that receives trajectories
         self.caller, self.tracker = caller, tracker
         mfcs = [MFCDef.of(mfc) for mfc in config.mfcs]
         self.hooks = ParameterHooks(mfcs, config.train)
@@ -89,15 +89,15 @@ class ModelWorkers:
         )
 
     async def load(self) -> None:
-        """Wait until all have loaded their models."""
+        """Wait until all workers have loaded their models."""
         await asyncio.gather(
             self.caller.call("models to be loaded", list(self.worker_groups.trainer), Ping()),
             *(self._load_detached(group) for group in self.worker_groups.detached),
         )
 
     async def load_checkpoint(self, path: Path, shared: Mapping[str, str]) -> None:
-        """At every worker of the trainer group, whatever its layout was when it was saved. shared: of Refresher.state: where
-        weights are that are in no checkpoint, or in one that only the trainer group has loaded."""
+        """Load a checkpoint at every worker of the trainer group. It may have been saved with another layout. shared: from
+        Refresher.state: the folders of refreshed weights that are not in this checkpoint, or that only the trainer group loads."""
         load = LoadCheckpoint(folder=name_of(self._run_dir, path))
         await self.caller.call(f"{path.name} to be loaded", list(self.worker_groups.trainer), load)
         if self._refreshes_ref:
@@ -106,7 +106,7 @@ class ModelWorkers:
         self.hooks.loaded()
 
     def forget(self, tickets: Sequence[str]) -> asyncio.Task[list[CallResult]]:
-        """Have all workers that hold something of these groups forget it."""
+        """Have all workers that hold data of these groups discard it."""
         workers, body, what = self.tracker.drop(tickets), ClearData(ids=list(tickets)), "forgetting groups"
         self._detached.tell_nowait(
             what, [worker for worker in workers if worker in self.worker_groups.all_detached], body
@@ -120,7 +120,7 @@ class ModelWorkers:
         return self.caller.start(what, self.models[model].workers, body)
 
     async def save(self, name: str) -> None:
-        """The models for the user: the actor's by this name, the critic's beside it."""
+        """Save the models for the user: the actor's under this name, the critic's under `{name}-critic`."""
         for model in _SAVED:
             if model in self.models:
                 path = self._run_dir / "checkpoints" / (name if model == ACTOR else f"{name}-{model}")
@@ -128,12 +128,12 @@ class ModelWorkers:
                 self._logger.info("model saved in %s", path)
 
     async def save_in(self, path: Path, model: str, what: str) -> None:
-        """A folder of the run, in Hugging Face format."""
+        """Save a model in a folder of the run, in Hugging Face format."""
         save = SaveModel(role=model, folder=name_of(self._run_dir, path))
         await self.commit(save, await self.start(model, what, save))
 
     async def commit(self, body: WriteWeights | SaveModel, written: Sequence[CallResult]) -> None:
-        """All workers of the model have written their files: the first of them gives the folder its name."""
+        """All workers of the model have written their files. The first worker commits them: it gives the folder its final name."""
         commit = CommitWeights(
             role=body.role,
             weight_version=body.weight_version if isinstance(body, WriteWeights) else "",

@@ -1,7 +1,7 @@
-"""Has weight versions written and tells the run of them, off the critical path.
+"""Exports weight versions and publishes them to the run, off the critical path.
 
 the workers write -> commit -> name resolve: model_version -> gserver manager -> generation servers
-weights.transport=broadcast: the workers hold them in memory -> name resolve: weights_held, before the files are there
+weights.transport=broadcast: the workers hold them in memory -> name resolve: weights_held, before the files are complete
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ from asyncrl.runtime.trace import Tracer
 from asyncrl.runtime.worker import RunEndedError
 from asyncrl.weights.versions import version_dir
 
-_MAX_REWRITES = 3  # of a version that is damaged on disk
-REWRITE_PAUSE_S = 10.0  # for the manager to hear that a version was written again
+_MAX_REWRITES = 3  # maximum number of rewrites of one damaged version
+REWRITE_PAUSE_S = 10.0  # minimum time after a rewrite before the next, so that the manager learns of it
 
 
 class _Rewritten(NamedTuple):
-    """The version that was written again last."""
+    """The version of the last rewrite."""
 
     version: WeightVersion
-    times: int
-    last: float  # monotonic seconds of the last time
+    times: int  # number of its rewrites
+    last: float  # time of its last rewrite, in monotonic seconds
 
 
 class WeightPublisher:
-    """consumes: versions that the workers hold.  produces: versions on disk, and their names in name resolve.
+    """Exports and publishes weight versions.
 
-    waits for: the workers' files; for the evaluation of the initial weights, before any server moves on.
+    consumes: versions that the workers hold.  produces: versions on disk, and their names in name resolve.
+    waits for: the workers' files; the evaluation of the initial weights, before any server gets newer ones.
     unblocked by: the workers; the gserver manager.
     """
 
@@ -73,7 +74,7 @@ class WeightPublisher:
         self._rewritten = _Rewritten(WeightVersion(0, 0), 0, 0.0)
 
     def start(self) -> None:
-        """Publish the newest version beside what follows."""
+        """Start to publish the newest version in the background."""
         self._publishing = self._tasks.spawn(self.publish(), "publish weights")
 
     async def finished(self) -> None:
@@ -84,8 +85,8 @@ class WeightPublisher:
             await self._board.bounded(self._publishing, what=what, on="weight writer", limit_s=limit_s)
 
     async def publish(self) -> None:
-        """The newest version: have it written, then tell the run. With weights.transport=broadcast the run is told twice, of the
-        weights in memory before."""
+        """Export the newest version, then publish it. With weights.transport=broadcast an earlier entry in name resolve announces
+        the weights in memory."""
         version, names = self._books.version, self._directory.names
         held = None
         if self._books.trains and self._config.weights.transport == "broadcast":
@@ -106,11 +107,11 @@ class WeightPublisher:
         self._books.note("published", version=version.version)
 
     async def replace_damaged(self, damaged: str) -> None:
-        """Write the newest version again where it is the one that is damaged on disk (as the gserver manager says). Called between
-        two steps: the model workers still hold it.
+        """Rewrite the newest version if the gserver manager reports it as damaged on disk. Must be called between two steps, while
+        the model workers still hold it.
 
-        An older version needs nothing: the newest one replaces it. Raises RunEndedError where the version cannot be written
-        again, or was damaged again after _MAX_REWRITES times.
+        A damaged older version needs no rewrite, because the newest one replaces it. Raises RunEndedError if the version cannot be
+        rewritten, or is damaged again after _MAX_REWRITES rewrites.
         """
         version, count = self._books.version, 0
         if damaged != str(version):
@@ -120,17 +121,15 @@ class WeightPublisher:
             if self._clock.monotonic() < self._rewritten.last + self._rewrite_pause_s:
                 return
         if not self._books.trains or count >= _MAX_REWRITES:
-            tried = (
-                f"it was written again {count} times" if count else f"mode={self._config.mode} cannot write it again"
-            )
+            tried = f"it was rewritten {count} times" if count else f"mode={self._config.mode} cannot rewrite it"
             path = version_dir(self._run_dir, ACTOR, version)
-            raise RunEndedError(f"weights {version} in {path} are damaged, and {tried}; see that the disk is sound")
+            raise RunEndedError(f"weights {version} in {path} are damaged, and {tried}; check the disk")
         await self.finished()
         write = self._write(version, rewrite=True)
         with self._trace.overlapping(f"rewrite {version}", kind="weights"):
             written = await self._workers.start(ACTOR, f"weights {version} to be written again", write)
             await self._workers.commit(write, written)
-        self._logger.warning("weights %s were damaged on disk; they were written again from memory", version)
+        self._logger.warning("weights %s were damaged on disk; they were rewritten from memory", version)
         await self._directory.publish(self._directory.names.model_version(ACTOR), str(version))
         self._rewritten = _Rewritten(version, count + 1, self._clock.monotonic())
 
@@ -147,7 +146,8 @@ class WeightPublisher:
             view = await self._reports.report(wait_s=LONG_POLL_S, after_revision=view.revision)
 
     async def _baseline_first(self, version: WeightVersion) -> None:
-        """No server moves on before the initial weights have been evaluated. Training goes on meanwhile."""
+        """Before version 1, wait until the initial weights have been evaluated: no server may get newer ones earlier. Training
+        continues meanwhile."""
         if version.version == 1:
             await self._evaluations.baseline_over()
 

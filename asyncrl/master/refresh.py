@@ -1,11 +1,12 @@
-"""Weights of detached models (dataflow/worker_groups.py) that are refreshed from the actor: through the run's folder.
+"""Refreshes the weights of detached models (dataflow/worker_groups.py) from the actor, through the run's folder.
 
-    the actor's workers write theirs -> committed -> the model takes them -> share < 1: what it has become is written, committed
-                                        \\________ a piece of work: done again in the next incarnation, from what was before __/
+    the actor's workers write their weights -> commit -> the model takes them -> share < 1: its new weights are written, committed
+                                                         \\_ one unit of work: the next incarnation repeats it on the old weights _/
 
-Within a worker group, weights are copied by collectives (model/reallocate.py): with the same numbers, in float32. What a model has
-taken stays on disk until it has taken something else, and as long as a checkpoint names it. A new incarnation begins with it, and
-so does a run that goes on. Files are those of a checkpoint (model/checkpoint.py): complete or absent, verified when they are read.
+Within a worker group, collectives copy weights instead (model/reallocate.py). Both ways give the same float32 numbers. The weights
+that a model has taken stay on disk until it has taken others, and as long as a checkpoint refers to them. A new incarnation begins
+with them, and so does a run that continues from a checkpoint. The files have the format of a checkpoint (model/checkpoint.py): they
+are complete or absent, and verified when they are read.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ from asyncrl.weights.versions import WeightsError
 
 
 class Refresher:
-    """consumes: refreshes.  produces: folders with weights, and models that have taken them.
+    """Refreshes detached models.
 
+    consumes: refreshes.  produces: folders with weights, and models that have taken them.
     waits for: replies, each at most the limit of a call.  unblocked by: the workers of both models.
     """
 
@@ -47,19 +49,19 @@ class Refresher:
     ) -> None:
         self._placements, self._detached, self._caller = placements, detached, caller
         self._run_dir, self._folder, self._attempt = run_dir, shared_dir(run_dir), attempt
-        self._taken: dict[str, str] = {}  # model -> the folder with the weights it has; none: those of its path
-        self._named: frozenset[str] = frozenset()  # by the checkpoint begun last, which may not be there yet
+        self._taken: dict[str, str] = {}  # model -> folder with its weights; without an entry: those of its path
+        self._named: frozenset[str] = frozenset()  # folders in the checkpoint that began last and may be incomplete
 
     def is_detached(self, model: str) -> bool:
         return self._placements[model].workers[0] in self._detached.worker_groups.all_detached
 
     def state(self) -> dict[str, str]:
-        """For a checkpoint: what its run has to know to go on."""
+        """Return the state for a checkpoint: model -> folder with its weights. A run that continues from it needs them."""
         self._named = frozenset(self._taken.values())
         return dict(self._taken)
 
     async def refresh(self, body: Reallocate, version: int) -> None:
-        """target <- share * source + (1 - share) * target, as of the step that has made this version of the actor."""
+        """target <- share * source + (1 - share) * target, after the step that produced this version of the actor."""
         target = self._placements[body.target]
         source = f"{body.target}-a{self._attempt:04d}-v{version:08d}"
         await self._share(body.source, source)
@@ -68,7 +70,7 @@ class Refresher:
             await self._take(incarnation, target, source, body.share)
             if body.share == 1.0:
                 return source
-            kept = f"{source}-taken-{incarnation.number}"  # an incarnation before may have written some of it
+            kept = f"{source}-taken-{incarnation.number}"  # an earlier incarnation may have written a part
             await self._keep(incarnation, target, kept)
             return kept
 
@@ -77,8 +79,9 @@ class Refresher:
         await asyncio.to_thread(self._prune)
 
     async def restore(self, state: Mapping[str, str], checkpoint: str, refreshed: Sequence[str]) -> None:
-        """Go on from a checkpoint, whatever layout it is of. state: what `state` gave; refreshed: models that are not for ever what
-        their paths hold. The trainer group has loaded what the checkpoint has of models in it."""
+        """Continue from a checkpoint, whose layout may differ. state: the result of `state`. refreshed: the models that the
+        run refreshes, so that they may differ from the weights at their paths. The trainer group has loaded its own models from the
+        checkpoint already."""
         for model in refreshed:
             placement, folder = self._placements[model], state.get(model) or state.get(self._placements[model].role, "")
             if not self.is_detached(model):
@@ -87,10 +90,12 @@ class Refresher:
                     await self._caller.call(f"{model} to take its weights", placement.workers, body)
                 continue
             take = partial(self._begin, placement, folder, checkpoint)
-            self._taken[model] = await self._detached.repeated(f"{model} to go on", self._worker_group(placement), take)
+            self._taken[model] = await self._detached.repeated(
+                f"{model} to restore its weights", self._worker_group(placement), take
+            )
 
     async def prepare(self, incarnation: Incarnation) -> None:
-        """For a new incarnation of a detached group, whose models have been loaded from their paths."""
+        """Have a new incarnation of a detached group take its refreshed weights. It has loaded its models from their paths."""
         for model, folder in list(self._taken.items()):
             if self._placements[model].workers[0] in incarnation.group:
                 await self._take(incarnation, self._placements[model], folder, 1.0)
@@ -104,11 +109,11 @@ class Refresher:
         return self._detached.worker_groups.of(placement.workers[0])
 
     async def _begin(self, model: ModelPlacement, folder: str, checkpoint: str, incarnation: Incarnation) -> str:
-        """Have a model as the run left it. Returns the folder that keeps these weights."""
+        """Give a model the weights that it had at the checkpoint. Returns the folder that keeps them."""
         if folder:
             await self._take(incarnation, model, folder, 1.0)
             return folder
-        # It was in the trainer group, or had not been refreshed yet
+        # The model was in the trainer group, or had not been refreshed yet
         load = [LoadCheckpoint(folder=name_of(self._run_dir, Path(checkpoint)))] * len(incarnation.group)
         await self._detached.call(f"{model.name} of a checkpoint to be loaded", incarnation, incarnation.group, load)
         kept = f"{model.name}-a{self._attempt:04d}-begun-{incarnation.number}"  # the checkpoint will be pruned
@@ -120,27 +125,27 @@ class Refresher:
         await self._detached.call(f"{target.name} to take weights", incarnation, target.workers, bodies)
 
     async def _share(self, model: str, folder: str) -> None:
-        """A model of the trainer group."""
+        """Write the weights of a model of the trainer group."""
         workers, name = self._placements[model].workers, self._name(folder)
         body = ShareWeights(model=model, folder=name)
         replies = await self._caller.call(f"weights of {model} to be written", workers, body)
         await self._caller.call(f"{folder} to be complete", workers[:1], _commit_of(name, replies))
 
     async def _keep(self, incarnation: Incarnation, model: ModelPlacement, folder: str) -> None:
-        """A detached model."""
+        """Write the weights of a detached model."""
         name, workers = self._name(folder), model.workers
         bodies = [ShareWeights(model=model.name, folder=name)] * len(workers)
         replies = await self._detached.call(f"weights of {model.name} to be written", incarnation, workers, bodies)
         await self._detached.call(f"{folder} to be complete", incarnation, workers[:1], [_commit_of(name, replies)])
 
     def _prune(self) -> None:
-        """Remove what nobody has and no checkpoint names. On a thread."""
+        """Remove folders that no model uses and no checkpoint refers to. Runs on a thread."""
         needed = {*self._taken.values(), *self._named}
         for attempt, step in list_checkpoints(self._run_dir):
             try:
                 needed |= set(read_state(checkpoint_dir(self._run_dir, attempt, step)).shared.values())
             except (WeightsError, OSError):
-                continue  # pruned meanwhile, or torn: nobody goes on from it
+                continue  # pruned meanwhile, or torn: no run can continue from it
         for folder in self._folder.iterdir():
             if folder.name not in needed:
                 shutil.rmtree(folder, ignore_errors=True)

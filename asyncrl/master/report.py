@@ -1,4 +1,4 @@
-"""What the master writes about a step and about the whole run. Pure, but for reading the journals at the end."""
+"""The master's metrics of a step and its summary of the run. Pure, except that it reads the journals at the end."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ _SHORTEST_SPAN_S = 10.0
 
 logger = logging.getLogger(__name__)
 
-# What helps against rejections, by their reason. The log of the rollout worker has the traceback of the first of each.
+# Remedies for rejections, by reason. The log of the rollout worker has the traceback of the first rejection of each.
 _REMEDIES = {
     "agent_declined": "have the agent return a trajectory",
-    "agent_error": "mend the agent or environment",
+    "agent_error": "fix the agent or environment",
     "agent_hangs": "let agents end when they are cancelled: do not catch asyncio.CancelledError",
-    "bad_logprobs": "see the generation servers' logs: a model whose weights or activations overflow gives such numbers (try "
+    "bad_logprobs": "see the generation servers' logs: overflowing weights or activations cause such values (try "
     "generation.dtype=bfloat16 or float32)",
-    "bad_tokens": "see whether tokenizer and model belong together",
+    "bad_tokens": "check that tokenizer and model belong together",
     "bad_prompt": "leave such prompts out, or use a tokenizer that knows their characters",
-    "empty_response": "see whether prompts leave room for a response in the model's positions",
-    "generation_refused": "see whether prompts and rollout.sampling fit the model and generation.num_blocks",
-    "max_issues": "see why their rollouts did not end; manager.max_issues says how often a prompt is tried",
+    "empty_response": "check that prompts leave room for a response in the model's positions",
+    "generation_refused": "check that prompts and rollout.sampling fit the model and generation.num_blocks",
+    "max_issues": "find out why their rollouts did not end; manager.max_issues limits how often a prompt is tried",
     "prompt_too_long": "leave long prompts out, or raise prompts.max_prompt_length",
     "push_refused": "raise runtime.max_message_bytes, or sample less for a prompt",
-    "reward_died": "see what ends its process: os._exit, a crash in a C extension, memory (rollout.reward_memory_bytes)",
-    "reward_error": "mend the reward function",
+    "reward_died": "find out what ends its process: os._exit, a crash in a C extension, memory (rollout.reward_memory_bytes)",
+    "reward_error": "fix the reward function",
     "reward_not_finite": "have the reward function return a finite number",
     "reward_timeout": "make the reward function faster, or raise rollout.reward_timeout_s",
-    "rollout_timeout": "see what the agent waits for, or raise rollout.rollout_timeout_s",
+    "rollout_timeout": "find out what the agent waits for, or raise rollout.rollout_timeout_s",
     "equal_rewards": "use prompts of middling difficulty or a larger rollout.group_size, or set rollout.reject_equal_rewards=false",
     "too_easy": "use harder prompts, or raise rollout.success_rate_ub",
     "too_hard": "use easier prompts, or lower rollout.success_rate_lb",
@@ -43,7 +43,7 @@ _REMEDIES = {
 
 @dataclass
 class StepTimes:
-    """Seconds of one step, from the end of the one before to its own end."""
+    """Seconds of one step, from the end of the previous step to its own end."""
 
     wait_data_s: float
     train_s: float
@@ -67,9 +67,9 @@ def tail_offpolicyness(meta: TrajectoryMeta, version: int) -> int:
 def step_metrics(
     metas: Sequence[TrajectoryMeta], version: int, times: StepTimes, tasks: Sequence[str] = ()
 ) -> dict[str, float]:
-    """Metrics of a batch trained at `version` that only the master knows: rewards, lengths, off-policyness, times.
+    """Return the metrics of a batch trained at `version` that only the master knows: rewards, lengths, off-policyness, times.
 
-    tasks: names by task_id; where there are several, each has its mean reward and its count of responses.
+    tasks: names by task_id. With several tasks, the metrics include each task's mean reward and its count of responses.
     """
     rewards = [reward for meta in metas for reward in meta.rewards]
     lengths = [length for meta in metas for length in meta.response_lengths]
@@ -102,7 +102,7 @@ def step_metrics(
 
 
 def _task_metrics(metas: Sequence[TrajectoryMeta], tasks: Sequence[str]) -> dict[str, float]:
-    """A task without a response in the batch has a count of 0 and no mean."""
+    """Return count and mean reward of each task. A task without a response in the batch has a count of 0 and no mean."""
     metrics: dict[str, float] = {}
     for task_id, task in enumerate(tasks):
         rewards = [reward for meta in metas if meta.task_id == task_id for reward in meta.rewards]
@@ -113,20 +113,20 @@ def _task_metrics(metas: Sequence[TrajectoryMeta], tasks: Sequence[str]) -> dict
 
 
 class UpdateSeconds:
-    """What weight updates cost generation: seconds that servers were interrupted for them, a mean over the servers."""
+    """The cost of weight updates to generation: seconds of interruption, as a mean over the servers."""
 
     def __init__(self) -> None:
         self._before: dict[str, float] = {}
 
     def since_last(self, servers: Sequence[ServerView]) -> float:
-        """Since the last call. A manager that has begun anew counts from 0."""
+        """Return the mean seconds since the last call. A restarted manager counts from 0."""
         new = [max(0.0, server.update_s - self._before.get(server.server, 0.0)) for server in servers]
         self._before = {server.server: server.update_s for server in servers}
         return _mean(new) if new else 0.0
 
 
 def rejection_lines(rejected: Mapping[str, int], details: Mapping[str, str]) -> list[str]:
-    """One line a reason, the most frequent first: how many, what happened the first time, what helps."""
+    """Return one line for each reason, the most frequent first: count, detail of the first rejection, remedy."""
     lines = []
     for reason, count in sorted(rejected.items(), key=lambda entry: -entry[1]):
         first = f"; the first: {details[reason]}" if reason in details else ""
@@ -137,7 +137,7 @@ def rejection_lines(rejected: Mapping[str, int], details: Mapping[str, str]) -> 
 
 @dataclass
 class RunSummary:
-    """Gathered while the run goes on; written as summary.json at its end."""
+    """Totals of the run, collected during the run and written as summary.json at its end."""
 
     num_steps: int = 0
     num_sequences: int = 0
@@ -149,7 +149,7 @@ class RunSummary:
     head_max: float = 0.0
     num_prompts: int = 0
     num_mixed: int = 0
-    num_finished_sequences: int = 0  # of all groups that arrived, trained or not
+    num_finished_sequences: int = 0  # in all groups that arrived, trained or not
     num_finished_tokens: int = 0
     num_skipped_steps: int = 0  # optimizer steps whose loss or gradient was not finite
     num_dropped: int = 0  # groups that arrived and were too old to train
@@ -160,7 +160,7 @@ class RunSummary:
     evaluations: list[dict[str, float | int | str]] = field(default_factory=list)
 
     def add_trajectory(self, meta: TrajectoryMeta) -> None:
-        """A group has arrived."""
+        """Count a group that has arrived."""
         self.num_finished_sequences += len(meta.response_lengths)
         self.num_finished_tokens += sum(meta.response_lengths)
 
@@ -182,7 +182,7 @@ class RunSummary:
         self.servers_updating_s += metrics.get("time/servers_updating_s", 0.0)
 
     def add_evaluation(self, step: int, results: Sequence[EvaluationResult]) -> dict[str, float]:
-        """Metrics of an evaluation; kept for the summary too."""
+        """Return the metrics of an evaluation, and keep them for the summary."""
         metrics: dict[str, float] = {}
         for result in results:
             metrics[f"eval/{result.mode}_reward"] = result.mean_reward
@@ -204,7 +204,7 @@ class RunSummary:
         rejected: Mapping[str, int],
         generation_idle: float | None,
     ) -> dict[str, object]:
-        """What summary.json holds. generation_idle: share of training time in which no server generated a token."""
+        """Return the content of summary.json. generation_idle: share of training time in which no server generated a token."""
         training_s = max(self.wait_data_s + self.train_s + self.wait_weights_s, 1e-9)
         return {
             "mode": mode,
@@ -228,7 +228,7 @@ class RunSummary:
             "head_offpolicyness_mean": self.head_sum / max(self.num_prompts, 1),
             "head_offpolicyness_max": self.head_max,
             "sequences_of_two_versions": self.num_mixed,
-            # A training side that favours short responses shows here: what it trained is shorter than what was finished.
+            # These two show whether training favours short responses: trained ones would be shorter than finished ones.
             "trained_response_length_mean": self.num_tokens / max(self.num_sequences, 1),
             "finished_response_length_mean": self.num_finished_tokens / max(self.num_finished_sequences, 1),
             "dropped_groups": self.num_dropped,
@@ -238,9 +238,10 @@ class RunSummary:
 
 
 def generation_idle_share(run_dir: Path, start: float, end: float) -> float | None:
-    """Share of [start, end] (seconds since the epoch) in which no server generated a token.
+    """Return the share of [start, end] (seconds since the epoch) in which no server generated a token.
 
-    None without journals, and for a span so short that what the servers have not written down yet (a second) would matter.
+    None without journals, and for a span below _SHORTEST_SPAN_S, where the last second, which servers may not have written yet,
+    would matter.
     """
     journals = sorted((run_dir / "journal").glob("generation_server_*.jsonl"))
     if not journals or end - start < _SHORTEST_SPAN_S:

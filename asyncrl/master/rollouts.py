@@ -1,6 +1,6 @@
-"""Batches of trajectories that rollout workers make: those accepted from the heads, and the ones of them that are trained next.
+"""Batches of trajectories from rollout workers: accepts trajectories from the heads and forms the next batch of them.
 
-ManagerReports tells the gserver manager where training is, and takes in its ledger.
+ManagerReports reports the training progress to the gserver manager and receives its ledger.
 """
 
 from __future__ import annotations
@@ -22,39 +22,40 @@ from asyncrl.runtime.service_client import ServiceClient
 
 T = TypeVar("T")
 
-LONG_POLL_S: Final = 5.0  # how long the manager may hold back its answer while nothing changes
-CALL_LIMIT_S: Final = 60.0  # a call to the manager, retries included
+LONG_POLL_S: Final = 5.0  # maximum time for which the manager delays its answer while its ledger does not change
+CALL_LIMIT_S: Final = 60.0  # limit of a call to the manager, retries included
 
 
 class ManagerReports:
-    """consumes: consumed tickets, the buffer.  produces: views of the ledger, rejections in the books.
+    """Reports to the gserver manager.
 
+    consumes: consumed tickets, the buffer.  produces: views of the ledger, rejections in the books.
     waits for: the manager, at most CALL_LIMIT_S.  unblocked by: its answer.
     """
 
     def __init__(self, books: Books, buffer: AsyncIOSequenceBuffer, manager: ServiceClient) -> None:
         self._books, self._buffer, self._manager = books, buffer, manager
-        self.servers: Sequence[ServerView] = ()  # of the newest view
-        self._consumed: list[str] = []  # not yet answered for by the manager
+        self.servers: Sequence[ServerView] = ()  # from the newest view
+        self._consumed: list[str] = []  # not yet acknowledged by the manager
         self._num_rejections_seen = 0
         self._full_report_due = True
         self._reporting = asyncio.Lock()
 
     def consume(self, tickets: Sequence[str]) -> None:
-        """These have been trained: the next report says so."""
+        """These tickets have been trained. The next report includes them."""
         self._consumed.extend(tickets)
 
     async def report(
         self, *, revoke: Sequence[str] = (), wait_s: float = 0.0, after_revision: int = -1, stop: bool = False
     ) -> LedgerView:
-        """Report, and return the ledger. A manager that does not know this master gets a full report. stop: nothing more is
+        """Report, and return the ledger. A manager that does not know this master gets a full report. stop: no further tickets are
         needed."""
-        async with self._reporting:  # what one report has told must not be told, or struck off, by another
+        async with self._reporting:  # concurrent reports would send or remove the same consumed tickets twice
             return await self._report(revoke, wait_s, after_revision, stop)
 
     async def _report(self, revoke: Sequence[str], wait_s: float, after_revision: int, stop: bool) -> LedgerView:
         progress = self._books.progress
-        while True:  # twice at most, unless managers keep restarting; each turn is bounded
+        while True:  # at most two turns, unless managers keep restarting; each turn is bounded
             consumed, full = list(self._consumed), self._full_report_due
             view = await self._manager.post(
                 "/report",
@@ -100,9 +101,9 @@ async def accept_trajectories(
     board: StatusBoard,
     clock: Clock,
 ) -> None:
-    """For ever. heads: the worker of each. grants: None: no manager grants tickets.
+    """Accept trajectories from the heads. Never returns. heads: the worker of each. grants: None if no manager grants tickets.
 
-    consumes: metadata from the heads.  produces: verdicts, which the heads pass on as acknowledgements.
+    consumes: metadata from the heads.  produces: verdicts, which the heads forward as acknowledgements.
     waits for: the next metadata.  unblocked by: a head.
     """
     while True:
@@ -113,7 +114,7 @@ async def accept_trajectories(
             continue
         num_stored = len(buffer)
         verdict = buffer.put(meta)
-        if len(buffer) > num_stored:  # not one that was told about before
+        if len(buffer) > num_stored:  # not a repeated message about a stored one
             tracker.add(heads[meta.head], [meta.ticket_id], meta.keys)
             books.store(meta)
         ack(verdict)
@@ -124,10 +125,10 @@ class Rollouts:
 
     consumes: the buffer, views of the ledger.  produces: batches.
     waits for: enough stored trajectories, and the stragglers that the deadline rule waits for; within train.data_timeout_s.
-    unblocked by: the manager's ledger changing (a bounded long poll), which every finished rollout does; the end.
+    unblocked by: a change of the manager's ledger (a bounded long poll), which every finished rollout causes; the end of the run.
     """
 
-    seconds: Mapping[str, float] = {}  # no MFC of the master makes them
+    seconds: Mapping[str, float] = {}  # empty: no MFC of the master produces these batches
 
     def __init__(
         self,
@@ -142,7 +143,7 @@ class Rollouts:
         board: StatusBoard,
         clock: Clock,
     ) -> None:
-        """replace_damaged: of WeightPublisher. leaving: set when the run is told to stop."""
+        """replace_damaged: from WeightPublisher. leaving: set when the launcher stops the run."""
         self._books, self._buffer, self._workers, self._reports = books, buffer, workers, reports
         self._replace_damaged, self._leaving, self._board, self._clock = replace_damaged, leaving, board, clock
         self._limit_s = config.train.data_timeout_s
@@ -163,7 +164,7 @@ class Rollouts:
         moved = self._clock.monotonic()
         state = (len(buffer), progress.num_done)
         view = await self._reports.report()
-        while True:  # each turn is bounded, and so is a standstill
+        while True:  # each turn is bounded, and so is the time without a change
             decision = self._former.decide(
                 stored=buffer.stored,
                 live=view.live,
@@ -193,7 +194,7 @@ class Rollouts:
             view = newer
 
     async def _newer_view(self, view: LedgerView, decision: NotReady, waited_s: float) -> LedgerView | None:
-        """As soon as the ledger has changed; None where the run is told to stop meanwhile."""
+        """Return the next view once the ledger has changed; None if the launcher stops the run meanwhile."""
         wait_s = min(LONG_POLL_S, max(0.0, self._limit_s - waited_s))
         report = self._reports.report(revoke=decision.revoke, wait_s=wait_s, after_revision=view.revision)
         async with self._board.waiting(decision.reason, on=decision.on, limit_s=self._limit_s, waited_s=waited_s):
@@ -208,7 +209,7 @@ class Rollouts:
 
 
 async def _unless(event: asyncio.Event, coroutine: Coroutine[Any, Any, T]) -> T | None:
-    """What the coroutine gives; None where the event is set meanwhile."""
+    """Return the coroutine's result; None if the event is set meanwhile, which cancels the coroutine."""
     work, stop = asyncio.create_task(coroutine), asyncio.create_task(event.wait())
     try:
         await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""When to save, evaluate and so on: every so many steps, epochs or seconds; when training ends. Pure."""
+"""Schedules of saving, evaluation and checkpoints, by steps, epochs or seconds; and the end of training. Pure."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ REWARD_WINDOW = 5  # steps that target_reward is averaged over
 
 
 def ended_by(train: TrainConfig, *, step: int, recent_rewards: Sequence[float], num_done: int, num_total: int) -> str:
-    """The field of `train` by which this step is the last one; "": another step follows.
+    """Return the field of `train` that makes this step the last one; "": another step follows.
 
-    recent_rewards: of the last steps, at most REWARD_WINDOW; num_done: prompts over all epochs.
+    recent_rewards: mean rewards of the last steps, at most REWARD_WINDOW. num_done: done prompts over all epochs.
     """
     mean = sum(recent_rewards) / REWARD_WINDOW if len(recent_rewards) == REWARD_WINDOW else -math.inf
     if train.target_reward is not None and mean >= train.target_reward:
@@ -25,7 +25,7 @@ def ended_by(train: TrainConfig, *, step: int, recent_rewards: Sequence[float], 
 
 
 class Schedule:
-    """Due when any of its counters is; 0 switches a counter off. Checking a due schedule resets all its counters."""
+    """Due when any of its counters is due. 0 disables a counter. Checking a due schedule resets all its counters."""
 
     def __init__(self, *, every_steps: int = 0, every_epochs: int = 0, every_s: float = 0.0, now: float = 0.0) -> None:
         self._every_steps = every_steps
@@ -36,7 +36,7 @@ class Schedule:
         self._last_time = now
 
     def check(self, *, step: int, epochs: float, now: float) -> bool:
-        """step: train steps done; epochs: with fraction; now: seconds of a monotonic clock."""
+        """Whether the schedule is due. step: train steps done; epochs: with fraction; now: seconds of a monotonic clock."""
         epoch = math.floor(epochs)
         due = (
             (self._every_steps > 0 and step - self._last_step >= self._every_steps)
@@ -51,5 +51,5 @@ class Schedule:
         return ScheduleState(step=self._last_step, epoch=self._last_epoch, elapsed_s=now - self._last_time)
 
     def restore(self, state: ScheduleState, now: float) -> None:
-        """Go on from what `state` gave; the time in between does not count."""
+        """Continue from a result of `state`. The time in between does not count."""
         self._last_step, self._last_epoch, self._last_time = state.step, state.epoch, now - state.elapsed_s

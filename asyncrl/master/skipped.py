@@ -1,7 +1,7 @@
-"""Steps that were skipped because their loss or gradient was not finite: counted, their batches saved, too many end the run.
+"""Steps that were skipped because their loss or gradient was not finite: counts them, saves their batches, limits their number.
 
-The engines decide, all ranks of a model alike (model/engine.py). A train step has several optimizer steps, of which one may be
-skipped and the others made: that is counted and saved too, but only train steps of which nothing came count as skipped in a row.
+The engines decide to skip, all ranks of a model alike (model/engine.py). A train step has several optimizer steps. If only some of
+them are skipped, that is counted and saved too. Only train steps without any completed optimizer step count towards the limit.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from asyncrl.protocol.run_folder import name_of
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.worker import RunEndedError
 
-_SKIPPED, _TRIED = "/skipped_steps", "/optimizer_steps"  # statistics of a role that is trained
+_SKIPPED, _TRIED = "/skipped_steps", "/optimizer_steps"  # statistics of a trained role
 
 
 class SkippedStepsError(RunEndedError):
-    """Training gets nowhere: its loss or gradient is not finite, step after step."""
+    """Training makes no progress: loss or gradient is not finite in too many consecutive steps."""
 
 
 def num_skipped(stats: Mapping[str, float]) -> int:
-    """Optimizer steps of a train step that were skipped, all roles together."""
+    """Return the number of skipped optimizer steps of a train step, over all roles."""
     return int(sum(value for name, value in stats.items() if name.endswith(_SKIPPED)))
 
 
 class SkippedSteps:
-    """What becomes of them. Pure, but for `save`."""
+    """Counts skipped steps, saves their batches and checks the limit. Pure, except for `save`."""
 
     def __init__(
         self, train: TrainConfig, run_dir: Path, attempt: int, logger: logging.Logger, clock: Clock = SYSTEM_CLOCK
     ) -> None:
         self._train, self._run_dir, self._attempt, self._logger = train, run_dir, attempt, logger
         self._clock = clock
-        self._in_row: dict[str, int] = {}  # role -> train steps
+        self._in_row: dict[str, int] = {}  # role -> consecutive skipped train steps
         self._saved = ""
 
     def add(self, stats: Mapping[str, float]) -> bool:
-        """Count a train step. True: something was skipped."""
+        """Count a train step. Returns whether any optimizer step was skipped."""
         for name, tried in stats.items():
             if not name.endswith(_TRIED) or not tried:
                 continue
@@ -55,15 +55,15 @@ class SkippedSteps:
         return num_skipped(stats) > 0
 
     def check(self) -> None:
-        """Raises SkippedStepsError where there have been too many in a row."""
+        """Raises SkippedStepsError after train.max_skipped_steps consecutive skipped train steps."""
         most = self._train.max_skipped_steps
         for role, count in self._in_row.items():
             if most and count >= most:
                 raise SkippedStepsError(
                     f"the last {count} train steps of the {role} were skipped: loss or gradient were not finite in all of them "
                     f"(train.max_skipped_steps={most}). {self._saved or 'No batch was saved (train.keep_bad_batches=0).'}"
-                    f" What helps, where it is the weights: a lower train.{'critic.' if role == 'critic' else ''}optimizer.lr,"
-                    " train.dtype=float32, or to resume from a checkpoint before it began"
+                    f" If the weights are the cause, try a lower train.{'critic.' if role == 'critic' else ''}optimizer.lr,"
+                    " train.dtype=float32, or resume from an earlier checkpoint"
                 )
 
     async def save(
@@ -76,7 +76,7 @@ class SkippedSteps:
         tracker: StorageTracker,
         caller: WorkerCaller,
     ) -> None:
-        """Have the batch written by the heads, with all keys, before it is forgotten. A disk that refuses costs a warning."""
+        """Have the heads write the batch, with all keys, before it is discarded. A disk error is only a warning."""
         if not self._train.keep_bad_batches:
             return
         folder = folder_of(self._run_dir, self._attempt, step)
@@ -95,7 +95,7 @@ class SkippedSteps:
             await asyncio.to_thread(prune_bad_batches, self._run_dir, self._train.keep_bad_batches)
         except OSError as error:
             self._logger.warning("%s could not be written: %s", folder, error)
-        self._saved = f"Which sequences: `python examples/bad_batch/examine.py {self._run_dir} {step}`."
+        self._saved = f"To find the sequences: `python examples/bad_batch/examine.py {self._run_dir} {step}`."
         self._logger.warning(
             "step %d: %d optimizer steps skipped, loss or gradient not finite; the batch is in %s. %s",
             step,

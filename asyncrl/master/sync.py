@@ -1,8 +1,8 @@
-"""Batches that an MFC makes (mode=sync). No manager, ledger, rollout workers or servers.
+"""Batches that an MFC generates (mode=sync), without manager, ledger, rollout workers or servers.
 
-    prompts in the epoch's order -> actor_gen, on the actor's workers -> groups, which lie there -> the rest of the dataflow
+    prompts in the epoch's order -> actor_gen, on its model's workers -> groups, held by those workers -> the rest of the dataflow
 
-Groups are made under the weights that they are trained on, so nothing is ever old, and no weights are published: no process
+Groups are generated with the weights that are then trained, so no group is stale. No weights are published, because no process
 serves them.
 """
 
@@ -34,8 +34,8 @@ from asyncrl.runtime.board import StatusBoard
 class Generation:
     """The batch source and the evaluator of mode=sync.
 
-    consumes: prompts, by their places in the epoch's order.  produces: batches, results of evaluations.
-    waits for: the replies of the model workers.  unblocked by: them.
+    consumes: prompts, by their positions in the epoch's order.  produces: batches, results of evaluations.
+    waits for: the replies of the model workers.  unblocked by: the model workers.
     """
 
     servers: Sequence[ServerView] = ()
@@ -51,12 +51,12 @@ class Generation:
         leaving: asyncio.Event,
         board: StatusBoard,
     ) -> None:
-        """num_eval_prompts: of an evaluation; 0: there is nothing to evaluate. leaving: set when the run is told to stop."""
+        """num_eval_prompts: prompts of each evaluation; 0: evaluations are empty. leaving: set when the launcher stops the run."""
         self._config, self._books, self._buffer, self._workers = config, books, buffer, workers
         self._num_eval_prompts, self._leaving, self._board = num_eval_prompts, leaving, board
         self._mfc = next(MFCDef.of(mfc) for mfc in config.mfcs if mfc.kind == "generate")
         self._makers = workers.models[self._mfc.model]
-        # Prompts handed out, over all epochs. After a step they are all done, and so are those before the cursor of a checkpoint
+        # Number of prompts issued, over all epochs. After a step they are all done, as are those before a checkpoint's cursor.
         cursor = books.progress.cursor
         self._next = cursor.epoch * books.progress.num_prompts + cursor.position
         self._seconds = 0.0
@@ -66,8 +66,8 @@ class Generation:
         return {self._mfc.name: self._seconds}
 
     async def form_batch(self) -> Sequence[str]:
-        """The next prompts' groups. Prompts that gave none are rejected, and more take their places; only at the end of the run is
-        a batch smaller."""
+        """Generate the groups of the next prompts. Prompts without a group are rejected, and further prompts replace them. Only at
+        the end of the run a batch is smaller."""
         self._seconds = 0.0
         self._board.set_queue("stored", len(self._buffer))
         batch_size, num_total = self._config.train.batch_size, self._books.progress.num_total
@@ -78,13 +78,13 @@ class Generation:
         return [meta.ticket_id for meta in sorted(self._buffer.stored, key=lambda meta: meta.locator)]
 
     async def trained(self, tickets: Sequence[str]) -> None:
-        """This process itself hands the prompts out."""
+        """No-op: this process issues the prompts itself."""
 
     async def end(self) -> None:
-        """No process waits to hear of it."""
+        """No-op: no other process needs the news."""
 
     def begin(self, eval_id: str, step: int) -> Results:
-        """The calls are sent now: workers execute them before the next step's, with the weights of now."""
+        """Send the calls now: workers execute them before those of the next step, with the current weights."""
         calls = {}
         locators = [Locator(0, at) for at in range(self._num_eval_prompts)]
         for mode in self._config.eval.modes if locators else ():
@@ -93,11 +93,12 @@ class Generation:
         return partial(_results, calls)
 
     async def _make_groups(self, count: int) -> None:
-        """Of the next so many prompts."""
+        """Generate groups for the next `count` prompts."""
         progress = self._books.progress
         first, self._next = self._next, self._next + count
         locators = [Locator(*divmod(flat, progress.num_prompts)) for flat in range(first, self._next)]
-        locators = [at for at in locators if not progress.is_done(at)]  # a checkpoint of mode=async knows some
+        # A checkpoint of mode=async may have done prompts beyond its cursor
+        locators = [at for at in locators if not progress.is_done(at)]
         if not locators:
             return
         version = self._books.version
@@ -107,7 +108,9 @@ class Generation:
             for meta in reply.metas:
                 verdict = self._buffer.put(meta)
                 if verdict.verdict != "stored":
-                    raise RuntimeError(f"group {meta.ticket_id} was made for nothing: {verdict.reason}")
+                    raise RuntimeError(
+                        f"the buffer did not store the generated group {meta.ticket_id}: {verdict.reason}"
+                    )
                 self._workers.tracker.add(self._makers.heads[meta.head], [meta.ticket_id], meta.keys)
                 self._books.store(meta)
         self._seconds += max(reply.seconds for reply in replies)
@@ -118,7 +121,7 @@ class Generation:
     def _generate(
         self, what: str, ids: Sequence[str], locators: Sequence[Locator], eval_mode: Any = ""
     ) -> asyncio.Task[list[CallResult]]:
-        """Called at once, so that weights are those of now; dealt out to the data ranks in turn."""
+        """Send the calls at once, so that they use the current weights. The ids are dealt to the data ranks in turn."""
         workers = self._workers
         copied = start_copies(workers.hooks.before(self._mfc), workers.models, workers.caller)
         num_ranks = self._makers.grid.data
@@ -136,7 +139,7 @@ class Generation:
 async def _first_of(
     call: asyncio.Task[list[CallResult]], others: Sequence[asyncio.Task[list[CallResult]]]
 ) -> list[CallResult]:
-    """What a call gives. The others may fail as well."""
+    """Return the call's results. Raises if the call or any of the others fails."""
     replies, *_ = await asyncio.gather(call, *others)
     return replies
 

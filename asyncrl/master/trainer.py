@@ -1,4 +1,4 @@
-"""One train step after another, and the end of a run."""
+"""The loop of train steps, and the end of a run."""
 
 from __future__ import annotations
 
@@ -29,31 +29,32 @@ from asyncrl.weights.checkpoints import MasterState
 
 
 class BatchSource(Protocol):
-    """Where the trainer has its batches from."""
+    """The source of the trainer's batches."""
 
     @property
     def seconds(self) -> Mapping[str, float]:
-        """Of the MFCs that made the last batch."""
+        """Seconds of the MFCs that produced the last batch, by name."""
 
     @property
     def servers(self) -> Sequence[ServerView]:
-        """The generation servers, as the manager saw them last."""
+        """The generation servers in the manager's last view."""
 
     async def form_batch(self) -> Sequence[str]:
-        """Tickets of the next batch, in canonical order; empty when there will be no more, or the run is told to stop."""
+        """Return the tickets of the next batch, in canonical order; empty if no batch follows or the launcher stops the run."""
 
     async def trained(self, tickets: Sequence[str]) -> None:
-        """A batch has been trained."""
+        """These tickets have been trained."""
 
     async def end(self) -> None:
         """No further batch is needed."""
 
 
 class Trainer:
-    """consumes: batches.  produces: MFC calls, weight versions, saved models, checkpoints, lines of the books.
+    """Runs the train steps.
 
-    waits for: a batch; the replies of the model workers; before a step's weights are written, for those of the step before.
-    unblocked by: rollout workers finishing; model workers replying.
+    consumes: batches.  produces: MFC calls, weight versions, saved models, checkpoints, records in the books.
+    waits for: a batch; the replies of the model workers; before it exports a step's weights, the export of the previous step's.
+    unblocked by: rollout workers that finish; model workers that reply.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Trainer:
         trace: Tracer,
         clock: Clock,
     ) -> None:
-        """publisher: None: no process serves the weights. leaving: set when the run is told to stop."""
+        """publisher: None if no process serves the weights. leaving: set when the launcher stops the run."""
         self._config, self._books, self._buffer, self._workers, self._source = config, books, buffer, workers, source
         self._publisher, self._evaluations, self._checkpointer = publisher, evaluations, checkpointer
         self._tasks, self._leaving, self._logger, self._trace, self._clock = tasks, leaving, logger, trace, clock
@@ -82,7 +83,7 @@ class Trainer:
         self._update_seconds = UpdateSeconds()
 
     async def begin(self, state: MasterState | None) -> None:
-        """Wait for the models, load the checkpoint of this state, and publish the weights that training begins with."""
+        """Wait for the models, load the checkpoint of this state, and publish the weights with which training begins."""
         config, books = self._config, self._books
         await self._workers.load()
         if state is not None:
@@ -94,7 +95,7 @@ class Trainer:
             self._evaluations.begin(baseline=state is None)
 
     async def train(self) -> bool:
-        """Step after step. False: the run was told to stop before the last one; what it can go on from is written."""
+        """Run all steps. Returns False if the launcher stopped the run before the last step; a checkpoint is then written."""
         finished = self._books.parent is not None and self._books.is_over()
         while not finished:
             finished = await self.train_one_step()
@@ -104,17 +105,17 @@ class Trainer:
         return True
 
     async def train_one_step(self) -> bool:
-        """Form a batch, run the dataflow on it, hand its weights to the publisher, write the books. True after the last one."""
+        """Form a batch, run the dataflow on it, start to publish the weights, write the books. Returns True after the last step."""
         books, clock = self._books, self._clock
         self._skipped.check()
         start = clock.monotonic()
         with self._trace.span("form batch", track="steps", step=books.step + 1):
             batch = await self._source.form_batch()
-        if self._leaving.is_set():  # what is in the buffer is rolled out again
+        if self._leaving.is_set():  # the prompts in the buffer are rolled out again
             return False
         if not batch:
             if books.step == self._config.first_step:
-                raise RejectedShareError(f"every prompt was rejected, nothing was trained: {books.rejections()}")
+                raise RejectedShareError(f"every prompt was rejected, so no step was trained: {books.rejections()}")
             return True
         version = books.version.version
         metas = self._buffer.metas(batch)
@@ -141,11 +142,11 @@ class Trainer:
         return last
 
     async def finish(self) -> None:
-        """After the last step: last weights, the model for the user, a checkpoint, the last evaluation."""
+        """End the run after the last step: publish the last weights, save the models, write a checkpoint, evaluate."""
         if self._publisher is not None:
             await self._publisher.finished()
         if self._books.trains:
-            await self._workers.save("final")  # first: an evaluation that fails must not cost the result
+            await self._workers.save("final")  # first, so that a failed evaluation does not lose the result
         await self._write_last_checkpoint()
         await self._source.end()
         if self._config.eval.at_end and self._config.eval.prompts is not None:
@@ -154,18 +155,18 @@ class Trainer:
                     await self._publisher.served()
                 self._evaluations.begin(name="end")
             except WaitTimeoutError as error:
-                self._logger.warning("no last evaluation: %s", error)
+                self._logger.warning("skipped the last evaluation: %s", error)
         await self._evaluations.all_over()
 
     async def _write_last_checkpoint(self) -> None:
-        """Of the last step of this attempt, if it has trained one: what `resume` goes on from."""
+        """Write a checkpoint of the last step, if this attempt has trained a step. `resume` continues from it."""
         parent = self._books.parent
         if parent is None or self._books.step > parent[1]:
             await self._checkpointer.last(step=self._books.step, take=self._state)
 
     def _run_schedules(self, last: bool) -> None:
-        """After all that a step is: what a checkpoint holds is complete. No checkpoint while the initial weights are being
-        evaluated, which no later attempt would do again."""
+        """Start what is due. Called at the end of a step, so that a checkpoint's state is complete. No checkpoint begins during the
+        evaluation of the initial weights, because no later attempt would repeat that evaluation."""
         at_end = last and self._config.eval.at_end  # `finish` evaluates the last weights, once they are served
         if self._books.is_due("eval") and not at_end:
             self._evaluations.begin_if_room()
@@ -180,8 +181,8 @@ class Trainer:
         return self._books.state(evaluating=evaluating, shared=self._workers.refresher.state())
 
     async def _keep_bad_batch(self, metas: Sequence[TrajectoryMeta], result: StepResult) -> None:
-        """Of a step that was skipped, or a part of it: for examples/bad_batch. Its weights are not pruned. Where none are
-        published, those that the step has left go with its batch."""
+        """Save the batch of a step that was skipped in full or in part, for examples/bad_batch. Its weight version is not pruned.
+        If no weights are published, the weights after the step are saved with the batch."""
         workers, step = self._workers, self._books.step
         await self._skipped.save(
             metas, step, result.stats, heads=workers.heads, tracker=workers.tracker, caller=workers.caller

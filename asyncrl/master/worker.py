@@ -1,10 +1,10 @@
 """MasterWorker: forms batches, runs the dataflow on them, publishes weight versions, and keeps the books.
 
-It holds ids, keys, lengths and versions, never a tensor. With the gserver manager it speaks HTTP, with the model workers
-request-reply, and the heads tell it of every trajectory through the meta stream.
+It holds ids, keys, lengths and versions, never a tensor. It calls the gserver manager over HTTP and the model workers by
+request-reply. The heads report every trajectory to it through the meta stream.
 
     rollouts.py or sync.py -> batch -> trainer.py -> executor.py -> publishing.py, checkpointing.py, evaluations.py
-                                           books.py: what all of that comes to
+                                           books.py: records of all of these
 """
 
 from __future__ import annotations
@@ -99,15 +99,15 @@ class MasterWorker(Worker):
             trace=self.trace,
             clock=clock,
         )
-        self.tasks.spawn(self._hear_of_the_end(directory, leaving), "hear of the end")
+        self.tasks.spawn(self._hear_of_the_end(directory, leaving), "watch for the stop request")
         await directory.publish(self.names.experiment_status(), "RUNNING")
         self.began()
         await trainer.begin(state)
         began = clock.time()
         if not await trainer.train():
-            self.logger.info("stopped after step %d, as the launcher asked", books.step)
+            self.logger.info("stopped after step %d: the launcher requested it", books.step)
             self.stopping.set()
-            await asyncio.Event().wait()  # unblocked by: cancellation, which `stopping` brings at once
+            await asyncio.Event().wait()  # unblocked by: cancellation, which `stopping` causes at once
         ended = clock.time()
         await trainer.finish()
         await self._write_summary(books, wandb, began, ended)
@@ -121,7 +121,7 @@ class MasterWorker(Worker):
         buffer: AsyncIOSequenceBuffer,
         tracker: StorageTracker,
     ) -> None:
-        """Before the heads look for it."""
+        """Open the meta stream and start to accept trajectories. This must precede the heads' search for the stream."""
         info = self.info
         metas = MetaPuller(
             directory.resolver,
@@ -159,7 +159,7 @@ class MasterWorker(Worker):
         config, info = self.config, self.info
 
         def begin_anew(group: Sequence[int]) -> None:
-            """A detached group has begun another incarnation: its workers' stores are empty."""
+            """A detached group has begun a new incarnation. Its workers' stores are empty."""
             tracker.forget(group)
             books.note("restarted", workers=[f"model_worker/{worker}" for worker in group])
 
@@ -190,7 +190,8 @@ class MasterWorker(Worker):
         workers: ModelWorkers,
         leaving: asyncio.Event,
     ) -> tuple[BatchSource, WeightPublisher | None, Evaluations]:
-        """Where batches come from, where weights go, and what evaluates them. mode=sync: the model workers do all of that."""
+        """Create the batch source, the weight publisher and the evaluations. mode=sync needs no manager: the model workers generate
+        and evaluate, and there is no publisher."""
         config, board, logger, clock = self.config, self.board, self.logger, self.system.clock
         num_eval_prompts = 0
         if config.eval.prompts is not None:
@@ -207,7 +208,8 @@ class MasterWorker(Worker):
             logger,
             key=self.names.gserver_manager(),
             service="gserver manager",
-            # It admits nothing before it has a report, and need not wait for the end of this step. `reports` is made below
+            # A new manager admits nothing before it has a report, so send one now, not at the end of this step. `reports` is
+            # created below
             on_moved=lambda: self.tasks.spawn(reports.report(), "report to a new manager"),
         )
         manager = await opened.enter_async_context(connecting)
@@ -242,12 +244,13 @@ class MasterWorker(Worker):
         return rollouts, publisher, evaluations
 
     async def _hear_of_the_end(self, directory: Directory, leaving: asyncio.Event) -> None:
+        """Set `leaving` when the launcher asks this attempt for its last checkpoint."""
         async for event in directory.watch(self.names.last_checkpoint()):
             if event.kind == "put" and event.value == str(self.info.attempt):
                 leaving.set()
 
     async def _write_summary(self, books: Books, wandb: WandbWriter | None, began: float, ended: float) -> None:
-        """began, ended: of training, in seconds since the epoch."""
+        """Write summary.json. began, ended: of training, in seconds since the epoch."""
         summary = books.summarize(self.system.clock.time(), self._files.generation_idle_share(began, ended))
         if wandb is not None:
             limit_s = self.config.wandb.finish_timeout_s + SLACK_S

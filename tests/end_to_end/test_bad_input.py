@@ -91,8 +91,8 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_error_and_the_remedy(c
         output = run.output()
         assert_nothing_left(run.run_dir)
     assert "failed: master/0 failed" in output
-    assert "100% of the last 8 prompts were rejected; manager.max_rejected_share=0.9 is what may be" in output
-    assert "reward.py:reward raised IndexError('string index out of range'). Mend the reward function" in output
+    assert "100% of the last 8 prompts were rejected; manager.max_rejected_share=0.9 is the limit" in output
+    assert "reward.py:reward raised IndexError('string index out of range'). Fix the reward function" in output
     assert "Traceback" not in output
 
 

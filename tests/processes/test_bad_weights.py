@@ -155,7 +155,10 @@ async def test_no_server_hears_of_broken_weights_which_end_the_run_by_name(  # t
     published = Published(tmp_path, sound, verify_limit_s=0.3)
     damage(published.write(V1))
     published.fleet.publish(str(V1))
-    with pytest.raises(RunEndedError, match=rf"weights {V1} cannot be served: .*{reason}.*See that the disk is sound"):
+    with pytest.raises(
+        RunEndedError,
+        match=rf"weights {V1} cannot be served: .*{reason}.*Check the disk, and that all processes see the same files",
+    ):
         await asyncio.wait_for(published.fleet.verify_loop(), LIMIT_S)
     assert published.verified.empty()
     assert f"weights {V1} are not served: " in caplog.text  # from the first time on

@@ -799,7 +799,7 @@ async def test_evaluations_go_on_at_a_new_manager(setup: Setup) -> None:
 
 async def test_a_manager_whose_place_is_taken_ends(setup: Setup) -> None:
     setup.resolver.add(setup.names.gserver_manager(), "http://127.0.0.1:9", replace=True)
-    with pytest.raises(RuntimeError, match="another process is the gserver manager now, at http://127"):
+    with pytest.raises(RuntimeError, match="another gserver manager has replaced this one, at http://127"):
         await asyncio.wait_for(setup.task, LIMIT_S)
     setup.resolver.delete(setup.names.gserver_manager())
     await setup.start_manager()

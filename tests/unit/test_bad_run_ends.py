@@ -92,10 +92,10 @@ async def test_nothing_but_rejections_ends_the_run_with_reason_and_remedy(make: 
     """Also where the window of max_rejected_share is never full: not with a crash of the summary."""
     master = make(max_rejected_share=1.0)
     master.manager.view = ledger(rejected=rejections(8), exhausted=True)
-    with pytest.raises(RejectedShareError, match="every prompt was rejected, nothing was trained") as caught:
+    with pytest.raises(RejectedShareError, match="every prompt was rejected, so no step was trained") as caught:
         await asyncio.wait_for(master.trainer.train_one_step(), LIMIT_S)
     text = told(caught.value)
-    assert "reward_error: 8; the first: judge.py raised KeyError(3). Mend the reward function" in text
+    assert "reward_error: 8; the first: judge.py raised KeyError(3). Fix the reward function" in text
     assert f"{tmp_path}/logs/latest/rollout_worker_*.log" in text
     assert "Traceback" not in text
     assert not (tmp_path / "summary.json").exists()
@@ -136,13 +136,13 @@ async def test_past_the_share_that_may_be_rejected_the_run_ends(make: MakeMaster
         ("reward_died", "it was killed by SIGSEGV", "os._exit, a crash in a C extension, memory"),
         ("reward_not_finite", "returned nan; it must be", "return a finite number"),
         ("bad_logprobs", "token 7 with logprob nan", "See the generation servers' logs"),
-        ("bad_tokens", "ids from -1 to -1", "See whether tokenizer and model belong together"),
+        ("bad_tokens", "ids from -1 to -1", "Check that tokenizer and model belong together"),
         ("empty_response", "generated no token", "the model's positions"),
-        ("agent_error", "the agent raised KeyError('x')", "Mend the agent or environment"),
+        ("agent_error", "the agent raised KeyError('x')", "Fix the agent or environment"),
         ("agent_hangs", "64 rollouts were cancelled", "do not catch asyncio.CancelledError"),
         ("rollout_timeout", "took more than 3600 s", "raise rollout.rollout_timeout_s"),
         ("push_refused", "message of 2 GB", "Raise runtime.max_message_bytes"),
-        ("max_issues", "worker_lost", "manager.max_issues says how often a prompt is tried"),
+        ("max_issues", "worker_lost", "manager.max_issues limits how often a prompt is tried"),
     ],
 )
 async def test_whatever_the_reason_its_share_ends_the_run_with_it(
@@ -157,7 +157,7 @@ async def test_whatever_the_reason_its_share_ends_the_run_with_it(
     with pytest.raises(RejectedShareError) as caught:
         await master.reports.report()
     text = told(caught.value)
-    assert text.startswith("62% of the last 8 prompts were rejected; manager.max_rejected_share=0.5 is what may be")
+    assert text.startswith("62% of the last 8 prompts were rejected; manager.max_rejected_share=0.5 is the limit")
     assert f"\n  {reason}: 4; the first: {detail}. " in text
     assert remedy in text
     assert text.index(reason) < text.index("too_hard: 1")
@@ -211,7 +211,7 @@ async def test_no_more_than_four_evaluations_go_on_at_a_time(
         master.evaluations.begin_if_room()
         await asyncio.sleep(0)
     assert manager.evaluations == [f"a1-s{step}" for step in range(1, 5)]
-    assert [f"no evaluation at step {step}: 4 still go on" in caplog.text for step in range(1, 7)] == [
+    assert [f"no evaluation at step {step}: 4 are still running" in caplog.text for step in range(1, 7)] == [
         False,
         False,
         False,
@@ -311,7 +311,7 @@ async def test_the_version_that_is_damaged_on_disk_is_written_again(
     assert (write.weight_version, write.folder, write.rewrite) == (V0, folder, True)
     assert (commit.weight_version, commit.folder, commit.rewrite) == (V0, folder, True)
     assert master.resolver.get(master.names.model_version("actor")) == V0
-    assert f"weights {V0} were damaged on disk; they were written again from memory" in caplog.text
+    assert f"weights {V0} were damaged on disk; they were rewritten from memory" in caplog.text
 
 
 async def test_an_older_damaged_version_is_not_written_again(make: MakeMaster) -> None:
@@ -327,5 +327,5 @@ async def test_a_disk_that_damages_a_version_again_and_again_ends_the_run(make: 
     master = make(rewrite_pause_s=0.0)
     damaged = msgspec.structs.replace(ledger(), damaged=V0)
     master.manager.later = dict.fromkeys(range(1, 9), damaged)
-    with pytest.raises(RunEndedError, match=f"weights {V0} in .* are damaged, and it was written again 3 times"):
+    with pytest.raises(RunEndedError, match=f"weights {V0} in .* are damaged, and it was rewritten 3 times"):
         await asyncio.wait_for(master.rollouts.form_batch(), LIMIT_S)

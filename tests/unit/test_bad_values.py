@@ -77,7 +77,7 @@ def test_rejections_are_told_with_count_cause_and_remedy():
         {"too_hard": 2, "reward_error": 9, "of_an_agent": 1}, {"reward_error": "judge.py:reward raised KeyError('x')"}
     )
     assert lines == [
-        "reward_error: 9; the first: judge.py:reward raised KeyError('x'). Mend the reward function",
+        "reward_error: 9; the first: judge.py:reward raised KeyError('x'). Fix the reward function",
         "too_hard: 2. Use easier prompts, or lower rollout.success_rate_lb",
         "of_an_agent: 1",
     ]

@@ -74,8 +74,8 @@ def test_rewards_that_an_mfc_adds_reach_the_advantages():
 @pytest.mark.parametrize(
     ("role", "fields", "message"),
     [
-        ("critic", {}, r"extra_mfcs.judge.role is 'critic'; there are the roles \['actor', 'ref'\]"),
-        ("reward", {"critic": CriticConfig()}, r"there are the roles \['actor', 'ref', 'critic'\]"),
+        ("critic", {}, r"extra_mfcs.judge.role is 'critic'; the roles of this run are \['actor', 'ref'\]"),
+        ("reward", {"critic": CriticConfig()}, r"the roles of this run are \['actor', 'ref', 'critic'\]"),
         ("ref", {"kind": "train_step"}, r"extra_mfcs.judge trains the role 'ref', whose model is frozen"),
     ],
 )
@@ -110,10 +110,10 @@ def test_an_mfc_may_make_the_trajectories_themselves():
     ("mfcs", "message"),
     [
         ([mfc("a"), mfc("a")], "same name"),
-        ([mfc("a", writes=["rewards"])], "comes with every trajectory"),
+        ([mfc("a", writes=["rewards"])], "a key that every trajectory already has"),
         ([mfc("a", writes=["k"]), mfc("b", writes=["k"])], "both write 'k'"),
-        ([mfc("a", reads=["nowhere"])], r"reads \['nowhere'\], which nothing writes"),
-        ([mfc("a", reads=["y"], writes=["x"]), mfc("b", reads=["x"], writes=["y"])], "in a circle"),
+        ([mfc("a", reads=["nowhere"])], r"reads \['nowhere'\], which no MFC writes"),
+        ([mfc("a", reads=["y"], writes=["x"]), mfc("b", reads=["x"], writes=["y"])], "depend on each other in a cycle"),
     ],
 )
 def test_what_does_not_fit_is_refused(mfcs, message):

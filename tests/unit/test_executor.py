@@ -305,5 +305,5 @@ async def test_weights_are_copied_before_they_are_used_elsewhere_and_the_referen
 
 def test_an_mfc_without_a_model_is_refused():
     graph = DataflowGraph([mfc("inf", "reward", ["tokens"], ["r"])], DATASET)
-    with pytest.raises(ValueError, match=r"inf on 'reward'.*there are \['actor'\]"):
+    with pytest.raises(ValueError, match=r"inf on 'reward'.*placed models: \['actor'\]"):
         FunctionExecutor(graph, [placement("actor", "d1", [0])], None, None, None, None)

@@ -256,7 +256,7 @@ def test_released_prompts_go_first_and_at_most_max_issues_times() -> None:
     desk.finish(last, outcome="released", reason="server_lost")
     (rejected,) = desk.ledger.view(desk.now).rejected
     assert (rejected.locator, rejected.reason) == (first.locator, "max_issues")
-    assert rejected.detail == "handed out 3 times, and at last given back: server_lost"
+    assert rejected.detail == "issued 3 times, and the last ticket was released: server_lost"
     assert locators(desk.take(1)) == [(0, 3)]
     assert desk.ledger.counters["released", "server_lost"] == 3
 

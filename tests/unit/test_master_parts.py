@@ -103,7 +103,7 @@ class TestBuffer:
 
     def test_what_is_refused(self):
         buffer = self.make(capacity=1)
-        assert buffer.put(make_meta("old", 0, attempt=0)).reason == "attempt 0 is over, this is 1"
+        assert buffer.put(make_meta("old", 0, attempt=0)).reason == "attempt 0 is over; the current attempt is 1"
         assert buffer.put(make_meta("nowhere", 9)).verdict == "refused"
         buffer.put(make_meta("t1", 0))
         assert "holds 1 trajectories" in buffer.put(make_meta("t2", 1)).reason

@@ -131,8 +131,12 @@ def test_a_server_of_somebody_else_gets_no_gpu():
     [
         ("sglang.d1p2m1+d1", {}, "the engine sglang has no pipeline stages: use d1p1m1"),
         ("transformers.d1m2+d1", {}, "the engine transformers runs data parallel only: use d1p1m1"),
-        ("external.d1m2+d1", {"urls": ["http://a:1"]}, "has the parallelism that it was started with"),
-        ("external.d2+d2", {"urls": ["http://a:1"]}, r"generation.urls=\['http://a:1'\]: name 2, one for each server"),
+        ("external.d1m2+d1", {"urls": ["http://a:1"]}, "keeps the parallelism that it was started with"),
+        (
+            "external.d2+d2",
+            {"urls": ["http://a:1"]},
+            r"generation.urls=\['http://a:1'\]: give 2 URLs, one for each server",
+        ),
         ("external.d1+d1", {"urls": ["a:1"]}, "generation.urls='a:1': write it as http://host:port"),
         ("sglang.d1+d1", {"urls": ["http://a:1"]}, "is for the engine external"),
         (
@@ -145,9 +149,13 @@ def test_a_server_of_somebody_else_gets_no_gpu():
         (
             "sglang.d1+d1",
             {"server_args": {"mem_fraction_static": "1"}},
-            "write mem-fraction-static, as on a command line",
+            "write mem-fraction-static: the name of the command-line option",
         ),
-        ("sglang.d1+d1", {"server_args": {"--dtype": "x"}}, "write dtype, as on a command line without --"),
+        (
+            "sglang.d1+d1",
+            {"server_args": {"--dtype": "x"}},
+            "write dtype: the name of the command-line option without --",
+        ),
     ],
 )
 def test_bad_settings_are_refused(allocation, generation, message):

@@ -75,8 +75,8 @@ def test_what_was_not_granted_is_refused_counted_and_told_once_a_minute(caplog: 
     assert grants.num_refused == len(caplog.records) + 4 == 5
     assert grants.refusal(forged, 60.0)
     assert [record.getMessage().split(":")[0] for record in caplog.records] == [
-        "a trajectory is refused, 1 so far",
-        "a trajectory is refused, 6 so far",
+        "refused a trajectory, 1 so far",
+        "refused a trajectory, 6 so far",
     ]
     assert grants.refusal(granted, 61.0) == ""
 

@@ -307,9 +307,9 @@ def test_bad_allocations_say_what_would_fit(text, message):
             r"'ref_in' is neither an MFC nor a role of this run: did you mean 'ref_inf'\? MFCs: ",
         ),
         ("sglang.d1+d1+zzz:d1", "this run: MFCs: actor_inf, ref_inf, .*; roles: actor, "),
-        ("sglang.d1+ref:d1", r"the actor has no place: add a grid .*\+d1p1m1, or actor:d1p1m1"),
-        ("sglang.d1+actor:d1,actor_inf:d1,actor_train:d1", "nothing runs on actor:d1p1m1: .* leave it out"),
-        ("sglang.d1+d2+actor:d1,ref:d1,reward:d1,critic:d1", "nothing runs on d2p1m1: .* leave it out"),
+        ("sglang.d1+ref:d1", r"the actor has no workers: add a grid .*\+d1p1m1, or actor:d1p1m1"),
+        ("sglang.d1+actor:d1,actor_inf:d1,actor_train:d1", "no MFC runs on actor:d1p1m1: .* leave it out"),
+        ("sglang.d1+d2+actor:d1,ref:d1,reward:d1,critic:d1", "no MFC runs on d2p1m1: .* leave it out"),
         (
             "sglang.d1+d2+more_train:d1",
             r"both train the actor, on .*: name the role alone \(actor:d",
