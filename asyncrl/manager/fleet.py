@@ -493,7 +493,7 @@ class Fleet:
         self._mismatches[update.server] += 1
         away = (ServerState.DEAD, ServerState.DRAINING)
         alive = [server.name for server in self.table.servers.values() if server.state not in away]
-        if all(self._mismatches[name] >= _MAX_MISMATCHES for name in alive):
+        if alive and all(self._mismatches[name] >= _MAX_MISMATCHES for name in alive):
             self._fatal = RunEndedError(
                 f"no server computes with weights {update.version} as the trainer does, after {_MAX_MISMATCHES} loads each; "
                 f"{update.server} reports: {error}. If only precision differs, raise weights.verify_tolerance"

@@ -23,6 +23,7 @@ from asyncrl.config.schema import (
     RuntimeConfig,
     WorkerInfo,
 )
+from asyncrl.manager.routing import ServerState
 from asyncrl.manager.worker import GserverManager, Management
 from asyncrl.protocol.messages import (
     AllocateReply,
@@ -665,6 +666,21 @@ async def test_weights_that_no_server_computes_with_end_the_run(tmp_path: Path) 
     await server.stop()
     setup.resolver.clear_subtree(setup.names.root)
     setup.resolver.close()
+
+
+async def test_one_mismatch_of_a_server_that_has_gone_does_not_end_the_run(tmp_path: Path) -> None:
+    """It is the only one, and its name disappears while it loads: no server that lives has failed the check."""
+    async with running(tmp_path) as setup:
+        server = await setup.add_server()
+        server.mismatch = True
+        server.gate.clear()
+        setup.publish(0)
+        await asyncio.wait_for(server.loading.wait(), LIMIT_S)
+        setup.resolver.delete(setup.names.generation_server(0))
+        await setup.poll(lambda: setup.manager.seen.table.servers["generation_server/0"].state is ServerState.DEAD)
+        server.gate.set()
+        await setup.poll(lambda: setup.manager.seen.fleet.counters["mismatched", "generation_server/0"] >= 1)
+        assert (await setup.report(full=True)).served_version == -1  # the manager answers
 
 
 async def test_broken_weights_never_reach_a_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
