@@ -1,19 +1,19 @@
-"""What generation servers check: requests against the model's limits; versions against those that were loaded; their tensors
-against the model's; and after a load, what the engine computes.
+"""The checks of a generation server: requests, weight versions, tensors, and the logprobs that the engine computes after a load.
 
-Torch-free: everything is read from config.json, generation_config.json and the headers of safetensors files.
+Requests are checked against the model's limits, versions against those already loaded, and tensors against the model's.
+This module does not import torch: it reads config.json, generation_config.json and the headers of safetensors files.
 
-A version is refused from any sender where it is of a lower attempt than was loaded, older, or one that the run has not reached.
-A gserver manager that was frozen, or a trainer, may speak after its successor: it must not take a server back. After a version
-that is far ahead the server would refuse all versions that follow.
+The server refuses a version from any sender if its attempt is lower than the loaded one, if it is older, or if the run has not
+reached it. A frozen gserver manager or an old trainer may still send after its successor; it must not move a server back.
+If the server accepted a version far ahead of the run, it would refuse all the real versions that follow.
 
 The logprob check is the servers' half of weights.verify_logprobs; the trainer's is model/logprob_check.py.
 
     manifest.json of the version (`probe`: tokens, the trainer's logprobs) --+
     engine: load the version, score the same tokens -------------------------+--> LogprobCheck --> the version is echoed, or refused
 
-Checksums say that the files are sound. They cannot say that an engine has put them where it computes: a load may report success
-and leave the old weights, in whole or in part. What was refused is not served: the server has no version until a load passes.
+Checksums prove that the files are intact. They do not prove that the engine computes with them: a load may report success and
+leave some or all of the old weights in place. A refused version is not served: the server has no version until a load passes.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from asyncrl.protocol.messages import SamplingParams, TensorSpecs, WeightVersion
 from asyncrl.weights import versions as weights
 from asyncrl.weights.versions import ScoredText, read_manifest
 
-_FLOATING = frozenset({"F32", "F16", "BF16", "float32", "float16", "bfloat16"})  # in files, and as torch calls them
-_SHOWN = 5  # problems of a version that are named
-_MEAN_SHARE = 6.0  # the mean may differ by a sixth of what a single token may: bfloat16 gave 0.05 and 0.3
-_LEAST_CHANGE = 1e-5  # of the trainer's mean logprob between two versions, for the servers' to have to change, too
+_FLOATING = frozenset({"F32", "F16", "BF16", "float32", "float16", "bfloat16"})  # safetensors' names, then torch's
+_SHOWN = 5  # problems listed in an error
+_MEAN_SHARE = 6.0  # limit of the mean: a sixth of the limit of a single token; bfloat16 gave 0.05 and 0.3
+_LEAST_CHANGE = 1e-5  # if the trainer's mean logprob changes by more between two versions, the server's must change too
 
 Published = Callable[[], Awaitable[WeightVersion | None]]
 
@@ -52,7 +52,7 @@ Published = Callable[[], Awaitable[WeightVersion | None]]
 
 
 def check_params(params: SamplingParams) -> None:
-    """Raises RequestRefused where they make no sense."""
+    """Raises RequestRefused if a parameter is out of range."""
     if params.max_new_tokens < 1:
         raise RequestRefused(f"max_new_tokens is {params.max_new_tokens}; it must be at least 1")
     if not (params.temperature >= 0.0 and math.isfinite(params.temperature)):
@@ -64,14 +64,14 @@ def check_params(params: SamplingParams) -> None:
 
 
 def check_tokens(name: str, ids: Sequence[int], vocab_size: int) -> None:
-    """Raises RequestRefused where one of them is not in the vocabulary: some engines die of it."""
+    """Raises RequestRefused if an id is not in the vocabulary. Some engines crash on such an id."""
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         wrong = next(token for token in ids if not 0 <= token < vocab_size)
-        raise RequestRefused(f"{name} holds {wrong}; the vocabulary has {vocab_size} tokens")
+        raise RequestRefused(f"{name} contains {wrong}; the vocabulary has {vocab_size} tokens")
 
 
 def check_prompt(request: EngineRequest, *, vocab_size: int, max_prompt: int, max_length: int, why: str) -> None:
-    """Raises RequestRefused where the prompt, or prompt and response, cannot be held. why: what max_length comes from."""
+    """Raises RequestRefused if the prompt, or prompt and response together, are too long. why: the source of max_length."""
     ids, wanted = request.input_ids, request.params.max_new_tokens
     if not ids:
         raise RequestRefused("input_ids is empty")
@@ -79,7 +79,7 @@ def check_prompt(request: EngineRequest, *, vocab_size: int, max_prompt: int, ma
     check_tokens("stop_token_ids", request.params.stop_token_ids, vocab_size)
     if len(ids) > max_prompt or len(ids) + wanted > max_length:
         raise RequestRefused(
-            f"{len(ids)} prompt tokens and {wanted} new ones do not fit: this server holds {max_length} tokens a request ({why})"
+            f"{len(ids)} prompt tokens and {wanted} new ones do not fit: this server allows {max_length} tokens per request ({why})"
         )
 
 
@@ -87,31 +87,32 @@ def check_prompt(request: EngineRequest, *, vocab_size: int, max_prompt: int, ma
 
 
 class VersionFence:
-    """Remembers the newest version that was loaded. The same again is fine: the load may have failed half-way."""
+    """Remembers the newest version that was loaded. Loading the same version again is allowed: the first load may have failed."""
 
     def __init__(self, published: Published | None = None) -> None:
-        """published: asks for the newest version that the trainer has published. None: versions have no upper bound."""
+        """published: returns the newest version that the trainer has published. None: versions have no upper bound."""
         self._loaded = Fence[WeightVersion | None](None)
         self._published = published
-        self._highest: WeightVersion | None = None  # that `published` has named so far
+        self._highest: WeightVersion | None = None  # the last answer of `published`
 
     def check(self, version: WeightVersion) -> None:
-        """Before a load. Raises WeightsRefused."""
+        """Call this before a load. Raises WeightsRefused if the version is outdated."""
         newest = self._loaded.newest
         if newest is not None and self._loaded.is_over(version):
             over = f"; attempt {version.attempt} is over" if version.attempt < newest.attempt else ""
             raise WeightsRefused(f"version {version} is older than {newest}, which was loaded here{over}")
 
     async def check_published(self, version: WeightVersion) -> None:
-        """Before weights come from elsewhere than the run's folder, which holds what the trainer has made.
+        """Call this before weights are taken from a source other than the run's folder, which only the trainer writes.
 
-        Raises WeightsRefused, and what `published` raises. Asks once a version.
+        Raises WeightsRefused if the trainer has not published the version. Passes on errors of `published`, which is called at
+        most once per version.
         """
         if self._published is None or (self._highest is not None and version <= self._highest):
             return
         self._highest = await self._published()
         if self._highest is None or version > self._highest:
-            newest = f"{self._highest} is the newest" if self._highest is not None else "there is none yet"
+            newest = f"the newest is {self._highest}" if self._highest is not None else "there is none yet"
             raise WeightsRefused(f"weight_version is {version}, which the trainer has not published; {newest}")
 
     def loaded(self, version: WeightVersion) -> None:
@@ -123,7 +124,7 @@ class VersionFence:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a tensor of the model must look like in a file."""
+    """The shape and kind that a tensor of the model must have in a file."""
 
     shape: tuple[int, ...]
     floating: bool = True
@@ -132,9 +133,10 @@ class TensorSpec:
 def check_tensors(
     expected: Mapping[str, TensorSpec], aliases: Sequence[Sequence[str]], files: Sequence[Path]
 ) -> dict[str, Path]:
-    """Do the files hold exactly this model? Returns the file of each tensor; reads headers only.
+    """Check that the files hold exactly this model. Returns the file of each tensor; reads headers only.
 
-    aliases: the names of each tensor, several where it is tied; one of them is enough. Raises WeightsRefused naming what differs.
+    aliases: the names of each tensor, several if it is tied; the files need only one of them. Raises WeightsRefused with the
+    differences.
     """
     found = [(name, dtype, shape, file.name) for file in files for name, (shape, dtype) in read_header(file).items()]
     check_found(expected, aliases, found, source=str(files[0].parent) if files else "?")
@@ -145,10 +147,10 @@ def check_tensors(
 def check_sent(
     expected: Mapping[str, TensorSpec], aliases: Sequence[Sequence[str]], specs: TensorSpecs, *, complete: bool
 ) -> None:
-    """The same of tensors that come over the network. complete: these are all of them."""
+    """Like check_tensors, for tensors that arrive over the network. complete: these are all tensors of the model."""
     tensors = zip(specs.names, specs.dtypes, specs.shapes, strict=True)
     found = [(name, dtype, tuple(shape), "") for name, dtype, shape in tensors]
-    check_found(expected, aliases if complete else (), found, source="what is sent")
+    check_found(expected, aliases if complete else (), found, source="the sent weights")
 
 
 def check_found(
@@ -158,7 +160,7 @@ def check_found(
     *,
     source: str,
 ) -> None:
-    """found: name, dtype, shape and file of each tensor. Raises WeightsRefused naming what differs."""
+    """found: name, dtype, shape and file of each tensor. Raises WeightsRefused with the differences."""
     where: dict[str, str] = {}
     problems: list[str] = []
     for name, dtype, shape, file in found:
@@ -180,16 +182,16 @@ def check_found(
 
 
 def read_header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """name -> (shape, dtype as safetensors calls it). Raises SafetensorError, OSError."""
+    """Returns name -> (shape, safetensors' name of the dtype). Raises SafetensorError, OSError."""
     with safe_open(str(file), framework="numpy") as tensors:
         entries = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 (not a dict)
         return {name: (tuple(entry.get_shape()), str(entry.get_dtype())) for name, entry in entries.items()}
 
 
 class ModelTensors:
-    """The tensors that every version of a model must hold: those of the model's own folder.
+    """The tensors that every version of a model must have: those in the model's own folder.
 
-    A folder without safetensors (an older format) is not compared with: then the first version that comes is the measure.
+    If that folder has no safetensors files (an older format), the first version that arrives defines the tensors.
     """
 
     def __init__(self, model_path: str | Path, *, tied: bool) -> None:
@@ -198,7 +200,7 @@ class ModelTensors:
         self._expected = self._specs(weights.tensor_files(Path(model_path)))
 
     def verify(self, directory: Path, version: WeightVersion) -> None:
-        """Manifest, checksums, names and shapes; raises WeightsRefused. Takes as long as reading the files, the first time."""
+        """Check manifest, checksums, names and shapes; raises WeightsRefused. The first check of a version reads all its files."""
         try:
             self._verified.verify(directory, version)
             files = weights.tensor_files(directory)
@@ -209,7 +211,7 @@ class ModelTensors:
         self._expected = expected
 
     def check_sent(self, specs: TensorSpecs, *, complete: bool) -> None:
-        """Names, dtypes and shapes of tensors that come over the network. Raises WeightsRefused."""
+        """Check names, dtypes and shapes of tensors that arrive over the network. Raises WeightsRefused."""
         if self._expected:
             check_sent(self._expected, self._aliases(self._expected), specs, complete=complete)
 
@@ -234,7 +236,7 @@ class ModelTensors:
 
 
 def _tied_names(names: Mapping[str, object]) -> tuple[str, str]:
-    """Of the embedding and the output layer, as Hugging Face calls them in every causal model."""
+    """Names of the embedding and of the output layer. Hugging Face uses them in every causal model."""
     embedding = next((name for name in names if name.endswith("embed_tokens.weight")), "model.embed_tokens.weight")
     return embedding, "lm_head.weight"
 
@@ -243,7 +245,7 @@ def _tied_names(names: Mapping[str, object]) -> tuple[str, str]:
 
 
 class LogprobMismatch(WeightsRefused):
-    """The engine computes with other weights than the version's."""
+    """The engine computes with weights that are not the version's."""
 
 
 @dataclass(frozen=True)
@@ -257,10 +259,10 @@ class _Passed:
 class LogprobCheck:
     """Compares a server's logprobs of the check's text with the trainer's (pure). Two rules:
 
-    near: none differs by more than `tolerance`, and on average none by more than a sixth of that. Finds weights that are wrong,
-        or old by more than the tolerance shows.
-    moved: where the tensors are others than those of the last version that passed, and the trainer's logprobs moved, the server's
-        are not what they were to the last bit. Finds old weights however small a step was and however coarse the dtype is.
+    near: no logprob differs by more than `tolerance`, and the mean difference is at most a sixth of that. This finds wrong
+        weights, and old weights if they differ by more than the tolerance.
+    moved: if the tensors differ from those of the last version that passed, and the trainer's logprobs changed, then the server's
+        logprobs must not be bit-identical to its last ones. This finds old weights after any step size and in any dtype.
     """
 
     def __init__(self, tolerance: float) -> None:
@@ -270,9 +272,9 @@ class LogprobCheck:
     def check(
         self, version: WeightVersion, scored_text: ScoredText, fingerprint: str, scores: Sequence[float]
     ) -> float:
-        """scores: the server's logprobs of the text, as GenerationEngine.score gives them; fingerprint: of the tensors.
+        """scores: the server's logprobs of the text, from GenerationEngine.score; fingerprint: of the tensors.
 
-        Returns the largest difference. Raises LogprobMismatch with the figures.
+        Returns the largest difference. Raises LogprobMismatch with the measured differences.
         """
         mine = list(scores[-len(scored_text.logprobs) :])
         if len(mine) != len(scored_text.logprobs):
@@ -286,14 +288,14 @@ class LogprobCheck:
         )
         kept = comparable and last is not None and mine == last.scores
         origin = (
-            f"; to the last bit they are those of {last.version}: the old weights are still there"
+            f"; they are bit-identical to those of {last.version}: the engine still computes with the old weights"
             if kept and last
             else ""
         )
         if not (largest <= self._tolerance and mean <= self._tolerance / _MEAN_SHARE):
             raise LogprobMismatch(
                 f"weights {version} were loaded, but the server's logprobs of the check's text are not the trainer's: they"
-                f" differ by {largest:.3g} at most and {mean:.3g} on average (allowed: {self._tolerance:g} and"
+                f" differ by at most {largest:.3g} and on average {mean:.3g} (allowed: {self._tolerance:g} and"
                 f" {self._tolerance / _MEAN_SHARE:.3g}, weights.verify_tolerance){origin}"
             )
         if (
@@ -302,7 +304,7 @@ class LogprobCheck:
             and _difference(scored_text.logprobs, last.scored_text.logprobs)[1] > _LEAST_CHANGE
         ):
             raise LogprobMismatch(
-                f"weights {version} were loaded, but the server's logprobs of the check's text did not move, while the trainer's"
+                f"weights {version} were loaded, but the server's logprobs of the check's text did not change, while the trainer's"
                 f" did (by {_difference(scored_text.logprobs, last.scored_text.logprobs)[1]:.3g} on average){origin}"
             )
         self._last = _Passed(version, fingerprint, scored_text, mine)
@@ -310,22 +312,22 @@ class LogprobCheck:
 
 
 def _difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
-    """Largest and mean absolute difference; NaN counts as infinitely far."""
+    """Largest and mean absolute difference. A NaN counts as an infinite difference."""
     differences = [abs(x - y) for x, y in zip(a, b, strict=True)]
     differences = [math.inf if math.isnan(value) else value for value in differences]
     return max(differences), math.fsum(differences) / len(differences)
 
 
 class VerifiedLoads:
-    """Loads versions into an engine and lets them pass only if the logprob check does."""
+    """Loads versions into an engine. A version is served only if it passes the logprob check."""
 
     def __init__(self, engine: GenerationEngine, *, tolerance: float, limit_s: float, logger: logging.Logger) -> None:
-        """limit_s: for scoring the text."""
+        """limit_s: time limit of scoring the text."""
         self._engine, self._limit_s, self._logger = engine, limit_s, logger
         self._check = LogprobCheck(tolerance)
 
     async def load(self, path: Path, version: WeightVersion, *, abort_running: bool = False) -> int:
-        """GenerationEngine.load_weights, and the logprob check with the version's manifest. Raises WeightsRefused."""
+        """Call GenerationEngine.load_weights, then the logprob check with the version's manifest. Raises WeightsRefused."""
         self.require_pause()
         num_ended = await self._engine.load_weights(path, version, abort_running=abort_running)
         try:
@@ -337,18 +339,21 @@ class VerifiedLoads:
         return num_ended
 
     def require_pause(self) -> None:
-        """Before a load: requests must not run on weights that are not verified yet."""
+        """Call this before a load: requests must not run on unverified weights. Raises WeightsRefused if it is not paused."""
         if not self._engine.stats().paused:
             raise WeightsRefused(
                 "weights.verify_logprobs is on: pause generation before an update, and continue after it"
             )
 
     async def verify(self, version: WeightVersion, scored_text: ScoredText | None, fingerprint: str) -> None:
-        """What was just loaded, by whatever way: let it pass, or have the engine serve nothing and raise WeightsRefused."""
+        """Verify the weights that were just loaded, from disk or over the network.
+
+        If the check fails, the engine forgets its version, serves nothing, and WeightsRefused is raised.
+        """
         try:
             if scored_text is None:
                 raise WeightsRefused(
-                    f"weights {version} have no text to score in their manifest, and weights.verify_logprobs is on for this"
+                    f"weights {version} have no text to score in their manifest, but weights.verify_logprobs is on for this"
                     " server"
                 )
             async with asyncio.timeout(self._limit_s):

@@ -1,12 +1,13 @@
-"""The small interface between a generation server and the engine that samples.
+"""The interface between a generation server and the engine that samples.
 
-The server (http.py, worker.py) speaks SGLang's protocol to the rest; an engine turns prompts into tokens with their logprobs.
-`transformers.py` is the embedded engine, `sglang.py` the other; what both do with requests is in `queueing.py`. Everything here is
-called from the server's event loop.
+The server (http.py, worker.py) speaks SGLang's protocol to other processes; an engine turns prompts into tokens with their
+logprobs. `transformers.py` is the embedded engine, `sglang.py` drives a SGLang server; `queueing.py` has the request queue of both.
+All methods are called from the server's event loop.
 
-Life of a request: `submit` checks it and puts it in a bounded queue; it runs when the engine is not paused and has room; its
-future resolves once, with everything sampled so far, whether it stopped, was full or was aborted. Every token carries the weight
-version that sampled it; what an update does to running requests is the mode of the pause around it (INTERRUPT_MODES).
+Life of a request: `submit` checks it and puts it in a bounded queue. It runs when the engine is not paused and has room. Its
+future resolves once, with all tokens sampled so far, whether the response stopped, reached its length or was aborted. Every token
+carries the weight version that sampled it. The mode of the pause around an update (INTERRUPT_MODES) decides how the update treats
+running requests.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ __all__ = [
 
 
 class RequestRefused(ValueError):
-    """The request itself is wrong (HTTP 400). The message says what and what is allowed."""
+    """The request itself is wrong (HTTP 400). The message names the error and the allowed values."""
 
 
 class WeightsRefused(ValueError):
-    """These weights cannot be loaded (HTTP 400). What was served before stays."""
+    """These weights cannot be loaded (HTTP 400). The engine keeps its version, unless its weights may have changed."""
 
 
 class EngineUnavailable(RuntimeError):
-    """Not now: queue full, no weights yet, waited too long, closing (HTTP 503)."""
+    """The engine cannot serve the request now: queue full, no weights yet, waited too long, closing (HTTP 503)."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -59,15 +60,15 @@ class EngineUnavailable(RuntimeError):
 
 
 class EngineFailed(RuntimeError):
-    """The engine broke while it ran this request (HTTP 500)."""
+    """The engine failed while it ran this request (HTTP 500)."""
 
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """A prompt and how to continue it. `rid` is the caller's name for it, unique among the requests in flight.
+    """A prompt and its sampling parameters. `rid` is chosen by the caller and unique among the requests in flight.
 
-    first: it goes before those that wait. A response that an update has interrupted would else lose its place to them, again with
-    each update, and the train step that waits for it would wait for them too.
+    first: the request goes to the front of the queue. Otherwise a response that an update has interrupted would fall behind the
+    waiting requests at every update, and so would the train step that waits for it.
     """
 
     rid: str
@@ -78,10 +79,10 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What a request gave. `logprobs[i]` belongs to `token_ids[i]`: after temperature, before top-p and top-k renormalisation.
+    """The result of a request. `logprobs[i]` belongs to `token_ids[i]`: after temperature, before top-p and top-k renormalisation.
 
-    `spans` say which version sampled which tokens: in order, without gaps, none empty. More than one where the request lived
-    through an update.
+    `spans` says which version sampled which tokens: in order, without gaps, none empty. A request that was running during an
+    update has more than one.
     """
 
     token_ids: list[int]
@@ -92,11 +93,11 @@ class Generated:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counters since the start, and depths now."""
+    """Counters since the start, and current queue depths."""
 
     running: int
     waiting: int
-    used_tokens: int  # prompts and responses of the running requests: what they hold of the KV cache
+    used_tokens: int  # KV cache use: prompts and responses of the running requests
     paused: bool
     version: str
     num_requests: int
@@ -108,48 +109,48 @@ class EngineStats:
 
 
 class WeightReceiver(ABC):
-    """How an engine takes part in weights that are sent over the network; model/broadcast.py is the other end.
+    """An engine's receiver of weights that are sent over the network; model/broadcast.py is the sender.
 
-    Calls come in this order: join, once for a group; for each update begin, receive for each bucket, end; leave. The server is
-    paused from before `begin` until after `end`. All raise WeightsRefused; an update that was broken off before `end` may have
-    left nothing or some of its tensors in the engine, which then serves nothing until a load succeeds.
+    Order of calls: `join` once per group; for each update `begin`, `receive` for each bucket, `end`; then `leave`. The server is
+    paused from before `begin` until after `end`. All calls raise WeightsRefused. An update that stops before `end` may have
+    changed some tensors of the engine; if it has, the engine serves nothing until a load succeeds.
     """
 
     @property
     @abstractmethod
     def num_ranks(self) -> int:
-        """How many ranks of a group it takes: one for each tensor parallel rank."""
+        """The number of ranks that it takes in a group: one for each tensor parallel rank."""
 
     @abstractmethod
     async def join(self, group: JoinUpdateGroup) -> None:
-        """Meet the other members."""
+        """Join the group; returns when the process group with its other members is formed."""
 
     @abstractmethod
     async def begin(self, update: BeginWeightUpdate) -> None:
-        """An update is to come. What is known to be impossible is refused here, before anything is sent."""
+        """Prepare for an update. An update that cannot succeed is refused here, before any data is sent."""
 
     @abstractmethod
     async def receive(self, bucket: ReceiveWeights) -> None:
-        """Returns when the bucket is here. Refused without `begin`, and then nothing must be sent."""
+        """Receive a bucket; returns when it has arrived. Without `begin` it is refused, and the sender must send nothing."""
 
     @abstractmethod
     async def end(self, update: EndWeightUpdate) -> None:
-        """Everything has come: the engine serves the version. Flushes the prefix cache."""
+        """Finish the update: all buckets have arrived, and the engine serves the version. Flushes the prefix cache."""
 
     @abstractmethod
     async def leave(self, group_name: str) -> None:
-        """The group is no more; an update of it that is under way is broken off. Nothing happens where there is no such group."""
+        """Leave the group and abandon its open update, if any. Without such a group this does nothing."""
 
 
 class GenerationEngine(ABC):
-    """What a generation server needs of an engine."""
+    """The engine of a generation server."""
 
     @abstractmethod
     async def start(self) -> None:
-        """Load what is needed to run. The engine has no weight version yet and refuses to generate."""
+        """Load the model or start the server. Afterwards the engine has no weight version yet and refuses to generate."""
 
     def progress(self) -> str:
-        """How far `start` has come, to be shown behind what is waited for."""
+        """How far `start` has come, for a status line."""
         return ""
 
     @abstractmethod
@@ -158,23 +159,23 @@ class GenerationEngine(ABC):
 
     @abstractmethod
     async def abort(self, rid: str) -> bool:
-        """End one request; its future resolves with what it has. False where no such request is in flight."""
+        """End one request; its future resolves with the tokens so far. Returns False if no such request is in flight."""
 
     @abstractmethod
     async def abort_all(self) -> int:
-        """End every request, running or waiting; each future resolves with what it has. Returns how many."""
+        """End every request, running or waiting; each future resolves with the tokens so far. Returns their number."""
 
     @property
     @abstractmethod
     def pause_modes(self) -> tuple[str, ...]:
-        """Those of INTERRUPT_MODES that `pause` takes."""
+        """The subset of INTERRUPT_MODES that `pause` accepts."""
 
     @abstractmethod
     async def pause(self, mode: str = "abort") -> int:
-        """Stop generating; new requests wait. Returns how many requests were running. What becomes of them is the mode:
+        """Stop generating; new requests wait. Returns how many requests were running. The mode decides what happens to them:
 
-        abort: they end, with what they have. retract: they wait and go on after `resume`, their KV cache computed anew.
-        wait: returns when they have finished. in_place: they go on after `resume` with the KV cache that they have.
+        abort: they end with the tokens so far. retract: they wait and continue after `resume`; their KV cache is recomputed.
+        wait: they finish, and `pause` returns after that. in_place: they continue after `resume` with their existing KV cache.
         Raises RequestRefused for another mode.
         """
 
@@ -184,7 +185,7 @@ class GenerationEngine(ABC):
 
     @abstractmethod
     async def verify_ahead(self, path: Path, version: WeightVersion) -> None:
-        """Check the files of a version while requests run, so that load_weights need not read them for it.
+        """Check the files of a version while requests run, so that load_weights need not read them for the check.
 
         Raises WeightsRefused. An engine may leave the check to load_weights.
         """
@@ -193,47 +194,47 @@ class GenerationEngine(ABC):
     async def load_weights(self, path: Path, version: WeightVersion, *, abort_running: bool = False) -> int:
         """Verify a version directory and load it in place; returns how many requests it ended. Flushes the prefix cache.
 
-        Requests that run are aborted if told so, else waited for; those that an in-place pause stopped stay as they are.
-        Raises WeightsRefused, and then nothing has changed.
+        With abort_running, running requests are aborted; otherwise the load waits for them. Requests that an in-place pause has
+        stopped are not touched. Raises WeightsRefused; in that case nothing has changed.
         """
 
     @abstractmethod
     async def score(self, input_ids: list[int]) -> list[float]:
-        """Logprob of each token given those before it, at temperature 1, under the weights that are loaded; 0 for the first.
+        """Logprob of each token given those before it, at temperature 1, under the loaded weights; 0 for the first.
 
-        Also while paused, which no waiting request may take for the end of the pause. No cached prefix is used or made.
+        Works while the engine is paused, and no waiting request starts because of it. Neither uses nor adds cached prefixes.
         """
 
     @abstractmethod
     def forget_version(self) -> None:
-        """What is loaded is not what it should be: generate nothing, and echo no version, until a load succeeds."""
+        """Drop the version because the loaded weights are wrong: generate nothing and report no version until a load succeeds."""
 
     def weight_receiver(self, host: str) -> WeightReceiver | None:
-        """What receives weights over the network, on sockets of this host. None: this engine loads from disk only."""
+        """The receiver of weights over the network, on sockets of this host. None: this engine loads from disk only."""
         return None
 
     @abstractmethod
     async def flush_cache(self) -> bool:
-        """Forget all cached prefixes. False (and nothing is done) while requests run."""
+        """Drop all cached prefixes. While requests run this does nothing and returns False."""
 
     @abstractmethod
     def expire_waiting(self) -> int:
-        """Answer requests that have waited longer than allowed with EngineUnavailable; call it about once a second."""
+        """Fail requests that have waited too long with EngineUnavailable; returns their number. Call it about once a second."""
 
     @abstractmethod
     def stats(self) -> EngineStats:
-        """Depths and counters."""
+        """Current queue depths and counters."""
 
     @property
     @abstractmethod
     def model_path(self) -> str:
-        """Directory of the weights served (before the first update: of the model's configuration)."""
+        """Directory of the served weights. Before the first update: the model directory of the config."""
 
     @property
     @abstractmethod
     def failure(self) -> BaseException | None:
-        """Why the engine is dead, if it is. Nothing brings it back but a restart of the server."""
+        """The error that ended the engine, or None. Only a restart of the server recovers from it."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Stop. What is in flight is failed with EngineUnavailable."""
+        """Stop the engine. Requests in flight fail with EngineUnavailable."""

@@ -1,4 +1,4 @@
-"""The engine that a generation server's config asks for."""
+"""Makes the engine that a generation server's config selects."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ from asyncrl.runtime.trace import Tracer
 
 
 class Engines:
-    """transformers, which computes in this process; sglang, a SGLang server that this process starts and owns; external, one that
-    another program runs."""
+    """Makes one of three engines.
+
+    transformers computes in this process; sglang is a SGLang server that this process starts and owns; external is a SGLang server
+    that another program runs.
+    """
 
     def __init__(self, config: GenerationServerConfig, trace: Tracer, clock: Clock) -> None:
-        """Raises ValueError for what can be known before anything heavy is imported."""
+        """Raises ValueError for config errors that can be found before torch or transformers are imported."""
         if config.engine not in ENGINES:
             raise ValueError(f"engine is {config.engine!r}; known are {', '.join(ENGINES)}")
         if not (Path(config.model_path) / "config.json").is_file():
             raise ValueError(
-                f"model_path {config.model_path!r} holds no config.json; give a model directory in Hugging Face format"
+                f"model_path {config.model_path!r} has no config.json; give a model directory in Hugging Face format"
             )
         self._config, self._info, self._trace, self._clock = config, config.worker, trace, clock
 
@@ -39,7 +42,7 @@ class Engines:
 
     @contextlib.contextmanager
     def starting(self, engine: GenerationEngine) -> Iterator[tuple[str, str, Callable[[], str]]]:
-        """The wait for the engine's start: its name, the process or folder that it waits for, and how far that has come."""
+        """Describe the wait for the engine's start: its name, the process or folder it waits for, and a function for progress."""
         config = self._config
         if config.engine == "transformers":
             loading = LoadProgress(config.model_path)
@@ -51,14 +54,14 @@ class Engines:
             yield "an answer of SGLang", config.generation.urls[self._info.index], engine.progress
 
     def make(self, journal: TokenJournal, eos_token_id: int | None) -> GenerationEngine:
-        """In a thread: importing torch and transformers takes seconds."""
+        """Make the engine. Call it in a thread: importing torch and transformers takes seconds."""
         eos_token_ids = [] if eos_token_id is None else [eos_token_id]
         if self._config.engine == "transformers":
             return self._make_transformers(journal, eos_token_ids)
         return self._make_sglang(journal, eos_token_ids)
 
     def _make_sglang(self, journal: TokenJournal, eos_token_ids: list[int]) -> GenerationEngine:
-        """The engines sglang and external: they differ in whose the server is."""
+        """Make the engine sglang or external. They differ only in which program runs the SGLang server."""
         from asyncrl.generation.sglang import SGLangEngine
         from asyncrl.generation.sglang_process import AttachedServer, ServerLink, own_server, read_api_key
 

@@ -1,8 +1,8 @@
-"""Weights that are not in the run's folder on this host: POST /fetch_weights has them fetched, while requests run.
+"""Fetches weights that are not in the run's folder on this host. POST /fetch_weights starts a fetch while requests run.
 
-gserver manager -- version, source --> here -- WeightFetcher, on a thread --> memory of this host --> the engine loads from there
+gserver manager -- version, source --> this server -- WeightFetcher, on a thread --> memory of this host --> the engine loads them
 
-A request cannot choose where the files come from: its source must be the address in name resolve.
+A request cannot choose the source of the files: its `source` must equal the address in name resolve.
 """
 
 from __future__ import annotations
@@ -19,22 +19,24 @@ from asyncrl.weights.fetch import WeightFetcher
 from asyncrl.weights.versions import WeightsError
 
 _MAX_KNOWN = 8
-_LOCK_LIMIT_S = 30.0  # for a version that was fetched to be free: nobody holds it but who fetches it
+_LOCK_LIMIT_S = 30.0  # wait for the lock of a fetched version, which only a process that fetches it can hold
 
 
 class FetchedWeights:
-    """Which versions this server was told of, and where they are."""
+    """The versions that this server has fetched, and their directories."""
 
     def __init__(self, fetcher: WeightFetcher, source: Callable[[], Awaitable[str]]) -> None:
-        """source: asks for the URL below which the run's gserver manager serves versions; "": not known."""
+        """source: returns the base URL under which the run's gserver manager serves versions; "": not known."""
         self._fetcher = fetcher
         self._source = source
         self._where: OrderedDict[WeightVersion, tuple[str, Path]] = OrderedDict()
 
     async def fetch(self, wanted: FetchWeightsRequest) -> str:
-        """Returns where the version is. Raises WeightsRefused where it cannot be had, within the request's limit."""
+        """Fetch a version within the request's limit; returns its directory. Raises WeightsRefused if it cannot be fetched."""
         if wanted.source != (source := await self._source()):
-            raise WeightsRefused(f"source is {wanted.source!r}; the run's weights are at {source or 'no address now'}")
+            raise WeightsRefused(
+                f"source is {wanted.source!r}; the run's weights are at {source or 'no known address'}"
+            )
         try:
             version = WeightVersion.parse(wanted.weight_version)
             path = await asyncio.to_thread(
@@ -50,7 +52,7 @@ class FetchedWeights:
 
     @contextlib.contextmanager
     def loading(self, asked: str, version: WeightVersion) -> Iterator[Path]:
-        """Where to load it from; it stays there meanwhile."""
+        """The directory to load the version from. The files are kept until the block ends."""
         model_path, path = self._where.get(version, ("", Path(asked)))
         if model_path != asked or str(path) == asked:
             yield Path(asked)

@@ -1,18 +1,18 @@
-"""SGLang's HTTP protocol over a GenerationEngine: what rollout workers and the gserver manager talk to.
+"""SGLang's HTTP protocol over a GenerationEngine, for rollout workers and the gserver manager.
 
     POST /generate                   GenerateRequest -> GenerateReply; a list of prompts in, a list of replies out
-    POST /pause_generation           {"mode": "abort"}: new requests wait; the mode (engine.py) says what becomes of running ones
-    POST /fetch_weights              FetchWeightsRequest -> UpdateWeightsReply; beside requests: has the files at hand, verified
+    POST /pause_generation           {"mode": "abort"}: new requests wait; the mode (engine.py) decides what happens to running ones
+    POST /fetch_weights              FetchWeightsRequest -> UpdateWeightsReply; fetches and verifies files while requests run
     POST /update_weights_from_disk   UpdateWeightsRequest -> UpdateWeightsReply, 200 or 400 (then nothing has changed)
-    POST /init_weights_update_group  and what follows it, for weights over the network: receive.py
+    POST /init_weights_update_group  and the other steps of weights over the network: receive.py
     POST /continue_generation        {}
     POST /abort_request              {"rid": ...} or {"abort_all": true}
     POST /flush_cache                200, or 400 while requests run
     GET  /health /health_generate /get_model_info /model_info /get_server_info /server_info /v1/loads /metrics
 
-Status codes: 400 the request is wrong (the body says how), 503 not now (Retry-After says when), 500 the engine failed. A client
-that goes away aborts its requests. Other deviations from SGLang: before the first update /generate answers 503; `stream` is
-refused; a paused server answers what concerns it; pause also knows `wait`.
+Status codes: 400 the request is wrong (the body names the error), 503 temporarily unavailable (with Retry-After), 500 the engine
+failed. Requests of a client that disconnects are aborted. Other deviations from SGLang: before the first update /generate answers
+503; `stream` is refused; a paused server still answers control and state requests; pause also has the mode `wait`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ HEALTH_GENERATE_LIMIT_S = 10.0
 T = TypeVar("T")
 
 
-# SGLang ignores unknown fields beside sampling_params and refuses them inside; so do we.
+# Like SGLang, ignore unknown fields of the request and refuse unknown fields of sampling_params.
 class _StrictSamplingParams(SamplingParams, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pass
 
@@ -113,7 +113,7 @@ _decode_shape = msgspec.json.Decoder(_Shape).decode
 
 
 class GenerationHTTP:
-    """The routes. `decode_text` fills GenerateReply.text; without it text stays empty."""
+    """Serves the routes. `decode_text` fills GenerateReply.text; without it the text stays empty."""
 
     def __init__(
         self,
@@ -129,9 +129,9 @@ class GenerationHTTP:
         published: Published | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """verified: loads versions in the engine's place (weights.verify_logprobs). receiver: of weights over the network.
-        fetched: versions that this host does not see in the run's folder. published: as in VersionFence.
-        run_dir: of the run whose weights it loads; "": it loads from any folder."""
+        """verified: loads versions and runs the logprob check (weights.verify_logprobs). receiver: of weights over the network.
+        fetched: versions that are not in the run's folder on this host. published: as in VersionFence.
+        run_dir: of the run whose weights this server loads; "": it loads from any folder."""
         self._engine = engine
         self._load_weights = engine.load_weights if verified is None else verified.load
         self._fence = VersionFence(published)
@@ -143,14 +143,14 @@ class GenerationHTTP:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(engine))
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._in_progress: dict[Hashable, asyncio.Task[Any]] = {}  # loads and fetches, of which a second one waits
+        self._in_progress: dict[Hashable, asyncio.Task[Any]] = {}  # loads and fetches; an equal request waits for them
         self._handlers: dict[tuple[str, str], Any] = {
             (route.method, route.path): route.handler for route in self.routes()
         }
 
     @contextlib.asynccontextmanager
     async def listening(self, host: str, listen: Listen = listen_http) -> AsyncIterator[str]:
-        """Bind and serve; gives the URL. A client that goes away cancels its handler, and with it its requests."""
+        """Bind and serve; yields the URL. When a client disconnects, its handler and its requests are cancelled."""
         try:
             async with listen(self.answer, host, max_body_bytes=MAX_BODY_BYTES) as url:
                 yield url
@@ -160,7 +160,7 @@ class GenerationHTTP:
                 task.cancel()
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Any request. An error becomes a status; the body is SGLang's {"error": {"message": ...}}."""
+        """Answer any request. An error becomes a status code with SGLang's body {"error": {"message": ...}}."""
         if (refusal := refusal_of(request)) is not None:
             return refusal
         handler = self._handlers.get(("GET" if request.method == "HEAD" else request.method, request.path))
@@ -180,14 +180,14 @@ class GenerationHTTP:
         return web.Response(body=body, status=status, headers=headers, content_type="application/json")
 
     def _unknown(self, request: web.BaseRequest) -> web.Response:
-        """No route of this path, or none of this method."""
+        """Answer 404 for an unknown path and 405 for a wrong method."""
         if not (methods := [method for method, path in self._handlers if path == request.path]):
             return web.Response(status=404, text=f"there is no {request.path}\n")
         allow = ", ".join(methods)
         return web.Response(status=405, text=f"use {allow} for {request.path}\n", headers={"Allow": allow})
 
     def routes(self) -> list[web.RouteDef]:
-        """What answers where."""
+        """Methods, paths and handlers."""
         return [
             web.post("/generate", self._generate),
             web.post("/pause_generation", self._pause),
@@ -223,7 +223,7 @@ class GenerationHTTP:
         return _json(self._reply(engine_request, generated, one.return_logprob))
 
     async def _generate_many(self, many: _Many) -> web.Response:
-        """All or nothing: where one prompt is refused none runs on."""
+        """Answer a list of prompts. If one is refused or fails, all are cancelled."""
         _refuse_stream(many.stream)
         requests = _split(many)
         futures: list[asyncio.Future[Generated]] = []
@@ -292,7 +292,7 @@ class GenerationHTTP:
         return _json(UpdateWeightsReply(success=True, message=f"{wanted.weight_version} is in {where}"))
 
     async def _fetch(self, wanted: FetchWeightsRequest) -> str:
-        """Returns where the version is. It is verified there, so that generation is paused for the load alone."""
+        """Fetch and verify the version; returns its directory. After that, generation must pause only for the load."""
         version, where = WeightVersion.parse(wanted.weight_version), wanted.model_path
         self._check_place(where, version)
         if self._fetched is not None and wanted.source:
@@ -302,10 +302,10 @@ class GenerationHTTP:
         return where
 
     def _check_place(self, model_path: str, version: WeightVersion) -> None:
-        """Raises WeightsRefused or OutsideRunError unless the run keeps this version there."""
+        """Raises WeightsRefused or OutsideRunError unless model_path is the run's directory of this version."""
         own = version_dir(self._run_dir, ACTOR, version)
         if self._run_dir and name_of(self._run_dir, Path(model_path)) != name_of(self._run_dir, own):
-            raise WeightsRefused(f"model_path is {model_path!r}; the run has {version} in {own} only")
+            raise WeightsRefused(f"model_path is {model_path!r}; the run has {version} only in {own}")
 
     async def _load(self, wanted: UpdateWeightsRequest, version: WeightVersion) -> int:
         with contextlib.ExitStack() as stack:
@@ -317,14 +317,14 @@ class GenerationHTTP:
         return count
 
     async def _to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run something that a client's going away must not break off half-way."""
+        """Run work to its end even if the client disconnects."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)
 
     async def _once(self, key: Hashable, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """As _to_the_end. A request that comes while the same work is in progress waits for that, and begins nothing."""
+        """Like _to_the_end, but if work with the same key is in progress, wait for it instead of starting it again."""
         task = self._in_progress.get(key)
         if task is None:
             task = self._in_progress[key] = asyncio.ensure_future(work())
@@ -337,7 +337,7 @@ class GenerationHTTP:
     async def _abort_request(self, request: web.Request) -> web.Response:
         wanted = msgspec.json.decode(await request.read(), type=_Abort)
         if not wanted.rid and not wanted.abort_all:
-            raise RequestRefused('say {"rid": ...} or {"abort_all": true}')
+            raise RequestRefused('no request is named; send {"rid": ...} or {"abort_all": true}')
         if wanted.abort_all:
             count = await self._to_the_end(self._engine.abort_all())
         else:
@@ -357,7 +357,7 @@ class GenerationHTTP:
         return _json({"status": "ok", "weight_version": self._engine.stats().version})
 
     async def _health_generate(self, request: web.Request) -> web.Response:
-        """Alive all the way: one token of a one-token prompt."""
+        """Check the whole path: generate one token from a one-token prompt."""
         if self._engine.stats().paused:
             raise EngineUnavailable("paused")
         probe = EngineRequest(f"health-{uuid.uuid4().hex}", [0], SamplingParams(max_new_tokens=1))
@@ -385,9 +385,9 @@ class GenerationHTTP:
         )
 
     async def _loads(self, request: web.Request) -> web.Response:
-        """Asked several times a second where the gserver manager routes by it, so no more than that is computed."""
+        """The load. The gserver manager may ask for it several times a second to route by it, so it must stay cheap."""
         stats = self._engine.stats()
-        # A waiting request will hold about what a running one does: its tokens are not counted one by one
+        # Estimate: a waiting request will use as many tokens as the average running one. Counting them would cost more.
         total = stats.used_tokens * (stats.running + stats.waiting) // max(stats.running, 1)
         load = Load(
             num_running_reqs=stats.running,
@@ -403,12 +403,12 @@ class GenerationHTTP:
 
 
 def _is_list_of_prompts(body: bytes) -> bool:
-    """Is input_ids a list of lists? (msgspec has no union of two kinds of list.)"""
+    """Whether input_ids is a list of lists. (msgspec has no union of two list types.)"""
     return bytes(_decode_shape(body).input_ids).lstrip(b" \t\r\n")[1:].lstrip(b" \t\r\n")[:1] == b"["
 
 
 def _split(many: _Many) -> list[EngineRequest]:
-    """One engine request a prompt. Raises RequestRefused where the lists do not fit each other."""
+    """Make one engine request per prompt. Raises RequestRefused if the lists differ in length."""
     count = len(many.input_ids)
     params = many.sampling_params if isinstance(many.sampling_params, list) else [many.sampling_params] * count
     if isinstance(many.rid, list):
@@ -418,14 +418,14 @@ def _split(many: _Many) -> list[EngineRequest]:
         rids = [f"{stem}_{i}" for i in range(count)]
     if not len(params) == len(rids) == count:
         raise RequestRefused(
-            f"{count} prompts, {len(params)} sampling_params, {len(rids)} rids: the lists must be equally long"
+            f"{count} prompts, {len(params)} sampling_params, {len(rids)} rids: the lists must have equal lengths"
         )
     return [EngineRequest(rid, ids, one) for rid, ids, one in zip(rids, many.input_ids, params, strict=True)]
 
 
 def _refuse_stream(stream: bool) -> None:
     if stream:
-        raise RequestRefused("stream is not supported by this engine; leave it out")
+        raise RequestRefused("stream is not supported by this engine; remove the field")
 
 
 def _json(body: Struct | dict[str, Any], *, status: int = 200) -> web.Response:
@@ -434,7 +434,7 @@ def _json(body: Struct | dict[str, Any], *, status: int = 200) -> web.Response:
 
 
 class _EngineCollector(Collector):
-    """Reads the engine's own counters when somebody scrapes, so that generating costs nothing for it."""
+    """Reads the engine's counters on each scrape, so that metrics add no cost to generation."""
 
     def __init__(self, engine: GenerationEngine) -> None:
         self._engine = engine
@@ -444,13 +444,13 @@ class _EngineCollector(Collector):
         for name, text, value in (
             ("running", "Requests being generated", stats.running),
             ("waiting", "Requests waiting for a slot or the end of a pause", stats.waiting),
-            ("num_used_tokens", "Tokens that running requests hold of the KV cache", stats.used_tokens),
+            ("num_used_tokens", "KV cache tokens used by running requests", stats.used_tokens),
             ("paused", "1 while paused", int(stats.paused)),
         ):
             yield GaugeMetricFamily(f"asyncrl_generation_{name}", text, value=value)
         for name, text, value in (
             ("requests", "Requests accepted", stats.num_requests),
-            ("aborted_requests", "Requests ended before they were finished", stats.num_aborted),
+            ("aborted_requests", "Requests aborted before they finished", stats.num_aborted),
             ("tokens", "Tokens sampled", stats.num_tokens),
             ("prompt_tokens", "Prompt tokens of accepted requests", stats.num_prompt_tokens),
             ("passes", "Forward passes", stats.num_steps),

@@ -1,7 +1,7 @@
-"""When tokens were generated: the evidence that generation goes on while the trainer trains.
+"""The journal of generated tokens over time: evidence that generation continues while the trainer trains.
 
 One JSON line per 100 ms in which tokens were sampled, in `<run_dir>/journal/generation_server_<i>.jsonl`:
-`{"time": start of the bucket in unix seconds, "tokens": how many, "version": which weights}`.
+`{"time": start of the bucket in unix seconds, "tokens": number of tokens, "version": weight version}`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ def journal_path(run_dir: str | Path, index: int) -> Path:
 
 
 class TokenJournal:
-    """`add` is called by the generation thread after every forward pass; `flush` about once a second by the server."""
+    """Counts tokens per bucket.
+
+    The generation thread calls `add` after every forward pass; the server calls `flush` about once a second.
+    """
 
     def __init__(self, path: Path, *, now: Callable[[], float] = SYSTEM_CLOCK.time) -> None:
         self._writer = JsonLinesWriter(path)
@@ -38,7 +41,7 @@ class TokenJournal:
             self._counts[key] = self._counts.get(key, 0) + tokens
 
     def flush(self, *, everything: bool = False) -> None:
-        """Write the buckets that are over (at the end: all)."""
+        """Write the completed buckets. everything: also the current one."""
         current = int(self._now() * _BUCKETS_PER_S)
         with self._lock:
             over = sorted(key for key in self._counts if everything or key[0] < current)

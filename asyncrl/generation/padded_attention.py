@@ -1,12 +1,12 @@
-"""Attention for continuous batching that touches only what belongs together.
+"""Attention for continuous batching that never multiplies queries of one request with keys of another.
 
-transformers' paged `sdpa` and `eager` attention multiply every query of a batch with every key of every request and mask the
-rest away: the work grows with the square of the number of requests. Here requests of similar lengths are padded to one
-rectangle and attended to as a batch. Pure PyTorch, so it runs wherever the model does; flash attention kernels remain better
-on GPUs that have them.
+transformers' paged `sdpa` and `eager` attention multiply every query of a batch with every key of every request and mask out
+the keys of other requests: the work grows with the square of the number of requests. Here requests of similar lengths are padded
+to one rectangle and computed as a batch. It is pure PyTorch and runs on every device that the model runs on; flash attention
+kernels are faster on GPUs that support them.
 
-The plan (which query and which cache row goes where) is made once per forward pass, on the host, and reaches every layer as the
-keyword argument `attention_plan`. The KV cache does the reading: its `read_index` is replaced by the padded one.
+The plan (the positions of queries and cache rows) is made once per forward pass, on the host, and is passed to every layer as the
+keyword argument `attention_plan`. The KV cache reads the rows: its `read_index` is replaced by the padded one.
 
 Shapes: B requests of a rectangle, Q padded query length, K padded key length, H heads, G query heads per key head, D head width.
 """
@@ -25,8 +25,8 @@ from transformers import AttentionInterface
 
 NAME = "asyncrl_padded"
 
-# A rectangle takes in a request while its longest is at most _STRETCH times as long, plus _SLACK tokens: padding costs
-# arithmetic, a rectangle of its own costs a few kernel launches per layer.
+# A request joins a rectangle if the longest request there is at most _STRETCH times as long, plus _SLACK tokens. Padding costs
+# arithmetic; an additional rectangle costs a few kernel launches per layer.
 _STRETCH = 1.5
 _SLACK = 32
 
@@ -38,21 +38,21 @@ class Rectangle:
     num_requests: int  # B
     query_length: int  # Q
     key_length: int  # K
-    first_key: int  # where its B * K rows begin in the plan's read_index
-    query_index: Tensor  # [B * Q] position of each query in the packed batch; padding repeats the request's first
-    real: Tensor | None  # [tokens] which of the B * Q are real; None: all
-    target: Tensor  # [tokens] their positions in the packed batch
+    first_key: int  # start of its B * K rows in the plan's read_index
+    query_index: Tensor  # [B * Q] position of each query in the packed batch; padding repeats the request's first query
+    real: Tensor | None  # [tokens] indices of the real queries among the B * Q; None: all are real
+    target: Tensor  # [tokens] positions of the real queries in the packed batch
     mask: Tensor  # [B, 1, 1, Q, K] additive
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    read_index: Tensor  # rows of the KV cache, rectangle after rectangle
+    read_index: Tensor  # rows of the KV cache, in the order of the rectangles
     rectangles: list[Rectangle]
 
 
 def group_lengths(query_lengths: np.ndarray, key_lengths: np.ndarray) -> list[np.ndarray]:
-    """Which requests share a rectangle: indices, longest keys first. Decoding (one query) and prefill never mix."""
+    """Group requests into rectangles: indices, longest keys first. Decoding (one query) and prefill never share a rectangle."""
     groups: list[np.ndarray] = []
     for members in (np.flatnonzero(query_lengths == 1), np.flatnonzero(query_lengths > 1)):
         members = members[np.lexsort((-query_lengths[members], -key_lengths[members]))]
@@ -61,7 +61,7 @@ def group_lengths(query_lengths: np.ndarray, key_lengths: np.ndarray) -> list[np
             fits = (key_lengths[members] * _STRETCH + _SLACK >= longest_key) & (
                 query_lengths[members] * _STRETCH + _SLACK >= longest_query
             )
-            if not fits.any():  # the longest query belongs to a short key: give the longest key a rectangle of its own
+            if not fits.any():  # the longest query has few keys: give the request with most keys its own rectangle
                 fits[0] = True
             groups.append(members[fits])
             members = members[~fits]
@@ -71,7 +71,7 @@ def group_lengths(query_lengths: np.ndarray, key_lengths: np.ndarray) -> list[np
 def make_plan(
     query_lengths: Sequence[int], key_lengths: Sequence[int], packed_rows: Tensor, trash_row: int, dtype: torch.dtype
 ) -> AttentionPlan:
-    """Plan one forward pass. `packed_rows`: the cache rows of all keys, request after request."""
+    """Plan one forward pass. `packed_rows`: the cache rows of all keys, in the order of the requests."""
     queries, keys = np.asarray(query_lengths, dtype=np.int64), np.asarray(key_lengths, dtype=np.int64)
     device = packed_rows.device
     query_starts, key_starts = np.cumsum(queries) - queries, np.cumsum(keys) - keys
@@ -119,7 +119,7 @@ def padded_attention(
     attention_plan: AttentionPlan,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Write the new keys and values to the cache, read each request's back, attend; returns [1, tokens, H, D]."""
+    """Write new keys and values to the cache, read each request's keys and values, attend; returns [1, tokens, H, D]."""
     key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
     num_heads, num_tokens, width = query.shape[1:]
     num_kv_heads = key.shape[1]
@@ -132,7 +132,7 @@ def padded_attention(
         k = key[0, :, chosen].view(num_kv_heads, B, K, width).transpose(0, 1)  # [B, H/G, K, D]
         v = value[0, :, chosen].view(num_kv_heads, B, K, width).transpose(0, 1)
         q = query_THD[part.query_index].view(B, Q, num_kv_heads, group, width)
-        q = q.permute(0, 2, 3, 1, 4).reshape(B, num_kv_heads, group * Q, width)  # queries of a key head side by side
+        q = q.permute(0, 2, 3, 1, 4).reshape(B, num_kv_heads, group * Q, width)  # queries of one key head are adjacent
         mask = part.mask.expand(B, 1, group, Q, K).reshape(B, 1, group * Q, K)
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
         out = out.view(B, num_kv_heads, group, Q, width).permute(0, 3, 1, 2, 4).reshape(B * Q, num_heads, width)
@@ -141,6 +141,6 @@ def padded_attention(
 
 
 def register() -> str:
-    """Make the implementation known to transformers; returns its name."""
+    """Register the implementation with transformers; returns its name."""
     AttentionInterface.register(NAME, padded_attention)
     return NAME

@@ -1,10 +1,11 @@
-"""What all engines do with requests: they wait in a bounded queue, run while there is room, and are answered once.
+"""The request queue that all engines share: requests wait in a bounded queue, run when there is room, and are answered once.
 
     submit -> _check -> _waiting -> _admit -> _begin -> _running -> _answer, _fail -> future
                            ^                               |
                            +----- _put_back: retracted ----+
 
-An engine adds what it checks, and how a request begins and ends. While it is paused or updated nothing begins.
+A concrete engine adds its checks and the start and end of a request. No request starts while the engine is paused or being
+updated.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ from asyncrl.runtime.trace import Tracer
 
 @dataclass(eq=False, slots=True)
 class Pending:
-    """A request in flight, with what it has sampled so far (or had when it was retracted last)."""
+    """A request in flight, with the tokens sampled so far (or up to its last retraction)."""
 
     request: EngineRequest
-    since: float  # monotonic seconds: it waits
+    since: float  # start of the wait, monotonic seconds
     future: asyncio.Future[Generated] = field(repr=False)
-    key: str = ""  # its name to what runs it, a new one each time: what is still said of an older one is void
+    key: str = ""  # its id in the backend, new for each run, so that late results of an earlier run are ignored
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    spans: list[VersionSpan] = field(default_factory=list)  # of versions that have ended
+    spans: list[VersionSpan] = field(default_factory=list)  # of versions that no longer run
 
 
 P = TypeVar("P", bound=Pending)
@@ -66,15 +67,15 @@ class QueueingEngine(GenerationEngine, Generic[P]):
         self._on_tokens, self._trace, self._clock = on_tokens, trace, clock
         self._waiting: OrderedDict[str, P] = OrderedDict()  # by rid
         self._running: dict[str, P] = {}  # by key
-        self._rids: set[str] = set()  # of both
-        self._idle = asyncio.Event()  # nothing runs
+        self._rids: set[str] = set()  # of waiting and running requests
+        self._idle = asyncio.Event()  # set while no request runs
         self._idle.set()
         self._update_lock = asyncio.Lock()  # one change of the weights or the cache at a time
         self._paused = self._updating = self._closing = False
         self._version: WeightVersion | None = None
         self._num = dict.fromkeys(("requests", "aborted", "tokens", "prompt_tokens", "steps", "updates"), 0)
 
-    # ------------------------------------------------------------------------------------------------ what engines add
+    # ---------------------------------------------------------------------------------------------- abstract methods
 
     @abstractmethod
     def _check(self, request: EngineRequest) -> None:
@@ -88,11 +89,11 @@ class QueueingEngine(GenerationEngine, Generic[P]):
 
     @abstractmethod
     def _begin(self, pending: P) -> None:
-        """Have it run, with what it has as its prefix."""
+        """Start the request. The tokens it already has become part of its prefix."""
 
     @abstractmethod
     def _end_unread(self, pending: P) -> None:
-        """It runs, and its caller has gone."""
+        """End a running request that its caller has cancelled."""
 
     @abstractmethod
     def _used_tokens(self) -> int:
@@ -100,7 +101,7 @@ class QueueingEngine(GenerationEngine, Generic[P]):
 
     @abstractmethod
     async def _flush(self) -> bool:
-        """Empty the prefix cache; nothing runs. False: it could not be done."""
+        """Empty the prefix cache; called while no request runs. Returns False if that failed."""
 
     # ------------------------------------------------------------------------------------------------------- requests
 
@@ -109,10 +110,10 @@ class QueueingEngine(GenerationEngine, Generic[P]):
         if self._version is None:
             raise EngineUnavailable("no weight version has been loaded yet")
         if request.rid in self._rids:
-            raise RequestRefused(f"rid {request.rid!r} is in flight already")
+            raise RequestRefused(f"rid {request.rid!r} is already in flight")
         self._check(request)
         if len(self._waiting) >= self._config.max_queue:
-            raise EngineUnavailable(f"the queue is full ({self._config.max_queue} requests wait)")
+            raise EngineUnavailable(f"the queue is full ({self._config.max_queue} requests are waiting)")
         pending = self._make(request, self._clock.monotonic(), asyncio.get_running_loop().create_future())
         pending.future.add_done_callback(lambda future: self._cancelled(pending) if future.cancelled() else None)
         self._rids.add(request.rid)
@@ -125,7 +126,7 @@ class QueueingEngine(GenerationEngine, Generic[P]):
         return pending.future
 
     def _admit(self) -> None:
-        """Waiting requests run while there is room. Not while it is paused: one that began then could not be ended."""
+        """Start waiting requests while there is room. None starts during a pause, because it could not be ended then."""
         while (
             self._waiting
             and len(self._running) < self._config.max_running_requests
@@ -139,19 +140,19 @@ class QueueingEngine(GenerationEngine, Generic[P]):
             self._begin(pending)
 
     def _stopped(self, pending: P) -> None:
-        """It runs no more."""
+        """Remove a request from the running ones."""
         del self._running[pending.key]
         if not self._running:
             self._idle.set()
 
     def _put_back(self, pending: P) -> None:
-        """It was retracted, and goes on before all others."""
+        """Put a retracted request at the front of the queue."""
         pending.since = self._clock.monotonic()
         self._waiting[pending.request.rid] = pending
         self._waiting.move_to_end(pending.request.rid, last=False)
 
     def _forget(self, pending: P) -> None:
-        """It leaves the books, if it is in them still."""
+        """Remove a request from the queue and the running ones, if it is still there."""
         if self._waiting.get(pending.request.rid) is pending:
             del self._waiting[pending.request.rid]
         elif self._running.get(pending.key) is pending:
@@ -161,7 +162,7 @@ class QueueingEngine(GenerationEngine, Generic[P]):
         self._rids.discard(pending.request.rid)
 
     def _answer(self, pending: P, finish: FinishReason) -> None:
-        """With what it has."""
+        """Answer a request with the tokens it has."""
         self._forget(pending)
         if finish.type == "abort":
             self._num["aborted"] += 1
@@ -178,11 +179,11 @@ class QueueingEngine(GenerationEngine, Generic[P]):
             self._fail(pending, error)
 
     def _abort_pending(self, pending: P) -> None:
-        """With what it has."""
+        """Answer a request as aborted, with the tokens it has."""
         self._answer(pending, FinishReason(type="abort", message="aborted"))
 
     def _cancelled(self, pending: P) -> None:
-        """Its caller has gone."""
+        """The caller has cancelled the request's future: end the request."""
         if self._waiting.get(pending.request.rid) is pending:
             self._abort_pending(pending)
         elif self._running.get(pending.key) is pending:
@@ -193,7 +194,7 @@ class QueueingEngine(GenerationEngine, Generic[P]):
         too_old = self._clock.monotonic() - self._config.max_wait_s
         old = [pending for pending in self._waiting.values() if pending.since < too_old]
         for pending in old:
-            if pending.token_ids:  # it was retracted: what it has is worth something
+            if pending.token_ids:  # a retracted request: return its tokens instead of an error
                 self._abort_pending(pending)
                 continue
             why = "while the server was paused" if self._paused else "for a free slot"
@@ -204,7 +205,7 @@ class QueueingEngine(GenerationEngine, Generic[P]):
 
     @contextmanager
     def _nothing_begins(self) -> Iterator[None]:
-        """For a change of the weights or the cache. With _update_lock."""
+        """Start no request during a change of the weights or the cache. The caller holds _update_lock."""
         self._updating = True
         try:
             yield
@@ -213,7 +214,7 @@ class QueueingEngine(GenerationEngine, Generic[P]):
             self._admit()
 
     async def _until_idle(self) -> None:
-        """Waits until nothing runs, for load_timeout_s at most; unblocked by the end of the last request."""
+        """Wait until no request runs, for load_timeout_s at most; unblocked by the end of the last request."""
         try:
             async with asyncio.timeout(self._config.load_timeout_s):
                 await self._idle.wait()
@@ -224,10 +225,10 @@ class QueueingEngine(GenerationEngine, Generic[P]):
             ) from None
 
     def check_version(self, version: WeightVersion) -> None:
-        """Raises WeightsRefused where it is older than what is served."""
+        """Raises WeightsRefused if the version is older than the served one."""
         if self._version is not None and version < self._version:
             raise WeightsRefused(
-                f"version {version} is older than {self._version}, which is served; versions only grow"
+                f"version {version} is older than {self._version}, which is served; versions only increase"
             )
 
     def forget_version(self) -> None:

@@ -1,15 +1,16 @@
-"""Weights over the network: the receiving end, for engines of this process, and its HTTP side for all engines.
+"""Receives weights over the network: the receiver for engines of this process, and the HTTP routes for all engines.
 
-    POST /init_weights_update_group        JoinUpdateGroup: meet the sender and the other servers
-    POST /begin_weight_update              BeginWeightUpdate: what will come; refused here, nothing is sent
-    POST /update_weights_from_distributed  ReceiveWeights: a bucket is broadcast now; answers when it has come
-    POST /end_weight_update                all has come: load it
+    POST /init_weights_update_group        JoinUpdateGroup: form a group with the sender and the other servers
+    POST /begin_weight_update              BeginWeightUpdate: announces the tensors; if it is refused, nothing is sent
+    POST /update_weights_from_distributed  ReceiveWeights: a bucket is broadcast now; answers when it has arrived
+    POST /end_weight_update                EndWeightUpdate: all buckets have arrived; load them
     POST /destroy_weights_update_group     LeaveUpdateGroup
 
-SGLang's protocol: 200 {"success": true, ...} or 400 {"success": false, "message": ...}. Ours checks more than SGLang: names, shapes
-and dtypes before a bucket is received, its checksum afterwards, and nothing touches the model before everything is there. Tensors
-wait in memory for that, and become the model's where they are; the memory that they replace takes the next update. So a server
-needs room for its weights twice; nothing is copied, and no fresh memory is asked for, which may cost more time than the network.
+SGLang's protocol: 200 {"success": true, ...} or 400 {"success": false, "message": ...}. This server checks more than SGLang does:
+names, shapes and dtypes before a bucket is received, its checksum afterwards. The model changes only after all tensors have
+arrived. Until then they are kept in memory; this memory then becomes the model's, and the memory that it replaces receives the
+next update. A server therefore needs memory for two copies of its weights. In return no tensor is copied and no memory is
+allocated; an allocation may take longer than the transfer itself.
 """
 
 from __future__ import annotations
@@ -47,30 +48,30 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 M = TypeVar("M", bound=msgspec.Struct)
 
-MAX_GROUPS = 4  # more than senders and waves there can be at a time: the oldest is left behind by its sender
+MAX_GROUPS = 4  # more than the senders and waves at any time, so the oldest group beyond it was abandoned by its sender
 
 
 class TensorEngine(Protocol):
-    """What an engine of this process needs to receive weights."""
+    """The interface of an engine of this process that receives weights."""
 
     @property
     def weights_device(self) -> torch.device:
-        """Where its tensors are."""
+        """The device of the model's tensors."""
 
     def check_version(self, version: WeightVersion) -> None:
-        """Raises WeightsRefused where it is older than what is served."""
+        """Raises WeightsRefused if the version is older than the served one."""
 
     def check_tensors(self, specs: TensorSpecs, *, complete: bool) -> None:
-        """Raises WeightsRefused where these tensors, or with `complete` these alone, do not fit the model."""
+        """Raises WeightsRefused if these tensors do not fit the model, or, with `complete`, if any tensor is missing."""
 
     async def load_tensors(self, tensors: dict[str, torch.Tensor], version: WeightVersion) -> None:
-        """Like load_weights, of tensors that are in memory, which may become the model's.
+        """Like load_weights, for tensors in memory. Their memory may become the model's.
 
-        Raises WeightsRefused, and then nothing has changed.
+        Raises WeightsRefused; in that case nothing has changed.
         """
 
     def uses(self, flats: Sequence[torch.Tensor]) -> list[bool]:
-        """Of each, whether tensors of the model are in its memory."""
+        """For each buffer, whether tensors of the model are in its memory."""
 
 
 @dataclass
@@ -79,19 +80,19 @@ class _Update:
     spare: list[torch.Tensor]  # buckets of an earlier update, in order
     group: str = ""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    flats: list[torch.Tensor] = field(default_factory=list)  # the buckets that they are views of
-    # Of the buckets; computed while the next one comes
+    flats: list[torch.Tensor] = field(default_factory=list)  # the buckets; the tensors are views of them
+    # Checksums of the buckets, each computed while the next bucket arrives
     digests: list[asyncio.Future[str]] = field(default_factory=list)
 
 
 class StagedReceiver(WeightReceiver):
-    """Collects the tensors of an update, then has the engine load them all at once."""
+    """Collects the tensors of an update, then passes all of them to the engine at once."""
 
     def __init__(self, engine: TensorEngine, host: str, clock: Clock) -> None:
         self._engine, self._host, self._clock = engine, host, clock
         self._groups: OrderedDict[str, GroupMember] = OrderedDict()
         self._update: _Update | None = None
-        # Buckets of the last updates: the model's tensors are in some, the others are free
+        # Buckets of earlier updates: some hold the model's tensors, the others are free
         self._flats: list[torch.Tensor] = []
 
     @property
@@ -103,7 +104,7 @@ class StagedReceiver(WeightReceiver):
 
         name = group.group_name
         if name in self._groups:
-            raise WeightsRefused(f"group {name!r} exists already")
+            raise WeightsRefused(f"group {name!r} already exists")
         try:
             member = GroupMember(name, group.backend, self._clock)
         except ValueError as error:
@@ -136,7 +137,7 @@ class StagedReceiver(WeightReceiver):
         used = self._engine.uses(self._flats)
         spare = [flat for flat, in_use in zip(self._flats, used, strict=True) if not in_use]
         self._flats = [flat for flat, in_use in zip(self._flats, used, strict=True) if in_use]
-        self._update = _Update(update.weight_version, spare)  # one that is open was left so by a sender that is gone
+        self._update = _Update(update.weight_version, spare)  # an open update was abandoned by its sender
 
     async def receive(self, bucket: ReceiveWeights) -> None:
         import torch
@@ -149,11 +150,13 @@ class StagedReceiver(WeightReceiver):
         if member is None:
             raise WeightsRefused(f"there is no group {bucket.group_name!r}; call init_weights_update_group first")
         if bucket.load_format != "flattened_bucket":
-            raise WeightsRefused(f"load_format {bucket.load_format!r}: this engine takes flattened_bucket only")
+            raise WeightsRefused(f"load_format is {bucket.load_format!r}; this engine accepts only flattened_bucket")
         self._engine.check_tensors(bucket, complete=False)
-        # else a sender that repeats itself would fill the memory
+        # Otherwise a sender that repeats tensors would fill the memory
         if again := update.tensors.keys() & set(bucket.names):
-            raise WeightsRefused(f"{min(again)} came before in this update; call begin_weight_update for another one")
+            raise WeightsRefused(
+                f"{min(again)} was already received in this update; call begin_weight_update for a new one"
+            )
         update.group = bucket.group_name
         try:
             num_bytes = sum(map(num_bytes_of, map(dtype_of, bucket.dtypes), bucket.shapes))
@@ -163,8 +166,8 @@ class StagedReceiver(WeightReceiver):
             tensors = views(flat, bucket)
             await self._until(member.broadcast(flat, bucket.limit_s), bucket.limit_s)
         except (RuntimeError, ValueError, asyncio.TimeoutError) as error:
-            await self.leave(bucket.group_name)  # its connections are broken, or what is on them is
-            raise WeightsRefused(f"the bucket did not come: {_reason(error)}") from error
+            await self.leave(bucket.group_name)  # its connections, or the data in transit on them, are broken
+            raise WeightsRefused(f"the bucket did not arrive: {_reason(error)}") from error
         if self._update is update:
             update.tensors.update(zip(bucket.names, tensors, strict=True))
             update.flats.append(flat)
@@ -178,7 +181,7 @@ class StagedReceiver(WeightReceiver):
             raise WeightsRefused("no weight update is open; call begin_weight_update first")
         digests = await asyncio.gather(*update.digests)
         if ended.xxh3 and digests and list(digests) != ended.xxh3:
-            raise WeightsRefused("what was received has other checksums than what was sent")
+            raise WeightsRefused("checksums of the received buckets differ from those of the sent ones")
         await self._engine.load_tensors(update.tensors, _parse(update.version))
         self._flats += update.flats
 
@@ -191,13 +194,13 @@ class StagedReceiver(WeightReceiver):
 
     @staticmethod
     async def _until(receiving: Coroutine[Any, Any, None], limit_s: float) -> None:
-        """The group has the same limit; this one is for a transport that does not keep it."""
+        """The group has the same limit. This one covers transports that do not enforce it."""
         async with asyncio.timeout(limit_s + 1.0):
             await receiving
 
 
 class ReceivingHTTP:
-    """The routes. `verified`: compares logprobs after each update (weights.verify_logprobs)."""
+    """The HTTP routes. `verified`: compares logprobs after each update (weights.verify_logprobs)."""
 
     def __init__(
         self, receiver: WeightReceiver | None, verified: VerifiedLoads | None, fence: VersionFence, clock: Clock
@@ -217,7 +220,7 @@ class ReceivingHTTP:
 
     @property
     def num_ranks(self) -> int:
-        """Of the server in a group; 0 where it takes no weights over the network."""
+        """Ranks of the server in a group; 0 if it takes no weights over the network."""
         return self._receiver.num_ranks if self._receiver is not None else 0
 
     def close(self) -> None:
@@ -245,7 +248,7 @@ class ReceivingHTTP:
 
     async def _receive(self, bucket: ReceiveWeights) -> str:
         began = self._clock.monotonic()
-        if bucket.weight_version:  # it takes the place of the one that the update began with
+        if bucket.weight_version:  # it replaces the version that the update began with
             await self._check(bucket.weight_version)
         await self._to_the_end(self._engines.receive(bucket))
         return f"{len(bucket.names)} tensors received in {self._clock.monotonic() - began:.3f} s"
@@ -273,7 +276,7 @@ class ReceivingHTTP:
         return f"left {left.group_name}"
 
     async def _to_the_end(self, work: Coroutine[Any, Any, None]) -> None:
-        """A sender that goes away must not break anything off half-way; all of this has limits of its own."""
+        """Run work to its end even if the sender disconnects. All such work has limits of its own."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -283,7 +286,7 @@ class ReceivingHTTP:
 def _typed(
     kind: type[M], handler: Callable[[M], Awaitable[str]]
 ) -> Callable[[web.Request], Coroutine[Any, Any, web.Response]]:
-    """An endpoint of SGLang's shape around a handler of messages."""
+    """Wrap a handler of messages in an endpoint with SGLang's reply format."""
     decode = msgspec.json.Decoder(kind).decode
 
     async def answer(request: web.Request) -> web.Response:
@@ -308,4 +311,4 @@ def _parse(version: str) -> WeightVersion:
 
 
 def _reason(error: BaseException) -> str:
-    return "too slow" if isinstance(error, asyncio.TimeoutError) else str(error).split("\n")[0]
+    return "it timed out" if isinstance(error, asyncio.TimeoutError) else str(error).split("\n")[0]

@@ -1,22 +1,23 @@
-"""The engine `sglang`: a real SGLang server behind our own queue. `external` is the same, with a server that is run elsewhere.
+"""The engine `sglang`: a SGLang server behind our own queue. `external` is the same engine with a server that another program runs.
 
     submit -> checks -> _waiting -> _admit -> one POST /generate a request, streamed -> future
                           ^                                             |
                           +------- retracted: waits, with its tokens ---+
 
-What SGLang would take badly never reaches it: prompts, lengths, rids and sampling are checked here, versions are verified (files,
-checksums, names and shapes of tensors) before it is told to load them, and while the engine is paused it is sent nothing.
+Invalid input never reaches SGLang. Prompts, lengths, rids and sampling parameters are checked here, versions are verified (files,
+checksums, names and shapes of tensors) before SGLang loads them, and no request is sent while the engine is paused.
 
-Versions are exact because an update happens while SGLang runs nothing: `abort`, `retract` and `wait` all end the requests there
-first, so that each of SGLang's requests lives under one version, which SGLang's own label must confirm. (`retract` keeps ours:
-they wait here and go on with what they have as their prefix.) Only `in_place`, which is approximate by nature, pauses SGLang
-with its requests; it runs without overlap scheduling then, which makes the labels exact, and without a prefix cache.
+Version labels are exact because SGLang runs no request during an update. `abort`, `retract` and `wait` all end SGLang's requests
+first, so each of them runs under one version, and SGLang's own label must confirm it. (`retract` keeps our requests: they wait
+here and continue with their tokens as a prefix.) Only `in_place`, which is approximate by design, pauses SGLang with its requests.
+SGLang then runs without overlap scheduling, which makes the labels exact, and without a prefix cache.
 
-SGLang's own names for requests are ours (`GrowingResponse.key`): unique, none a prefix of another, since it aborts by prefix.
+SGLang's request ids are our `GrowingResponse.key`. They are unique, and none is a prefix of another because SGLang aborts by
+prefix.
 
-Weights over the network are passed on step by step; SGLang's schedulers are the ranks. SGLang loads each bucket as it comes, so
-from the first one until the last has been confirmed its weights are unknown: the engine has no version meanwhile, and
-generates nothing. One that hangs in a group can only be killed.
+Weights over the network are forwarded to SGLang step by step; its schedulers are the ranks of the group. SGLang loads each bucket
+on arrival. From the first bucket until SGLang has confirmed the version its weights are unknown: meanwhile the engine has no
+version and generates nothing. A SGLang server that hangs in a group can only be killed.
 """
 
 from __future__ import annotations
@@ -62,54 +63,54 @@ from asyncrl.runtime.trace import OFF, Tracer
 
 logger = logging.getLogger(__name__)
 
-_ASK_LIMIT_S = 10.0  # of a question that SGLang's front answers by itself
-_ABORT_LIMIT_S = 20.0  # until what was aborted has ended: a pass of the model, at most
-_ABORT_AGAIN_S = 0.2  # an abort that overtakes its request is lost
+_ASK_LIMIT_S = 10.0  # of a request that SGLang's HTTP process answers without its schedulers
+_ABORT_LIMIT_S = 20.0  # until aborted requests have ended; they take one forward pass at most
+_ABORT_AGAIN_S = 0.2  # aborts are repeated, because one that overtakes its request is lost
 _FLUSH_TRIES, _UPDATE_FLUSH_TRIES = 5, 20
 _FLUSH_PAUSE_S = 0.05
 _WATCH_S = 0.5
-_SILENT_LIMIT_S = 60.0  # a server that answers no question for so long is given up
+_SILENT_LIMIT_S = 60.0  # a server that answers nothing for this long counts as dead
 _NOT_CHANGED = (
     "Failed to get weights iterator",
     "Failed to get model loader",
-)  # SGLang's words when it touched nothing
+)  # SGLang's messages when it has changed nothing
 _NOT_FLUSHED = "Weights were updated, but the cache was not flushed"
 _LOAD_LIMIT_S = 60.0
-_HANG_SLACK_S = 5.0  # a group that has failed at the sender fails here, too, a moment later
+_HANG_SLACK_S = 5.0  # a group that fails at the sender fails here, too, a moment later
 
 
 @dataclass(eq=False, slots=True)
 class GrowingResponse(Pending):
-    """A request in flight, and what it has so far. It may be sent to SGLang several times, with that as its prefix.
+    """A request in flight and its tokens so far. It may be sent to SGLang several times, with these tokens as its prefix.
 
-    It grows piece by piece: each piece is checked before a token of it counts. Pure.
+    It grows piece by piece. Each piece is checked before any of its tokens is added. Pure.
     """
 
-    begin: int = 0  # how many tokens it had when it was sent
-    retracted: bool = False  # when it ends there, it is to wait here and go on
-    ended: asyncio.Event = field(default_factory=asyncio.Event, repr=False)  # there, since it was sent
+    begin: int = 0  # number of tokens when it was last sent
+    retracted: bool = False  # when it ends at SGLang, it goes back to the queue and continues later
+    ended: asyncio.Event = field(default_factory=asyncio.Event, repr=False)  # set when it has ended at SGLang
 
     def sent(self) -> None:
-        """It goes to SGLang, from where it stands."""
+        """Record that it is sent to SGLang with its current tokens."""
         self.begin, self.retracted, self.ended = len(self.token_ids), False, asyncio.Event()
 
     def take(self, piece: Piece) -> int:
-        """Append what a piece brings; returns how many tokens. Raises SGLangError where its parts do not fit each other.
+        """Append the new tokens of a piece; returns their number. Raises SGLangError if the piece is inconsistent.
 
-        A piece has what is new, or all so far (`completion_tokens` tells which). One that aborts a request in SGLang's queue
-        repeats the last token: nothing is new then.
+        A piece has either the new tokens or all tokens so far; `completion_tokens` shows which. A piece that aborts a request in
+        SGLang's queue repeats the last token and has no new one.
         """
         meta = piece.meta_info
         new = meta.completion_tokens - (len(self.token_ids) - self.begin)
         tokens, rows = piece.output_ids, meta.output_token_logprobs
         if new < 0 or len(tokens) < new or len(rows) < new:
-            raise SGLangError(f"{len(tokens)} tokens and {len(rows)} logprobs where {new} should be new")
+            raise SGLangError(f"a piece has {len(tokens)} tokens and {len(rows)} logprobs, but {new} should be new")
         if new == 0:
             return 0
         tokens, rows = tokens[-new:], rows[-new:]
         logprobs = [math.nan if row[0] is None else row[0] for row in rows]
         if [row[1] for row in rows] != tokens:
-            raise SGLangError("tokens and logprobs are not of the same response")
+            raise SGLangError("tokens and logprobs of a piece are not of the same response")
         if not all(map(math.isfinite, logprobs)):
             raise SGLangError("logprobs are not finite")
         self.token_ids += tokens
@@ -117,7 +118,10 @@ class GrowingResponse(Pending):
         return new
 
     def natural_end(self, stop_ids: Sequence[int]) -> FinishReason | None:
-        """How it would have ended by itself here: SGLang runs one more pass of what it aborts, and calls its token aborted too."""
+        """The stop or length finish that the tokens imply, or None.
+
+        SGLang runs one more pass of an aborted request, and reports `abort` even if that pass completes the response.
+        """
         if self.token_ids and self.token_ids[-1] in stop_ids and len(self.token_ids) > self.begin:
             return FinishReason(type="stop", matched=self.token_ids[-1])
         if len(self.token_ids) >= self.request.params.max_new_tokens:
@@ -125,9 +129,9 @@ class GrowingResponse(Pending):
         return None
 
     def label(self, last: Piece, began: WeightVersion, served: WeightVersion | None) -> None:
-        """Which version sampled what, by SGLang's own account, which must be ours. Raises SGLangError where it is not.
+        """Add SGLang's version labels as spans. Raises SGLangError if a label is not a version that this engine has served.
 
-        began: the version when it was sent; served: the one now. These are one, unless SGLang was paused in place between.
+        began: the version when the request was sent; served: the current one. They differ only after a pause in place.
         """
         end = self.begin
         for span in last.meta_info.weight_versions:
@@ -150,13 +154,13 @@ def _check_label(label: str, began: WeightVersion, served: WeightVersion | None)
         known = False
     if not known:
         raise SGLangError(
-            f"SGLang says that {label!r} sampled tokens; {served} is served, and was {began} when the request was sent: another "
-            "program updates its weights"
+            f"SGLang reports tokens of version {label!r}; this engine serves {served} and served {began} when the request was "
+            "sent: another program updates SGLang's weights"
         )
 
 
 async def _flushed(client: SGLangClient, num_tries: int) -> bool:
-    """Have SGLang flush its prefixes. A request's answer may be here a moment before its scheduler has let go of it."""
+    """Flush SGLang's prefix cache. Retries, because an answer may arrive a moment before the scheduler releases the request."""
     for _ in range(num_tries):
         if await client.flush_cache(limit_s=_ASK_LIMIT_S):
             return True
@@ -165,7 +169,10 @@ async def _flushed(client: SGLangClient, num_tries: int) -> bool:
 
 
 class SGLangEngine(QueueingEngine[GrowingResponse]):
-    """See the module's docstring. All methods are called on the event loop; files are read in threads."""
+    """Runs requests on a SGLang server; see the module's docstring.
+
+    Call all methods on the event loop. Files are read in threads.
+    """
 
     def __init__(
         self,
@@ -187,12 +194,12 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         self._client = SGLangClient("", server.api_key)
         self._prefix, self._keys = uuid.uuid4().hex[:8], itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._held = False  # SGLang itself is paused, in place
+        self._held = False  # SGLang itself is paused in place
         self._keeps_prefixes = self._overlaps = True
         self._num_ranks = 1  # tensor parallel
         self._receiver: SGLangReceiver | None = None
         self._failure: BaseException | None = None
-        self._told_tokens: int | None = None  # that are in use, as SGLang said last
+        self._told_tokens: int | None = None  # tokens in use, by SGLang's last report
 
     # ------------------------------------------------------------------------------------------------------ lifecycle
 
@@ -209,13 +216,13 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         try:
             settings = await self._client.settings(limit_s=_ASK_LIMIT_S)
         except SGLangError as error:
-            raise ConfigError(f"{self._client.url} does not answer as SGLang 0.5.23 does: {error}") from error
+            raise ConfigError(f"{self._client.url} does not answer like SGLang 0.5.23: {error}") from error
         self._keeps_prefixes, self._overlaps = not settings.disable_radix_cache, not settings.disable_overlap_schedule
         self._num_ranks = settings.tp_size
         if settings.dp_size != 1:
             raise ConfigError(
-                f"{self._client.url} runs with --dp-size {settings.dp_size}: each of its schedulers would be updated at a time of "
-                "its own; run one server a replica (allocation d)"
+                f"{self._client.url} runs with --dp-size {settings.dp_size}: its schedulers would be updated at different times; "
+                "run one server per replica (allocation d)"
             )
         if self._config.interrupt not in self.pause_modes:
             raise ConfigError(
@@ -225,7 +232,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         self._max_prompt = settings.max_req_input_len - 1
         self._max_length = min(
             self._limits.max_length, settings.max_req_input_len + 4
-        )  # of 6 it keeps 1 from the whole
+        )  # SGLang reserves 6 positions of a prompt, but at most 2 of prompt and response together
         self._in_background(self._watch(), "watch")
         logger.info("SGLang %s answers at %s", settings.version, self._client.url)
 
@@ -238,7 +245,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
             return
         self._closing, had_some = True, bool(self._running)
         self._fail_all(EngineUnavailable("the server is closing"))
-        if had_some and self._failure is None:  # an external server, or one that is slow to end
+        if had_some and self._failure is None:  # an external server goes on running, and our own may end slowly
             with contextlib.suppress(SGLangError):
                 await self._client.abort(limit_s=1.0)
         for task in self._tasks:
@@ -254,9 +261,10 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         task.add_done_callback(self._tasks.discard)
 
     async def _watch(self) -> None:
-        """See that the server lives, and how full it is.
+        """Watch whether the server is alive, and its load.
 
-        Waits for its end, for half a second at most, then asks for its load. A server that ends takes with it what is in flight.
+        Waits for the server's end for half a second at most, then asks for its load. When the server ends, all requests in flight
+        fail.
         """
         answered = self._clock.monotonic()
         while self._failure is None:
@@ -275,7 +283,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
                 self._die(f"{ended}; {self._server.told()}")
 
     async def _how_it_ended(self) -> str | None:
-        """A child of SGLang's main process may be seen dead a moment before the main process, which took it along."""
+        """How the server ended; None while it runs. If a child ended, wait briefly: the main process may be about to end, too."""
         ended = self._server.how_it_ended()
         if ended is not None:
             await self._server.wait_ended(_WATCH_S)
@@ -283,7 +291,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         return ended
 
     def _die(self, why: str) -> None:
-        """The engine has failed for good. All requests are answered now."""
+        """Mark the engine as failed permanently, and fail all requests."""
         if self._failure is not None or self._closing:
             return
         self._failure = EngineFailed(why)
@@ -297,7 +305,9 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
     def _check(self, request: EngineRequest) -> None:
         check_params(request.params)
         if request.params.ignore_eos and request.params.stop_token_ids:
-            raise RequestRefused("ignore_eos with stop_token_ids: SGLang would ignore those too; leave one of them out")
+            raise RequestRefused(
+                "ignore_eos and stop_token_ids are both set: SGLang would ignore both; set only one of them"
+            )
         check_prompt(
             request,
             vocab_size=self._limits.vocab_size,
@@ -310,7 +320,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         return GrowingResponse(request, since, future)
 
     def _new_key(self) -> str:
-        return f"{self._prefix}-{next(self._keys)}."  # ends in a dot: none is a prefix of another
+        return f"{self._prefix}-{next(self._keys)}."  # the final dot ensures that no key is a prefix of another
 
     def _begin(self, pending: GrowingResponse) -> None:
         assert self._version is not None
@@ -318,7 +328,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         self._in_background(self._run(pending, self._version), pending.key)
 
     async def _run(self, pending: GrowingResponse, version: WeightVersion) -> None:
-        """One request at SGLang, from its beginning to its end there.
+        """Run one request at SGLang from start to end.
 
         Waits for the next piece, for max_wait_s at most; unblocked by SGLang, by an abort, or by SGLang's death.
         """
@@ -352,7 +362,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
             self._on_tokens(new, str(self._version))
 
     def _ended(self, pending: GrowingResponse, finish: FinishReason) -> None:
-        """It has ended at SGLang."""
+        """Handle the end of a request at SGLang: answer it, or put it back if it was retracted."""
         pending.ended.set()
         if finish.type == "abort":
             finish = pending.natural_end(self._stop_ids(pending)) or finish
@@ -366,8 +376,8 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         self._admit()
 
     async def _lost(self, pending: GrowingResponse, error: SGLangError) -> None:
-        """No whole answer. If the server has died, all requests fail at once; else this one fails alone."""
-        await asyncio.sleep(0)  # the thread that waits for the process may be a moment later than its sockets
+        """Handle a request without a complete answer. If the server has died, all requests fail; otherwise only this one."""
+        await asyncio.sleep(0)  # sockets may close a moment before the thread that waits for the process sees its end
         if error.status == 0:
             await self._server.wait_ended(_WATCH_S)
             if (ended := await self._how_it_ended()) is not None:
@@ -375,9 +385,9 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         pending.ended.set()
         if error.status == 0 and self._failure is None:
             with contextlib.suppress(SGLangError):
-                await self._client.abort(pending.key, limit_s=_ASK_LIMIT_S)  # its answer is read no more
+                await self._client.abort(pending.key, limit_s=_ASK_LIMIT_S)  # its answer is no longer read
         if 400 <= error.status < 500:
-            self._fail(pending, RequestRefused(f"SGLang refuses it: {error}"))
+            self._fail(pending, RequestRefused(f"SGLang refuses the request: {error}"))
         elif error.status == 503:
             self._fail(pending, EngineUnavailable(str(error)))
         else:
@@ -410,7 +420,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
             await self._abort_running(pending)
 
     async def _abort_running(self, pending: GrowingResponse) -> bool:
-        """True when it has ended because of this. One that stands still in place ends when it moves again."""
+        """True if this abort ended the request. While SGLang is paused in place, the request ends only after it continues."""
         pending.retracted = False
         await self._end([pending], pending.key)
         if not pending.future.done() or pending.future.cancelled() or pending.future.exception() is not None:
@@ -418,7 +428,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         return pending.future.result().finish.type == "abort"
 
     async def _end_running(self, *, retract: bool = False) -> int:
-        """End what SGLang runs; returns how many of them were answered as aborted. Raises EngineFailed if it does not end."""
+        """End all requests at SGLang; returns how many were answered as aborted. Raises EngineFailed if they do not end."""
         if self._held:
             await self._let_go()
         before = self._num["aborted"]
@@ -426,14 +436,14 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         for pending in running:
             pending.retracted = retract
         if not await self._end(running):
-            self._die(f"SGLang has not ended what was aborted within {_ABORT_LIMIT_S:g} s; {self._server.told()}")
+            self._die(f"SGLang has not ended aborted requests within {_ABORT_LIMIT_S:g} s; {self._server.told()}")
             raise EngineFailed(str(self._failure))
         return self._num["aborted"] - before
 
     async def _end(self, requests: list[GrowingResponse], key: str = "") -> bool:
-        """Ask SGLang to end one request, or all. Again and again: an abort that overtakes its request is lost.
+        """Abort one request at SGLang, or all. Repeats the abort, because one that overtakes its request is lost.
 
-        Waits for the requests' ends, for _ABORT_LIMIT_S at most, then returns False. Raises EngineFailed when SGLang has died.
+        Waits for the requests' ends for _ABORT_LIMIT_S at most, then returns False. Raises EngineFailed if SGLang has died.
         """
         ends = [pending.ended for pending in requests]
         deadline = self._clock.monotonic() + _ABORT_LIMIT_S
@@ -457,7 +467,9 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
     async def pause(self, mode: str = "abort") -> int:
         self._check_alive()
         if mode not in self.pause_modes:
-            raise RequestRefused(f"mode {mode!r} is not for this server; use one of {', '.join(self.pause_modes)}")
+            raise RequestRefused(
+                f"mode {mode!r} is not supported by this server; use one of {', '.join(self.pause_modes)}"
+            )
         self._paused = True
         count = len(self._running)
         if mode == "in_place":
@@ -519,7 +531,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
                 return num_aborted
 
     async def _load(self, path: Path, version: WeightVersion) -> None:
-        """Have SGLang load it, and say which version it serves. A failure after that leaves unknown weights."""
+        """Make SGLang load a version, and check the version that it then reports. A failure may leave unknown weights."""
         limit_s, flush = self._config.load_timeout_s, not self._held
         for tries_left in reversed(range(_FLUSH_TRIES)):
             try:
@@ -535,10 +547,10 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
                     raise EngineFailed(f"SGLang did not load {version}: {said}") from error
             await asyncio.sleep(_FLUSH_PAUSE_S)
         if info.weight_version != str(version):
-            self._die(f"SGLang loaded {version} and says that it serves {info.weight_version!r}; {self._server.told()}")
-            raise EngineFailed(f"SGLang loaded {version} and says that it serves {info.weight_version!r}")
+            self._die(f"SGLang loaded {version} but reports {info.weight_version!r}; {self._server.told()}")
+            raise EngineFailed(f"SGLang loaded {version} but reports {info.weight_version!r}")
 
-    # Weights over the network: what SGLangReceiver needs
+    # Weights over the network: the methods that SGLangReceiver calls
 
     def weight_receiver(self, host: str) -> SGLangReceiver:
         self._receiver = SGLangReceiver(self._client, self, num_ranks=self._num_ranks)
@@ -548,7 +560,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         self._tensors.check_sent(specs, complete=complete)
 
     def check_network_update(self, version: WeightVersion) -> bool:
-        """Raises WeightsRefused unless it may come now. True where prefixes must be flushed after it."""
+        """Raises WeightsRefused unless an update is possible now. Returns whether prefixes must be flushed after it."""
         self._check_alive()
         self.check_version(version)
         if not self._paused or (self._running and not self._held):
@@ -565,9 +577,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
     async def score(self, input_ids: list[int]) -> list[float]:
         self._check_alive()
         if self._held:
-            raise EngineUnavailable(
-                "SGLang scores nothing while it is paused in place; use another generation.interrupt"
-            )
+            raise EngineUnavailable("SGLang cannot score while it is paused in place; use another generation.interrupt")
         try:
             scores = await self._client.score(self._new_key(), input_ids, limit_s=self._config.load_timeout_s)
             if not self._running and self._keeps_prefixes:
@@ -597,11 +607,11 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
 
 
 class SGLangReceiver(WeightReceiver):
-    """Passes the steps of an update on to SGLang."""
+    """Forwards the steps of an update to SGLang."""
 
     def __init__(self, client: SGLangClient, engine: SGLangEngine, *, num_ranks: int) -> None:
         self._client, self._engine, self._num_ranks = client, engine, num_ranks
-        self._version: WeightVersion | None = None  # of the update that is open
+        self._version: WeightVersion | None = None  # of the open update
         self._flush = True
 
     @property
@@ -642,7 +652,7 @@ class SGLangReceiver(WeightReceiver):
             "shapes": bucket.shapes,
             "group_name": bucket.group_name,
             "load_format": bucket.load_format,
-            # Where a flush comes a moment too early, SGLang calls the update failed and keeps its old label: flushed in `end`
+            # If a flush comes a moment too early, SGLang reports a failed update and keeps its old label. `end` flushes instead.
             "flush_cache": False,
         }
         if bucket.weight_version is not None:
@@ -661,7 +671,7 @@ class SGLangReceiver(WeightReceiver):
         except SGLangError as error:
             raise WeightsRefused(str(error)) from error
         if served != str(version):
-            raise WeightsRefused(f"SGLang received {version} and says that it serves {served!r}")
+            raise WeightsRefused(f"SGLang received {version} but reports {served!r}")
         self._engine.network_updated(version)
 
     async def leave(self, group_name: str) -> None:
@@ -669,7 +679,7 @@ class SGLangReceiver(WeightReceiver):
         await self._call("/destroy_weights_update_group", {"group_name": group_name}, _ASK_LIMIT_S)
 
     async def abandon(self) -> None:
-        """Close an update that was left open; what it brought is overwritten by the next load."""
+        """Close an update that was left open. The next load overwrites the tensors that it brought."""
         if self._version is not None:
             self._version = None
             await self._call("/end_weight_update", {}, _LOAD_LIMIT_S)
@@ -680,10 +690,13 @@ class SGLangReceiver(WeightReceiver):
         except SGLangError as error:
             raise WeightsRefused(str(error)) from error
         if not flushed:
-            raise WeightsRefused("SGLang did not flush its prefix cache after the update: it says that requests run")
+            raise WeightsRefused("SGLang did not flush its prefix cache after the update: it reports running requests")
 
     async def _call(self, path: str, body: dict[str, Any], limit_s: float) -> None:
-        """A refusal is one; no answer means that its scheduler hangs in a group, or that it has died."""
+        """POST to SGLang. Raises WeightsRefused if it refuses.
+
+        Without an answer the engine also fails: SGLang has died, or a scheduler hangs in a group.
+        """
         try:
             await self._client.call(path, body, limit_s=limit_s + _HANG_SLACK_S)
         except SGLangError as error:

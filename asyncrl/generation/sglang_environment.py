@@ -1,4 +1,4 @@
-"""SGLang's own environment: which SGLang, torch and NCCL an interpreter has, found in its files. Nothing of it is imported."""
+"""SGLang's own environment: finds the versions of SGLang, torch and NCCL of an interpreter in its files, without importing them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 
 TESTED_VERSION = "0.5.23"  # launcher/setup_sglang.sh installs it
 SETUP_HINT = (
-    "make SGLang's environment with `bash launcher/setup_sglang.sh` (--cpu without a GPU), and set generation.python to "
+    "create SGLang's environment with `bash launcher/setup_sglang.sh` (--cpu without a GPU), and set generation.python to "
     "the interpreter that it prints"
 )
 _LIMIT_S = 10.0
-_NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")  # packages that torch's builds for CUDA need
+_NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")  # dependencies of torch's CUDA builds
 _PACKAGES = ("sglang", "torch", *_NCCL)
 _ASK = """
 import importlib.metadata as metadata, sys
@@ -31,16 +31,16 @@ for package in sys.argv[1:]:
 class TorchVersions:
     """The torch of an environment, and its NCCL."""
 
-    torch: str  # "" where it has none
-    nccl: str = ""  # "" where no package has it: a build for CPUs, or one with NCCL inside
+    torch: str  # "": not installed
+    nccl: str = ""  # "": no package has it (a CPU build, or one with NCCL inside)
 
     def __str__(self) -> str:
         return f"torch {self.torch or '?'}{f' with NCCL {self.nccl}' if self.nccl else ''}"
 
     def joins(self, other: TorchVersions) -> bool:
-        """Whether processes of both can form one NCCL group: NCCL refuses any other version than its own.
+        """Whether processes of both can form one NCCL group. NCCL refuses every version but its own.
 
-        Without the versions of both NCCLs those of torch decide. What is not known counts as equal.
+        If either NCCL version is unknown, the torch versions are compared. An unknown torch version counts as equal.
         """
         if self.nccl and other.nccl:
             return self.nccl == other.nccl
@@ -50,10 +50,10 @@ class TorchVersions:
 
 @dataclass(frozen=True)
 class SGLangEnvironment:
-    """What is installed beside an interpreter."""
+    """The packages of an interpreter's environment."""
 
     version: str  # of SGLang
-    torch: str  # "" where it has none
+    torch: str  # "": not installed
     nccl: str = ""  # as TorchVersions.nccl
 
     @property
@@ -62,7 +62,7 @@ class SGLangEnvironment:
 
 
 def own_torch() -> TorchVersions:
-    """Of this environment, which is the trainer's. torch is not imported."""
+    """The torch of this environment, which is the trainer's. Does not import torch."""
     found = {}
     for package in _PACKAGES:
         try:
@@ -73,7 +73,7 @@ def own_torch() -> TorchVersions:
 
 
 def find_sglang(python: str) -> SGLangEnvironment | None:
-    """None where the interpreter (this one, if empty) has no SGLang, or is none."""
+    """Find SGLang in an interpreter's environment ("": this one's). None: it has no SGLang, or is not an interpreter."""
     folder = _site_packages(python)
     if folder is not None:
         found = {package: _version_in(folder, package) for package in _PACKAGES}
@@ -99,7 +99,7 @@ def _nccl_of(found: Mapping[str, str]) -> str:
 
 
 def _site_packages(python: str) -> Path | None:
-    """Of a virtual environment, as its layout has it; None for other interpreters, which must be asked."""
+    """site-packages of a virtual environment, from its layout. None for other interpreters, which must be run to find out."""
     prefix = Path(python or sys.executable).expanduser().parent.parent
     if not (prefix / "pyvenv.cfg").is_file():
         return None
@@ -107,7 +107,7 @@ def _site_packages(python: str) -> Path | None:
 
 
 def _version_in(folder: Path, package: str) -> str:
-    """`sglang-0.5.23.dist-info` -> 0.5.23; "" where it is not installed."""
+    """`sglang-0.5.23.dist-info` -> 0.5.23; "" if the package is not installed."""
     prefix = f"{package.replace('-', '_')}-"
     found = next(iter(folder.glob(f"{prefix}*.dist-info")), None)
     return found.name.removeprefix(prefix).removesuffix(".dist-info") if found is not None else ""

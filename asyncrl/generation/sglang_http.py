@@ -1,6 +1,6 @@
-"""SGLang's own HTTP protocol (0.5.23), as its client: shapes, and one call for each of its endpoints that we use.
+"""Client of SGLang's own HTTP protocol (0.5.23): message types, and one call for each endpoint that we use.
 
-Nothing is decided here. Every call has a limit; what the server says of a failure is in the error's text.
+This module makes no decisions. Every call has a time limit. Errors contain the server's message.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from msgspec import Struct
 from asyncrl.protocol.messages import DECODE_ERRORS, FinishReason, LoadsReply, SamplingParams, VersionSpan
 from asyncrl.runtime.http_client import MAX_ANSWER_BYTES, BoundedResponse
 
-STREAM_INTERVAL = 16  # tokens a piece: fine enough for the journal, and a small share of SGLang's own work
+STREAM_INTERVAL = 16  # tokens per piece: fine enough for the journal, and a small share of SGLang's work
 _CONNECT_LIMIT_S = 5.0
 _JSON = {"Content-Type": "application/json"}
-_NO_LOGPROB = -1  # logprob_start_len: of the prompt's tokens none
+_NO_LOGPROB = -1  # logprob_start_len: no logprobs of the prompt's tokens
 
 
 class SGLangError(RuntimeError):
-    """It did not do what it was asked. status: of HTTP, 0 where there was no answer."""
+    """SGLang refused or failed a request. status: the HTTP status, 0 if there was no answer."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -31,7 +31,7 @@ class SGLangError(RuntimeError):
 
 
 class Finish(Struct, frozen=True):
-    """Why a response ended. status_code comes with an `abort` that is an error."""
+    """Why a response ended. status_code is set if an `abort` is an error."""
 
     type: Literal["stop", "length", "abort"]
     matched: int | str | None = None
@@ -40,7 +40,7 @@ class Finish(Struct, frozen=True):
     status_code: int | None = None
 
     def told(self) -> FinishReason:
-        """As our servers tell it."""
+        """The finish reason in our servers' format."""
         matched = self.matched if isinstance(self.matched, int) else None
         return FinishReason(type=self.type, matched=matched, length=self.length, message=self.message)
 
@@ -54,7 +54,7 @@ class PieceMeta(Struct, frozen=True):
 
 
 class Piece(Struct, frozen=True):
-    """A piece of a response. output_ids and logprobs are what is new (incremental streaming), or all so far."""
+    """A piece of a response. output_ids and logprobs are the new ones (incremental streaming), or all so far."""
 
     output_ids: list[int] = []
     meta_info: PieceMeta = PieceMeta()
@@ -69,10 +69,10 @@ class SGLangInfo(Struct, frozen=True, kw_only=True):
 
 
 class SGLangSettings(Struct, frozen=True, kw_only=True):
-    """GET /server_info, what of it matters to us. The defaults are those of a server that does not say."""
+    """The fields of GET /server_info that we use. The defaults apply to fields that the server omits."""
 
     version: str = ""
-    max_req_input_len: int  # a prompt must be shorter
+    max_req_input_len: int  # exclusive limit of a prompt's length
     disable_radix_cache: bool = False
     disable_overlap_schedule: bool = False
     tp_size: int = 1
@@ -98,7 +98,7 @@ _decode_piece = msgspec.json.Decoder(Piece).decode
 
 
 def sglang_params(params: SamplingParams, stop_token_ids: list[int]) -> dict[str, Any]:
-    """Ours in SGLang's words. Its greedy is temperature 0 too, with logprobs at temperature 1."""
+    """Our sampling parameters in SGLang's format. In SGLang, too, temperature 0 is greedy, with logprobs at temperature 1."""
     return {
         "max_new_tokens": params.max_new_tokens,
         "temperature": params.temperature,
@@ -111,9 +111,9 @@ def sglang_params(params: SamplingParams, stop_token_ids: list[int]) -> dict[str
 
 
 class SGLangClient:
-    """One server. All calls raise SGLangError; a call that gets no answer within its limit does so, too.
+    """Client of one server. All calls raise SGLangError, also when no answer arrives within their limit.
 
-    The first call opens a session, on its event loop; `close` ends it.
+    The first call opens a session on the running event loop; `close` ends it.
     """
 
     def __init__(self, url: str, api_key: str = "") -> None:
@@ -141,9 +141,9 @@ class SGLangClient:
     async def generate(
         self, rid: str, input_ids: list[int], params: dict[str, Any], *, idle_limit_s: float
     ) -> AsyncGenerator[Piece, None]:
-        """Pieces of a response, the last one with its finish reason. idle_limit_s: until the next piece.
+        """Yield the pieces of a response; the last one has the finish reason. idle_limit_s: limit until the next piece.
 
-        Short responses come in one piece. Closing the iterator before its end aborts nothing by itself.
+        A short response is one piece. Closing the iterator before its end does not abort the request.
         """
         stream = params["max_new_tokens"] > STREAM_INTERVAL
         body = _encode(_Generate(rid=rid, input_ids=input_ids, sampling_params=params, stream=stream))
@@ -170,11 +170,13 @@ class SGLangClient:
         piece = _piece(await self._request("POST", "/generate", _encode(request), limit_s))
         rows = piece.meta_info.input_token_logprobs
         if [row[1] for row in rows] != input_ids:
-            raise SGLangError(f"{self.url}/generate scored {len(rows)} tokens where {len(input_ids)} were asked for")
+            raise SGLangError(
+                f"{self.url}/generate returned {len(rows)} scores, not those of the {len(input_ids)} tokens that were sent"
+            )
         return [0.0, *(float("nan") if row[0] is None else row[0] for row in rows[1:])]
 
     async def abort(self, rid: str = "", *, limit_s: float) -> None:
-        """End one request, or without a rid all. SGLang takes a rid for a prefix of rids."""
+        """End one request, or all without a rid. SGLang ends every request whose id starts with rid."""
         await self._request("POST", "/abort_request", _encode({"rid": rid} if rid else {"abort_all": True}), limit_s)
 
     # ------------------------------------------------------------------------------------------------- weights and cache
@@ -186,7 +188,7 @@ class SGLangClient:
         await self._request("POST", "/continue_generation", b"{}", limit_s)
 
     async def update_weights_from_disk(self, path: str, version: str, *, flush_cache: bool, limit_s: float) -> None:
-        """Load a folder in place. load_format is said, or the server would go on with the one that it was started with."""
+        """Load a folder in place. load_format must be sent; otherwise the server uses the one that it was started with."""
         body = {
             "model_path": path,
             "load_format": "auto",
@@ -196,7 +198,7 @@ class SGLangClient:
         await self.call("/update_weights_from_disk", body, limit_s=limit_s)
 
     async def flush_cache(self, *, limit_s: float) -> bool:
-        """False while it runs requests."""
+        """Flush the prefix cache. Returns False if SGLang runs requests."""
         try:
             await self._request("POST", "/flush_cache", b"{}", limit_s)
         except SGLangError as error:
@@ -206,7 +208,7 @@ class SGLangClient:
         return True
 
     async def call(self, path: str, body: dict[str, Any], *, limit_s: float) -> str:
-        """POST something that answers {success, message}; returns the message. Raises SGLangError where success is false."""
+        """POST to an endpoint that answers {success, message}; returns the message. Raises SGLangError if success is false."""
         answer = await self._request("POST", path, _encode(body), limit_s)
         outcome: _Outcome = _decode(answer, _Outcome, path)
         if not outcome.success:
@@ -225,7 +227,7 @@ class SGLangClient:
         return settings
 
     async def used_tokens(self, *, limit_s: float) -> int:
-        """What requests hold of the KV cache, all schedulers together."""
+        """KV cache tokens used by requests, summed over all schedulers."""
         answer = await self._request("GET", "/v1/loads?include=core", None, limit_s)
         return sum(load.num_used_tokens for load in _decode(answer, LoadsReply, "/v1/loads").loads)
 
@@ -246,7 +248,7 @@ class SGLangClient:
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """The data of server-sent events, however they are cut. Raises SGLangError for one that does not end."""
+    """Yield the data of server-sent events, joined across chunks. Raises SGLangError if an event exceeds MAX_ANSWER_BYTES."""
     rest = b""
     async for data in content.iter_any():
         *whole, rest = (rest + data).split(b"\n\n")
@@ -261,7 +263,7 @@ def _piece(data: bytes) -> Piece:
     try:
         piece = _decode_piece(data)
     except DECODE_ERRORS as error:
-        raise SGLangError(f"/generate answered what cannot be read ({error}): {data[:200]!r}") from error
+        raise SGLangError(f"/generate sent an answer that cannot be decoded ({error}): {data[:200]!r}") from error
     if piece.error is not None:
         told = piece.error if isinstance(piece.error, dict) else {"message": str(piece.error)}
         code = told.get("code", 500)
@@ -276,11 +278,11 @@ def _decode(data: bytes, kind: Any, path: str) -> Any:
     try:
         return msgspec.json.decode(data, type=kind)
     except DECODE_ERRORS as error:
-        raise SGLangError(f"{path} answered what cannot be read ({error}): {data[:200]!r}") from error
+        raise SGLangError(f"{path} sent an answer that cannot be decoded ({error}): {data[:200]!r}") from error
 
 
 def _said(content: bytes) -> str:
-    """The message in an error's body, in one of SGLang's three forms; else its beginning."""
+    """The message in an error's body, which has one of SGLang's three formats; otherwise the start of the body."""
     try:
         body = msgspec.json.decode(content)
     except DECODE_ERRORS:

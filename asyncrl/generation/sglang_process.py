@@ -1,13 +1,13 @@
-"""The SGLang server behind a generation server: a child process (SGLangProcess), or one that is run elsewhere (AttachedServer).
+"""The SGLang server behind a generation server: a child process (SGLangProcess), or a server that runs elsewhere (AttachedServer).
 
     GenerationServer (our process) -- owns --> python -m sglang.launch_server -- its own --> scheduler of each rank, detokenizer
 
-SGLang runs with the interpreter of its own environment: its pins of torch and transformers never meet the trainer's. It listens
-on loopback, talks to us alone, and dies with us: the kernel kills it when the thread that started it ends (parent-death signal),
-and its children when it ends, as SGLang asks for that itself; what is left of its process group is killed with it.
+SGLang runs with the interpreter of its own environment, so its pins of torch and transformers cannot conflict with the trainer's.
+It listens on loopback, serves only this process, and ends with it: the kernel kills it when the thread that started it ends
+(parent-death signal). SGLang requests the same signal for its children. The rest of its process group is killed after its end.
 
-SGLang never removes the file of its load in /dev/shm, and its name is random. The files that it has open there are noted while
-it lives, since only then their owner can be known. After its end this process or the guard removes them.
+SGLang never removes its load file in /dev/shm, which has a random name. While SGLang runs, its open files there are recorded,
+because their owner cannot be determined later. After its end this process or the guard removes them.
 """
 
 from __future__ import annotations
@@ -45,29 +45,29 @@ logger = logging.getLogger(__name__)
 IsReady = Callable[[str], Awaitable[bool]]
 
 LOOPBACK = "127.0.0.1"
-SPARE_POSITIONS = 8  # SGLang keeps some of the context length for itself: up to 6 of a prompt's, 2 of all
+SPARE_POSITIONS = 8  # SGLang reserves up to 6 positions of the context for prompts, and up to 2 for prompt and response
 
 _START_TRIES = 3  # another process may take a port between its choice and its use
 _POLL_S = 0.1
 _TRACKER_LIMIT_S, _SWEEP_S = 2.0, 0.05
 _TMP_PREFIX = "asyncrl-sglang-"
 _SHARED_MEMORY = Path("/dev/shm")
-_SHARED_PREFIXES = ("sglang_loads_", "sgl_shm_")  # SGLang's own: the load of its schedulers, messages between its ranks
-_NOTED = "shared_memory"  # in the temporary folder: an empty file for each of them, of its name
-_NOTE_S = 1.0  # while it starts, which may fail at any time
+_SHARED_PREFIXES = ("sglang_loads_", "sgl_shm_")  # SGLang's files: load of its schedulers, messages between its ranks
+_NOTED = "shared_memory"  # folder in the temporary folder with an empty file of the same name for each of them
+_NOTE_S = 1.0  # interval of recording them during the start, which may fail at any time
 _KEY_BYTES = 32
 _SPAWN_LIMIT_S = 30.0
 _KILL_LIMIT_S = 10.0
 _GRACE_S = {
     True: 7.0,
     False: 0.5,
-}  # on a GPU SGLang gives its memory back itself; on a CPU there is nothing to give back
+}  # on a GPU SGLang releases its memory before it ends; on a CPU there is nothing to release
 _ALL_LINES = 1_000_000
 _SHOWN_CHARS = 60
 _LINE_CHARS = 300  # SGLang prints all its arguments in one line
 
-# A process beside SGLang: kills its group when this process has ended, however that ends, and removes its shared memory. SGLang's
-# children ask for a death with their parent, but only once they have imported what they need.
+# The guard, a process beside SGLang. When our process has ended for any reason, it kills SGLang's process group and removes its
+# shared memory. The parent-death signal is not enough: SGLang's children request it only after their imports.
 _GUARD = """
 import os, signal, sys
 from contextlib import suppress
@@ -82,32 +82,32 @@ for name in os.listdir(noted):
 
 
 class ServerLink(Protocol):
-    """A SGLang server as the engine sees it."""
+    """The engine's interface to a SGLang server."""
 
     @property
     def url(self) -> str: ...
 
     @property
     def api_key(self) -> str:
-        """What it asks for; "": nothing."""
+        """The API key that it requires; "": none."""
 
     async def start(self, is_ready: IsReady, limit_s: float) -> None:
-        """Returns when `is_ready(url)` is true. Raises ConfigError saying what stood in the way."""
+        """Returns when `is_ready(url)` is true. Raises ConfigError with the reason if the start fails."""
 
     def progress(self) -> str:
         """How far the start has come, for a status line."""
 
     def how_it_ended(self) -> str | None:
-        """None while it lives, as far as can be known from here."""
+        """How the server ended. None while it runs, or if its end cannot be observed from here."""
 
     def told(self) -> str:
-        """Where to look, for an error."""
+        """The location of its log, for an error message."""
 
     async def wait_ended(self, limit_s: float) -> None:
-        """Returns when it has ended, at the latest after limit_s."""
+        """Returns when it has ended, or after limit_s at the latest."""
 
     async def close(self) -> None:
-        """What is ours is stopped, within a limit."""
+        """Stop the server within a limit, if this process owns it."""
 
 
 # ------------------------------------------------------------------------------------------------------ how it is started
@@ -116,15 +116,15 @@ class ServerLink(Protocol):
 def own_server(
     config: GenerationConfig, model_path: str, *, tensor: int, seed: int, log: Path, clock: Clock = SYSTEM_CLOCK
 ) -> SGLangProcess:
-    """A server for this model, to be started: on the GPUs that this process may use, without any on the CPU."""
+    """Make a server for this model without starting it. It runs on the GPUs that this process may use, otherwise on the CPU."""
     api_key = random_secrets.token_hex(_KEY_BYTES) if security.current() is not None else ""
     if api_key and "config" in config.server_args:
         raise ConfigError(
-            f"generation.server_args.config={config.server_args['config']!r}: where the run authenticates, SGLang's key is in its "
-            "config file; write what is in yours into generation.server_args"
+            f"generation.server_args.config={config.server_args['config']!r}: with authentication, SGLang's only config file has "
+            "its key; move the settings of your file to generation.server_args"
         )
     python = str(Path(config.python or sys.executable).expanduser().absolute())
-    device = config.server_args.get("device")  # without it: what is there
+    device = config.server_args.get("device")  # unset: use GPUs if there are any
     on_gpu = device != "cpu" if device else bool(visible_devices())
     max_length = ModelLimits.of(model_path).max_length
     return SGLangProcess(
@@ -150,9 +150,9 @@ def server_arguments(
     max_length: int,
     on_gpu: bool,
 ) -> list[str]:
-    """The command line of sglang.launch_server. generation.server_args are added, and win: "" or "true" is a flag, "false" none.
+    """The arguments of sglang.launch_server. generation.server_args override them: "" or "true" gives a flag, "false" omits it.
 
-    Never loaded: the weights in model_path. What is served comes by an update, so that it has been verified.
+    The weights in model_path are never loaded. All served weights come from an update, which has verified them.
     """
     arguments = {
         "model-path": model_path,
@@ -163,9 +163,9 @@ def server_arguments(
         "dtype": config.dtype,
         "random-seed": str(seed),
         "max-running-requests": str(config.max_running_requests),
-        "skip-tokenizer-init": "true",  # tokens in, tokens out: nothing is turned into text there
+        "skip-tokenizer-init": "true",  # requests and responses are token ids; SGLang never needs text
         "skip-server-warmup": "true",
-        "incremental-streaming-output": "true",  # else each piece of a response repeats all before it
+        "incremental-streaming-output": "true",  # otherwise each piece of a response repeats all earlier ones
         "log-level-http": "warning",
     }
     if max_length < UNLIMITED:
@@ -181,8 +181,8 @@ def server_arguments(
             "sleep-on-idle": "true",  # an idle scheduler would keep a core busy
         }
     if config.interrupt == "in_place":
-        # Requests live through an update. With the overlap scheduler the first token after it is said to be of the new version,
-        # though the old weights made it; a prefix cache would keep keys of the old weights for later requests.
+        # Requests continue across an update. With the overlap scheduler, SGLang labels the first token after it with the new
+        # version although the old weights sampled it. A prefix cache would keep keys of the old weights for later requests.
         arguments |= {"disable-overlap-schedule": "true", "disable-radix-cache": "true"}
     if not config.prefix_sharing:
         arguments["disable-radix-cache"] = "true"
@@ -197,19 +197,19 @@ def server_arguments(
 
 
 def server_environment(base: Mapping[str, str], *, python: str, tmp: str, tensor: int, on_gpu: bool) -> dict[str, str]:
-    """The environment of SGLang's process: this one's, but for what belongs to another interpreter."""
+    """The environment of SGLang's process: this process's environment without variables of this interpreter."""
     foreign = {"PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV"}
     environment = {name: value for name, value in base.items() if name not in foreign}
     environment |= {
-        "PATH": f"{Path(python).parent}{os.pathsep}{base.get('PATH', os.defpath)}",  # its environment's tools, such as ninja
-        "TMPDIR": tmp,  # its sockets; removed with it
+        "PATH": f"{Path(python).parent}{os.pathsep}{base.get('PATH', os.defpath)}",  # tools of its environment, such as ninja
+        "TMPDIR": tmp,  # for its sockets; removed after its end
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health would generate a token, and take seconds while paused
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # SPARE_POSITIONS more than the model has; never used
-        "SGLANG_FORCE_SHUTDOWN": "1",  # told to stop, it does not wait for requests
+        "SGLANG_FORCE_SHUTDOWN": "1",  # on SIGTERM it does not wait for requests
     }
     environment.setdefault(
         "PYTHONWARNINGS", "ignore"
-    )  # of its libraries, about hardware that is not there: they bury its log
+    )  # its libraries warn about missing hardware, which floods the log
     if not on_gpu:
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
         environment.setdefault("OMP_NUM_THREADS", "1")
@@ -219,7 +219,7 @@ def server_environment(base: Mapping[str, str], *, python: str, tmp: str, tensor
 
 
 def cores_of_ranks(cores: Sequence[int], ranks: int) -> str:
-    """`0,1|2,3`: cores of each tensor-parallel rank, as SGLang wants them said. Fewer cores than ranks are shared in turn."""
+    """Cores of each tensor-parallel rank in SGLang's format, `0,1|2,3`. If there are fewer cores than ranks, ranks share them."""
     if len(cores) < ranks:
         return "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
     size = len(cores) // ranks
@@ -231,14 +231,14 @@ def cores_of_ranks(cores: Sequence[int], ranks: int) -> str:
 
 @dataclass(frozen=True)
 class _Running:
-    """A server that was started, until it has ended."""
+    """A server process from its start to its end."""
 
     process: subprocess.Popen[bytes]
     ended: asyncio.Event
-    exited: threading.Event  # and nothing is left of it
+    exited: threading.Event  # set when the process is reaped and its group and shared memory are removed
 
     def exit_code(self) -> int | None:
-        """Minus the signal where one ended it. None while it runs. Reaps nothing: the thread that owns it does."""
+        """The exit code, or minus the signal that ended it. None while it runs. Only the thread that owns the process reaps it."""
         if self.exited.is_set():
             return self.process.returncode
         try:
@@ -252,7 +252,7 @@ class _Running:
 
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(self.process.pid, number)  # its number is its own: the thread that owns it reaps it last
+            os.kill(self.process.pid, number)  # the pid is not reused yet: the owning thread reaps the process last
 
     async def wait_ended(self, limit_s: float) -> None:
         with contextlib.suppress(asyncio.TimeoutError):
@@ -261,9 +261,9 @@ class _Running:
 
 
 class SGLangProcess:
-    """Starts one server, watches it and its children, and stops it. All methods are called on one event loop.
+    """Starts one server, watches it and its children, and stops it. Call all methods on one event loop.
 
-    waits for: readiness, its end, each within a limit. unblocked by: the server, or its death, which a thread waits for.
+    waits for: readiness and end of the server, each within a limit. unblocked by: the server, or its end, which a thread waits for.
     """
 
     def __init__(
@@ -277,7 +277,8 @@ class SGLangProcess:
         api_key: str = "",
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """arguments: by the port; environment: by the folder for its temporary files. api_key: what it is to ask for."""
+        """arguments: makes them from the port. environment: makes it from the folder for temporary files.
+        api_key: the key that the server requires."""
         self._python = python
         self._arguments, self._environment = arguments, environment
         self.api_key = api_key
@@ -285,7 +286,7 @@ class SGLangProcess:
         self._grace_s = _GRACE_S[on_gpu]
         self._port = 0
         self._tmp = ""
-        self._running: _Running | None = None  # what was started last
+        self._running: _Running | None = None  # the last one that was started
         self._children: list[psutil.Process] = []
 
     @property
@@ -294,9 +295,9 @@ class SGLangProcess:
 
     @property
     def pid(self) -> int:
-        """Of the running server, or of the last one."""
+        """Pid of the running server, or of the last one."""
         if self._running is None:
-            raise RuntimeError("no SGLang server was started")
+            raise RuntimeError("no SGLang server has been started; call start first")
         return self._running.process.pid
 
     @property
@@ -305,7 +306,7 @@ class SGLangProcess:
 
     @property
     def children(self) -> list[psutil.Process]:
-        """SGLang's own processes: schedulers and detokenizer. Known once it is ready."""
+        """SGLang's own processes: schedulers and detokenizer. Empty until the server is ready."""
         return list(self._children)
 
     async def start(self, is_ready: IsReady, limit_s: float) -> None:
@@ -334,7 +335,7 @@ class SGLangProcess:
             raise ConfigError(_did_not_start(ended, said, self._python, self._log, limit_s))
 
     def _blot_key(self, began_at: int) -> None:
-        """SGLang logs its arguments as it starts, and the key is one of them."""
+        """Overwrite the API key in the log with asterisks: SGLang logs its arguments at its start, and the key is one of them."""
         key = self.api_key.encode()
         if not key:
             return
@@ -346,14 +347,14 @@ class SGLangProcess:
                 log.write(b"*" * len(key))
 
     def progress(self) -> str:
-        """What it said last."""
+        """The text of the last timestamped line of the log."""
         said = [
             line for line in tail_of(self._log, line_chars=_LINE_CHARS).splitlines() if line.startswith("[")
         ]  # `[time] text`
         return f" ({said[-1].partition('] ')[2][:_SHOWN_CHARS]})" if said else ""
 
     def how_it_ended(self) -> str | None:
-        """Its own end comes first: its children die of it."""
+        """How the server or one of its children ended. The server's own end comes first, because it ends the children."""
         if self._running is not None and (code := self._running.exit_code()) is not None:
             return f"the SGLang server {_how(code)}"
         for child in self._children:
@@ -370,16 +371,16 @@ class SGLangProcess:
             await self._running.wait_ended(limit_s)
 
     def told(self) -> str:
-        """Where its log is and what it ends with, for an error."""
+        """The path and the last lines of its log, for an error message."""
         return f"its log, {self._log}, ends with\n{tail_of(self._log, line_chars=_LINE_CHARS)}"
 
     async def close(self) -> None:
-        """SIGTERM; after a moment SIGKILL. The thread that owns it sees to what it leaves."""
+        """Send SIGTERM, then SIGKILL after a grace period. The thread that owns the process removes its group and files."""
         running = self._running
         if running is not None and not running.exited.is_set():
             await asyncio.to_thread(_note_shared_memory, running.process.pid, self._noted)
             running.signal(signal.SIGTERM)
-            running.signal(signal.SIGCONT)  # one that is stopped could not end
+            running.signal(signal.SIGCONT)  # a stopped process cannot handle SIGTERM
             await running.wait_ended(self._grace_s)
             if not running.ended.is_set():
                 running.signal(signal.SIGKILL)
@@ -389,7 +390,7 @@ class SGLangProcess:
 
     def _spawn(self, loop: asyncio.AbstractEventLoop) -> _Running:
         command = [self._python, "-m", "sglang.launch_server", *self._arguments(self._port)]
-        if self.api_key:  # by a file: every user can read command lines
+        if self.api_key:  # pass it in a file: every user can read command lines
             file = Path(self._tmp) / "key.yaml"
             file.unlink(missing_ok=True)
             with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
@@ -402,7 +403,7 @@ class SGLangProcess:
         spawned, started, failure = threading.Event(), list[_Running](), list[OSError]()
 
         def own() -> None:
-            """Starts and reaps it: the parent-death signal fires when the thread that spawned ends, so this one stays."""
+            """Start and reap the process. The thread must outlive it: the parent-death signal fires when the thread ends."""
             try:
                 opened = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600 if self.api_key else 0o666)
                 with open(opened, "ab") as log:
@@ -416,7 +417,7 @@ class SGLangProcess:
                         stderr=log,
                         cwd=self._tmp,  # `python -m` looks for modules in the current folder first
                         env=environment,
-                        start_new_session=True,  # a group of its own, to be killed as a whole
+                        start_new_session=True,  # its own process group, which can be killed as a whole
                     )
             except OSError as error:
                 failure.append(error)
@@ -434,9 +435,9 @@ class SGLangProcess:
                 start_new_session=True,
             )
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits for the event
                 loop.call_soon_threadsafe(ended.set)
-            _end_group(process.pid, self._clock)  # before its number is given back: afterwards it may be another's
+            _end_group(process.pid, self._clock)  # before the process is reaped: afterwards its pid may be reused
             _remove_shared_memory(noted)
             guard.kill()
             guard.communicate()
@@ -445,12 +446,15 @@ class SGLangProcess:
 
         threading.Thread(target=own, name="sglang server", daemon=True).start()
         if not spawned.wait(_SPAWN_LIMIT_S) or failure:
-            why = failure[0] if failure else f"not made within {_SPAWN_LIMIT_S:g} s"
-            raise ConfigError(f"generation.python={self._python!r}: its process could not be made: {why}")
+            why = failure[0] if failure else f"no process within {_SPAWN_LIMIT_S:g} s"
+            raise ConfigError(f"generation.python={self._python!r}: the SGLang process could not be created: {why}")
         return started[0]
 
     async def _until_ready(self, running: _Running, is_ready: IsReady, deadline: float) -> bool:
-        """False if it has exited or the time is over. Its shared memory is noted on the way, all of it at the end."""
+        """Wait until the server is ready. Returns False if it exits or the deadline passes.
+
+        Records its shared memory meanwhile, and once more when it is ready.
+        """
         note_at, ready = 0.0, False
         while not ready and self._clock.monotonic() < deadline and not running.ended.is_set():
             if not (ready := await is_ready(self.url)):
@@ -462,8 +466,8 @@ class SGLangProcess:
 
 
 def _end_group(leader: int, clock: Clock) -> None:
-    """Kill what is left of the group of a process that has ended. Python's resource trackers are left a moment to end by
-    themselves: they remove the shared memory that the others have left."""
+    """Kill the remaining process group of a process that has ended. Python's resource trackers get a moment to end by themselves,
+    because they remove the shared memory of the other processes."""
     deadline = clock.monotonic() + _TRACKER_LIMIT_S
     while clock.monotonic() < deadline and (members := _members(leader)):
         for process, is_tracker in members:
@@ -476,7 +480,7 @@ def _end_group(leader: int, clock: Clock) -> None:
 
 
 def _members(group: int) -> list[tuple[psutil.Process, bool]]:
-    """Live processes of a group, and whether each is a resource tracker."""
+    """The live processes of a group, each with whether it is a resource tracker."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError, PermissionError):
@@ -486,7 +490,7 @@ def _members(group: int) -> list[tuple[psutil.Process, bool]]:
 
 
 def _note_shared_memory(server: int, noted: Path) -> None:
-    """Write down which of SGLang's files in shared memory a server and its children have open: those are its own."""
+    """Record the files of SGLang in shared memory that a server and its children have open. Those files belong to this server."""
     with contextlib.suppress(psutil.Error):
         main = psutil.Process(server)
         for process in (main, *main.children(recursive=True)):
@@ -497,7 +501,7 @@ def _note_shared_memory(server: int, noted: Path) -> None:
 
 
 def _remove_shared_memory(noted: Path) -> None:
-    """Of a server that has ended: what was noted while it lived."""
+    """Remove the recorded shared memory of a server that has ended."""
     with contextlib.suppress(FileNotFoundError):
         for note in list(noted.iterdir()):
             with contextlib.suppress(OSError):
@@ -505,11 +509,11 @@ def _remove_shared_memory(noted: Path) -> None:
 
 
 def _remove_leftovers() -> None:
-    """Remove the folders of servers that outlived their owner, and their shared memory if the guard was killed, too."""
+    """Remove the folders of servers whose owner process has ended, and their shared memory, in case the guard was killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_TMP_PREFIX}*-*"):
         owner = folder.name.removeprefix(_TMP_PREFIX).partition("-")[0]
         with contextlib.suppress(FileNotFoundError):
-            is_ours = folder.stat().st_uid == os.getuid()  # what it says is to be removed is no word of a stranger
+            is_ours = folder.stat().st_uid == os.getuid()  # another user's folder must not decide which files to remove
             if is_ours and owner.isdigit() and not psutil.pid_exists(int(owner)):
                 _remove_shared_memory(folder / _NOTED)
                 shutil.rmtree(folder, ignore_errors=True)
@@ -541,7 +545,7 @@ def _did_not_start(ended: str | None, said: str, python: str, log: Path, limit_s
 
 
 def read_api_key(path: str) -> str:
-    """Of a file that holds nothing else; "" where there is none. Raises ConfigError."""
+    """Read the API key from a file that contains only the key; "" for an empty path. Raises ConfigError."""
     if not path:
         return ""
     try:
@@ -551,7 +555,7 @@ def read_api_key(path: str) -> str:
 
 
 class AttachedServer:
-    """A server that is run elsewhere, at a URL. It is neither started nor stopped here."""
+    """A server at a URL that another program runs. This class neither starts nor stops it."""
 
     def __init__(self, url: str, api_key: str = "", *, clock: Clock = SYSTEM_CLOCK) -> None:
         self._url, self._clock = url.rstrip("/"), clock
@@ -578,7 +582,7 @@ class AttachedServer:
         return None
 
     def told(self) -> str:
-        return f"this run does not own it: see its log where {self._url} runs"
+        return f"this run does not own the SGLang server at {self._url}: see its log on that host"
 
     async def wait_ended(self, limit_s: float) -> None:
         await asyncio.sleep(limit_s)

@@ -1,11 +1,12 @@
 """The embedded engine: Hugging Face transformers' continuous batching, on CPU or GPU.
 
-Three threads. The server's event loop owns the queue and decides; the generation thread (transformers' manager) runs one forward
-pass after another; the control thread, one at most, pauses the manager between two passes to collect interrupted requests
-or to change the weights. What crosses: requests through the manager's queue, results through one callback a pass.
+It uses three threads. The server's event loop owns the queue and makes all decisions. The generation thread (transformers' manager)
+runs one forward pass after another. The control thread, one at most, pauses the manager between two passes to collect interrupted
+requests or to change the weights. Requests reach the generation thread through the manager's queue; results return through one
+callback per pass.
 
-Ours on top of transformers' manager, each in a class below:
-- `_Router`: hands all results of a pass to the event loop in one call;
+Our additions to transformers' manager, each in a class below:
+- `_Router`: passes all results of a pass to the event loop in one call;
 - `_SamplingArgs` and `_Runner`: sampling parameters per request (transformers 5.23 takes processors per request, but one
   do_sample for all, and gives logprobs after top-p/top-k renormalisation);
 - padded_attention.py, unless the config names another implementation.
@@ -61,26 +62,26 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STOP_TIMEOUT_S = 8.0
-_ALIGNMENT = 64  # what torch gives to tensors of their own on a CPU
+_ALIGNMENT = 64  # bytes; torch's alignment of newly allocated CPU tensors
 
 
 # ----------------------------------------------------------------------------------------------- sampling, per request
 
 
 class _SamplingArgs:
-    """Carries each request's sampling parameters to the forward pass; stands where the manager keeps its logits processors.
+    """Carries each request's sampling parameters to the forward pass. It takes the place of the manager's logits processors.
 
-    Rows of the storage the manager gives us: 0 temperature (float32 as int32 bits; 0 means greedy), 1 top_p (likewise), 2 top_k.
+    Rows of the manager's storage: 0 temperature (float32 as int32 bits; 0 means greedy), 1 top_p (float32 as int32 bits), 2 top_k.
     """
 
     tensors_required = 3
     do_processing = True
 
     def __init__(self) -> None:
-        self.needs_sorting = False  # does any request of the coming pass ask for top-p or top-k?
+        self.needs_sorting = False  # whether any request of the next pass uses top-p or top-k
 
     def check_kwargs(self, kwargs: dict[str, Any]) -> None:
-        """The manager asks; RequestRefused was raised long before, in submit."""
+        """Part of the manager's interface. No check is needed here: `submit` has already raised RequestRefused."""
 
     def fill_defaults(self, storage: Tensor) -> None:
         storage[0] = torch.tensor(1.0).view(torch.int32)
@@ -101,10 +102,10 @@ class _SamplingArgs:
 def sample_tokens(
     logits_NV: Tensor, temperature_N: Tensor, top_p_N: Tensor, top_k_N: Tensor, *, needs_sorting: bool
 ) -> tuple[Tensor, Tensor]:
-    """Sample one token a row; returns tokens and their logprobs after temperature, before top-p and top-k. Temperature 0: greedy.
+    """Sample one token per row. Returns tokens and their logprobs after temperature, before top-p and top-k. Temperature 0: greedy.
 
-    Sampling is the Gumbel trick, argmax(logprob - log(q)) with q ~ Exp(1): unlike torch.multinomial it does not raise on
-    logits that are not finite, so that one broken model version cannot take the engine down (the logprob shows it).
+    Sampling uses the Gumbel trick, argmax(logprob - log(q)) with q ~ Exp(1). Unlike torch.multinomial it does not raise on
+    logits that are not finite, so one broken model version cannot stop the engine; the logprob shows the error.
     """
     greedy_N = temperature_N == 0
     logprobs_NV = torch.log_softmax(logits_NV / temperature_N.masked_fill(greedy_N, 1.0).unsqueeze(1), dim=-1)
@@ -114,7 +115,7 @@ def sample_tokens(
         rank_V = torch.arange(sorted_NV.shape[1], device=sorted_NV.device)
         sorted_NV = sorted_NV.masked_fill((top_k_N.unsqueeze(1) > 0) & (rank_V >= top_k_N.unsqueeze(1)), -torch.inf)
         probs_NV = sorted_NV.softmax(dim=-1)
-        before_NV = probs_NV.cumsum(dim=-1) - probs_NV  # probability of everything likelier
+        before_NV = probs_NV.cumsum(dim=-1) - probs_NV  # total probability of more likely tokens
         sorted_NV = sorted_NV.masked_fill((before_NV >= top_p_N.unsqueeze(1)) & (rank_V > 0), -torch.inf)
         scores_NV = torch.empty_like(logprobs_NV).scatter_(1, order_NV, sorted_NV)
     noise_NV = torch.empty_like(scores_NV).exponential_().log_()
@@ -127,7 +128,7 @@ class _Runner(ModelRunner):
     """Forward pass with our attention plan and our sampling."""
 
     sampling_args: _SamplingArgs
-    plan_dtype: torch.dtype | None  # None: another implementation of attention is on
+    plan_dtype: torch.dtype | None  # None: another attention implementation is used
 
     def _forward_process_and_sample(
         self,
@@ -156,7 +157,7 @@ class _Runner(ModelRunner):
 
     def _plan_attention(self, batch_data: dict[str, Any]) -> None:
         batch: list[Any] = self.inputs_and_outputs.requests_in_batch  # type: ignore[union-attr]
-        # A pass of new prompts only reads nothing back: the rows it writes are then all rows.
+        # A pass with only new prompts has no rows to read: it attends only to the rows that it writes.
         packed = batch_data["read_index"][0] if batch_data["read_index"][0].numel() else batch_data["write_index"][0]
         (allocator,) = self.cache.cache_allocators.values()
         plan = padded_attention.make_plan(
@@ -171,7 +172,7 @@ class _Runner(ModelRunner):
 
 
 class _Router(OutputRouter):
-    """All results of a pass go to the event loop in one call."""
+    """Passes all results of a pass to the event loop in one call."""
 
     def __init__(self, deliver: Callable[[list[Any]], None], loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()
@@ -203,7 +204,7 @@ class _Manager(ContinuousBatchingManager):
         self.logit_processor = self._sampling_args  # type: ignore[assignment]
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
-        if not self._padded:  # ours is not on transformers' list of paged implementations
+        if not self._padded:  # transformers does not list ours as a paged implementation
             super().switch_to_cb_friendly_attn(model, auto_switch_to_flash)
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
@@ -229,7 +230,7 @@ class _Manager(ContinuousBatchingManager):
         return self.batch_processor
 
     def prepare(self) -> None:
-        """Allocate the KV cache here and now, so that a failure is the caller's and not the thread's."""
+        """Allocate the KV cache in the calling thread, so that a failure is raised to the caller."""
         self.batch_processor = self._create_batch_processor()
 
     def _generation_step(self) -> None:
@@ -247,13 +248,13 @@ class _Manager(ContinuousBatchingManager):
 
 @dataclass(eq=False, slots=True)
 class _Pending(Pending):
-    """A request in flight. What it has is what it had when it was last retracted; the manager then sees a longer prompt."""
+    """A request in flight. Its token_ids are those up to its last retraction; the manager sees them as part of the prompt."""
 
     sampling: tuple[float, float, int] = (1.0, 1.0, 0)  # temperature (0: greedy), top_p, top_k (0: all)
     stop_ids: list[int] = field(default_factory=list)
 
     def close_span(self, version: WeightVersion | None, end: int) -> None:
-        """What came after the last span, up to token `end`, was sampled by this version."""
+        """Record that this version sampled the tokens after the last span, up to token `end`."""
         start = self.spans[-1].end if self.spans else 0
         if end == start:
             return
@@ -263,7 +264,10 @@ class _Pending(Pending):
 
 
 class TransformersEngine(QueueingEngine[_Pending]):
-    """See the module's docstring. All methods are called on the event loop; only `_collect` and `_load` run elsewhere."""
+    """The embedded engine; see the module's docstring.
+
+    Call all methods on the event loop. Methods whose docstring names the control or the generation thread run there.
+    """
 
     def __init__(
         self,
@@ -283,9 +287,9 @@ class TransformersEngine(QueueingEngine[_Pending]):
         self._verified = VerifiedVersion()
         self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._control = ThreadPoolExecutor(max_workers=1, thread_name_prefix="generation_control")
-        self._opened = contextlib.AsyncExitStack()  # what `start` made, until `close`
+        self._opened = contextlib.AsyncExitStack()  # resources of `start`, released by `close`
         self._keys = itertools.count()
-        self._standstill = contextlib.ExitStack()  # holds the manager between two passes, after a pause in place
+        self._standstill = contextlib.ExitStack()  # keeps the manager stopped between two passes after a pause in place
         self._stands_still = False
 
     # ------------------------------------------------------------------------------------------------------ lifecycle
@@ -312,7 +316,7 @@ class TransformersEngine(QueueingEngine[_Pending]):
         text_config = self._model.config.get_text_config()
         if padded and "sliding_attention" in (getattr(text_config, "layer_types", None) or []):
             raise ValueError(
-                f"generation.attention: padded does not know sliding windows, which {self._initial_path} uses; use sdpa"
+                f"generation.attention: padded does not support sliding windows, which {self._initial_path} uses; use sdpa"
             )
         self._vocab_size = int(text_config.vocab_size)
         self._max_length = min(
@@ -328,10 +332,10 @@ class TransformersEngine(QueueingEngine[_Pending]):
                 max_batch_tokens=config.max_batch_tokens,
                 max_requests_per_batch=config.max_running_requests,
                 allow_block_sharing=config.prefix_sharing
-                and config.interrupt != "in_place",  # old pages outlive an update
+                and config.interrupt != "in_place",  # with in_place, pages of the old weights remain after an update
                 return_logprobs=True,
                 seed=self._seed,
-                use_async_batching=False,  # a pass in flight would blur which version sampled a token
+                use_async_batching=False,  # with a pass in flight, the version of a token would not be known exactly
                 use_cuda_graph=False,
                 auto_switch_to_flash=False,
             ),
@@ -391,7 +395,7 @@ class TransformersEngine(QueueingEngine[_Pending]):
             self._fail(pending, EngineFailed("the generation thread has ended"))
 
     def _on_results(self, outputs: list[Any]) -> None:
-        """Results of one pass, from the generation thread. Runs on the event loop."""
+        """Handle the results of one pass of the generation thread. Runs on the event loop."""
         for output in outputs:
             pending = self._running.get(output.request_id)
             if pending is None:
@@ -409,7 +413,7 @@ class TransformersEngine(QueueingEngine[_Pending]):
         self._admit()
 
     def _finish(self, pending: _Pending, tokens: list[int], logprobs: list[float], finish: FinishReason) -> None:
-        """Answer it with what it had and these."""
+        """Answer the request with its earlier tokens and these."""
         self._extend(pending, tokens, logprobs)
         self._answer(pending, finish)
 
@@ -420,7 +424,7 @@ class TransformersEngine(QueueingEngine[_Pending]):
 
     def _end_unread(self, pending: _Pending) -> None:
         self._manager.cancel_request(pending.key)
-        self._answer(pending, FinishReason(type="abort", message="its caller has gone"))
+        self._answer(pending, FinishReason(type="abort", message="the caller cancelled the request"))
 
     # ------------------------------------------------------------------------------------------------ abort and pause
 
@@ -441,7 +445,7 @@ class TransformersEngine(QueueingEngine[_Pending]):
             raise RequestRefused(f"mode {mode!r} is not known; use one of {', '.join(INTERRUPT_MODES)}")
         if mode == "in_place" and self._config.interrupt != "in_place":
             raise RequestRefused(
-                "mode 'in_place' needs generation.interrupt=in_place, which keeps prefixes from being shared"
+                "mode 'in_place' needs generation.interrupt=in_place, which disables prefix sharing; set it, or use another mode"
             )
         self._paused = True
         num_running = len(self._running)
@@ -462,7 +466,7 @@ class TransformersEngine(QueueingEngine[_Pending]):
         self._admit()
 
     async def _retract(self) -> None:
-        """Running requests go back to the front of the queue, with what they have; their pages are freed."""
+        """Move running requests to the front of the queue, with the tokens they have; their pages are freed."""
         running = list(self._running.values())
         states = await self._in_control(lambda: self._collect([pending.key for pending in running])) if running else {}
         for pending in reversed(running):
@@ -473,18 +477,18 @@ class TransformersEngine(QueueingEngine[_Pending]):
             self._put_back(pending)
 
     def _stand_still(self) -> None:
-        """In the control thread: the manager stops between two passes until `resume`."""
+        """In the control thread: stop the manager between two passes until `resume`."""
         if self._manager.is_running() and not self._stands_still:
             self._standstill.enter_context(self._manager.pause())
             self._stands_still = True
 
     def _move_on(self) -> None:
-        """In the control thread."""
+        """In the control thread: let the manager run again."""
         self._stands_still = False
         self._standstill.close()
 
     async def _abort(self, rids: list[str]) -> int:
-        """End these requests with what they have. What finishes by itself meanwhile is delivered as finished."""
+        """End these requests with the tokens they have. A request that finishes meanwhile is delivered as finished."""
         wanted = set(rids)
         count = 0
         for rid in rids:
@@ -494,7 +498,7 @@ class TransformersEngine(QueueingEngine[_Pending]):
         running = [pending for pending in self._running.values() if pending.request.rid in wanted]
         if running:
             states = await self._in_control(lambda: self._collect([pending.key for pending in running]))
-            # Results of earlier passes were put on the loop before this line could run: what is still here did not finish.
+            # The event loop has processed the results of earlier passes before this line, so requests still here did not finish.
             for pending in running:
                 if pending.key in self._running:
                     tokens, logprobs = states.get(pending.key, ([], []))
@@ -504,7 +508,7 @@ class TransformersEngine(QueueingEngine[_Pending]):
         return count
 
     def _collect(self, keys: list[str]) -> dict[str, tuple[list[int], list[float]]]:
-        """In the control thread: take requests out of the manager between two passes; returns their tokens and logprobs."""
+        """In the control thread: remove requests from the manager between two passes; returns their tokens and logprobs."""
         collected = {}
         if not self._manager.is_running():
             return {}
@@ -518,7 +522,8 @@ class TransformersEngine(QueueingEngine[_Pending]):
                 scheduler.set_request_cancellation(key)
             for state in scheduler.clear_cancelled_requests():
                 self._manager.processor.offloading_manager.free_request_cpu_cache(state)
-            # Some may still be on their way in: drained before the manager paused, or in its queue. Those go when they arrive.
+            # Some requests may still be on their way to the scheduler: taken from the queue before the pause, or still in it.
+            # They are cancelled when they arrive.
             for key in keys:
                 if key not in collected:
                     scheduler.set_request_cancellation(key)
@@ -559,7 +564,7 @@ class TransformersEngine(QueueingEngine[_Pending]):
         await self._update(version, lambda: LiveTensors(self._model).load(tensors))
 
     async def _update(self, version: WeightVersion, load: Callable[[], None], *, abort_running: bool = False) -> int:
-        """Have the control thread load a version while nothing runs; returns how many requests were ended for it."""
+        """Load a version in the control thread while no request runs; returns how many requests were ended for it."""
         async with self._update_lock:
             self._check_alive()
             self.check_version(version)
@@ -576,9 +581,9 @@ class TransformersEngine(QueueingEngine[_Pending]):
                 return num_aborted
 
     def _load(self, load: Callable[[], None], version: WeightVersion) -> dict[str, int]:
-        """In the control thread, while no request is admitted, and none runs but those that stand still.
+        """In the control thread, while no request starts and none runs except those stopped by a pause in place.
 
-        Returns how many tokens each of those has.
+        Returns how many tokens each of the stopped requests has.
         """
         with self._manager.pause():
             try:
@@ -587,7 +592,7 @@ class TransformersEngine(QueueingEngine[_Pending]):
             except WeightsRefused:
                 raise
             except BaseException:
-                self._version = None  # a copy broke off half-way: serve nothing until a load succeeds
+                self._version = None  # the copy failed half-way: serve nothing until a load succeeds
                 raise
             if not self._stands_still:
                 self._empty_cache()
@@ -601,14 +606,14 @@ class TransformersEngine(QueueingEngine[_Pending]):
     async def score(self, input_ids: list[int]) -> list[float]:
         self._check_alive()
         if min(input_ids, default=-1) < 0 or max(input_ids) >= self._vocab_size:
-            raise RequestRefused(f"tokens to score must be 0 to {self._vocab_size - 1}, at least one")
+            raise RequestRefused(f"input_ids to score must be one or more tokens from 0 to {self._vocab_size - 1}")
         return await self._in_control(lambda: self._score(input_ids))  # type: ignore[no-any-return]
 
     def _score(self, input_ids: list[int]) -> list[float]:
-        """In the control thread, between two passes: the model as it is in memory, without the manager's cache."""
+        """In the control thread, between two passes: score with the model in memory, without the manager's cache."""
         attention = self._model.config._attn_implementation
         with self._manager.pause(), torch.inference_mode():
-            self._model.set_attn_implementation("sdpa")  # the one in use wants the manager's pages
+            self._model.set_attn_implementation("sdpa")  # the generation implementation needs the manager's pages
             try:
                 ids_T = torch.tensor(input_ids, device=self._device)
                 logits_TV = self._model(input_ids=ids_T[None], use_cache=False).logits[0].float()
@@ -628,9 +633,9 @@ class TransformersEngine(QueueingEngine[_Pending]):
         return True
 
     def _empty_cache(self) -> None:
-        """In the control thread, within a pause. Nothing of the old weights may be left to be matched as a prefix.
+        """In the control thread, within a pause: drop all cached pages, so that none of the old weights can match as a prefix.
 
-        Requests whose callers have gone may still be in the manager; they must not complete a page of old keys afterwards.
+        Cancelled requests may still be in the manager. They are removed, too; otherwise they could complete a page of old keys.
         """
         scheduler = self._manager.processor.scheduler
         for key in [*scheduler.active_requests, *scheduler.waiting_requests]:
@@ -642,14 +647,14 @@ class TransformersEngine(QueueingEngine[_Pending]):
     # ----------------------------------------------------------------------------------------------------------- state
 
     def _count_pass(self, num_new_tokens: int, num_query_tokens: int) -> None:
-        """In the generation thread, once a pass."""
+        """In the generation thread, once per pass: count steps and tokens."""
         self._num["steps"] += 1
         self._num["tokens"] += num_new_tokens
         if self._on_tokens is not None:
             self._on_tokens(num_new_tokens, str(self._version))
 
     def _used_tokens(self) -> int:
-        """Read beside the generation thread: a pass old at most."""
+        """KV cache use of the running requests. Read while the generation thread runs, so at most one pass old."""
         if not self._running:
             return 0
         active: Any = self._manager.processor.scheduler.active_requests
@@ -667,7 +672,7 @@ class TransformersEngine(QueueingEngine[_Pending]):
 
 
 def _sampling_of(params: SamplingParams) -> tuple[float, float, int]:
-    """(temperature, top_p, top_k) as the sampler wants them."""
+    """(temperature, top_p, top_k) in the sampler's form: temperature 0 is greedy, top_k 0 means all."""
     if params.temperature == 0.0:
         return (0.0, 1.0, 0)
     return (params.temperature, params.top_p, max(params.top_k, 0))
@@ -681,7 +686,7 @@ def _check_config(config: GenerationConfig) -> None:
     if config.max_running_requests > config.max_batch_tokens:
         raise ValueError(
             f"generation.max_running_requests ({config.max_running_requests}) exceeds max_batch_tokens"
-            f" ({config.max_batch_tokens}): each running request needs a token of every pass"
+            f" ({config.max_batch_tokens}): each running request needs one token in every pass"
         )
     if config.page_size < 4:
         raise ValueError(f"generation.page_size is {config.page_size}; transformers needs at least 4")
@@ -691,10 +696,9 @@ def _check_config(config: GenerationConfig) -> None:
 
 
 class LiveTensors:
-    """The tensors of the model, to be overwritten: from a version's files, or from memory (weights over the network).
+    """The tensors of the running model. Overwrites them from a version's files or from memory (weights over the network).
 
-    Everything is checked before the first copy: the tensors must be exactly the model's. The generation thread stands still
-    meanwhile.
+    All checks come before the first copy: the tensors must be exactly the model's. The generation thread must be paused.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -703,13 +707,13 @@ class LiveTensors:
         self._expected = {
             name: TensorSpec(tuple(tensor.shape), tensor.dtype.is_floating_point) for name, tensor in self._live.items()
         }
-        aliases: dict[tuple[int, tuple[int, ...]], list[str]] = {}  # tied weights: several names, one memory
+        aliases: dict[tuple[int, tuple[int, ...]], list[str]] = {}  # tied weights: several names share one memory
         for name, tensor in self._live.items():
             aliases.setdefault((tensor.data_ptr(), tuple(tensor.shape)), []).append(name)
         self._aliases = list(aliases.values())
 
     def load_version(self, directory: Path, version: WeightVersion, verified: weights.VerifiedVersion) -> None:
-        """Verify a version's directory and load it. Raises WeightsRefused, and then nothing has changed."""
+        """Verify a version's directory and load it. Raises WeightsRefused; in that case nothing has changed."""
         try:
             verified.verify(directory, version)
             files = weights.tensor_files(directory)
@@ -720,9 +724,9 @@ class LiveTensors:
         self._copy(lambda name: opened[where[name]].get_tensor(name), set(where), source=str(directory))
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Load tensors from memory, which may become the model's: nobody else may write to it while `uses` says so.
+        """Load tensors from memory. Their memory may become the model's; the caller must not write to it while `uses` reports it.
 
-        Raises WeightsRefused, and then nothing has changed.
+        Raises WeightsRefused; in that case nothing has changed.
         """
         specs = TensorSpecs(
             names=list(tensors),
@@ -730,22 +734,22 @@ class LiveTensors:
             shapes=[list(tensor.shape) for tensor in tensors.values()],
         )
         self.check(specs, complete=True)
-        self._copy(tensors.__getitem__, set(tensors), source="what was sent", adopt=True)
+        self._copy(tensors.__getitem__, set(tensors), source="the received weights", adopt=True)
 
     def uses(self, flats: Sequence[Tensor]) -> list[bool]:
-        """Of each, whether some tensor of the model is in its memory."""
+        """For each buffer, whether a tensor of the model is in its memory."""
         live = {tensor.untyped_storage().data_ptr() for tensor in self._live.values()}
         return [flat.untyped_storage().data_ptr() in live for flat in flats]
 
     def check(self, specs: TensorSpecs, *, complete: bool) -> None:
-        """Raises WeightsRefused where tensors of these descriptions do not fit, or with `complete` where some are missing."""
+        """Raises WeightsRefused if tensors with these specs do not fit, or, with `complete`, if any is missing."""
         check_sent(self._expected, self._aliases, specs, complete=complete)
 
     @torch.no_grad()
     def _copy(self, tensor_of: Callable[[str], Tensor], given: set[str], *, source: str, adopt: bool = False) -> None:
-        """The last check is of tied weights: two names, one memory, so that what comes must be one tensor too.
+        """Overwrite the model's tensors. First check tied weights: names that share memory must have equal values.
 
-        adopt: parameters move into the memory of what comes, instead of having it copied.
+        adopt: parameters use the memory of the new tensors instead of copying them.
         """
         for names in self._aliases:
             first, *others = [name for name in names if name in given]
@@ -764,13 +768,13 @@ class LiveTensors:
             else:
                 live.copy_(tensor)
         if next(iter(self._live.values())).is_cuda:
-            torch.cuda.synchronize()  # the passes run on a stream of their own
+            torch.cuda.synchronize()  # the passes run on another stream
 
 
 def _is_like(tensor: Tensor, live: Tensor) -> bool:
-    """A model computes with it as with its own, and as fast as memory of torch's own alignment lets it.
+    """Whether the model can use the tensor's memory in place of its own, with torch's alignment and therefore at full speed.
 
-    The model's memory may be less aligned: tensors that were loaded from a file lie where they lay in it.
+    The live tensor's alignment does not matter: tensors loaded from a file keep their offset in it and may be less aligned.
     """
     same = (
         tensor.dtype == live.dtype and tensor.device == live.device and tensor.is_contiguous() and live.is_contiguous()

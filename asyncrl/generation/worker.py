@@ -1,8 +1,8 @@
-"""GenerationServer: the process that samples. Owns one engine and serves it over HTTP.
+"""GenerationServer: the process that samples. It owns one engine and serves it over HTTP.
 
 In: prompts (POST /generate, from rollout workers); weight versions on disk (POST /update_weights_from_disk, from the gserver
-manager). Out: tokens, logprobs and the version that sampled them. It starts without a version and generates nothing until the
-manager has had it load one. The address is published once the socket is bound.
+manager). Out: tokens, logprobs and the version that sampled them. It starts without a version and generates nothing until it has
+loaded one at the manager's request. It publishes its address after the socket is bound.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from asyncrl.runtime.system import System
 from asyncrl.runtime.worker import Worker
 from asyncrl.weights.fetch import WeightFetcher, fetch_folder, run_key
 
-_START_SLACK_S = 20.0  # a start that takes too long says itself why, and ends what it started
+_START_SLACK_S = 20.0  # time for a start that exceeds load_timeout_s to report the reason and to end its processes
 
 
 class GenerationServer(Worker):
-    """A generation server. Its event loop serves HTTP; the engine computes on a thread of its own, or in SGLang's processes."""
+    """A generation server. Its event loop serves HTTP; the engine computes on its own thread or in SGLang's processes."""
 
     def __init__(
         self, config: GenerationServerConfig, system: System | None = None, engines: Engines | None = None
@@ -46,7 +46,7 @@ class GenerationServer(Worker):
         tokenizer = await asyncio.to_thread(engines.tokenizer)
         engine = await asyncio.to_thread(engines.make, journal, tokenizer.eos_token_id)
         after_engine = await opened.enter_async_context(AsyncExitStack())
-        opened.push_async_callback(engine.close)  # fails what is in flight, so that the HTTP handlers return
+        opened.push_async_callback(engine.close)  # fails the requests in flight, so that the HTTP handlers return
         with engines.starting(engine) as (what, on, detail):
             self.logger.info("%s (%s)", what, on)
             limit_s = config.generation.load_timeout_s + _START_SLACK_S
@@ -73,9 +73,9 @@ class GenerationServer(Worker):
         await self._keep_house(engine, journal)
 
     async def _keep_house(self, engine: GenerationEngine, journal: TokenJournal) -> None:
-        """Once a second.
+        """Update status and journal, and fail requests that have waited too long, once a second.
 
-        Consumes nothing; produces status and journal. Waits for the clock only. Ends with an error when the engine has died.
+        Consumes nothing; produces status and journal. Waits for the clock only. Raises RuntimeError when the engine has died.
         """
         while True:
             stats = engine.stats()
@@ -92,7 +92,7 @@ class GenerationServer(Worker):
             await asyncio.sleep(FLUSH_INTERVAL_S)
 
     async def _published(self, directory: Directory) -> WeightVersion | None:
-        """The newest version that the trainer has on disk or in memory; None: name resolve has none."""
+        """The newest version that the trainer has on disk or in memory. None: name resolve lists no version."""
         found = []
         for key in (self.names.model_version(ACTOR), self.names.weights_held(ACTOR)):
             try:
@@ -100,7 +100,7 @@ class GenerationServer(Worker):
             except NameEntryNotFound:
                 continue
             except (NameResolveTimeout, ValueError) as error:
-                raise EngineUnavailable(f"which weights are published is not known: {error}") from error
+                raise EngineUnavailable(f"the published weight version is not known: {error}") from error
         return max(found, default=None)
 
     def _open_fetched(self, directory: Directory) -> FetchedWeights:
@@ -110,15 +110,15 @@ class GenerationServer(Worker):
         return FetchedWeights(fetcher, lambda: self._source(directory))
 
     async def _source(self, directory: Directory) -> str:
-        """Below which the gserver manager serves versions; "" where name resolve does not say it now."""
+        """The base URL under which the gserver manager serves versions; "" if name resolve has none now."""
         try:
             return await asyncio.to_thread(directory.resolver.get, self.names.weight_files(ACTOR))
         except (NameEntryNotFound, NameResolveTimeout) as error:
-            self.logger.warning("where weights are served is not known: %s", error)
+            self.logger.warning("the address of the weight files is not known: %s", error)
             return ""
 
     def _verified_loads(self, engine: GenerationEngine) -> VerifiedLoads | None:
-        """weights.verify_logprobs: each version loaded must score a text as the trainer does."""
+        """weights.verify_logprobs: each loaded version must give a text the trainer's logprobs."""
         tolerance = self._config.verify_tolerance
         limit_s = self._config.generation.load_timeout_s
         return VerifiedLoads(engine, tolerance=tolerance, limit_s=limit_s, logger=self.logger) if tolerance else None

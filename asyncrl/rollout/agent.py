@@ -1,12 +1,11 @@
-"""Environments and agents: what a policy's responses meet, and how a prompt becomes a trajectory.
+"""Environments, which judge a policy's responses, and agents, which turn a prompt into a trajectory.
 
-An environment has gym's reset and step, async. It belongs to one prompt: the worker makes it with the prompt and the task's reward.
-The prompt itself is the first observation. Agents that play the members of a group apart take a `fork` for each.
+An environment has gym's reset and step as async methods. It belongs to one prompt: the worker makes it with the prompt and the
+task's reward. The prompt is the first observation. An agent that plays the members of a group separately uses one `fork` for each.
 
-An agent puts an Observation (what the policy is to continue) into obs_queue and gets the responses, in the same order, from
-act_queue; the worker (rollouts.py) generates them in between. One agent object serves all prompts of a task at the same time,
-so what belongs to one rollout lives in `collect_trajectory`, not on the object. Agents written for OpenAI's client are in
-chat_agent.py.
+An agent puts an Observation (the inputs that the policy continues) into obs_queue and gets the responses, in the same order, from
+act_queue; the worker (rollouts.py) generates them in between. One agent object serves all prompts of a task at the same time, so
+the state of one rollout belongs in `collect_trajectory`, not on the object. chat_agent.py has agents written for OpenAI's client.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ StepResult = tuple[Any, Any, bool, bool, dict[str, Any]]  # observation, reward,
 
 
 class Env(ABC):
-    """One problem. Subclasses take prompt and reward (None where the task names no reward) and the task's env_args by keyword."""
+    """One problem. Subclasses take prompt, reward (None if the task has no reward) and the task's env_args by keyword."""
 
     def __init__(self, *, prompt: Prompt, reward: Reward | None) -> None:
         self.prompt = prompt
@@ -36,28 +35,31 @@ class Env(ABC):
 
     @abstractmethod
     async def reset(self) -> tuple[Any, dict[str, Any]]:
-        """Begin. Gives (observation, info)."""
+        """Start an episode. Returns (observation, info)."""
 
     @abstractmethod
     async def step(self, action: Any) -> StepResult:
-        """Take a Completion. Gives (observation, reward, terminated, truncated, info); an observation is text, or None."""
+        """Take a Completion. Returns (observation, reward, terminated, truncated, info); the observation is text or None."""
 
     def fork(self) -> Env:
-        """An environment of the same problem, not yet reset, that shares no progress. Override if __init__ makes mutable state."""
+        """A new environment of the same problem, not yet reset. Its progress is independent of this one's.
+
+        The default makes a shallow copy. Override it if __init__ creates mutable state.
+        """
         return copy.copy(self)
 
     async def close(self) -> None:  # noqa: B027
-        """Release what the environment holds. Called once, however the rollout ended."""
+        """Release the environment's resources. Called exactly once, also if the rollout failed."""
 
 
 class RewardEnv(Env):
-    """The environment of one step around a reward function. A list of completions is judged in one call, and gives a list."""
+    """A one-step environment around a reward function. A list of completions is judged in one call and gives a list of rewards."""
 
     def __init__(self, *, prompt: Prompt, reward: Reward | None) -> None:
         super().__init__(prompt=prompt, reward=reward)
         if reward is None:
             raise ValueError(
-                f"task {prompt.task!r} has no reward; set rollout.tasks.<name>.reward, or an env of its own"
+                f"task {prompt.task!r} has no reward; set rollout.tasks.<name>.reward or rollout.tasks.<name>.env"
             )
         self._reward = reward
 
@@ -72,23 +74,24 @@ class RewardEnv(Env):
 
 
 class UnjudgedEnv(Env):
-    """The environment of an agent that gives its rewards itself, where the config names neither reward nor env."""
+    """The environment of an agent that returns its own rewards, if the config has neither reward nor env."""
 
     async def reset(self) -> tuple[str, dict[str, Any]]:
         return self.prompt.text, {}
 
     async def step(self, action: Any) -> StepResult:
         raise ValueError(
-            f"the agent of task {self.prompt.task!r} leaves the reward to the task, which has neither reward nor env; set "
+            f"the agent of task {self.prompt.task!r} returned no reward, and the task has neither reward nor env; set "
             "rollout.tasks.<name>.reward, or return a number from chat"
         )
 
 
 class FeedbackEnv(RewardEnv):
-    """Asks again until the reward is good enough: several steps around a reward function.
+    """A multi-step environment around a reward function: the policy tries again until the reward is high enough.
 
-    A response with reward >= success ends the episode, and so does one that was cut; after any other the policy reads
-    `feedback` and tries again, max_turns times in all (give the agent no fewer). Only the last turn is paid.
+    A response with reward >= success ends the episode, and so does a response that was cut. After any other response the policy
+    reads `feedback` and tries again, up to max_turns responses in all (the agent's max_turns must not be lower). Only the last
+    turn is rewarded.
     """
 
     def __init__(
@@ -108,7 +111,7 @@ class FeedbackEnv(RewardEnv):
 
     async def step(self, action: Completion | Sequence[Completion]) -> StepResult:
         if not isinstance(action, Completion):
-            raise TypeError("FeedbackEnv takes one completion a step; fork it for each member of a group")
+            raise TypeError("FeedbackEnv takes one completion per step; fork it for each member of a group")
         _, value, _, _, info = await super().step(action)
         self._turns += 1
         if value >= self._success:
@@ -120,7 +123,7 @@ class FeedbackEnv(RewardEnv):
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the policy is to continue: one response for each of `inputs` (the same prompt n times: a group)."""
+    """Inputs that the policy continues: one response for each of `inputs` (n times the same prompt for a group of n)."""
 
     inputs: Sequence[list[int]]
     sampling: SamplingConfig
@@ -131,24 +134,24 @@ ActQueue = asyncio.Queue[list[Response]]
 
 
 class Agent(ABC):
-    """Subclasses take tokenizer, sampling and group_size, and the task's agent_args, by keyword."""
+    """Turns prompts into trajectories. Subclasses take tokenizer, sampling, group_size and the task's agent_args by keyword."""
 
     def __init__(self, *, tokenizer: Any, sampling: SamplingConfig, group_size: int) -> None:
         self.tokenizer = tokenizer
         self.sampling = sampling
-        self.group_size = group_size  # responses a prompt; 1 in evaluations
+        self.group_size = group_size  # responses per prompt; 1 in evaluations
 
     @abstractmethod
     async def collect_trajectory(
         self, prompt: Prompt, env: Env, obs_queue: ObsQueue, act_queue: ActQueue
     ) -> list[SequenceSample]:
-        """The trajectory of one prompt: a list with one sample of one group, or an empty one to reject the prompt.
+        """The trajectory of one prompt: a list with one sample of one group, or an empty list to reject the prompt.
 
-        Cancelled when the ticket is taken back. Whatever it raises (but RolloutEnded) rejects the prompt as `agent_error`.
+        Cancelled when the ticket is revoked. Every exception except RolloutEnded rejects the prompt as `agent_error`.
         """
 
     async def generate(self, inputs: Sequence[list[int]], obs_queue: ObsQueue, act_queue: ActQueue) -> list[Response]:
-        """Ask the policy to continue each of the inputs, and wait for all."""
+        """Ask the policy to continue each input, and wait for all responses."""
         await obs_queue.put(Observation(inputs, self.sampling))
         return await act_queue.get()
 
@@ -158,7 +161,7 @@ class Agent(ABC):
 
 
 class SingleStepAgent(Agent):
-    """One response a group member; the environment judges the whole group in one step."""
+    """One response per group member; the environment judges the whole group in one step."""
 
     async def collect_trajectory(
         self, prompt: Prompt, env: Env, obs_queue: ObsQueue, act_queue: ActQueue
@@ -176,10 +179,10 @@ class SingleStepAgent(Agent):
 
 
 class MultiStepAgent(Agent):
-    """Several turns: what the environment says to a response is appended, and the policy continues.
+    """Several turns: the environment's observation is appended to each response, and the policy continues.
 
-    Every group member plays a fork of the environment. Its reward is the sum of what its turns were paid, turn t times
-    turn_discount^t. An episode ends when the environment says so, when a response is cut, or after max_turns.
+    Every group member plays a fork of the environment. Its reward is the sum over its turns t of reward_t * turn_discount^t.
+    An episode ends when the environment terminates or truncates it, when a response is cut, or after max_turns.
     """
 
     def __init__(
@@ -190,25 +193,28 @@ class MultiStepAgent(Agent):
         group_size: int,
         max_turns: int = 4,
         turn_discount: float = 1.0,
-        feedback_template: str = "{}",  # how an observation is put before the policy
-        feedback_role: str = "",  # or: as a turn of this role (say, user) of the tokenizer's chat template
-        chat_template_args: Mapping[str, Any] | None = None,  # for that template: those of prompts.chat_template_args
+        feedback_template: str = "{}",  # the text that the policy reads; {} is the observation
+        feedback_role: str = "",  # alternative: the observation is a turn of this role (e.g. user) in the chat template
+        chat_template_args: Mapping[str, Any]
+        | None = None,  # for the chat template; same as prompts.chat_template_args
     ) -> None:
         super().__init__(tokenizer=tokenizer, sampling=sampling, group_size=group_size)
         if max_turns < 1:
             raise ValueError(f"max_turns is {max_turns}; it must be at least 1")
         if "{}" not in feedback_template:
-            raise ValueError(f"feedback_template {feedback_template!r} has no {{}}, where the observation goes")
+            raise ValueError(f"feedback_template is {feedback_template!r}; it must contain {{}} for the observation")
         if feedback_role and feedback_template != "{}":
             raise ValueError(
-                f"feedback_role={feedback_role!r} and feedback_template={feedback_template!r}: set one of them"
+                f"feedback_role={feedback_role!r} and feedback_template={feedback_template!r}: set only one of them"
             )
         self.max_turns = max_turns
         self.turn_discount = turn_discount
         self.feedback_template = feedback_template
         self.feedback_role = feedback_role
         self.chat_template_args = dict(chat_template_args or {})
-        self.feedback_text("tried here, so that a template without this role stops the start and not the rollouts")
+        self.feedback_text(
+            "a sample observation: a template without this role is rejected at the start, not in rollouts"
+        )
 
     async def collect_trajectory(
         self, prompt: Prompt, env: Env, obs_queue: ObsQueue, act_queue: ActQueue
@@ -234,7 +240,7 @@ class MultiStepAgent(Agent):
         return [build_sample(prompt.prompt_id, episodes)]
 
     async def _take_turn(self, turn: int, episode: Episode, env: Env, response: Response) -> bool:
-        """One member's turn. True: the environment's answer is appended and another turn follows."""
+        """Play one member's turn. Returns True if the observation was appended and another turn follows."""
         episode.add_response(response)
         observation, reward, terminated, truncated, _ = await env.step(self.decode(response))
         episode.reward += float(reward) * self.turn_discount**turn
@@ -245,16 +251,17 @@ class MultiStepAgent(Agent):
         return True
 
     def feedback_text(self, observation: str) -> str:
-        """What is appended between a response and the next one."""
+        """The text that is appended between a response and the next one."""
         if self.feedback_role:
             return chat_turn(self.tokenizer, self.feedback_role, observation, self.chat_template_args)
         return self.feedback_template.replace("{}", observation)
 
 
 def chat_turn(tokenizer: Any, role: str, content: str, template_args: Mapping[str, Any]) -> str:
-    """What a chat template puts between a response and the next one, when somebody of this role says content in between.
+    """The text of a chat template between two responses with a message of this role and content in between.
 
-    The response has brought its own EOS. Raises ValueError where the template does not show what was said.
+    The EOS of the first response is not included, because the response contains it. Raises ValueError if the template does not
+    show the message.
     """
     if not tokenizer.chat_template:
         raise ValueError(f"feedback_role={role!r}: the tokenizer has no chat template; use feedback_template")
@@ -268,6 +275,6 @@ def chat_turn(tokenizer: Any, role: str, content: str, template_args: Mapping[st
     _, found, turn = text.rpartition(response)
     if not found or content.strip() not in turn:  # templates may trim
         raise ValueError(
-            f"feedback_role={role!r}: the chat template does not show what this role says; use feedback_template"
+            f"feedback_role={role!r}: the chat template does not show messages of this role; use feedback_template"
         )
     return turn.removeprefix(tokenizer.eos_token)

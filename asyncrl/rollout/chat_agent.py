@@ -1,13 +1,13 @@
-"""ChatAgent: an agent written for an OpenAI client. It asks the policy over HTTP (openai_api.py), and gives a reward.
+"""ChatAgent: an agent written for an OpenAI client. It queries the policy over HTTP (openai_api.py) and returns a reward.
 
     class Solver(ChatAgent):
         async def chat(self, session, prompt):
             reply = await session.client().chat.completions.create(model="policy", messages=prompt.row["messages"])
             return float(reply.choices[0].message.content == prompt.answer)
 
-Each member of a group has a session of its own; they talk at the same time. What is trained is what the policy said in a session,
-token by token as it was sampled: one sequence, that of the last answer (or the longest), with whatever the agent put in between
-masked out. Agents that must see the queues instead are in agent.py.
+Each member of a group has its own session; the sessions run concurrently. Training uses the policy's answers of a session exactly
+as they were sampled, token by token: one sequence, that of the last answer (or the longest), with the agent's messages masked out.
+Agents that use the queues instead are in agent.py.
 """
 
 from __future__ import annotations
@@ -41,34 +41,34 @@ from asyncrl.rollout.tool_calls import TAG, Said, parse_tool_calls
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-_MAX_THREADS = 64  # of plain `chat` functions at the same time, a task of a worker
-_MAX_ABANDONED = 32  # threads that outlived their rollout; past it nothing more is started
+_MAX_THREADS = 64  # plain `chat` functions that run at the same time, per task and worker
+_MAX_ABANDONED = 32  # threads that outlived their rollout; beyond this no thread is started
 _LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ChatSession:
-    """What `chat` gets: where its client finds the policy, and what else belongs to this member of the group."""
+    """The argument of `chat`: the policy's address, and the state of this group member."""
 
-    base_url: str  # holds the session's id: any API key will do with it
-    api_key: str  # the session's id: with it any of the worker's base URLs will do
-    member: int  # of the group
-    env: Env  # its own fork, reset: tools may live there
-    sampling: SamplingConfig  # what requests are answered with
+    base_url: str  # contains the session's id, so any API key works with it
+    api_key: str  # the session's id; with it, any base URL of the worker works
+    member: int  # index in the group
+    env: Env  # its own fork, already reset; it may provide tools
+    sampling: SamplingConfig  # sampling parameters of the answers
     endpoint: ChatEndpoint
 
     def client(self) -> AsyncOpenAI:
-        """openai's client for this session. For an `async def chat`; all share their connections.
+        """openai's client for this session, for an `async def chat`. All these clients share their connections.
 
-        It takes 0.01 ms of CPU; an `openai.AsyncOpenAI` of the session's own takes 22 ms.
+        It takes 0.01 ms of CPU; a separate `openai.AsyncOpenAI` takes 22 ms.
         """
         return self.endpoint.client(self.api_key)
 
 
 class ChatAgent(ABC):
-    """Subclasses write `chat`. They take tokenizer, sampling and group_size, and the task's agent_args, by keyword."""
+    """Subclasses implement `chat`. They take tokenizer, sampling, group_size and the task's agent_args by keyword."""
 
-    tool_call_tag = TAG  # what a tool call begins with: streams hold text back from there
+    tool_call_tag = TAG  # start of a tool call; streams withhold text from there on
 
     def __init__(
         self,
@@ -76,17 +76,17 @@ class ChatAgent(ABC):
         tokenizer: Any,
         sampling: SamplingConfig,
         group_size: int,
-        trained: Trained = "last",  # of a session with several sequences: that of the last answer, or the longest
-        ignore: Sequence[str] = (),  # fields of requests that are dropped unread, e.g. [temperature, seed]
+        trained: Trained = "last",  # which of several sequences is trained: that of the last answer, or the longest
+        ignore: Sequence[str] = (),  # request fields that are ignored, e.g. [temperature, seed]
         chat_template_args: Mapping[str, Any] | None = None,  # e.g. {enable_thinking: false}
-        max_requests: int = 64,  # a session
-        max_sequences: int = 16,  # a session: conversations that do not continue each other, and branches
-        max_tokens: int = 0,  # prompt and answer of a request; 0: as many as the generation server takes
+        max_requests: int = 64,  # per session
+        max_sequences: int = 16,  # per session: conversations that do not continue each other, and branches
+        max_tokens: int = 0,  # prompt and answer of a request; 0: the generation server's limit
     ) -> None:
         if trained not in ("last", "longest"):
             raise ValueError(f"trained is {trained!r}; it must be last or longest")
         if unknown := sorted(set(ignore) - IGNORABLE):
-            raise ValueError(f"ignore has {unknown}; known are {', '.join(sorted(IGNORABLE))}")
+            raise ValueError(f"ignore contains {unknown}; known are {', '.join(sorted(IGNORABLE))}")
         if max_requests < 1 or max_sequences < 1 or max_tokens < 0:
             raise ValueError(
                 f"max_requests={max_requests} and max_sequences={max_sequences} must be at least 1, max_tokens={max_tokens} not "
@@ -94,7 +94,7 @@ class ChatAgent(ABC):
             )
         self.tokenizer = tokenizer
         self.sampling = sampling
-        self.group_size = group_size  # sessions a prompt; 1 in evaluations
+        self.group_size = group_size  # sessions per prompt; 1 in evaluations
         self.template = ChatTemplate(tokenizer, chat_template_args or {})
         self.trained = trained
         self._ignore = frozenset(ignore)
@@ -104,25 +104,25 @@ class ChatAgent(ABC):
 
     @abstractmethod
     def chat(self, session: ChatSession, prompt: Prompt) -> Awaitable[float | None] | float | None:
-        """One conversation (or several), by `async def` or, run in a thread, by `def`. Gives the reward.
+        """Hold one conversation or several, as `async def` or as `def`, which runs in a thread. Returns the reward.
 
-        None: the task's env judges the last trained answer. What it raises rejects the prompt as `agent_error`. A blocking
-        client belongs into a `def`: in an `async def` it would wait for the event loop that it holds up.
+        None: the task's env judges the last trained answer. An exception rejects the prompt as `agent_error`. Use a blocking
+        client only in a `def`: in an `async def` it would block the event loop that must answer it.
         """
 
     def parse_tool_calls(self, text: str) -> Said:
-        """Content and tool calls of an answer to a request with tools. Override (with tool_call_tag) for another format."""
+        """Content and tool calls of an answer to a request with tools. Override it, with tool_call_tag, for another format."""
         return parse_tool_calls(text)
 
     async def collect_sessions(
         self, prompt: Prompt, env: Env, endpoint: ChatEndpoint, policy: Policy
     ) -> list[SequenceSample]:
-        """The trajectory of one prompt. The first member that fails ends the others."""
+        """The trajectory of one prompt. The first member that fails cancels the others."""
         members = [self._play(prompt, env.fork(), endpoint, policy, member) for member in range(self.group_size)]
         return [build_sample(prompt.prompt_id, await gather_or_cancel(members))]
 
     async def _play(self, prompt: Prompt, env: Env, endpoint: ChatEndpoint, policy: Policy, member: int) -> Episode:
-        """One member, from its session's begin to its end."""
+        """Play one member, from the start of its session to the end."""
         session = Session(
             policy,
             self.template,
@@ -152,7 +152,7 @@ class ChatAgent(ABC):
         return episode
 
     async def _converse(self, session: Session, seen: ChatSession, prompt: Prompt) -> Any:
-        """Run `chat`. What ends the rollout inside a request ends it here, even if `chat` makes nothing of the error."""
+        """Run `chat`. An error that ends the rollout inside a request is raised here, even if `chat` swallows it."""
         in_thread = not inspect.iscoroutinefunction(self.chat)
         async with self._threads.room if in_thread else contextlib.nullcontext():
             talking = self._start(seen, prompt, in_thread)
@@ -160,7 +160,7 @@ class ChatAgent(ABC):
                 await asyncio.wait({talking, session.failed}, return_when=asyncio.FIRST_COMPLETED)
                 if session.failed.done():
                     session.failed.result()
-                if talking.cancelled():  # by itself: not the same as a rollout that is taken back
+                if talking.cancelled():  # by itself; a revoked rollout cancels this task instead
                     raise RuntimeError("chat has cancelled itself")
                 return talking.result()
             finally:
@@ -168,7 +168,7 @@ class ChatAgent(ABC):
                     talking.cancel()
                     await asyncio.wait({talking})
                 elif not talking.cancelled():
-                    talking.exception()  # retrieved: what matters of it has been raised
+                    talking.exception()  # mark it as retrieved; a relevant error has been raised already
 
     def _start(self, seen: ChatSession, prompt: Prompt, in_thread: bool) -> asyncio.Future[Any]:
         if in_thread:
@@ -178,7 +178,7 @@ class ChatAgent(ABC):
             await seen.endpoint.next_start()
             try:
                 return await cast("Awaitable[Any]", self.chat(seen, prompt))
-            except SystemExit as error:  # it would end the worker
+            except SystemExit as error:  # would end the worker
                 raise RuntimeError(f"SystemExit: {error}") from error
 
         return asyncio.ensure_future(guarded())
@@ -188,8 +188,8 @@ class ChatAgent(ABC):
         if left_out and not self._told_left_out:
             self._told_left_out = True
             _LOGGER.warning(
-                "a session has %d sequences, of which the %s is trained; %d sampled tokens of the others are not (told "
-                "once; agent_args.trained chooses)",
+                "a session has %d sequences and only the %s is trained; %d sampled tokens of the others are not (logged "
+                "once; set agent_args.trained to choose)",
                 session.num_sequences,
                 "one answered last" if self.trained == "last" else "longest",
                 left_out,
@@ -197,18 +197,20 @@ class ChatAgent(ABC):
 
 
 class _Threads:
-    """Threads of plain `chat` functions: how many at a time, and how many are left behind."""
+    """Threads of plain `chat` functions. Limits the number of running and of abandoned threads."""
 
     def __init__(self) -> None:
         self.room = asyncio.Semaphore(
             _MAX_THREADS
-        )  # held while a conversation runs: a wait bounded by the rollouts ahead
+        )  # held while a conversation runs; the wait is bounded by the running rollouts
         self._started: list[threading.Thread] = []
 
     def start(self, run: Callable[[], Any], name: str) -> asyncio.Future[Any]:
         self._started = [thread for thread in self._started if thread.is_alive()]
         if len(self._started) >= _MAX_THREADS + _MAX_ABANDONED:
-            raise RolloutRejected("agent_hangs", f"{len(self._started)} threads of `chat` have not ended")
+            raise RolloutRejected(
+                "agent_hangs", f"{len(self._started)} threads of `chat` have not ended; no more are started"
+            )
         thread, future = start_thread(run, name)
         self._started.append(thread)
         return future

@@ -1,18 +1,19 @@
-"""From chat messages to tokens, such that a conversation goes on with the very tokens that were sampled (pure).
+"""Converts chat messages to tokens so that a conversation continues with exactly the tokens that were sampled (pure).
 
-A first request is rendered whole. A request that continues an answer of the policy is not: the answer's tokens stay as they were
-sampled, and only what the template writes behind them is tokenised. To find that, the conversation is rendered with a mark in
-the place of the answer, once up to it and once with all that follows:
+A first request is rendered as a whole. In a request that continues an answer of the policy, the answer's tokens stay as they were
+sampled, and only the text that the template writes after them is tokenised. To find this text, the conversation is rendered with
+a mark in place of the answer, once up to the answer and once with all later messages:
 
     closed = render(before, MARK)                  ... MARK<|im_end|>\n
     full   = render(before, MARK, what follows)    ... MARK<|im_end|>\n<|im_start|>user\nNo.<|im_end|>\n<|im_start|>assistant\n
 
-What stands behind MARK in `full` is the continuation, less the end of turn that the policy has sampled itself. For an answer with
-tool calls the mark is the name of its last call; if the template shows no tool calls, its content.
+The text after MARK in `full` is the continuation, without the end-of-turn token that the policy has sampled. For an answer with
+tool calls the mark is the name of its last call, or its content if the template shows no tool calls.
 
-Refused (None: the caller renders the conversation anew, as a sequence of its own) are templates that do not show the mark exactly
-once, say because they drop or rewrite earlier answers, and those in which the end of a turn depends on what follows. A template may
-drop parts of earlier answers (Qwen3: thoughts): here they stay in the context, since the policy has seen them.
+Two kinds of template are refused: those that do not show the mark exactly once, for example because they drop or rewrite earlier
+answers, and those in which the end of a turn depends on later messages. The result is then None, and the caller renders the
+conversation again as a new sequence. A template may drop parts of earlier answers (Qwen3: thoughts). They stay in the context here,
+because the policy has seen them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import msgspec
 
 from asyncrl.protocol.messages import DECODE_ERRORS
 
-Message = dict[str, Any]  # as templates take it: content is text, arguments of tool calls are objects
+Message = dict[str, Any]  # in the templates' format: content is text, arguments of tool calls are objects
 Tools = Sequence[Mapping[str, Any]]
 
 _MARK = f"answer{secrets.token_hex(8)}"  # passes through trim filters and JSON unchanged
@@ -36,16 +37,18 @@ class TemplateRefused(ValueError):
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, with the arguments that it always gets."""
+    """A tokenizer's chat template with its constant arguments."""
 
     def __init__(self, tokenizer: Any, arguments: Mapping[str, Any]) -> None:
         if not tokenizer.chat_template:
-            raise ValueError("the tokenizer has no chat template, which a ChatAgent needs; use a chat model's")
+            raise ValueError(
+                "the tokenizer has no chat template, but a ChatAgent needs one; use the tokenizer of a chat model"
+            )
         self._tokenizer = tokenizer
         self._arguments = dict(arguments)
 
     def prompt_ids(self, messages: Sequence[Message], tools: Tools | None, arguments: Mapping[str, Any]) -> list[int]:
-        """A whole conversation and the header of the next answer. Raises TemplateRefused."""
+        """Tokens of a whole conversation and of the next answer's header. Raises TemplateRefused."""
         return self._encode(self._render(messages, tools, arguments, header=True))
 
     def continuation_ids(
@@ -58,9 +61,9 @@ class ChatTemplate:
         *,
         stop_token: int | None,
     ) -> list[int] | None:
-        """What comes between the answer's tokens and the next answer. stop_token: the one that ended it, None if it was cut.
+        """Tokens between an answer's tokens and the next answer. stop_token: the token that ended the answer, None if it was cut.
 
-        None where the template does not tell (see above).
+        Returns None if the template is refused (see the module's docstring).
         """
         marked: Message = {"role": "assistant", "content": _MARK}
         variants = [marked]
@@ -77,13 +80,13 @@ class ChatTemplate:
                 )
             except TemplateRefused:
                 continue
-            # `closed` may begin with the rest of a marked call; `ending` is what any answer ends with
+            # `closed` may start with the rest of a marked call; `ending` is the text after any answer
             if full.startswith(closed):
                 return self._encode(self._less_sampled_end(ending, stop_token) + full[len(closed) :])
         return None
 
     def _less_sampled_end(self, ending: str, stop_token: int | None) -> str:
-        """The end of a turn, without the token of it that the policy has sampled."""
+        """The end of a turn without the token that the policy has sampled."""
         if stop_token is None:
             return ending
         end_of_turn = str(self._tokenizer.decode([stop_token], skip_special_tokens=False))
@@ -111,13 +114,13 @@ class ChatTemplate:
                     **{**self._arguments, **arguments},
                 )
             )
-        except Exception as error:  # a template is a program: say, it wants roles that alternate
+        except Exception as error:  # a template is a program and may raise anything, e.g. if roles do not alternate
             raise TemplateRefused(f"the chat template refuses these messages: {error}") from error
 
     def _encode(self, text: str) -> list[int]:
         try:
             return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
-        except Exception as error:  # tokenizers raises nothing narrower
+        except Exception as error:  # tokenizers raises plain Exception
             raise TemplateRefused(f"the tokenizer cannot encode {text!r}: {error}") from error
 
 
@@ -126,7 +129,7 @@ def _marked_calls(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def same_message(one: Message, other: Message) -> bool:
-    """Does a client mean the message that it was given? Of an answer only what was said counts, and no space around it."""
+    """Whether a client's message is the recorded one. Of an answer, only content (without outer space) and tool calls count."""
     if one["role"] != other["role"]:
         return False
     if one["role"] != "assistant":
@@ -140,9 +143,9 @@ def _said(answer: Message) -> tuple[str, list[Any]]:
 
 
 def message_for_template(message: Mapping[str, Any]) -> Message:
-    """A message as the OpenAI API has it, in the form that templates expect. Raises ValueError that says what is wrong with it.
+    """Convert a message of the OpenAI API to the templates' format. Raises ValueError that names the error.
 
-    Parts of text are joined, the arguments of tool calls become objects, `developer` becomes `system`, nulls are left out.
+    Text parts are joined, the arguments of tool calls become objects, `developer` becomes `system`, nulls are removed.
     """
     kept = {key: value for key, value in message.items() if value is not None}
     role = kept.get("role")
@@ -165,7 +168,7 @@ def _text_of(content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise ValueError(f"content is {content!r}; it must be text, or a list of parts of text")
+        raise ValueError(f"content is {content!r}; it must be text, or a list of text parts")
     texts = []
     for part in content:
         if not (isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)):
@@ -178,7 +181,7 @@ def _text_of(content: Any) -> str:
 def _call_for_template(call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not (isinstance(function, Mapping) and isinstance(function.get("name"), str)):
-        raise ValueError(f"tool_calls has {call!r}; expected {{id, type, function: {{name, arguments}}}}")
+        raise ValueError(f"tool_calls contains {call!r}; expected {{id, type, function: {{name, arguments}}}}")
     arguments: Any = function.get("arguments", "{}")
     if isinstance(arguments, str):
         try:

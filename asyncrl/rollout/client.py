@@ -1,12 +1,12 @@
-"""PartialRolloutManager: responses from generation servers, assembled from pieces.
+"""PartialRolloutManager: assembles responses from pieces that generation servers return.
 
-One HTTP request per group member and piece. A piece has at most new_tokens_per_chunk tokens; a response is resumed with the
-prefix it has after a full piece, after an interruption (the server was updated; finish reason `abort`) on the same server, and
-on another one that the gserver manager names where its server is lost, has its queue full for long, or leaves the run. A group
-goes as one. Every token keeps the logprob and the weight version that its server reported for it.
+It sends one HTTP request per group member and piece. A piece has at most new_tokens_per_chunk tokens. After a full piece, or an
+interruption (the server was updated; finish reason `abort`), the response continues on the same server with its tokens as prefix.
+If the server is lost, stays full for long, or leaves the run, the response continues on another one that the gserver manager names.
+All members of a group move together. Every token keeps the logprob and the weight version that its server reported.
 
-Each request is bounded by request_timeout_s and each response by the number of times it may fail without a new token, so no
-wait here lasts for ever; while requests are out, the status board says per server how long it has brought nothing.
+Each request is bounded by request_timeout_s, and each response by the number of failures without a new token, so every wait ends.
+While requests are outstanding, the status board shows for each server how long it has sent nothing.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ from asyncrl.runtime.service_client import ServiceError
 
 T = TypeVar("T")
 
-_MAX_FAILURES = 4  # lost servers in a row, without a new token, before the ticket is given back
+_MAX_FAILURES = 4  # lost servers in a row, without a new token, before the ticket is released
 _MAX_ABORTS = 256
 _HEADERS = {"Content-Type": "application/json"}
-_MAX_TOKEN = (1 << 31) - 1  # what the model's vocabulary has not, its head refuses
+_MAX_TOKEN = (1 << 31) - 1  # the head refuses ids outside the model's vocabulary
 _BUSY = frozenset({408, 429, 503})
 _ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(GenerateReply)
 
 
 class ServerChooser(Protocol):
-    """Names another server for a ticket: the gserver manager's /schedule_request."""
+    """Chooses another server for a ticket: the gserver manager's /schedule_request."""
 
     async def schedule(
         self, ticket_id: str, lost_server: str, *, lost_url: str, busy: bool = False
@@ -64,7 +64,7 @@ class ServerChooser(Protocol):
 
 
 class Route:
-    """Where a ticket's requests go now. Shared by the group: the first member to lose the server moves all."""
+    """The server of a ticket's requests. The group shares it: the first member that loses the server moves all members."""
 
     __slots__ = (
         "__weakref__",
@@ -84,21 +84,19 @@ class Route:
         self.go_to(ticket.server, ticket.server_url)
         self.oldest_allowed = WeightVersion(ticket.attempt, max(0, ticket.min_version)).pack()
         self.moves = 0
-        self.out: dict[
-            str, URL
-        ] = {}  # requests without an answer yet, and where they are; bounded by the client's slots
+        self.out: dict[str, URL] = {}  # outstanding requests and their servers; bounded by the client's slots
         self.lock = asyncio.Lock()
 
     def go_to(self, server: str, url: str) -> None:
         self.server = server
-        self.server_url = url  # as the manager wrote it
+        self.server_url = url  # the manager's exact string
         self.url = URL(url)
         self.generate_url = self.url / "generate"
 
 
 @dataclass
 class ClientCounts:
-    """What the client has done so far."""
+    """Counters of the client."""
 
     requests: int = 0
     tokens: int = 0
@@ -108,29 +106,29 @@ class ClientCounts:
 
 
 class _ServerLostError(Exception):
-    """The server did not answer as it should, short retries included."""
+    """The server gave no valid answer, even after short retries."""
 
 
 class _ServerBusyError(_ServerLostError):
-    """It takes no more requests now, and has not for as long as the short retries last."""
+    """The server accepted no request during all short retries."""
 
 
 @dataclass(frozen=True)
 class Pauses:
-    """Seconds between the tries of a request, and limits of its parts."""
+    """Seconds between the tries of a request, and time limits of its parts."""
 
-    retry_s: tuple[float, ...] = (0.0, 0.1, 0.4)  # on the same server: a connection it had closed, a short hiccup
-    # A server says that it is busy: its queue is full, or an update takes long
+    retry_s: tuple[float, ...] = (0.0, 0.1, 0.4)  # on the same server: it closed the connection, or failed briefly
+    # The server reports that it is busy: its queue is full, or an update takes long
     busy_s: tuple[float, ...] = (0.1, 0.2, 0.5, 1.0, 1.0, 1.0)
-    # Interruptions in a row that brought no token
+    # After each of several interruptions in a row without a new token
     empty_abort_s: tuple[float, ...] = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 1.0, 1.0)
-    schedule_s: tuple[float, ...] = (0.1, 0.2, 0.5, 1.0, 2.0)  # no server is to be had; the last one repeats
+    schedule_s: tuple[float, ...] = (0.1, 0.2, 0.5, 1.0, 2.0)  # while no server is available; the last one repeats
     abort_limit_s: float = 2.0
     connect_limit_s: float = 5.0
 
 
 class PartialRolloutManager:
-    """Responses for a worker's tickets. All its requests share one session and one bound on how many are out."""
+    """Gets responses for a worker's tickets. All requests share one HTTP session and one limit of outstanding requests."""
 
     def __init__(
         self,
@@ -144,7 +142,7 @@ class PartialRolloutManager:
         pauses: Pauses | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """On the event loop that it is used on."""
+        """Call this on the event loop that uses the object."""
         if new_tokens_per_chunk < 1:
             raise ValueError(f"rollout.new_tokens_per_chunk is {new_tokens_per_chunk}; it must be at least 1")
         self._chooser = chooser
@@ -157,7 +155,7 @@ class PartialRolloutManager:
         self._waits = _ServerWaits(board, request_timeout_s)
         self._request_numbers = itertools.count()
         self._aborts: set[asyncio.Task[None]] = set()
-        self._posts: dict[str, set[asyncio.Task[tuple[int, bytes]]]] = {}  # by the server's URL; bounded by _slots
+        self._posts: dict[str, set[asyncio.Task[tuple[int, bytes]]]] = {}  # by server URL; bounded by _slots
         self._routes: weakref.WeakValueDictionary[str, Route] = weakref.WeakValueDictionary()  # by ticket
         self._clock = clock
         self.counts = ClientCounts()
@@ -170,7 +168,7 @@ class PartialRolloutManager:
         )
 
     async def close(self) -> None:
-        """End what is still being aborted, and the connections. Responses must have ended, or been cancelled, before."""
+        """Cancel outstanding aborts and close the connections. All responses must have ended or been cancelled before."""
         for task in self._aborts:
             task.cancel()
         if self._aborts:
@@ -183,8 +181,8 @@ class PartialRolloutManager:
         """One response for each of the inputs, in order.
 
         Raises RolloutReleased (`stale_server`, `server_lost`, `servers_busy`, `no_server`) or RolloutRejected
-        (`generation_refused`, `empty_response`, `bad_logprobs`, `bad_tokens`); the first failure ends the others.
-        Cancelling it aborts the requests on their servers.
+        (`generation_refused`, `empty_response`, `bad_logprobs`, `bad_tokens`). The first failure cancels the other responses.
+        Cancellation aborts the requests on their servers.
         """
         return await gather_or_cancel(
             [self.respond(route, input_ids, sampling, stop_token_ids) for input_ids in inputs]
@@ -198,7 +196,7 @@ class PartialRolloutManager:
         stop_token_ids: Sequence[int],
         on_piece: OnPiece | None = None,
     ) -> Response:
-        """One response, as `generate` gives it; on_piece sees it grow, and may end it."""
+        """One response, with the errors of `generate`. on_piece is called after each piece; it returns True to end the response."""
         self._routes[route.ticket.ticket_id] = route
         if sampling.max_new_tokens < 1:
             raise ValueError(f"rollout.sampling.max_new_tokens is {sampling.max_new_tokens}; it must be at least 1")
@@ -214,14 +212,14 @@ class PartialRolloutManager:
         stops: list[int],
         on_piece: OnPiece | None,
     ) -> Response:
-        """Piece after piece until EOS or max_new_tokens.
+        """Request pieces until EOS or max_new_tokens.
 
-        Waits for the ticket's server (or, when it is lost, for the manager to name another); unblocked by the end of a piece,
-        an update's interruption, or request_timeout_s.
+        Waits for the ticket's server or, after its loss, for the manager to name another; unblocked by the end of a piece, an
+        update's interruption, or request_timeout_s.
         """
         response = Response(input_ids)
         failures = aborts = 0  # in a row, without a new token
-        busy_since = 0.0  # likewise
+        busy_since = 0.0  # when servers began to be busy, without a new token since; 0: they are not
         while (missing := sampling.max_new_tokens - len(response.output_ids)) > 0:
             asked = min(missing, self._chunk)
             moves = route.moves
@@ -233,7 +231,7 @@ class PartialRolloutManager:
                 stop_token_ids=stops,
             )
             try:
-                first = bool(response.output_ids)  # begun: it keeps its place before those that wait
+                first = bool(response.output_ids)  # a response that has begun goes before waiting requests
                 reply = await self._request(route, input_ids + response.output_ids, params, first=first)
                 got = _add_piece(response, reply, asked)
                 reason = reply.meta_info.finish_reason.type
@@ -264,7 +262,7 @@ class PartialRolloutManager:
                 if not got:
                     await asyncio.sleep(self._pauses.empty_abort_s[aborts])
                     aborts += 1
-            elif reason == "stop" or got < asked:  # fewer than asked for without EOS: the server's context is full
+            elif reason == "stop" or got < asked:  # too few tokens and no EOS: the server's context is full
                 response.finished = reason == "stop"
                 break
         if not response.output_ids:
@@ -274,19 +272,19 @@ class PartialRolloutManager:
     def _refuse_stale(self, route: Route, response: Response) -> NoReturn:
         found, allowed = WeightVersion.unpack(response.oldest_version), WeightVersion.unpack(route.oldest_allowed)
         raise RolloutReleased(
-            "stale_server", f"{route.server} sampled with {found}, the ticket allows {allowed} or newer"
+            "stale_server", f"{route.server} sampled with version {found}; the ticket allows {allowed} or newer"
         )
 
     async def _request(
         self, route: Route, input_ids: list[int], params: SamplingParams, *, first: bool = False
     ) -> GenerateReply:
-        """POST /generate, with short retries. Raises _ServerLostError, or RolloutRejected where the server refuses the prompt."""
+        """POST /generate, with short retries. Raises _ServerLostError, or RolloutRejected if the server refuses the prompt."""
         delays_s = iter(self._pauses.retry_s)
         busy_delays_s = iter(self._pauses.busy_s)
         async with self._slots:
             while True:
                 server, server_url, url, generate_url = route.server, route.server_url, route.url, route.generate_url
-                # Ends in a dot, so that no id is a prefix of another (SGLang aborts by prefix); new for each try.
+                # The final dot ensures that no id is a prefix of another (SGLang aborts by prefix). Each try has a new id.
                 rid = f"{route.ticket.ticket_id}.{next(self._request_numbers)}."
                 request = GenerateRequest(input_ids=input_ids, sampling_params=params, rid=rid, priority=int(first))
                 body = _ENCODER.encode(request)
@@ -298,7 +296,7 @@ class PartialRolloutManager:
                     raise _ServerLostError(f"no answer: {error!r}") from error
                 except aiohttp.ClientConnectorError as error:
                     if error.errno in NO_MORE_FILES:
-                        raise  # it is ours, and no server's: this worker ends, and says so
+                        raise  # this worker's own error, not the server's: the worker must end with it
                     raise _ServerLostError(f"not reachable: {error!r}") from error
                 except (aiohttp.ClientError, ConnectionError) as error:
                     failure = repr(error)
@@ -311,7 +309,7 @@ class PartialRolloutManager:
                     try:
                         return _DECODER.decode(content)
                     except DECODE_ERRORS as error:
-                        raise _ServerLostError(f"an answer that is no GenerateReply: {error}") from error
+                        raise _ServerLostError(f"the answer is not a valid GenerateReply: {error}") from error
                 if status:
                     failure = f"{status} {content[:500].decode(errors='replace')}"
                 if 400 <= status < 500 and status not in _BUSY:
@@ -323,10 +321,10 @@ class PartialRolloutManager:
                 await asyncio.sleep(delay_s)
 
     def move(self, ticket_id: str, server: str, server_url: str) -> bool:
-        """The ticket's server leaves the run: its responses go on at another, with what they have. False: they do already.
+        """Move a ticket's responses to another server because its server leaves the run. Returns False if they have moved already.
 
-        Requests that are out are aborted, which has them answered with their tokens so far. Calling it again aborts again those
-        that are left behind.
+        Outstanding requests are aborted, so the old server answers them with their tokens so far. A repeated call aborts again the
+        requests that are still at another server.
         """
         route = self._routes.get(ticket_id)
         if route is None:
@@ -342,9 +340,9 @@ class PartialRolloutManager:
         return new
 
     def leave(self, server_urls: Sequence[str]) -> int:
-        """From these servers nothing more will come: end the requests that are out to them, whose responses go on elsewhere.
+        """Cancel all outstanding requests to these dead servers. Their responses continue on other servers.
 
-        Returns how many that were.
+        Returns the number of cancelled requests.
         """
         posts = [post for url in server_urls for post in self._posts.get(url, ())]
         for post in posts:
@@ -352,7 +350,8 @@ class PartialRolloutManager:
         return len(posts)
 
     async def _post_unless_left(self, server: str, server_url: str, url: URL, body: bytes) -> tuple[int, bytes]:
-        """_post, in a task that `leave` may cancel: waiting for it does not end by that, so nobody's cancellation is mistaken."""
+        """_post in a separate task, which `leave` may cancel. Then _ServerLostError is raised; CancelledError only ever means
+        that the caller itself was cancelled."""
         post = asyncio.get_running_loop().create_task(self._post(server, url, body))
         posts = self._posts.setdefault(server_url, set())
         posts.add(post)
@@ -360,12 +359,12 @@ class PartialRolloutManager:
             await asyncio.wait({post})
         finally:
             if not post.cancel() and not post.cancelled():
-                post.exception()  # retrieved, should this task have been cancelled at that moment
+                post.exception()  # mark it as retrieved, in case this task was cancelled at the same moment
             posts.discard(post)
             if not posts:
                 self._posts.pop(server_url, None)
         if post.cancelled():
-            raise _ServerLostError("the gserver manager says that it is dead")
+            raise _ServerLostError("the gserver manager reports that the server is dead")
         return post.result()
 
     async def _post(self, server: str, url: URL, body: bytes) -> tuple[int, bytes]:
@@ -380,10 +379,10 @@ class PartialRolloutManager:
     # ---------------------------------------------------------------------------------------------------- losing a server
 
     async def _move(self, route: Route, moves: int, failures: int, error: _ServerLostError) -> None:
-        """Ask the manager for another server, unless another member of the group has done so since the request went out.
+        """Ask the manager for another server, unless another member of the group has done so since the request was sent.
 
-        The manager may name the same server again, if it knows that it is well. Waits for /schedule_request, for at most
-        request_timeout_s; unblocked by a server becoming healthy.
+        The manager may name the same server again if it is healthy. Waits for /schedule_request, for at most request_timeout_s;
+        unblocked by a server becoming healthy.
         """
         if failures > _MAX_FAILURES:
             raise RolloutReleased("server_lost", f"{route.server}, after {failures} failures in a row: {error}")
@@ -403,11 +402,11 @@ class PartialRolloutManager:
             route.go_to(reply.server, reply.server_url)
             route.moves += 1
             if busy and reply.server == lost:
-                return  # all are busy: wait on here
+                return  # all servers are busy: keep waiting for this one
             self.counts.moved += 1
         what = "left" if busy else "lost"
         self._logger.warning(
-            "ticket %s: %s %s (%s), goes on at %s", route.ticket.ticket_id, what, lost, error, route.server
+            "ticket %s: %s %s (%s), continues at %s", route.ticket.ticket_id, what, lost, error, route.server
         )
         if failures > 1:
             await asyncio.sleep(self._pauses.schedule_s[min(failures, len(self._pauses.schedule_s)) - 1])
@@ -423,7 +422,7 @@ class PartialRolloutManager:
         raise AssertionError("unreachable")
 
     def _abort_soon(self, url: URL, rid: str) -> None:
-        """Tell the server, for what it is worth, that nobody waits for this request any more."""
+        """Abort a request that nothing waits for any more, without waiting for the result. Best effort: errors are ignored."""
         if len(self._aborts) >= _MAX_ABORTS or self._session.closed:
             return
         task = asyncio.get_running_loop().create_task(self._abort(url, rid), name=f"abort {rid}")
@@ -449,12 +448,12 @@ def _packed(version: str) -> int:
 
 
 def _add_piece(response: Response, reply: GenerateReply, asked: int) -> int:
-    """Append what a reply brought, checked; gives the number of tokens. Raises _ServerLostError where its parts do not fit."""
+    """Check a reply and append its tokens; returns their number. Raises _ServerLostError if the reply is inconsistent."""
     output_ids, meta = reply.output_ids, reply.meta_info
     got = len(output_ids)
     if len(meta.output_token_logprobs) != got or got > asked:
         raise _ServerLostError(
-            f"{got} tokens with {len(meta.output_token_logprobs)} logprobs where at most {asked} were asked for"
+            f"{got} tokens with {len(meta.output_token_logprobs)} logprobs; at most {asked} were requested"
         )
     logprobs = []
     for logprob, token, _ in meta.output_token_logprobs:
@@ -481,7 +480,7 @@ def _add_piece(response: Response, reply: GenerateReply, asked: int) -> int:
 
 
 async def gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Like gather, but the first failure (or being cancelled) cancels the others and waits for their end."""
+    """Like gather, but the first failure, or a cancellation of the caller, cancels the others and waits for their end."""
     if len(coroutines) == 1:
         return [await coroutines[0]]
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
@@ -495,13 +494,13 @@ async def gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list
             await asyncio.wait(late)
         for task in tasks:
             if not task.cancelled():
-                task.exception()  # retrieved: gather raises the first
+                task.exception()  # mark it as retrieved; gather raises the first one
 
 
 class _ServerWaits:
-    """One named wait a server while requests are out to it, begun anew whenever it answers: its age tells when one is stuck.
+    """One named wait per server with outstanding requests. It restarts at every answer, so its age shows a stuck server.
 
-    limit_s: of each request, which ends itself at it; so no wait is older.
+    limit_s: time limit of each request, and therefore the maximum age of a wait.
     """
 
     def __init__(self, board: StatusBoard, limit_s: float) -> None:

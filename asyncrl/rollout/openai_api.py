@@ -2,12 +2,12 @@
 
     POST /v1/chat/completions   streaming too; GET /v1/models
 
-A session is named by the API key (Authorization: Bearer <session id>) or in the URL (/session/<session id>/v1/...). Its id cannot
-be guessed, and lives as long as one group member's rollout: openai_session.py keeps what is sampled under it. The endpoint runs in
-the rollout worker because ticket, route, partial rollouts and the trajectory are there: nothing exact has to be carried back.
+The API key (Authorization: Bearer <session id>) or the URL (/session/<session id>/v1/...) selects the session. The id cannot be
+guessed and is valid for one group member's rollout; openai_session.py stores the tokens sampled under it. The endpoint runs in the
+rollout worker because ticket, route, partial rollouts and the trajectory are there, so no tokens or logprobs have to be sent back.
 
-Errors have the form of the OpenAI API, and tell its client not to try again: what can be tried again is, behind this endpoint. A
-client that goes away cancels its request.
+Errors have the format of the OpenAI API and tell its client not to retry, because retries happen behind this endpoint. When a
+client disconnects, its request is cancelled.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 MAX_BODY_BYTES = 8 << 20
-MODEL = "policy"  # what /v1/models lists; any name is taken
-_NO_RETRY = {"x-should-retry": "false"}  # openai's client asks again after 409, 429 and 5xx unless it is told not to
+MODEL = "policy"  # the model that /v1/models lists; requests may use any name
+_NO_RETRY = {"x-should-retry": "false"}  # without it openai's client retries after 409, 429 and 5xx
 _CHAT = "/v1/chat/completions"
 
 
@@ -57,7 +57,7 @@ class ChatEndpoint:
 
     async def start(self, host: str, port: int = 0) -> None:
         """Bind and serve."""
-        # An agent's first request would import this on the event loop, which takes a second.
+        # Otherwise an agent's first request imports this module on the event loop, which takes a second.
         if "openai" in sys.modules:
             await asyncio.to_thread(importlib.import_module, "openai.resources.chat.completions")
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._errors_to_replies])
@@ -65,10 +65,10 @@ class ChatEndpoint:
             app.router.add_post(prefix + _CHAT, self._chat)
             app.router.add_get(prefix + "/v1/models", self._models)
             app.router.add_get(prefix + "/v1/models/{model:.+}", self._model)
-        # handler_cancellation: a client that goes away cancels its handler, and with it the generation.
+        # handler_cancellation: when a client disconnects, its handler is cancelled, and with it the generation.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         self.url = await serve(self._runner, host, port, for_others=True)
-        quiet = logging.getLogger("httpx")  # of openai's client: it would log a line a request
+        quiet = logging.getLogger("httpx")  # used by openai's client; it would log one line per request
         if quiet.level == logging.NOTSET:
             quiet.setLevel(logging.WARNING)
 
@@ -81,30 +81,30 @@ class ChatEndpoint:
             await self._runner.cleanup()
 
     def open(self, session: Session) -> str:
-        """Serve a session; gives its id."""
+        """Serve a session; returns its id."""
         session_id = secrets.token_urlsafe(24)
         self._sessions[session_id] = session
         self._board.set_queue("chat sessions", len(self._sessions))
         return session_id
 
     async def next_start(self) -> None:
-        """Returns to one caller in a turn of the event loop, so that several hundred agents that start do not hold up the worker:
-        an openai client takes 22 ms of CPU to make."""
+        """Let one caller continue per turn of the event loop, so that several hundred starting agents do not block the worker:
+        making an openai client takes 22 ms of CPU."""
         async with self._starting:
             await asyncio.sleep(0)
 
     async def end(self, session_id: str) -> None:
-        """From now on the session is unknown, and what it still asks for is cancelled."""
+        """Forget the session and cancel its open requests."""
         session = self._sessions.pop(session_id)
         self._board.set_queue("chat sessions", len(self._sessions))
         await session.close()
 
     def base_url(self, session_id: str) -> str:
-        """For a client that asks for one session only."""
+        """Base URL of one session, for a client that uses only this session."""
         return f"{self.url}/session/{session_id}/v1"
 
     def client(self, session_id: str) -> AsyncOpenAI:
-        """openai's client for a session. It shares its connections with all others of this endpoint."""
+        """openai's client for a session. All clients of this endpoint share their connections."""
         if self._client is None:
             self._client = _shared_client(f"{self.url}/v1")
         return self._client.with_options(api_key=session_id)
@@ -133,7 +133,7 @@ class ChatEndpoint:
             raise session.refused(RequestError(f"the body has more than {MAX_BODY_BYTES} bytes", status=413)) from None
 
     def _refusal_of(self, error: Exception, session: Session) -> RequestError:
-        """What a client is told. An error of ours, or of a user's parse_tool_calls, ends the rollout: it would go wrong unseen."""
+        """The reply for an error. An error of ours, or of a user's parse_tool_calls, ends the rollout, so that it is not hidden."""
         if isinstance(error, RequestError):
             return error
         if isinstance(error, RolloutEnded):
@@ -151,7 +151,7 @@ class ChatEndpoint:
         return _json(_model(http.match_info["model"]))
 
     def _check_known(self, http: web.Request) -> None:
-        """Agents know a session's id and not the run's token, so that is what lets them in here."""
+        """With authentication, require a session's id: agents know it, but not the run's token."""
         if security.current() is not None:
             self._session_of(http)
 
@@ -161,7 +161,7 @@ class ChatEndpoint:
             scheme, _, session_id = http.headers.get("Authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not session_id:
                 raise RequestError(
-                    "no session: its id goes into the URL, or is the API key", status=401, code="invalid_api_key"
+                    "no session given; put its id in the URL or use it as API key", status=401, code="invalid_api_key"
                 )
         session = self._sessions.get(session_id.strip())
         if session is None:
@@ -176,13 +176,13 @@ class ChatEndpoint:
             return reply
         except RequestError as error:
             refusal = error
-        except web.HTTPException as error:  # no such path, not this method
-            refusal = RequestError(f"{error.status} {error.reason}; {_CHAT} is served", status=error.status)
+        except web.HTTPException as error:  # unknown path or wrong method
+            refusal = RequestError(f"{error.status} {error.reason}; use {_CHAT}", status=error.status)
         return _json(refusal.body, status=refusal.status, headers=_NO_RETRY)
 
 
 class _Stream:
-    """One answer as server-sent events: what is new in the text after each piece, tool calls and the rest at the end."""
+    """One answer as server-sent events: new text after each piece; tool calls and the rest at the end."""
 
     def __init__(
         self,
@@ -202,7 +202,7 @@ class _Stream:
         self._news = asyncio.Event()
 
     async def serve(self) -> web.StreamResponse:
-        """Waits for pieces, and for the client to read: pieces that come meanwhile are sent together."""
+        """Waits for pieces and for the client to read. Pieces that arrive while the client reads are sent together."""
         answering = asyncio.ensure_future(self._session.answer(self._request, self._on_piece))
         answering.add_done_callback(lambda _: self._news.set())
         try:
@@ -220,7 +220,7 @@ class _Stream:
             answering.cancel()
             await asyncio.wait({answering})
             if not answering.cancelled():
-                answering.exception()  # retrieved: what matters of it has been told
+                answering.exception()  # mark it as retrieved; a relevant error has been sent already
         reply = await self._opened()
         await reply.write_eof()
         return reply
@@ -230,7 +230,7 @@ class _Stream:
         self._news.set()
 
     async def _send_piece(self, response: Response) -> None:
-        """The last token may be the one that ends the answer, and the last character half of one."""
+        """Send the new text of a piece, without the last token, which may end the answer, and without an incomplete character."""
         token_ids = response.output_ids[:-1]
         text = self._session.decode(token_ids).rstrip("\ufffd")
         await self._send_text(text[: held_back(text, self._markers)], response, len(token_ids))
@@ -266,7 +266,7 @@ class _Stream:
         await (await self._opened()).write(b"data: " + msgspec.json.encode(event) + b"\n\n")
 
     async def _opened(self) -> web.StreamResponse:
-        """The reply, which begins with its first event: an error before that has a status of its own."""
+        """The reply. It starts with the first event, so that an earlier error can still set the HTTP status."""
         if self._reply is None:
             self._reply = web.StreamResponse(
                 headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -280,7 +280,7 @@ def _shared_client(base_url: str) -> AsyncOpenAI:
         import openai
     except ImportError as error:
         raise ImportError("session.client() needs openai's package: pip install 'asyncrl[openai]'") from error
-    # No proxy of the environment lies between two ends of one process. Its waits end with the rollout.
+    # Ignore proxies of the environment: client and server are in one process. No timeout: waits end with the rollout.
     http_client = openai.DefaultAsyncHttpxClient(trust_env=False, timeout=None)
     return openai.AsyncOpenAI(
         base_url=base_url, api_key="a session's id", max_retries=0, timeout=None, http_client=http_client
@@ -321,7 +321,7 @@ def _usage(answer: Answer) -> dict[str, int]:
 
 
 def _logprobs(session: Session, response: Response, start: int, end: int) -> dict[str, Any]:
-    """Of every sampled token, the one that ended the answer and those of a stop string included."""
+    """Logprobs of every sampled token, including the token that ended the answer and those of a stop string."""
     tokens = [session.decode_token(token) for token in response.output_ids[start:end]]
     return {
         "content": [

@@ -1,7 +1,8 @@
-"""What a client of the OpenAI API asks for (pure): every field of a chat completion is honoured, without effect, or refused.
+"""Parses requests of the OpenAI API (pure). Every field of a chat completion is applied, ignored as harmless, or refused.
 
-Refused is what would make the recorded logprobs wrong (another temperature than the run's) and what is not there. The error names
-the field, its value and the remedy. An agent that cannot be changed names fields in its task's `agent_args.ignore`.
+Fields are refused if they are unsupported or would make the recorded logprobs wrong, such as a temperature other than the run's.
+The error names the field, its value and the remedy. For an agent that cannot be changed, list fields in its task's
+`agent_args.ignore`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from asyncrl.config.schema import SamplingConfig
 from asyncrl.protocol.messages import DECODE_ERRORS
 from asyncrl.rollout.chat_template import Message, message_for_template
 
-# They change nothing of what is sampled.
+# These fields do not affect sampling.
 _WITHOUT_EFFECT = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
 )
@@ -25,7 +26,7 @@ _MAX_STOP_CHARS = 256
 
 
 class RequestError(Exception):
-    """An answer that is no success, in the form of the OpenAI API."""
+    """An error reply in the format of the OpenAI API."""
 
     def __init__(
         self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None, kind: str = ""
@@ -44,15 +45,15 @@ class RequestError(Exception):
 
 @dataclass(frozen=True)
 class RequestRules:
-    """What requests are held against."""
+    """The rules that requests are checked against."""
 
     sampling: SamplingConfig
-    ignore: frozenset[str] = frozenset()  # fields that are dropped unread
+    ignore: frozenset[str] = frozenset()  # fields that are ignored
 
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A chat completion that can be given."""
+    """A valid request for a chat completion."""
 
     model: str
     messages: list[Message]
@@ -71,7 +72,7 @@ class _StreamOptions(msgspec.Struct, frozen=True):
 
 
 class _Body(msgspec.Struct):
-    """Fields of the right type; nulls have been left out."""
+    """The fields of a request with their types. Nulls have been removed before."""
 
     messages: list[dict[str, Any]]
     model: str = ""
@@ -104,17 +105,17 @@ IGNORABLE = frozenset(_Body.__struct_fields__) - _NEEDED
 
 
 def parse_chat_request(body: bytes, rules: RequestRules) -> ChatRequest:
-    """Raises RequestError naming the field."""
+    """Parse and check a request. Raises RequestError that names the field."""
     try:
         fields = msgspec.json.decode(body)
     except (*DECODE_ERRORS, RecursionError) as error:
-        raise RequestError(f"the body is no JSON: {error}") from None
+        raise RequestError(f"the body is not valid JSON: {error}") from None
     if not isinstance(fields, dict):
         raise RequestError("the body must be a JSON object")
     fields = {name: value for name, value in fields.items() if value is not None and name not in rules.ignore}
     for name in fields:
         if name not in _Body.__struct_fields__ and name not in _WITHOUT_EFFECT:
-            raise _refused(name, fields[name], "is not supported")
+            raise _refused(name, fields[name], "this field is not supported")
     try:
         asked = msgspec.convert(fields, _Body)
     except msgspec.ValidationError as error:
@@ -137,12 +138,15 @@ def parse_chat_request(body: bytes, rules: RequestRules) -> ChatRequest:
 
 
 def _refused(name: str, value: Any, why: str) -> RequestError:
-    remedy = f"; leave it out, or list it in the task's agent_args.ignore (ignore: [{name}])"
+    remedy = f"; remove it, or list it in the task's agent_args.ignore (ignore: [{name}])"
     return RequestError(f"{name}={value!r}: {why}{remedy}", param=name)
 
 
 def _check_sampling(asked: _Body, sampling: SamplingConfig) -> None:
-    """The trainer computes logprobs with the run's temperature; another one would make those of the behaviour policy wrong."""
+    """Refuse other sampling parameters than the run's.
+
+    The trainer computes logprobs with the run's temperature; with another one, those of the behaviour policy would be wrong.
+    """
     greedy = sampling.greedy and asked.temperature == 0.0
     if asked.temperature not in (None, sampling.temperature) and not greedy:
         why = f"this run samples with rollout.sampling.temperature={sampling.temperature:g}"
@@ -154,8 +158,8 @@ def _check_sampling(asked: _Body, sampling: SamplingConfig) -> None:
 
 def _check_unsupported(asked: _Body) -> None:
     refused: tuple[tuple[str, Any, Callable[[Any], bool], str], ...] = (
-        ("n", asked.n, lambda n: n != 1, "one answer a request is recorded; ask several times"),
-        ("seed", asked.seed, lambda seed: seed is not None, "the engines have no seed of a request"),
+        ("n", asked.n, lambda n: n != 1, "one answer per request is recorded; send several requests"),
+        ("seed", asked.seed, lambda seed: seed is not None, "the engines have no seed per request"),
         ("top_logprobs", asked.top_logprobs, bool, "only the logprobs of sampled tokens are known"),
         ("presence_penalty", asked.presence_penalty, bool, "it would make the recorded logprobs wrong"),
         ("frequency_penalty", asked.frequency_penalty, bool, "it would make the recorded logprobs wrong"),
@@ -182,7 +186,7 @@ def _max_new_tokens(asked: _Body, sampling: SamplingConfig) -> int:
         if value < 1:
             raise RequestError(f"{name}={value}: must be at least 1", param=name)
         if value > most:
-            why = f"is above rollout.sampling.max_new_tokens={most}, which can be raised"
+            why = f"it exceeds rollout.sampling.max_new_tokens={most}, which can be raised"
             raise _refused(name, value, why)
         return value
     return most

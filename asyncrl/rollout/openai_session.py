@@ -1,10 +1,11 @@
-"""Session: the conversations that one group member has with the policy through the OpenAI API, as a tree of turns.
+"""Session: the conversations of one group member with the policy through the OpenAI API, stored as a tree of turns.
 
-A turn is what came before an answer and the answer, in tokens and in messages. A request whose messages begin with those of a turn
-continues it with its very tokens; what does not fit any turn begins a new tree. A turn that is continued twice branches.
-So each leaf is a sequence, and `episode` takes one of them: a group member trains one sequence. What the others sampled is counted.
+A turn is an answer and its request, in tokens and in messages. A request whose messages start with those of a turn continues it
+with exactly its tokens. A request that continues no turn starts a new tree. A turn that is continued twice branches. Each leaf is
+therefore a sequence. A group member trains one sequence, selected by `trained_turn`; the sampled tokens of the others are counted.
 
-Nothing here knows HTTP (openai_api.py) or servers (the policy: client.py behind it). Requests of a session may run side by side.
+This module does not depend on HTTP (openai_api.py) or on servers (the policy: client.py). Requests of a session may run
+concurrently.
 """
 
 from __future__ import annotations
@@ -23,31 +24,31 @@ from asyncrl.rollout.openai_turns import Turn, all_turns, find_turn, num_sampled
 from asyncrl.rollout.tool_calls import Said
 
 FinishReason = Literal["stop", "length", "tool_calls"]
-Trained = Literal["last", "longest"]  # which sequence of a session is trained
-Policy = Callable[[list[int], SamplingConfig, OnPiece], Coroutine[Any, Any, Response]]  # as a ticket reaches it
+Trained = Literal["last", "longest"]  # selects the sequence of a session that is trained
+Policy = Callable[[list[int], SamplingConfig, OnPiece], Coroutine[Any, Any, Response]]  # bound to a ticket's route
 
 
 @dataclass(frozen=True)
 class SessionLimits:
-    max_requests: int  # that one session may make
-    max_sequences: int  # leaves of its tree
-    max_tokens: int  # prompt and answer of a request; 0: what the server allows
+    max_requests: int  # per session
+    max_sequences: int  # leaves of the session's trees
+    max_tokens: int  # prompt and answer of a request; 0: the server's limit
 
 
 @dataclass
 class SessionCounts:
-    """What sessions have done, all of a worker together."""
+    """Counters of all sessions of a worker."""
 
     requests: int = 0
-    refused: int = 0  # requests that were answered with an error of their own making
-    rerendered: int = 0  # continuations that the chat template does not allow: they began a new sequence
+    refused: int = 0  # invalid requests, answered with an error
+    rerendered: int = 0  # continuations that the chat template does not allow; they started a new sequence
     trained_tokens: int = 0
-    left_out_tokens: int = 0  # sampled, and in no sequence that is trained
+    left_out_tokens: int = 0  # sampled tokens that no trained sequence contains
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client is told."""
+    """The answer to a client's request."""
 
     said: Said
     finish_reason: FinishReason
@@ -56,7 +57,7 @@ class Answer:
 
 
 class Session:
-    """One group member's turns. `answer` serves a request; the agent reads the rest when its conversation is over."""
+    """One group member's turns. `answer` serves a request; the agent reads the results when its conversation is over."""
 
     def __init__(
         self,
@@ -88,9 +89,9 @@ class Session:
     async def answer(
         self, request: ChatRequest, on_piece: Callable[[Response], None] = lambda response: None
     ) -> Answer:
-        """Waits for the policy; unblocked by the end of the answer, `close`, or by being cancelled (the client went away).
+        """Answer a request. Waits for the policy; unblocked by the end of the answer, `close`, or cancellation (the client left).
 
-        Raises RequestError. What ends the rollout (RolloutEnded) is kept in `failed` too: the agent may swallow its error.
+        Raises RequestError. An error that ends the rollout (RolloutEnded) is also stored in `failed`: the agent may swallow it.
         """
         turn = self._begin(request)
         try:
@@ -101,12 +102,12 @@ class Session:
         return self._end(turn, request)
 
     def _begin(self, request: ChatRequest) -> Turn:
-        """Place the request in the tree, before anything is awaited: two at the same time branch."""
+        """Place the request in the tree, without awaiting anything, so that two concurrent requests branch."""
         if self._closed:
             raise closed_error()
         if self._num_requests >= self._limits.max_requests:
             raise self._refusal(
-                f"the session has made {self._num_requests} requests; agent_args.max_requests allows no more"
+                f"the session has made {self._num_requests} requests, the limit of agent_args.max_requests; raise it for more"
             )
         try:
             turn = self._placed(request)
@@ -115,14 +116,14 @@ class Session:
         siblings = turn.parent.children if turn.parent else self._roots
         if (siblings or turn.parent is None) and self.num_sequences >= self._limits.max_sequences:
             raise self._refusal(
-                f"the messages continue no answer that has none yet, and the session has {self.num_sequences} sequences; "
-                "agent_args.max_sequences allows no more",
+                f"the messages start a new sequence, and the session has {self.num_sequences} sequences, the limit of "
+                "agent_args.max_sequences; continue the last answer of a sequence, or raise the limit",
                 param="messages",
             )
         length, most = len(turn.episode().input_ids), self._limits.max_tokens
         if most and length >= most:
             raise self._refusal(
-                f"the messages have {length} tokens; agent_args.max_tokens={most} is for them and the answer",
+                f"the messages have {length} tokens; agent_args.max_tokens={most} is the limit of messages and answer together",
                 param="messages",
                 code="context_length_exceeded",
             )
@@ -181,11 +182,12 @@ class Session:
     def _cut_at_stop(self, response: Response, stops: tuple[str, ...]) -> bool:
         """End the response with the first token that completes a stop string.
 
-        When to stop follows from the tokens sampled so far, so what is kept has the logprobs that it was sampled with.
+        The cut depends only on the tokens sampled so far, so the logprobs of the kept tokens stay correct.
         """
         if not stops or not _holds_any(self.decode(response.output_ids), stops):
             return False
-        few, enough = 0, len(response.output_ids)  # the shortest beginning that holds one lies in (few, enough]
+        # The length of the shortest prefix with a stop string is in (few, enough]
+        few, enough = 0, len(response.output_ids)
         while enough - few > 1:
             middle = (few + enough) // 2
             if _holds_any(self.decode(response.output_ids[:middle]), stops):
@@ -210,19 +212,19 @@ class Session:
         return self.refused(RequestError(message, param=param, code=code))
 
     def refused(self, error: RequestError) -> RequestError:
-        """Count an error of the request's own making. It does not end the rollout, but is told if the agent gets nowhere."""
+        """Count an invalid request. It does not end the rollout; if the agent gets no answer at all, the error is reported."""
         self._counts.refused += 1
         self.last_refusal = str(error)
         return error
 
     def fail(self, error: RolloutEnded) -> None:
-        """The rollout is over, whatever the agent makes of it."""
+        """End the rollout, even if the agent swallows the error."""
         if not self.failed.done():
             self.failed.set_exception(error)
-            self.failed.exception()  # retrieved: who waits for it gets it again
+            self.failed.exception()  # mark it as retrieved; a waiter still gets the error
 
     async def close(self) -> None:
-        """Refuse what comes now and end what runs. The turns stay readable."""
+        """Refuse new requests and cancel running ones. The turns stay readable."""
         self._closed = True
         for task in self._running:
             task.cancel()
@@ -234,35 +236,35 @@ class Session:
     # ---------------------------------------------------------------------------------------------------------------- text
 
     def decode(self, token_ids: list[int]) -> str:
-        """Without special tokens."""
+        """Text of tokens, without special tokens."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def decode_token(self, token_id: int) -> str:
-        """One by itself, also a special one."""
+        """Text of one token, which may be a special token."""
         return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
 
     # -------------------------------------------------------------------------------------------------------------- results
 
     @property
     def num_sequences(self) -> int:
-        """Leaves of the tree, answers that are still coming included."""
+        """Number of leaves of the trees, including turns whose answer is pending."""
         return sum(1 for turn in all_turns(self._roots) if not turn.children)
 
     def trained_turn(self, which: Trained) -> Turn:
-        """The leaf that is trained: the one answered last, or the one with most sampled tokens.
+        """The turn that ends the trained sequence: the one answered last, or the one whose path has most sampled tokens.
 
-        Raises RolloutRejected (`no_response`) where nothing was answered.
+        Raises RolloutRejected (`no_response`) if no request was answered.
         """
         answered = [turn for turn in all_turns(self._roots) if turn.response is not None]
         if not answered:
             why = f"; its last request was refused: {self.last_refusal}" if self.last_refusal else ""
-            raise RolloutRejected("no_response", f"the agent ended without an answer of the policy{why}")
+            raise RolloutRejected("no_response", f"the agent ended without an answer from the policy{why}")
         if which == "last":
             return max(answered, key=lambda turn: turn.number)
         return max(answered, key=lambda turn: (num_sampled(turn.path()), turn.number))
 
     def count_trained(self, trained: Turn) -> int:
-        """Count what the trained sequence holds and what it leaves out; gives the latter, in sampled tokens."""
+        """Count the sampled tokens in the trained sequence and those outside it; returns the latter."""
         kept = num_sampled(trained.path())
         left_out = num_sampled(list(all_turns(self._roots))) - kept
         self._counts.trained_tokens += kept
@@ -271,16 +273,16 @@ class Session:
 
 
 def closed_error() -> RequestError:
-    return RequestError("there is no such session, or it is over", status=404, code="session_not_found")
+    return RequestError("this session does not exist or has ended", status=404, code="session_not_found")
 
 
 def spoken_ids(response: Response, stop_token: int | None) -> list[int]:
-    """The answer's tokens without the one that ended it."""
+    """The answer's tokens without the token that ended it."""
     return response.output_ids if stop_token is None else response.output_ids[:-1]
 
 
 def first_of(text: str, markers: tuple[str, ...]) -> int:
-    """Where the first of the markers begins; the end of text where there is none."""
+    """Position of the first marker in text; len(text) if there is none."""
     return min((found for marker in markers if (found := text.find(marker)) >= 0), default=len(text))
 
 

@@ -1,4 +1,4 @@
-"""Turns of a session's conversations, as trees (pure): which turn a request continues, and the tokens up to it."""
+"""The turns of a session's conversations, as trees (pure). Finds the turn that a request continues, and the tokens up to it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class Turn:
     """One request and its answer."""
 
     parent: Turn | None
-    setting: tuple[Any, Any]  # tools and template arguments: another setting is another prompt
-    messages: Sequence[Message]  # of the request, behind those of the parent
-    added_ids: list[int]  # behind the parent's tokens, before the response's
-    number: int = -1  # in the order of their ends; -1: not ended
+    setting: tuple[Any, Any]  # tools and template arguments; a request continues only turns with the same setting
+    messages: Sequence[Message]  # of the request, after those of the parent
+    added_ids: list[int]  # tokens between the parent's tokens and the response's
+    number: int = -1  # in the order of the turns' ends; -1: not ended
     response: Response | None = None
     answer: Message | None = None
     text: str = ""  # of the answer, without special tokens
-    stop_token: int | None = None  # what ended the answer
+    stop_token: int | None = None  # the token that ended the answer
     children: list[Turn] = field(default_factory=list)
 
     def path(self) -> list[Turn]:
-        """From the first turn to this one."""
+        """The turns from the first one to this one."""
         turns: list[Turn] = []
         turn: Turn | None = self
         while turn is not None:
@@ -35,7 +35,7 @@ class Turn:
         return turns[::-1]
 
     def episode(self) -> Episode:
-        """All tokens up to this turn's, the response included once there is one."""
+        """All tokens up to this turn, including its response if there is one."""
         first, *later = self.path()
         episode = Episode(first.added_ids)
         for turn in [first, *later]:
@@ -47,7 +47,7 @@ class Turn:
 
 
 def find_turn(roots: Sequence[Turn], messages: Sequence[Message], setting: tuple[Any, Any]) -> tuple[Turn | None, int]:
-    """The turn whose messages and answer cover most of these, and how many; of several the latest."""
+    """The turn whose messages and answer match most of these messages, and their number. Of equal ones, the latest."""
     best: tuple[Turn | None, int] = (None, 0)
     open_turns = [(turn, 0) for turn in roots if turn.setting == setting]
     while open_turns:
@@ -63,7 +63,7 @@ def find_turn(roots: Sequence[Turn], messages: Sequence[Message], setting: tuple
 
 
 def all_turns(roots: Sequence[Turn]) -> Iterator[Turn]:
-    """Of all trees, those that wait for their answer included."""
+    """The turns of all trees, including those with a pending answer."""
     open_turns = list(roots)
     while open_turns:
         turn = open_turns.pop()
@@ -72,5 +72,5 @@ def all_turns(roots: Sequence[Turn]) -> Iterator[Turn]:
 
 
 def num_sampled(turns: Iterable[Turn]) -> int:
-    """Tokens of their answers."""
+    """The number of sampled tokens in the turns' answers."""
     return sum(len(turn.response.output_ids) for turn in turns if turn.response is not None)

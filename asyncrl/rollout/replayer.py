@@ -1,10 +1,10 @@
-"""Replayer: what stands in the place of manager, servers and rollout workers where nothing is generated (mode=train_only).
+"""Replayer: replaces manager, servers and rollout workers when nothing is generated (mode=train_only).
 
     trajectories on disk --> [replayer] -- trajectory --> heads          (push-pull, as a rollout worker)
                                         <-- report, ledger --> master    (HTTP, as the manager)
 
-The master forms its batches by the rule it always has. The ledger that it gets here lists a step's recorded groups with that
-step as their deadline: so each step waits for exactly its own batch, and trains on it. Nothing depends on who is quicker.
+The master forms its batches by its usual rule. The ledger that the replayer sends lists the recorded groups of a step with that
+step as their deadline. Each step therefore waits for exactly its own batch and trains on it, whatever the speed of the processes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from asyncrl.runtime.push_pull import NameResolvingZmqPusher
 from asyncrl.runtime.system import System
 from asyncrl.runtime.worker import RunEndedError, Worker
 
-_MAX_WAIT_S = 60.0  # that a report may be held back
+_MAX_WAIT_S = 60.0  # longest time that the answer to a report is held back
 _MAX_BODY_BYTES = 64 << 20
 _SHUTDOWN_S = 1.0
 
@@ -33,8 +33,8 @@ _SHUTDOWN_S = 1.0
 class Replayer(Worker):
     """Sends one recorded batch after another.
 
-    consumes: files; reports of the master (where training is).  produces: trajectories, ledgers.
-    waits for: the master to have trained the batch before (the one before that with eta >= 1), then for the verdicts of the heads.
+    consumes: files; reports of the master (the trained version).  produces: trajectories, ledgers.
+    waits for: the master to train the previous batch (with eta >= 1: the batch before that), then for the verdicts of the heads.
     unblocked by: train steps.
     """
 
@@ -48,14 +48,14 @@ class Replayer(Worker):
             max_head_offpolicyness=config.max_head_offpolicyness,
         )
         self._ahead = min(1, config.max_head_offpolicyness)  # batches sent while another one is trained
-        self._trained = self.plan.first_step  # train steps done, as the master counts
-        self._num_sent = 0  # batches that were begun
+        self._trained = self.plan.first_step  # train steps done, by the master's count
+        self._num_sent = 0  # batches whose sending has begun
         self._tickets: dict[str, TicketView] = {}
         self._revision = 0
         self._changed = asyncio.Condition()
 
     async def run(self, directory: Directory, opened: AsyncExitStack) -> None:
-        """Batch after batch; then it stays, for the master's last reports."""
+        """Send batch after batch; then stay up for the master's last reports."""
         info = self.info
         pusher = NameResolvingZmqPusher(
             directory.resolver,
@@ -84,7 +84,7 @@ class Replayer(Worker):
                 await self._send(pusher, entry, head=index % self.config.num_heads, place=where)
             place += len(batch)
         self.logger.info("all %d trajectories are sent", place)
-        await asyncio.Event().wait()  # until it is told to stop
+        await asyncio.Event().wait()  # until the worker is stopped
 
     async def _until_trained(self, version: int) -> None:
         limit_s = self.config.call_timeout_s
@@ -116,10 +116,10 @@ class Replayer(Worker):
             verdict = await pusher.push(meta, sample, head=head, timeout_s=limit_s)
         if verdict.verdict != "stored":
             raise RunEndedError(
-                f"{entry.path} was not taken by head {head}: {verdict.verdict}, {verdict.reason}; a replay needs every group of "
-                "its batches: begin behind this one with replay.first_step"
+                f"{entry.path} was not stored by head {head}: {verdict.verdict}, {verdict.reason}; a replay needs every group of "
+                "its batches: set replay.first_step to start after this batch"
             )
-        if meta.ticket_id in self._tickets:  # trained already otherwise
+        if meta.ticket_id in self._tickets:  # otherwise it has been trained already
             self._tickets[meta.ticket_id] = msgspec.structs.replace(self._tickets[meta.ticket_id], state="stored")
         self.board.progress()
         await self._notify()
@@ -132,13 +132,13 @@ class Replayer(Worker):
     # ---------------------------------------------------------------------------------------------------- as the manager
 
     async def _answer_report(self, request: web.Request) -> web.Response:
-        """The ledger, once it is newer than the master's, or after wait_s."""
+        """Answer with the ledger as soon as it is newer than the master's, or after wait_s."""
         try:
             report = msgspec.json.decode(await request.read(), type=MasterReport)
         except DECODE_ERRORS as error:
             return web.Response(status=400, text=f"MasterReport: {error}\n")
         if report.revoke:
-            return web.Response(status=400, text=f"a replay cannot repeat what is taken back: {report.revoke[:4]}\n")
+            return web.Response(status=400, text=f"a replay cannot repeat revoked tickets: {report.revoke[:4]}\n")
         gone = [self._tickets.pop(ticket) for ticket in report.consumed if ticket in self._tickets]
         if gone or report.trained_version != self._trained:
             self._trained = report.trained_version

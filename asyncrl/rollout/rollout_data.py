@@ -1,4 +1,4 @@
-"""What a rollout worker reads and writes besides messages: tokenizer, prompts, its journal."""
+"""The files that a rollout worker reads and writes: tokenizer, prompts, journal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrl.runtime.journal import BackgroundJournal
 
 
 class RolloutData:
-    """Of one worker. Reads tokenizer and prompts when it is made."""
+    """The files of one worker. The constructor reads tokenizer and prompts."""
 
     sample_type: type[Any] = SequenceSample
     complete = staticmethod(complete_sample)
@@ -21,12 +21,12 @@ class RolloutData:
     encode = staticmethod(encode_sample)
 
     def __init__(self, config: RolloutWorkerConfig) -> None:
-        """Raises ConfigError."""
+        """Raises ConfigError if the tokenizer has no EOS token."""
         seed = config.worker.seed
         self.tokenizer: Any = load_tokenizer(config.tokenizer_path)
         if self.tokenizer.eos_token_id is None:
             raise ConfigError(
-                f"tokenizer_path={config.tokenizer_path!r}: has no EOS token, so no response could ever end; set eos_token"
+                f"tokenizer_path={config.tokenizer_path!r}: the tokenizer has no EOS token, so no response could end; set eos_token"
             )
         self.eos_token_id = int(self.tokenizer.eos_token_id)
         self.prompts = PromptSource(config.prompts, self.tokenizer, seed)

@@ -1,7 +1,7 @@
-"""Tasks, and one rollout: from a ticket to its result.
+"""Tasks, and the rollout of a ticket.
 
-A task is one kind of problem: its reward, its agents (one a mode) and its environments, loaded from config once. What a user's
-agent, environment or reward does costs its own rollout only.
+A task is one kind of problem: its reward, its agents (one per mode) and its environments, loaded from config once. A failure of a
+user's agent, environment or reward ends only its own rollout.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _AGENTS = (Agent, ChatAgent)
 _AGENT_ARGUMENTS, _ENV_ARGUMENTS = (
     ("tokenizer", "sampling", "group_size"),
     ("prompt", "reward"),
-)  # the worker sets these
+)  # set by the worker
 
 
 class Task:
@@ -86,7 +86,7 @@ class Task:
         }
 
     def close(self) -> None:
-        """End the processes of its reward."""
+        """End the processes of the task's reward."""
         if self._reward is not None:
             self._reward.close()
 
@@ -103,12 +103,12 @@ class Task:
 
 
 class TaskTable:
-    """All tasks of a run. Ids number them in the order of their names."""
+    """All tasks of a run. Their ids are numbers in the order of their names."""
 
     def __init__(self, rollout: RolloutConfig, *, tokenizer: Any, board: StatusBoard, logger: logging.Logger) -> None:
         if not rollout.tasks:
             raise ConfigError(
-                "rollout.tasks is empty; name a task, e.g. rollout.tasks.default.reward=my_package.rewards:exact"
+                "rollout.tasks is empty; add a task, e.g. rollout.tasks.default.reward=my_package.rewards:exact"
             )
         self._tasks = {
             name: Task(name, task_id, rollout.tasks[name], rollout, tokenizer=tokenizer, board=board, logger=logger)
@@ -121,22 +121,22 @@ class TaskTable:
 
     @property
     def chat(self) -> bool:
-        """Is there an agent that asks through the OpenAI API?"""
+        """Whether any agent uses the OpenAI API."""
         return any(isinstance(agent, ChatAgent) for task in self._tasks.values() for agent in task.agents.values())
 
     def of(self, prompt: Prompt) -> Task:
-        """The prompt's task. Raises RolloutRejected (`unknown_task`) where the config has none of that name."""
+        """The prompt's task. Raises RolloutRejected (`unknown_task`) if the config has no task of that name."""
         try:
             return self._tasks[prompt.task]
         except KeyError:
             raise RolloutRejected(
                 "unknown_task",
-                f"prompt {prompt.prompt_id} is of task {prompt.task!r}; rollout.tasks has {sorted(self._tasks)}",
+                f"prompt {prompt.prompt_id} has task {prompt.task!r}; rollout.tasks has {sorted(self._tasks)}",
             ) from None
 
 
 def check_class(spec: str, kind: str, arguments: Mapping[str, Any]) -> float:
-    """Import an agent or an env, and see that it takes these arguments (`asyncrl-launch check` calls it in a judge).
+    """Import an agent or an env, and check that it accepts these arguments (`asyncrl-launch check` calls it in a judge process).
 
     Raises ConfigError, or the error of the user's module.
     """
@@ -157,7 +157,7 @@ def _import_class(spec: str, default: type, bases: tuple[type, ...], what: str) 
 
 
 def _make(made_class: Callable[..., Any], what: str, arguments: Mapping[str, Any], **own: Any) -> Any:
-    """An object with the worker's arguments and the config's, which must fit the class."""
+    """Make an object from the worker's arguments and the config's. Raises ConfigError if they do not fit the class."""
     _check_arguments(made_class, what, arguments, own)
     return made_class(**own, **arguments)
 
@@ -168,24 +168,25 @@ def _check_arguments(
     """own: names of the worker's arguments."""
     overlap = sorted(arguments.keys() & set(own))
     if overlap:
-        raise ConfigError(f"{what} must not set {overlap}: the worker does")
+        raise ConfigError(f"{what} must not set {overlap}: the worker sets them")
     try:
         inspect.signature(made_class).bind(**dict.fromkeys(own), **arguments)
     except TypeError as error:
         raise ConfigError(f"{what} {dict(arguments)} does not fit {made_class.__qualname__}: {error}") from None
 
 
-_MAX_DETAIL_CHARS = 400  # of what the manager is told about a rollout that ended without a trajectory
-_CANCEL_LIMIT_S = 5.0  # for an agent to end that is cancelled
-_MAX_LEFT_BEHIND = 64  # agents that have not; past it every rollout is rejected
-# Why a head refuses a trajectory for what is in it (model/trajectory_receiver.py): another try would give the same
+_MAX_DETAIL_CHARS = 400  # length of the detail in a report about a rollout without a trajectory
+_CANCEL_LIMIT_S = 5.0  # for a cancelled agent to end
+_MAX_LEFT_BEHIND = 64  # cancelled agents that have not ended; beyond this every rollout is rejected
+# Reasons of a head to refuse a trajectory because of its content (model/trajectory_receiver.py). A retry would be refused again.
 _BAD_CONTENT = frozenset({"missing_keys", "bad_lengths", "bad_tokens", "bad_logprobs", "not_finite"})
 
 
 class Rollouts:
-    """consumes: tickets.  produces: trajectories, results.
+    """Runs the rollouts of a worker.
 
-    waits for: generation, rewards, the head's verdict; each with a limit.  unblocked by: them.
+    consumes: tickets.  produces: trajectories, results.
+    waits for: generation, rewards, the head's verdict; each with a limit.  unblocked by: generation servers, judges, heads.
     """
 
     def __init__(
@@ -209,10 +210,10 @@ class Rollouts:
         self._board, self._trace, self._logger, self._clock = board, trace, logger, clock
         self._stop_token_ids: Sequence[int] = [data.eos_token_id]
         self._logged: set[str] = set()
-        self._left_behind: set[asyncio.Future[Any]] = set()  # agents that were cancelled and go on
+        self._left_behind: set[asyncio.Future[Any]] = set()  # agents that were cancelled and have not ended
 
     async def roll_out(self, ticket: Ticket, birth_time: float) -> RolloutResult:
-        """From a ticket to its result. Raises RolloutEnded where there is no trajectory."""
+        """Roll out a ticket; returns its result. Raises RolloutEnded if there is no trajectory."""
         prompt = self._find_prompt(ticket)
         task = self._tasks.of(prompt)
         if prompt.too_long:
@@ -223,7 +224,7 @@ class Rollouts:
                 sample, ticket_id=ticket.ticket_id, task_id=task.task_id, birth_time=birth_time
             )
             summary = self._data.summary(sample)
-        except Exception as error:  # an agent may give anything
+        except Exception as error:  # the sample comes from a user's agent and may be invalid in any way
             raise RolloutRejected("agent_error", str(error)) from error
         if ticket.kind == "eval":
             return _result(ticket, summary, "evaluated")
@@ -234,22 +235,22 @@ class Rollouts:
     def _find_prompt(self, ticket: Ticket) -> Prompt:
         source = self._data.prompts if ticket.kind == "train" else self._data.eval_prompts
         if source is None:
-            raise RolloutRejected("no_eval_prompts", "an evaluation ticket, but eval.prompts is not set")
+            raise RolloutRejected("no_eval_prompts", "got an evaluation ticket, but eval.prompts is not set")
         try:
             return source.get(ticket.locator)
         except PromptError as error:
             raise RolloutRejected("bad_prompt", str(error)) from error
 
     async def _collect(self, ticket: Ticket, task: Task, prompt: Prompt) -> SequenceSample:
-        """Run the task's agent, and answer what it asks of the policy, until it has its trajectory.
+        """Run the task's agent and answer its requests to the policy until it returns its trajectory.
 
-        The agent's own waits (an environment that hangs) end at rollout.rollout_timeout_s, or when the manager takes the
-        overdue ticket back.
+        The agent's own waits (such as an environment that hangs) end at rollout.rollout_timeout_s, or when the manager revokes the
+        overdue ticket.
         """
         limit_s = self.timeout_s
         if len(self._left_behind) >= _MAX_LEFT_BEHIND:
             raise RolloutRejected(
-                "agent_hangs", f"{len(self._left_behind)} rollouts were cancelled and have not ended: agents hold on"
+                "agent_hangs", f"{len(self._left_behind)} rollouts were cancelled and have not ended: their agents hang"
             )
         route = Route(ticket)
         obs_queue, act_queue = ObsQueue(1), ActQueue(1)
@@ -266,17 +267,17 @@ class Rollouts:
         finally:
             await self._abandon(collecting, answering)
         if samples is None or samples == []:
-            raise RolloutRejected("agent_declined", f"the agent of task {task.name!r} gave no trajectory")
+            raise RolloutRejected("agent_declined", f"the agent of task {task.name!r} returned no trajectory")
         if not (isinstance(samples, list) and len(samples) == 1 and isinstance(samples[0], self._data.sample_type)):
             raise RolloutRejected(
                 "agent_error",
-                f"the agent of task {task.name!r} gave {shown(samples)}, expected a list of one SequenceSample",
+                f"the agent of task {task.name!r} returned {shown(samples)}, expected a list of one SequenceSample",
             )
         sample: SequenceSample = samples[0]
         return sample
 
     async def _abandon(self, *futures: asyncio.Future[Any]) -> None:
-        """Cancel what still runs of a rollout. An agent that swallows the cancellation is left behind, and counted."""
+        """Cancel the running tasks of a rollout. An agent that swallows the cancellation is abandoned and counted."""
         pending = {future for future in futures if not future.done()}
         for future in pending:
             future.cancel()
@@ -284,19 +285,19 @@ class Rollouts:
             _, pending = await asyncio.wait(pending, timeout=_CANCEL_LIMIT_S)
         for future in futures:
             if future.done() and not future.cancelled():
-                future.exception()  # retrieved: what matters of it has been raised
+                future.exception()  # mark it as retrieved; a relevant error has been raised already
         for future in pending:
             self._left_behind.add(future)
             future.add_done_callback(self._left_behind.discard)
             self._logger.warning(
-                "an agent goes on after it was cancelled; it is left behind (%d so far): do not catch CancelledError",
+                "an agent still runs after it was cancelled and is abandoned (%d so far); do not catch CancelledError in it",
                 len(self._left_behind),
             )
 
     async def _play(
         self, task: Task, route: Route, prompt: Prompt, obs_queue: ObsQueue, act_queue: ActQueue
     ) -> list[SequenceSample]:
-        """The agent's part of a rollout: all of it is the user's code."""
+        """The agent's part of a rollout, which runs only the user's code."""
         agent = task.agents[route.ticket.eval_mode or TRAIN]
         try:
             env = task.make_env(prompt)
@@ -308,18 +309,21 @@ class Rollouts:
                 await env.close()
         except (Exception, asyncio.CancelledError, GeneratorExit):
             raise
-        except BaseException as error:  # SystemExit, say, of code that an environment runs: it would end the worker
+        except BaseException as error:  # e.g. SystemExit from code that an environment runs; it would end the worker
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
     async def _respond(
         self, route: Route, input_ids: list[int], sampling: SamplingConfig, on_piece: OnPiece
     ) -> Response:
-        """The policy as the OpenAI API reaches it."""
+        """Get one response of the policy for the OpenAI API."""
         with self._trace.overlapping("generate", kind="generate", ticket=route.ticket.ticket_id):
             return await self._client.respond(route, input_ids, sampling, self._stop_token_ids, on_piece)
 
     async def _answer(self, route: Route, obs_queue: ObsQueue, act_queue: ActQueue) -> None:
-        """consumes: an agent's observations. produces: the policy's responses to each. Cancelled when the agent is done."""
+        """Answer an agent's observations. Cancelled when the agent has ended.
+
+        consumes: observations. produces: the policy's responses to each.
+        """
         while True:
             observation = await obs_queue.get()
             with self._trace.overlapping("generate", kind="generate", ticket=route.ticket.ticket_id):
@@ -331,7 +335,7 @@ class Rollouts:
     async def _push(
         self, ticket: Ticket, task: Task, sample: SequenceSample, summary: SampleSummary, birth_time: float
     ) -> RolloutResult:
-        """Hand the trajectory to its head. Waits for the master's verdict; unblocked by head and master taking it in."""
+        """Push the trajectory to its head. Waits for the master's verdict; unblocked when head and master have judged it."""
         meta = TrajectoryMeta(
             ticket_id=ticket.ticket_id,
             locator=ticket.locator,
@@ -352,7 +356,7 @@ class Rollouts:
                 async with self._board.waiting("a verdict on a trajectory", on=f"head {ticket.head}", limit_s=limit_s):
                     verdict = await self._pusher.push(meta, sample, head=ticket.head, timeout_s=limit_s)
         except (TimeoutError, asyncio.TimeoutError) as error:
-            raise RolloutReleased("push_timeout", f"head {ticket.head} took no trajectory for {limit_s:g} s") from error
+            raise RolloutReleased("push_timeout", f"head {ticket.head} gave no verdict within {limit_s:g} s") from error
         except ChannelRefused as error:
             raise RolloutRejected("push_refused", f"trajectory {ticket.ticket_id}: {error}") from error
         self._journal.add(
@@ -371,13 +375,13 @@ class Rollouts:
                 raise RolloutRejected(reason, why)
             detail = self.tell_once("refused", f"trajectory {ticket.ticket_id} refused: {verdict.reason}")
             return _result(ticket, summary, "released", "refused", detail)
-        # A duplicate: another ticket of the prompt was first, so the prompt is stored, and not to be handed out again.
+        # A duplicate: another ticket of the prompt was stored first, so the prompt must not be granted again.
         return _result(ticket, summary, "stored", "" if verdict.verdict == "stored" else "duplicate")
 
     def tell_once(self, reason: str, detail: BaseException | str) -> str:
-        """Log the first of its kind in full, with the traceback of its cause; the others are counted by the manager.
+        """Log the first failure of each reason in full, with the traceback of its cause. The manager counts the others.
 
-        Returns what the manager is told of it besides the reason: "" for all but the first.
+        Returns the detail for the report to the manager: "" for all but the first.
         """
         first = reason not in self._logged
         self._logged.add(reason)
@@ -389,18 +393,18 @@ class Rollouts:
 
 
 def _agent_result(ended: asyncio.Future[Any]) -> Any:
-    """What a finished agent returned: anything. Its errors are the rollout's: RolloutRejected (`agent_error`).
+    """The return value of a finished agent, unchecked. Raises the agent's errors as RolloutRejected (`agent_error`).
 
-    So are errors of the task that answers the agent, where the agent asks nonsense.
+    The same holds for errors of the task that answers the agent, because invalid requests of the agent cause them.
     """
-    if ended.cancelled():  # by itself: the rollout's own cancellation does not come here
+    if ended.cancelled():  # by itself; when the rollout is cancelled, this function is not called
         raise RolloutRejected("agent_error", "the agent has cancelled itself")
     try:
         return ended.result()
     except RolloutEnded:
         raise
     except Exception as error:
-        if out_of_files(error) is not None:  # of the process, whose other rollouts would all meet it
+        if out_of_files(error) is not None:  # an error of the process, which would affect all its rollouts
             raise
         raise RolloutRejected("agent_error", f"the agent raised {shown(error)}") from error
 

@@ -1,9 +1,9 @@
 """A rollout worker's tickets: the gserver manager grants them, the worker holds them and reports the result of each.
 
-ManagerClient makes the HTTP calls. Every call is idempotent and is retried, with back-off, until its limit. A manager that comes
-back elsewhere is found at once (runtime/service_client.py) and told at once what is held here: it admits nothing before. Results
-are sent in batches: those that gather while a batch is on its way go with the next. HeldTickets asks for as many tickets as there
-is room for, and sees each through to its report.
+ManagerClient makes the HTTP calls. Every call is idempotent and is retried, with back-off, until its limit. A manager that restarts
+at another address is found immediately (runtime/service_client.py) and immediately gets the list of held tickets; it admits nothing
+before that. Results are sent in batches: results that arrive while a batch is being sent go into the next one. HeldTickets requests
+as many tickets as it has room for, runs each rollout and reports its result.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from asyncrl.runtime.trace import Tracer
 
 
 class ManagerClient:
-    """allocate, heartbeat, schedule, finish. Raises WaitTimeoutError where the manager stays away for call_limit_s."""
+    """The calls allocate, heartbeat, schedule and finish. They raise WaitTimeoutError if the manager does not answer within
+    call_limit_s."""
 
     def __init__(
         self,
@@ -52,13 +53,13 @@ class ManagerClient:
         new_id: Callable[[], str],
         call_limit_s: float,
     ) -> None:
-        """Use `connect`. new_manager: is set where another process is the manager."""
+        """Use `connect` instead. new_manager: set when another process has become the manager."""
         self._service, self._new_manager = service, new_manager
         self._worker, self._incarnation, self._new_id = worker, incarnation, new_id
         self._limit_s = call_limit_s
         self._results: list[
             tuple[RolloutResult, asyncio.Future[None]]
-        ] = []  # bounded: each holds up its rollout's slot
+        ] = []  # bounded: each result occupies its rollout's slot
         self._sender: asyncio.Task[None] | None = None
 
     @classmethod
@@ -75,7 +76,7 @@ class ManagerClient:
         new_id: Callable[[], str],
         call_limit_s: float,
     ) -> AsyncIterator[Self]:
-        """Wait for the manager. worker, incarnation: this process. new_id: makes ids of requests."""
+        """Wait for the manager. worker, incarnation: of this process. new_id: makes request ids."""
         new_manager = asyncio.Event()
         async with ServiceClient.connect(
             directory,
@@ -98,15 +99,15 @@ class ManagerClient:
             await client._drop_results()
 
     async def _drop_results(self) -> None:
-        """Results that have not been sent by now: the manager frees the tickets when the heartbeats end."""
+        """Drop results that have not been sent. The manager releases their tickets when the heartbeats stop."""
         if self._sender is not None:
             self._sender.cancel()
             await asyncio.wait({self._sender})
 
     async def allocate(self, count: int, *, wait_s: float) -> AllocateReply:
-        """Ask for up to count tickets. The answer comes when there is one, after wait_s at the latest."""
+        """Ask for up to count tickets. The manager answers as soon as it can grant one, after wait_s at the latest."""
         request = AllocateRequest(
-            request_id=self._new_id(),  # kept over the retries: a lost answer costs nothing
+            request_id=self._new_id(),  # the same in all retries, so that a lost answer loses no tickets
             worker=self._worker,
             incarnation=self._incarnation,
             count=count,
@@ -117,26 +118,26 @@ class ManagerClient:
         )
 
     async def heartbeat(self, held: Collection[str]) -> HeartbeatReply:
-        """Say which tickets this worker holds; learn which it has lost."""
+        """Report the tickets that this worker holds; the reply lists the revoked ones."""
         request = HeartbeatRequest(worker=self._worker, incarnation=self._incarnation, held=list(held))
         return await self._service.post("/heartbeat", request, HeartbeatReply, limit_s=self._limit_s)
 
     async def until_heartbeat(self, interval_s: float) -> None:
-        """Wait until a heartbeat is due: after interval_s, or at once where another process is the manager now."""
+        """Wait until a heartbeat is due: after interval_s, or immediately if another process has become the manager."""
         with contextlib.suppress(asyncio.TimeoutError):
             async with asyncio.timeout(interval_s):
                 await self._new_manager.wait()
         self._new_manager.clear()
 
     async def schedule(self, ticket_id: str, lost_server: str, *, lost_url: str, busy: bool = False) -> ScheduleReply:
-        """Another server for a ticket."""
+        """Ask for another server for a ticket."""
         request = ScheduleRequest(
             ticket_id=ticket_id, worker=self._worker, lost_server=lost_server, lost_url=lost_url, busy=busy
         )
         return await self._service.post("/schedule_request", request, ScheduleReply, limit_s=self._limit_s)
 
     async def finish(self, result: RolloutResult) -> None:
-        """Report how a ticket ended. Returns when the manager has it: until then the rollout's slot stays taken."""
+        """Report a ticket's result. Returns when the manager has acknowledged it; until then the rollout's slot stays occupied."""
         sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._results.append((result, sent))
         if self._sender is None or self._sender.done():
@@ -144,7 +145,7 @@ class ManagerClient:
         await sent  # settled by the sender, whose calls have a limit
 
     async def _send_results(self) -> None:
-        """Send what has gathered, batch after batch, until nothing is left. A failure goes to those who wait for it."""
+        """Send the queued results, batch after batch, until none are left. A failure is raised in the callers of `finish`."""
         while self._results:
             batch, self._results = self._results, []
             request = FinishRequest(
@@ -161,31 +162,31 @@ class ManagerClient:
                 error = raised
             for _, sent in batch:
                 if sent.done():
-                    continue  # whoever reported it was cancelled
+                    continue  # the caller of `finish` was cancelled
                 if error is None:
                     sent.set_result(None)
                 else:
                     sent.set_exception(error)
 
 
-_ALLOCATE_WAIT_S = 5.0  # how long the manager may hold back its answer until it admits something
-_REFUSED_PAUSE_S = 0.2  # after an empty answer that came sooner
-STOP_REPORT_S = 2.0  # for telling the manager what a stopped worker releases
+_ALLOCATE_WAIT_S = 5.0  # longest time that the manager holds back its answer until it can grant a ticket
+_REFUSED_PAUSE_S = 0.2  # pause after an empty answer that came sooner than this
+STOP_REPORT_S = 2.0  # limit of the report of a stopped worker's released tickets
 
 
 @dataclass
 class _HeldTicket:
-    """A ticket this worker holds, from its grant until the manager has its result."""
+    """A ticket that this worker holds, from its grant until the manager has acknowledged its result."""
 
     ticket: Ticket
     birth_time: float
     task: asyncio.Task[None] | None = None
-    taken_back: str = ""  # why it is being cancelled
-    reporting: bool = False  # its result is decided: too late to cancel
+    taken_back: str = ""  # reason of its cancellation
+    reporting: bool = False  # its result is final, so it can no longer be cancelled
 
 
 class HeldTickets:
-    """Up to max_concurrent_per_worker train tickets, and evaluation tickets beside them."""
+    """Holds up to max_concurrent_per_worker train tickets, and evaluation tickets in addition."""
 
     def __init__(
         self,
@@ -213,8 +214,8 @@ class HeldTickets:
     async def run(self) -> None:
         """Keep the worker full of rollouts until the run needs no more.
 
-        consumes: tickets (allocate_rollout). produces: one task a ticket. waits for: room (a ticket that ends) and admission
-        (the manager holds its answer back). unblocked by: rollouts ending, train steps consuming what is stored.
+        consumes: tickets (allocate_rollout). produces: one task per ticket. waits for: room (the end of a ticket) and admission
+        (the manager holds back its answer). unblocked by: ends of rollouts, train steps that consume stored trajectories.
         """
         self._tasks.spawn(self._heartbeat_loop(), "heartbeat")
         while True:
@@ -226,19 +227,19 @@ class HeldTickets:
             if reply.finished:
                 break
             if reply.refusal == "superseded":
-                raise RuntimeError(f"another process runs as {self._name} now; this one ends")
+                raise RuntimeError(f"another process now runs as {self._name}; this one ends")
             if not reply.tickets and self._clock.monotonic() - asked < _REFUSED_PAUSE_S:
                 await asyncio.sleep(_REFUSED_PAUSE_S)
         await self._drain()
 
     def _room(self) -> int:
-        """Train tickets that fit. Evaluations run beside them, as many again: they must not take the room of training."""
+        """The number of train tickets that fit. As many evaluation tickets may run in addition, without taking room from them."""
         most = self._rollout.max_concurrent_per_worker
         train = sum(held.ticket.kind == "train" for held in self._held.values())
         return min(most - train, 2 * most - len(self._held))
 
     async def _wait_for_room(self) -> None:
-        """Bounded by the rollouts: the manager takes back what is overdue."""
+        """Wait until a ticket fits. The rollouts bound this wait, because the manager revokes overdue tickets."""
         while self._room() < 1:
             self._changed.clear()
             with self._board.showing("room for another rollout", on=self._name):
@@ -246,7 +247,7 @@ class HeldTickets:
 
     def _begin(self, ticket: Ticket) -> None:
         if ticket.ticket_id in self._held:
-            return  # granted twice: the answer to a repeated request
+            return  # granted twice, by the answer to a repeated request
         held = _HeldTicket(ticket, birth_time=self._clock.time())
         self._held[ticket.ticket_id] = held
         self._board.set_queue("rollouts", len(self._held))
@@ -260,8 +261,12 @@ class HeldTickets:
         self._changed.set()
 
     async def _heartbeat_loop(self) -> None:
-        """produces: the list of held tickets. consumes: revocations, dead servers. waits for: the manager, at most call_limit_s."""
-        interval_s = 0.0  # a manager that has just begun waits for the first one
+        """Send heartbeats and apply the replies.
+
+        produces: the list of held tickets. consumes: revocations, moves, dead servers.
+        waits for: the manager, at most call_limit_s.
+        """
+        interval_s = 0.0  # immediately, because a newly started manager waits for the first heartbeat
         while True:
             await self._manager.until_heartbeat(interval_s)
             reply = await self._manager.heartbeat(list(self._held))
@@ -270,9 +275,9 @@ class HeldTickets:
                 self._cancel(self._held.get(ticket_id), "revoked")
             for moved in reply.moved:
                 if self._client.move(moved.ticket_id, moved.server, moved.server_url):
-                    self._logger.info("ticket %s goes on at %s: its server leaves", moved.ticket_id, moved.server)
+                    self._logger.info("ticket %s continues at %s: its server leaves", moved.ticket_id, moved.server)
             if num_left := self._client.leave(reply.dead):
-                self._logger.warning("%d requests left servers that are dead (%s)", num_left, ", ".join(reply.dead))
+                self._logger.warning("%d requests to dead servers were cancelled (%s)", num_left, ", ".join(reply.dead))
 
     def _cancel(self, held: _HeldTicket | None, why: str) -> None:
         if held is None or held.task is None or held.reporting or held.taken_back:
@@ -281,7 +286,7 @@ class HeldTickets:
         held.task.cancel()
 
     async def _drain(self) -> None:
-        """Let what is running end; after request_timeout_s take it back."""
+        """Wait for the running rollouts to end; after request_timeout_s cancel them."""
         limit_s = self._rollout.request_timeout_s
         try:
             await self._board.bounded(self._all_ended(), what="the last rollouts", on=self._name, limit_s=limit_s)
@@ -299,7 +304,7 @@ class HeldTickets:
             await self._changed.wait()
 
     async def _see_through(self, held: _HeldTicket) -> None:
-        """A ticket's life: roll out, then report, whatever happens. Errors that are not the rollout's fail the worker."""
+        """Roll out a ticket, then report its result, also after a failure. Errors that are not the rollout's end the worker."""
         ticket = held.ticket
         try:
             with self._trace.overlapping("rollout", kind="rollout", ticket=ticket.ticket_id):
@@ -310,7 +315,7 @@ class HeldTickets:
                 ticket_id=ticket.ticket_id, outcome=ended.outcome, reason=ended.reason, detail=detail
             )
         except asyncio.CancelledError:
-            held.taken_back = held.taken_back or "stopped"  # cancelled from outside: the worker stops
+            held.taken_back = held.taken_back or "stopped"  # no reason set: the worker stops
             result = RolloutResult(ticket_id=ticket.ticket_id, outcome="released", reason=held.taken_back)
         held.reporting = True
         await self._report(result, stopping=held.taken_back == "stopped")
@@ -324,5 +329,7 @@ class HeldTickets:
                 await self._manager.finish(result)
         except (TimeoutError, asyncio.TimeoutError, RuntimeError) as error:
             self._logger.debug(
-                "ticket %s not reported (%r): the manager will miss its heartbeat", result.ticket_id, error
+                "ticket %s not reported (%r): the manager will release it after missing heartbeats",
+                result.ticket_id,
+                error,
             )

@@ -1,8 +1,9 @@
-"""Tool calls in what a policy says (pure): the format of Hermes and Qwen.
+"""Parses tool calls in a policy's answers (pure), in the format of Hermes and Qwen.
 
     I add them up. <tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>
 
-One object between each pair of tags. Text in which any call is cut or is no such object stays text: the agent sees what was said.
+There is one JSON object between each pair of tags. If any call is cut or invalid, the whole answer stays text, and the agent sees
+exactly this text.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 @dataclass(frozen=True)
 class ToolCall:
     name: str
-    arguments: str  # JSON of an object, as it was sampled
-    id: str = field(default_factory=lambda: uuid.uuid4().hex[:9])  # nine of 0-9a-f: Mistral's templates want it so
+    arguments: str  # JSON of an object, exactly as sampled
+    id: str = field(default_factory=lambda: uuid.uuid4().hex[:9])  # Mistral's templates need nine alphanumerics
 
 
 @dataclass(frozen=True)
 class Said:
-    """An answer as an OpenAI message has it."""
+    """An answer in the form of an OpenAI message."""
 
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
@@ -43,7 +44,7 @@ _decode_call = msgspec.json.Decoder(_Call).decode
 
 
 def parse_tool_calls(text: str) -> Said:
-    """Content is what stands before the first call; what stands between and behind calls is in the tokens only."""
+    """Parse an answer. Content is the text before the first call; text between and after calls remains only in the tokens."""
     if TAG not in text:
         return Said(text)
     calls = []
@@ -62,7 +63,7 @@ def parse_tool_calls(text: str) -> Said:
 
 
 def held_back(text: str, markers: tuple[str, ...]) -> int:
-    """How many characters of text, which goes on, can be shown: those before a marker, or before what may become one."""
+    """How many characters of an incomplete text can be shown: those before a marker or before a possible start of one."""
     shown = len(text)
     for marker in markers:
         found = text.find(marker)

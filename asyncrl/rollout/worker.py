@@ -1,8 +1,8 @@
 """RolloutWorker: tickets in, trajectories out.
 
-It asks the gserver manager for as many tickets as it has room, rolls each out in a task of its own (an agent that meets an
-environment, its responses from generation servers), pushes the trajectory to the ticket's head, and tells the manager how
-the ticket ended. Where a task has a ChatAgent it serves the OpenAI API to it. It computes nothing on tensors and imports no torch.
+It asks the gserver manager for as many tickets as it has room for and rolls each one out in its own asyncio task: an agent acts in
+an environment, with responses from generation servers. It pushes the trajectory to the ticket's head and reports the result to the
+manager. If a task has a ChatAgent, the worker serves the OpenAI API to it. It does not compute on tensors or import torch.
 """
 
 from __future__ import annotations
@@ -23,22 +23,25 @@ from asyncrl.runtime.push_pull import NameResolvingZmqPusher
 from asyncrl.runtime.system import System
 from asyncrl.runtime.worker import Worker
 
-_SPARE_FILES = 256  # file descriptors kept for everything but generation requests
+_SPARE_FILES = 256  # file descriptors reserved for all uses except generation requests
 
 
 class RolloutWorker(Worker):
-    """One of several."""
+    """One of the run's rollout workers."""
 
     def __init__(
         self, config: RolloutWorkerConfig, system: System | None = None, data: RolloutData | None = None
     ) -> None:
-        """data: in place of what the config names."""
+        """data: replaces the data that the config names."""
         super().__init__(config.worker, system)
         self.config = config
         self._data = data
 
     async def run(self, directory: Directory, opened: AsyncExitStack) -> None:
-        """Rollouts are over when the parts are closed: the stop has cancelled them, and each has reported itself as released."""
+        """Open the parts and run rollouts.
+
+        Before the parts are closed, the stop has cancelled all rollouts, and each has reported itself as released.
+        """
         rollout, info, clock = self.config.rollout, self.info, self.system.clock
         data = self._data if self._data is not None else RolloutData(self.config)
         tasks = TaskTable(rollout, tokenizer=data.tokenizer, board=self.board, logger=self.logger)
@@ -65,7 +68,9 @@ class RolloutWorker(Worker):
             max_requests=_connection_limit(
                 rollout.max_concurrent_per_worker * (rollout.group_size + 1),
                 self.logger,
-                files_each=3 if tasks.chat else 1,  # an agent's connection to the OpenAI API has both its ends here
+                files_each=3
+                if tasks.chat
+                else 1,  # both ends of an agent's connection to the OpenAI API are in this process
             ),
             clock=clock,
         )
@@ -119,12 +124,12 @@ class RolloutWorker(Worker):
         await self.roll_out(tickets)
 
     async def roll_out(self, tickets: HeldTickets) -> None:
-        """Everything is open."""
+        """Run rollouts; all parts are open."""
         await tickets.run()
 
 
 def _connection_limit(wanted: int, logger: logging.Logger, *, files_each: int) -> int:
-    """How many generation requests may be out: as many as rollouts can make, if the process may open that many files."""
+    """The limit of concurrent generation requests: as many as rollouts can make, if the process can open that many files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted * files_each + _SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -134,7 +139,7 @@ def _connection_limit(wanted: int, logger: logging.Logger, *, files_each: int) -
         return wanted
     limit = max(1, (soft - _SPARE_FILES) // files_each)
     logger.warning(
-        "only %d of %d generation requests can be out at once: the limit of open files is %d (ulimit -n)",
+        "only %d of %d generation requests can run at once: the limit of open files is %d; raise it (ulimit -n)",
         limit,
         wanted,
         soft,

@@ -93,7 +93,11 @@ def stop(run: RunHandle) -> int:
 def left_for_dead(run: RunHandle) -> set[str]:
     """Tickets whose requests left a server because the manager said that it is dead."""
     log = (run.run_dir / "logs" / "attempt_1" / "rollout_worker_0.log").read_text()
-    return set(re.findall(r"ticket (\S+): lost generation_server/0 \(the gserver manager says that it is dead\)", log))
+    return set(
+        re.findall(
+            r"ticket (\S+): lost generation_server/0 \(the gserver manager reports that the server is dead\)", log
+        )
+    )
 
 
 def is_waited_for(run: RunHandle, server: str, since: float) -> bool:

@@ -289,7 +289,7 @@ async def test_whatever_an_agent_does_costs_its_own_rollout_only(stage: Stage) -
         ({"does": "ask", "for": 42}, "agent_error", ""),
         ({"does": "ask", "for": {"inputs": ["text"]}}, "agent_error", ""),
         *(({"does": "give", "what": what}, "agent_error", "") for what in (42, "text", [42], {"a": 1}, [None])),
-        ({"does": "give", "what": None}, "agent_declined", "the agent of task 'default' gave no trajectory"),
+        ({"does": "give", "what": None}, "agent_declined", "the agent of task 'default' returned no trajectory"),
         ({"does": "give", "what": []}, "agent_declined", ""),
         ({"does": "give twice"}, "agent_error", ""),
         ({"does": "reason"}, "the_prompt_1212_has_a_reason_of_its_own_", ""),
@@ -405,13 +405,13 @@ def too_long(reply: GenerateReply) -> bytes:
     [
         (with_logprobs(set_first(None)), "bad_logprobs", "logprob None"),
         (with_logprobs(set_first(3.0)), "bad_logprobs", "logprob 3.0"),
-        (with_logprobs(set_first(-1e400)), "server_lost", "no GenerateReply"),  # JSON knows no infinity
-        (with_logprobs(set_first(float("nan"))), "server_lost", "no GenerateReply"),
-        (with_logprobs(lambda rows: rows.pop()), "server_lost", "4 tokens with 3 logprobs where at most 4 were asked"),
+        (with_logprobs(set_first(-1e400)), "server_lost", "not a valid GenerateReply"),  # JSON knows no infinity
+        (with_logprobs(set_first(float("nan"))), "server_lost", "not a valid GenerateReply"),
+        (with_logprobs(lambda rows: rows.pop()), "server_lost", "4 tokens with 3 logprobs; at most 4 were requested"),
         (with_tokens(-1), "bad_tokens", "ids from -1 to -1"),
         (with_tokens(1 << 40), "bad_tokens", "ids from 1099511627776 to 1099511627776"),
         (empty, "empty_response", "generated no token"),
-        (too_long, "server_lost", "8 tokens with 8 logprobs where at most 4 were asked for"),
+        (too_long, "server_lost", "8 tokens with 8 logprobs; at most 4 were requested"),
     ],
 )
 async def test_what_a_server_answers_and_no_model_can_have_said(

@@ -345,7 +345,7 @@ async def test_the_protocol_refuses_what_comes_in_another_order(model_path: Path
 async def test_a_version_that_the_trainer_has_not_published_is_refused(model_path: Path) -> None:
     """A label that is far ahead: the server would refuse all versions that follow."""
     ahead = WeightVersion(1, 99_999)
-    why = f"weight_version is {ahead}, which the trainer has not published; {V2} is the newest"
+    why = f"weight_version is {ahead}, which the trainer has not published; the newest is {V2}"
     async with served(model_path) as client:
         status, reply = await client.post("/begin_weight_update", BeginWeightUpdate(weight_version=str(ahead)))
         assert (status, reply["message"]) == (400, why)
@@ -363,7 +363,7 @@ async def test_a_sender_that_repeats_itself_fills_no_memory(model_path: Path) ->
         buckets = held(V1).buckets
         trainer.hold(HeldSnapshot(V1, [*buckets, buckets[0]]))
         reply = await send(trainer, V1, client)
-        assert f"{min(buckets[0].specs.names)} came before in this update" in reply.errors["here"]
+        assert f"{min(buckets[0].specs.names)} was already received in this update" in reply.errors["here"]
 
 
 async def test_one_that_hangs_in_the_middle_holds_nobody_up(model_path: Path, process: tuple[BaseProcess, str]) -> None:

@@ -178,7 +178,7 @@ async def test_the_sequence_that_is_trained_is_chosen_and_the_rest_counted(
         longest = await collect(Wanderer, endpoint, group_size=1, trained="longest")
     assert (last.data["loss_mask"].sum(), longest.data["loss_mask"].sum()) == (6, 15)
     assert (endpoint.counts.trained_tokens, endpoint.counts.left_out_tokens) == (21, 21)
-    assert "a session has 2 sequences, of which the one answered last is trained; 15 sampled tokens" in caplog.text
+    assert "a session has 2 sequences and only the one answered last is trained; 15 sampled tokens" in caplog.text
 
 
 class Failing(ChatAgent):
@@ -344,7 +344,7 @@ async def test_a_task_with_a_chat_agent_needs_no_reward() -> None:
     ("arguments", "told"),
     [
         ({"trained": "all"}, "it must be last or longest"),
-        ({"ignore": ["heat"]}, r"ignore has \['heat'\]; known are chat_template_kwargs, frequency_penalty"),
+        ({"ignore": ["heat"]}, r"ignore contains \['heat'\]; known are chat_template_kwargs, frequency_penalty"),
         ({"max_requests": 0}, "must be at least 1"),
     ],
 )

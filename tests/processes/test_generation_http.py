@@ -183,7 +183,7 @@ async def test_lists(model_path: Path, tmp_path: Path) -> None:
         assert (status, "99" in reply["error"]["message"]) == (400, True)
         assert (await client.post("/generate", body))[0] == 200  # no rid is left over from the refused list
         status, reply = await client.post("/generate", body | {"rid": ["a"]})
-        assert (status, "equally long" in reply["error"]["message"]) == (400, True)
+        assert (status, "equal lengths" in reply["error"]["message"]) == (400, True)
 
 
 async def test_bad_input_gets_400_and_the_server_lives(model_path: Path, tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ async def test_a_bad_update_gets_400_and_the_old_version_serves(model_path: Path
         v1, v7 = version_dir(tmp_path, "actor", V1), version_dir(tmp_path, "actor", WeightVersion(1, 7))
         for version, path, word in [
             (WeightVersion(1, 7), v7, f"the newest one beside it: {V1}"),
-            (WeightVersion(1, 7), v1, f"model_path is '{v1}'; the run has {WeightVersion(1, 7)} in {v7} only"),
+            (WeightVersion(1, 7), v1, f"model_path is '{v1}'; the run has {WeightVersion(1, 7)} only in {v7}"),
             (V1, version_dir(model_path.parent, "actor", V1), "is not in the run's folder"),
             (V1, version_dir(tmp_path, "critic", V1), "only"),
             (V1, tmp_path / "x" / ".." / "weights" / "actor" / str(V1), "is no folder of the run"),

@@ -385,7 +385,7 @@ async def test_tokens_older_than_the_ticket_allows_give_it_back(
     servers: list[FakeGenerationServer], make_client: MakeClient
 ) -> None:
     client = await make_client()
-    with pytest.raises(RolloutReleased, match="a0001-v00000001, the ticket allows a0001-v00000003") as caught:
+    with pytest.raises(RolloutReleased, match="a0001-v00000001; the ticket allows a0001-v00000003") as caught:
         await client.generate(Route(ticket_at(servers[0], min_version=3)), [PROMPT], SAMPLING, [0])
     assert caught.value.reason == "stale_server"
 

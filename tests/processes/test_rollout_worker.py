@@ -476,5 +476,5 @@ async def test_a_worker_whose_place_is_taken_ends(stage: Stage) -> None:
     stage.manager.refusal = "superseded"
     await stage.start()
     assert stage.main is not None
-    with pytest.raises(RuntimeError, match="another process runs as rollout_worker/0"):
+    with pytest.raises(RuntimeError, match="another process now runs as rollout_worker/0"):
         await asyncio.wait_for(stage.main, LIMIT_S)

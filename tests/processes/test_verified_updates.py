@@ -160,7 +160,7 @@ async def test_stale_weights_are_caught_and_not_served(
         f"weights {V1} were loaded, but the server's logprobs of the check's text are not the trainer's"
         in reply.message
     )
-    assert ("the old weights are still there" in reply.message) == (fault is nothing)
+    assert ("the engine still computes with the old weights" in reply.message) == (fault is nothing)
     assert await server.echo() == ""
     await server.post("/continue_generation", {})  # even if somebody does
     assert (await server.generate())[0] == 503

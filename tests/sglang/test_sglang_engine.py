@@ -215,7 +215,7 @@ async def test_a_whole_context_can_be_filled(
             result = await within(engine.submit(EngineRequest(str(length), prompt, params)))
             assert len(result.token_ids) == MAX_POSITIONS - length
             close_to(result.logprobs, store.logprobs(V0, prompt, result.token_ids))
-            with pytest.raises(RequestRefused, match=f"holds {MAX_POSITIONS} tokens a request"):
+            with pytest.raises(RequestRefused, match=f"allows {MAX_POSITIONS} tokens per request"):
                 engine.submit(EngineRequest("long", [*prompt, 1], params))
 
 
@@ -301,7 +301,7 @@ async def test_versions_only_grow_and_are_verified(
         with pytest.raises(EngineUnavailable, match="no weight version"):
             engine.submit(EngineRequest("early", [1], LONG))
         await engine.load_weights(store.path(V1), V1)
-        with pytest.raises(WeightsRefused, match="versions only grow"):
+        with pytest.raises(WeightsRefused, match="versions only increase"):
             await engine.load_weights(store.path(V0), V0)
         with pytest.raises(WeightsRefused, match="manifest"):
             await engine.load_weights(tmp_path, V2)
@@ -356,7 +356,7 @@ async def test_aborting_one_leaves_those_whose_names_begin_alike(
 ) -> None:
     async with attached(sglang_url, store, sglang_config) as engine:
         futures = {rid: engine.submit(EngineRequest(rid, [1, 2, 3], LONG)) for rid in ("a", "ab", "abc")}
-        with pytest.raises(RequestRefused, match="in flight already"):
+        with pytest.raises(RequestRefused, match="already in flight"):
             engine.submit(EngineRequest("ab", [1], LONG))
         await counter_of(engine).reaches(20)
         assert await within(engine.abort("a"))
@@ -403,23 +403,23 @@ async def test_what_sglang_would_take_badly_is_refused(
 ) -> None:
     refused = [
         (EngineRequest("r", [], LONG), "input_ids is empty"),
-        (EngineRequest("r", [1, 64], LONG), "holds 64; the vocabulary has 64"),
-        (EngineRequest("r", [-1], LONG), "holds -1"),
+        (EngineRequest("r", [1, 64], LONG), "contains 64; the vocabulary has 64"),
+        (EngineRequest("r", [-1], LONG), "contains -1"),
         (EngineRequest("r", [1], SamplingParams(max_new_tokens=0)), "must be at least 1"),
         (EngineRequest("r", [1], SamplingParams(temperature=-1.0)), "temperature is -1.0"),
         (EngineRequest("r", [1], SamplingParams(top_p=0.0)), "top_p is 0.0"),
         (EngineRequest("r", [1], SamplingParams(top_k=0)), "top_k is 0"),
-        (EngineRequest("r", [1], SamplingParams(stop_token_ids=[64])), "stop_token_ids holds 64"),
+        (EngineRequest("r", [1], SamplingParams(stop_token_ids=[64])), "stop_token_ids contains 64"),
         (
             EngineRequest("r", [1], SamplingParams(ignore_eos=True, stop_token_ids=[1])),
-            "ignore_eos with stop_token_ids",
+            "ignore_eos and stop_token_ids are both set",
         ),
     ]
     async with attached(sglang_url, store, sglang_config) as engine:
         for request, message in refused:
             with pytest.raises(RequestRefused, match=message):
                 engine.submit(request)
-        with pytest.raises(RequestRefused, match="'in_place' is not for this server"):
+        with pytest.raises(RequestRefused, match="'in_place' is not supported by this server"):
             await engine.pause("in_place")
         assert engine.stats().num_requests == 0
         assert engine.failure is None

@@ -212,9 +212,9 @@ def test_a_turn_of_the_chat_needs_a_template_that_shows_it() -> None:
 
     with pytest.raises(ValueError, match="has no chat template; use feedback_template"):
         agent(NoTemplate(), feedback_role="user")
-    with pytest.raises(ValueError, match="does not show what this role says"):
+    with pytest.raises(ValueError, match="does not show messages of this role"):
         agent(Mute(), feedback_role="tool")
-    with pytest.raises(ValueError, match="set one of them"):
+    with pytest.raises(ValueError, match="set only one of them"):
         agent(ChatTokenizer(), feedback_role="user", feedback_template="<{}>")
 
 

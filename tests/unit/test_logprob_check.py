@@ -46,7 +46,10 @@ def test_what_is_far_is_refused_with_its_figures(shifts: tuple[float, ...]) -> N
 def test_old_weights_are_called_by_their_name() -> None:
     check = LogprobCheck(1e-3)
     check.check(V0, BEFORE, "a", scored(BEFORE, 1e-5, 0.0, 0.0))
-    with pytest.raises(LogprobMismatch, match=f"they are those of {V0}: the old weights are still there"):
+    with pytest.raises(
+        LogprobMismatch,
+        match=f"they are bit-identical to those of {V0}: the engine still computes with the old weights",
+    ):
         check.check(V1, AFTER, "b", scored(BEFORE, 1e-5, 0.0, 0.0))
     check.check(V1, AFTER, "b", scored(AFTER))  # it tries again, and has them now
 
@@ -57,7 +60,7 @@ def test_old_weights_are_found_within_the_tolerance() -> None:
     noise = (0.02, -0.03, 0.01)
     check = LogprobCheck(0.3)
     check.check(V0, BEFORE, "a", scored(BEFORE, *noise))
-    with pytest.raises(LogprobMismatch, match=r"did not move, while the trainer's did \(by 0\.0001 on average\)"):
+    with pytest.raises(LogprobMismatch, match=r"did not change, while the trainer's did \(by 0\.0001 on average\)"):
         check.check(V1, small, "b", scored(BEFORE, *noise))
     check.check(V1, small, "b", scored(BEFORE, 0.02, -0.03, 0.0101))
 

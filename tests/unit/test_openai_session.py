@@ -245,7 +245,7 @@ async def test_limits_are_told_and_end_nothing() -> None:
     session = make(player, max_requests=3, max_sequences=2, max_tokens=60)
     for _ in range(2):
         await session.answer(request([USER]))
-    with pytest.raises(RequestError, match=r"has 2 sequences; agent_args.max_sequences allows no more"):
+    with pytest.raises(RequestError, match=r"has 2 sequences, the limit of agent_args.max_sequences"):
         await session.answer(request([USER]))
     longer = [USER, session.trained_turn("last").answer, user("much too long, and what is more, not short")]
     with pytest.raises(RequestError, match=r"agent_args.max_tokens=60") as refused:
@@ -254,7 +254,7 @@ async def test_limits_are_told_and_end_nothing() -> None:
     session = make(player, max_requests=1, max_tokens=58)
     await session.answer(request([USER]))
     assert player.limits[-1] == 58 - len(TOKENIZER.encode(player.asked[-1]))
-    with pytest.raises(RequestError, match=r"has made 1 requests; agent_args.max_requests allows no more"):
+    with pytest.raises(RequestError, match=r"has made 1 requests, the limit of agent_args.max_requests"):
         await session.answer(request([USER]))
     assert not session.failed.done()
 
@@ -293,7 +293,7 @@ async def test_closing_ends_what_runs_and_refuses_the_rest() -> None:
     await player.waiting.wait()
     await session.close()
     for asking in (late, session.answer(request([USER]))):
-        with pytest.raises(RequestError, match="no such session, or it is over") as error:
+        with pytest.raises(RequestError, match="this session does not exist or has ended") as error:
             await asking
         assert error.value.status == 404
     assert trained(session)[1] == ["a<|im_end|>"]
@@ -301,6 +301,6 @@ async def test_closing_ends_what_runs_and_refuses_the_rest() -> None:
 
 async def test_an_agent_that_got_nowhere_is_told_what_was_refused() -> None:
     session = make(Player())
-    session.refused(RequestError("n=2: one answer a request is recorded"))
+    session.refused(RequestError("n=2: one answer per request is recorded"))
     with pytest.raises(RolloutRejected, match=r"no_response: .* its last request was refused: n=2"):
         session.trained_turn("last")

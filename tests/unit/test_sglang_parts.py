@@ -280,7 +280,7 @@ def test_an_abort_in_sglangs_queue_repeats_the_last_token():
 @pytest.mark.parametrize(
     ("bad", "why"),
     [
-        (piece([1], 2), "1 tokens and 1 logprobs where 2 should be new"),
+        (piece([1], 2), "1 tokens and 1 logprobs, but 2 should be new"),
         (piece([1], 1, logprobs=[]), "1 tokens and 0 logprobs"),
         (piece([1], 1, logprobs=[(-1.0, 2, None)]), "not of the same response"),
         (piece([1], 1, logprobs=[(math.nan, 1, None)]), "logprobs are not finite"),
@@ -330,9 +330,9 @@ def test_labels_of_a_request_that_was_paused_in_place():
 @pytest.mark.parametrize(
     ("spans", "why"),
     [
-        ([span(V2, 0, 1)], "another program updates its weights"),
-        ([span(V0, 0, 1)], "another program updates its weights"),
-        ([VersionSpan(version="default", start=0, end=1)], "'default' sampled tokens"),
+        ([span(V2, 0, 1)], "another program updates SGLang's weights"),
+        ([span(V0, 0, 1)], "another program updates SGLang's weights"),
+        ([VersionSpan(version="default", start=0, end=1)], "tokens of version 'default'"),
         ([], "do not cover 1 tokens"),
         ([span(V1, 1, 2)], "do not cover"),
     ],
