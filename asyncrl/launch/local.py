@@ -399,9 +399,7 @@ class Launch:
         """Turn until the master is done, or a signal arrives. Returns the exit code. Raises LaunchError if the run fails."""
         while True:
             self._turn()
-            if (
-                not self._supervisor.is_listening
-            ):  # otherwise the run fails with its first cause, regardless of later events
+            if not self._supervisor.is_listening:  # else the run fails with its first cause, regardless of later events
                 if self._stop.signal is not None:
                     return self._leave(self._stop.signal)
                 if self._external.master_is_done or any(

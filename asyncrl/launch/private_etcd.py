@@ -21,9 +21,8 @@ _WINDOW_S = 3600.0  # window for counting restarts
 _START_LIMIT_S = 15.0
 _LOOK_EVERY_S = 1.0
 _LOOK_LIMIT_S = 2.0  # of one health probe; a healthy server answers in milliseconds
-_FROZEN_LOOKS = (
-    4  # failed probes in a row until it counts as frozen; counted, not timed, because the launcher may have frozen too
-)
+# Failed probes in a row until it counts as frozen. Counted, not timed, because the launcher itself may have frozen meanwhile
+_FROZEN_LOOKS = 4
 _MIN_RESTARTS = 3  # allowed even if runtime.max_restarts is lower, because etcd holds no data that the run would lose
 _LONGEST_PAUSE_S = 30.0
 

@@ -30,9 +30,8 @@ from asyncrl.runtime.disk import explain
 
 LOCK_FILE = "launcher.lock"
 RUN_FILE = "run.json"
-RUN_FORMAT = (
-    1  # version of all files that a run writes: metrics, journals, weights; incremented when one of them changes
-)
+# Version of all files that a run writes: metrics, journals, weights. Incremented when the format of one of them changes
+RUN_FORMAT = 1
 RUN_DIR_ENV = "ASYNCRL_RUN_DIR"  # set in every process of a run, and inherited by its children
 EXPERIMENT_FILE = "experiment.yaml"  # complete, unlike config.yaml, in which secrets are hidden
 _ATTEMPT = re.compile(r"(?:attempt_|a)(\d+)(?:-[vs]\d+)?$")
@@ -69,9 +68,8 @@ class RunRecord(_Written, frozen=True, kw_only=True):
     endpoints: list[str]
     started: float
     on_stop_s: float = 0.0  # checkpoint.on_stop_s: how long it may continue after it is told to stop
-    name_resolve: NameResolveConfig | None = (
-        None  # the complete config to reach name resolve; secrets as paths of their files. None: an older run
-    )
+    # The complete config to reach name resolve, with secrets as paths of their files. None: an older run
+    name_resolve: NameResolveConfig | None = None
     total_steps: int = 0  # train steps of the complete run; 0: an older run
     host: str = ""  # the launcher's host, on a run of more than one; its pid and its lock are valid only there
 

@@ -74,9 +74,8 @@ class Scaling:
         self._drain_limit_s, self._stop_limit_s = drain_limit_s, stop_limit_s
         self._lock = threading.Lock()
         self._newest: DesiredServers | None = None  # observed
-        self._drained: dict[
-            int, str
-        ] = {}  # observed: server index -> id of the DesiredServers under which it has drained
+        # Observed: server index -> id of the DesiredServers under which the server has drained
+        self._drained: dict[int, str] = {}
         self._request = ""
         self._coming: dict[str, _Coming] = {}
         self._leaving: dict[str, _Leaving] = {}

@@ -42,9 +42,8 @@ class StandstillReport:
         self._notice = notice
         self._watchdog = Watchdog(after_s, self._clock.monotonic())
         self._mark: tuple[int, int] = (0, 0)  # attempt, size of the metrics
-        self._moved: dict[
-            str, tuple[tuple[int, int], float]
-        ] = {}  # by process: (pid, heartbeat counter), and since when
+        # By process: (pid, heartbeat counter), and since when
+        self._moved: dict[str, tuple[tuple[int, int], float]] = {}
         self._next_look = 0.0
         self._thread: threading.Thread | None = None
 

@@ -308,10 +308,8 @@ def _check_room(config: ExperimentConfig, num_parameters: int) -> None:
         needed += num_checkpoints * recover
     try:
         free = shutil.disk_usage(existing_parent(run_dir)).free
-        old = (
-            *run_dir.glob("weights/*/*/*"),
-            *run_dir.glob("checkpoints/recover/*/*"),
-        )  # of earlier attempts, which are removed
+        # Files of earlier attempts, which the run removes
+        old = (*run_dir.glob("weights/*/*/*"), *run_dir.glob("checkpoints/recover/*/*"))
         free += sum(file.stat().st_size for file in old)
     except OSError:  # the launcher reports the error
         return

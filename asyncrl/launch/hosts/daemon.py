@@ -162,9 +162,7 @@ class HostDaemon:
                     return 0
                 if broken := self._link.broken():
                     raise LaunchError(f"{broken}; {self._what_ends()}")
-        except (
-            LaunchError
-        ) as error:  # the last report contains the reason; the launcher would otherwise see only a lost host
+        except LaunchError as error:  # the last report tells the launcher why; otherwise it sees only a lost host
             self._notice(str(error))
             raise
         finally:

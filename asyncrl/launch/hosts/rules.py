@@ -11,9 +11,8 @@ from asyncrl.protocol.names import is_earlier
 
 # Longest absence of the launcher's key while name resolve answers; the launcher's session may be restoring the key
 _ABSENT_LIMIT_S = 8.0
-_REFUSED_LIMIT_S = (
-    20.0  # a live launcher restarts its private etcd well within this time, so after it the launcher is dead
-)
+# A live launcher restarts its private etcd well within this time. After it, the launcher counts as dead
+_REFUSED_LIMIT_S = 20.0
 
 Verb = Literal["start", "stop", "kill", "skip", "forget"]
 

@@ -156,9 +156,8 @@ class ForkServer:
         found: dict[Path, int] = {}
         self._socket.settimeout(_CLOSE_LIMIT_S)
         with self._socket, contextlib.suppress(TimeoutError, ConnectionError):
-            while reply := self._socket.recv(
-                _MAX_MESSAGE_BYTES
-            ):  # a worker forked a moment ago still holds the socket and answers
+            # A worker forked a moment ago still holds the socket, and answers before it closes it
+            while reply := self._socket.recv(_MAX_MESSAGE_BYTES):
                 found |= _pid_by_config(reply)
         return found
 

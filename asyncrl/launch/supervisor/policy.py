@@ -44,9 +44,7 @@ class End:
 
     name: str  # e.g. rollout_worker/1
     how: str  # one line, e.g. "was killed by signal SIGKILL"
-    cause: (
-        str  # the full report for people: the error with its traceback or the end of the log, and the path of the log
-    )
+    cause: str  # full report for people: the error with its traceback or the end of the log, and the log's path
     could_run: bool  # Child.could_run
     fatal: bool = False  # WorkerStatus.fatal
     struck: bool = False  # Child.was_struck

@@ -20,9 +20,8 @@ from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.names.interface import Lease
 
 _SAY_AFTER_S = 2.0  # after this time a stop reports which processes it waits for
-KILL_LIMIT_S = (
-    60.0  # wait for killed processes; one blocked inside the kernel (a hanging disk) ends only when the call returns
-)
+# Wait for killed processes. A process blocked inside the kernel (a hanging disk) ends only when its system call returns
+KILL_LIMIT_S = 60.0
 _STOP_TURN_S = 0.02
 _REAPER_LIMIT_S = 5.0
 _FORK_LIMIT_S = 10.0  # for a fork, once the imports are done
@@ -179,9 +178,8 @@ class _Starts:
         self._notice, self._clock = notice, clock
         self._servers: dict[str, ForkServer] = {}
         self._answered: dict[str, float] = {}  # when a fork server of this kind last forked
-        self._pending: dict[
-            Path, tuple[Child, float]
-        ] = {}  # by config: a child not forked yet, and when it was requested
+        # By config: a child not forked yet, and when it was requested
+        self._pending: dict[Path, tuple[Child, float]] = {}
         self._started: list[Child] = []  # since the last turn
         if not fork or not specs or not is_supported():
             return

@@ -19,9 +19,8 @@ import sys
 import time
 from typing import IO
 
-_GRACE_S = (
-    1.0  # for the nurseries of reward functions (rewards/judge_main.py), which kill their own children after SIGTERM
-)
+# Time for the nurseries of reward functions (rewards/judge_main.py), which kill their own children after SIGTERM
+_GRACE_S = 1.0
 _ROUNDS = 5  # repeated searches for processes, because one may start another during a search
 _ROUND_S = 0.02
 
@@ -119,10 +118,8 @@ def processes_with(marker: str) -> list[int]:
     for entry in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
         if not entry.isdigit() or int(entry) == os.getpid():
             continue
-        with (
-            contextlib.suppress(OSError),
-            open(f"/proc/{entry}/environ", "rb") as environment,
-        ):  # ended, or another user's
+        # OSError: the process has ended, or is another user's
+        with contextlib.suppress(OSError), open(f"/proc/{entry}/environ", "rb") as environment:
             if wanted in environment.read().split(b"\0"):
                 found.append(int(entry))
     return found

@@ -28,9 +28,8 @@ from asyncrl.launch.supervisor.policy import (
 )
 
 LAST_WORDS_S = 1.0  # after the first failure: how long the other processes may report their own errors
-KILL_LIMIT_S = (
-    60.0  # wait for killed processes; one blocked inside the kernel (a hanging disk) ends only when the call returns
-)
+# Wait for killed processes. A process blocked inside the kernel (a hanging disk) ends only when its system call returns
+KILL_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -217,9 +216,8 @@ class Supervisor:
             return False
         troubled = self._in_trouble()
         if not self.policy.outlives_all(Trouble(one.name, one.is_fatal, one.was_struck) for one in troubled):
-            if (
-                self._listens_until is None
-            ):  # wait: the first cause may be a killed process, which is noticed later than the errors of its peers
+            # Wait, because the first cause may be a killed process, whose end is noticed later than the errors of its peers
+            if self._listens_until is None:
                 self._listens_until = now + LAST_WORDS_S
             else:
                 self._decisions.append(self._end(troubled, now, wall_time))
@@ -272,9 +270,8 @@ class Supervisor:
         """Decide what restarts because of this child. failed: this child and the unit's other failed ones. False: the run ends."""
         self._failing.pop(self.policy.unit_of(child.name), None)
         how = short_end(child).splitlines()[0]
-        struck = any(
-            one.was_struck for one in failed
-        )  # then the other failures are consequences, though reported earlier
+        # If one was struck, the other failures are its consequences, though reported earlier
+        struck = any(one.was_struck for one in failed)
         end = End(child.name, how, first_cause(failed), child.could_run, child.is_fatal, struck)
         decision = self.policy.decide(end, wall_time, now)
         if isinstance(decision, EndRun):
