@@ -1,4 +1,4 @@
-"""A whole config from its file: read, then checked once, before anything starts."""
+"""Reads a config from its file and checks the whole of it once, before anything starts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from asyncrl.dataflow.layout_checks import problems_of_layout
 
 
 def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
-    """Merge a YAML file and dotted overrides (`train.batch_size=32`) onto the defaults, and check the whole once.
+    """Merge a YAML file and dotted overrides (`train.batch_size=32`) onto the defaults, and check the result.
 
-    Raises ConfigError naming the field, its value and the remedy or nearest valid name.
+    Raises ConfigError with the field, its value, and the remedy or the nearest valid name.
     """
     config = read_experiment(path, overrides)
     validate(config)
@@ -22,8 +22,9 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
 
 
 def validate(config: ExperimentConfig) -> None:
-    """Refuse what could not work. Raises ConfigError with every problem found, one a line."""
-    found = list(problems_of_sizes(config))  # comparisons with nan mean nothing
+    """Reject a config that cannot work. Raises ConfigError with every problem found, one per line."""
+    # These run alone first: the other checks compare values, and comparisons with nan are meaningless
+    found = list(problems_of_sizes(config))
     found = found or [*problems_of_fields(config), *problems_of_layout(config)]
     if found:
         raise ConfigError("\n".join(f"{name}={value!r}: {remedy}" for name, value, remedy in found))

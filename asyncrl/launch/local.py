@@ -1,11 +1,11 @@
-"""Local launcher: starts the processes of a run on this machine, watches over them, and leaves nothing behind.
+"""The launcher: starts the processes of a run, supervises them, and leaves no process behind.
 
-    LocalLauncher  opens what a run needs, in order, and closes it in reverse
-    Launch         one thread, one loop, which waits for nothing but its processes' pipes
+    LocalLauncher  opens the resources of a run in order, and closes them in reverse
+    Launch         one thread with one loop, which waits only for its processes' pipes
 
-It holds the workers' leases in name resolve (a lease lives as long as its process), reads their status from pipes and publishes it,
-and carries out what the supervisor decides (supervisor/): processes are killed and started again, or the run ends by the first
-cause.
+The launcher holds the workers' leases in name resolve; a lease lives as long as its process. It reads the workers' statuses from
+pipes and publishes them. It carries out the decisions of supervisor/: it kills and restarts processes, or ends the run with the
+first cause.
 """
 
 from __future__ import annotations
@@ -89,31 +89,31 @@ T = TypeVar("T")
 
 _TURN_S = 0.1
 _PUBLISH_STATUS_S = 1.0
-_ASK_SHARE = 0.6  # of runtime.stop_timeout_s: how long processes may take to stop when asked; then they are killed
-_TAKE_OVER_S = 90.0  # a launcher before this one, whose node Slurm has given up, may need that long to end
-_SAME_SIGNAL_S = 1.0  # signals so near to each other are one
+_ASK_SHARE = 0.6  # share of runtime.stop_timeout_s in which processes may stop by themselves; then they are killed
+_TAKE_OVER_S = 90.0  # how long an earlier launcher, whose node Slurm has given up, may need to end
+_SAME_SIGNAL_S = 1.0  # signals this close together count as one
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class View(Protocol):
-    """Shows a person what goes on."""
+    """Shows the progress of a run to the user."""
 
     def turn(self, statuses: Sequence[WorkerStatus]) -> None:
-        """Called every turn with the newest status of every process that has not ended."""
+        """Called at each turn with the newest status of every process that has not ended."""
 
     def notice(self, text: str) -> None:
-        """Something that a person should know at once. May be called from other threads."""
+        """Show an important message. May be called from other threads."""
 
     def say(self, text: str) -> None:
-        """Something that is good to know, and nothing to worry about."""
+        """Show a message that reports normal operation."""
 
 
 class StopRequest:
-    """Whether the run was told to stop: by a signal, from another host, or by a launcher that takes this one's place."""
+    """Whether the run was told to stop: by a signal, from another host, or by a launcher that replaces this one."""
 
     def __init__(self, view: View, clock: Clock) -> None:
         self.signal: int | None = None  # the first one
-        self.impatient = False  # told again: everything ends at once
+        self.impatient = False  # it was told again: kill everything at once
         self._view, self._clock = view, clock
         self._since = 0.0
 
@@ -121,44 +121,45 @@ class StopRequest:
         now = self._clock.monotonic()
         if self.signal is None:
             self.signal, self._since = number, now
-        elif now - self._since > _SAME_SIGNAL_S:  # a batch system tells us, and the script that started us
+        elif now - self._since > _SAME_SIGNAL_S:  # one stop may arrive twice, from the batch system and from its script
             self.impatient = True
 
     def on_request(self, event: WatchEvent) -> None:
-        """`asyncrl-launch stop` on another host; called by a thread of name resolve."""
+        """Handle `asyncrl-launch stop` on another host. Called by a thread of name resolve."""
         if event.kind == "put":
             if self.signal is None:
                 self._view.notice(f"stopped from {event.value}")
             self.on_signal(signal.SIGTERM, None)
 
     def give_way(self, lock: RunLock) -> None:
-        """A batch system that has lost sight of this host starts the run elsewhere: then this launcher is of no more use."""
+        """Stop at once if another launcher challenges the lock, because the batch system has lost contact with this host and has
+        started the run elsewhere."""
         if lock.is_challenged() and not self.impatient:
-            self._view.notice("another launcher has been started in this one's place; this one ends")
+            self._view.notice("another launcher was started to replace this one, so this one ends")
             self.signal, self.impatient = self.signal or signal.SIGTERM, True
 
 
 @dataclass(frozen=True)
 class Plans:
-    """The processes of any attempt of a run."""
+    """Computes the process specs of any attempt of a run."""
 
     config: ExperimentConfig
     num_prompts: int
     devices: Sequence[str]
 
     def of(self, attempt: int, checkpoint: Checkpoint | None) -> dict[str, ProcessSpec]:
-        """By name. checkpoint: what the attempt goes on from; None: it begins anew."""
+        """Return the specs of an attempt, by name. checkpoint: the attempt resumes from it; None: it starts anew."""
         resume = str(checkpoint.path) if checkpoint else ""
         specs = plan(self.config, attempt=attempt, num_prompts=self.num_prompts, devices=self.devices, resume=resume)
         return {spec.name: spec for spec in specs}
 
     def server(self, index: int, attempt: int) -> ProcessSpec:
-        """Any generation server's, those included that the allocation does not have."""
+        """Return the spec of any generation server, including those beyond the allocation."""
         return server_spec(index, self.config, attempt=attempt, num_prompts=self.num_prompts, devices=self.devices)
 
 
 class LocalLauncher:
-    """Runs one launch: an attempt, and those that follow where the training side is started again."""
+    """Runs one launch: an attempt, and the following attempts if the trainer group restarts."""
 
     def __init__(self, config: ExperimentConfig, num_prompts: int, view: View, clock: Clock = SYSTEM_CLOCK) -> None:
         self.config = config
@@ -192,7 +193,7 @@ class LocalLauncher:
 
     @contextlib.contextmanager
     def _explained(self, lock: RunLock) -> Iterator[None]:
-        """Errors with what helps: the lock that was lost, the disk that is full."""
+        """Add the likely cause to errors: a lost lock, or a full disk."""
         try:
             yield
         except LaunchError as error:
@@ -201,17 +202,18 @@ class LocalLauncher:
             if hint := nearly_full(self.run_dir):
                 raise LaunchError(f"{error}\n\n{hint}") from error
             raise
-        except OSError as error:  # of the launcher's own files and processes; workers report theirs
+        except OSError as error:  # from the launcher's own files and processes; workers report their own
             if lost := lock.lost():
                 raise LaunchError(lost) from error
             explained = explain(Path(error.filename or self.run_dir), error)
             raise LaunchError(f"the launcher failed: {explained or error}") from error
 
     def _open(self, lock: RunLock, closing: ExitStack, traces: ExitStack) -> Launch | None:
-        """Everything that the processes need. None where the run was told to stop meanwhile. traces: closed when all else is."""
+        """Open everything that the processes need. None if the run was told to stop meanwhile. traces: closed after everything that
+        is opened here."""
         asked, view, run_dir = self.config, self._view, self.run_dir
         looking = on_thread(lambda: starting_point(asked, run_dir, view.notice, view.say))
-        while not looking.done():  # it reads whole checkpoints
+        while not looking.done():  # it takes long, because it reads whole checkpoints
             if self._stop.signal is not None:
                 return None
             self._clock.sleep(_TURN_S / 10)
@@ -234,10 +236,10 @@ class LocalLauncher:
         if config.cluster != "local":
             host = own_host(config.hosts)
             config = replace(config, runtime=replace(runtime, host=address_of(host, towards=config.hosts)))
-        naming = ExitStack()  # it closes name resolve, after the processes have ended
+        naming = ExitStack()  # closes name resolve, after the processes have ended
         if host:
             closing.enter_context(naming)
-        else:  # its fork servers import from here on
+        else:  # the pool comes first, because its fork servers import in parallel with the rest
             specs = Plans(config, self._num_prompts, devices).of(attempt, checkpoint).values()
             pool: ProcessPool | RemoteProcessPool = self._make_pool(config, list(specs))
             closing.callback(pool.close)
@@ -310,16 +312,14 @@ class LocalLauncher:
         return replace(config, network=replace(config.network, socket_dir=folder))
 
     def _write_config(self, devices: Sequence[str]) -> None:
-        """What the user asked for, to be read, with the values of `auto` on the devices that are known."""
+        """Write config.yaml for people to read: the user's config, with `auto` resolved for the known devices."""
         resolved = resolve_auto(self.config, on_gpu=bool(devices))
         save_config(resolved, self.run_dir / "config.yaml", redacted=True)
 
     def _make_secrets(self, config: ExperimentConfig) -> Secrets | None:
-        """Those of this launch, in the run's folder. None: nothing is checked. Raises LaunchError."""
+        """Create this launch's secrets and write them to the run's folder. None: authentication is off. Raises LaunchError."""
         if not authenticates(config):
-            self._view.notice(
-                "network.authenticate=off: a client that reaches this run's ports can change what it does"
-            )
+            self._view.notice("network.authenticate=off: any client that reaches this run's ports can control the run")
             return None
         certificate = key = ""
         if not has_unix_sockets(config) and not (config.network.tls_cert and config.name_resolve.endpoints):
@@ -333,10 +333,10 @@ class LocalLauncher:
 
 
 class Launch:
-    """A run whose name resolve and process pool are there: it starts the processes and watches over them.
+    """Starts and supervises the processes of a run, after its name resolve and its process pool have been opened.
 
-    consumes: statuses and ends of processes, decisions.  produces: processes; what a person and name resolve see of them.
-    waits for: a pipe, at most _TURN_S each turn.  unblocked by: statuses and deaths.
+    consumes: statuses and ends of processes, decisions.  produces: processes; their statuses in the view and in name resolve.
+    waits for: a pipe, at most _TURN_S each turn.  unblocked by: statuses and ends.
     """
 
     def __init__(
@@ -352,7 +352,7 @@ class Launch:
         view: View,
         clock: Clock,
     ) -> None:
-        """specs: of the first attempt, by name. record: what the run's folder says of this launch."""
+        """specs: those of the first attempt, by name. record: this launch's record in the run's folder."""
         config = plans.config
         runtime = config.runtime
         self._plans, self._specs, self._record = plans, specs, record
@@ -360,14 +360,14 @@ class Launch:
         self._lock, self._stop, self._view, self._clock = lock, stop, view, clock
         self._config, self._run_dir = config, run_directory(config)
         self._attempt = self._first_attempt = record.attempt
-        self._num_starts = 0  # of processes, in this launch
+        self._num_starts = 0  # process starts in this launch
         self._next_publish = 0.0
-        self._search: Future[Checkpoint | None] | None = None  # of the checkpoint that the next attempt goes on from
+        self._search: Future[Checkpoint | None] | None = None  # for the checkpoint from which the next attempt resumes
         detached = [[f"model_worker/{worker}" for worker in group] for group in worker_groups_of_run(config).detached]
         self._restarts = Restarts(
             start=self._start_again, grant_lease_soon=service.grant_lease_soon, revoke=service.revoke, clock=clock
         )
-        self._scaling = make_scaling(  # None: the run has no servers of its own
+        self._scaling = make_scaling(  # None: the run starts no servers
             config,
             spec_of=lambda index: plans.server(index, self._attempt),
             start=lambda spec, lease: pool.ask(self._numbered(spec), lease),
@@ -386,7 +386,7 @@ class Launch:
         self._standstill = StandstillReport(self._run_dir, runtime.watchdog_after_s, view.notice, clock)
 
     def start_processes(self) -> None:
-        """Of the first attempt, in their order, until the run is told to stop."""
+        """Start the processes of the first attempt in order, until the run is told to stop."""
         for spec in self._specs.values():
             if self._stop.signal is not None:
                 return
@@ -396,10 +396,10 @@ class Launch:
                 self._pool.start(self._numbered(spec), self._service.grant_lease())
 
     def watch_over(self) -> int:
-        """Turn until the master is done, the run has failed or a signal comes. Returns the exit code."""
+        """Turn until the master is done, or a signal arrives. Returns the exit code. Raises LaunchError if the run fails."""
         while True:
             self._turn()
-            if not self._supervisor.is_listening:  # then the run ends by its first cause, whatever comes now
+            if not self._supervisor.is_listening:  # else the run fails with its first cause, regardless of later events
                 if self._stop.signal is not None:
                     return self._leave(self._stop.signal)
                 if self._external.master_is_done or any(
@@ -412,7 +412,8 @@ class Launch:
                 self._restarts.turn()
 
     def merge_timelines(self) -> None:
-        """With trace=true: what the processes recorded, a file an attempt. A failure here must not hide how the run ended."""
+        """With trace=true, merge the processes' recordings into one file per attempt. A failure here must not hide the result of
+        the run."""
         for attempt in range(self._first_attempt, self._attempt + 1) if self._config.trace else ():
             folder = trace_dir(self._run_dir, attempt)
             out = folder.with_suffix(".json")
@@ -425,7 +426,7 @@ class Launch:
     # ------------------------------------------------------------------------------------------------------------ each turn
 
     def _turn(self) -> None:
-        """Take in statuses and ends, and show them."""
+        """Process statuses and ends, show them and publish them."""
         for child in self._pool.turn(_TURN_S):
             self._service.revoke(child.lease)
         for child in self._pool.children:
@@ -451,7 +452,7 @@ class Launch:
         return self._scaling.shown(child, status) if self._scaling is not None else status
 
     def _scale(self) -> None:
-        """Generation servers join and leave, as `asyncrl-launch scale` has set."""
+        """Let generation servers join and leave, as requested by `asyncrl-launch scale`."""
         if self._scaling is None or self._supervisor.starts_everything:
             return
         for name in self._restarts.names():
@@ -469,7 +470,7 @@ class Launch:
     # ------------------------------------------------------------------------------------------------------------ decisions
 
     def _supervise(self) -> None:
-        """Raises LaunchError where the run ends."""
+        """Carry out the supervisor's decisions. Raises LaunchError if the run fails."""
         if self._search is not None and self._search.done():
             self._supervisor.checkpoint_found()
         now, wall_time = self._clock.monotonic(), self._clock.time()
@@ -511,11 +512,13 @@ class Launch:
         for spec in again:
             count = self._supervisor.policy.count(spec.name)
             self._restarts.expect(spec.name, decision.how, attempt=self._attempt, count=count)
-        start = f"goes on from step {checkpoint.step}" if checkpoint else "begins anew: there is no checkpoint yet"
+        start = (
+            f"resumes from step {checkpoint.step}" if checkpoint else "starts anew, because there is no checkpoint yet"
+        )
         self._view.notice(f"{TRAINER_GROUP} {start}, as attempt {self._attempt}")
 
     def _start_again(self, name: str, lease: Lease, count: int) -> None:
-        """Its pause is over, and it has its lease."""
+        """Restart a process. Its delay is over, and its lease is granted."""
         kind, _, index = name.partition("/")
         spec = self._specs[name] if kind != SERVER_KIND else self._plans.server(int(index), self._attempt)
         if kind == "model_worker":
@@ -524,7 +527,7 @@ class Launch:
         self._pool.start(self._numbered(spec), lease).restarts = count
 
     def _numbered(self, spec: ProcessSpec) -> ProcessSpec:
-        """For its next start: which of two processes of a name is the later one is told by this number, by no clock."""
+        """Number a spec for its next start. The number, not a clock, tells which of two processes of one name is the later one."""
         self._num_starts += 1
         worker = replace(spec.config.worker, start=self._num_starts)
         return replace(spec, config=replace(spec.config, worker=worker))
@@ -532,7 +535,7 @@ class Launch:
     # ------------------------------------------------------------------------------------------------------------- the end
 
     def _told(self, end: EndRun) -> str:
-        """How a run has failed: the first cause, what was tried, and what helps."""
+        """Return the report of a failed run: the first cause, the restarts that were tried, and the remedy."""
         text = end.cause
         if end.tried:
             text += "\n\nWithin the last hour (runtime.max_restarts):" + "".join(f"\n  {line}" for line in end.tried)
@@ -541,9 +544,9 @@ class Launch:
         return text
 
     def _leave(self, number: int) -> int:
-        """Told to stop by a signal: first a checkpoint, if the run writes them and one can be had. Returns the exit code.
+        """Stop after a signal. First write a checkpoint, if the run writes them and can write one now. Returns the exit code.
 
-        Waits for: the master to have written it; bounded by checkpoint.on_stop_s. Unblocked by: that, a failure, another signal.
+        Waits for: the master's checkpoint; bounded by checkpoint.on_stop_s. Unblocked by: that, a failure, another signal.
         """
         limit_s, attempt = self._config.checkpoint.on_stop_s, self._attempt
         masters = [child for child in self._pool.alive if child.spec.kind == "master" and child.was_running]
@@ -551,8 +554,8 @@ class Launch:
         if self._stop.impatient or not is_possible:
             return 128 + number
         self._view.say(
-            f"told to stop ({signal.Signals(number).name}): the train step ends and a checkpoint is written first, within "
-            f"{limit_s:g} s (checkpoint.on_stop_s); again, and all ends at once"
+            f"told to stop ({signal.Signals(number).name}): finishing the train step and writing a checkpoint first, within "
+            f"{limit_s:g} s (checkpoint.on_stop_s); a second signal kills all processes at once"
         )
         asked = on_thread(lambda: self._service.ask_for_last_checkpoint(attempt))
         deadline = self._clock.monotonic() + limit_s
@@ -563,9 +566,9 @@ class Launch:
             failed = any(child.in_trouble for child in self._pool.children if child.spec.kind in TRAINER_KINDS)
             if failed or (asked.done() and asked.exception() is not None):
                 break
-        if there := list_checkpoints(self._run_dir):  # the schedule may have had this step's written just before
+        if there := list_checkpoints(self._run_dir):  # the schedule may already have written this step's checkpoint
             self._view.say(
-                f"checkpoint of step {there[-1][1]} is the newest; asyncrl-launch resume {self._run_dir} goes on from it"
+                f"checkpoint of step {there[-1][1]} is the newest; asyncrl-launch resume {self._run_dir} resumes from it"
             )
         return 128 + number
 
@@ -586,7 +589,7 @@ def _record_of(config: ExperimentConfig, attempt: int, num_prompts: int, started
 
 
 def on_thread(function: Callable[[], T]) -> Future[T]:
-    """For what may take long: the launcher's loop goes on meanwhile."""
+    """Run a function that may take long on a thread, while the launcher's loop continues."""
     result: Future[T] = Future()
 
     def run() -> None:
@@ -601,8 +604,8 @@ def on_thread(function: Callable[[], T]) -> Future[T]:
 
 @contextlib.contextmanager
 def _signals(handler: signal._HANDLER) -> Iterator[None]:
-    """Handle those that ask to stop; but not a hangup that is ignored, as under nohup."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would hide how children ended
+    """Handle the signals that ask to stop, except an ignored SIGHUP, as under nohup."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it were ignored, the exit codes of children would be lost
     previous = {number: signal.getsignal(number) for number in _SIGNALS}
     for number, old in previous.items():
         if number != signal.SIGHUP or old is not signal.SIG_IGN:

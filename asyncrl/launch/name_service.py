@@ -1,7 +1,7 @@
-"""The run's name resolve, from the launcher's side: a private etcd unless the user names endpoints, leases, statuses.
+"""The launcher's side of name resolve: a private etcd unless the user names endpoints, leases, and published statuses.
 
-The launcher's loop never waits for it: what may wait (publishing statuses, revoking leases) runs on one thread, and a second one
-(private_etcd.py) starts a private etcd again that died or froze. Sessions of workers come back by themselves.
+The launcher's loop never waits for name resolve. One thread runs the calls that may block (publishing statuses, revoking leases).
+Another thread (private_etcd.py) restarts a private etcd that ended or froze. Workers restore their own sessions.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.security import Secrets
 
 _STOP_LIMIT_S = 2.0
-_RETRY_S = 1.0  # pause before a lease is revoked that could not be
+_RETRY_S = 1.0  # delay after an outage before statuses are published and leases revoked again
 
 
 class NameService:
-    """Used by the launcher's thread only; closed at the end of the run. A private etcd dies with the launcher."""
+    """Only the launcher's thread uses it, and closes it at the end of the run. A private etcd dies with the launcher."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class NameService:
         *,
         etcd: PrivateEtcd | None = None,
     ) -> None:
-        """name_resolve: as processes reach it. resolver: of the launcher's session. notice: is told what a person should know.
-        etcd: a private one; None: the user's, in which this launcher has claimed the run's name."""
+        """name_resolve: the config with which processes reach it. resolver: the launcher's session. notice: shows a message to the
+        user. etcd: the private etcd; None: the etcd is the user's, and this launcher has claimed the run's name in it."""
         self.name_resolve, self.resolver = name_resolve, resolver
         self._config, self._notice, self._etcd = config, notice, etcd
         self._names = Names(config.experiment, config.trial)
@@ -73,8 +73,8 @@ class NameService:
         notice: Callable[[str], None],
         clock: Clock = SYSTEM_CLOCK,
     ) -> NameService:
-        """Start etcd or reach the user's; make sure that the run's keys are ours, and clear them. log: of a private etcd. Raises
-        LaunchError."""
+        """Start a private etcd or connect to the user's. Claim the run's keys and clear them. log: log file of a private etcd.
+        Raises LaunchError."""
         name_resolve = absolute_name_resolve(config.name_resolve)
         etcd: PrivateEtcd | None = None
         names = Names(config.experiment, config.trial)
@@ -94,7 +94,7 @@ class NameService:
                 hint = (
                     ""
                     if answers
-                    else "; see that an etcd listens there, or leave name_resolve.endpoints out for a private one"
+                    else "; check that an etcd listens there, or leave name_resolve.endpoints out for a private one"
                 )
                 raise LaunchError(f"name_resolve.endpoints={name_resolve.endpoints}: {error}{hint}") from error
             undo.pop_all()
@@ -105,14 +105,14 @@ class NameService:
         return self.name_resolve.endpoints
 
     def grant_lease(self) -> Lease:
-        """A lease that lives as long as this service, or until it is revoked."""
+        """Return a lease that lives until it is revoked or this service is closed. Raises LaunchError."""
         try:
             return self.resolver.grant_lease(self._config.runtime.lease_ttl_s)
         except NameResolveError as error:
             raise LaunchError(f"name resolve at {self.name_resolve.where}: {error}") from error
 
     def grant_lease_soon(self) -> Future[Lease]:
-        """The same on a thread, for the launcher's loop."""
+        """Call `grant_lease` on a thread, so that the launcher's loop does not wait."""
         lease: Future[Lease] = Future()
 
         def grant() -> None:
@@ -125,8 +125,8 @@ class NameService:
         return lease
 
     def hand_out(self, secrets: Secrets) -> None:
-        """To hosts that do not share the run's folder, before their daemons meet the launcher. Only where not everybody can read
-        it: elsewhere the shared folder is the way. Raises LaunchError."""
+        """Publish the secrets for hosts that do not share the run's folder. Call it before their daemons find the launcher. Does
+        nothing where name resolve is readable without credentials; hosts then read the shared folder. Raises LaunchError."""
         if not self.name_resolve.is_guarded:
             return
         try:
@@ -135,13 +135,14 @@ class NameService:
             raise LaunchError(f"name resolve at {self.name_resolve.where}: {error}") from error
 
     def watch_status(self, worker: str, callback: WatchCallback) -> None:
-        """Have the callback told, on a thread of name resolve, of what a worker that we did not start publishes of itself."""
+        """Watch the status that a worker publishes itself, because the launcher did not start it. The callback runs on a thread of
+        name resolve."""
         self._watch(self._names.status(worker), callback)
 
     def watch_scaling(self, on_desired: WatchCallback, on_drained: WatchCallback) -> None:
-        """Have the callbacks told, likewise, of the desired number of generation servers, and which have drained.
+        """Watch the desired number of generation servers, and which have drained. The callbacks run on a thread of name resolve.
 
-        The command that has set the number has ended, so the launcher restores it where the backend loses its data.
+        The command that set the number has ended, so the launcher restores the key if the backend loses its data.
         """
 
         def on_desired_kept(event: WatchEvent) -> None:
@@ -153,11 +154,11 @@ class NameService:
         self._watch(self._names.generation_drained(), on_drained, subtree=True)
 
     def ask_for_last_checkpoint(self, attempt: int) -> None:
-        """Have this attempt's master write a checkpoint and end. Waits for name resolve; raises NameResolveError."""
+        """Ask this attempt's master to write a checkpoint and end. Waits for name resolve. Raises NameResolveError."""
         self.resolver.add(self._names.last_checkpoint(), str(attempt), replace=True)
 
     def watch_stop(self, callback: WatchCallback) -> None:
-        """Have the callback told, likewise, that `asyncrl-launch stop` on another host asks the run to stop."""
+        """Watch for requests of `asyncrl-launch stop` on another host. The callback runs on a thread of name resolve."""
         self._watch(self._names.stop_request(), callback)
 
     def _watch(self, key: str, callback: WatchCallback, *, subtree: bool = False) -> None:
@@ -167,23 +168,23 @@ class NameService:
             raise LaunchError(f"name resolve at {self.name_resolve.where}: {error}") from error
 
     def publish(self, statuses: Mapping[int, WorkerStatus]) -> None:
-        """Have the newest statuses published, each under a lease; those of an outage are skipped."""
+        """Publish the newest statuses, by the id of each one's lease. Does not wait; statuses during an outage are skipped."""
         self._publisher.publish(statuses)
 
     def revoke(self, lease: Lease) -> None:
-        """Have the keys of a process that has ended deleted."""
+        """Revoke the lease of a process that has ended, which deletes its keys. Does not wait."""
         self._publisher.revoke(lease)
 
     def turn(self) -> None:
-        """Look after a private etcd. Raises LaunchError where it cannot be helped."""
+        """Check the private etcd, if there is one. Raises LaunchError if it could not be restarted."""
         if self._etcd is not None:
             self._etcd.turn()
 
     def close(self) -> None:
-        """The keys of the run go, if they are ours; a private etcd goes too."""
+        """Delete the run's keys from the user's etcd, or stop the private one."""
         if self._etcd is None:
             _delete_keys(self.resolver, self._names, self._notice)
-        self.resolver.close()  # which ends what the publisher is waiting for
+        self.resolver.close()  # unblocks the publisher
         self._publisher.close()
         if self._etcd is not None:
             self._etcd.close(_STOP_LIMIT_S)
@@ -192,11 +193,13 @@ class NameService:
 def _start_private_etcd(
     config: ExperimentConfig, run_dir: Path, log: Path, notice: Callable[[str], None], clock: Clock
 ) -> tuple[PrivateEtcd, NameResolveConfig]:
-    """Returns it and the way to it. Its data is of this attempt only: the attempt's number is never in it."""
+    """Start a private etcd. Returns it and the config to reach it. The old data folder is removed first, so the data belongs to
+    this launch only. Attempt numbers are never taken from it."""
     data_dir = run_dir / "etcd"
     _remove(data_dir)
     host, socket_dir = config.runtime.host, config.network.socket_dir
-    # On a port it is guarded whenever the run is: a client that can write here says what the run's processes connect to
+    # If it listens on a port, it requires authentication whenever the run does: a client that can write to it decides which
+    # addresses the run's processes connect to
     guarded = not socket_dir and authenticates(config)
     try:
         tls = EtcdTls.of_run(run_dir) if guarded else None
@@ -216,7 +219,8 @@ def _start_private_etcd(
 def _claim_name(
     config: ExperimentConfig, run_dir: Path, resolver: NameResolver, name_resolve: NameResolveConfig
 ) -> None:
-    """In an etcd that runs share, the keys of one experiment and trial are of one launcher."""
+    """Claim the run's name in the user's etcd, so that the keys of one experiment and trial belong to one launcher. Raises
+    LaunchError if another run holds the name."""
     names, ttl_s = Names(config.experiment, config.trial), config.runtime.lease_ttl_s
     lease = resolver.grant_lease(ttl_s)
     owner = f"{socket.gethostname()}:{run_dir}"
@@ -229,11 +233,10 @@ def _claim_name(
             other = owner
         if other != owner:
             raise LaunchError(
-                f"experiment={config.experiment} trial={config.trial}: a run of this name, in {other}, uses the name resolve "
-                f"at {name_resolve.where} too; choose another trial=... (the name of a run that was killed is free again after "
-                f"{ttl_s:g} s)"
+                f"experiment={config.experiment} trial={config.trial}: a run of this name, in {other}, also uses the name resolve "
+                f"at {name_resolve.where}; choose another trial=... (if that run was killed, its name is free after {ttl_s:g} s)"
             ) from None
-        # its launcher is dead: the lock of the folder is ours
+        # The owner is this folder's earlier launcher, which is dead, because this launcher holds the folder's lock
         resolver.add(names.owner(), owner, replace=True, lease=lease.id)
 
 
@@ -242,28 +245,28 @@ def _delete_keys(resolver: NameResolver, names: Names, notice: Callable[[str], N
         resolver.clear_subtree(names.root)
         resolver.delete(names.owner())
     except NameResolveError as error:
-        notice(f"the run's keys could not be deleted, and go with their leases: {error}")
+        notice(f"the run's keys could not be deleted; they expire with their leases: {error}")
 
 
 def _remove(folder: Path) -> None:
-    """Raises LaunchError."""
+    """Remove a folder, if it exists. Raises LaunchError."""
     try:
         shutil.rmtree(folder)
     except FileNotFoundError:
         pass
     except OSError as error:
         raise LaunchError(
-            f"{folder} is left of an attempt before and cannot be removed ({error.strerror}); delete it, or choose another "
-            "trial=..."
+            f"{folder} is left over from an earlier attempt and cannot be removed ({error.strerror}); delete it, or choose "
+            "another trial=..."
         ) from error
 
 
 class _Publisher:
-    """Writes the newest statuses and revokes leases, on a thread of its own.
+    """Publishes the newest statuses and revokes leases, on its own thread.
 
-    consumes: what `publish` and `revoke` leave here, the newest statuses only. produces: entries.
-    waits for: something to do; the backend, which answers or fails within name_resolve.timeout_s.
-    unblocked by: the launcher; the resolver's closing.
+    consumes: leases from `revoke`, and statuses from `publish`, of which newer ones replace older ones. produces: entries.
+    waits for: work; the backend, which answers or fails within name_resolve.timeout_s.
+    unblocked by: the launcher; the closing of the resolver.
     """
 
     def __init__(self, resolver: NameResolver, names: Names) -> None:
@@ -309,11 +312,11 @@ class _Publisher:
                 for lease_id, status in statuses.items():
                     if lease_id not in gone:
                         self._put(lease_id, status)
-            except NameResolveError:  # an outage: statuses are a courtesy; leases are revoked after it
+            except NameResolveError:  # an outage: statuses are dropped; leases are revoked after it
                 with self._condition:
                     self._condition.wait_for(lambda: self._closed, timeout=_RETRY_S)
 
     def _put(self, lease_id: int, status: WorkerStatus) -> None:
         value = msgspec.json.encode(status).decode()
-        with contextlib.suppress(LeaseNotFound):  # its process has ended meanwhile
+        with contextlib.suppress(LeaseNotFound):  # the process has ended since
             self._resolver.add(self._names.status(status.worker), value, replace=True, lease=lease_id)

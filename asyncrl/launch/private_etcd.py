@@ -1,7 +1,7 @@
-"""A run's private etcd is kept running: one that has ended, or does not answer for some seconds, is started again.
+"""Keeps a run's private etcd running: restarts it after it has ended, or has not answered for about ten seconds.
 
-On its data, if that can be read; else without: every session puts again what it has put. So an etcd's end, however it comes, is
-an outage of about a second, and a frozen one's of ten.
+It restarts with its data, if the data is readable, otherwise without: every session puts its entries again. So the end of etcd is
+an outage of about a second, and a freeze one of about ten seconds.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from asyncrl.launch.rundir import LaunchError
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.names.etcd.server import EtcdServer, EtcdServerError
 
-_WINDOW_S = 3600.0  # in which restarts are counted
+_WINDOW_S = 3600.0  # window for counting restarts
 _START_LIMIT_S = 15.0
 _LOOK_EVERY_S = 1.0
-_LOOK_LIMIT_S = 2.0  # of one look: a healthy server answers in milliseconds
-_FROZEN_LOOKS = 4  # in vain, one after another: counted, not timed, for the launcher may have stood still itself
-_MIN_RESTARTS = 3  # however few runtime.max_restarts allows: it holds nothing that a run needs
+_LOOK_LIMIT_S = 2.0  # of one health probe; a healthy server answers in milliseconds
+# Failed probes in a row until it counts as frozen. Counted, not timed, because the launcher itself may have frozen meanwhile
+_FROZEN_LOOKS = 4
+_MIN_RESTARTS = 3  # allowed even if runtime.max_restarts is lower, because etcd holds no data that the run would lose
 _LONGEST_PAUSE_S = 30.0
 
 
 class PrivateEtcd:
-    """Looks after a server that runs.
+    """Monitors and restarts a running server.
 
-    waits for: nothing; a thread of its own looks after the server, and waits for its exit, its answers and its starts.
-    unblocked by: those, their limits, `close`. `turn` raises what the thread could not help.
+    waits for: nothing. Its own thread waits for the server's exit, its answers and its starts.
+    unblocked by: those, their limits, `close`. `turn` raises an error from which the thread could not recover.
     """
 
     def __init__(
@@ -41,20 +42,20 @@ class PrivateEtcd:
         notice: Callable[[str], None],
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """server: was started. max_restarts: within an hour. notice: is told what a person should know, from any thread."""
+        """server: already started. max_restarts: per hour. notice: shows a message to the user; called from any thread."""
         self._server = server
         self._log = log
         self._max_restarts = max(max_restarts, _MIN_RESTARTS)
         self._notice = notice
         self._clock = clock
-        self._restarts: deque[float] = deque()  # when, of those within the window
+        self._restarts: deque[float] = deque()  # times of the restarts within the window
         self._failure: LaunchError | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._look_after, name="private etcd", daemon=True)
         self._thread.start()
 
     def turn(self) -> None:
-        """Raises LaunchError where it could not be started again, or has ended too often."""
+        """Raise LaunchError if the server could not be restarted, or has ended too often."""
         if self._failure is not None:
             raise self._failure
 
@@ -88,7 +89,7 @@ class PrivateEtcd:
                 return
 
     def _start_again(self, how: str) -> None:
-        """Raises LaunchError if that was too often, EtcdServerError if it does not start."""
+        """Restart the server. Raises LaunchError if that was necessary too often, EtcdServerError if it does not start."""
         if self._closed.is_set():
             return
         now = self._clock.monotonic()
@@ -110,8 +111,8 @@ class PrivateEtcd:
         except EtcdServerError as error:
             if self._closed.is_set():
                 return
-            self._notice(f"etcd does not start on its data, and is started without: {error}")
-            with contextlib.suppress(OSError):  # what cannot be removed is told by the start
+            self._notice(f"etcd does not start on its data, so it is started without: {error}")
+            with contextlib.suppress(OSError):  # the start below reports a folder that cannot be removed
                 shutil.rmtree(self._server.data_dir)
             self._server.start(_START_LIMIT_S)
         self._notice("etcd runs again")

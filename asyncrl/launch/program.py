@@ -1,6 +1,6 @@
-"""From a config to the processes of a run. Pure: it reads nothing and starts nothing.
+"""Derives the processes of a run from its config. Planning is pure: it reads no files and starts no processes.
 
-`plan` is the one place where a process's config is derived from the user's; every launcher starts what it returns.
+`plan` is the only place that derives a process's config from the user's. Every launcher starts the processes that it returns.
 """
 
 from __future__ import annotations
@@ -76,27 +76,27 @@ _KINDS = {CRITIC: "value", REWARD: "reward"}  # ModelConfig.kind by role; others
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process to start: its name, what it needs of the machine, and its resolved config."""
+    """One process to start: its name, the resources that it needs, and its resolved config."""
 
     name: str  # e.g. rollout_worker/1
     kind: str
     config: ProcessConfig
-    computes: bool  # uses a core (or a device) all the time
+    computes: bool  # it constantly uses a core or a device
     env: Mapping[str, str]
 
     @property
     def file_stem(self) -> str:
-        """Name of its log and config files."""
+        """The name of its log and config files, without suffix."""
         return self.name.replace("/", "_")
 
 
 def run_directory(config: ExperimentConfig) -> Path:
-    """<fileroot>/<experiment>/<trial>, absolute."""
+    """Return <fileroot>/<experiment>/<trial>, absolute."""
     return (Path(config.fileroot).expanduser() / config.experiment / config.trial).absolute()
 
 
 def total_steps(config: ExperimentConfig, num_prompts: int) -> int:
-    """Train steps (rollout_only: batches) that the run will have done at its end if nothing is rejected."""
+    """Return the number of train steps (rollout_only: batches) of the complete run if nothing is rejected."""
     epochs, first = (1, config.replay.first_step) if config.mode == "train_only" else (config.train.num_epochs, 0)
     by_epochs = first + math.ceil(num_prompts * epochs / config.train.batch_size)
     return min(by_epochs, config.train.max_steps) if config.train.max_steps else by_epochs
@@ -105,12 +105,12 @@ def total_steps(config: ExperimentConfig, num_prompts: int) -> int:
 def plan(
     config: ExperimentConfig, *, attempt: int, num_prompts: int, devices: Sequence[str] = (), resume: str = ""
 ) -> list[ProcessSpec]:
-    """All processes of a run, in the order in which they are started. num_prompts: as `preflight` counts.
+    """Return all processes of a run, in start order. num_prompts: as counted by `preflight`.
 
-    resume: the folder of the checkpoint that the attempt goes on from; "": it begins anew.
+    resume: the folder of the checkpoint from which the attempt resumes; "": it starts anew.
 
-    devices: the GPUs of the machine as CUDA_VISIBLE_DEVICES names them. Generation servers get the first ones, as many each as
-    they have tensor parallel ranks, model workers those after, one each; where there are too few, they are shared in turn.
+    devices: the machine's GPUs, by their names in CUDA_VISIBLE_DEVICES. Generation servers get the first ones, one per tensor
+    parallel rank; model workers get the next ones, one each. If there are too few, processes share them in turn.
     """
     run = _Run(resolve_auto(_patient(with_absolute_paths(config)), on_gpu=bool(devices)), attempt, num_prompts, resume)
     processes = run.processes()
@@ -123,7 +123,7 @@ def plan(
 
 
 class _Run:
-    """What the configs of a run's processes share, and a method for the config of each kind of process."""
+    """The values that the configs of a run's processes share, and one method per kind of process that builds its config."""
 
     def __init__(self, config: ExperimentConfig, attempt: int, num_prompts: int, resume: str) -> None:
         """config: resolved, with absolute paths."""
@@ -137,12 +137,12 @@ class _Run:
             _place(self.allocation, build_dataflow(self.train, config.mode)) if self.trains else ([], _recording())
         )
         self.models = [_model(placement, self.mfcs, self.train, config.model_path) for placement in self.placements]
-        self.heads = self.placements[0].heads if self.trains else (0,)  # they take trajectories
+        self.heads = self.placements[0].heads if self.trains else (0,)  # model workers that receive trajectories
         self.store_capacity = (1 + self.eta) * self.train.batch_size
         self.detached = [list(group) for group in worker_groups_of_run(config).detached]
 
     def processes(self) -> list[ProcessConfig]:
-        """In the order in which they are started."""
+        """Return the configs of all processes, in start order."""
         config, allocation = self.config, self.allocation
         trainers = map(self.model_worker, range(allocation.num_model_workers)) if self.trains else [self.recorder()]
         if config.mode == "sync":
@@ -182,7 +182,7 @@ class _Run:
             store_capacity=self.store_capacity,
             record=replace(
                 record,
-                trajectories=record.trajectories and index in self.heads,  # which have what the MFCs made of them
+                trajectories=record.trajectories and index in self.heads,  # heads have the results of the MFCs
                 max_bytes=record.max_bytes // len(self.heads),
             ),
             groups=groups if config.mode == "sync" else None,
@@ -287,7 +287,7 @@ class _Run:
 
 
 def worker_groups_of_run(config: ExperimentConfig) -> WorkerGroups:
-    """Which of its model workers are started again together: the trainer group, and each detached group."""
+    """Return the groups of model workers that restart together: the trainer group, and each detached group."""
     allocation = allocation_of(config)
     if config.mode == "rollout_only":
         return WorkerGroups((0,))
@@ -301,21 +301,21 @@ def worker_groups_of_run(config: ExperimentConfig) -> WorkerGroups:
 
 
 def writes_checkpoints(config: ExperimentConfig) -> bool:
-    """Whether the run writes what it could go on from. What other modes do is done again as quickly as it would be restored."""
+    """Whether the run writes checkpoints to resume from. In other modes, repeating the work is as fast as restoring it."""
     return config.checkpoint.enabled and config.mode in RECOVERABLE_MODES
 
 
 def can_scale(config: ExperimentConfig) -> bool:
-    """Whether the run starts generation servers, so that more or fewer of them can be had."""
+    """Whether the run starts its generation servers itself, so that their number can change."""
     return config.mode in ("async", "rollout_only") and allocation_of(config).engine != "external"
 
 
 def server_spec(
     index: int, config: ExperimentConfig, *, attempt: int, num_prompts: int, devices: Sequence[str] = ()
 ) -> ProcessSpec:
-    """The process of any generation server, those included that the allocation does not have.
+    """Return the process of any generation server, including those beyond the allocation.
 
-    These get the GPUs after the last model worker's, as far as there are; then all are shared in turn.
+    Servers beyond it get the GPUs after those of the last model worker. If these are used up, processes share all GPUs in turn.
     """
     planned = plan(config, attempt=attempt, num_prompts=num_prompts, devices=devices)
     allocation = Allocation.parse(config.allocation)
@@ -332,12 +332,12 @@ def server_spec(
 
 
 def with_name_resolve(config: ExperimentConfig, name_resolve: NameResolveConfig) -> ExperimentConfig:
-    """The config with the name resolve that the launcher has started or reached."""
+    """Return the config with the name resolve that the launcher has started or connected to."""
     return replace(config, name_resolve=name_resolve)
 
 
 def absolute_name_resolve(config: NameResolveConfig) -> NameResolveConfig:
-    """As it can be used from any folder."""
+    """Return the config with absolute paths."""
     return replace(
         config,
         password_file=_absolute(config.password_file),
@@ -348,7 +348,8 @@ def absolute_name_resolve(config: NameResolveConfig) -> NameResolveConfig:
 
 
 def with_absolute_paths(config: ExperimentConfig) -> ExperimentConfig:
-    """The config as it can be used from any folder. Modules that it names are still looked for in the current one."""
+    """Return the config with absolute paths, so that it works from any folder. Modules in it are still imported from the current
+    folder."""
     train, critic, judge = config.train, config.train.critic, config.train.reward_model
     return replace(
         config,
@@ -385,11 +386,12 @@ def with_absolute_paths(config: ExperimentConfig) -> ExperimentConfig:
 
 
 def save_config(config: ExperimentConfig | ProcessConfig, path: Path, *, redacted: bool = False) -> None:
-    """Write a config as YAML. redacted: for reading only, with *** for secrets; else one with secrets is its owner's only."""
+    """Write a config as YAML. redacted: replace secrets with ***, for people to read. Otherwise a config with secrets is readable
+    only by its owner."""
     whole = OmegaConf.to_container(OmegaConf.structured(config))
     shown = redact(whole)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)  # a file that others may read stays so when it is written again
+    path.unlink(missing_ok=True)  # an existing file would keep its mode, which others may be able to read
     with open(
         os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if redacted or shown == whole else 0o600), "w"
     ) as file:
@@ -397,7 +399,7 @@ def save_config(config: ExperimentConfig | ProcessConfig, path: Path, *, redacte
 
 
 def load_process_config(path: Path) -> ProcessConfig:
-    """Inverse of save_config for a process: the `worker.kind` in the file says which."""
+    """Load a process's config, written by save_config. `worker.kind` in the file selects its class. Raises ValueError."""
     raw = OmegaConf.load(path)
     kind = OmegaConf.select(raw, "worker.kind")
     if kind not in CONFIG_CLASSES:
@@ -406,12 +408,12 @@ def load_process_config(path: Path) -> ProcessConfig:
 
 
 def config_text(config: ProcessConfig) -> str:
-    """A process's config as it travels to its host."""
+    """Return a process's config as YAML text, the form in which it is sent to its host."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 def parse_process_config(text: str) -> ProcessConfig:
-    """Inverse of config_text. Raises ValueError for what is no process's config."""
+    """Parse the text from config_text. Raises ValueError if it is not the config of a process."""
     try:
         raw = OmegaConf.create(text)
         kind = OmegaConf.select(raw, "worker.kind")
@@ -439,7 +441,7 @@ def _recording() -> list[PlacedMFC]:
 
 
 def _model(placement: ModelPlacement, mfcs: Sequence[PlacedMFC], train: TrainConfig, model_path: str) -> ModelConfig:
-    """What to make of a placement: the role says which checkpoint, which output and which optimizer."""
+    """Return the config of a placed model. Its role determines the checkpoint, the kind of output and the optimizer."""
     role = placement.role
     own_path = {
         CRITIC: train.critic.path if train.critic else "",
@@ -459,12 +461,12 @@ def _model(placement: ModelPlacement, mfcs: Sequence[PlacedMFC], train: TrainCon
 
 
 def num_devices(spec: ProcessSpec) -> int:
-    """GPUs of a process."""
+    """Return the number of GPUs of a process."""
     return getattr(spec.config, "tensor_parallel", 1) if spec.computes else 0
 
 
 def _take(slots: Iterator[str], count: int) -> list[str]:
-    """The next ones, each once."""
+    """Return the next count slots, without duplicates."""
     return list(dict.fromkeys(itertools.islice(slots, count)))
 
 
@@ -486,7 +488,7 @@ def _resolve_train(config: ExperimentConfig, num_prompts: int) -> TrainConfig:
 
 
 def _verify_tolerance(config: ExperimentConfig) -> float:
-    """How far a server's logprobs may be from the trainer's; 0: weights.verify_logprobs is off."""
+    """Return the largest allowed difference between a server's logprobs and the trainer's; 0: weights.verify_logprobs is off."""
     exact = config.train.dtype == config.generation.dtype == "float32" and not config.train.tf32
     return (config.weights.verify_tolerance or (1e-3 if exact else 0.3)) if config.weights.verify_logprobs else 0.0
 
@@ -496,12 +498,13 @@ def _without_saving(train: TrainConfig) -> TrainConfig:
 
 
 def _only_at_start(evaluation: EvalConfig) -> EvalConfig:
-    """Weights that do not change are evaluated once."""
+    """Return a config that evaluates once, at the start, because the weights do not change."""
     return replace(evaluation, at_end=False, every_steps=0, every_epochs=0, every_s=0.0)
 
 
 def _patient(config: ExperimentConfig) -> ExperimentConfig:
-    """A process that a person starts by hand may come late, and stand still in a debugger: the others wait for it."""
+    """Raise all limits to at least debug.wait_s if the user starts a process by hand. It may start late and stop in a debugger, and
+    the other processes must wait for it."""
     if not config.debug.leave_out:
         return config
     wait_s = config.debug.wait_s
@@ -534,11 +537,13 @@ def _patient(config: ExperimentConfig) -> ExperimentConfig:
 def _check_left_out(config: ExperimentConfig, names: Sequence[str]) -> None:
     for name in config.debug.leave_out:
         if name not in names:
-            raise ConfigError(f"debug.leave_out={name!r}: no process of this run; there are {', '.join(names)}")
+            raise ConfigError(
+                f"debug.leave_out={name!r}: no process of this run has this name; use one of {', '.join(names)}"
+            )
 
 
 def _resolve_rollout(rollout: RolloutConfig) -> RolloutConfig:
-    """Reward, agent and env files by absolute path, so that a process can be started from anywhere."""
+    """Make the paths of reward, agent and env files absolute, so that a process can start from any folder."""
 
     def resolve(task: TaskConfig) -> TaskConfig:
         return replace(

@@ -1,7 +1,7 @@
-"""Which checkpoint a run goes on from when it is started in a folder that has some (config field `recover`), and whether it fits.
+"""Decides which checkpoint a run resumes from if its folder has any (config field `recover`), and whether it fits the config.
 
-What may differ between then and now: layout, numbers of workers, batch size, learning rate, anything that is not part of what was
-saved. What may not: the prompts and their order, and the shapes of the models that are trained.
+These may differ from the run that wrote the checkpoint: layout, numbers of workers, batch size, learning rate, and everything else
+that a checkpoint does not contain. These may not: the prompts and their order, and the shapes of the trained models.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from asyncrl.weights.checkpoints import (
 from asyncrl.weights.versions import tensor_files
 
 Shape = tuple[int, ...]
-_LENGTH_BYTES = 8  # of the number at the start of a safetensors file: how long its header is
-_ANEW = "begin anew with recover=off, or with another trial=..."
+_LENGTH_BYTES = 8  # size of the number at the start of a safetensors file, which is the length of the header
+_ANEW = "start anew with recover=off, or with another trial=..."
 
 
 def starting_point(
@@ -41,12 +41,12 @@ def starting_point(
     notice: Callable[[str], None],
     say: Callable[[str], None] | None = None,
 ) -> Checkpoint | None:
-    """The checkpoint that a launch goes on from; None: it begins anew. To be asked before an attempt is begun.
+    """Return the checkpoint that a launch resumes from; None: it starts anew. Call it before an attempt begins.
 
-    notice: is told what a person should know at once, such as torn checkpoints; say: what is good to know (default: notice).
-    Raises ConfigError where there is none and recover=required, where the newest does not fit the config, or where a complete run
-    has nothing more to do. A restart of the
-    training side within a launch asks `checkpoints.newest`: there nothing has to be decided.
+    notice: shows an urgent message, such as one about torn checkpoints. say: shows other messages (default: notice).
+    Raises ConfigError if recover=required and there is no checkpoint, if the newest one does not fit the config, or if a complete
+    run has nothing more to do. A restart of the trainer group within a launch calls `checkpoints.newest` instead, because its
+    config has not changed.
     """
     say = say or notice
     if config.mode not in RECOVERABLE_MODES:
@@ -58,7 +58,7 @@ def starting_point(
     if config.recover == "auto" and complete:
         if list_checkpoints(run_dir):
             say(
-                "the run in this folder is complete: it begins anew (recover=required goes on from its newest checkpoint)"
+                "the run in this folder is complete: it starts anew (recover=required resumes from its newest checkpoint)"
             )
             begin_anew(run_dir, next_attempt(run_dir))
         return None
@@ -69,8 +69,8 @@ def starting_point(
     if found is None:
         if config.recover == "required":
             raise ConfigError(
-                f"recover='required': there is no checkpoint to go on from in {run_dir}/checkpoints/recover; use auto, which "
-                "begins anew where there is none, or see whether fileroot, experiment and trial are those of the run"
+                f"recover='required': there is no checkpoint to resume from in {run_dir}/checkpoints/recover; use auto, which "
+                "starts anew if there is none, or check that fileroot, experiment and trial are those of the run"
             )
         return None
     problems = [*_of_data(config, found), *_of_models(config, found)]
@@ -78,12 +78,12 @@ def starting_point(
         raise ConfigError("\n".join(problems))
     if complete and (finished := _finished(config, found)):
         raise ConfigError(finished)
-    say(f"going on from step {found.step} of attempt {found.attempt} (recover=off begins anew)")
+    say(f"going on from step {found.step} of attempt {found.attempt} (recover=off starts anew)")
     return found
 
 
 def _finished(config: ExperimentConfig, found: Checkpoint) -> str:
-    """What to change for a complete run to have more to do; "": nothing."""
+    """Return an error with the field to change if the run is complete under this config; "": it has more to do."""
     train, state = config.train, found.state
     field = ended_by(
         train,
@@ -97,19 +97,20 @@ def _finished(config: ExperimentConfig, found: Checkpoint) -> str:
     value = getattr(train, field)
     example = {"max_steps": 2 * found.step, "num_epochs": train.num_epochs + 1, "target_reward": "null"}[field]
     return (
-        f"train.{field}={value}: the run is complete, with its last step {found.step}; for more steps resume it with, for example, "
+        f"train.{field}={value}: the run is complete; its last step was {found.step}. For more steps resume it with, for example, "
         f"train.{field}={example}"
     )
 
 
 def _num_done(state: MasterState) -> int:
-    """Prompts over all epochs."""
+    """Return the number of prompts done, over all epochs."""
     cursor = state.done_cursor
     return cursor.epoch * state.data.num_prompts + cursor.position + len(state.done_beyond)
 
 
 def going_on(config: ExperimentConfig, found: Checkpoint | None, num_prompts: int) -> ExperimentConfig:
-    """The config for a run that goes on from there: with another batch size it has another number of steps to decay over."""
+    """Return the config of a run that resumes from a checkpoint. A different batch size changes the number of steps, over which the
+    learning rate decays."""
     train = config.train
     if found is None or train.total_steps or train.batch_size == found.state.batch_size:
         return config
@@ -124,15 +125,15 @@ def _of_data(config: ExperimentConfig, found: Checkpoint) -> Iterator[str]:
     if (now.num_prompts, now.fingerprint) != (then.num_prompts, then.fingerprint):
         others = f"{then.num_prompts} prompts" if now.num_prompts != then.num_prompts else "other prompts"
         yield (
-            f"prompts.path={config.prompts.path!r}: it has {now.num_prompts} prompts, {where} was made with {others}, so that "
-            f"nobody could say which are done; give those, or {_ANEW}"
+            f"prompts.path={config.prompts.path!r}: it has {now.num_prompts} prompts, but {where} was made with {others}, so the "
+            f"prompts already done cannot be identified; use the original prompts, or {_ANEW}"
         )
     for field, value, wanted in (
         ("seed", now.seed, then.seed),
         ("prompts.shuffle", now.shuffle, then.shuffle),
     ):
         if value != wanted:
-            yield f"{field}={value!r}: {where} has the order of prompts of {field}={wanted!r}; use that, or {_ANEW}"
+            yield f"{field}={value!r}: {where} has the prompt order of {field}={wanted!r}; use that, or {_ANEW}"
     last = max([found.state.done_cursor, *found.state.done_beyond])
     ahead = last.epoch >= now.num_epochs and (last.epoch, last.position) != (now.num_epochs, 0)
     if ahead:
@@ -142,7 +143,7 @@ def _of_data(config: ExperimentConfig, found: Checkpoint) -> Iterator[str]:
 
 
 def _of_models(config: ExperimentConfig, found: Checkpoint) -> Iterator[str]:
-    """Of those that are trained. What is only read may be another one."""
+    """Yield the problems of trained models. Models that are only read may differ."""
     saved: dict[str, dict[str, Shape]] = {}
     for name, shape in shapes(found.path).items():
         model, _, tensor = name.partition(".")
@@ -154,15 +155,16 @@ def _of_models(config: ExperimentConfig, found: Checkpoint) -> Iterator[str]:
     where = f"the checkpoint of step {found.step} (attempt {found.attempt})"
     for model, (field, path) in trained.items():
         if model not in saved:
-            yield f"train.{model}: {where} has no {model}, it was made without; leave train.{model} out, or {_ANEW}"
+            yield f"train.{model}: {where} was made without a {model}; leave train.{model} out, or {_ANEW}"
         elif difference := _difference(tensor_shapes(Path(path).expanduser()), saved[model]):
-            yield f"{field}={path!r}: {difference} the {model} of {where}; give the model that it was made with, or {_ANEW}"
+            yield f"{field}={path!r}: {difference} the {model} of {where}; use the model that it was made with, or {_ANEW}"
 
 
 def _difference(here: Mapping[str, Shape], saved: Mapping[str, Shape]) -> str:
-    """What of a model's files is not as in the checkpoint; "": nothing that can be told from them.
+    """Return the first difference between a model's files and the checkpoint; "": none is visible.
 
-    Names on one side only are no difference by themselves (tied weights, buffers, a critic's new output), but a layer is.
+    A tensor name on one side only is not a difference by itself (tied weights, buffers, a critic's new output). It is one if the
+    other side has tensors of the same kind, because then a layer is missing.
     """
     for name, shape in here.items():
         if name in saved and shape != saved[name]:
@@ -175,12 +177,13 @@ def _difference(here: Mapping[str, Shape], saved: Mapping[str, Shape]) -> str:
 
 
 def _kind(name: str) -> str:
-    """Of a tensor: the same in all layers."""
+    """Return the tensor's name without its layer number, so that it is the same in all layers."""
     return re.sub(r"\d+", "#", name)
 
 
 def tensor_shapes(folder: Path) -> dict[str, Shape]:
-    """Of a model's safetensors, by their headers; preflight has seen that they are whole. None for older formats."""
+    """Return the shapes in a model's safetensors files, by their headers. Preflight has checked that the files are complete. Empty
+    for older formats."""
     found: dict[str, Shape] = {}
     for file in tensor_files(folder):
         with file.open("rb") as stream:

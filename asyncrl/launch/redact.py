@@ -1,7 +1,7 @@
-"""Secrets are not shown: what a name gives away (a password, a token, an API key) and what is inside a URL becomes ***.
+"""Replaces secrets with ***: values whose name marks them as secret (a password, a token, an API key), and passwords in URLs.
 
-For everything that is printed or kept for reading: `check`, `--dry-run`, config.yaml, error messages. The configs that
-processes start from (configs/attempt_N/) are whole, and readable by their owner only.
+Used for all output that people read: `check`, `--dry-run`, config.yaml, error messages. The configs from which processes start
+(configs/attempt_N/) are complete, and readable only by their owner.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ HIDDEN = "***"
 
 _WORDS = frozenset({"password", "passwd", "passphrase", "secret", "secrets", "credential", "credentials", "apikey"})
 _KEYS = frozenset({"api", "access", "private", "auth", "encryption", "signing", "account", "wandb"})  # ... + "key"
-# A token is a secret, unless it is one of a vocabulary: eos_token, stop_token
+# A token is a secret, unless it is a token of a vocabulary, as in eos_token or stop_token
 _VOCABULARY = frozenset(
     {
         "bos",
@@ -35,7 +35,7 @@ _VOCABULARY = frozenset(
     }
 )
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-# scheme://user:password@host, and user:password@host as in a list of endpoints
+# scheme://user:password@host, or user:password@host in a list of endpoints
 _USER_INFO = re.compile(r"(?P<user>(?:\b[a-zA-Z][\w+.-]*://)?[^\s:/@'\"\[,=]*):(?P<secret>[^\s/@'\"]+)@(?=[\w\[])")
 # name=value, --name value, "name": value
 _ASSIGNED = re.compile(
@@ -46,7 +46,7 @@ _ASSIGNED = re.compile(
 
 
 def is_secret(name: str) -> bool:
-    """Whether a field, variable or option of this name holds something that a bystander should not read."""
+    """Whether a field, variable or option of this name holds a secret."""
     words = [word.lower() for word in _WORD.findall(name)]
     if _WORDS.intersection(words) or "api_key" in name.lower():
         return True
@@ -57,7 +57,7 @@ def is_secret(name: str) -> bool:
 
 
 def redact(value: Any, name: str = "") -> Any:
-    """A copy of nested dicts and lists without secrets. name: of the field that holds the value."""
+    """Return a copy of nested dicts and lists without secrets. name: the name of the field that holds the value."""
     if isinstance(value, Mapping):
         return {key: redact(entry, str(key)) for key, entry in value.items()}
     if name and is_secret(name) and value not in (None, "", [], ()) and not isinstance(value, bool):
@@ -70,19 +70,19 @@ def redact(value: Any, name: str = "") -> Any:
 
 
 def redact_urls(text: str) -> str:
-    """A text without the passwords of URLs. For text that may be code, in which `token = ...` is no secret."""
+    """Return a text without the passwords of URLs. Use it for text that may be code, in which `token = ...` is not a secret."""
     return _USER_INFO.sub(rf"\g<user>:{HIDDEN}@", text)
 
 
 def redact_text(text: str) -> str:
-    """A text without the passwords of URLs and without the values of `secret_name=value` and `--secret-name value`."""
+    """Return a text without the passwords of URLs and without the values of `secret_name=value` and `--secret-name value`."""
     text = redact_urls(text)
     shown, position = "", 0
     while match := _ASSIGNED.search(text, position):
         if is_secret(match["name"]):
             shown += text[position : match.start("value")] + HIDDEN
             position = match.end()
-        else:  # what follows may be an assignment itself
+        else:  # the value may itself be an assignment
             shown += text[position : match.end("name")]
             position = match.end("name")
     return shown + text[position:]

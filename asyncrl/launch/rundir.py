@@ -1,12 +1,12 @@
-"""The folder of a run: which launcher holds it, which attempt this is, where things are.
+"""The folder of a run: its lock, its attempts and its layout.
 
 <fileroot>/<experiment>/<trial>/
-  config.yaml          what the user asked for, merged, and the values of `auto`
-  launcher.lock        held, and its pid in it, as long as a launcher lives
+  config.yaml          the user's config, merged, with the resolved values of `auto`
+  launcher.lock        locked while a launcher lives, and contains its pid
   run.json             the newest attempt: its number, when it began, its name-resolve endpoints
-  configs/attempt_N/   each process's resolved config; experiment.yaml: that of the run, which `resume` goes on with
-  logs/attempt_N/      each process's output; logs/latest is the newest
-  ticket.key           what the gserver manager seals tickets with, and the master tells granted ones by
+  configs/attempt_N/   each process's resolved config; experiment.yaml: the run's config, which `resume` uses
+  logs/attempt_N/      each process's output; logs/latest links to the newest attempt
+  ticket.key           key with which the gserver manager seals tickets and the master verifies them
   metrics.jsonl  tensorboard/  summary.json  journal/  weights/  checkpoints/  trajectories/  etcd/
 """
 
@@ -30,20 +30,19 @@ from asyncrl.runtime.disk import explain
 
 LOCK_FILE = "launcher.lock"
 RUN_FILE = "run.json"
-RUN_FORMAT = (
-    1  # of all that a run writes into its folder: metrics, journals, weights; counted up when one of them changes
-)
-RUN_DIR_ENV = "ASYNCRL_RUN_DIR"  # every process of a run has it, and hands it on to what it starts itself
-EXPERIMENT_FILE = "experiment.yaml"  # whole, unlike config.yaml, in which secrets are hidden
+# Version of all files that a run writes: metrics, journals, weights. Incremented when the format of one of them changes
+RUN_FORMAT = 1
+RUN_DIR_ENV = "ASYNCRL_RUN_DIR"  # set in every process of a run, and inherited by its children
+EXPERIMENT_FILE = "experiment.yaml"  # complete, unlike config.yaml, in which secrets are hidden
 _ATTEMPT = re.compile(r"(?:attempt_|a)(\d+)(?:-[vs]\d+)?$")
 _CHALLENGE_FILE = "launcher.challenge"
 _CHALLENGE_S = 0.2
-_SHOWN_BYTES = 40  # of a damaged run.json
+_SHOWN_BYTES = 40  # bytes of a damaged run.json that an error message shows
 _PID_LIMIT_S = 1.0  # between taking the lock and writing the pid into it
 
 
 class LaunchError(RuntimeError):
-    """The run could not start, or failed; the message is the first cause, with its traceback and where to look."""
+    """The run could not start, or failed. The message is the first cause, with its traceback and the path of the log."""
 
 
 class RunBusyError(LaunchError):
@@ -51,14 +50,14 @@ class RunBusyError(LaunchError):
 
 
 class _Written(msgspec.Struct, frozen=True, kw_only=True):
-    """What run.json has in every format."""
+    """The fields of run.json that exist in every format."""
 
     format: int = 1
     release: str = ""
 
 
 class RunRecord(_Written, frozen=True, kw_only=True):
-    """run.json: how `status` finds a run, and what the folder's files look like."""
+    """run.json: how `status` finds a run, and the format of the folder's files."""
 
     format: int = RUN_FORMAT
     release: str = __version__
@@ -68,12 +67,11 @@ class RunRecord(_Written, frozen=True, kw_only=True):
     trial: str
     endpoints: list[str]
     started: float
-    on_stop_s: float = 0.0  # checkpoint.on_stop_s: so long it may go on when it is told to stop
-    name_resolve: NameResolveConfig | None = (
-        None  # all of how it is reached; secrets by their files. None: an older run
-    )
-    total_steps: int = 0  # train steps that it will have done at its end; 0: an older run
-    host: str = ""  # of the launcher, on a run of more than one: elsewhere its pid and its lock mean nothing
+    on_stop_s: float = 0.0  # checkpoint.on_stop_s: how long it may continue after it is told to stop
+    # The complete config to reach name resolve, with secrets as paths of their files. None: an older run
+    name_resolve: NameResolveConfig | None = None
+    total_steps: int = 0  # train steps of the complete run; 0: an older run
+    host: str = ""  # the launcher's host, on a run of more than one; its pid and its lock are valid only there
 
     @property
     def names_at(self) -> NameResolveConfig:
@@ -85,7 +83,7 @@ def logs_dir(run_dir: Path, attempt: int) -> Path:
 
 
 def all_logs_dirs(run_dir: Path) -> list[Path]:
-    """Those of all attempts, the newest last."""
+    """Return the log folders of all attempts, the newest last."""
     return sorted((run_dir / "logs").glob("attempt_*"), key=lambda path: (len(path.name), path.name))
 
 
@@ -94,7 +92,7 @@ def configs_dir(run_dir: Path, attempt: int) -> Path:
 
 
 def newest_experiment(run_dir: Path) -> Path | None:
-    """The config of the newest attempt that a launcher began here."""
+    """Return the config file of the newest attempt that a launcher began here. None if there is none."""
     found = {
         int(file.parent.name[len("attempt_") :]): file for file in run_dir.glob(f"configs/attempt_*/{EXPERIMENT_FILE}")
     }
@@ -102,10 +100,11 @@ def newest_experiment(run_dir: Path) -> Path | None:
 
 
 def keep_private(run_dir: Path, group: str = "") -> None:
-    """Make the run's folder, and have this process and its children write files that only their user can use.
+    """Create the run's folder, and set the umask so that only this user can access files of this process and its children.
 
-    Modes from now on: files 0600, folders 0700. With a Unix group (runtime.group) its members read them: 0640 and 0750. The mode of
-    a folder that was there changes likewise. Raises LaunchError where it cannot be made, or there is no such group for us.
+    From now on files have mode 0600 and folders 0700. With a Unix group (runtime.group), its members can read them: 0640 and 0750.
+    The mode of an existing run folder changes, too. Raises LaunchError if the folder cannot be created, the group does not exist,
+    or this user is not in it.
     """
     os.umask(0o027 if group else 0o077)
     try:
@@ -114,13 +113,13 @@ def keep_private(run_dir: Path, group: str = "") -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         for folder in (run_dir, *new):
             os.chown(folder, -1, gid)
-            folder.chmod(0o2750 if group else 0o700)  # setgid: what is made below has the group, too
+            folder.chmod(0o2750 if group else 0o700)  # setgid: files created inside inherit the group
     except KeyError as error:
         raise LaunchError(f"runtime.group={group!r}: this machine has no such group; `id -Gn` lists yours") from error
     except PermissionError as error:
         if group and run_dir.exists():
             raise LaunchError(
-                f"runtime.group={group!r}: {run_dir} cannot be given to it ({error.strerror}); name a group that you are in: "
+                f"runtime.group={group!r}: {run_dir} cannot be assigned to it ({error.strerror}); name a group that you are in: "
                 "`id -Gn` lists them"
             ) from error
         raise LaunchError(f"the run's folder {run_dir} cannot be written: {error}; set fileroot=...") from error
@@ -129,16 +128,17 @@ def keep_private(run_dir: Path, group: str = "") -> None:
 
 
 class RunLock:
-    """Held by the launcher as long as it lives, however it ends."""
+    """The lock of a run's folder. The launcher holds it while it lives; the kernel releases it when the process ends."""
 
     def __init__(self, run_dir: Path, clock: Clock = SYSTEM_CLOCK) -> None:
         self._run_dir, self._clock = run_dir, clock
         self._fd = -1
 
     def acquire(self, take_over_s: float = 0.0) -> None:
-        """Raises RunBusyError where another launcher holds it, LaunchError where the folder cannot be written.
+        """Take the lock. Raises RunBusyError if another launcher holds it, LaunchError if the folder cannot be written.
 
-        take_over_s: so long another launcher may take to end, which is told to: it was given up, and may not know.
+        take_over_s: how long to wait for another launcher to end. It is asked to end, because the batch system has given it up and
+        it may not know that.
         """
         try:
             self._run_dir.mkdir(parents=True, exist_ok=True)
@@ -172,26 +172,26 @@ class RunLock:
                 challenge.touch()
                 self._clock.sleep(_CHALLENGE_S)
             else:
-                challenge.unlink(missing_ok=True)  # ours, or one that its maker has given up
+                challenge.unlink(missing_ok=True)  # created here, or by a launcher that stopped waiting
                 return True
 
     def is_challenged(self) -> bool:
-        """Whether another launcher has been started in this one's place, and waits for its end."""
+        """Whether another launcher was started to replace this one, and waits for its end."""
         return (self._run_dir / _CHALLENGE_FILE).exists()
 
     def lost(self) -> str:
-        """Why the folder is this launcher's no more: it, or the lock in it, was removed or moved; "": it is there."""
+        """Return an error if the folder, or the lock in it, was removed or moved; "": it is in place."""
         try:
             os.stat(self._run_dir / LOCK_FILE)
-            if os.fstat(self._fd).st_nlink:  # 0: what is there now is another's
+            if os.fstat(self._fd).st_nlink:  # 0: this lock was deleted, and the file there now is a different one
                 return ""
         except (FileNotFoundError, NotADirectoryError):
             pass
-        except OSError:  # a file system that does not answer now
+        except OSError:  # the file system does not answer at the moment
             return ""
         return (
-            f"the run's folder {self._run_dir}, or {LOCK_FILE} in it, was removed or moved during the run: nothing can be "
-            "written there any more, so the run ends. Do not touch the folder of a run before it has ended "
+            f"the run's folder {self._run_dir}, or {LOCK_FILE} in it, was removed or moved during the run. The run can no "
+            "longer write there, so it ends. Do not change the folder of a run before the run has ended "
             f"(`asyncrl-launch stop {self._run_dir}`)"
         )
 
@@ -202,14 +202,14 @@ class RunLock:
 
 
 def holder(run_dir: Path, clock: Clock = SYSTEM_CLOCK) -> int | None:
-    """Pid of the launcher that holds the folder. None if none does."""
+    """Return the pid of the launcher that holds the folder. None if no launcher does."""
     deadline = clock.monotonic() + _PID_LIMIT_S
     while is_running(run_dir):
         pid = (run_dir / LOCK_FILE).read_text().strip()
         if pid:
             return int(pid)
         if clock.monotonic() > deadline:
-            raise LaunchError(f"{run_dir / LOCK_FILE} is locked, and names no process")
+            raise LaunchError(f"{run_dir / LOCK_FILE} is locked, but contains no pid")
         clock.sleep(0.01)
     return None
 
@@ -230,9 +230,10 @@ def is_running(run_dir: Path) -> bool:
 
 
 def begin_attempt(run_dir: Path, after: int = 0) -> int:
-    """Number of this attempt, after all that left something here. A directory is made once, so the number is ours.
+    """Begin an attempt and return its number, which is above that of every attempt with files here. The number is unique, because
+    only one launcher can create its log folder. Raises LaunchError.
 
-    after: the attempt before of the same launch: numbers only grow, whatever was removed from the folder.
+    after: the previous attempt of the same launch. Numbers always grow, even if files were removed from the folder.
     """
     check_folder(run_dir)
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
@@ -247,16 +248,16 @@ def begin_attempt(run_dir: Path, after: int = 0) -> int:
         latest.unlink(missing_ok=True)
         latest.symlink_to(f"attempt_{attempt}")
         summary = run_dir / "summary.json"
-        if summary.exists():  # of an attempt before: it must not pass for this one's
+        if summary.exists():  # move an earlier attempt's summary away, so that it is not mistaken for this attempt's
             logs_dir(run_dir, attempt - 1).mkdir(exist_ok=True)
             summary.rename(logs_dir(run_dir, attempt - 1) / "summary.json")
         return attempt
 
 
 def link_logs(run_dir: Path, attempt: int, *, before: int, anew: Collection[str]) -> None:
-    """Logs of processes that go on from the attempt before are found in this one's folder, too.
+    """Link the logs of processes that continue from the previous attempt into this attempt's log folder.
 
-    anew: names of log files, without suffix, of those that do not go on.
+    anew: log file names, without suffix, of the processes that do not continue.
     """
     folder = logs_dir(run_dir, attempt)
     for log in sorted(logs_dir(run_dir, before).glob("*.log")):
@@ -266,7 +267,7 @@ def link_logs(run_dir: Path, attempt: int, *, before: int, anew: Collection[str]
 
 
 def next_attempt(run_dir: Path) -> int:
-    """The number that the next attempt would take: above that of every folder and weight version here. Takes it not."""
+    """Return the number of the next attempt, above that of every folder and weight version here. Does not reserve it."""
     names = [
         path.name
         for pattern in ("logs/attempt_*", "configs/attempt_*", "weights/*/a*-v*", "checkpoints/recover/a*-s*")
@@ -277,15 +278,15 @@ def next_attempt(run_dir: Path) -> int:
 
 
 def check_folder(run_dir: Path) -> None:
-    """Raises LaunchError where no attempt can begin here: a damaged record, the files of another format, no place for a link."""
+    """Raise LaunchError if no attempt can begin here: the record is damaged or of another format, or logs/latest is a folder."""
     try:
         read_record(run_dir)
     except LaunchError as error:
-        raise LaunchError(f"{error}. To start anew, choose another trial=..., or move {run_dir} away") from error
+        raise LaunchError(f"{error}. To start anew choose another trial=..., or move {run_dir} away") from error
     latest = _latest_logs(run_dir)
-    if latest.is_dir() and not latest.is_symlink():  # a copy that followed links
+    if latest.is_dir() and not latest.is_symlink():  # the result of a copy that followed links
         raise LaunchError(
-            f"{latest} is a folder; it must be a link to the newest logs: move it away (mv {latest} {latest}.old)"
+            f"{latest} is a folder, but must be a link to the newest logs: move it away (mv {latest} {latest}.old)"
         )
 
 
@@ -300,23 +301,24 @@ def write_record(run_dir: Path, record: RunRecord) -> None:
 
 
 def read_record(run_dir: Path) -> RunRecord | None:
-    """None where no run was started. Raises LaunchError where the file is broken, or of another format than ours."""
+    """Return the record of the newest attempt. None if no run was started here. Raises LaunchError if the file is damaged, or has
+    another format than RUN_FORMAT."""
     data = b""
     try:
         data = (run_dir / RUN_FILE).read_bytes()
         written = msgspec.json.decode(data, type=_Written)
         if written.format != RUN_FORMAT:
             raise LaunchError(
-                f"{run_dir} has the run of asyncrl {written.release or 'of another release'}, in format {written.format}; "
-                f"this is asyncrl {__version__}, which knows format {RUN_FORMAT}: use that release for this run"
+                f"{run_dir} was written by asyncrl {written.release or 'of another release'} in format {written.format}; "
+                f"this is asyncrl {__version__}, which supports format {RUN_FORMAT}: use that release for this run"
             )
         return msgspec.json.decode(data, type=RunRecord)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (*DECODE_ERRORS, OSError) as error:
         raise LaunchError(
-            f"{run_dir / RUN_FILE} cannot be read: {error}; it holds {len(data)} bytes{_beginning(data)}. Move it away: the next "
-            "run here writes it anew"
+            f"{run_dir / RUN_FILE} cannot be read: {error}; it has {len(data)} bytes{_beginning(data)}. Move it away; the next run "
+            "here writes a new one"
         ) from error
 
 

@@ -1,9 +1,12 @@
-"""Generation servers that join and leave a run (`asyncrl-launch scale`), from the launcher's side.
+"""The launcher's side of generation servers that join and leave a run (`asyncrl-launch scale`).
 
-The desired number comes through name resolve. Servers below it that are missing are started; those at it and above leave: the
-gserver manager gives them nothing more, and tells when one has nothing left to do; then it is stopped. The newest number counts. A
-server that was not told to stop yet stays if it is desired again; of one that was, the end is waited for before the name is
-started anew. What ends here ends no run: a server that leaves is gone however it ends, one that cannot come up is given up.
+The desired number N comes through name resolve; the newest one counts. Missing servers with an index below N are started. Servers
+with an index of N or more leave: the gserver manager sends them no new requests and reports when one has drained, and then the
+launcher stops it. If a leaving server becomes desired again before it was asked to stop, it stays. If it was already asked to stop,
+the launcher waits for its end and then starts a new server of that name.
+
+The end of a joining or leaving server never fails the run. A leaving server counts as gone regardless of how it ends. The launcher
+gives up a joining server that cannot start.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ class _Leaving:
 
 @dataclass
 class _Coming:
-    """A server that has no process yet: its lease is granted on a thread."""
+    """A server without a process yet. Its lease is requested on a thread."""
 
     index: int
     due: float
@@ -47,7 +50,8 @@ class _Coming:
 class Scaling:
     """consumes: the desired number, which servers have drained, the children. produces: children that join; asks others to stop.
 
-    waits for: nothing; `turn` is called every turn of the launcher. A drain ends by the manager's word, or after drain_limit_s.
+    waits for: nothing; the launcher calls `turn` at each of its turns. A drain ends when the manager reports it, or after
+    drain_limit_s.
     """
 
     def __init__(
@@ -63,19 +67,20 @@ class Scaling:
         stop_limit_s: float,
         clock: Clock,
     ) -> None:
-        """allocated: how many servers the run has until `scale` sets another number."""
+        """allocated: number of servers until `scale` sets another number."""
         self.desired = allocated
         self._spec_of, self._start, self._grant_lease_soon, self._revoke = spec_of, start, grant_lease_soon, revoke
         self._notice, self._clock = notice, clock
         self._drain_limit_s, self._stop_limit_s = drain_limit_s, stop_limit_s
         self._lock = threading.Lock()
-        self._newest: DesiredServers | None = None  # what was observed
-        self._drained: dict[int, str] = {}  # likewise: id of the DesiredServers under which a server has drained
+        self._newest: DesiredServers | None = None  # observed
+        # Observed: server index -> id of the DesiredServers under which the server has drained
+        self._drained: dict[int, str] = {}
         self._request = ""
         self._coming: dict[str, _Coming] = {}
         self._leaving: dict[str, _Leaving] = {}
-        self._joined: set[str] = set()  # started by `scale`, and not there yet
-        self._given_up: set[str] = set()  # under this request
+        self._joined: set[str] = set()  # started by `scale`, and not running yet
+        self._given_up: set[str] = set()  # failed to join under the current request
 
     # --------------------------------------------------------------------------------- called by threads of name resolve
 
@@ -84,7 +89,7 @@ class Scaling:
             try:
                 desired = msgspec.json.decode(event.value, type=DesiredServers)
             except DECODE_ERRORS as error:
-                self._notice(f"a desired number of generation servers was ignored: {error}")
+                self._notice(f"ignored an invalid desired number of generation servers: {error}")
                 return
             with self._lock:
                 self._newest = desired
@@ -99,7 +104,7 @@ class Scaling:
     # ------------------------------------------------------------------------------------------- called by the launcher
 
     def outlives(self, child: Child) -> bool:
-        """Whether the run goes on without this child, and without another in its place."""
+        """Whether the run continues without this child and without a replacement."""
         return child.name in self._leaving or child.name in self._joined
 
     def includes(self, name: str) -> bool:
@@ -107,8 +112,8 @@ class Scaling:
         return int(name.rpartition("/")[2]) < self.desired
 
     def turn(self, children: Sequence[Child], elsewhere: Collection[str]) -> tuple[list[Child], list[Child]]:
-        """Bring the servers nearer to the desired number. Returns those that were started now, and those that have ended and do not
-        matter any more. elsewhere: names of servers that others start."""
+        """Move towards the desired number of servers. Returns the servers started now, and those that have ended and are no longer
+        needed. elsewhere: names of servers that other components start."""
         now = self._clock.monotonic()
         self._take_desired()
         servers = {child.name: child for child in children if child.spec.kind == KIND}
@@ -119,7 +124,7 @@ class Scaling:
         return self._bring(held, now), gone
 
     def shown(self, child: Child, status: WorkerStatus) -> WorkerStatus:
-        """Its status, and if it leaves, what for it waits."""
+        """Return the child's status. If the child is leaving, add what it waits for."""
         leaving = self._leaving.get(child.name)
         if leaving is None:
             return status
@@ -147,22 +152,22 @@ class Scaling:
         self._given_up.clear()
 
     def _give_up(self, servers: Collection[Child]) -> list[Child]:
-        """Those that have joined and ended before they could serve. `scale` would try again."""
+        """Return the servers that ended before they could join, and give them up. A new `scale` request tries them again."""
         failed = [child for child in servers if self.outlives(child) and child.name not in self._leaving]
         ended = [child for child in failed if child.returncode is not None]
         for child in ended:
             self._joined.discard(child.name)
             self._given_up.add(child.name)
             self._notice(
-                f"{child.name} could not join the run, which goes on without it: it {short_end(child)}; see {child.log}"
+                f"{child.name} could not join the run, which continues without it: it {short_end(child)}; see {child.log}"
             )
         for child in failed:
             if child.failure_time is not None and self._clock.time() - child.failure_time > self._stop_limit_s:
-                child.kill()  # it has said that it failed, and does not end
+                child.kill()  # it reported a failure and did not exit in time
         return ended
 
     def _see_off(self, servers: Sequence[Child], now: float) -> list[Child]:
-        """Those that leave, one step further; those that have left."""
+        """Advance the leaving servers. Returns those that have left."""
         for child in servers:
             if child.spec.config.worker.index >= self.desired:
                 self._leaving.setdefault(child.name, _Leaving(child, now))
@@ -187,13 +192,13 @@ class Scaling:
     def _may_stop(self, leaving: _Leaving, now: float) -> bool:
         child = leaving.child
         if child.process is None:
-            return False  # it is being forked
+            return False  # its fork is pending
         if not child.was_running:
-            return True  # no other process knows of it yet
+            return True  # no other process uses it yet
         with self._lock:
             drained = self._drained.get(child.spec.config.worker.index) == self._request
         if not drained and now - leaving.since > self._drain_limit_s:
-            self._notice(f"{child.name} has not drained within {self._drain_limit_s:g} s, and is stopped")
+            self._notice(f"{child.name} has not drained within {self._drain_limit_s:g} s and is stopped")
             return True
         return drained
 
@@ -231,7 +236,7 @@ def make_scaling(
     notice: Callable[[str], None],
     clock: Clock,
 ) -> Scaling | None:
-    """The scaling of a run, which watches name resolve from now on; None where it starts no servers."""
+    """Return the scaling of a run, which watches name resolve from now on. None if the run starts no servers."""
     if not can_scale(config):
         return None
     scaling = Scaling(
@@ -242,9 +247,9 @@ def make_scaling(
         revoke=service.revoke,
         notice=notice,
         clock=clock,
-        # the manager moves at drain_timeout_s what still runs; its workers hear of it within a lease, or lose it
+        # At drain_timeout_s the manager moves the requests still running; rollout workers learn of it within a lease, or lose it
         drain_limit_s=config.manager.drain_timeout_s + config.manager.lease_s,
-        stop_limit_s=2 * config.runtime.stop_timeout_s,  # there is no hurry, and it has that limit for its own closing
+        stop_limit_s=2 * config.runtime.stop_timeout_s,  # twice the limit that the server has for its own closing
     )
     service.watch_scaling(scaling.observe_desired, scaling.observe_drained)
     return scaling

@@ -1,12 +1,13 @@
-"""Runs as Slurm jobs: the batch script, and what Slurm says of a job.
+"""Runs as Slurm jobs: the batch script, and the state of a job in Slurm.
 
     login node   asyncrl-launch run CONFIG cluster=slurm    writes <run>/slurm/job.sbatch, submits it, follows its output
-    first node   the batch script: one srun task a node, each a host daemon; beside them the launcher, with hosts=[the job's nodes]
+    first node   the batch script: one srun task per node, each a host daemon; and the launcher, with hosts=[the job's nodes]
 
-Before the time limit the script gets SIGUSR1 (--signal; before a preemption, too, with PreemptParameters=send_user_signal): it
-tells the launcher to stop, which writes a checkpoint, and has the job queued again, which goes on from it. scancel, or a preemption
-without that, leaves no time: Slurm signals all processes at once. A node that fails is the launcher's to replace (--no-kill); if
-it is the launcher's own, the host daemons that are left have the job queued again.
+Before the time limit the script receives SIGUSR1 (--signal). With PreemptParameters=send_user_signal it also does before a
+preemption. The script then tells the launcher to stop, the launcher writes a checkpoint, and the script requeues the job, which
+resumes from that checkpoint. scancel, or a preemption without that parameter, leaves no time, because Slurm signals all processes
+at once. The launcher handles the loss of another node (--no-kill). If its own node fails, the remaining host daemons requeue the
+job.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from asyncrl.launch.rundir import LaunchError
 from asyncrl.protocol.messages import DECODE_ERRORS
 
 _COMMAND_LIMIT_S = 60.0  # a busy slurmctld may take that long
-_SPARE_S = 60.0  # between a checkpoint that took as long as it may and the time limit
+_SPARE_S = 60.0  # margin between the limit of the last checkpoint and the job's time limit
 _ENDED = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
     "SPECIAL_EXIT", "TIMEOUT",
@@ -45,11 +46,11 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobState(msgspec.Struct, frozen=True, kw_only=True):
-    """What Slurm says of a job."""
+    """The state of a job, as Slurm reports it."""
 
-    state: str  # PENDING, RUNNING, ...; GONE: Slurm does not know it any more
+    state: str  # PENDING, RUNNING, ...; GONE: Slurm no longer knows the job
     reason: str = ""  # why it is pending, or how it ended
-    exit_code: int | None = None  # of a job that has ended
+    exit_code: int | None = None  # None: it has not ended
 
     @property
     def ended(self) -> bool:
@@ -57,8 +58,8 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def own_start() -> str:
-    """Which job this process belongs to, and which of its starts; "": to none. One that was queued again may run beside what is
-    left of its start before, on a node that Slurm has lost sight of."""
+    """Return the job of this process and the number of the job's start; "": no job. The number matters because a requeued job may
+    run beside processes of its earlier start, on a node that Slurm has lost contact with."""
     job = os.environ.get("SLURM_HET_JOB_ID") or os.environ.get("SLURM_JOB_ID")
     return f"{job}.{os.environ.get('SLURM_RESTART_COUNT') or 0}" if job else ""
 
@@ -68,7 +69,7 @@ def slurm_dir(run_dir: Path) -> Path:
 
 
 def as_job(config: ExperimentConfig) -> ExperimentConfig:
-    """The config that a job runs with: the last checkpoint may take what there is between signal and time limit."""
+    """Return the config that a job runs with. The last checkpoint may use the time between signal and time limit."""
     checkpoint = config.checkpoint
     limit_s = config.slurm.signal_s - _SPARE_S
     if 0 < checkpoint.on_stop_s < limit_s:
@@ -88,10 +89,11 @@ def render(
     output: str = "",
     title: Sequence[str] = (),
 ) -> str:
-    """The batch script of a run. What follows its name at sbatch are further overrides.
+    """Return the batch script of a run. Arguments of the script at sbatch are further overrides.
 
-    words: what follows `asyncrl-launch run`: a config and overrides. folder: where the job works, as the shell reads it. program:
-    how asyncrl-launch is called on the nodes. output: file for what the job prints (%j: its number). title: comments on top.
+    words: the arguments of `asyncrl-launch run`: a config and overrides. folder: the job's working folder, quoted for the shell.
+    program: the command of asyncrl-launch on the nodes. output: file for the job's output (%j: its number). title: comments at the
+    top.
     """
     slurm = config.slurm
     name = f"{config.experiment}-{config.trial}"
@@ -122,7 +124,7 @@ def render(
 
 
 def _header(slurm: SlurmConfig, name: str, output: str) -> list[str]:
-    """#SBATCH lines; of a heterogeneous job those of both parts."""
+    """Return the #SBATCH lines; for a heterogeneous job, those of both parts."""
     lines = [
         f"--job-name={shlex.quote(name)}",
         f"--output={output}" if output else "",
@@ -142,7 +144,7 @@ def _header(slurm: SlurmConfig, name: str, output: str) -> list[str]:
 
 
 def _clock(seconds: float) -> str:
-    """As sbatch reads it; whole minutes are what it counts in."""
+    """Format a time for sbatch, rounded up to whole minutes, which are sbatch's unit."""
     hours, minutes = divmod(math.ceil(seconds / 60), 60)
     return f"{hours}:{minutes:02d}:00"
 
@@ -164,20 +166,20 @@ _SCRIPT = """\
 @TITLE@
 @HEADER@
 
-# On each node one task of srun is the host daemon, which starts what runs there; the launcher runs here, on the first node.
-# From anywhere that sees the run's folder: asyncrl-launch status|logs|scale|stop RUN
+# srun runs a host daemon on each node, which starts the processes of that node. The launcher runs here, on the first node.
+# On any machine with the run's folder: asyncrl-launch status|logs|scale|stop RUN
 cd @FOLDER@ || exit 1
 @PRELUDE@
 
 run=(@WORDS@ "$@" cluster=slurm)
 nodes=$(scontrol show hostnames @NODES@ | paste -sd,)
 run+=("hosts=[$nodes]")
-# Queued again, after a signal or a failed node: go on from the newest checkpoint, if there is one.
+# If the job was requeued after a signal or a failed node, resume from the newest checkpoint, if there is one.
 [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || run+=(recover=auto)
 
-unset CUDA_VISIBLE_DEVICES # of this node; srun gives each node its own
-# Should this node fail, with launcher and script: a host daemon that finds no launcher (exit code 1) has the job queued
-# again. If this script lives, it ends the job before that.
+unset CUDA_VISIBLE_DEVICES # this node's value; srun sets it on each node
+# If this node fails, with the launcher and this script, a host daemon that finds no launcher (exit code 1) requeues the job
+# after 30 s. If this script is alive, it ends the job before that.
 export job=${SLURM_HET_JOB_ID:-$SLURM_JOB_ID}
 @SRUN@ \\
     bash -c '"$@"; code=$?; [ $code != 1 ] || { sleep 30; scontrol requeue "$job"; }; exit $code' host-daemon \\
@@ -185,7 +187,7 @@ export job=${SLURM_HET_JOB_ID:-$SLURM_JOB_ID}
 @LAUNCH@ run "${run[@]}" &
 launcher=$!
 
-# USR1: the time limit is near (--signal). The launcher writes a checkpoint and ends; then the job is queued again.
+# USR1: the time limit is near (--signal). The launcher writes a checkpoint and ends; then this script requeues the job.
 again=
 trap 'again=yes; kill -TERM $launcher 2>/dev/null' USR1
 trap 'kill -TERM $launcher 2>/dev/null' TERM
@@ -193,8 +195,8 @@ while kill -0 $launcher 2>/dev/null; do wait $launcher; done # signals interrupt
 wait $launcher
 code=$?
 if [ -n "$again" ] && [ $code -gt 128 ]; then
-    echo "the job is queued again, and goes on from its newest checkpoint"
-    scontrol requeue "$job" && sleep 60 # which ends with this job
+    echo "the job is queued again and resumes from its newest checkpoint"
+    scontrol requeue "$job" && sleep 60 # until Slurm ends this job
 fi
 exit $code
 """
@@ -204,7 +206,7 @@ exit $code
 
 
 def submit(script: Path) -> str:
-    """The job's number. Raises LaunchError with what sbatch says."""
+    """Submit a script. Returns the job's number. Raises LaunchError with the error of sbatch."""
     said = _slurm("sbatch", "--parsable", str(script)).strip()
     return said.splitlines()[-1].partition(";")[0]
 
@@ -217,7 +219,7 @@ def write_job(run_dir: Path, record: JobRecord) -> None:
 
 
 def read_job(run_dir: Path) -> JobRecord | None:
-    """None where the run was never submitted."""
+    """Return the newest job of a run. None if the run was never submitted. Raises LaunchError if the record is damaged."""
     path = slurm_dir(run_dir) / "job.json"
     try:
         return msgspec.json.decode(path.read_bytes(), type=JobRecord)
@@ -228,14 +230,14 @@ def read_job(run_dir: Path) -> JobRecord | None:
 
 
 def job_state(job_id: str) -> JobState:
-    """Raises LaunchError where Slurm does not answer."""
+    """Return the state of a job. Raises LaunchError if Slurm does not answer."""
     try:
         text = _slurm("scontrol", "show", "job", "--oneliner", job_id)
     except LaunchError as error:
         if _NO_SUCH_JOB in str(error):
             return JobState(state="GONE")
         raise
-    fields = dict(re.findall(r"(\w+)=(\S*)", text.splitlines()[0]))  # of a heterogeneous job its first part's
+    fields = dict(re.findall(r"(\w+)=(\S*)", text.splitlines()[0]))  # for a heterogeneous job, those of its first part
     state = fields.get("JobState", "UNKNOWN")
     code, _, number = fields.get("ExitCode", "0:0").partition(":")
     ended = int(code) or (128 + int(number) if number.isdigit() and int(number) else 0)
@@ -243,19 +245,19 @@ def job_state(job_id: str) -> JobState:
 
 
 def cancel(job_id: str) -> None:
-    """At once; one that is pending, too."""
+    """End a job at once, also a pending one."""
     _slurm("scancel", job_id)
 
 
 def ask_to_stop(job_id: str) -> None:
-    """The batch script hands it on to the launcher, which writes a checkpoint first."""
+    """Send SIGTERM to the batch script, which forwards it to the launcher. The launcher writes a checkpoint before it stops."""
     _slurm("scancel", "--batch", "--signal=TERM", job_id)
 
 
 def _slurm(*command: str) -> str:
     if shutil.which(command[0]) is None:
         raise ConfigError(
-            f"cluster='slurm': there is no {command[0]} here; use a login node of the cluster, or cluster=hosts"
+            f"cluster='slurm': the command {command[0]} does not exist here; use a login node of the cluster, or cluster=hosts"
         )
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_COMMAND_LIMIT_S)

@@ -1,12 +1,12 @@
-"""The standstill report: what each process waits for, on which process and since when, if no train step ends for long.
+"""The standstill report: what each process waits for, on which process and since when, if no train step ends for a long time.
 
     no train step for 120 s
       master/0: waits for 3 stragglers from rollout_worker/1 (45 of 3600 s)
       rollout_worker/1: waits for the next piece from generation_server/0 (44 of 600 s) x12
       generation_server/0: has not moved for 43 s, is stopped (SIGSTOP, or a debugger), waits for nothing
 
-It comes once, then after twice the time, and so on, until there is a step. Watchdog decides when, and writes it (pure). The
-launcher's StandstillReport prints it, and has all processes write their stacks into their logs.
+The report appears once, again after twice the time, and so on, until a step ends. Watchdog decides when, and makes the text (pure).
+The launcher's StandstillReport prints it, and collects the stacks of all processes into their logs.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from asyncrl.runtime.stacks import Stacks, ask_all, is_stopped
 
 _LOOK_EVERY_S = 1.0
 _STACKS_LIMIT_S = 5.0
-_STILL_S = 5.0  # statuses come twice a second, and the progress counter of a process that works grows with each
-_MAX_WAITS = 4  # of a process, the longest
+_STILL_S = 5.0  # statuses arrive twice a second, and a working process increments its heartbeat counter for each
+_MAX_WAITS = 4  # reported waits per process, the longest ones
 
 
 class StandstillReport:
-    """consumes: statuses; the growth of metrics.jsonl, in which each step has a line. produces: notices, stacks in logs.
+    """consumes: statuses; the growth of metrics.jsonl, which gains a line per step. produces: notices, stacks in logs.
 
-    waits for: nothing; a thread asks the processes for their stacks, for 5 s at most.
+    waits for: nothing; a thread requests the stacks from the processes and waits at most 5 s.
     """
 
     def __init__(self, run_dir: Path, after_s: float, notice: Callable[[str], None], clock: Clock) -> None:
@@ -42,7 +42,8 @@ class StandstillReport:
         self._notice = notice
         self._watchdog = Watchdog(after_s, self._clock.monotonic())
         self._mark: tuple[int, int] = (0, 0)  # attempt, size of the metrics
-        self._moved: dict[str, tuple[tuple[int, int], float]] = {}  # (pid, progress) of each process, and since when
+        # By process: (pid, heartbeat counter), and since when
+        self._moved: dict[str, tuple[tuple[int, int], float]] = {}
         self._next_look = 0.0
         self._thread: threading.Thread | None = None
 
@@ -56,7 +57,9 @@ class StandstillReport:
             self._mark = mark
             self._watchdog.stepped(now)
         counts = {status.worker: (status.pid, status.progress) for status in statuses}
-        elsewhere = {status.worker for status in statuses if status.host}  # what has this number here is another's
+        elsewhere = {
+            status.worker for status in statuses if status.host
+        }  # on other hosts, so their pids mean nothing here
         before = self._moved
         self._moved = {
             name: before[name] if name in before and before[name][0] == count else (count, now)
@@ -91,22 +94,22 @@ class StandstillReport:
 
 
 class Watchdog:
-    """consumes: statuses, steps. produces: texts."""
+    """consumes: statuses, steps. produces: the texts of reports."""
 
     def __init__(self, after_s: float, now: float) -> None:
-        """after_s: without a step; 0: never."""
+        """after_s: time without a step until the first report; 0: never report."""
         self._after_s = after_s
         self._since = now
         self._due_s = after_s
 
     def stepped(self, now: float) -> None:
-        """A train step has ended, or a new attempt has begun."""
+        """Record that a train step has ended, or that a new attempt has begun."""
         self._since, self._due_s = now, self._after_s
 
     def turn(
         self, now: float, statuses: Sequence[WorkerStatus], still_s: Mapping[str, float], stopped: Collection[str]
     ) -> str | None:
-        """The report, if one is due. still_s: seconds since the progress counter of each process grew. stopped: the processes
+        """Return the report, if one is due. still_s: seconds since the heartbeat counter of each process grew. stopped: processes
         that a signal or a debugger has stopped."""
         if not self._after_s or now - self._since < self._due_s:
             return None
@@ -116,7 +119,8 @@ class Watchdog:
 
 
 def wait_texts(waits: Sequence[Wait]) -> list[str]:
-    """`the next piece from generation_server/0 (44 of 600 s) x12`: waits for one thing from one process are one, the longest."""
+    """Return texts such as `the next piece from generation_server/0 (44 of 600 s) x12`. Waits for the same thing from the same
+    process are combined; the text shows the longest one."""
     kinds: dict[tuple[str, str], list[Wait]] = {}
     for wait in sorted(waits, key=lambda wait: -wait.since_s):
         kinds.setdefault((wait.what, wait.on), []).append(wait)
@@ -131,7 +135,7 @@ def _age(wait: Wait) -> str:
 
 
 def _order(status: WorkerStatus) -> bool:
-    """The master comes first."""
+    """Sort key: the master comes first."""
     return not status.worker.startswith("master/")
 
 
@@ -150,7 +154,7 @@ def _facts(status: WorkerStatus, still_s: Mapping[str, float], stopped: Collecti
 
 
 def write_stacks(run_dir: Path, why: str, clock: Clock) -> None:
-    """Ask all processes of the run for their stacks, and write each one's into its log."""
+    """Request the stacks of all processes of the run, and append each process's stacks to its log."""
     for stacks in ask_all(all_logs_dirs(run_dir), _STACKS_LIMIT_S):
         log = Path(stacks.file).with_suffix(".log")
         if stacks.state == "gone" or not log.exists():
@@ -158,7 +162,7 @@ def write_stacks(run_dir: Path, why: str, clock: Clock) -> None:
         now = clock.time()
         stamp = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now))}.{int(now * 1000) % 1000:03d}"
         entry = f"{stamp} WARNING {stacks.name}: its stacks, because there is {why}\n{stacks_text(stacks)}\n"
-        with contextlib.suppress(OSError):  # the disk is full
+        with contextlib.suppress(OSError):  # e.g. the disk is full
             fd = os.open(log, os.O_WRONLY | os.O_APPEND)
             try:
                 os.write(fd, entry.encode(errors="replace"))

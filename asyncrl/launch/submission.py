@@ -1,4 +1,4 @@
-"""`asyncrl-launch run CONFIG cluster=slurm`, on the login node: writes the job's script, submits it, shows what it prints."""
+"""`asyncrl-launch run CONFIG cluster=slurm` on the login node: writes the job's script, submits it, and shows the job's output."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.disk import writing
 
 _TURN_S = 0.5
-_ASK_S = 2.0  # between two questions to Slurm
-_UNANSWERED_S = 600.0  # Slurm may be restarted meanwhile
+_ASK_S = 2.0  # between two queries to Slurm
+_UNANSWERED_S = 600.0  # longest time without an answer; enough for a restart of Slurm
 _READ_BYTES = 1 << 20
 
 
 def is_to_submit(config: ExperimentConfig) -> bool:
-    """The job itself has the nodes for hosts."""
+    """Whether the config must be submitted as a Slurm job. Inside the job, `hosts` names the job's nodes."""
     return config.cluster == "slurm" and not config.hosts
 
 
 def job_script(config: ExperimentConfig) -> str:
-    """What would be submitted."""
+    """Return the batch script that `submit_job` submits."""
     run_dir = run_directory(config)
     program = "asyncrl-launch" if shutil.which("asyncrl-launch") else f"{sys.executable} -m asyncrl.cli.main"
     words = [str(slurm_dir(run_dir) / EXPERIMENT_FILE)]
@@ -47,12 +47,12 @@ def job_script(config: ExperimentConfig) -> str:
 
 
 def submit_job(config: ExperimentConfig) -> JobRecord:
-    """Raises RunBusyError where a job or a launcher has the folder already."""
+    """Submit the run as a job. Raises RunBusyError if another job or a launcher uses the run's folder."""
     run_dir = run_directory(config)
     before = read_job(run_dir)
     if before is not None and not job_state(before.job_id).ended:
         raise RunBusyError(
-            f"job {before.job_id} is {job_state(before.job_id).state} and has {run_dir}; end it with "
+            f"job {before.job_id} is {job_state(before.job_id).state} and uses {run_dir}; end it with "
             f"`asyncrl-launch stop {run_dir}`, or choose another trial=..."
         )
     if is_running(run_dir):
@@ -72,9 +72,9 @@ def submit_job(config: ExperimentConfig) -> JobRecord:
 def follow(
     record: JobRecord, write: Callable[[str], object], say: Callable[[str], object], clock: Clock = SYSTEM_CLOCK
 ) -> int:
-    """Show what a job prints until it has ended. Returns its exit code; a job that is queued again goes on.
+    """Show a job's output until the job has ended. Returns its exit code. Continues to follow a job that is requeued.
 
-    Waits for: the job, which Slurm bounds; where Slurm does not answer, _UNANSWERED_S. Unblocked by: its end; Ctrl-C.
+    Waits for: the job, whose time Slurm bounds; without an answer from Slurm, _UNANSWERED_S. Unblocked by: the job's end; Ctrl-C.
     """
     offset, shown, answered, next_question = 0, "", clock.monotonic(), 0.0
     while True:
@@ -100,7 +100,7 @@ def follow(
 
 
 def _copy(path: Path, offset: int, write: Callable[[str], object]) -> int:
-    """What was added to a file; returns where it ends now."""
+    """Write the bytes that a file has beyond offset, at most _READ_BYTES. Returns the new offset."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -108,7 +108,7 @@ def _copy(path: Path, offset: int, write: Callable[[str], object]) -> int:
                 return offset
             file.seek(offset)
             data = file.read(_READ_BYTES)
-    except OSError:  # not there yet
+    except OSError:  # the file does not exist yet
         return offset
     write(data.decode(errors="replace"))
     return offset + len(data)

@@ -1,7 +1,7 @@
 """Entry point of every worker process: `python -m asyncrl.launch.worker_main CONFIG.yaml`.
 
-The launcher starts processes so, or has a fork server do what this does (supervisor/fork_server.py). You can start one process of
-a run again in the same way, under a debugger, from its resolved config.
+The launcher starts processes this way, or a fork server runs the same code in a forked process (supervisor/fork_server.py). You can
+rerun one process of a run the same way under a debugger, from its resolved config.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from asyncrl.runtime.process import die_with_parent
 from asyncrl.runtime.stacks import SUFFIX, answer_requests
 from asyncrl.runtime.worker import Worker, configure_logging, run_worker
 
-PARENT_ENV = "ASYNCRL_PARENT"  # pid of the launcher; without it the process lives on its own
+PARENT_ENV = "ASYNCRL_PARENT"  # pid of the launcher; unset: the process does not depend on a launcher
 
 
 def make_worker(config: ProcessConfig) -> Worker:
-    """The worker of a config. Heavy imports happen here, after the arguments are checked."""
+    """Return the worker of a config. Heavy imports happen here, after the arguments are checked."""
     kind = config.worker.kind
     if kind == "master":
         from asyncrl.master.worker import MasterWorker
@@ -77,12 +77,12 @@ def main() -> int:
 
 
 def run_config(path: Path, *, launched: bool) -> int:
-    """Run the worker of a config to its end; returns its exit code. launched: by the launcher, not by hand."""
+    """Run the worker of a config to its end. Returns its exit code. launched: the launcher started it, not a person."""
     if launched:
         sys.breakpointhook = no_terminal
     config = load_process_config(path)
     configure_logging(config.worker)
-    with contextlib.suppress(OSError):  # no reason not to work
+    with contextlib.suppress(OSError):  # without stacks on request, the worker still works
         answer_requests(
             logs_dir(Path(config.worker.run_dir), config.worker.attempt) / f"{path.stem}{SUFFIX}", config.worker.name
         )
@@ -91,15 +91,15 @@ def run_config(path: Path, *, launched: bool) -> int:
 
 
 def join_network(info: WorkerInfo) -> None:
-    """Have this process use the run's secrets and sockets, before it opens anything. Raises ConfigError."""
+    """Make this process use the run's secrets and sockets. Call it before the process opens any socket. Raises ConfigError."""
     security.secure(security.open_security(Path(info.run_dir), info.network))
     unix_sockets.use(info.network.socket_dir)
 
 
 def end_process(code: int) -> NoReturn:
-    """End now. The worker is closed; a thread in a collective or in a user's code holds up nothing, and taking down an
-    interpreter that has torch in it, which takes a second, serves nobody."""
-    atexit._run_exitfuncs()  # those of users' code
+    """Exit now, without the interpreter's shutdown, which takes a second with torch loaded. The worker is already closed, and a
+    thread in a collective or in a user's code does not delay the exit."""
+    atexit._run_exitfuncs()  # registered by users' code
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

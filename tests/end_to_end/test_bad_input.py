@@ -183,8 +183,8 @@ def test_a_disk_too_small_for_a_run_is_refused_at_its_start(
 ) -> None:
     assert cli.main(["run", str(config), f"fileroot={small_disk}"]) == 2
     told = capsys.readouterr().out.replace("\n", " ")
-    assert f"fileroot='{small_disk}': 8.4 MB are free there, the run needs 130.6 MB" in told
-    assert "make room, use a larger disk, or set weights.keep=1" in told
+    assert f"fileroot='{small_disk}': 8.4 MB are free there, but the run needs 130.6 MB" in told
+    assert "free space, use a larger disk, or set weights.keep=1" in told
     assert list(small_disk.iterdir()) == []
 
 

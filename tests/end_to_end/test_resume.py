@@ -141,7 +141,7 @@ def test_it_trains_each_prompt_once(runs: Runs, capsys: pytest.CaptureFixture[st
     step = audit(runs.killed).lineage[0].last
     assert step is not None
     assert step == runs.torn  # the newest when it was killed
-    assert f"going on from step {step} of attempt 1 (recover=off begins anew)" in runs.said
+    assert f"going on from step {step} of attempt 1 (recover=off starts anew)" in runs.said
     for run_dir, first in ((runs.killed, step), (runs.elsewhere, runs.whole_one)):
         assert cli.main(["audit", str(run_dir)]) == 0
         told = capsys.readouterr().out
@@ -187,7 +187,7 @@ def test_a_run_that_is_told_to_stop_writes_a_checkpoint_first(runs: Runs) -> Non
     assert attempt == 1
     assert 3 <= step < STEPS
     assert step == max(event["step"] for event in journal(stopped) if event["event"] == "trained")
-    assert f"checkpoint of step {step} is the newest; asyncrl-launch resume {stopped} goes on from it" in said
+    assert f"checkpoint of step {step} is the newest; asyncrl-launch resume {stopped} resumes from it" in said
     with resumed(stopped) as run:
         assert run.wait(LIMIT_S) == 0, run.output()
         assert f"going on from step {step} of attempt 1" in run.output()
@@ -219,13 +219,13 @@ def test_few_checkpoints_are_kept(runs: Runs) -> None:
 
 def test_without_a_checkpoint_required_refuses(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", str(runs.config), *EXACT, "trial=none", "recover=required"]) == 2
-    assert "recover='required': there is no checkpoint to go on from in" in capsys.readouterr().out
+    assert "recover='required': there is no checkpoint to resume from in" in capsys.readouterr().out
 
 
 def test_a_complete_run_begins_anew(runs: Runs) -> None:
     with launch(runs.config, *EXACT, "trial=whole", "train.max_steps=4") as run:
         assert run.wait(LIMIT_S) == 0, run.output()
-        assert "the run in this folder is complete: it begins anew (recover=required goes on" in run.output()
+        assert "the run in this folder is complete: it starts anew (recover=required resumes" in run.output()
     assert list_checkpoints(runs.whole) == [
         (2, 3),
         (2, 4),

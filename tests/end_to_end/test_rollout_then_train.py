@@ -104,7 +104,7 @@ def test_what_is_rolled_out_is_on_disk(rolled_out, tiny):
 def test_a_left_out_process_is_started_by_hand(rolled_out):
     run, by_hand = rolled_out
     assert by_hand.returncode == 0, by_hand.stderr
-    assert "rollout_worker/0 has come" in run.output()
+    assert "rollout_worker/0 has started" in run.output()
     logs = {file.name for file in (run.run_dir / "logs" / "attempt_1").iterdir()}
     assert "rollout_worker_0.log" not in logs  # the launcher started the others only
     assert "generation_server_0.log" in logs

@@ -137,7 +137,7 @@ def test_whoever_is_killed_or_frozen_the_run_goes_on(
 
     told = " ".join(run.output().split())
     assert told.count("the trainer group (model_worker/0, model_worker/1, master/0) is started again") == 2
-    assert "the trainer group goes on from step" in told
+    assert "the trainer group resumes from step" in told
     second = r"gserver_manager/0 ended before the run was over; it is started again (at once|in 1 s) \(2 of 5\)"
     assert re.search(second, told)  # which of both: whether it had lived for a minute
     assert newest_step(run) == STEPS
@@ -193,8 +193,8 @@ def test_too_often_ends_with_the_first_cause_and_how_to_go_on(start: Callable[..
         told.index(text)
         for text in (
             "failed: rollout_worker/0 was killed by signal SIGKILL",
-            "rollout_worker/0 was killed by signal SIGKILL (by somebody, or for want of memory: see `dmesg`): rollout_worker/0 "
-            "started again (1 of 1)",
+            "rollout_worker/0 was killed by signal SIGKILL (by a person or another process, or because memory ran "
+            "out: see `dmesg`): rollout_worker/0 started again (1 of 1)",
             "rollout_worker/0 was killed by signal SIGSEGV: everything started again",
             f"To go on from the newest checkpoint: asyncrl-launch resume {run.run_dir}",
         )

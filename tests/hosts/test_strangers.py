@@ -81,7 +81,7 @@ def test_the_scanner_finds_what_answers_where_authentication_is_off(run_and_stra
         "HTTP /v3/kv/range: 200",
     ):
         assert answer in found
-    assert "network.authenticate=off: a client that reaches" in run.launcher.output()
+    assert "network.authenticate=off: any client that reaches" in run.launcher.output()
 
     run.launcher.signal(signal.SIGKILL, group=True)
     assert run.daemons[run.hosts[1].name].wait(60) == 1

@@ -85,7 +85,8 @@ def test_what_is_in_the_place_of_etcds_data_is_named(tmp_path: Path) -> None:
     (tmp_path / "etcd").write_text("")
     with (
         pytest.raises(
-            LaunchError, match=rf"{tmp_path}/etcd is left of an attempt before and cannot be removed \(.*\); delete it"
+            LaunchError,
+            match=rf"{tmp_path}/etcd is left over from an earlier attempt and cannot be removed \(.*\); delete it",
         ),
         name_service(tmp_path),
     ):
@@ -117,7 +118,9 @@ def test_an_endpoint_that_is_something_else(tmp_path: Path) -> None:
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     endpoint = f"127.0.0.1:{server.server_address[1]}"
-    told = rf"name_resolve\.endpoints=\['{endpoint}'\]: etcd did not answer .* see that an etcd listens there, or leave"
+    told = (
+        rf"name_resolve\.endpoints=\['{endpoint}'\]: etcd did not answer .* check that an etcd listens there, or leave"
+    )
     try:
         with pytest.raises(LaunchError, match=told), name_service(tmp_path, endpoint):
             pass
@@ -187,7 +190,7 @@ def test_a_run_of_another_release_is_not_mixed_with_ours(tmp_path: Path) -> None
     newer = msgspec.to_builtins(RECORD) | {"format": RUN_FORMAT + 1, "release": "9.0", "endpoints": {"new": "kind"}}
     (tmp_path / "run.json").write_bytes(msgspec.json.encode(newer))
     with pytest.raises(
-        LaunchError, match=rf"has the run of asyncrl 9\.0, in format {RUN_FORMAT + 1}; .* use that release"
+        LaunchError, match=rf"was written by asyncrl 9\.0 in format {RUN_FORMAT + 1}; .* use that release"
     ):
         read_record(tmp_path)
     with pytest.raises(LaunchError, match=rf"use that release.* choose another trial=\.\.\., or move {tmp_path} away"):

@@ -549,7 +549,7 @@ def test_a_private_etcd_that_loses_its_data_begins_anew(tmp_path: Path, harm: st
                     file.write_bytes(b"torn" * 1000)
             etcd.kill()
             wait_for_restart(service, notices)
-            without = [notice for notice in notices if "does not start on its data, and is started without" in notice]
+            without = [notice for notice in notices if "does not start on its data, so it is started without" in notice]
             assert len(without) == (harm == "torn")
             assert worker.wait(names.gserver_manager(), LIMIT_S) == "http://here"
             assert worker.wait(names.status("master/0"), LIMIT_S)

@@ -161,7 +161,7 @@ def test_a_host_daemon_brings_about_what_its_launcher_wants_and_ends_it_when_tha
     end = bench.ended()
     assert (end.returncode, end.how) == (
         -9,
-        "was killed by signal SIGKILL (by somebody, or for want of memory: see `dmesg`)",
+        "was killed by signal SIGKILL (by a person or another process, or because memory ran out: see `dmesg`)",
     )
     assert "running" in end.tail  # of its log
 
@@ -185,7 +185,7 @@ def test_a_host_daemon_brings_about_what_its_launcher_wants_and_ends_it_when_tha
     bench.resolver.delete(bench.names.launcher())
     assert bench.daemon.wait(LIMIT_S) == 1
     assert gone(fourth)
-    assert "the launcher is gone; 1 processes of it were running here and end" in bench.said()
+    assert "the launcher is gone; ending its processes on this host (1)" in bench.said()
     assert bench.record() is None
 
 
@@ -205,7 +205,7 @@ def test_with_a_host_daemon_its_processes_die_and_the_next_daemon_starts_nothing
     )
     time.sleep(2)
     assert not psutil.Process(bench.daemon.pid).children()
-    wait_for(lambda: "a launcher has come" in bench.said().rpartition("joins")[2], "it knows the launcher")
+    wait_for(lambda: "a launcher has appeared" in bench.said().rpartition("joins")[2], "it knows the launcher")
     bench.lead(launcher, ends=True)
     assert bench.daemon.wait(LIMIT_S) == 0
 
@@ -223,6 +223,6 @@ def test_a_host_daemon_of_a_job_that_was_queued_again_does_not_end_with_the_laun
     assert bench.record() is None
     bench.lead(earlier, start="7.0", ends=True)
     bench.lead(launcher, start="7.1")
-    wait_for(lambda: "a launcher has come" in bench.said(), "it has met its own")
+    wait_for(lambda: "a launcher has appeared" in bench.said(), "it has met its own")
     bench.lead(launcher, start="7.1", ends=True)
     assert bench.daemon.wait(LIMIT_S) == 0

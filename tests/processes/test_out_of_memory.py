@@ -49,6 +49,6 @@ def test_whom_the_kernel_kills_for_want_of_memory_is_told_as_that(group, tmp_pat
     join = f'echo $$ > {group}/cgroup.procs && exec "$@"'
     command = ["sh", "-c", join, "sh", sys.executable, "-c", PARENT, str(tmp_path / "log")]
     told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    assert "was killed by signal SIGKILL (by the kernel, for want of memory: " in told
+    assert "was killed by signal SIGKILL (by the kernel, because memory ran out: " in told
     assert f"the limit is {LIMIT_BYTES // 1_000_000}" in told
     assert "takes it all" in told

@@ -243,7 +243,7 @@ def live_through_a_job(cluster: SlurmCluster, job: Job, capsys: pytest.CaptureFi
 
     # a second launch does not disturb it; status, logs and scale work from the login node
     assert cli.main(["run", "my_run.yaml", "cluster=slurm"]) == 1
-    assert f"job {job.job_id} is RUNNING and has" in capsys.readouterr().out.replace("\n", "")
+    assert f"job {job.job_id} is RUNNING and uses" in capsys.readouterr().out.replace("\n", "")
     table = answer("asyncrl-launch status")
     assert all(worker in table for worker in job.workers_on())
     assert cli.main(["status", str(run_dir), "--json"]) == 0
@@ -313,7 +313,7 @@ def test_the_launchers_own_node_is_given_up(cluster: SlurmCluster, tiny: Path, t
     where = job.workers_on()
     assert where["master/0"] != victim
     if not whole:
-        assert "another launcher has been started in this one's place" in job.output().replace("\n", " ")
+        assert "another launcher was started to replace this one" in job.output().replace("\n", " ")
         cluster.wait_until(lambda: victim not in job.workers_on().values(), "the old processes being gone", 30)
     assert cli.main(["stop", str(job.run_dir), "--now"]) == 0
     assert audit(job.run_dir).problems == []

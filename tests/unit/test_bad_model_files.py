@@ -90,9 +90,12 @@ def test_a_hub_name_is_no_folder(check):
     ("damage", "told"),
     [
         (lambda m: (m / "config.json").write_text("{"), r"config\.json cannot be read: .*; copy the model again"),
-        (lambda m: (m / "config.json").write_text("[1]"), r"config\.json holds no object; copy the model again"),
-        (lambda m: edit(m, "config.json", model_type="nosuch"), r"model_type='nosuch', which is no causal .*; upgrade"),
-        (lambda m: edit(m, "config.json", model_type=None), r"model_type=None, which is no causal language model"),
+        (lambda m: (m / "config.json").write_text("[1]"), r"config\.json is not a JSON object; copy the model again"),
+        (
+            lambda m: edit(m, "config.json", model_type="nosuch"),
+            r"model_type='nosuch', which is not a causal .*; upgrade",
+        ),
+        (lambda m: edit(m, "config.json", model_type=None), r"model_type=None, which is not a causal language model"),
         (lambda m: (m / "model.safetensors").unlink(), r"there are no weights, neither model\.safetensors nor"),
         (
             lambda m: cut(m / "model.safetensors"),
@@ -100,26 +103,26 @@ def test_a_hub_name_is_no_folder(check):
         ),
         (
             lambda m: cut(m / "model.safetensors", 20),
-            r"model\.safetensors \(20 bytes\) is no safetensors file, or was cut",
+            r"model\.safetensors \(20 bytes\) is not a safetensors file, or was cut",
         ),
         (
             lambda m: cut(m / "model.safetensors", 0),
-            r"model\.safetensors \(0 bytes\) is no safetensors file, or was cut",
+            r"model\.safetensors \(0 bytes\) is not a safetensors file, or was cut",
         ),
-        (lambda m: (m / "model.safetensors").write_bytes(bytes(100)), r"\(100 bytes\) is no safetensors file"),
-        (lambda m: (m / "model.safetensors").write_bytes(b"\xff" * 100), r"\(100 bytes\) is no safetensors file"),
+        (lambda m: (m / "model.safetensors").write_bytes(bytes(100)), r"\(100 bytes\) is not a safetensors file"),
+        (lambda m: (m / "model.safetensors").write_bytes(b"\xff" * 100), r"\(100 bytes\) is not a safetensors file"),
         (
             lambda m: edit(m, "config.json", vocab_size=32),
-            r"go up to id 63, the model's vocabulary has 32 .* own tokenizer",
+            r"largest token id is 63, but the model's vocabulary has 32 .* own tokenizer",
         ),
         (
             lambda m: edit(m, "config.json", vocab_size=None, text_config={"vocab_size": 32}),
-            r"go up to id 63, the model's vocabulary has 32",
+            r"largest token id is 63, but the model's vocabulary has 32",
         ),
         (lambda m: edit(m, "tokenizer_config.json", eos_token=None), r"has no EOS token, .*; set eos_token"),
         (
             lambda m: edit(m, "tokenizer_config.json", eos_token="<end>"),
-            r"EOS token '<end>' is none of its tokens, .*; set eos",
+            r"EOS token '<end>' is not in its vocabulary, .*; set eos",
         ),
         (lambda m: (m / "tokenizer.json").write_text("{"), r"no tokenizer can be loaded from it"),
         (lambda m: (m / "tokenizer.json").unlink(), r"has no tokenizer\.json; save the tokenizer with save_pretrained"),
@@ -138,7 +141,7 @@ def test_a_shard_that_is_missing_or_cut_is_named(check, model):
         check()
     (model / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(
-        ConfigError, match=r"names 2 files, and model-00002-of-00002\.safetensors is missing; copy what is"
+        ConfigError, match=r"names 2 files, and model-00002-of-00002\.safetensors is missing; copy the missing files"
     ):
         check()
     (model / "model.safetensors.index.json").write_text("{}")
@@ -153,7 +156,7 @@ def test_an_added_token_beyond_the_vocabulary_is_no_matter_unless_it_is_eos(chec
     tokenizer.save_pretrained(model)
     assert check() == 64
     edit(model, "tokenizer_config.json", eos_token={"content": "<image>", "__type": "AddedToken"})
-    with pytest.raises(ConfigError, match=r"EOS token '<image>' has id 64, the model's vocabulary has 64"):
+    with pytest.raises(ConfigError, match=r"EOS token '<image>' has id 64, but the model's vocabulary has 64"):
         check()
 
 
@@ -173,13 +176,15 @@ def test_a_disk_without_room_for_the_weights(check, model, monkeypatch):
     total, used, _ = usage = shutil.disk_usage(model)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: type(usage)(total, used, 100_000_000))
     with pytest.raises(
-        ConfigError, match=r"fileroot='.*runs': 100\.0 MB are free there, the run needs 130\.0 MB .*weights\.keep=1"
+        ConfigError, match=r"fileroot='.*runs': 100\.0 MB are free there, but the run needs 130\.0 MB .*weights\.keep=1"
     ):
         check()
     with_users_etcd = "name_resolve.endpoints=[localhost:2379]"
     assert check(with_users_etcd) == 64
     monkeypatch.setattr(shutil, "disk_usage", lambda _: type(usage)(total, used, 199))
-    with pytest.raises(ConfigError, match=r"199 B are free there, the run needs 200 B \(weights\.keep \+ 2 times 40 B"):
+    with pytest.raises(
+        ConfigError, match=r"199 B are free there, but the run needs 200 B \(weights\.keep \+ 2 times 40 B"
+    ):
         check(with_users_etcd, "checkpoint.every_s=0")  # no checkpoints
     told = (
         r"needs 560 B \(weights\.keep \+ 2 times 40 B of weights, 3 checkpoints of 120 B.*and checkpoint\.keep_last=1"
@@ -191,8 +196,8 @@ def test_a_disk_without_room_for_the_weights(check, model, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("def reward(:\n", r"rewards\.py:reward': the file is not Python: .*\(rewards\.py, line 1\)"),
-        ("def other(): pass\n", r"rewards\.py has no 'reward'; it has other"),
+        ("def reward(:\n", r"rewards\.py:reward': the file is not valid Python: .*\(rewards\.py, line 1\)"),
+        ("def other(): pass\n", r"rewards\.py does not define 'reward'; it defines other"),
     ],
 )
 def test_a_reward_file_that_cannot_be_used(check, tmp_path, text, told):

@@ -71,7 +71,7 @@ def test_a_host_finds_itself_among_those_of_the_run(monkeypatch):
     assert own_host(["10.254.254.254", "127.0.0.1"]) == "127.0.0.1"
     with pytest.raises(ConfigError, match="none of them is this machine"):
         own_host(["10.254.254.254"])
-    with pytest.raises(ConfigError, match=r"127\.0\.0\.1, localhost all are this machine"):
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1, localhost are all this machine"):
         own_host(["127.0.0.1", "localhost"])
     monkeypatch.setenv("SLURMD_NODENAME", "n3")
     assert own_host(["n1", "n3"]) == "n3"

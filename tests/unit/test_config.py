@@ -405,7 +405,7 @@ def test_too_few_open_files(runnable, monkeypatch):
     [
         ("train.batch_size=65", "has only 64 prompts"),
         ("rollout.sampling.max_new_tokens=512", "the model has 512 positions"),
-        ("prompts.task_key=task", "has prompts of the tasks other, which rollout.tasks does not name"),
+        ("prompts.task_key=task", "has prompts of the tasks other, which are not in rollout.tasks"),
         ("train.extra_mfcs.x={interface: 'a:b', input_keys: [nowhere]}", "reads ['nowhere'], which no MFC writes"),
         ("model_path=nowhere", "there is no config.json"),
         (
@@ -415,7 +415,7 @@ def test_too_few_open_files(runnable, monkeypatch):
         ("allocation=transformers.d1+p3", "the actor has the grid d1p3m1, and 2 layers: use at most p2"),
         (
             "allocation=transformers.d1+m4",
-            "and 2 heads of keys and values, of which each rank has as much as the others: use m1, m2",
+            "and 2 heads of keys and values, which do not divide evenly among its tensor parallel ranks: use m1, m2",
         ),
         ("prompts.chat_template=true", "has no chat template; set prompts.chat_template=false"),
     ],
@@ -447,9 +447,9 @@ def test_preflight_takes_a_reference_of_the_same_shape(runnable):
     [
         (
             {"num_hidden_layers": 1},
-            "weights do not fit into train.ref.path: its config.json has another num_hidden_layers",
+            "weights do not fit the model of train.ref.path: its config.json has a different num_hidden_layers",
         ),
-        ({"vocab_size": 3}, "it reads the same tokens as the actor, but tokenizer_path=.* its tokens go up to"),
+        ({"vocab_size": 3}, "it reads the actor's tokens, but tokenizer_path=.* its largest token id"),
     ],
 )
 def test_preflight_refuses_a_reference_that_does_not_fit(runnable, changes, message):
@@ -469,7 +469,7 @@ def test_preflight_refuses_a_mixture_of_experts_on_several_ranks(runnable, field
 
 def test_preflight_reads_reward_files_without_running_them(runnable):
     spec = f"{runnable.parent}/rewards.py:rewrd"
-    with pytest.raises(ConfigError, match="has no 'rewrd'; it has needs_nothing_installed, reward"):
+    with pytest.raises(ConfigError, match="does not define 'rewrd'; it defines needs_nothing_installed, reward"):
         preflight(load_experiment(runnable, [f"rollout.tasks.default.reward={spec}"]))
 
 

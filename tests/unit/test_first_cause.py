@@ -93,7 +93,7 @@ def test_one_that_could_not_speak_is_told_with_the_end_of_its_log(child):
     killed = first_cause([child("rollout_worker/0", code=-signal.SIGSEGV, ended=1.0)])
     assert killed.startswith("rollout_worker/0 was killed by signal SIGSEGV; its log ends with")
     by_hand = first_cause([child("rollout_worker/0", code=-signal.SIGKILL, ended=1.0)])
-    assert "signal SIGKILL (by somebody, or for want of memory: see `dmesg`)" in by_hand
+    assert "signal SIGKILL (by a person or another process, or because memory ran out: see `dmesg`)" in by_hand
 
 
 def test_a_log_that_is_gone(child):

@@ -78,7 +78,7 @@ def test_before_a_launcher_came_a_host_daemon_waits_for_it_and_no_longer_than_it
     rope.sees(None, 1)
     rope.unreachable(200, refused=True)
     assert rope.broken(299) == ""
-    assert "no launcher has come within 300 s" in rope.broken(301)
+    assert "no launcher has appeared within 300 s" in rope.broken(301)
 
 
 def test_an_outage_is_outlived_and_a_dead_launcher_is_not():

@@ -47,7 +47,7 @@ def test_a_life_that_is_over_between_two_looks_is_told(left_out: ExternalProcess
     for event in (put("starting"), put("running"), put("done"), GONE):
         left_out.observe(event)
     left_out.turn()
-    assert told == [f"{NAME} has come (process 7)"]
+    assert told == [f"{NAME} has started (process 7)"]
 
 
 def test_one_that_ends_too_early_is_waited_for(left_out: ExternalProcess, told: list[str]) -> None:
@@ -55,7 +55,7 @@ def test_one_that_ends_too_early_is_waited_for(left_out: ExternalProcess, told: 
         left_out.observe(event)
         left_out.turn()
     assert told == [
-        f"{NAME} has come (process 7)",
+        f"{NAME} has started (process 7)",
         f"{NAME} has ended; the run waits for it to be started again",
     ]
 

@@ -104,7 +104,8 @@ def test_the_others_wait_for_a_process_that_is_left_out(tiny):
     assert processes["master/0"].train.data_timeout_s == 3600  # it was longer
     assert processes["gserver_manager/0"].manager.lease_s == 700
     with pytest.raises(
-        ConfigError, match=r"debug\.leave_out='rollout_worker/3': no process of this run; .*rollout_worker/0"
+        ConfigError,
+        match=r"debug\.leave_out='rollout_worker/3': no process of this run has this name; .*rollout_worker/0",
     ):
         names(load_experiment(tiny, ["debug.leave_out=[rollout_worker/3]"]))
 

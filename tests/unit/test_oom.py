@@ -60,11 +60,12 @@ def test_a_process_that_was_killed_for_want_of_memory_is_told_as_that(tmp_path):
     with subprocess.Popen(["sleep", "1000"]) as process:
         process.kill()
         code = process.wait()
-    assert "was killed by signal SIGKILL (by somebody, or for want of memory" in children.how_it_ended(
-        code, log, counters
+    assert (
+        "was killed by signal SIGKILL (by a person or another process, or because memory ran out"
+        in children.how_it_ended(code, log, counters)
     )
     write(tmp_path, {"sys/fs/cgroup/memory/pod/memory.oom_control": "oom_kill 1\n"})
     told = children.how_it_ended(code, log, counters)
-    assert "was killed by signal SIGKILL (by the kernel, for want of memory: " in told
-    assert "the limit is 500.0 MB. Have fewer or smaller processes" in told
+    assert "was killed by signal SIGKILL (by the kernel, because memory ran out: " in told
+    assert "the limit is 500.0 MB. Use fewer or smaller processes" in told
     assert told.endswith("last words")

@@ -59,16 +59,16 @@ def test_without_gpus_cores_are_shared_out_and_never_refused():
 
 def test_the_error_says_what_would_fit():
     with pytest.raises(
-        PlacementError, match=r"generation_server/2 needs 4 GPUs on one host; free are h1: 0 of 8, h2: 3 of 3"
+        PlacementError, match=r"generation_server/2 needs 4 GPUs on one host; free GPUs: h1: 0 of 8, h2: 3 of 3"
     ):
         Placement([host(1, 8), host(2, 3)], "h1").place_all(specs_of("sglang.d3p1m4+d2"))
-    with pytest.raises(PlacementError, match="2 generation servers would fit instead of 3"):
+    with pytest.raises(PlacementError, match="use 2 generation servers instead of 3, which would fit"):
         Placement([host(1, 8), host(2, 3)], "h1").place_all(specs_of("sglang.d3p1m4+d2"))
     with pytest.raises(
-        PlacementError, match=r"they want generation_servers 1, model_workers 8 GPUs and the hosts have 4"
+        PlacementError, match=r"the run needs generation_servers 1, model_workers 8 GPUs and the hosts have 4"
     ):
         Placement([host(1, 4)], "h1").place_all(specs_of("sglang.d1+d8"))
-    with pytest.raises(PlacementError, match=r"GB of memory at least; left are h1"):
+    with pytest.raises(PlacementError, match=r"GB of memory; free memory: h1"):
         Placement([host(1, memory_bytes=10**9)], "h1").place_all(specs_of("transformers.d2+d2"))
 
 
@@ -82,7 +82,7 @@ def test_of_a_lost_host_everything_finds_another_place_if_there_is_one():
     assert {place.host.name for place in again.values()} == {"h2", "h3"}
     placement.lose("h2")
     computing = [spec for spec in specs.values() if spec.computes]
-    with pytest.raises(PlacementError, match="needs a GPU; free are h3"):
+    with pytest.raises(PlacementError, match="needs a GPU; free GPUs: h3"):
         placement.place_all(computing)
     placement.lose("h3")
     with pytest.raises(PlacementError, match="no host is left"):

@@ -142,7 +142,7 @@ class TestStartingPoint:
         found, notices = start(config, run_dir)
         assert found is not None
         assert (found.path, found.attempt, found.step) == (path, 1, 2)
-        assert notices == ["going on from step 2 of attempt 1 (recover=off begins anew)"]
+        assert notices == ["going on from step 2 of attempt 1 (recover=off starts anew)"]
 
     def test_auto_begins_a_complete_run_anew(self, config, run_dir, save):
         save()
@@ -150,7 +150,7 @@ class TestStartingPoint:
         found, notices = start(config, run_dir)
         assert found is None
         assert notices == [
-            "the run in this folder is complete: it begins anew (recover=required goes on from its newest checkpoint)"
+            "the run in this folder is complete: it starts anew (recover=required resumes from its newest checkpoint)"
         ]
         assert begin_attempt(run_dir) == 2  # it takes the summary away: the run there is not complete any more
         assert start(config, run_dir) == (None, [])  # interrupted before its first checkpoint: nothing to go on from
@@ -164,7 +164,7 @@ class TestStartingPoint:
     @pytest.mark.parametrize(
         ("train", "fields", "told"),
         [
-            ({"max_steps": 2}, {}, "train.max_steps=2: the run is complete, .* with, for example, train.max_steps=4$"),
+            ({"max_steps": 2}, {}, "train.max_steps=2: the run is complete; .* with, for example, train.max_steps=4$"),
             ({}, {"done_cursor": Locator(1, 0)}, "train.num_epochs=1: .*, for example, train.num_epochs=2$"),
             (
                 {"target_reward": 0.5},
@@ -187,7 +187,7 @@ class TestStartingPoint:
         assert start(longer, run_dir)[0] is not None
 
     def test_required_refuses_where_there_is_none(self, config, run_dir):
-        with pytest.raises(ConfigError, match=r"^recover='required': there is no checkpoint to go on from in .*t0/ch"):
+        with pytest.raises(ConfigError, match=r"^recover='required': there is no checkpoint to resume from in .*t0/ch"):
             start(replace(config, recover="required"), run_dir)
 
     def test_off_begins_anew_and_stays_so(self, config, run_dir, save):
@@ -223,19 +223,21 @@ class TestWhatDoesNotFit:
         rows = path.read_text().splitlines()
         path.write_text("\n".join(rows[:9]) + "\n")
         self.refused(
-            config, run_dir, r"^prompts.path='.*p.jsonl': it has 9 prompts, the checkpoint of step 2 \(attempt 1\) "
+            config, run_dir, r"^prompts.path='.*p.jsonl': it has 9 prompts, but the checkpoint of step 2 \(attempt 1\) "
         )
         self.refused(
-            config, run_dir, r"was made with 10 prompts, so that nobody could say which are done; give those, or "
+            config,
+            run_dir,
+            r"was made with 10 prompts, so the prompts already done cannot be identified; use the original prompts, or ",
         )
         path.write_text("\n".join(rows[::-1]) + "\n")
         self.refused(
-            config, run_dir, "it has 10 prompts, .* was made with other prompts, .* or begin anew with recover=off"
+            config, run_dir, "it has 10 prompts, .* was made with other prompts, .* or start anew with recover=off"
         )
 
     def test_another_order(self, config, run_dir, save):
         save()
-        self.refused(replace(config, seed=2), run_dir, "^seed=2: .* has the order of prompts of seed=1; use that")
+        self.refused(replace(config, seed=2), run_dir, "^seed=2: .* has the prompt order of seed=1; use that")
         unshuffled = replace(config, prompts=replace(config.prompts, shuffle=False))
         self.refused(unshuffled, run_dir, "^prompts.shuffle=False: .* of prompts.shuffle=True")
 
@@ -277,7 +279,9 @@ class TestWhatDoesNotFit:
     def test_a_critic_that_was_not_there(self, config, run_dir, save):
         save()
         with_critic = replace(config, train=replace(config.train, critic=CriticConfig()))
-        self.refused(with_critic, run_dir, "^train.critic: the checkpoint .* has no critic, .*; leave train.critic out")
+        self.refused(
+            with_critic, run_dir, "^train.critic: the checkpoint .* was made without a critic; leave train.critic out"
+        )
         save(step=3, models=("actor", "critic"))
         assert start(with_critic, run_dir)[0] is not None
         assert start(config, run_dir)[0] is not None  # what is not trained any more is not asked for
@@ -413,7 +417,7 @@ def test_a_run_of_a_newer_release_is_refused_before_its_config_is_read(config, r
     save_config(config, file)
     file.write_text(file.read_text() + "not_known_yet: 1\n")
     (run_dir / "run.json").write_text('{"format": 2, "release": "9.9", "pids": [1]}')
-    told = rf"has the run of asyncrl 9\.9, in format 2; this is asyncrl {__version__}, which knows format 1"
+    told = rf"was written by asyncrl 9\.9 in format 2; this is asyncrl {__version__}, which supports format 1"
     with pytest.raises(LaunchError, match=told):
         config_to_resume(run_dir, [])
 

@@ -131,7 +131,7 @@ def test_a_broken_record_is_named(tmp_path):
 )
 def test_a_broken_record_is_told_with_its_content_and_a_remedy(tmp_path, content):
     (tmp_path / "run.json").write_bytes(content)
-    told = rf"it holds {len(content)} bytes.*\. Move it away: the next run here writes it anew"
+    told = rf"it has {len(content)} bytes.*\. Move it away; the next run here writes a new one"
     with pytest.raises(LaunchError, match=told) as error:
         read_record(tmp_path)
     assert repr(content[:40]) in str(error.value) or not content
@@ -140,7 +140,7 @@ def test_a_broken_record_is_told_with_its_content_and_a_remedy(tmp_path, content
 def test_a_folder_in_the_place_of_the_link_to_the_newest_logs(tmp_path):
     """As a copy leaves it that follows links."""
     (tmp_path / "logs" / "latest").mkdir(parents=True)
-    with pytest.raises(LaunchError, match=r"logs/latest is a folder; .* move it away \(mv "):
+    with pytest.raises(LaunchError, match=r"logs/latest is a folder, but .* move it away \(mv "):
         begin_attempt(tmp_path)
     assert [path.name for path in (tmp_path / "logs").iterdir()] == ["latest"]
     (tmp_path / "logs" / "latest").rename(tmp_path / "logs" / "latest.old")

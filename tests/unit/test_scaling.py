@@ -200,7 +200,7 @@ def test_a_drain_ends_by_its_limit_where_nobody_says_so(world: World) -> None:
     assert world[1].told == []
     world.turn(after_s=0.5)
     assert world[1].told == ["stop"]
-    assert world.told[-1] == "generation_server/1 has not drained within 30 s, and is stopped"
+    assert world.told[-1] == "generation_server/1 has not drained within 30 s and is stopped"
 
 
 def test_one_that_cannot_join_is_given_up_until_the_next_request(world: World) -> None:
@@ -222,7 +222,7 @@ def test_one_that_cannot_join_is_given_up_until_the_next_request(world: World) -
     child.returncode = 1
     assert world.turn() == ["-1"]
     assert (
-        "generation_server/1 could not join the run, which goes on without it: it failed: No memory" in world.told[-1]
+        "generation_server/1 could not join the run, which continues without it: it failed: No memory" in world.told[-1]
     )
     assert world.turn() == []
     world.scale(2)

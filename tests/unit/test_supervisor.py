@@ -123,7 +123,7 @@ def test_a_rollout_worker_comes_back_alone(world: World) -> None:
     world.die("rollout_worker/0")
     child, how = (
         world["rollout_worker/0"],
-        "was killed by signal SIGKILL (by somebody, or for want of memory: see `dmesg`)",
+        "was killed by signal SIGKILL (by a person or another process, or because memory ran out: see `dmesg`)",
     )
     assert world.turn() == [Forget(child), StartLater("rollout_worker/0", how, 1, 0.0)]
     assert world.told == [f"rollout_worker/0 {how}; it is started again at once (1 of 3); see {world.log}"]
@@ -236,7 +236,7 @@ def test_a_process_that_cannot_be_killed_ends_the_run(world: World) -> None:
     world["model_worker/1"].returncode = None  # it is inside the kernel
     decisions = world.turn(KILL_LIMIT_S + 1.0)
     (end,) = [decision for decision in decisions if isinstance(decision, EndRun)]
-    assert "model_worker/1 cannot be started again: killed, and still not gone" in end.cause
+    assert "model_worker/1 cannot be started again: killed, and still not ended" in end.cause
 
 
 def test_a_server_that_leaves_ends_nothing(world: World) -> None:

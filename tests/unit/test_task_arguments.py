@@ -28,17 +28,20 @@ def test_what_fits():
     [
         (
             {"env": FEEDBACK, "env_args": {"feedback": "x", "max_turn": 2}},
-            r"rollout\.tasks\.t\.env_args\.max_turn=2: FeedbackEnv takes no such argument; did you mean 'max_turns'\?",
+            r"rollout\.tasks\.t\.env_args\.max_turn=2: FeedbackEnv does not take this argument; did you mean 'max_turns'\?",
         ),
-        ({"env": FEEDBACK}, "FeedbackEnv needs feedback too; it takes feedback, success, max_turns"),
-        ({"reward": "m:r", "env_args": {"x": 1}}, "RewardEnv takes no such argument; it takes none"),
-        ({"reward": "m:r", "agent_args": {"n": 1}}, "SingleStepAgent takes no such argument"),
+        ({"env": FEEDBACK}, "FeedbackEnv also needs feedback; it takes feedback, success, max_turns"),
+        ({"reward": "m:r", "env_args": {"x": 1}}, "RewardEnv does not take this argument; it takes none"),
+        ({"reward": "m:r", "agent_args": {"n": 1}}, "SingleStepAgent does not take this argument"),
         (
             {"reward": "m:r", "agent": MULTI_STEP, "agent_args": {"group_size": 2}},
             "the rollout worker sets it; leave it out",
         ),
         ({"agent": MULTI_STEP}, r"MultiStepAgent needs rollout\.tasks\.t\.reward or rollout\.tasks\.t\.env"),
-        ({"agent": CHAT, "agent_args": {"ignored": []}}, "ChatAgent takes no such argument; did you mean 'ignore'"),
+        (
+            {"agent": CHAT, "agent_args": {"ignored": []}},
+            "ChatAgent does not take this argument; did you mean 'ignore'",
+        ),
     ],
 )
 def test_what_does_not(task, told):
@@ -72,7 +75,7 @@ def test_users_files_are_read_and_not_run(tmp_path):
     assert names("G") is None
     assert names("missing") is None
     check(env=f"{file}:D", env_args={"colour": 1, "anything": 2})
-    with pytest.raises(ConfigError, match="D needs colour too"):
+    with pytest.raises(ConfigError, match="D also needs colour"):
         check(env=f"{file}:D")
     assert find_parameters(f"{file}:E").required == {"a", "prompt"}
     with pytest.raises(ConfigError, match=r"its __init__ must take prompt, reward by name .* does not take reward"):

@@ -1,7 +1,8 @@
-"""The least memory that a run needs, from its plan and the sizes of its models. Activations and libraries come on top.
+"""Computes the least memory that a run needs, from its plan and the sizes of its models. Activations and libraries need more.
 
-Each rank of a trained model holds its share of weights, gradients and two moments of Adam in float32; a frozen one its share of
-weights in train.dtype; a generation server weights and KV cache in generation.dtype.
+- Each rank of a trained model holds its share of the weights, gradients and two Adam moments, in float32.
+- Each rank of a frozen model holds its share of the weights, in train.dtype.
+- A generation server holds weights and KV cache, in generation.dtype.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ TRAINED_PARAMETER_BYTES = 16  # weight, gradient and two moments
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What a model's folder tells of its size, without loading it. Zeros where it tells nothing."""
+    """A model's size, read from its folder without loading it. A field is 0 if the folder does not give it."""
 
     num_parameters: int = 0
-    kv_values_per_token: int = 0  # in the KV cache, all layers
+    kv_values_per_token: int = 0  # values in the KV cache, summed over layers
 
     @classmethod
     def of(cls, model_path: str) -> ModelSize:
@@ -36,8 +37,8 @@ class ModelSize:
             head_dim = int(config.get("head_dim") or int(config.get("hidden_size", 0)) // max(heads, 1))
             kv_heads = int(config.get("num_key_value_heads") or heads)
             kinds = Counter(config.get("layer_types") or [""] * int(config.get("num_hidden_layers", 0)))
-            layers = min(kinds.values(), default=0)  # layers of several kinds share the pages of the cache
-        except (OSError, ValueError, TypeError, AttributeError):  # preflight says what is wrong with it
+            layers = min(kinds.values(), default=0)  # layers of different kinds share the cache's pages
+        except (OSError, ValueError, TypeError, AttributeError):  # preflight reports the error
             return cls()
         try:
             num_parameters = count_parameters(model_path)
@@ -49,7 +50,7 @@ class ModelSize:
 @dataclass(frozen=True)
 class _Part:
     what: str
-    device: str  # as CUDA_VISIBLE_DEVICES names it; "": main memory
+    device: str  # its name in CUDA_VISIBLE_DEVICES; "": main memory
     num_bytes: int
     remedy: str
 
@@ -57,9 +58,10 @@ class _Part:
 def too_little_memory(
     specs: Sequence[ProcessSpec], sizes: Mapping[str, ModelSize], limits: Mapping[str, int]
 ) -> tuple[str, str] | None:
-    """What is needed where it does not fit, and the remedy (pure). None: the least that is needed fits everywhere.
+    """Return the shortage of memory on the first device where the least need exceeds the limit, and the remedy (pure). None: it
+    fits everywhere.
 
-    sizes: by the path of a model. limits: bytes by device ("": main memory that is available); of others nothing is known.
+    sizes: by model path. limits: bytes by device ("": available main memory); devices without a limit are not checked.
     """
     parts = [part for spec in specs for part in _parts_of(spec, sizes)]
     for device, limit in limits.items():
@@ -76,7 +78,7 @@ def too_little_memory(
 
 
 def sizes_of(specs: Sequence[ProcessSpec]) -> dict[str, ModelSize]:
-    """Of all models that the processes load, by path. Reads their folders."""
+    """Return the sizes of all models that the processes load, by path. Reads the models' folders."""
     paths: set[str] = set()
     for spec in specs:
         if isinstance(spec.config, ModelWorkerConfig):
@@ -106,7 +108,7 @@ def _parts_of(spec: ProcessSpec, sizes: Mapping[str, ModelSize]) -> Iterator[_Pa
             weights = size.num_parameters * value // len(devices)
             remedy = "use fewer generation servers in allocation=..., or a smaller model_path=..."
             yield _Part("weights of generation servers", device, weights, remedy)
-            if device and config.engine == "sglang":  # it sizes its cache itself
+            if device and config.engine == "sglang":  # SGLang sizes its own cache
                 continue
             tokens = generation.num_blocks * generation.page_size
             cache = tokens * size.kv_values_per_token * value // len(devices)

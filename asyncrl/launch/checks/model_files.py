@@ -1,7 +1,7 @@
-"""A model's folder, checked before anything starts: config, architecture, weights, tokenizer. Without torch or transformers.
+"""Checks a model's folder before the run starts: config, architecture, weights, tokenizer. Needs neither torch nor transformers.
 
-A truncated file or a missing shard shows in the safetensors' headers, which are read here; what only loading can tell (tensors
-that the architecture wants and the files lack) the trainer says when it loads the model.
+The headers of the safetensors files reveal truncated files and missing shards. Some errors appear only on loading, such as tensors
+that the architecture needs and the files lack; the trainer reports those when it loads the model.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from asyncrl.config.schema import ConfigError
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_OLD_FORMATS = ("pytorch_model.bin", "pytorch_model.bin.index.json")  # pickles: to load one is to run what is in it
-_LENGTH_BYTES = 8  # of the number at the start of a safetensors file: how long its header is
+_OLD_FORMATS = ("pytorch_model.bin", "pytorch_model.bin.index.json")  # pickles, and loading a pickle runs code from it
+_LENGTH_BYTES = 8  # size of the number at the start of a safetensors file, which is the length of the header
 _CAUSAL_MAPPING = re.compile(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = .*?^\)", re.MULTILINE | re.DOTALL)
 
 
 def read_config(model_path: str, hint: str, *, field: str = "model_path") -> dict[str, Any]:
-    """config.json of the model. Raises ConfigError naming the field; hint: what to do where there is none."""
+    """Return the model's config.json. Raises ConfigError with the field. hint: the remedy if there is no config.json."""
     file = Path(model_path).expanduser() / "config.json"
     if not file.is_file():
         raise ConfigError(f"{field}={model_path!r}: there is no config.json; {hint}")
@@ -35,7 +35,7 @@ def read_config(model_path: str, hint: str, *, field: str = "model_path") -> dic
             f"{field}={model_path!r}: config.json cannot be read: {error}; copy the model again"
         ) from error
     if not isinstance(config, dict):
-        raise ConfigError(f"{field}={model_path!r}: config.json holds no object; copy the model again")
+        raise ConfigError(f"{field}={model_path!r}: config.json is not a JSON object; copy the model again")
     _check_architecture(f"{field}={model_path!r}", config.get("model_type"))
     return config
 
@@ -44,13 +44,14 @@ def _check_architecture(where: str, model_type: object) -> None:
     known = causal_architectures()
     if known and model_type not in known:
         raise ConfigError(
-            f"{where}: config.json says model_type={model_type!r}, which is no causal language model that the "
-            f"installed transformers knows; upgrade transformers, or give another model, such as qwen3 or llama"
+            f"{where}: config.json has model_type={model_type!r}, which is not a causal language model of the "
+            f"installed transformers; upgrade transformers, or use another model, such as qwen3 or llama"
         )
 
 
 def causal_architectures() -> set[str]:
-    """What AutoModelForCausalLM loads, read from the text of transformers' table: importing it takes seconds. Empty: unknown."""
+    """Return the model types that AutoModelForCausalLM loads; empty: unknown. Parses the source of transformers' table, because an
+    import takes seconds."""
     spec = importlib.util.find_spec("transformers")
     if spec is None or spec.origin is None:
         return set()
@@ -63,7 +64,7 @@ def causal_architectures() -> set[str]:
 
 
 def count_parameters(model_path: str, *, field: str = "model_path") -> int:
-    """Parameters in the model's safetensors, all of which must be there and whole. Raises ConfigError."""
+    """Return the number of parameters in the model's safetensors files. Raises ConfigError if a file is missing or damaged."""
     folder, where = Path(model_path).expanduser(), f"{field}={model_path!r}"
     if (folder / _SINGLE).is_file():
         files = {_SINGLE}
@@ -71,7 +72,7 @@ def count_parameters(model_path: str, *, field: str = "model_path") -> int:
         files = _indexed_files(where, folder / _INDEX)
     elif any((folder / name).is_file() for name in _OLD_FORMATS):
         raise ConfigError(
-            f"{where}: its weights are in a pickle ({_OLD_FORMATS[0]}), and to load one is to run what is in it; if you trust it, "
+            f"{where}: its weights are in a pickle ({_OLD_FORMATS[0]}), and loading a pickle runs code from it; if you trust it, "
             "convert it once with AutoModelForCausalLM.from_pretrained(...).save_pretrained(...), which writes safetensors"
         )
     else:
@@ -82,7 +83,7 @@ def count_parameters(model_path: str, *, field: str = "model_path") -> int:
     if missing:
         raise ConfigError(
             f"{where}: {_INDEX} names {len(files)} files, and {', '.join(missing[:5])} "
-            f"{'is' if len(missing) == 1 else 'are'} missing; copy what is missing again"
+            f"{'is' if len(missing) == 1 else 'are'} missing; copy the missing files again"
         )
     return sum(_parameters_of(where, folder / name) for name in files)
 
@@ -95,7 +96,8 @@ def _indexed_files(where: str, index: Path) -> set[str]:
 
 
 def _parameters_of(where: str, file: Path) -> int:
-    """Read the header of a safetensors file, and compare what it promises with the file's size."""
+    """Return the number of parameters in a safetensors file, by its header. Raises ConfigError if the header does not match the
+    size of the file."""
     size = file.stat().st_size
     try:
         with file.open("rb") as stream:
@@ -107,7 +109,7 @@ def _parameters_of(where: str, file: Path) -> int:
         parameters = sum(math.prod(map(int, entry["shape"])) for entry in tensors)
     except (AssertionError, ValueError, KeyError, TypeError, IndexError, AttributeError):
         raise ConfigError(
-            f"{where}: {file.name} ({size} bytes) is no safetensors file, or was cut short; copy it again"
+            f"{where}: {file.name} ({size} bytes) is not a safetensors file, or was cut short; copy it again"
         ) from None
     if size != expected:
         raise ConfigError(
@@ -117,10 +119,10 @@ def _parameters_of(where: str, file: Path) -> int:
 
 
 def check_vocabulary(tokenizer_path: str, config: Mapping[str, Any]) -> None:
-    """The model knows every token of the tokenizer, and can end a response. Raises ConfigError.
+    """Check that every token id of the tokenizer, EOS included, is in the model's vocabulary. Raises ConfigError.
 
-    Added tokens besides EOS may lie beyond the model's vocabulary: some models have one, for images, that no text contains. A
-    prompt that has one all the same is rejected (`generation_refused`).
+    Added tokens other than EOS may lie beyond the vocabulary: some models have one for images, which does not occur in text. A
+    prompt that contains such a token is rejected (`generation_refused`).
     """
     folder = Path(tokenizer_path).expanduser()
     nested = config.get("text_config")
@@ -133,23 +135,25 @@ def check_vocabulary(tokenizer_path: str, config: Mapping[str, Any]) -> None:
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     if vocabulary and (largest := max(vocabulary.values())) >= vocab_size:
         raise ConfigError(
-            f"tokenizer_path={tokenizer_path!r}: its tokens go up to id {largest}, the model's vocabulary has {vocab_size} "
-            "(config.json, vocab_size): they do not belong together; use the model's own tokenizer"
+            f"tokenizer_path={tokenizer_path!r}: its largest token id is {largest}, but the model's vocabulary has {vocab_size} "
+            "tokens (config.json, vocab_size): they do not belong together; use the model's own tokenizer"
         )
     eos = _eos_token(folder)
     eos_id = tokenizer.token_to_id(eos) if eos else None
     if eos and (eos_id is None or eos_id >= vocab_size):
         where = (
-            "is none of its tokens" if eos_id is None else f"has id {eos_id}, the model's vocabulary has {vocab_size}"
+            "is not in its vocabulary"
+            if eos_id is None
+            else f"has id {eos_id}, but the model's vocabulary has {vocab_size} tokens"
         )
         raise ConfigError(
-            f"tokenizer_path={tokenizer_path!r}: its EOS token {eos!r} {where}, so that no response could ever end; set eos_token "
-            "in tokenizer_config.json to one that the model knows"
+            f"tokenizer_path={tokenizer_path!r}: its EOS token {eos!r} {where}, so no response could ever end; set eos_token in "
+            "tokenizer_config.json to a token of the model's vocabulary"
         )
 
 
 def _eos_token(folder: Path) -> str:
-    """As tokenizer_config.json has it: a string, or an object with `content`. "" where it says nothing."""
+    """Return eos_token of tokenizer_config.json, which is a string or an object with `content`. "": the file has none."""
     try:
         eos = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token")
     except (OSError, ValueError, AttributeError):

@@ -1,4 +1,4 @@
-"""What can be checked of a run on this machine before anything starts: files, sizes, tokenizer, etcd."""
+"""Checks a run on this machine before anything starts: files, sizes, tokenizer, etcd."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from asyncrl.runtime.names.etcd.server import EtcdServerError, find_etcd
 from asyncrl.runtime.names.memory import MEMORY
 from asyncrl.weights.versions import MANIFEST, read_manifest, tensor_files
 
-_SHAPE_FIELDS = (  # of config.json: models that differ in one have other tensors
+_SHAPE_FIELDS = (  # fields of config.json that determine the tensors' names and shapes
     "model_type",
     "hidden_size",
     "intermediate_size",
@@ -50,16 +50,17 @@ _SHAPE_FIELDS = (  # of config.json: models that differ in one have other tensor
     "vocab_size",
     "tie_word_embeddings",
 )
-# Of config.json; a mixture of experts has one
+# Fields of config.json; a mixture of experts has one of them
 _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
-_FLOATS_OF_A_PARAMETER = 3  # in a checkpoint: itself and the optimizer's two moments
-_ETCD_BYTES = 130_000_000  # two files of its log, which it allocates as it starts
+_FLOATS_OF_A_PARAMETER = 3  # in a checkpoint: the parameter and the optimizer's two moments
+_ETCD_BYTES = 130_000_000  # two files of its write-ahead log, which it allocates on start
 
 
 def preflight(config: ExperimentConfig) -> int:
-    """Check files against config. Returns the number of training prompts (train_only: of recorded groups that will be trained on).
+    """Check the config against the files on this machine. Returns the number of training prompts (train_only: of the recorded
+    groups to train on).
 
-    Raises ConfigError naming field and remedy.
+    Raises ConfigError with the field and the remedy.
     """
     hint = f"make it with `{config.prepare}`" if config.prepare else "give a folder in Hugging Face format"
     model = read_config(config.model_path, hint)
@@ -82,12 +83,14 @@ def preflight(config: ExperimentConfig) -> int:
     if config.mode == "train_only":
         return _check_replay(config, model)
     if config.mode == "rollout_only" and not tensor_files(Path(config.model_path).expanduser()):
-        raise ConfigError(f"model_path={config.model_path!r}: there is no *.safetensors; save it with save_pretrained")
+        raise ConfigError(
+            f"model_path={config.model_path!r}: there is no *.safetensors; save the model with save_pretrained"
+        )
     num_prompts = _count("prompts", config.prompts, config)
     if num_prompts < config.train.batch_size:
         raise ConfigError(
             f"train.batch_size={config.train.batch_size}: {config.prompts.path} has only {num_prompts} prompts, "
-            "so a batch could never be full; use a smaller batch or more prompts"
+            "so a batch could never fill; use a smaller batch or more prompts"
         )
     if (
         config.eval.prompts is not None
@@ -102,7 +105,8 @@ def preflight(config: ExperimentConfig) -> int:
 def _read_other_models(
     config: ExperimentConfig, tokenizer_path: str, actor: Mapping[str, object]
 ) -> dict[str, Mapping[str, object]]:
-    """config.json of critic, reference and reward model, where they are others than model_path's; checked like that one."""
+    """Return config.json of the critic, the reference and the reward model, where they have their own path. Applies the checks of
+    model_path to them."""
     train = config.train
     found: dict[str, Mapping[str, object]] = {}
     for role, field, path in (
@@ -116,18 +120,18 @@ def _read_other_models(
             try:
                 check_vocabulary(tokenizer_path, found[role])
             except ConfigError as error:
-                raise ConfigError(f"{field}={path!r}: it reads the same tokens as the actor, but {error}") from error
+                raise ConfigError(f"{field}={path!r}: it reads the actor's tokens, but {error}") from error
     others = [name for name in _SHAPE_FIELDS if REF in found and found[REF].get(name) != actor.get(name)]
     if train.ref.update_interval and others:
         raise ConfigError(
-            f"train.ref.update_interval={train.ref.update_interval}: the actor's weights do not fit into train.ref.path: its "
-            f"config.json has another {others[0]}; use 0, or a reference of the actor's architecture"
+            f"train.ref.update_interval={train.ref.update_interval}: the actor's weights do not fit the model of train.ref.path: "
+            f"its config.json has a different {others[0]}; use 0, or a reference with the actor's architecture"
         )
     return found
 
 
 def _check_grids(config: ExperimentConfig, models: Mapping[str, Mapping[str, object]]) -> None:
-    """Each model can be cut into the stages and tensor parallel ranks that the allocation gives it."""
+    """Check that each model can be split into the pipeline stages and tensor parallel ranks of its allocation."""
     placements, _ = allocation_of(config).place(build_dataflow(config.train, config.mode))
     for placement in placements:
         whole = models.get(placement.role, models[ACTOR])
@@ -138,8 +142,8 @@ def _check_grids(config: ExperimentConfig, models: Mapping[str, Mapping[str, obj
         experts = [f"{name}={model[name]}" for name in _EXPERT_FIELDS if model.get(name)]
         if experts and placement.grid.size > 1:
             raise ConfigError(
-                f"{where}, and config.json has {experts[0]}: a mixture of experts is trained by one rank; use d1p1m1, or a dense "
-                "model"
+                f"{where}, and config.json has {experts[0]}: a mixture of experts can only be trained by one rank; use d1p1m1, "
+                "or a dense model"
             )
         if isinstance(layers, int) and placement.grid.pipe > layers:
             raise ConfigError(f"{where}, and {layers} layers: use at most p{layers}")
@@ -153,12 +157,12 @@ def _check_grids(config: ExperimentConfig, models: Mapping[str, Mapping[str, obj
             common = math.gcd(*sizes.values())
             fitting = ", ".join(f"m{size}" for size in range(1, common + 1) if common % size == 0)
             raise ConfigError(
-                f"{where}, and {', '.join(uneven)}, of which each rank has as much as the others: use {fitting}"
+                f"{where}, and {', '.join(uneven)}, which do not divide evenly among its tensor parallel ranks: use {fitting}"
             )
 
 
 def _check_wandb(config: ExperimentConfig) -> None:
-    """The package is there. A folder of that name, such as wandb itself makes, is none."""
+    """Check that the package wandb is installed. A folder of that name, such as wandb itself creates, does not count."""
     spec = importlib.util.find_spec("wandb") if config.wandb.mode != "disabled" else None
     if config.wandb.mode != "disabled" and (spec is None or spec.origin is None):
         raise ConfigError(
@@ -168,7 +172,7 @@ def _check_wandb(config: ExperimentConfig) -> None:
 
 
 def _check_tokenizer(path: str) -> None:
-    """It can be read and has an EOS token. Without transformers, whose import takes a second, where that is enough."""
+    """Check that the tokenizer is readable and has an EOS token. Avoids transformers where possible; its import takes a second."""
     folder = Path(path).expanduser()
     if _has_eos_token(folder) and _is_readable(folder / "tokenizer.json"):
         return
@@ -177,7 +181,9 @@ def _check_tokenizer(path: str) -> None:
     except Exception as error:
         raise ConfigError(f"tokenizer_path={path!r}: no tokenizer can be loaded from it: {error}") from error
     if tokenizer.eos_token_id is None:
-        raise ConfigError(f"tokenizer_path={path!r}: has no EOS token, so no response could ever end; set eos_token")
+        raise ConfigError(
+            f"tokenizer_path={path!r}: the tokenizer has no EOS token, so no response could ever end; set eos_token"
+        )
 
 
 def _has_eos_token(folder: Path) -> bool:
@@ -188,13 +194,13 @@ def _has_eos_token(folder: Path) -> bool:
 
 
 def _check_chat_template(config: ExperimentConfig, path: str) -> None:
-    """There is one where prompts are to be rendered with it. The files that save_pretrained writes are looked at, not loaded."""
+    """Check that the tokenizer has a chat template if prompts use one. Looks for the files that save_pretrained writes."""
     folder = Path(path).expanduser()
     for name, prompts in (("prompts", config.prompts), ("eval.prompts", config.eval.prompts)):
         if prompts is not None and prompts.chat_template and folder.is_dir() and not _has_chat_template(folder):
             raise ConfigError(
                 f"{name}.chat_template=True: the tokenizer in {path} has no chat template; set {name}.chat_template=false "
-                "and write prompts as they are to be read, or put the template into chat_template.jinja there"
+                "and write each prompt as its final text, or put the template into chat_template.jinja there"
             )
 
 
@@ -212,7 +218,7 @@ def _is_readable(file: Path) -> bool:
 
     try:
         Tokenizer.from_file(str(file))
-    except Exception:  # it raises nothing narrower
+    except Exception:  # tokenizers raises no narrower type
         return False
     return True
 
@@ -231,7 +237,7 @@ def _check_tasks(config: ExperimentConfig) -> None:
 
 
 def _check_module(field: str, spec: str) -> None:
-    """Its package is there, where the run's processes will look: the current folder, then Python's own path. Not imported."""
+    """Check that the package exists where the run's processes look: the current folder, then Python's path. Does not import it."""
     package = spec.partition(":")[0].partition(".")[0]
     if package in sys.modules or PathFinder.find_spec(package, [os.getcwd()]) or importlib.util.find_spec(package):
         return
@@ -241,12 +247,13 @@ def _check_module(field: str, spec: str) -> None:
 
 
 def _check_defines(field: str, spec: str) -> None:
-    """The file defines (or imports) that name. Read, not run: it may need what the launcher does not have."""
+    """Check that the file defines or imports the name. Parses the file without running it, because it may need packages that the
+    launcher does not have."""
     file, _, wanted = spec.rpartition(":")
     try:
         body = ast.parse(Path(file).expanduser().read_text(encoding="utf-8"), filename=file).body
     except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"{field}={spec!r}: the file is not Python: {error}") from error
+        raise ConfigError(f"{field}={spec!r}: the file is not valid Python: {error}") from error
     names: set[str] = set()
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -256,11 +263,13 @@ def _check_defines(field: str, spec: str) -> None:
         elif isinstance(node, ast.Assign):
             names.update(target.id for target in node.targets if isinstance(target, ast.Name))
     if wanted not in names and "*" not in names:
-        raise ConfigError(f"{field}={spec!r}: {file} has no {wanted!r}; it has {', '.join(sorted(names)) or 'nothing'}")
+        raise ConfigError(
+            f"{field}={spec!r}: {file} does not define {wanted!r}; it defines {', '.join(sorted(names)) or 'nothing'}"
+        )
 
 
 def _check_replay(config: ExperimentConfig, model: Mapping[str, object]) -> int:
-    """What is to be replayed is whole and fits the model. Returns the number of groups."""
+    """Check that the recordings to replay are complete and fit the model. Returns the number of groups."""
     plan = plan_replay(
         config.replay,
         batch_size=config.train.batch_size,
@@ -275,15 +284,18 @@ def _check_replay(config: ExperimentConfig, model: Mapping[str, object]) -> int:
     folder = Path(config.model_path).expanduser()
     if (folder / MANIFEST).is_file() and (version := read_manifest(folder).version) != plan.first_step:
         raise ConfigError(
-            f"replay.first_step={plan.first_step}: model_path holds version {version}; use the weights of version "
+            f"replay.first_step={plan.first_step}: model_path has version {version}; use the weights of version "
             f"{plan.first_step}, or replay.first_step={version}"
         )
     return plan.num_groups
 
 
 def _check_room(config: ExperimentConfig, num_parameters: int) -> None:
-    """The run's disk has room for what is sure to be written: the versions kept, one in the making, the model (and a critic, taken
-    to be as large), etcd's log."""
+    """Check that the run's disk has room for the files that the run is certain to write.
+
+    These are the weight versions kept, one more being written, the model (and a critic, assumed to be as large), the checkpoints,
+    and etcd's log.
+    """
     run_dir = run_directory(config)
     dtype = resolve_auto(config, on_gpu=bool(visible_devices())).train.dtype
     weights = num_parameters * (2 if dtype == "bfloat16" else 4)
@@ -296,16 +308,17 @@ def _check_room(config: ExperimentConfig, num_parameters: int) -> None:
         needed += num_checkpoints * recover
     try:
         free = shutil.disk_usage(existing_parent(run_dir)).free
-        old = (*run_dir.glob("weights/*/*/*"), *run_dir.glob("checkpoints/recover/*/*"))  # of attempts before: they go
+        # Files of earlier attempts, which the run removes
+        old = (*run_dir.glob("weights/*/*/*"), *run_dir.glob("checkpoints/recover/*/*"))
         free += sum(file.stat().st_size for file in old)
-    except OSError:  # the launcher will say what is the matter
+    except OSError:  # the launcher reports the error
         return
     if free < needed:
         checkpoints = f", {num_checkpoints} checkpoints of {size_text(recover)}" if recover else ""
         keep_less = "set weights.keep=1" + (" and checkpoint.keep_last=1" if recover else "")
         raise ConfigError(
-            f"fileroot={config.fileroot!r}: {size_text(free)} are free there, the run needs {size_text(needed)} (weights.keep + "
-            f"{others} times {size_text(weights)} of weights{checkpoints}, and etcd's data); make room, use a larger disk, or "
+            f"fileroot={config.fileroot!r}: {size_text(free)} are free there, but the run needs {size_text(needed)} (weights.keep "
+            f"+ {others} times {size_text(weights)} of weights{checkpoints}, and etcd's data); free space, use a larger disk, or "
             f"{keep_less}"
         )
 
@@ -323,8 +336,8 @@ def _check_name_resolve(config: ExperimentConfig) -> None:
     name_resolve = config.name_resolve
     if any(endpoint.startswith(MEMORY) for endpoint in name_resolve.endpoints):
         raise ConfigError(
-            f"name_resolve.endpoints={list(name_resolve.endpoints)}: {MEMORY} is for tests in one process; a run needs etcd: leave "
-            "the field out for a private one"
+            f"name_resolve.endpoints={list(name_resolve.endpoints)}: {MEMORY} is for tests in one process; a run needs etcd. For "
+            "a private one leave the field out"
         )
     try:
         EtcdAccess.of(name_resolve)
@@ -334,8 +347,8 @@ def _check_name_resolve(config: ExperimentConfig) -> None:
         secured = [name for name in ("prefix", "user", "ca_file") if getattr(name_resolve, name)]
         if secured:
             raise ConfigError(
-                f"name_resolve.{secured[0]}={getattr(name_resolve, secured[0])!r}: is for an etcd of yours; set "
-                "name_resolve.endpoints=[host:2379] too"
+                f"name_resolve.{secured[0]}={getattr(name_resolve, secured[0])!r}: applies only to your own etcd; also set "
+                "name_resolve.endpoints=[host:2379]"
             )
         try:
             find_etcd(name_resolve.binary)
@@ -353,14 +366,14 @@ def _count(field: str, prompts: PromptSourceConfig, config: ExperimentConfig) ->
     unknown = sorted(map(str, source.tasks - config.rollout.tasks.keys()))
     if unknown:
         raise ConfigError(
-            f"{field}.task_key={prompts.task_key!r}: {prompts.path} has prompts of the tasks {', '.join(unknown[:5])}, "
-            f"which rollout.tasks does not name; it names {', '.join(sorted(config.rollout.tasks))}"
+            f"{field}.task_key={prompts.task_key!r}: {prompts.path} has prompts of the tasks {', '.join(unknown[:5])}, which are "
+            f"not in rollout.tasks; add them, or use its tasks: {', '.join(sorted(config.rollout.tasks))}"
         )
     return len(source)
 
 
 def _check_engine(config: ExperimentConfig) -> None:
-    """SGLang's interpreter is one, and has SGLang. Asks its files, not itself: that would take a second."""
+    """Check that generation.python is an interpreter with SGLang. Reads its files instead of starting it, which takes a second."""
     if config.mode == "train_only" or allocation_of(config).engine != "sglang":
         return
     python = config.generation.python
@@ -372,14 +385,14 @@ def _check_engine(config: ExperimentConfig) -> None:
 
 
 def _check_nccl(config: ExperimentConfig, trainer: TorchVersions, sglang: TorchVersions, where: str) -> None:
-    """Trainer and SGLang can form the group of a broadcast by NCCL. Compares the environments of this machine."""
+    """Check that trainer and SGLang can form an NCCL group for the broadcast. Compares the environments on this machine."""
     weights = config.weights
     by_nccl = weights.broadcast_backend == "nccl" or (weights.broadcast_backend == "auto" and bool(visible_devices()))
     if weights.transport != "broadcast" or not by_nccl or trainer.joins(sglang):
         return
     raise ConfigError(
-        f"weights.transport='broadcast': the trainer has {trainer}, {where} has {sglang}: different versions of NCCL form no "
-        f"group, so every update would be by disk. Install one torch on both sides (`pip install torch=="
+        f"weights.transport='broadcast': the trainer has {trainer}, {where} has {sglang}: different versions of NCCL cannot form "
+        f"a group, so every update would go through the disk. Install the same torch on both sides (`pip install torch=="
         f"{sglang.torch.partition('+')[0]}` beside the trainer, or ASYNCRL_TORCH=... for launcher/setup.sh), or set "
         "weights.transport=disk"
     )

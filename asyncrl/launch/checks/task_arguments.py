@@ -1,7 +1,7 @@
-"""Do rollout.tasks.<name>.env_args and agent_args fit the classes? Asked before a run starts, without importing users' code.
+"""Checks before a run starts that rollout.tasks.<name>.env_args and agent_args fit their classes, without importing users' code.
 
-The class is found in the text of its file, `__init__` there or in a base; where the trail ends in a library that is not read, or
-`__init__` takes **kwargs, nothing is said: the rollout worker binds the arguments again when it has imported the class.
+The check parses the source of the class and finds `__init__` in it or in a base class. If a base is in a library that cannot be
+read, or `__init__` takes **kwargs, the check passes. The rollout worker binds the arguments again after it has imported the class.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from typing import Any
 
 from asyncrl.config.schema import ConfigError, TaskConfig
 
-# What the worker gives them itself, and the class where the config names none
+# By role: arguments that the rollout worker passes itself, and the default class
 _ROLES = {
     "env": (("prompt", "reward"), "asyncrl.rollout.agent:RewardEnv"),
     "agent": (("tokenizer", "sampling", "group_size"), "asyncrl.rollout.agent:SingleStepAgent"),
 }
 _QUEUE_AGENTS = "asyncrl.rollout.agent"
-_MAX_BASES = 10  # from class to base to base
+_MAX_BASES = 10  # longest chain of imports and base classes to follow
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Of a class's __init__, without self."""
+    """The parameters of a class's __init__, without self."""
 
-    names: tuple[str, ...]  # those that can be given by name
+    names: tuple[str, ...]  # those that can be passed by name
     required: frozenset[str]
     takes_any: bool  # **kwargs
 
 
 def check_task_arguments(field: str, task: TaskConfig) -> None:
-    """field: rollout.tasks.<name>. Raises ConfigError naming the argument and those that there are."""
+    """Check a task's arguments. field: rollout.tasks.<name>. Raises ConfigError with the argument and the valid ones."""
     given: Mapping[str, Mapping[str, Any]] = {"env": task.env_args, "agent": task.agent_args}
     for role, (own, default) in _ROLES.items():
         spec = getattr(task, role) or default
@@ -48,8 +48,8 @@ def check_task_arguments(field: str, task: TaskConfig) -> None:
     if not judged and any(location == _QUEUE_AGENTS for location, _ in _classes(task.agent)):
         name = task.agent.rpartition(":")[2]
         raise ConfigError(
-            f"{field}.agent={task.agent!r}: {name} needs {field}.reward or {field}.env; only a ChatAgent may give its rewards "
-            "itself"
+            f"{field}.agent={task.agent!r}: {name} needs {field}.reward or {field}.env; only a ChatAgent may compute its own "
+            "rewards"
         )
 
 
@@ -63,10 +63,10 @@ def _check_fit(field: str, given: Mapping[str, Any], spec: str, parameters: Para
         if argument not in parameters.names and not parameters.takes_any:
             nearest = difflib.get_close_matches(argument, free, n=1)
             hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-            raise ConfigError(f"{field}.{argument}={value!r}: {name} takes no such argument; {hint}{there}")
+            raise ConfigError(f"{field}.{argument}={value!r}: {name} does not take this argument; {hint}{there}")
     missing = sorted(parameters.required - given.keys() - set(own))
     if missing:
-        raise ConfigError(f"{field}={dict(given)}: {name} needs {', '.join(missing)} too; {there}")
+        raise ConfigError(f"{field}={dict(given)}: {name} also needs {', '.join(missing)}; {there}")
     unwanted = [argument for argument in own if argument not in parameters.names]
     if unwanted and not parameters.takes_any:
         raise ConfigError(
@@ -76,22 +76,22 @@ def _check_fit(field: str, given: Mapping[str, Any], spec: str, parameters: Para
 
 
 def find_parameters(spec: str) -> Parameters | None:
-    """Parameters of `path/to/file.py:Class` or `package.module:Class`. None where reading does not tell."""
+    """Return the parameters of `path/to/file.py:Class` or `package.module:Class`. None if the source does not show them."""
     for _, found in _classes(spec):
         init = next(
             (node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"), None
         )
         if init is not None:
             return _parameters(init)
-        if found.decorator_list:  # a dataclass makes its __init__ itself
+        if found.decorator_list:  # a dataclass has a generated __init__
             return None
     return None
 
 
 def _classes(spec: str) -> Iterator[tuple[str, ast.ClassDef]]:
-    """The class of that name, its base, the base of that, each with where it is defined; as far as reading tells.
+    """Yield a class and its chain of base classes, each with its file or module, as far as the source shows them.
 
-    Of several bases the first that has what is looked for counts, which is not followed here.
+    The chain stops at a class with several bases, because the search order among them is not implemented here.
     """
     location, _, name = spec.rpartition(":")
     for _ in range(_MAX_BASES):
@@ -100,7 +100,7 @@ def _classes(spec: str) -> Iterator[tuple[str, ast.ClassDef]]:
         if tree is None:
             return
         found = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), None)
-        if found is None:  # imported there from elsewhere?
+        if found is None:  # it may be imported from another module
             imported = _imports(tree, location).get(name)
             if imported is None:
                 return
@@ -113,7 +113,7 @@ def _classes(spec: str) -> Iterator[tuple[str, ast.ClassDef]]:
 
 
 def module_file(module: str) -> Path | None:
-    """Source of a module, found as an import would, but without running the packages around it."""
+    """Return the source file of a module. Finds it as an import would, but does not run its parent packages."""
     path: list[str] | None = [os.getcwd(), *sys.path]
     name = ""
     for part in module.split("."):
@@ -129,7 +129,8 @@ def module_file(module: str) -> Path | None:
 
 
 def _loaded_file(module: str) -> Path | None:
-    """Of a module that is imported already: ours, where an editable installation has finders of its own."""
+    """Return the file of a module that is already imported. Needed for asyncrl's own modules in an editable installation, which has
+    its own import finders."""
     file = getattr(sys.modules.get(module), "__file__", None)
     return Path(file) if file and file.endswith(".py") else None
 
@@ -137,19 +138,20 @@ def _loaded_file(module: str) -> Path | None:
 def _parse(file: Path) -> ast.Module | None:
     try:
         return ast.parse(file.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError):  # preflight says what is wrong with it
+    except (OSError, SyntaxError, ValueError):  # preflight reports the error
         return None
 
 
 def _imports(tree: ast.Module, location: str) -> dict[str, tuple[str, str]]:
-    """name -> (module, its name there) of `from module import name`. Relative ones only beside a module, not beside a file."""
+    """Return name -> (module, its name there) for each `from module import name`. Relative imports are resolved in modules, not in
+    files given by path."""
     found = {}
     for node in tree.body:
         if not isinstance(node, ast.ImportFrom) or (node.level and location.endswith(".py")):
             continue
         package = location.rsplit(".", node.level)[0] + "." if node.level else ""
         module = f"{package}{node.module or ''}".rstrip(".")
-        if not node.level and location.endswith(".py"):  # a file's neighbours can be imported
+        if not node.level and location.endswith(".py"):  # a file can import modules from its own folder
             beside = Path(location).expanduser().parent / f"{module}.py"
             module = str(beside) if beside.is_file() else module
         found.update({alias.asname or alias.name: (module, alias.name) for alias in node.names})

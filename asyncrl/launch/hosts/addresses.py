@@ -1,4 +1,4 @@
-"""Which of a run's hosts this machine is, and under which address the others reach it."""
+"""Finds which of a run's hosts this machine is, and the address at which the others reach it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import psutil
 from asyncrl.config.schema import ConfigError, is_loopback
 
 _SLURM_NODE_ENV = "SLURMD_NODENAME"
-_ANY_PORT = 9  # of a UDP socket that sends nothing: only the route is asked for
+_ANY_PORT = 9  # for a UDP socket that sends nothing, and only finds the route
 
 
 def own_host(hosts: Sequence[str]) -> str:
-    """Of the config's hosts the one that this is. Raises ConfigError where none is, or several are."""
+    """Return the name that the config's hosts have for this machine. Raises ConfigError if none or several of them match."""
     node = os.environ.get(_SLURM_NODE_ENV, "")
     if node in hosts:
         return node
@@ -28,17 +28,18 @@ def own_host(hosts: Sequence[str]) -> str:
     if len(found) == 1:
         return found[0]
     what = (
-        f"{', '.join(found)} all are this machine"
+        f"{', '.join(found)} are all this machine"
         if found
         else f"none of them is this machine ({', '.join(sorted(mine))})"
     )
-    raise ConfigError(f"hosts={list(hosts)}: {what}; name each by its host name or an address of its own")
+    raise ConfigError(f"hosts={list(hosts)}: {what}; name each host by its host name or its own address")
 
 
 def address_of(host: str, *, towards: Sequence[str] = ()) -> str:
-    """The address under which this machine, which the config calls `host`, is reached by the others.
+    """Return the address at which other hosts reach this machine. Raises ConfigError. host: this machine's name in the config.
 
-    towards: addresses or names of others, for a name that stands for loopback here (/etc/hosts of Debian has 127.0.1.1).
+    towards: addresses or names of other hosts. They are needed if the name resolves to loopback here (Debian's /etc/hosts has
+    127.0.1.1): the address is then that of the route to one of them.
     """
     address = _resolve(host)
     if not address:
@@ -58,7 +59,7 @@ def address_of(host: str, *, towards: Sequence[str] = ()) -> str:
 
 
 def refuses(endpoint: str, limit_s: float = 1.0) -> bool:
-    """Whether the host of host:port answers that nothing listens there. False where it does not answer at all."""
+    """Whether the host of host:port refuses the connection, so nothing listens there. False if the host does not answer."""
     host, _, port = endpoint.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), limit_s):
@@ -70,7 +71,7 @@ def refuses(endpoint: str, limit_s: float = 1.0) -> bool:
 
 
 def local_addresses() -> set[str]:
-    """IPv4 addresses of this machine's interfaces."""
+    """Return the IPv4 addresses of this machine's interfaces."""
     return {
         address.address
         for addresses in psutil.net_if_addrs().values()
@@ -80,7 +81,7 @@ def local_addresses() -> set[str]:
 
 
 def _resolve(host: str) -> str:
-    """ "" where that is not possible."""
+    """Return the IPv4 address of a host; "": it cannot be resolved."""
     try:
         found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
     except OSError:

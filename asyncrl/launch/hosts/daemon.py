@@ -1,11 +1,11 @@
-"""The host daemon: starts the processes that the launcher wants on its host, watches over them, and leaves nothing behind.
+"""The host daemon: starts the launcher's desired processes on its host, supervises them, and leaves no process behind.
 
 The launcher publishes the desired state of the host (names.desired_on). The host daemon starts and ends processes accordingly, and
-publishes the observed state (names.observed_on). Both are published whole, so that the next message makes good what an outage lost.
-rules.py decides; this file acts.
+publishes the observed state (names.observed_on). Each message contains the full state, so the next message repairs a loss in an
+outage. rules.py decides; this file acts.
 
-An outage of name resolve changes nothing here: processes go on as they are. When the launcher is gone, or may be
-(rules.Tether), all of them end; when the host daemon dies, they die with it, by the parent-death signal and the reaper.
+During an outage of name resolve, processes keep running. When the launcher is gone, or may be (rules.Tether), the host daemon ends
+all of them. When the host daemon dies, the parent-death signal and the reaper end them.
 """
 
 from __future__ import annotations
@@ -54,32 +54,32 @@ from asyncrl.runtime.names.interface import (
 from asyncrl.runtime.process import tail_of
 from asyncrl.runtime.security import Secrets, write_secrets
 
-# Every process that a host daemon starts has it: its value tells them apart where several host daemons share a machine
+# Set in every process of a host daemon. The value distinguishes the processes if several host daemons share a machine
 HOST_DAEMON_ENV = "ASYNCRL_HOST_DAEMON"
 _TURN_S = 0.1
 _REPORT_S = 0.4  # between two reports that differ
-_LOOK_S = 1.0  # between two looks for the launcher
-_GATHER_S = 0.5  # from the first desired process on: which kinds to make fork servers for
-_CLOSE_S = 3.0  # for the last report
+_LOOK_S = 1.0  # between two reads of the launcher's record
+_GATHER_S = 0.5  # delay after the first desired process appears, to learn which fork servers are needed
+_CLOSE_S = 3.0  # limit for the last report
 _MAX_TAIL_CHARS = 4000
-_MAX_REPORT_BYTES = 900_000  # name resolve takes a million
+_MAX_REPORT_BYTES = 900_000  # name resolve accepts a million
 _MAX_NOTICES = 20
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass
 class _Hosted:
-    """A process that the launcher wanted here."""
+    """A process that the launcher requested on this host."""
 
     incarnation: int
     child: Child | None  # None: it was never started
-    report: ObservedProcess | None = None  # of one that was never started, or has ended
-    asked: bool = False
+    report: ObservedProcess | None = None  # the final report of a process that has ended, or was never started
+    asked: bool = False  # it was asked to stop
 
 
 @dataclass
 class StopSignal:
-    """The first signal that told this process to end. After a second one it no longer waits for its processes."""
+    """The latest signal that told this process to end. After a second one, it no longer waits for its processes."""
 
     number: int | None = None
     impatient: bool = False
@@ -103,7 +103,7 @@ class StopSignal:
 class HostDaemon:
     """consumes: the launcher's record and the desired state. produces: processes, and their observed state.
 
-    waits for: its processes' pipes, at most _TURN_S. A thread (_LauncherLink) waits for name resolve.
+    waits for: its processes' pipes, at most _TURN_S each turn. Another thread (_LauncherLink) waits for name resolve.
     """
 
     def __init__(
@@ -118,9 +118,9 @@ class HostDaemon:
         say: Callable[[str], None],
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """Registers the host. Raises LaunchError where name resolve does not answer.
+        """Registers the host. Raises LaunchError if name resolve does not answer.
 
-        host: as the config names it. run_dir: the run's folder on this host; shared with the others or not.
+        host: its name in the config. run_dir: the run's folder on this host, which may be shared with other hosts.
         """
         raise_open_files()
         keep_private(run_dir, config.runtime.group)
@@ -162,7 +162,7 @@ class HostDaemon:
                     return 0
                 if broken := self._link.broken():
                     raise LaunchError(f"{broken}; {self._what_ends()}")
-        except LaunchError as error:  # the last report tells the launcher, which else would see a host that is lost
+        except LaunchError as error:  # the last report tells the launcher why; otherwise it sees only a lost host
             self._notice(str(error))
             raise
         finally:
@@ -170,7 +170,7 @@ class HostDaemon:
             self._link.close()
 
     def _turn(self) -> None:
-        """One step: take in what the processes say, do what the launcher wants, report."""
+        """One step: read the processes' statuses, move towards the desired state, report."""
         if self._pool is None:
             self._clock.sleep(_TURN_S)
         else:
@@ -178,7 +178,7 @@ class HostDaemon:
         launcher, desired = self._link.desired()
         if launcher and launcher != self._launcher:
             self._launcher = launcher
-            self._say("a launcher has come")
+            self._say("a launcher has appeared")
         if launcher:
             self._bring(obeyed(desired, launcher, self.incarnation))
         self._link.report(self._report())
@@ -194,9 +194,9 @@ class HostDaemon:
             name = action.name
             if action.verb == "start":
                 self._start(desired)
-                return  # all that are to be started were; the next turn does the rest
+                return  # _start handles all missing processes; the next turn does the other actions
             if action.verb == "skip":
-                how = "was told to end before it was started"
+                how = "was told to stop before it was started"
                 report = ObservedProcess(
                     name=name, incarnation=desired[name].incarnation, returncode=0, ended=self._clock.time(), how=how
                 )
@@ -215,7 +215,7 @@ class HostDaemon:
                     hosted.child.kill()
 
     def _start(self, desired: Mapping[str, DesiredProcess]) -> None:
-        """Start those that are not there. The first start waits _GATHER_S, so that fork servers are made for all of them."""
+        """Start the missing processes. The first start waits _GATHER_S, so that the pool creates fork servers for all of them."""
         missing = [goal for name, goal in desired.items() if name not in self._hosted and goal.state == "run"]
         now = self._clock.monotonic()
         self._first_desired_at = now if self._first_desired_at is None else self._first_desired_at
@@ -254,18 +254,18 @@ class HostDaemon:
         )
 
     def _spec_of(self, goal: DesiredProcess) -> ProcessSpec:
-        """Raises ValueError for a config that is none, or not of that process of this run."""
+        """Return the spec of a desired process. Raises ValueError if its config is invalid, or that of another process or run."""
         config = parse_process_config(goal.config)
         worker = config.worker
         if (worker.name, worker.attempt) != (goal.name, goal.attempt):
-            raise ValueError(f"its config is that of {worker.name}, attempt {worker.attempt}")
+            raise ValueError(f"its config belongs to {worker.name}, attempt {worker.attempt}")
         if (worker.experiment, worker.trial) != (self._config.experiment, self._config.trial):
-            raise ValueError(f"its config is of another run: {worker.experiment}/{worker.trial}")
+            raise ValueError(f"its config belongs to another run: {worker.experiment}/{worker.trial}")
         assert isinstance(config, CONFIG_CLASSES[worker.kind])
         return ProcessSpec(goal.name, worker.kind, config, goal.computes, goal.env)
 
     def _make_folders(self, attempt: int) -> None:
-        """Where the run's folder is not shared, no other process makes them."""
+        """Create the attempt's folders. If the run's folder is not shared, no other process creates them."""
         for folder in (logs_dir(self._run_dir, attempt), configs_dir(self._run_dir, attempt)):
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -300,7 +300,7 @@ class HostDaemon:
             for name, hosted in self._hosted.items()
             if hosted.child is not None and hosted.child.returncode is None
         ]
-        return f"{len(names)} processes of it were running here and end" if names else "nothing of it was running here"
+        return f"ending its processes on this host ({len(names)})" if names else "it has no processes on this host"
 
     def _end_all(self) -> None:
         if self._pool is None:
@@ -321,7 +321,7 @@ def _live_report(name: str, incarnation: int, child: Child) -> ObservedProcess:
 
 
 def _last_report(name: str, incarnation: int, child: Child) -> ObservedProcess:
-    """Of a process that has ended: how, and the end of its log, which may be on this host only."""
+    """Return the final report of a process that has ended. It includes the end of the log, which may exist on this host only."""
     assert child.returncode is not None
     assert child.process is not None
     how = how_it_ended(child.returncode, child.log).split("; its log ends with", 1)[0]
@@ -339,10 +339,10 @@ def _last_report(name: str, incarnation: int, child: Child) -> ObservedProcess:
 
 
 class _LauncherLink:
-    """The host daemon's side of name resolve, on a thread of its own and those of its watch.
+    """The host daemon's connection to name resolve. It runs on its own thread and on those of the watch.
 
-    consumes: the newest report. produces: the desired state, the launcher's record. waits for: name resolve, whose calls have
-    limits. unblocked by: that; `close`.
+    consumes: the newest report. produces: the desired state, the launcher's record. waits for: name resolve; all calls have
+    limits. unblocked by: its answers; `close`.
     """
 
     def __init__(
@@ -355,7 +355,7 @@ class _LauncherLink:
         run_dir: Path,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """Registers the host, and begins to listen. Raises LaunchError where name resolve does not answer."""
+        """Registers the host, and starts to watch the desired state. Raises LaunchError if name resolve does not answer."""
         self._run_dir, self._clock = run_dir, clock
         self._resolver, self._names, self._record, self._config = resolver, names, record, config
         self._tether = tether
@@ -375,7 +375,7 @@ class _LauncherLink:
         self._thread.start()
 
     def desired(self) -> tuple[str, list[DesiredProcess]]:
-        """The incarnation of the launcher ("": none has come), and all that is published as desired on this host."""
+        """Return the launcher's incarnation ("": none has appeared), and all published desired processes of this host."""
         with self._lock:
             launcher = self._tether.launcher
             return launcher.incarnation if launcher else "", list(self._desired.values())
@@ -393,11 +393,11 @@ class _LauncherLink:
             self._newest = report
 
     def lease_of(self, goal: DesiredProcess) -> Lease:
-        """The launcher's: no process of this host refreshes or revokes it."""
+        """Return a process's lease. The launcher owns it; no process on this host refreshes or revokes it."""
         return Lease(self._resolver, goal.lease, self._config.runtime.lease_ttl_s)
 
     def close(self) -> None:
-        """The last report, then the host's keys go."""
+        """Send the last report, then revoke the lease, which deletes the host's keys."""
         self._closing.set()
         self._thread.join(_CLOSE_S)
         with contextlib.suppress(NameResolveError):
@@ -411,7 +411,7 @@ class _LauncherLink:
 
     def _run(self) -> None:
         sent: HostReport | None = None
-        met = ""  # the launcher that has brought the secrets which this host has
+        met = ""  # incarnation of the launcher that issued this host's secrets
         next_look = next_read = 0.0
         while True:
             closing = self._closing.wait(_REPORT_S)
@@ -443,12 +443,12 @@ class _LauncherLink:
         value = msgspec.json.encode(report)
         if len(value) > _MAX_REPORT_BYTES:
             value = msgspec.json.encode(_shortened(report))
-        with contextlib.suppress(LeaseNotFound):  # of an outage: the session brings it back
+        with contextlib.suppress(LeaseNotFound):  # lost in an outage; the session restores it
             key = self._names.observed_on(self._record.host)
             self._resolver.add(key, value.decode(), replace=True, lease=self._lease.id)
 
     def _take_secrets(self) -> None:
-        """Those of this launcher, before any process of it is started. Without them in name resolve the run's folder has them."""
+        """Fetch this launcher's secrets before any of its processes starts. If name resolve has none, the run's folder has them."""
         if not authenticates(self._config):
             return
         with contextlib.suppress(NameEntryNotFound, *DECODE_ERRORS):
@@ -462,13 +462,13 @@ class _LauncherLink:
             return None
 
     def _is_refused(self) -> bool:
-        """The host of each endpoint answers that nothing listens there."""
+        """Whether the host of every endpoint refuses the connection, so nothing listens there."""
         endpoints = self._config.name_resolve.endpoints
         return bool(endpoints) and all(refuses(endpoint) for endpoint in endpoints)
 
 
 def _shortened(report: HostReport) -> HostReport:
-    """One that is too large for name resolve: what is left out is in the logs."""
+    """Return a shorter version of a report that is too large for name resolve. The logs contain the omitted parts."""
 
     def short(child: ObservedProcess) -> ObservedProcess:
         status = child.status

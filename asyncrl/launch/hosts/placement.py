@@ -1,11 +1,13 @@
-"""Which host each process of a run goes to (pure).
+"""Chooses the host of each process of a run (pure).
 
-consumes: process specs, hosts with their resources. produces: a place for each, or PlacementError, which says what would fit.
+consumes: process specs, hosts with their resources. produces: a place for each process, or PlacementError with what would fit.
 
-GPUs first: a generation server has as many as tensor ranks, all on one host; model workers fill one host after another in the order
-of their ranks, so that neighbours are near. Without GPUs what computes goes where most cores are free, likewise. What computes
-nothing is where the launcher is; rollout workers are spread, as rewards and agents need cores. Cores may be short (processes
-are then slower), GPUs and memory may not.
+- With GPUs: a generation server gets one GPU per tensor parallel rank, all on one host. Model workers fill one host after another
+  in the order of their ranks, so that neighbouring ranks are close.
+- Without GPUs: computing processes go to the host with the most free cores. A model worker stays on the host of the rank before, as
+  long as a core is free there.
+- Processes that do not compute run on the launcher's host. Rollout workers are spread, because rewards and agents need cores.
+- Cores may be oversubscribed, which makes processes slower. GPUs and memory may not.
 """
 
 from __future__ import annotations
@@ -16,45 +18,45 @@ from dataclasses import dataclass, replace
 
 from asyncrl.launch.program import ProcessSpec, num_devices
 
-# At least so much: what its imports take. The rest depends on the model, and is the user's to know
+# Lower bounds, for the imports only. The model's memory comes on top; the user must allow for it
 _COMPUTING_BYTES = 1_000_000_000
 _LIGHT_BYTES = 150_000_000
 _SERVER, _TRAINER, _ROLLOUT = "generation_server", "model_worker", "rollout_worker"
-_ORDER = (_SERVER, _TRAINER)  # then the others, in the order of the plan
+_ORDER = (_SERVER, _TRAINER)  # placed first; then the others, in the order of the plan
 
 
 class PlacementError(ValueError):
-    """The hosts are too small or too few; says what would fit."""
+    """The hosts are too small or too few. The message says what would fit."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host and what it has."""
+    """A host and its resources."""
 
     name: str
     address: str
     gpus: tuple[str, ...] = ()
     cores: int = 1
-    memory_bytes: int = 0  # 0: not known
+    memory_bytes: int = 0  # 0: unknown
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process is."""
+    """The host of a process, and its GPUs there."""
 
     host: Host
     gpus: tuple[str, ...] = ()
 
 
 class Placement:
-    """The place of each process. No process is on a lost host; those that were there may be placed again, on another."""
+    """The place of each process. No process has a place on a lost host; its processes can be placed again on other hosts."""
 
     def __init__(self, hosts: Iterable[Host], first: str) -> None:
-        """first: name of the host for what computes nothing: the launcher's own."""
+        """first: name of the launcher's own host, on which processes that do not compute are placed."""
         self._hosts = {host.name: host for host in hosts}
         self._first = first
         self._places: dict[str, Place] = {}
-        self._needs: dict[str, tuple[int, int]] = {}  # cores and bytes of those placed
+        self._needs: dict[str, tuple[int, int]] = {}  # by placed process: cores, bytes
 
     @property
     def has_gpus(self) -> bool:
@@ -68,22 +70,22 @@ class Placement:
         return self._places.get(name)
 
     def add(self, host: Host) -> None:
-        """A host that has come, or come back."""
+        """Add a host that has appeared, for the first time or again."""
         self._hosts[host.name] = host
 
     def lose(self, host: str) -> None:
-        """Nothing runs there any more."""
+        """Remove a lost host and release its processes."""
         self._hosts.pop(host, None)
         for name in [name for name, place in self._places.items() if place.host.name == host]:
             self.release(name)
 
     def release(self, name: str) -> None:
-        """A process that does not matter any more."""
+        """Release the place of a process that is no longer needed."""
         self._places.pop(name, None)
         self._needs.pop(name, None)
 
     def place_all(self, specs: Sequence[ProcessSpec]) -> dict[str, Place]:
-        """All of these. Raises PlacementError, which names what would fit."""
+        """Place all of these processes. Raises PlacementError with what would fit."""
         try:
             for spec in _in_order(specs):
                 self.place(spec)
@@ -92,13 +94,13 @@ class Placement:
         return {spec.name: self._places[spec.name] for spec in specs}
 
     def place(self, spec: ProcessSpec) -> Place:
-        """One process: where it was, if that is still there; else where it fits best."""
+        """Place one process: at its present place, if it has one; otherwise where it fits best. Raises PlacementError."""
         if spec.name in self._places:
             return self._places[spec.name]
         gpus = num_devices(spec) if self.has_gpus else 0
         memory = _COMPUTING_BYTES if spec.computes else _LIGHT_BYTES
         if not self._hosts:
-            raise PlacementError(f"{spec.name} has no place: no host is left")
+            raise PlacementError(f"{spec.name} cannot be placed: no host is left")
         fitting = [
             host
             for host in self._hosts.values()
@@ -114,7 +116,7 @@ class Placement:
 
     def _choose(self, spec: ProcessSpec, fitting: Sequence[Host], gpus: int) -> Place:
         if gpus:
-            host = fitting[0]  # the first with room: hosts are filled one after another
+            host = fitting[0]  # the first host with room, so hosts are filled one after another
             return Place(host, tuple(self._free_gpus(host)[:gpus]))
         if not spec.computes and spec.kind != _ROLLOUT:
             return Place(next((host for host in fitting if host.name == self._first), fitting[0]))
@@ -124,7 +126,7 @@ class Placement:
         return Place(max(fitting, key=lambda host: (self._free_cores(host) / max(host.cores, 1), host.cores)))
 
     def _neighbour(self, spec: ProcessSpec) -> Host | None:
-        """Where the model worker of the rank before is."""
+        """Return the host of the model worker with the rank before this one, if it is placed."""
         if spec.kind != _TRAINER:
             return None
         place = self._places.get(f"{_TRAINER}/{spec.config.worker.index - 1}")
@@ -138,7 +140,7 @@ class Placement:
         return host.cores - self._used(host)[0] if host else 0
 
     def _used(self, host: Host) -> tuple[int, int]:
-        """Cores and bytes."""
+        """Return the cores and bytes in use on a host."""
         needs = [self._needs[name] for name, place in self._places.items() if place.host.name == host.name]
         return sum(cores for cores, _ in needs), sum(memory for _, memory in needs)
 
@@ -148,14 +150,14 @@ class Placement:
         )
         if gpus and not any(len(self._free_gpus(host)) >= gpus for host in self._hosts.values()):
             many = f"{gpus} GPUs on one host" if gpus > 1 else "a GPU"
-            return f"{spec.name} needs {many}; free are {free}"
+            return f"{spec.name} needs {many}; free GPUs: {free}"
         room = ", ".join(
             f"{host.name}: {(host.memory_bytes - self._used(host)[1]) / 1e9:.1f} GB" for host in self._hosts.values()
         )
-        return f"{spec.name} needs {memory / 1e9:.2g} GB of memory at least; left are {room}"
+        return f"{spec.name} needs at least {memory / 1e9:.2g} GB of memory; free memory: {room}"
 
     def _what_fits(self, specs: Sequence[ProcessSpec]) -> str:
-        """The most generation servers that fit beside the rest."""
+        """Return the largest number of generation servers that fits beside the other processes, as text."""
         servers = [spec for spec in specs if spec.kind == _SERVER]
         others = [spec for spec in specs if spec.kind != _SERVER]
         for count in range(len(servers) - 1, 0, -1):
@@ -165,20 +167,18 @@ class Placement:
                     attempt.place(spec)
             except PlacementError:
                 continue
-            return f"{count} generation servers would fit instead of {len(servers)}; or give more hosts"
+            return f"use {count} generation servers instead of {len(servers)}, which would fit, or more hosts"
         needs = Counter({spec.kind: 0 for spec in specs if spec.computes})
         for spec in specs:
             needs[spec.kind] += num_devices(spec)
         wanted = ", ".join(f"{kind}s {count}" for kind, count in needs.items() if count)
         there = sum(len(host.gpus) for host in self._hosts.values())
         unit = "GPUs" if self.has_gpus else "processes that compute"
-        return (
-            f"in all they want {wanted} {unit} and the hosts have {there}: use a smaller allocation, or give more hosts"
-        )
+        return f"in total the run needs {wanted} {unit} and the hosts have {there}: use a smaller allocation, or more hosts"
 
 
 def placed(spec: ProcessSpec, place: Place, *, with_gpus: bool) -> ProcessSpec:
-    """The spec as its host is to start it: its sockets bind that host's address, and it sees its own GPUs only."""
+    """Return the spec for its host: the process binds sockets to the host's address, and sees only its own GPUs."""
     worker = spec.config.worker
     here = replace(worker, runtime=replace(worker.runtime, host=place.host.address))
     env = {name: value for name, value in spec.env.items() if name != "CUDA_VISIBLE_DEVICES"}
@@ -188,6 +188,6 @@ def placed(spec: ProcessSpec, place: Place, *, with_gpus: bool) -> ProcessSpec:
 
 
 def _in_order(specs: Sequence[ProcessSpec]) -> list[ProcessSpec]:
-    """Those that are hardest to place first: servers of many GPUs, then model workers by rank."""
+    """Sort processes, the hardest to place first: servers with many GPUs, then model workers by rank, then the others."""
     ranked = {kind: number for number, kind in enumerate(_ORDER)}
     return sorted(specs, key=lambda spec: (ranked.get(spec.kind, len(ranked)), -num_devices(spec)))

@@ -1,9 +1,9 @@
 """The launcher's children on a run of more than one host: host daemons (daemon.py) start them and report on them.
 
-RemoteProcessPool has the interface that ProcessPool has on one machine. It publishes the desired state, one key for each process;
-each host daemon publishes the observed state of its host in a report. A host is lost when the key of its host daemon is gone from
-name resolve (its lease has run out, or the host daemon has ended): its processes count as ended. An outage of name resolve, or a
-cable that is back in time, is not noticed: keys come back with their sessions.
+RemoteProcessPool has the interface of ProcessPool, which serves one machine. It publishes the desired state, one key per process.
+Each host daemon publishes the observed state of its host in a report. A host is lost when the key of its host daemon disappears
+from name resolve, because the lease has expired or the host daemon has ended. The processes of a lost host count as ended. An
+outage of name resolve, or a network failure shorter than the lease, has no effect, because sessions restore their keys.
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ from asyncrl.protocol.names import Names, incarnation
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.names.interface import Lease, LeaseNotFound, NameResolveError, NameResolver, WatchEvent
 
-_LEASE_TTL_S = 10.0  # of the launcher's own word: host daemons outlive it by little
+_LEASE_TTL_S = 10.0  # lease of the launcher's record; host daemons end soon after it has expired
 _SAY_AFTER_S = 2.0
-_SILENT_S = 3.0  # host daemons report twice a second
+_SILENT_S = 3.0  # a host without reports for this time is silent; host daemons report twice a second
 _KILL_LIMIT_S = 60.0
-_GOODBYE_LIMIT_S = 15.0  # for the host daemons to have ended
+_GOODBYE_LIMIT_S = 15.0  # wait for the ends of the host daemons
 _RETRY_S = 0.5
 _STOP_TURN_S = 0.05
-_LOST = -9  # return code of a process that was lost with its host
+_LOST = -9  # return code of a process lost with its host
 
 _State: TypeAlias = Literal["run", "stop", "kill"]
 
 
 @dataclass(frozen=True)
 class _RemotePid:
-    """Process of another host: nothing here can wait for it."""
+    """A process on another host, which cannot be waited for here."""
 
     pid: int
 
     def wait(self) -> int:
-        raise AssertionError(f"process {self.pid} is not of this host")
+        raise AssertionError(f"process {self.pid} is not on this host")
 
 
 class RemoteChild(Child):
-    """A process under a host daemon."""
+    """A child process that a host daemon runs."""
 
     def __init__(
         self,
@@ -82,16 +82,17 @@ class RemoteChild(Child):
         log = logs_dir(run_dir, spec.config.worker.attempt) / f"{spec.file_stem}.log"
         super().__init__(spec, None, log, -1, lease, host=host, started=clock.time(), clock=clock)
         self.incarnation = incarnation
-        self.host_daemon = host_daemon  # incarnation of the one that has started it
+        self.host_daemon = host_daemon  # incarnation of the host daemon that starts it
         self._desired = desired
         self._how = ""
         self._tail = ""
         self._asked = "run"
-        self._heard = clock.monotonic()  # of it, last
+        self._heard = clock.monotonic()  # time of the last report about it
         self._cpu_s = 0.0
 
     def progress_count(self) -> int | None:
-        """While its host is silent it counts on: whether the process stands still is not known."""
+        """Return the heartbeat counter. While the host is silent, the counter keeps growing, because it is not known whether the
+        process stands still."""
         count = super().progress_count()
         silent_s = self.clock.monotonic() - self._heard
         return count + int(silent_s) if count is not None and silent_s > _SILENT_S else count
@@ -119,7 +120,7 @@ class RemoteChild(Child):
         return f"{self._how}; its log ends with\n\n{self.tail()}"
 
     def take_in(self, report: ObservedProcess) -> None:
-        """What its host daemon says. Of a incarnation before: nothing that concerns this one."""
+        """Apply the host daemon's report about it. Ignores a report about an earlier incarnation."""
         if report.incarnation != self.incarnation or self.returncode is not None:
             return
         self._heard = self.clock.monotonic()
@@ -136,21 +137,21 @@ class RemoteChild(Child):
             self.returncode, self.ended = report.returncode, report.ended
 
     def lose(self, how: str) -> None:
-        """With its host."""
+        """Mark it as lost with its host. how: what happened."""
         if self.returncode is None:
             self.lost, self._how = how, how
             self.returncode, self.ended = _LOST, self.clock.time()
 
     def refuse(self, how: str) -> None:
-        """There is no place for it."""
+        """Mark it as ended because no host has room for it. how: the reason."""
         self._how, self.returncode, self.ended = how, 1, self.clock.time()
 
 
 class RemoteProcessPool:
-    """consumes: hosts' reports, host daemons that come and go. produces: children, up to date; the desired state.
+    """consumes: reports of hosts, host daemons that appear and disappear. produces: children, up to date; the desired state.
 
-    waits for: in `wait_for_hosts` for the daemons of all hosts (network.hosts_limit_s), in `turn` for a report, in `stop` for ends;
-    all bounded.
+    waits for: in `wait_for_hosts` the daemons of all hosts (network.hosts_limit_s); in `turn` a report; in `stop` ends; all bounded
+    in time.
     """
 
     def __init__(
@@ -165,9 +166,9 @@ class RemoteProcessPool:
         say: Callable[[str], None],
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """Announces the launcher. Raises LaunchError where name resolve does not answer.
+        """Publishes the launcher's record. Raises LaunchError if name resolve does not answer.
 
-        config: with the endpoints of name resolve. own_host: the launcher's, as the config names it.
+        config: contains the endpoints of name resolve. own_host: the launcher's host, by its name in the config.
         """
         self.children: list[Child] = []
         self._config, self._run_dir, self._own_host = config, run_dir, own_host
@@ -188,10 +189,10 @@ class RemoteProcessPool:
         self._own_daemon: subprocess.Popen[bytes] | None = None
         self._own_daemon_ends = 0
         self._news = threading.Condition()
-        self._daemons: dict[str, HostRecord] = {}  # what is observed
-        self._reports: dict[str, HostReport] = {}  # observed, and not taken in yet
-        self._known: dict[str, HostRecord] = {}  # what was taken in
-        self._noticed: dict[str, int] = {}  # by host daemon: number of its last notice
+        self._daemons: dict[str, HostRecord] = {}  # by host, observed
+        self._reports: dict[str, HostReport] = {}  # by host, observed and not processed yet
+        self._known: dict[str, HostRecord] = {}  # by host, processed
+        self._noticed: dict[str, int] = {}  # by host daemon: number of the last notice shown
         self._placement = Placement([], own_host)
         self._num_started = 0
         self._ended_at_once: deque[RemoteChild] = deque()
@@ -207,7 +208,7 @@ class RemoteProcessPool:
     # ------------------------------------------------------------------------------------------------------------- the start
 
     def wait_for_hosts(self, interrupted: Callable[[], bool]) -> bool:
-        """Wait for the host daemons of all hosts. False if interrupted. Raises LaunchError, which names the missing hosts."""
+        """Wait for the host daemons of all hosts. False if interrupted. Raises LaunchError with the missing hosts at the limit."""
         if self._config.cluster == "hosts":
             self._start_own_daemon()
         limit_s = self._config.network.hosts_limit_s
@@ -218,7 +219,7 @@ class RemoteProcessPool:
                 return False
             if waited_s > limit_s:
                 raise LaunchError(
-                    f"no host daemon has come on {', '.join(missing)} within {limit_s:g} s (network.hosts_limit_s). Start one "
+                    f"no host daemon has appeared on {', '.join(missing)} within {limit_s:g} s (network.hosts_limit_s). Start one "
                     "there: asyncrl-launch host CONFIG, with the overrides of this run"
                 )
             if waited_s > _SAY_AFTER_S and not said:
@@ -234,11 +235,11 @@ class RemoteProcessPool:
 
     @property
     def devices(self) -> list[str]:
-        """GPUs of all hosts; only whether there are any matters."""
+        """The GPUs of all hosts. Callers only use whether there are any."""
         return [gpu for host in self._placement.hosts for gpu in host.gpus]
 
     def place_all(self, specs: Sequence[ProcessSpec]) -> None:
-        """Decide where these will be started. Raises LaunchError, which says what would fit."""
+        """Choose a host for each of these processes. Raises LaunchError with an allocation that would fit."""
         try:
             self._placement.place_all(specs)
         except PlacementError as error:
@@ -251,21 +252,21 @@ class RemoteProcessPool:
         return [child for child in self.children if child.returncode is None]
 
     def start(self, spec: ProcessSpec, lease: Lease) -> Child:
-        """Raises LaunchError where there is no room for it."""
+        """Publish a process as desired and add it to `children`. Raises LaunchError if no host has room for it."""
         try:
             child = self._start(spec, lease)
         except PlacementError as error:
-            raise LaunchError(f"{spec.name} cannot be started again on the hosts that are left: {error}") from error
+            raise LaunchError(f"{spec.name} cannot be started on the remaining hosts: {error}") from error
         self.take_in(child)
         return child
 
     def ask(self, spec: ProcessSpec, lease: Lease) -> Child:
-        """For more servers than were allocated: where there is no room, one that has ended at once."""
+        """Start a server beyond the allocation. If no host has room, returns a child that has already ended."""
         try:
             return self._start(spec, lease)
         except PlacementError as error:
             child = self._make_child(spec, lease)
-            child.refuse(f"has no place: {error}")
+            child.refuse(f"does not fit on any host: {error}")
             self._ended_at_once.append(child)
             return child
 
@@ -273,7 +274,7 @@ class RemoteProcessPool:
         self.children.append(child)
 
     def turn(self, wait_s: float) -> list[Child]:
-        """Take in reports, and hosts that came or went. Returns the children that have ended since the last turn."""
+        """Process reports, and hosts that appeared or disappeared. Returns the children that have ended since the last turn."""
         with self._news:
             self._news.wait_for(lambda: self._reports or self._daemons != self._known, wait_s)
             reports, self._reports = self._reports, {}
@@ -303,7 +304,7 @@ class RemoteProcessPool:
             self._placement.release(child.name)
 
     def stop(self, limit_s: float, impatient: Callable[[], bool]) -> None:
-        """Ask, then kill. Rollout workers first, as ProcessPool does."""
+        """Ask all children to stop, then kill the rest. Rollout workers stop first, as in ProcessPool."""
         rollout_workers = [child for child in self.children if child.spec.kind == "rollout_worker"]
         self._ask_and_wait(rollout_workers, limit_s / 3, impatient)
         self._ask_and_wait(self.children, limit_s * 2 / 3, impatient)
@@ -314,7 +315,7 @@ class RemoteProcessPool:
             self.turn(_STOP_TURN_S)
 
     def close(self) -> None:
-        """The run is over: host daemons are told, and waited for."""
+        """Announce the end of the run to the host daemons, and wait for their ends."""
         with contextlib.suppress(NameResolveError):
             self._put_record(msgspec.structs.replace(self._record, ends=True))
         with self._news:
@@ -337,7 +338,7 @@ class RemoteProcessPool:
         return child
 
     def _make_child(self, spec: ProcessSpec, lease: Lease, host: str = "") -> RemoteChild:
-        """host: "": it has none, and never runs."""
+        """host: "": the child has no host and never runs."""
         self._num_started += 1
         return RemoteChild(
             spec,
@@ -351,7 +352,7 @@ class RemoteProcessPool:
         )
 
     def _ask_and_wait(self, children: Sequence[Child], limit_s: float, impatient: Callable[[], bool]) -> None:
-        """Waits for: their exit. Unblocked by: that, the limit, or impatience."""
+        """Ask the children to stop. Waits for: their exit. Unblocked by: that, the limit, or impatience."""
         for child in children:
             child.ask_to_stop()
         began, said = self._clock.monotonic(), False
@@ -371,7 +372,7 @@ class RemoteProcessPool:
             return [host for host in self._config.hosts if host not in self._daemons]
 
     def _take_in_daemons(self) -> None:
-        """Hosts that have come, and those that are lost."""
+        """Process the hosts that have appeared, and those that are lost."""
         with self._news:
             daemons = dict(self._daemons)
         for name, before in list(self._known.items()):
@@ -379,7 +380,7 @@ class RemoteProcessPool:
             if now is not None and now.incarnation == before.incarnation:
                 continue
             del self._known[name]
-            how = f"was lost with its host {name}" + (", whose host daemon was started again" if now else "")
+            how = f"was lost with its host {name}" + (", because its host daemon was restarted" if now else "")
             self._lose(name, before, how)
         for name, record in daemons.items():
             if name not in self._known:
@@ -398,7 +399,7 @@ class RemoteProcessPool:
         self._placement.lose(name)
         left = ", ".join(self._known) or "none"
         self._notice(
-            f"host {name} is lost, and with it {', '.join(c.name for c in lost) or 'nothing'}; left are {left}"
+            f"host {name} is lost, and with it {', '.join(c.name for c in lost) or 'no process'}; remaining hosts: {left}"
         )
 
     def _tell(self, host: str, report: HostReport) -> None:
@@ -409,10 +410,10 @@ class RemoteProcessPool:
                 self._noticed[report.host_daemon] = number
 
     def _start_own_daemon(self) -> None:
-        """The launcher's host has one like all others; this one dies with the launcher."""
+        """Start the host daemon of the launcher's own host. It dies with the launcher."""
         attempt = self._record.attempt
         config = configs_dir(self._run_dir, attempt) / f"host_daemon_{self._own_host}.yaml"
-        save_config(self._config, config)  # as the launcher has it: with the way to name resolve
+        save_config(self._config, config)  # the launcher's config, which contains the endpoints of name resolve
         command = [sys.executable, "-m", "asyncrl.cli.main", "host", str(config), "--host", self._own_host]
         command += ["--address", self._config.runtime.host]
         log = logs_dir(self._run_dir, attempt) / f"host_daemon_{self._own_host}.log"
@@ -427,14 +428,14 @@ class RemoteProcessPool:
             )
 
     def _look_after_own_daemon(self) -> None:
-        """Start it again if it has ended. Raises LaunchError where it does so again and again."""
+        """Restart the own host daemon if it has ended. Raises LaunchError after runtime.max_restarts restarts."""
         if self._own_daemon is None or self._own_daemon.poll() is None:
             return
         self._own_daemon_ends += 1
         log = logs_dir(self._run_dir, self._record.attempt) / f"host_daemon_{self._own_host}.log"
         if self._own_daemon_ends > self._config.runtime.max_restarts:
-            raise LaunchError(f"the host daemon of this host ({self._own_host}) ends again and again; its log: {log}")
-        self._notice(f"the host daemon of this host has ended, and is started again; its log: {log}")
+            raise LaunchError(f"the host daemon of this host ({self._own_host}) keeps ending; its log: {log}")
+        self._notice(f"the host daemon of this host has ended and is restarted; its log: {log}")
         self._start_own_daemon()
 
     def _put_record(self, record: LauncherRecord) -> None:
@@ -446,7 +447,7 @@ class RemoteProcessPool:
     def _observe_daemon(self, event: WatchEvent) -> None:
         host = event.key.rpartition("/")[2]
         if host not in self._config.hosts:
-            return  # not one of this run
+            return  # not a host of this run
         with self._news, contextlib.suppress(*DECODE_ERRORS):
             self._daemons.pop(host, None)
             if event.kind == "put":
@@ -462,10 +463,10 @@ class RemoteProcessPool:
 
 
 class _DesiredState:
-    """Publishes the desired state, on a thread of its own, which also checks the caches of the watches now and then.
+    """Publishes the desired state on its own thread, which also compares the watch caches with reads every few seconds.
 
-    consumes: the newest desired state of each process. produces: entries. waits for: something to do; name resolve, within its
-    limits; in an outage it tries again. unblocked by: the launcher; `close`.
+    consumes: the newest desired state of each process. produces: entries. waits for: work; name resolve, within its limits; in an
+    outage it retries. unblocked by: the launcher; `close`.
     """
 
     def __init__(
@@ -479,7 +480,7 @@ class _DesiredState:
         self._resolver, self._names, self._launcher, self._caches = resolver, names, launcher, caches
         self._clock = clock
         self._condition = threading.Condition()
-        self._due: dict[str, str | None] = {}  # by key; None: it is deleted
+        self._due: dict[str, str | None] = {}  # by key: the value to write; None: delete the key
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="desired state", daemon=True)
         self._thread.start()
@@ -501,7 +502,7 @@ class _DesiredState:
         self._publish(self._names.desired_process(child.host, child.name), msgspec.json.encode(desired).decode())
 
     def remove(self, child: RemoteChild) -> None:
-        """Its host daemon ends it, if it is there, and reports it no more."""
+        """Delete a child's desired state. Its host daemon then ends the process, if it runs, and no longer reports it."""
         if child.host:
             self._publish(self._names.desired_process(child.host, child.name), None)
 
@@ -512,7 +513,7 @@ class _DesiredState:
         self._thread.join(_RETRY_S)
 
     def _publish(self, key: str, value: str | None) -> None:
-        """None: it is deleted."""
+        """Schedule a write. value: None: delete the key."""
         with self._condition:
             self._due[key] = value
             self._condition.notify()

@@ -1,4 +1,4 @@
-"""What a host daemon does with what it sees (pure): which processes to start and end, and whether they may go on at all."""
+"""The host daemon's decisions (pure): which processes to start and end, and whether its processes may keep running."""
 
 from __future__ import annotations
 
@@ -9,32 +9,34 @@ from typing import Literal
 from asyncrl.protocol.messages import DesiredProcess, LauncherRecord
 from asyncrl.protocol.names import is_earlier
 
-# Of a launcher whose key is gone though name resolve answers: its session may be bringing it back.
+# Longest absence of the launcher's key while name resolve answers; the launcher's session may be restoring the key
 _ABSENT_LIMIT_S = 8.0
-_REFUSED_LIMIT_S = 20.0  # a private etcd is started again by its launcher well within; then that is dead, too
+# A live launcher restarts its private etcd well within this time. After it, the launcher counts as dead
+_REFUSED_LIMIT_S = 20.0
 
 Verb = Literal["start", "stop", "kill", "skip", "forget"]
 
 
 @dataclass(frozen=True)
 class Observed:
-    """The state of a process that the host daemon has."""
+    """The observed state of a process of this host daemon."""
 
     incarnation: int
     ended: bool
-    asked: bool  # to stop
+    asked: bool  # it was asked to stop
 
 
 @dataclass(frozen=True)
 class Action:
-    """start it | ask it to stop | kill it | report as ended what was never started | report it no more."""
+    """start: start the process. stop: ask it to stop. kill: kill it. skip: report a process that was never started as ended.
+    forget: no longer report it."""
 
     verb: Verb
     name: str
 
 
 def decide(desired: Mapping[str, DesiredProcess], observed: Mapping[str, Observed]) -> Iterator[Action]:
-    """The actions that bring the observed state nearer to the desired one. Doing them twice changes nothing."""
+    """Yield the actions that move the observed state towards the desired state. The actions are idempotent."""
     for name, process in observed.items():
         goal = desired.get(name)
         if goal is None or goal.incarnation > process.incarnation:
@@ -50,53 +52,53 @@ def decide(desired: Mapping[str, DesiredProcess], observed: Mapping[str, Observe
 
 
 def obeyed(published: Collection[DesiredProcess], launcher: str, host_daemon: str) -> dict[str, DesiredProcess]:
-    """The desired state that this launcher has published for this host daemon, by name. That of an earlier launcher, or for an
-    earlier host daemon, is refused."""
+    """Return the desired state that this launcher has published for this host daemon, by process name. Ignores entries of an
+    earlier launcher, and entries for an earlier host daemon."""
     return {one.name: one for one in published if one.launcher == launcher and one.host_daemon == host_daemon}
 
 
 class Tether:
-    """Whether a host daemon's processes may go on. They may while their launcher lives, as far as can be known, and some time
-    longer."""
+    """Decides whether a host daemon's processes may keep running. They may while the launcher is known to be alive, and for some
+    time after that."""
 
     def __init__(self, now: float, *, cut_off_limit_s: float, wait_s: float) -> None:
-        """wait_s: for a launcher to come."""
+        """cut_off_limit_s: longest time without name resolve. wait_s: longest time until a launcher appears."""
         self.launcher: LauncherRecord | None = None
         self._cut_off_limit_s, self._wait_s = cut_off_limit_s, wait_s
         self._began = now
-        self._absent: float | None = None  # since when
+        self._absent: float | None = None  # when the absence began; None: the key is present
         self._cut_off: float | None = None
         self._refused: float | None = None
 
     def sees(self, record: LauncherRecord | None, now: float) -> None:
-        """Name resolve has answered; None: it knows no launcher."""
+        """Record an answer of name resolve: the launcher's record; None: there is none."""
         self._cut_off = self._refused = None
         if record is None:
             self._absent = now if self._absent is None else self._absent
             return
         known = self.launcher
         if known is not None and is_earlier(record.incarnation, known.incarnation):
-            return  # of a launcher that is over; it counts neither as ours nor as its absence
+            return  # from an earlier launcher: neither a new launcher nor the absence of the known one
         if known is None and record.ends:
-            return  # one that was over before we came
+            return  # from a launcher that ended before this host daemon started
         self._absent = None
         self.launcher = record
 
     def unreachable(self, now: float, *, refused: bool) -> None:
-        """Name resolve does not answer. refused: its host does, and says that nothing listens there."""
+        """Record that name resolve does not answer. refused: its host refuses the connection, so nothing listens there."""
         self._cut_off = now if self._cut_off is None else self._cut_off
         self._refused = (now if self._refused is None else self._refused) if refused else None
 
     @property
     def is_over(self) -> bool:
-        """The launcher has said that the run is over."""
+        """Whether the launcher has announced the end of the run."""
         return self.launcher is not None and self.launcher.ends
 
     def broken(self, now: float) -> str:
-        """Why everything is to end; "": it goes on."""
+        """Return why all processes must end; "": they may keep running."""
         if self.launcher is None:
             if now - self._began > self._wait_s:
-                return f"no launcher has come within {self._wait_s:g} s (network.hosts_limit_s)"
+                return f"no launcher has appeared within {self._wait_s:g} s (network.hosts_limit_s)"
             return ""
         if self._absent is not None and now - self._absent > _ABSENT_LIMIT_S:
             return "the launcher is gone"

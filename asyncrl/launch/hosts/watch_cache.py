@@ -1,6 +1,6 @@
-"""What a watch tells, checked now and then against what is read: a stream that went silent then costs seconds, not the run.
+"""Compares the state known from a watch with periodic reads. A watch stream that went silent then delays changes by seconds only.
 
-A difference counts once two reads in a row have shown it: a single one may be older than what the watch has told since.
+A difference counts after two consecutive reads have shown it, because a single read may be older than the latest watch events.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class WatchCache:
         self._callback = callback
         self._lock = threading.Lock()
         self._state: dict[str, str] = {}
-        self._suspect: dict[str, str | None] = {}  # differences that the last read has shown; None: the key is gone
+        self._suspect: dict[str, str | None] = {}  # differences shown by the last read; None: the key is gone
 
     def observe(self, event: WatchEvent) -> None:
         with self._lock:

@@ -1,6 +1,6 @@
-"""A process of a run as the launcher that started it sees it: its pipe, its end, and which of several failed first.
+"""The launcher's record of a child process: its status pipe, its end, and which of several children failed first.
 
-It is started by an interpreter of its own (`start`), or forked by a fork server: then it is known before it has a pid.
+A child has its own interpreter, or is forked by a fork server. In the second case the record exists before the process has a pid.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from asyncrl.runtime.system import LEASE_ENV, STATUS_FD_ENV
 _READ_BYTES = 1 << 16
 _MAX_STATUS_LINE_BYTES = 1_000_000
 
-# What the kernel did to a process is noticed a moment later than its peers notice that it is gone, and they say so at once
+# The launcher sees that the kernel killed a process a moment after the peers see it, and the peers report errors at once
 _NOTICED_LATE_S = 0.5
-# Another's error, with which that one answered a call before it ended
+# Matches the error of another process, which that process sent as the reply to a call before it ended
 _PASSED_ON = re.compile(r"\bRemoteCallError: (\S+): ")
-_oom = OomCounters()  # from the launcher's start on
+_oom = OomCounters()  # counts since the launcher's start
 _KILLED_BY = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 
 
 class Process(Protocol):
-    """subprocess.Popen, or one that a fork server has made."""
+    """subprocess.Popen, or a process that a fork server has forked."""
 
     @property
     def pid(self) -> int: ...
 
     def wait(self) -> int:
-        """Its exit code, or minus the signal that ended it."""
+        """Return the exit code, or minus the number of the signal that killed the process."""
 
 
 @dataclass(frozen=True)
 class Forked:
-    """A child of this process that subprocess knows nothing of."""
+    """A child of this process that was not started with subprocess."""
 
     pid: int
 
@@ -63,7 +63,7 @@ class Forked:
 
 @dataclass(eq=False)
 class Child:
-    """A process in a process group of its own, or one that a fork server has been asked for."""
+    """A process in its own process group, or one that was requested from a fork server."""
 
     spec: ProcessSpec
     process: Process | None  # None: not forked yet
@@ -71,14 +71,14 @@ class Child:
     pipe: int
     lease: Lease
     status: WorkerStatus | None = None
-    returncode: int | None = None  # of a process that has ended
+    returncode: int | None = None  # None: it has not ended
     ended: float = 0.0  # unix seconds
     started: float = field(default_factory=SYSTEM_CLOCK.time)  # unix seconds
-    was_running: bool = False  # it has come through its start
-    froze_s: float = 0.0  # so long it had not moved when the launcher killed it for that
-    restarts: int = 0  # how often it has been started again
-    host: str = ""  # on a run of more than one host: where it is
-    lost: str = ""  # how its host was lost, and it with it
+    was_running: bool = False  # it has completed its start
+    froze_s: float = 0.0  # seconds without a heartbeat when the launcher killed it for that; 0: it was not
+    restarts: int = 0  # number of restarts so far
+    host: str = ""  # its host, on a run of more than one
+    lost: str = ""  # how it was lost with its host; "": it was not
     clock: Clock = SYSTEM_CLOCK
     _partial: bytes = b""
 
@@ -88,11 +88,11 @@ class Child:
 
     @property
     def could_run(self) -> bool:
-        """It has come through its start, or may have: what ended it with its host was no fault of its own."""
+        """Whether its start can succeed: it has completed the start, or was lost with its host, which was not its fault."""
         return self.was_running or bool(self.lost)
 
     def read_status(self) -> bool:
-        """Take in what the pipe holds. False once the pipe has ended."""
+        """Read the available status lines. False once the pipe is closed."""
         try:
             data = os.read(self.pipe, _READ_BYTES)
         except BlockingIOError:
@@ -100,39 +100,39 @@ class Child:
         *lines, self._partial = (self._partial + data).split(b"\n")
         self._partial = self._partial[-_MAX_STATUS_LINE_BYTES:]
         for line in lines:
-            with contextlib.suppress(*DECODE_ERRORS):  # one that was cut short: the next one will do
+            with contextlib.suppress(*DECODE_ERRORS):  # a truncated line; the next one replaces it
                 self.status = msgspec.json.decode(line, type=WorkerStatus)
                 self.was_running = self.was_running or self.status.state == "running"
         return bool(data)
 
     def poll(self) -> bool:
-        """Whether it has ended. At its end its whole process group is killed: grandchildren end with their parent."""
+        """Whether it has ended. When it has, the whole process group is killed, so grandchildren end with their parent."""
         if self.returncode is not None:
             return True
         if self.process is None:
             return False
         if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return False
-        self.kill()  # before its number is given back: afterwards it may be another's
+        self.kill()  # before the wait below frees the pid, which the system may then reuse
         self.returncode, self.ended = self.process.wait(), self.clock.time()
-        for _ in range(_MAX_STATUS_LINE_BYTES // _READ_BYTES):  # last words; a grandchild may hold the pipe open
+        for _ in range(_MAX_STATUS_LINE_BYTES // _READ_BYTES):  # bounded, as a grandchild may hold the pipe open
             if not self.read_status():
                 break
         return True
 
     def ask_to_stop(self) -> None:
         if self.process is not None and self.returncode is None:
-            os.kill(self.process.pid, signal.SIGTERM)  # Popen.terminate would reap one that has ended: that is for poll
+            os.kill(self.process.pid, signal.SIGTERM)  # Popen.terminate would reap an ended process, which poll must do
 
     def kill(self) -> None:
-        """SIGKILL for it and all in its process group."""
+        """Send SIGKILL to its process group."""
         if self.process is not None and self.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     @property
     def failure_time(self) -> float | None:
-        """When it failed, in unix seconds, to compare with others. None if it has not."""
+        """When it failed, in unix seconds, comparable between children. None if it did not fail."""
         if self.status is not None and self.status.error:
             return self.status.time
         if self.returncode:
@@ -141,61 +141,62 @@ class Child:
 
     @property
     def in_trouble(self) -> bool:
-        """It failed, or has ended before its work was over."""
+        """Whether it failed, or ended before its work was done."""
         if self.status is not None and self.status.error:
             return True
         return self.returncode is not None and not self.is_done
 
     @property
     def is_done(self) -> bool:
-        """It says that its work is over: what holds up its exit then holds up nothing else."""
+        """Whether it has reported that its work is done. The run then does not wait for its exit."""
         if self.status is not None and self.status.state == "done":
             return True
-        # a master whose last word was lost: only one that was told to ends well before the run is over
+        # A master whose last status was lost: before the run is complete, a master exits with 0 only if it was told to stop
         state = self.status.state if self.status is not None else ""
         return self.spec.kind == "master" and self.returncode == 0 and state != "stopped"
 
     @property
     def is_fatal(self) -> bool:
-        """It failed of what another process in its place would fail of, too."""
+        """Whether it reported an error that would recur in a restarted process."""
         return self.status is not None and bool(self.status.error) and self.status.fatal
 
     @property
     def was_killed(self) -> bool:
-        """By the kernel, by a person or by the launcher: what ended it did not come from another process of the run."""
+        """Whether it ended by a signal of the kernel, a person or the launcher, so no other process of the run caused its end."""
         return self.returncode is not None and -self.returncode in _KILLED_BY
 
     @property
     def was_struck(self) -> bool:
-        """It was killed by what is neither itself nor the launcher, and had reported no error: the kernel, or a person."""
+        """Whether the kernel or a person killed it: by SIGKILL, not by the launcher, and without a reported error."""
         has_failed = self.status is not None and bool(self.status.error)
         return self.returncode == -signal.SIGKILL and not self.froze_s and not has_failed
 
     @property
     def waits_for_words_of(self) -> str:
-        """The process whose error this one was answered with; "" if the error is its own."""
+        """The process whose error this one received as a reply; "" if the error is its own."""
         passed_on = _PASSED_ON.search(self.status.error) if self.status is not None else None
         return passed_on[1] if passed_on else ""
 
     def progress_count(self) -> int | None:
-        """What grows while it does not stand still; None before its first word."""
+        """Return the heartbeat counter, which grows unless the process stands still. None before its first status."""
         return self.status.progress if self.status is not None else None
 
     def cpu_s(self) -> float:
-        """The CPU time that it has used; 0.0 where that is not known."""
+        """Return the CPU time that it has used, in seconds; 0.0 where it is not known."""
         return cpu_s(self.process.pid) if self.process is not None else 0.0
 
     def tail(self) -> str:
-        """The end of its log."""
+        """Return the end of its log."""
         return tail_of(self.log)
 
     def how_it_ended(self) -> str:
-        """Of one that could not say so itself."""
+        """Describe the end of a process that reported no error."""
         assert self.returncode is not None
         return how_it_ended(self.returncode, self.log, clock=self.clock)
 
     def visible_status(self, import_limit_s: float | None) -> WorkerStatus:
-        """Its newest status; before the first one what is known without it. import_limit_s: None: its imports have no limit."""
+        """Return the newest status; before the first one, a status made from what the launcher knows. import_limit_s: limit of
+        the imports; None: no limit."""
         if self.status is not None:
             ours = {"restarts": self.restarts, "host": self.host}
             return msgspec.structs.replace(self.status, **ours) if any(ours.values()) else self.status
@@ -218,8 +219,10 @@ class Child:
 def start_child(
     spec: ProcessSpec, run_dir: Path, lease: Lease, fork_server: ForkServer | None = None, clock: Clock = SYSTEM_CLOCK
 ) -> Child:
-    """Write the process's config and start it, its output going to a log of its own. With a fork server it has no
-    process yet: that comes with ForkServer.forked, or, where that has ended meanwhile, with start_process."""
+    """Write the process's config and start the process, with its output in its own log.
+
+    With a fork server the child has no process yet. ForkServer.forked supplies it, or start_process if the fork server has ended.
+    """
     save_config(spec.config, config_file(spec, run_dir))
     log = logs_dir(run_dir, spec.config.worker.attempt) / f"{spec.file_stem}.log"
     child = Child(spec, None, log, -1, lease, started=clock.time(), clock=clock)
@@ -228,7 +231,7 @@ def start_child(
 
 
 def start_process(child: Child, run_dir: Path, fork_server: ForkServer | None) -> None:
-    """Give a child that has none its process, or ask the fork server for it."""
+    """Start the process of a child that has none, or request it from the fork server."""
     spec, config = child.spec, config_file(child.spec, run_dir)
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
@@ -245,7 +248,7 @@ def start_process(child: Child, run_dir: Path, fork_server: ForkServer | None) -
                     stderr=subprocess.STDOUT,
                     env={**os.environ, **env, STATUS_FD_ENV: str(writer)},
                     pass_fds=[writer],
-                    start_new_session=True,  # a Ctrl-C goes to the launcher alone, which stops the others in order
+                    start_new_session=True,  # Ctrl-C reaches only the launcher, which stops the processes in order
                 )
     except BaseException:
         os.close(reader)
@@ -260,14 +263,14 @@ def config_file(spec: ProcessSpec, run_dir: Path) -> Path:
 
 
 def first_failed(children: Sequence[Child]) -> Child:
-    """Of those in trouble (one is) the first; where it was answered with another's error, that one."""
+    """Return the first child in trouble; at least one must be. If it received another child's error as a reply, return that one."""
     failed = _in_order(children)
     by_name = {child.name: child for child in failed}
     return by_name.get(failed[0].waits_for_words_of, failed[0])
 
 
 def first_cause(children: Sequence[Child]) -> str:
-    """Of the failed ones the first: what happened to it, its traceback, where to look, and which processes failed after it."""
+    """Describe the first failure: what happened, the traceback, the path of the log, and which processes failed later."""
     first = first_failed(children)
     others = [child.name for child in _in_order(children) if child is not first]
     also = f"\nFailed after it: {', '.join(others)}" if others else ""
@@ -276,7 +279,7 @@ def first_cause(children: Sequence[Child]) -> str:
 
 
 def _in_order(children: Sequence[Child]) -> list[Child]:
-    """Those that failed, the first to do so first; if none did, those that ended too early."""
+    """Return the failed children by time of failure; if none failed, those that ended too early."""
     failed = [(time_, child.name, child) for child in children if (time_ := child.failure_time) is not None]
     early = [(child.ended, child.name, child) for child in children if child.in_trouble]
     return [child for _, _, child in sorted(failed or early)]
@@ -293,7 +296,7 @@ def _what_happened(child: Child) -> str:
 
 
 def short_end(child: Child) -> str:
-    """How a process ended that is started again: in a line, or its error."""
+    """Describe in one line how a process ended, or the last line of the error that it reported."""
     if child.lost:
         return child.lost
     if child.froze_s:
@@ -305,7 +308,8 @@ def short_end(child: Child) -> str:
 
 
 def how_it_ended(code: int, log: Path, oom: OomCounters = _oom, clock: Clock = SYSTEM_CLOCK) -> str:
-    """Of a process that could not say so itself: its exit code or signal, and the end of its log. oom: of its host."""
+    """Describe the end of a process that reported no error: exit code or signal, and the end of its log. oom: counters of its
+    host."""
     if code >= 0:
         return f"ended with exit code {code}; its log ends with\n\n{tail_of(log)}"
     try:
@@ -319,7 +323,7 @@ def how_it_ended(code: int, log: Path, oom: OomCounters = _oom, clock: Clock = S
 def _who_killed(oom: OomCounters, clock: Clock) -> str:
     if kills := oom.kills_lately(clock.monotonic()):
         return (
-            f"by the kernel, for want of memory: {kills}. Have fewer or smaller processes (allocation, rollout.num_workers), "
-            "smaller micro-batches, or raise the limit"
+            f"by the kernel, because memory ran out: {kills}. Use fewer or smaller processes (allocation, rollout.num_workers) "
+            "or smaller micro-batches, or raise the limit"
         )
-    return "by somebody, or for want of memory: see `dmesg`"
+    return "by a person or another process, or because memory ran out: see `dmesg`"

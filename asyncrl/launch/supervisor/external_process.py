@@ -1,7 +1,7 @@
-"""Processes of a run that the launcher does not start (debug.leave_out): a person does, in another terminal, under a debugger.
+"""Processes of a run that the user starts in another terminal, under a debugger, instead of the launcher (debug.leave_out).
 
-Such a process keeps a lease of its own and publishes its status in name resolve, where the launcher watches for it. It is
-waited for, by name and with a limit; that it ends without an error is news and no failure, because it may be started again.
+Such a process keeps its own lease and publishes its status in name resolve, where the launcher watches it. The launcher waits for
+each one by name, with a limit. An end without an error is reported and is not a failure, because the user may start it again.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock, wait_until
 from asyncrl.runtime.names.interface import WatchEvent
 
 _LOOK_EVERY_S = 0.05
-_MAX_NEWS = 1000  # statuses that the launcher has not taken in: minutes of them; past it the oldest go
+_MAX_NEWS = 1000  # unread statuses, enough for minutes; beyond that the oldest are dropped
 
 
 class ExternalProcess:
-    """One of them, as the launcher sees it. `observe` is called by a thread of name resolve, the rest by the launcher's."""
+    """The launcher's record of one such process. A thread of name resolve calls `observe`; the launcher's thread calls the rest."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class ExternalProcess:
         notice: Callable[[str], None],
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """Writes its config and says how to start it."""
+        """Writes the process's config and notifies the user of the command that starts it."""
         self.spec = spec
         self.config_path = configs_dir(run_dir, spec.config.worker.attempt) / f"{spec.file_stem}.yaml"
         save_config(spec.config, self.config_path)
@@ -48,29 +48,29 @@ class ExternalProcess:
         self._wait_s = wait_s
         self._notice = notice
         self._clock = clock
-        self._news: deque[WorkerStatus | None] = deque(maxlen=_MAX_NEWS)  # None: it is not there
+        self._news: deque[WorkerStatus | None] = deque(maxlen=_MAX_NEWS)  # None: the process is gone
         self._status: WorkerStatus | None = None
         self._ending: psutil.Process | None = None
-        self._since = self._clock.monotonic()  # it has been missing
-        notice(f"{self.name} is left to you: start it within {wait_s:g} s, in another terminal, with\n{self.command}")
+        self._since = self._clock.monotonic()  # when the process was last missing
+        notice(f"{self.name} is left to you: in another terminal, start it within {wait_s:g} s with\n{self.command}")
 
     @property
     def name(self) -> str:
         return self.spec.name
 
     def renew(self, spec: ProcessSpec) -> None:
-        """In the place of its config comes that of the newest attempt: it may be started again by the same command."""
+        """Overwrite its config with that of the newest attempt, so that the same command starts it again."""
         self.spec = spec
         save_config(spec.config, self.config_path)
 
     def observe(self, event: WatchEvent) -> None:
-        """Its status in name resolve has changed, or is gone with its lease."""
+        """Record that its status in name resolve has changed, or was deleted with its lease."""
         with contextlib.suppress(*DECODE_ERRORS):
             self._news.append(msgspec.json.decode(event.value, type=WorkerStatus) if event.kind == "put" else None)
 
     def turn(self) -> None:
-        """Take in what was observed, all of it: a process may start and end between two turns. Raises LaunchError where it
-        failed, or did not come."""
+        """Process all observed statuses; a process may start and end between two turns. Raises LaunchError if it failed, or was
+        not started in time."""
         for _ in range(len(self._news)):
             self._take_in(self._news.popleft())
         if self._status is None and self._clock.monotonic() - self._since > self._wait_s and not self.is_done:
@@ -81,7 +81,7 @@ class ExternalProcess:
     def _take_in(self, status: WorkerStatus | None) -> None:
         before, self._status = self._status, status
         if status is not None and before is None:
-            self._notice(f"{self.name} has come (process {status.pid})")
+            self._notice(f"{self.name} has started (process {status.pid})")
         if status is not None and status.error:
             raise LaunchError(f"{self.name}, which you started, failed\n\n{status.error.rstrip()}")
         if status is None and before is not None:
@@ -110,11 +110,11 @@ class ExternalProcess:
         )
 
     def ask_to_stop(self) -> None:
-        """The run is over. It is asked, not killed: its terminal may be in a debugger."""
+        """Send SIGTERM because the run is over. The process is not killed, because its user may be in a debugger."""
         status = self._status
-        if status is None or status.state == "error":  # that one may be looked at with pdb
+        if status is None or status.state == "error":  # the user may be inspecting a failed one with pdb
             return
-        with contextlib.suppress(psutil.Error, OSError):  # gone already, or on another machine
+        with contextlib.suppress(psutil.Error, OSError):  # already gone, or on another machine
             process = psutil.Process(status.pid)
             if str(self.config_path) in process.cmdline():
                 self._ending = process
@@ -123,7 +123,7 @@ class ExternalProcess:
 
     @property
     def is_gone(self) -> bool:
-        """After `ask_to_stop`: whether there is no process any more."""
+        """Whether the process has ended. Valid after `ask_to_stop`."""
         try:
             return self._ending is None or self._ending.status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
@@ -131,12 +131,12 @@ class ExternalProcess:
 
 
 class ExternalProcesses:
-    """All of a run."""
+    """All external processes of a run."""
 
     def __init__(
         self, run_dir: Path, *, wait_s: float, notice: Callable[[str], None], clock: Clock = SYSTEM_CLOCK
     ) -> None:
-        """wait_s: for one to be started (debug.wait_s)."""
+        """wait_s: how long to wait for the start of each one (debug.wait_s)."""
         self._run_dir, self._wait_s, self._notice, self._clock = run_dir, wait_s, notice, clock
         self._processes: list[ExternalProcess] = []
 
@@ -149,18 +149,18 @@ class ExternalProcesses:
         return any(process.spec.kind == "master" and process.is_done for process in self._processes)
 
     def expect(self, spec: ProcessSpec) -> ExternalProcess:
-        """One that a person is told to start. Its `observe` is to be told of its status."""
+        """Register a process and notify the user to start it. The caller must pass the changes of its status to `observe`."""
         process = ExternalProcess(spec, self._run_dir, wait_s=self._wait_s, notice=self._notice, clock=self._clock)
         self._processes.append(process)
         return process
 
     def turn(self) -> None:
-        """Take in what was observed. Raises LaunchError where one failed, or did not come."""
+        """Process all observed statuses. Raises LaunchError if a process failed, or was not started in time."""
         for process in self._processes:
             process.turn()
 
     def renew(self, specs: Mapping[str, ProcessSpec]) -> None:
-        """In the place of their configs come those of the newest attempt."""
+        """Overwrite their configs with those of the newest attempt. specs: by name."""
         for process in self._processes:
             process.renew(specs[process.name])
 
@@ -168,12 +168,12 @@ class ExternalProcesses:
         return [process.visible_status() for process in self._processes]
 
     def ask_to_stop(self) -> None:
-        """The run is over."""
+        """Ask all processes to stop, because the run is over."""
         for process in self._processes:
             process.ask_to_stop()
 
     def wait_until_gone(self, limit_s: float, impatient: Callable[[], bool]) -> None:
-        """Before their name resolve is taken away: they would find it emptied, and restore what was theirs.
+        """Wait until they have ended. Called before name resolve closes, because a live process would restore its deleted keys.
 
         Waits for: their ends. Unblocked by: those, the limit, impatience.
         """
@@ -185,11 +185,11 @@ class ExternalProcesses:
 
         wait_until(is_over, limit_s=limit_s, every_s=_LOOK_EVERY_S, clock=self._clock)
         if left:
-            self._notice(f"{', '.join(left)}, which you started, still runs")
+            self._notice(f"{', '.join(left)}, which you started, has not ended yet")
 
 
 def debug_command(spec: ProcessSpec, config_path: Path) -> str:
-    """What to type to start a process by hand as the launcher would: same folder, same environment, same Python."""
+    """Return the shell command that starts a process as the launcher would: same folder, same environment, same Python."""
     env = [f"{key}={shlex.quote(value)}" for key, value in sorted(spec.env.items())]
     program = [sys.executable, "-m", "asyncrl.cli.main", "debug", str(config_path), "--pdb"]
     return f"cd {shlex.quote(os.getcwd())} && env {' '.join(env)} {shlex.join(program)}"

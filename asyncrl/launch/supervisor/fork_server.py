@@ -1,17 +1,20 @@
-"""Forks workers from a process that has imported what they need, so that torch is imported once a run and not once a process.
+"""Forks workers from a process that has already imported their modules, so that a run imports torch once and not once per process.
 
-The launcher starts a fork server for each kind of import (`PRELOADS`), before etcd, and asks it for one worker after another
-over a socket pair; with a request go the worker's log and the writing end of its status pipe. A worker so made is what
-a separate interpreter would be: a child of the launcher, which sees its end with waitpid and takes it along by the
-parent-death signal; leader of a session; with an environment and a command line of its own. To be the launcher's child it is
-forked twice: the process between ends at once, and the kernel gives orphans to the nearest ancestor that is a subreaper, which the
-launcher is meanwhile. A fork server ends when the launcher needs no more workers.
+The launcher starts one fork server for each set of imports (`PRELOADS`), before it starts etcd. It requests workers over a socket
+pair. Each request carries two file descriptors: the worker's log and the write end of its status pipe. A forked worker behaves like
+a process with its own interpreter:
+- It is a child of the launcher, which sees its exit with waitpid. The parent-death signal ends it with the launcher.
+- It leads its own session and has its own environment and command line.
 
-multiprocessing's fork server cannot take its place. Its workers are its own children, in the launcher's session. When it is killed,
-they are reported as ended (exit code 255) while they live.
+The fork server forks twice to make the worker a child of the launcher. The intermediate process exits at once, and the kernel
+reparents the orphan to the nearest ancestor that is a subreaper. The launcher is a subreaper while forks are pending. A fork server
+ends when the launcher needs no more workers.
 
-This file is both ends: `ForkServer` is the launcher's, `main` the process. What is imported there before a fork may start no
-thread, open no socket context, initialise no CUDA (CUDA_VISIBLE_DEVICES is each worker's own) and load no gRPC.
+multiprocessing's fork server does not fit: its workers are its own children, in the launcher's session, and when it is killed, it
+reports them as ended (exit code 255) although they are alive.
+
+This file contains both ends: `ForkServer` runs in the launcher, `main` in the fork server. Modules imported before a fork must not
+start threads, open socket contexts, initialise CUDA (each worker has its own CUDA_VISIBLE_DEVICES) or load gRPC.
 """
 
 from __future__ import annotations
@@ -36,8 +39,8 @@ from asyncrl.runtime.clock import wait_until
 from asyncrl.runtime.process import die_with_parent
 from asyncrl.runtime.system import STATUS_FD_ENV
 
-# What workers import, those parts included that torch and transformers would import at their first use.
-_NAME_RESOLVE = ("asyncrl.runtime.names.etcd.resolver", "google.protobuf.internal.builder", "tenacity")  # but for gRPC
+# Modules that workers import, including those that torch and transformers import lazily at first use.
+_NAME_RESOLVE = ("asyncrl.runtime.names.etcd.resolver", "google.protobuf.internal.builder", "tenacity")  # without gRPC
 _TOKENIZERS = "transformers.tokenization_utils_tokenizers"
 PRELOADS: Mapping[str, Sequence[str]] = {
     "light": (
@@ -52,8 +55,8 @@ PRELOADS: Mapping[str, Sequence[str]] = {
         "asyncrl.generation.worker",
         "asyncrl.generation.transformers",
         "asyncrl.model.worker",
-        "torch._dynamo",  # the first optimizer step would
-        "transformers.generation.utils",  # as all models' own modules do
+        "torch._dynamo",  # otherwise imported by the first optimizer step
+        "transformers.generation.utils",  # imported by every model's module
         "transformers.masking_utils",
         "transformers.modeling_layers",
         "transformers.processing_utils",
@@ -61,11 +64,11 @@ PRELOADS: Mapping[str, Sequence[str]] = {
     ),
 }
 
-Env: TypeAlias = "Mapping[str, str | None]"  # None: not in the environment
+Env: TypeAlias = "Mapping[str, str | None]"  # None: remove the variable
 
 _MAX_MESSAGE_BYTES = 100_000
 _REPARENT_LIMIT_S = 10.0
-_REPARENT_TURN_S = 0.0005  # the process between is ending
+_REPARENT_TURN_S = 0.0005  # short, because the intermediate process is already exiting
 _CLOSE_LIMIT_S = 5.0
 _PR_SET_CHILD_SUBREAPER = 36
 _STDOUT, _STDERR = 1, 2
@@ -75,7 +78,7 @@ _STDOUT, _STDERR = 1, 2
 
 
 class ForkServerEnded(Exception):
-    """It has ended before its work was done. `code` is its exit code, or minus the signal that ended it."""
+    """The fork server ended before its work was done. `code` is its exit code, or minus the number of the signal that killed it."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"the fork server has ended ({code})")
@@ -83,17 +86,18 @@ class ForkServerEnded(Exception):
 
 
 class ForkServer:
-    """A fork server as the launcher sees it. All calls raise ForkServerEnded."""
+    """The launcher's handle of a fork server. `ask` and `forked` raise ForkServerEnded."""
 
     def __init__(self, kind: str, log: Path, env: Env, longest_config: Path, program: str = __name__) -> None:
-        """env: changes to this process's environment. longest_config: no worker's config has a longer path. program: a
-        module whose main is this file's, for tests."""
+        """env: changes to the launcher's environment for the fork server. longest_config: the longest path that a worker's config
+        can have. program: the module to run; tests pass their own, which calls this file's `main`."""
         self.kind = kind
         self.log = log
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # NumPy's BLAS starts its threads when it is imported, and a process should fork without any
+        # NumPy's BLAS starts threads on import, and a process should not fork while it has several threads
         self._restored: Env = {"OPENBLAS_NUM_THREADS": os.environ.get("OPENBLAS_NUM_THREADS")}
-        room = f"{longest_config.parent}/".ljust(len(str(longest_config)), "/")  # for a worker's command line: _show_as
+        # Reserves space for a worker's command line, see _show_as
+        room = f"{longest_config.parent}/".ljust(len(str(longest_config)), "/")
         arguments = ["-m", program, kind, str(theirs.fileno()), room]
         with theirs, log.open("ab") as output:
             self._process = subprocess.Popen(
@@ -111,11 +115,12 @@ class ForkServer:
         return self._process.pid
 
     def fileno(self) -> int:
-        """Readable when a worker has been forked, and when the fork server has ended."""
+        """A descriptor that becomes readable when a worker was forked, or when the fork server ended."""
         return self._socket.fileno()
 
     def ask(self, config: Path, env: Env, *, log: int, status: int) -> None:
-        """Have a worker forked: its changes to the environment, its log and its status pipe, both for it to keep."""
+        """Request a worker. env: changes to its environment. log, status: descriptors of its log and its status pipe, which the
+        worker inherits. Does not wait for the fork."""
         request = json.dumps({"config": str(config), "env": {**self._restored, **env}})
         try:
             socket.send_fds(self._socket, [request.encode()], [log, status])
@@ -123,7 +128,7 @@ class ForkServer:
             raise ForkServerEnded(self._reap()) from None
 
     def forked(self) -> dict[Path, int]:
-        """Workers forked since the last call: config -> pid, a child of this process. Does not wait."""
+        """Return the workers forked since the last call: config -> pid of a child of this process. Does not wait."""
         found: dict[Path, int] = {}
         while True:
             try:
@@ -137,7 +142,7 @@ class ForkServer:
             found |= _pid_by_config(reply)
 
     def _reap(self) -> int:
-        """Its socket is closed: it has ended, or is about to."""
+        """Return the fork server's exit code. Called when its socket is closed, so it has ended or is about to."""
         try:
             return self._process.wait(_CLOSE_LIMIT_S)
         except subprocess.TimeoutExpired:
@@ -145,13 +150,14 @@ class ForkServer:
             return self._process.wait()
 
     def close(self) -> dict[Path, int]:
-        """End it now. Returns the workers that it had forked unseen: there will be no others."""
+        """Kill the fork server. Returns the workers that it forked and `forked` has not returned yet; no others will appear."""
         self._process.kill()
         self._process.wait()
         found: dict[Path, int] = {}
         self._socket.settimeout(_CLOSE_LIMIT_S)
         with self._socket, contextlib.suppress(TimeoutError, ConnectionError):
-            while reply := self._socket.recv(_MAX_MESSAGE_BYTES):  # ends when one just forked has answered, too
+            # A worker forked a moment ago still holds the socket, and answers before it closes it
+            while reply := self._socket.recv(_MAX_MESSAGE_BYTES):
                 found |= _pid_by_config(reply)
         return found
 
@@ -166,12 +172,12 @@ def _changed(environment: Mapping[str, str], changes: Env) -> dict[str, str]:
 
 
 def is_supported() -> bool:
-    """Whether this system gives orphans to a process that asks for them."""
+    """Whether this system supports child subreapers."""
     return sys.platform == "linux" and adopt_orphans(False)
 
 
 def adopt_orphans(on: bool) -> bool:
-    """Become the parent of descendants that lose theirs, or stop that. False where the system knows no such thing."""
+    """Start or stop being the subreaper, which adopts orphaned descendants. False where the system does not support it."""
     return ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0) == 0  # type: ignore[no-any-return]
 
 
@@ -180,7 +186,7 @@ def adopt_orphans(on: bool) -> bool:
 
 @dataclass(frozen=True)
 class _Request:
-    """A worker to be."""
+    """A requested worker."""
 
     config: str
     env: Env
@@ -189,15 +195,16 @@ class _Request:
 
 
 def main(kind: str, socket_fd: int, run: Callable[[Path], int]) -> int:
-    """Import, then fork on request. Returns in the workers, with what `run` says, and when the launcher has ended."""
+    """Import the modules, then fork on request. Returns in each worker, with the result of `run`, and in the fork server, with 0,
+    when the launcher has closed the socket."""
     launcher = os.getppid()
     die_with_parent()
     requests = socket.socket(fileno=socket_fd)
     requests.set_inheritable(False)
-    gc.disable()  # there is no garbage yet to be found by looking through a million new objects again and again
+    gc.disable()  # imports create a million objects and no garbage, so collections would only cost time
     for module in PRELOADS[kind]:
         importlib.import_module(module)
-    gc.freeze()  # so that no collection in a worker writes to every page that they share, which would copy it
+    gc.freeze()  # a collection in a worker would write to every shared page and so copy it
     request = _serve(requests, launcher)
     if request is None:
         return 0
@@ -205,9 +212,9 @@ def main(kind: str, socket_fd: int, run: Callable[[Path], int]) -> int:
 
 
 def _serve(requests: socket.socket, launcher: int) -> _Request | None:
-    """Fork a worker for each request. In a worker its request; None when the launcher wants no more.
+    """Fork a worker for each request. Returns the request in the worker, and None in the fork server when the socket is closed.
 
-    waits for: the next request. unblocked by: the launcher; its end (the kernel then kills this process).
+    waits for: the next request. unblocked by: the launcher; the launcher's death (the kernel then kills this process).
     """
     while True:
         data, fds, _, _ = socket.recv_fds(requests, _MAX_MESSAGE_BYTES, 2)
@@ -227,7 +234,7 @@ def _serve(requests: socket.socket, launcher: int) -> _Request | None:
 
 
 def _become(request: _Request, requests: socket.socket, between: int, launcher: int) -> None:
-    """Turn this process, just forked, into a worker: what a new interpreter would have from its start."""
+    """Turn this newly forked process into a worker: give it the state that a new interpreter would start with."""
     os.setsid()
     wait_until(lambda: os.getppid() != between, limit_s=_REPARENT_LIMIT_S, every_s=_REPARENT_TURN_S)
     die_with_parent()
@@ -243,7 +250,8 @@ def _become(request: _Request, requests: socket.socket, between: int, launcher: 
             os.environ[name] = value
     sys.argv = [worker_main.__file__, request.config]
     _show_as([sys.executable, "-m", worker_main.__name__, request.config])
-    if "numpy.random" in sys.modules:  # Python's own generator does so by itself; torch's begins alike in every process
+    # Python's own generator reseeds itself after a fork; torch's starts with the same seed in every process anyway
+    if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     gc.enable()
     requests.send(json.dumps({"config": request.config, "pid": os.getpid()}).encode())
@@ -251,10 +259,10 @@ def _become(request: _Request, requests: socket.socket, between: int, launcher: 
 
 
 def _show_as(arguments: Sequence[str]) -> None:
-    """What ps and py-spy show of this process: written over the arguments it was started with, as far as they reach."""
+    """Change the command line that ps and py-spy show. It overwrites the original arguments and is cut off at their length."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])
-    if start == 0:  # the system does not tell
+    if start == 0:  # the kernel hides the address
         return
     text = "\0".join(arguments).encode(errors="surrogateescape")[: end - start - 1]
     ctypes.memset(start, 0, end - start)

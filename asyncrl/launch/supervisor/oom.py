@@ -1,7 +1,7 @@
-"""Whether a process that was killed was killed by the kernel for want of memory: by the counters that the kernel keeps of that.
+"""Detects from the kernel's counters of OOM kills whether the kernel killed a process because memory ran out.
 
-Those of our own control group and the ones above it where they can be read (a container's limit), else the whole machine's. No
-log of the kernel is read, which takes rights that a user rarely has.
+The counters are those of this process's control group and of the groups above it where they are readable (a container's limit),
+otherwise those of the whole machine. The kernel log is not used, because users rarely have the right to read it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _LATELY_S = 10.0
 
 
 class OomCounters:
-    """consumes: the counters, when it is made and at each look."""
+    """consumes: the counters, at construction and at each call of `kills_lately`."""
 
     def __init__(self, root: Path = _ROOT) -> None:
-        """root: of /proc and /sys."""
+        """root: the folder that contains proc and sys."""
         self._root = root
         self._files = list(_files(root))
         self._seen = self._read()
         self._told = ("", -math.inf)
 
     def kills_lately(self, now: float) -> str:
-        """What says that the kernel has killed for want of memory since the last look, or some seconds before it: who asks for one
-        process may ask twice. "": nothing says so."""
+        """Return the counter that shows an OOM kill since the last call; "": no counter does. The answer is repeated for 10 s,
+        because the caller may ask twice about one process."""
         before, self._seen = self._seen, self._read()
         for file, count in self._seen.items():
             if count > before.get(file, count):
@@ -54,7 +54,7 @@ class OomCounters:
 
 
 def _files(root: Path) -> Iterator[Path]:
-    """The counters of our control group and those above it, the nearest first; the machine's where there are none."""
+    """Yield the counters of this process's control group and of those above it, nearest first; if there are none, the machine's."""
     found = False
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -70,7 +70,7 @@ def _files(root: Path) -> Iterator[Path]:
         else:
             continue
         group = base / path.lstrip("/")
-        while True:  # inside a container the path may be the host's: then the root is its own
+        while True:  # inside a container the path may be the host's; the container's own group is then at the root
             if (group / name).is_file():
                 found = True
                 yield group / name
@@ -85,7 +85,7 @@ def _limit_of(file: Path) -> str:
     for name in ("memory.max", "memory.limit_in_bytes"):
         try:
             limit = int((file.parent / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # there is none: "max"
+        except (OSError, ValueError):  # no limit: "max"
             continue
         return size_text(limit) if limit < _UNLIMITED_BYTES else ""
     return ""

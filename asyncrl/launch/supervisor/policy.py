@@ -1,13 +1,16 @@
-"""Who is started again when a process of a run has ended, how often and after which pause, and when the run ends (pure).
+"""Restart policy (pure): which processes restart after one ends, how often, after what delay, and when the run fails.
 
-A rollout worker, a generation server and the gserver manager hold nothing that a run needs, and are started again alone. So are
-model workers of a detached group (dataflow/worker_groups.py): those of one group together, as its next incarnation. Master and the
-other model workers (the trainer group: the books, the optimizer) are started again together, as the next attempt, from the newest
-checkpoint, and detached groups with them. What ends too often within an hour has everything started again, once a launch;
-then the run ends, with the first cause on top. What could only end again ends the run at once: a process that fails by itself
-before any of its name has come through its start, an error that lies in what the user gave. A process that something else kills in
-its start is started again like any other. So does the first end of other processes (recorder, replayer), and of modes that have
-them.
+- A rollout worker, a generation server or the gserver manager restarts alone, because it holds no state that the run needs.
+- Model workers of a detached group (dataflow/worker_groups.py) restart together, as the next incarnation of the group.
+- The master and the other model workers form the trainer group, which holds the run's records and the optimizer. They restart
+  together, as the next attempt, from the newest checkpoint. Detached groups restart with them.
+- A unit that exceeds its restart limit within an hour causes a restart of everything, once per launch. After that, the run fails
+  and reports the first cause.
+- An error that would recur fails the run at once. Such an error is fatal by its status (it lies in the user's input), or the
+  process fails by itself before any process of its name has completed its start. A process that is killed from outside during its
+  start restarts like any other.
+- Other processes (recorder, replayer), and the trainer group in modes without checkpoints, never restart: the first end fails the
+  run.
 """
 
 from __future__ import annotations
@@ -25,23 +28,23 @@ TRAINER_GROUP = "the trainer group"
 EVERYTHING = "everything"
 TRAINER_KINDS = frozenset({"master", "model_worker"})
 _ALONE_KINDS = frozenset({"rollout_worker", "generation_server", "gserver_manager"})
-_MODES_WITH_TRAINER_GROUP = frozenset({"async", "sync"})  # the others have no checkpoint to go on from
-_FIRST_PAUSE_S = 1.0  # of a second end in a row: the first one is started again at once, as one death says nothing
+_MODES_WITH_TRAINER_GROUP = frozenset({"async", "sync"})  # the other modes write no checkpoint to resume from
+_FIRST_PAUSE_S = 1.0  # before the restart after a second end in a row; after the first end the restart is immediate
 _LONGEST_PAUSE_S = 30.0
-CALM_S = 60.0  # who has lived so long since its start died of something else than the one before: a row begins anew
-_MAX_TOLD = 20  # lines about what was tried
+CALM_S = 60.0  # a process that lived this long ended for a new reason, so the delays start again from zero
+_MAX_TOLD = 20  # reported lines about restarts
 _LONGEST_TURN_S = 1.0
-BUSY_LIMITS = 20  # a process that uses CPU may stand still for so many times runtime.frozen_after_s
-_CPU_SHARE = 0.01  # of that time; background threads of a deadlocked process use less
+BUSY_LIMITS = 20  # a process that uses CPU may go without a heartbeat for this many times runtime.frozen_after_s
+_CPU_SHARE = 0.01  # minimal CPU use of a busy process; background threads of a deadlocked process use less
 
 
 @dataclass(frozen=True)
 class End:
-    """A process has ended, or has said that it failed."""
+    """A process that has ended, or has reported that it failed."""
 
     name: str  # e.g. rollout_worker/1
-    how: str  # in a line: was killed by signal SIGKILL
-    cause: str  # all that a person is told: its error with the traceback, or the end of its log, and where that is
+    how: str  # one line, e.g. "was killed by signal SIGKILL"
+    cause: str  # full report for people: the error with its traceback or the end of the log, and the log's path
     could_run: bool  # Child.could_run
     fatal: bool = False  # WorkerStatus.fatal
     struck: bool = False  # Child.was_struck
@@ -49,7 +52,7 @@ class End:
 
 @dataclass(frozen=True)
 class Trouble:
-    """A process that failed or has ended too early, as far as is known of it so far."""
+    """A process that failed or ended too early. Its final report may still be outstanding."""
 
     name: str
     fatal: bool = False  # WorkerStatus.fatal
@@ -58,14 +61,14 @@ class Trouble:
 
 @dataclass(frozen=True)
 class StartAgain:
-    unit: str  # the name of a process, that of a detached group, TRAINER_GROUP or EVERYTHING
+    unit: str  # the name of a process or of a detached group, TRAINER_GROUP or EVERYTHING
     pause_s: float
-    number: int = 1  # how many restarts of it there were within WINDOW_S, this one included
+    number: int = 1  # the unit's restarts within WINDOW_S, including this one
 
 
 @dataclass(frozen=True)
 class EndRun:
-    """cause: the first one. tried: what was done about it, a line each, oldest first."""
+    """cause: the first cause of the failure. tried: earlier restarts, one line each, oldest first."""
 
     cause: str
     tried: tuple[str, ...] = ()
@@ -75,28 +78,28 @@ Decision: TypeAlias = "StartAgain | EndRun"
 
 
 class RestartBudget:
-    """How often each unit is started again, and after which pause."""
+    """Counts the restarts of each unit and computes the delay before the next one."""
 
     def __init__(self, limit: int) -> None:
-        """limit: restarts of one unit within WINDOW_S."""
+        """limit: maximal number of restarts of one unit within WINDOW_S."""
         self.limit = limit
         self._ends: defaultdict[str, deque[tuple[float, str]]] = defaultdict(deque)  # (when, cause), oldest first
         self._count: defaultdict[str, int] = defaultdict(int)
-        self._rows: dict[str, tuple[int, float]] = {}  # ends in a row before the newest one; when its pause is over
+        self._rows: dict[str, tuple[int, float]] = {}  # earlier ends in a row; when the latest delay ends
 
     def count(self, unit: str) -> int:
-        """How often it has been started again so far."""
+        """Return the unit's number of restarts so far."""
         return self._count[unit]
 
     def recent(self, unit: str, now: float) -> list[str]:
-        """The causes of its ends within WINDOW_S, oldest first."""
+        """Return the causes of the unit's ends within WINDOW_S, oldest first."""
         ends = self._ends[unit]
         while ends and now - ends[0][0] > WINDOW_S:
             ends.popleft()
         return [cause for _, cause in ends]
 
     def ended(self, unit: str, cause: str, now: float) -> float | None:
-        """It has ended. The pause before it is started again, in seconds; None where that was too often."""
+        """Record an end of the unit. Returns the delay before its restart in seconds; None if it ended too often."""
         before = len(self.recent(unit, now))
         self._ends[unit].append((now, cause))
         if before >= self.limit:
@@ -110,12 +113,12 @@ class RestartBudget:
 
 
 def pause_s(before: int) -> float:
-    """Between an end and the next start, after so many in a row, each within CALM_S of its start."""
+    """Return the delay between an end and the restart. before: earlier ends in a row, each within CALM_S of its start."""
     return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(before - 1, 10)) if before else 0.0
 
 
 class Supervision:
-    """consumes: ends, and who has come through its start. produces: a decision for each end."""
+    """consumes: ends, and names of processes that have completed their start. produces: a decision for each end."""
 
     def __init__(
         self,
@@ -125,25 +128,24 @@ class Supervision:
         by_hand: Collection[str] = (),
         detached: Iterable[Collection[str]] = (),
     ) -> None:
-        """limit: runtime.max_restarts. by_hand: processes that somebody else starts (debug.leave_out): what has them among its
-        processes cannot be started again. detached: the processes of each worker group that is started again alone."""
+        """limit: runtime.max_restarts. by_hand: processes that the user starts (debug.leave_out); a unit that contains one cannot
+        restart. detached: the processes of each detached group."""
         self.limit = limit
         self._detached = {name: tuple(sorted(group)) for group in detached for name in group}
         self._has_trainer_group = mode in _MODES_WITH_TRAINER_GROUP
         self._by_hand = frozenset(by_hand)
         self._budget = RestartBudget(limit)
         self._ran: set[str] = set()
-        self._everything: tuple[float, str] | None = (
-            None  # when everything was started again, and the first cause of that
-        )
+        self._everything: tuple[float, str] | None = None  # when everything restarted, and the first cause
         self._tried: deque[tuple[float, str]] = deque(maxlen=_MAX_TOLD)
 
     def runs(self, name: str) -> None:
-        """A process of this name has come through its start: the next one will too, most likely."""
+        """Record that a process of this name has completed its start. Its successor is then likely to complete it, too."""
         self._ran.add(name)
 
     def unit_of(self, name: str) -> str:
-        """Who is started again if a process of this name ends: it alone, its detached group, or TRAINER_GROUP; "" if nobody is."""
+        """Return the unit that restarts when this process ends: the process alone, its detached group, or TRAINER_GROUP. "": no
+        restart is possible."""
         kind = _kind(name)
         if (group := self._detached.get(name)) is not None:
             return "" if self._by_hand.intersection(group) else group_unit(group)
@@ -152,15 +154,16 @@ class Supervision:
         return name if kind in _ALONE_KINDS else ""
 
     def members(self, name: str) -> tuple[str, ...]:
-        """The processes that are started again with one of this name, itself included, where it is not of the trainer group."""
+        """Return the processes that restart together with this one, including itself. Not for members of the trainer group."""
         return self._detached.get(name, (name,))
 
     def outlives(self, name: str, *, fatal: bool = False, struck: bool = False) -> bool:
-        """Whether the run may go on after the end of such a process; else nothing is to be waited for."""
+        """Whether the run can continue after this process has ended. If not, the run ends without waiting."""
         return self.limit > 0 and bool(self.unit_of(name)) and (name in self._ran or struck) and not fatal
 
     def outlives_all(self, troubled: Iterable[Trouble]) -> bool:
-        """Whether the run may go on after all these. Where one of a unit was struck, the others of it fail because of that."""
+        """Whether the run can continue after all of these. If one process of a unit was struck, the unit's other failures are
+        treated as its consequences."""
         troubled = list(troubled)
         struck = {self.unit_of(one.name) for one in troubled if one.struck}
         return all(
@@ -168,11 +171,11 @@ class Supervision:
         )
 
     def count(self, name: str) -> int:
-        """How often it has been started again so far."""
+        """Return the number of restarts of this process so far."""
         return self._budget.count(self.unit_of(name)) + (self._everything is not None)
 
     def decide(self, end: End, wall_time: float, now: float) -> Decision:
-        """now: monotonic seconds; wall_time: unix seconds, for what is told."""
+        """Decide what follows from an end. now: monotonic seconds. wall_time: unix seconds, used in reports."""
         if end.could_run:
             self._ran.add(end.name)
         if not self.outlives(end.name, fatal=end.fatal, struck=end.struck):
@@ -194,7 +197,7 @@ class Supervision:
         return EndRun(self._first_cause(recent[0], now), self._told(now))
 
     def _first_cause(self, cause: str, now: float) -> str:
-        """That of the restart of everything, if that was lately: what has ended since did so after it."""
+        """Return the cause of the restart of everything, if that happened within WINDOW_S, because all later ends follow it."""
         if self._everything is not None and now - self._everything[0] <= WINDOW_S:
             return self._everything[1]
         return cause
@@ -204,7 +207,7 @@ class Supervision:
 
 
 def group_unit(group: Collection[str]) -> str:
-    """The name of a detached group, given its processes. With one process, the usual case, it is that process's name."""
+    """Return the name of a detached group, given its processes. A group of one process, the usual case, has that process's name."""
     return ", ".join(sorted(group))
 
 
@@ -213,9 +216,9 @@ def _kind(name: str) -> str:
 
 
 def standstill(still_s: float, idle_s: float, limit_s: float) -> Literal["moves", "busy", "frozen"]:
-    """The state of a process whose progress counter has stood still for still_s, and its CPU time for idle_s.
+    """Return the state of a process whose heartbeat counter has not changed for still_s, and its CPU time not for idle_s.
 
-    A process that uses CPU is busy: its event loop is late, and will turn again. A process that uses none is stopped or deadlocked.
+    A process that uses CPU is busy: its event loop is blocked but will continue. A process that uses none is stopped or deadlocked.
     """
     if still_s <= limit_s:
         return "moves"
@@ -224,7 +227,7 @@ def standstill(still_s: float, idle_s: float, limit_s: float) -> Literal["moves"
 
 @dataclass(frozen=True)
 class _Seen:
-    """Of a process: its newest count and when that came; a CPU time and when it was reached."""
+    """The latest heartbeat count of a process and its time; a CPU time and when the process had reached it."""
 
     count: int | None
     moved: float
@@ -233,22 +236,24 @@ class _Seen:
 
 
 class FreezeWatch:
-    """Which processes stand still. Only time in which the launcher itself turned counts: limits restart after a sleep."""
+    """Detects frozen processes. Only time in which the launcher's own loop runs counts. So no process counts as frozen because the
+    machine slept."""
 
     def __init__(self, limit_s: float, start_limit_s: float) -> None:
-        """limit_s: between two counts of a process, 0: no limit. start_limit_s: before the first one."""
+        """limit_s: longest time between two heartbeats of a process; 0: no limit. start_limit_s: longest time before the first."""
         self._limit_s, self._start_limit_s = limit_s, start_limit_s
         self._awake_s = 0.0
         self._last_turn: float | None = None
         self._seen: dict[int, _Seen] = {}
-        self.busy: dict[int, float] = {}  # at the latest turn: for how many seconds
+        self.busy: dict[int, float] = {}  # at the latest turn: process -> seconds without a heartbeat
 
     def turn(
         self, now: float, counts: Mapping[int, int | None], cpu_s: Mapping[int, float] = MappingProxyType({})
     ) -> dict[int, float]:
-        """Those that are frozen: for how many seconds.
+        """Return the frozen processes and their seconds without a heartbeat.
 
-        counts: progress counter of each process, None before its first word. cpu_s: the CPU time of those for which it is known.
+        counts: heartbeat counter of each process; None before its first status. cpu_s: CPU time of the processes for which it is
+        known.
         """
         if self._last_turn is not None:
             self._awake_s += min(now - self._last_turn, _LONGEST_TURN_S)

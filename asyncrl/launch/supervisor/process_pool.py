@@ -1,6 +1,6 @@
-"""Owns the child processes of a launcher, or of a host daemon: starts them, reads their status pipes, kills and reaps them.
+"""Owns the child processes of a launcher or of a host daemon: starts them, reads their status pipes, kills and reaps them.
 
-Each is forked by a fork server, or has an interpreter of its own. policy.py and state_machine.py decide which should exist.
+Each child is forked by a fork server, or has its own interpreter. policy.py and state_machine.py decide which ones should exist.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from asyncrl.launch.supervisor.reaper import Reaper
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.names.interface import Lease
 
-_SAY_AFTER_S = 2.0  # a stop then says which processes it waits for
-KILL_LIMIT_S = 60.0  # of what was killed: a process inside the kernel (a disk that hangs) ends only when that lets it
+_SAY_AFTER_S = 2.0  # after this time a stop reports which processes it waits for
+# Wait for killed processes. A process blocked inside the kernel (a hanging disk) ends only when its system call returns
+KILL_LIMIT_S = 60.0
 _STOP_TURN_S = 0.02
 _REAPER_LIMIT_S = 5.0
-_FORK_LIMIT_S = 10.0  # for a fork, when all is imported
-_ROOM_FOR_LATER = "0000"  # in a worker's command line: attempts and servers whose numbers have more digits
+_FORK_LIMIT_S = 10.0  # for a fork, once the imports are done
+_ROOM_FOR_LATER = "0000"  # reserved in a worker's command line for attempts and servers with longer numbers
 
 
 class ProcessPool:
@@ -45,8 +46,8 @@ class ProcessPool:
         socket_dir: str = "",
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """specs: what will be started, as far as it is known. marker: NAME=value that all of them have in their environment, and
-        no process of another pool; default: the run's folder. socket_dir: network.socket_dir, which goes with the launcher."""
+        """specs: the processes to start, as far as they are known. marker: NAME=value in the environment of all of them, and of no
+        process of another pool; default: the run's folder. socket_dir: network.socket_dir, removed when the launcher ends."""
         self.children: list[Child] = []
         self._notice, self._clock = notice, clock
         self._selector = selectors.DefaultSelector()
@@ -57,7 +58,7 @@ class ProcessPool:
 
     @property
     def alive(self) -> list[Child]:
-        """Those that have not ended, pending ones included."""
+        """Children that have not ended, including pending ones."""
         return [child for child in self.children if child.returncode is None]
 
     def start(self, spec: ProcessSpec, lease: Lease) -> Child:
@@ -66,17 +67,18 @@ class ProcessPool:
         return child
 
     def ask(self, spec: ProcessSpec, lease: Lease) -> Child:
-        """Start a process that its owner hands over with `take_in`."""
+        """Start a process without adding it to `children`. The caller must pass the result to `take_in`."""
         return self._starts.start(spec, lease)
 
     def take_in(self, child: Child) -> None:
-        """A child from `ask`: started, or still pending."""
+        """Add a child from `ask`, which is started or still pending."""
         self.children.append(child)
         if child.process is not None:
             self._begin(child)
 
     def turn(self, wait_s: float) -> list[Child]:
-        """Take in statuses and ends. Unblocked by those. Returns the children that have ended since the last turn."""
+        """Wait up to wait_s for statuses and ends, and process them. Unblocked by those. Returns the children that have ended since
+        the last turn."""
         for key, _ in self._selector.select(wait_s):
             child: Child | None = key.data  # None: a fork server
             if child is not None and not child.read_status():
@@ -93,7 +95,7 @@ class ProcessPool:
         return ended
 
     def forget(self, child: Child) -> None:
-        """A child that has ended, and does not matter any more."""
+        """Remove a child that has ended and is no longer needed."""
         if child not in self.children:
             return
         self.children.remove(child)
@@ -102,7 +104,8 @@ class ProcessPool:
         os.close(child.pipe)
 
     def stop(self, limit_s: float, impatient: Callable[[], bool]) -> None:
-        """Ask, then kill. Rollout workers first: they have things to report to the others, which then have nothing more to do."""
+        """Ask all children to stop, then kill the rest. Rollout workers stop first, because they still report to the others. The
+        others then have no pending work."""
         for child in self._starts.close():
             self.children.remove(child)
             os.close(child.pipe)
@@ -119,17 +122,17 @@ class ProcessPool:
         self._selector.close()
 
     def close(self) -> None:
-        """The reaper ends too, and kills what is left."""
+        """End the reaper, which kills all remaining processes."""
         self._reaper.close(_REAPER_LIMIT_S)
 
     def _begin(self, child: Child) -> None:
-        """It has a process now."""
+        """Register a child that has just got its process."""
         assert child.process is not None
         self._reaper.add(child.process.pid)
         self._selector.register(child.pipe, selectors.EVENT_READ, child)
 
     def _ask_and_wait(self, children: Sequence[Child], limit_s: float, impatient: Callable[[], bool]) -> None:
-        """Waits for: their exit. Unblocked by: that, the limit, or impatience."""
+        """Ask the children to stop. Waits for: their exit. Unblocked by: that, the limit, or impatience."""
         for child in children:
             child.ask_to_stop()
         start = self._clock.monotonic()
@@ -146,14 +149,14 @@ class ProcessPool:
 
 
 class _Starts:
-    """Starts processes: by fork servers, where the system has them, else each in an interpreter of its own.
+    """Starts processes with fork servers, where the system supports them, otherwise each in its own interpreter.
 
-    The fork servers import from the construction of this object on, beside whatever the launcher does before it starts the first
-    process. They live as long as the run, so that a process that is started again does not import either.
+    The fork servers start to import when this object is constructed, in parallel with the launcher's other preparations. They live
+    as long as the run, so a restarted process needs no imports either.
 
-    produces: children. One that a fork server was asked for is pending: it has no process until `turn` has seen the fork.
-    waits for: nothing. A fork server that ends or hangs before its first fork is the first cause of a failure; later, its
-    children get interpreters of their own.
+    produces: children. A child requested from a fork server is pending: it has no process until `turn` has seen the fork.
+    waits for: nothing. If a fork server ends or hangs before its first fork, the launch fails with that as first cause. After its
+    first fork, its children get their own interpreters instead.
     """
 
     def __init__(
@@ -167,14 +170,16 @@ class _Starts:
         notice: Callable[[str], None],
         clock: Clock,
     ) -> None:
-        """specs: what will be started, as far as it is known. selector: gets something to read when `turn` has work."""
+        """specs: the processes to start, as far as they are known. selector: a descriptor in it becomes readable when `turn` has
+        work."""
         self._run_dir = run_dir
         self._selector = selector
         self._limit_s = limit_s
         self._notice, self._clock = notice, clock
         self._servers: dict[str, ForkServer] = {}
         self._answered: dict[str, float] = {}  # when a fork server of this kind last forked
-        self._pending: dict[Path, tuple[Child, float]] = {}  # by config: asked for, not forked yet; and since when
+        # By config: a child not forked yet, and when it was requested
+        self._pending: dict[Path, tuple[Child, float]] = {}
         self._started: list[Child] = []  # since the last turn
         if not fork or not specs or not is_supported():
             return
@@ -187,16 +192,16 @@ class _Starts:
             if kind not in self._servers:
                 log = logs_dir(run_dir, spec.config.worker.attempt) / f"fork_server_{kind}.log"
                 env = {**spec.env, RUN_DIR_ENV: str(run_dir)}
-                env.pop("CUDA_VISIBLE_DEVICES", None)  # of that one process
+                env.pop("CUDA_VISIBLE_DEVICES", None)  # each worker has its own
                 self._servers[kind] = ForkServer(kind, log, env, longest)
                 selector.register(self._servers[kind], selectors.EVENT_READ)
 
     def start(self, spec: ProcessSpec, lease: Lease) -> Child:
-        """Start a process, or ask for it to be forked. Raises LaunchError."""
+        """Start a process, or request its fork. Raises LaunchError."""
         kind = _preload_of(spec)
         server = self._servers.get(kind)
         if server is not None:
-            adopt_orphans(True)  # only while forks are pending: other processes' orphans are none of ours
+            adopt_orphans(True)  # only while forks are pending, so as not to adopt unrelated orphans
             try:
                 child = start_child(spec, self._run_dir, lease, server, self._clock)
             except ForkServerEnded as error:
@@ -207,7 +212,7 @@ class _Starts:
         return start_child(spec, self._run_dir, lease, clock=self._clock)
 
     def turn(self) -> list[Child]:
-        """The children that have got their process since the last turn. Raises LaunchError."""
+        """Return the children that have got their process since the last turn. Raises LaunchError."""
         started, self._started = self._started, []
         for kind, server in list(self._servers.items()):
             answered = self._answered.get(kind)
@@ -239,15 +244,15 @@ class _Starts:
         return [(child, asked) for child, asked in self._pending.values() if _preload_of(child.spec) == kind]
 
     def _do_without(self, kind: str, error: ForkServerEnded | None) -> list[Child]:
-        """A fork server has ended, or hangs. Its pending children get interpreters of their own, if it has ever forked; else the
-        launch fails. Raises LaunchError."""
+        """Handle a fork server that has ended (error), or hangs (None). If it has forked before, its pending children get their own
+        interpreters; they are returned. Otherwise the launch fails: raises LaunchError."""
         server, owed = self._servers[kind], self._pending_of(kind)
         if kind not in self._answered:
             raise self._hangs(server, *owed[0]) if error is None else self._ended(server, error)
         why = "does not answer" if error is None else "has ended"
         self._notice(
-            f"the fork server of the {kind} processes {why}; from now on they are interpreters of their own, which takes longer "
-            f"to start (its log: {server.log})"
+            f"the fork server of the {kind} processes {why}; from now on each of them starts in its own interpreter, which takes "
+            f"longer (its log: {server.log})"
         )
         started = self._end(kind)
         for config, (child, _) in list(self._pending.items()):

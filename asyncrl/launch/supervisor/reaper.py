@@ -1,9 +1,11 @@
-"""Kills what is left of a run when its launcher ends, however that ends: the last line of defence against orphans.
+"""Kills all remaining processes of a run when its launcher ends for any reason: the last guard against orphans.
 
-The launcher holds one end of a pipe and writes `add N` for a process group it starts, `gone N` for one that has ended. When
-the pipe ends, every group that is left is killed, and every process that has the run's folder in its environment: what a
-reward function started, even in a session of its own. The folder of the run's sockets goes last. This file is both ends:
-`Reaper` is the launcher's, `main` the process, which has a session of its own, so that a Ctrl-C does not reach it.
+The launcher holds the write end of a pipe. It writes `add N` when it starts a process group and `gone N` when a group has ended.
+When the pipe closes, the reaper kills every remaining group. It also kills every process that has the run's marker in its
+environment, such as a process that a reward function started in its own session. Last, it removes the folder of the run's sockets.
+
+This file contains both ends: `Reaper` runs in the launcher, `main` in the reaper process. The reaper has its own session, so a
+Ctrl-C does not reach it.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ import sys
 import time
 from typing import IO
 
-_GRACE_S = 1.0  # for the nurseries of reward functions: each kills what it has started
-_ROUNDS = 5  # of looking for processes: one may be starting another just now
+# Time for the nurseries of reward functions (rewards/judge_main.py), which kill their own children after SIGTERM
+_GRACE_S = 1.0
+_ROUNDS = 5  # repeated searches for processes, because one may start another during a search
 _ROUND_S = 0.02
 
 
@@ -26,30 +29,31 @@ class Reaper:
     """The launcher's end."""
 
     def __init__(self, marker: str, folder: str = "") -> None:
-        """folder: is removed at the end, with all that is in it. "": none."""
+        """marker: `NAME=value` in the environment of the run's processes. folder: removed at the end, with its contents;
+        "": none."""
         self._arguments = (marker, folder)
         self._groups: set[int] = set()
         self._process, self._pipe = self._start()
 
     def add(self, group: int) -> None:
-        """A process group to kill when this process ends."""
+        """Register a process group, which is killed when this process ends."""
         self._groups.add(group)
         self._tell(f"add {group}")
 
     def gone(self, group: int) -> None:
-        """The group has ended. Another process may soon have its number."""
+        """Unregister a process group that has ended, because the system may reuse its number."""
         self._groups.discard(group)
         self._tell(f"gone {group}")
 
     def turn(self) -> None:
-        """Start another one if it was killed."""
+        """Start a new reaper if the process was killed."""
         if self._process.poll() is not None:
             self._process, self._pipe = self._start()
             for group in self._groups:
                 self._tell(f"add {group}")
 
     def close(self, timeout_s: float) -> None:
-        """Have it kill what is left now, and wait for that."""
+        """Make the reaper kill the remaining processes now, and wait for it to end."""
         with contextlib.suppress(BrokenPipeError):
             self._pipe.close()
         try:
@@ -59,7 +63,7 @@ class Reaper:
             self._process.wait()
 
     def _start(self) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
-        """The process, and the pipe that it reads."""
+        """Start the reaper. Returns the process and the write end of its pipe."""
         process = subprocess.Popen(
             [sys.executable, "-S", "-E", __file__, *self._arguments],
             stdin=subprocess.PIPE,
@@ -71,14 +75,16 @@ class Reaper:
         return process, process.stdin
 
     def _tell(self, line: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it was killed: `turn` starts another
+        with contextlib.suppress(BrokenPipeError):  # the reaper was killed; `turn` starts a new one
             self._pipe.write(f"{line}\n".encode())
             self._pipe.flush()
 
 
 def main(marker: str, folder: str) -> None:
-    """Read until the launcher has ended, then kill, and remove the folder. marker: `NAME=value`, as it stands in the environment of
-    the run."""
+    """Read until the launcher has ended. Then kill the remaining processes and remove the folder.
+
+    marker: `NAME=value`, in the environment of every process of the run.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()
@@ -107,12 +113,13 @@ def main(marker: str, folder: str) -> None:
 
 
 def processes_with(marker: str) -> list[int]:
-    """Live processes of this user that were started with `NAME=value` in their environment (Linux; elsewhere none)."""
+    """Return this user's live processes that were started with `NAME=value` in their environment (Linux; elsewhere none)."""
     wanted, found = os.fsencode(marker), []
     for entry in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
         if not entry.isdigit() or int(entry) == os.getpid():
             continue
-        with contextlib.suppress(OSError), open(f"/proc/{entry}/environ", "rb") as environment:  # gone, or not ours
+        # OSError: the process has ended, or is another user's
+        with contextlib.suppress(OSError), open(f"/proc/{entry}/environ", "rb") as environment:
             if wanted in environment.read().split(b"\0"):
                 found.append(int(entry))
     return found

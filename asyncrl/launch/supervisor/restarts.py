@@ -1,4 +1,4 @@
-"""Processes between their end and their next start: each waits out its pause, and for its new lease."""
+"""Processes between their end and their restart: each waits for the end of its delay and for its new lease."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _LEASE_RETRY_S = 1.0
 
 @dataclass
 class _Coming:
-    """Its new lease is granted on a thread meanwhile."""
+    """A pending restart. Another thread requests the lease during the delay."""
 
-    how: str  # its last process ended
+    how: str  # how its last process ended
     attempt: int
-    count: int  # of its restarts, this one included
+    count: int  # its restarts, including this one
     since: float
     due: float
     lease: Future[Lease]
 
 
 class Restarts:
-    """consumes: names of processes that are to be started again. produces: their starts. waits for: nothing; `turn` looks whether
-    the pause is over and the lease is there."""
+    """consumes: names of processes to restart. produces: their starts. waits for: nothing; `turn` checks whether the delay is over
+    and the lease is granted."""
 
     def __init__(
         self,
@@ -39,24 +39,25 @@ class Restarts:
         revoke: Callable[[Lease], None],
         clock: Clock,
     ) -> None:
-        """start: by name, with a lease and the number of restarts."""
+        """start: called with the name, the lease and the number of restarts."""
         self._start, self._grant_lease_soon, self._revoke, self._clock = start, grant_lease_soon, revoke, clock
         self._coming: dict[str, _Coming] = {}
 
     def expect(self, name: str, how: str, *, attempt: int, count: int, pause_s: float = 0.0) -> None:
-        """A process that has ended is to be started again."""
+        """Schedule the restart of a process that has ended, after pause_s. how: how it ended. count: its restarts, including this
+        one."""
         now = self._clock.monotonic()
         self._coming[name] = _Coming(how, attempt, count, now, now + pause_s, self._grant_lease_soon())
 
     def cancel(self, name: str) -> bool:
-        """It is not wanted any more. Whether it was about to be started."""
+        """Cancel a pending restart. Returns whether there was one."""
         coming = self._coming.pop(name, None)
         if coming is not None:
-            coming.lease.add_done_callback(self._give_back)  # its status goes with it
+            coming.lease.add_done_callback(self._give_back)  # this also deletes its published status
         return coming is not None
 
     def turn(self) -> None:
-        """Start those whose pause is over. Raises LaunchError where name resolve gives no lease."""
+        """Start each process after its delay. Raises LaunchError if name resolve grants no lease within 60 s."""
         now = self._clock.monotonic()
         for name, coming in list(self._coming.items()):
             if now < coming.due or not coming.lease.done():
@@ -70,7 +71,7 @@ class Restarts:
             self._start(name, coming.lease.result(), coming.count)
 
     def statuses(self) -> dict[int, WorkerStatus]:
-        """What is shown of those that are to come, by the leases they will have."""
+        """Return the statuses shown for pending restarts, by the ids of their new leases."""
         return {
             coming.lease.result().id: self._status(name, coming)
             for name, coming in self._coming.items()
@@ -78,7 +79,7 @@ class Restarts:
         }
 
     def names(self) -> Sequence[str]:
-        """Those that are to come."""
+        """Return the names of the pending restarts."""
         return list(self._coming)
 
     def _give_back(self, lease: Future[Lease]) -> None:

@@ -1,9 +1,9 @@
-"""Decides every turn what becomes of the processes of a run (pure): which are killed, which start again, when the run ends.
+"""Decides at each turn which processes of a run are killed, which restart, and when the run ends (pure).
 
     children, as they are now --> Supervisor.turn --> decisions, which the launcher carries out in their order
 
-policy.py holds the policy: how often, after which pause. Here are the ways that take several turns: a unit that comes back
-within its attempt, and the next attempt.
+policy.py holds the restart policy: how often, and after what delay. This file contains the procedures that take several turns: the
+restart of a unit within its attempt, and the start of the next attempt.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from asyncrl.launch.supervisor.policy import (
     Trouble,
 )
 
-LAST_WORDS_S = 1.0  # after the first failure: how long the others may report errors of their own
-KILL_LIMIT_S = 60.0  # of what was killed: a process inside the kernel (a disk that hangs) ends only when that lets it
+LAST_WORDS_S = 1.0  # after the first failure: how long the other processes may report their own errors
+# Wait for killed processes. A process blocked inside the kernel (a hanging disk) ends only when its system call returns
+KILL_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)
 class Notice:
-    """A person is told."""
+    """A message for the user."""
 
     text: str
 
@@ -41,19 +42,19 @@ class Notice:
 @dataclass(frozen=True)
 class Kill:
     child: Child
-    froze_s: float = 0.0  # so long it has not moved, where that is why (Child.froze_s)
+    froze_s: float = 0.0  # if it is killed because it froze: seconds without a heartbeat (Child.froze_s)
 
 
 @dataclass(frozen=True)
 class Forget:
-    """A child that has ended, and does not matter any more."""
+    """Remove a child that has ended and is no longer needed."""
 
     child: Child
 
 
 @dataclass(frozen=True)
 class Cancel:
-    """These do not start again as planned: they start with others, later."""
+    """Cancel the pending restarts of these processes. They start later, together with others."""
 
     trainer_only: bool
 
@@ -63,25 +64,25 @@ class Cancel:
 
 @dataclass(frozen=True)
 class StartLater:
-    """A process starts again within its attempt."""
+    """Restart a process within its attempt."""
 
     name: str
-    how: str  # its last process ended
-    count: int  # of its restarts, this one included
+    how: str  # how its last process ended
+    count: int  # its restarts, including this one
     pause_s: float
 
 
 @dataclass(frozen=True)
 class LookForCheckpoint:
-    """The newest one; `checkpoint_found` is called when the search is over."""
+    """Search for the newest checkpoint. The launcher calls `checkpoint_found` when the search is over."""
 
 
 @dataclass(frozen=True)
 class BeginAttempt:
-    """The next attempt, with these processes new."""
+    """Begin the next attempt, with new processes for this unit."""
 
     unit: str  # TRAINER_GROUP or EVERYTHING
-    how: str  # it came to that
+    how: str  # the end that caused it
 
     def concerns(self, kind: str) -> bool:
         return self.unit == EVERYTHING or kind in TRAINER_KINDS
@@ -92,7 +93,7 @@ Decision: TypeAlias = Notice | Kill | Forget | Cancel | StartLater | LookForChec
 
 @dataclass
 class _Renewal:
-    """The way to the next attempt: its processes are killed; then the newest checkpoint is looked for; then they are started."""
+    """The transition to the next attempt: kill the unit's processes, then find the newest checkpoint, then start new processes."""
 
     next: BeginAttempt
     due: float
@@ -106,17 +107,17 @@ class _Renewal:
 
 @dataclass(frozen=True)
 class _Return:
-    """A unit on its way back within its attempt: what is left of it is killed, then all of it is started again."""
+    """The restart of a unit within its attempt: kill its remaining processes, then start all of them."""
 
     names: tuple[str, ...]
-    how: str  # it came to that
+    how: str  # the end that caused it
     due: float
     since: float
-    count: int  # of its restarts, this one included
+    count: int  # its restarts, including this one
 
 
 class Supervisor:
-    """consumes: the children of every turn, checkpoints that were found.  produces: decisions."""
+    """consumes: the children at every turn, the ends of checkpoint searches.  produces: decisions."""
 
     def __init__(
         self,
@@ -128,8 +129,8 @@ class Supervisor:
         trainer_group: Callable[[], str],
         leaves: Callable[[Child], bool] = lambda child: False,
     ) -> None:
-        """frozen_after_s, stop_timeout_s: of the config's runtime. trainer_group: gives the names of its processes, for notices.
-        leaves: whether the run goes on without a child and without another in its place."""
+        """frozen_after_s, stop_timeout_s: from the config's `runtime`. trainer_group: returns the names of the group's processes,
+        for notices. leaves: whether the run continues without this child and without a replacement."""
         self.policy = policy
         self._freezes = freezes
         self._frozen_after_s, self._stop_timeout_s = frozen_after_s, stop_timeout_s
@@ -137,7 +138,7 @@ class Supervisor:
         self._renewal: _Renewal | None = None
         self._returning: dict[str, _Return] = {}  # by unit
         self._group_incarnations: dict[str, int] = {}  # by process: restarts of its worker group in this attempt
-        self._failing: dict[str, float] = {}  # by unit of several: since when one of it is seen to have failed
+        self._failing: dict[str, float] = {}  # by unit of several processes: when a failure in it was first seen
         self._told_busy: frozenset[int] = frozenset()
         self._listens_until: float | None = None
         self._children: list[Child] = []  # of this turn
@@ -145,12 +146,12 @@ class Supervisor:
 
     @property
     def is_listening(self) -> bool:
-        """The run ends, and the first cause is looked for: nothing else is done meanwhile."""
+        """Whether the run is ending. The supervisor then only waits for error reports, to find the first cause."""
         return self._listens_until is not None
 
     @property
     def begins_attempt(self) -> bool:
-        """The next attempt is on its way."""
+        """Whether the transition to the next attempt is in progress."""
         return self._renewal is not None
 
     @property
@@ -158,17 +159,17 @@ class Supervisor:
         return self._renewal is not None and self._renewal.next.unit == EVERYTHING
 
     def group_incarnation_of(self, name: str) -> int:
-        """How often the worker group of a process was started again in this attempt."""
+        """Return how often the worker group of a process has restarted in this attempt."""
         return self._group_incarnations.get(name, 0)
 
     def checkpoint_found(self) -> None:
-        """The search that LookForCheckpoint began is over; there may be none."""
+        """Record that the search begun by LookForCheckpoint is over. It may have found no checkpoint."""
         if self._renewal is not None:
             self._renewal.found = True
 
     def turn(self, children: Sequence[Child], *, now: float, wall_time: float, hurried: bool = False) -> list[Decision]:
-        """now: monotonic seconds; wall_time: unix seconds, for comparisons with the times of failures. hurried: the run is told to
-        stop; last words are not waited for."""
+        """Return the decisions of this turn. now: monotonic seconds. wall_time: unix seconds, compared with the times of failures.
+        hurried: the run was told to stop, so do not wait for further error reports."""
         self._children, self._decisions = list(children), []
         if not self.is_listening:
             self._kill_frozen(now)
@@ -182,8 +183,8 @@ class Supervisor:
     # ------------------------------------------------------------------------------------------------------------- frozen
 
     def _kill_frozen(self, now: float) -> None:
-        """A process that does not move is as good as dead, and its peers wait for it. A busy one is waited for."""
-        alive = {  # by lease: on several hosts processes may have one number
+        """Kill frozen processes, because their peers wait for them. Report busy ones, and let them run up to a longer limit."""
+        alive = {  # by lease, because processes on different hosts may have the same pid
             child.lease.id: child
             for child in self._children
             if child.returncode is None and child.process is not None and not child.is_done
@@ -195,29 +196,28 @@ class Supervisor:
         for key in busy.keys() - self._told_busy:
             limit_s = BUSY_LIMITS * self._frozen_after_s
             self._tell(
-                f"{alive[key].name} is busy: its event loop has not turned for {busy[key]:.0f} s, in which it computed. It is "
-                f"killed after {limit_s:.0f} s. Its log names what occupies the loop ({alive[key].log}), and "
-                "`asyncrl-launch status --stacks` shows it"
+                f"{alive[key].name} is busy: its event loop has not turned for {busy[key]:.0f} s, but it uses CPU. It is killed "
+                f"after {limit_s:.0f} s. Its log ({alive[key].log}) and `asyncrl-launch status --stacks` show what occupies the "
+                "loop"
             )
         self._told_busy = frozenset(busy)
         for key, still_s in frozen.items():
             child = alive[key]
             is_why = not child.froze_s and not child.in_trouble
             if is_why:
-                self._tell(f"{child.name} has not moved for {still_s:.0f} s, and is killed; see {child.log}")
+                self._tell(f"{child.name} has not moved for {still_s:.0f} s and is killed; see {child.log}")
             self._decisions.append(Kill(child, still_s if is_why else 0.0))
 
     # --------------------------------------------------------------------------------------------------------------- ends
 
     def _see_to_ends(self, now: float, wall_time: float) -> bool:
-        """Processes that failed or ended too early start again, or the run ends. False: nothing else is to be done."""
+        """Decide which processes restart after failures and early ends, or that the run ends. False: the turn ends here."""
         if self._listens_until is not None and now < self._listens_until:
             return False
         troubled = self._in_trouble()
         if not self.policy.outlives_all(Trouble(one.name, one.is_fatal, one.was_struck) for one in troubled):
-            if (
-                self._listens_until is None
-            ):  # one may have been killed, which is noticed later than the errors of its peers
+            # Wait, because the first cause may be a killed process, whose end is noticed later than the errors of its peers
+            if self._listens_until is None:
                 self._listens_until = now + LAST_WORDS_S
             else:
                 self._decisions.append(self._end(troubled, now, wall_time))
@@ -227,8 +227,9 @@ class Supervisor:
         for child in troubled:
             units.setdefault(self.policy.unit_of(child.name), []).append(child)
         self._failing = {unit: since for unit, since in self._failing.items() if unit in units}
-        for unit in sorted(units, key=lambda unit: unit != TRAINER_GROUP):  # which takes others with it
-            failed = [child for child in units[unit] if self._matters(child)]  # still
+        # The trainer group comes first, because its restart includes other units
+        for unit in sorted(units, key=lambda unit: unit != TRAINER_GROUP):
+            failed = [child for child in units[unit] if self._matters(child)]  # checked again after each decision
             if failed and not self._see_to_unit(unit, failed, now, wall_time):
                 return False
         return True
@@ -237,13 +238,13 @@ class Supervisor:
         return [child for child in self._children if child.in_trouble and self._matters(child)]
 
     def _matters(self, child: Child) -> bool:
-        """Something depends on it: it does not leave, and nothing brings it back already."""
+        """Whether its end needs a decision: it is not leaving the run, and no restart that includes it is in progress."""
         comes_back = any(child.name in returning.names for returning in self._returning.values())
         is_renewed = self._renewal is not None and self._renewal.concerns(child)
         return not comes_back and not is_renewed and not self._leaves(child)
 
     def _see_to_unit(self, unit: str, failed: Sequence[Child], now: float, wall_time: float) -> bool:
-        """False: the run ends."""
+        """Decide about one unit once its first failure is known. False: the run ends."""
         child = failed[0]
         if unit != child.name:
             if self._have_spoken(unit, failed, now):
@@ -251,11 +252,11 @@ class Supervisor:
         elif child.returncode is not None:
             return self._decide(child, [child], now, wall_time)
         elif wall_time - (child.failure_time or 0.0) > self._stop_timeout_s:
-            self._decisions.append(Kill(child))  # it has said that it failed, and does not end
+            self._decisions.append(Kill(child))  # it reported a failure and did not exit in time
         return True
 
     def _have_spoken(self, unit: str, failed: Sequence[Child], now: float) -> bool:
-        """Whether it is known which of a unit was the first: others may fail because of that one, and be quicker to say so."""
+        """Whether the first failure of a unit is known. Processes that fail because of it may report their errors earlier."""
         since = self._failing.setdefault(unit, now)
         if any(child.was_killed for child in failed):
             return True
@@ -266,10 +267,11 @@ class Supervisor:
         return now - since > limit_s
 
     def _decide(self, child: Child, failed: Sequence[Child], now: float, wall_time: float) -> bool:
-        """What must start again because of this child. failed: it, and those with it. False: the run ends."""
+        """Decide what restarts because of this child. failed: this child and the unit's other failed ones. False: the run ends."""
         self._failing.pop(self.policy.unit_of(child.name), None)
         how = short_end(child).splitlines()[0]
-        struck = any(one.was_struck for one in failed)  # then the others may only have said so earlier
+        # If one was struck, the other failures are its consequences, though reported earlier
+        struck = any(one.was_struck for one in failed)
         end = End(child.name, how, first_cause(failed), child.could_run, child.is_fatal, struck)
         decision = self.policy.decide(end, wall_time, now)
         if isinstance(decision, EndRun):
@@ -300,18 +302,18 @@ class Supervisor:
         self._renewal = _Renewal(BeginAttempt(unit, f"{child.name} {how}"), now + pause_s, now)
 
     def _end(self, failed: Sequence[Child], now: float, wall_time: float) -> EndRun:
-        """Of a run that cannot go on."""
+        """Return the decision that ends a run that cannot continue."""
         first = first_failed(failed)
         decision = self.policy.decide(
             End(first.name, "", first_cause(failed), first.could_run, fatal=True), wall_time, now
         )
-        assert isinstance(decision, EndRun), "a fatal end is no reason to start anything again"
+        assert isinstance(decision, EndRun), "a fatal end must not cause a restart"
         return decision
 
     # -------------------------------------------------------------------------------------------------------------- starts
 
     def _bring_back(self, now: float) -> None:
-        """Units that start again within their attempt, one step further. Nothing of one lives when it begins anew."""
+        """Advance the restarts of units within their attempt. A unit starts only after all its old processes have ended."""
         for unit, returning in list(self._returning.items()):
             members = [child for child in self._children if child.name in returning.names]
             if not self._are_gone(members, returning.how, returning.since, now):
@@ -323,7 +325,7 @@ class Supervisor:
                 self._decisions.append(StartLater(name, returning.how, returning.count, pause_s))
 
     def _renew(self, now: float) -> None:
-        """The next attempt, one step further. Nothing of the one before lives when it begins."""
+        """Advance the transition to the next attempt. It begins only after the unit's processes of the last attempt have ended."""
         renewal = self._renewal
         if renewal is None:
             return
@@ -339,12 +341,12 @@ class Supervisor:
             self._decisions.append(renewal.next)
 
     def _are_gone(self, members: Iterable[Child], how: str, since: float, now: float) -> bool:
-        """Whether none of them lives; then they are forgotten, else killed."""
+        """Whether all of them have ended. If so, decide to forget them; otherwise decide to kill the live ones."""
         members = list(members)
         alive = [child for child in members if child.returncode is None]
         if alive and now - since > KILL_LIMIT_S:
             names = ", ".join(child.name for child in alive)
-            self._decisions.append(EndRun(f"{how}; {names} cannot be started again: killed, and still not gone"))
+            self._decisions.append(EndRun(f"{how}; {names} cannot be started again: killed, and still not ended"))
         self._decisions += [Kill(child) for child in alive] or [Forget(child) for child in members]
         return not alive
 
