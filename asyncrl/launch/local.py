@@ -482,8 +482,7 @@ class Launch:
         if isinstance(decision, Notice):
             self._view.notice(decision.text)
         elif isinstance(decision, Kill):
-            decision.child.froze_s = decision.child.froze_s or decision.froze_s
-            decision.child.kill()
+            decision.child.kill(froze_s=decision.froze_s)
         elif isinstance(decision, Forget):
             self._pool.forget(decision.child)
         elif isinstance(decision, Cancel):
@@ -524,7 +523,7 @@ class Launch:
         if kind == "model_worker":
             worker = replace(spec.config.worker, group_incarnation=self._supervisor.group_incarnation_of(name))
             spec = replace(spec, config=replace(spec.config, worker=worker))
-        self._pool.start(self._numbered(spec), lease).restarts = count
+        self._pool.start(self._numbered(spec), lease, restarts=count)
 
     def _numbered(self, spec: ProcessSpec) -> ProcessSpec:
         """Number a spec for its next start. The number, not a clock, tells which of two processes of one name is the later one."""

@@ -77,10 +77,11 @@ class RemoteChild(Child):
         host: str,
         host_daemon: str,
         desired: _DesiredState,
+        restarts: int = 0,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         log = logs_dir(run_dir, spec.config.worker.attempt) / f"{spec.file_stem}.log"
-        super().__init__(spec, None, log, -1, lease, host=host, started=clock.time(), clock=clock)
+        super().__init__(spec, None, log, -1, lease, started=clock.time(), restarts=restarts, host=host, clock=clock)
         self.incarnation = incarnation
         self.host_daemon = host_daemon  # incarnation of the host daemon that starts it
         self._desired = desired
@@ -108,7 +109,8 @@ class RemoteChild(Child):
             self._asked = "stop"
             self._desired.put(self, "stop")
 
-    def kill(self) -> None:
+    def kill(self, *, froze_s: float = 0.0) -> None:
+        self.froze_s = self.froze_s or froze_s
         if self._asked != "kill" and self.returncode is None:
             self._asked = "kill"
             self._desired.put(self, "kill")
@@ -251,10 +253,10 @@ class RemoteProcessPool:
     def alive(self) -> list[Child]:
         return [child for child in self.children if child.returncode is None]
 
-    def start(self, spec: ProcessSpec, lease: Lease) -> Child:
+    def start(self, spec: ProcessSpec, lease: Lease, *, restarts: int = 0) -> Child:
         """Publish a process as desired and add it to `children`. Raises LaunchError if no host has room for it."""
         try:
-            child = self._start(spec, lease)
+            child = self._start(spec, lease, restarts)
         except PlacementError as error:
             raise LaunchError(f"{spec.name} cannot be started on the remaining hosts: {error}") from error
         self.take_in(child)
@@ -263,7 +265,7 @@ class RemoteProcessPool:
     def ask(self, spec: ProcessSpec, lease: Lease) -> Child:
         """Start a server beyond the allocation. If no host has room, returns a child that has already ended."""
         try:
-            return self._start(spec, lease)
+            return self._start(spec, lease, 0)
         except PlacementError as error:
             child = self._make_child(spec, lease)
             child.refuse(f"does not fit on any host: {error}")
@@ -330,14 +332,14 @@ class RemoteProcessPool:
 
     # ------------------------------------------------------------------------------------------------------------- inside
 
-    def _start(self, spec: ProcessSpec, lease: Lease) -> RemoteChild:
+    def _start(self, spec: ProcessSpec, lease: Lease, restarts: int) -> RemoteChild:
         place = self._placement.place(spec)
         here = placed(spec, place, with_gpus=self._placement.has_gpus)
-        child = self._make_child(here, lease, place.host.name)
+        child = self._make_child(here, lease, place.host.name, restarts)
         self._desired.put(child, "run")
         return child
 
-    def _make_child(self, spec: ProcessSpec, lease: Lease, host: str = "") -> RemoteChild:
+    def _make_child(self, spec: ProcessSpec, lease: Lease, host: str = "", restarts: int = 0) -> RemoteChild:
         """host: "": the child has no host and never runs."""
         self._num_started += 1
         return RemoteChild(
@@ -348,6 +350,7 @@ class RemoteProcessPool:
             host=host,
             host_daemon=self._known[host].incarnation if host else "",
             desired=self._desired,
+            restarts=restarts,
             clock=self._clock,
         )
 

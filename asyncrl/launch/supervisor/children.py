@@ -76,7 +76,7 @@ class Child:
     started: float = field(default_factory=SYSTEM_CLOCK.time)  # unix seconds
     was_running: bool = False  # it has completed its start
     froze_s: float = 0.0  # seconds without a heartbeat when the launcher killed it for that; 0: it was not
-    restarts: int = 0  # number of restarts so far
+    restarts: int = 0  # number of its restarts, this start included
     host: str = ""  # its host, on a run of more than one
     lost: str = ""  # how it was lost with its host; "": it was not
     clock: Clock = SYSTEM_CLOCK
@@ -124,8 +124,9 @@ class Child:
         if self.process is not None and self.returncode is None:
             os.kill(self.process.pid, signal.SIGTERM)  # Popen.terminate would reap an ended process, which poll must do
 
-    def kill(self) -> None:
-        """Send SIGKILL to its process group."""
+    def kill(self, *, froze_s: float = 0.0) -> None:
+        """Send SIGKILL to its process group. froze_s: the seconds without a heartbeat, if that is why."""
+        self.froze_s = self.froze_s or froze_s
         if self.process is not None and self.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -217,7 +218,13 @@ class Child:
 
 
 def start_child(
-    spec: ProcessSpec, run_dir: Path, lease: Lease, fork_server: ForkServer | None = None, clock: Clock = SYSTEM_CLOCK
+    spec: ProcessSpec,
+    run_dir: Path,
+    lease: Lease,
+    fork_server: ForkServer | None = None,
+    clock: Clock = SYSTEM_CLOCK,
+    *,
+    restarts: int = 0,
 ) -> Child:
     """Write the process's config and start the process, with its output in its own log.
 
@@ -225,7 +232,7 @@ def start_child(
     """
     save_config(spec.config, config_file(spec, run_dir))
     log = logs_dir(run_dir, spec.config.worker.attempt) / f"{spec.file_stem}.log"
-    child = Child(spec, None, log, -1, lease, started=clock.time(), clock=clock)
+    child = Child(spec, None, log, -1, lease, started=clock.time(), restarts=restarts, clock=clock)
     start_process(child, run_dir, fork_server)
     return child
 

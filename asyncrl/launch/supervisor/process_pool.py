@@ -61,8 +61,9 @@ class ProcessPool:
         """Children that have not ended, including pending ones."""
         return [child for child in self.children if child.returncode is None]
 
-    def start(self, spec: ProcessSpec, lease: Lease) -> Child:
-        child = self._starts.start(spec, lease)
+    def start(self, spec: ProcessSpec, lease: Lease, *, restarts: int = 0) -> Child:
+        """restarts: the number of restarts of this process, this start included."""
+        child = self._starts.start(spec, lease, restarts=restarts)
         self.take_in(child)
         return child
 
@@ -196,20 +197,20 @@ class _Starts:
                 self._servers[kind] = ForkServer(kind, log, env, longest)
                 selector.register(self._servers[kind], selectors.EVENT_READ)
 
-    def start(self, spec: ProcessSpec, lease: Lease) -> Child:
+    def start(self, spec: ProcessSpec, lease: Lease, *, restarts: int = 0) -> Child:
         """Start a process, or request its fork. Raises LaunchError."""
         kind = _preload_of(spec)
         server = self._servers.get(kind)
         if server is not None:
             adopt_orphans(True)  # only while forks are pending, so as not to adopt unrelated orphans
             try:
-                child = start_child(spec, self._run_dir, lease, server, self._clock)
+                child = start_child(spec, self._run_dir, lease, server, self._clock, restarts=restarts)
             except ForkServerEnded as error:
                 self._started.extend(self._do_without(kind, error))
             else:
                 self._pending[config_file(spec, self._run_dir)] = child, self._clock.monotonic()
                 return child
-        return start_child(spec, self._run_dir, lease, clock=self._clock)
+        return start_child(spec, self._run_dir, lease, clock=self._clock, restarts=restarts)
 
     def turn(self) -> list[Child]:
         """Return the children that have got their process since the last turn. Raises LaunchError."""
