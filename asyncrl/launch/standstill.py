@@ -3,7 +3,7 @@
     no train step for 120 s
       master/0: waits for 3 stragglers from rollout_worker/1 (45 of 3600 s)
       rollout_worker/1: waits for the next piece from generation_server/0 (44 of 600 s) x12
-      generation_server/0: has not moved for 43 s, is stopped (SIGSTOP, or a debugger), waits for nothing
+      generation_server/0: has sent no heartbeat for 43 s, is stopped (SIGSTOP, or a debugger), waits for nothing
 
 The report appears once, again after twice the time, and so on, until a step ends. Watchdog decides when, and makes the text (pure).
 The launcher's StandstillReport prints it, and collects the stacks of all processes into their logs.
@@ -143,7 +143,7 @@ def _facts(status: WorkerStatus, still_s: Mapping[str, float], stopped: Collecti
     facts = [f"state {status.state}"] if status.state != "running" else []
     quiet_s, is_stopped = still_s.get(status.worker, 0.0), status.worker in stopped
     if quiet_s > _STILL_S or is_stopped:
-        facts.append(f"has not moved for {quiet_s:.0f} s")
+        facts.append(f"has sent no heartbeat for {quiet_s:.0f} s")
     if is_stopped:
         facts.append("is stopped (SIGSTOP, or a debugger)")
     waits = wait_texts(status.waits)

@@ -126,7 +126,7 @@ def test_whoever_is_killed_or_frozen_the_run_goes_on(
 
     strike(run, "rollout_worker/0", signal.SIGSTOP)
     goes_on(run, gate)
-    assert "rollout_worker/0 froze (it had not moved for " in " ".join(run.output().split())
+    assert "rollout_worker/0 froze (it had sent no heartbeat for " in " ".join(run.output().split())
     resolved = load_process_config(run.run_dir / "configs" / "attempt_2" / "rollout_worker_0.yaml")
     assert resolved.worker.attempt == 2
 

@@ -41,7 +41,9 @@ def test_a_standstill_is_reported_and_all_stacks_are_in_the_logs(tmp_path, capsy
         told = re.findall(r"no train step for \d+ s\n(?:  .*\n)+Stacks of all processes", run.output())[-1]
         assert {line.split(":")[0] for line in told.splitlines()[1:-1]} == {f"  {name}" for name in WORKERS}
         assert re.search(r"  master/0: waits for .* from .* \(\d+ of \d+ s\)", told)
-        assert re.search(r"  generation_server/0: has not moved for \d+ s, is stopped \(SIGSTOP, or a debugger\)", told)
+        assert re.search(
+            r"  generation_server/0: has sent no heartbeat for \d+ s, is stopped \(SIGSTOP, or a debugger\)", told
+        )
         # of a response, or it was frozen in an update, while no rollout ran
         assert re.search(r"waits for (the next piece|a server that may serve) from generation_server/0 \(", told)
         logs = {name: run.run_dir / "logs" / "attempt_1" / f"{name.replace('/', '_')}.log" for name in WORKERS}

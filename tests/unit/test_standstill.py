@@ -31,9 +31,9 @@ def test_the_report_has_each_process_with_its_waits_and_whether_it_moves():
         "no train step for 121 s",
         "  master/0: waits for 2 stragglers from rollout_worker/1 (45 of 600 s), waits for /evaluate from gserver manager "
         "(0 of 600 s)",
-        "  generation_server/0: has not moved for 4 s, is stopped (SIGSTOP, or a debugger), waits for a request from rollout "
-        "workers (43 of 600 s)",
-        "  generation_server/1: state starting, has not moved for 43 s, waits for nothing",
+        "  generation_server/0: has sent no heartbeat for 4 s, is stopped (SIGSTOP, or a debugger), waits for a request from "
+        "rollout workers (43 of 600 s)",
+        "  generation_server/1: state starting, has sent no heartbeat for 43 s, waits for nothing",
         "  rollout_worker/1: waits for the next piece from generation_server/0 (51 of 600 s) x12",
         "  rollout_worker/0: waits for nothing",
     ]

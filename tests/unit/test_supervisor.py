@@ -260,7 +260,7 @@ def test_a_frozen_process_is_told_once_and_killed(tmp_path: Path) -> None:
         if decisions:
             break
     assert decisions == ["Kill generation_server/0"]
-    assert [text for text in told if "has not moved for" in text] == told
+    assert [text for text in told if "has sent no heartbeat for" in text] == told
     assert len(told) == 1
 
 

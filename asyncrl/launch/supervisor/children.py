@@ -307,7 +307,7 @@ def short_end(child: Child) -> str:
     if child.lost:
         return child.lost
     if child.froze_s:
-        return f"froze (it had not moved for {child.froze_s:.0f} s) and was killed"
+        return f"froze (it had sent no heartbeat for {child.froze_s:.0f} s) and was killed"
     if child.status is not None and child.status.error:
         lines = child.status.error.rstrip().splitlines()
         return f"failed: {lines[-1]}"

@@ -205,7 +205,7 @@ class Supervisor:
             child = alive[key]
             is_why = not child.froze_s and not child.in_trouble
             if is_why:
-                self._tell(f"{child.name} has not moved for {still_s:.0f} s and is killed; see {child.log}")
+                self._tell(f"{child.name} has sent no heartbeat for {still_s:.0f} s and is killed; see {child.log}")
             self._decisions.append(Kill(child, still_s if is_why else 0.0))
 
     # --------------------------------------------------------------------------------------------------------------- ends
