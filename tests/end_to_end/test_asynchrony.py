@@ -1,4 +1,4 @@
-"""Generation and training overlap on a task whose response lengths have a long tail. The journals are the evidence."""
+"""Generation and training overlap on a task with a long tail of response lengths. The journals are the evidence."""
 
 import json
 from collections.abc import Iterator

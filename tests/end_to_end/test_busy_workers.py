@@ -1,4 +1,4 @@
-"""Rollout workers whose event loop is late because they compute are not treated as frozen."""
+"""Rollout workers are not treated as frozen when their event loops are late because they compute."""
 
 from __future__ import annotations
 

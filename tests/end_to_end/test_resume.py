@@ -229,7 +229,7 @@ def test_a_complete_run_begins_anew(runs: Runs) -> None:
     assert list_checkpoints(runs.whole) == [
         (2, 3),
         (2, 4),
-    ]  # the first step's checkpoint and the last one's; those of the earlier run are gone
+    ]  # the earlier run's were removed with the first of these; step 4 is the last step
     found = audit(runs.whole)
     assert ([stretch.attempt for stretch in found.lineage], found.steps, found.problems) == ([2], 4, [])
 

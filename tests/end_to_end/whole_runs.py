@@ -172,8 +172,8 @@ def assert_each_prompt_trained_once(run_dir: Path, num_steps: int, batch_size: i
 
 
 def assert_nobody_left_behind(run_dir: Path, eta: int) -> None:
-    """Handed-out prompts that were never trained were still live at the end, within their staleness bound. Every prompt whose
-    newest ticket allows no step beyond the last one was trained, whether its response is long or short.
+    """Handed-out prompts that were never trained were still live at the end, within their staleness bound. A prompt
+    was trained if its newest ticket allows no step beyond the last one, whether its response is long or short.
 
     The manager's journal says which prompts were handed out. The trained prompts alone do not say which tickets may wait: if a
     version was never served, the tickets of the next version are granted all at once, and a later ticket may finish first.

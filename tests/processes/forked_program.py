@@ -1,4 +1,4 @@
-"""A fork server whose workers execute the single line of their config. test_fork_server.py uses it."""
+"""A fork server. Its workers execute the single line of their config. test_fork_server.py uses it."""
 
 import os
 import sys

@@ -195,7 +195,7 @@ async def test_what_the_head_refuses_comes_back_with_its_reason(
     await stage.end()
 
 
-# ------------------------------------------------------------------------------------------------ what ends a process
+# --------------------------------------------------------------------------------------------------- ending a process
 
 
 async def test_what_would_end_or_stop_a_worker_ends_a_judge(stage: Stage) -> None:

@@ -58,7 +58,7 @@ def make_manager(rank: int, limit_s: float = LIMIT_S, capacity: int = 64) -> tup
 
 
 def random_holders(seed: int) -> tuple[dict[str, dict[str, list[int]]], dict[int, list[str]]]:
-    """Groups whose keys are at random workers, and random ids that each worker needs."""
+    """Groups with their keys at random workers, and random ids that each worker needs."""
     rng = Random(seed)
     ids = [f"s{seed}-{i}" for i in range(rng.randint(1, 8))]
     workers = list(range(NUM_WORKERS))

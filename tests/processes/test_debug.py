@@ -73,7 +73,7 @@ def test_a_process_left_for_debugging_stops_when_its_run_ends(tiny, tmp_path):
 
 
 def with_breakpoint(tiny, tmp_path):
-    """The config of a rollout worker whose reward function has a breakpoint at import. Its names are private, so it is alone."""
+    """The config of a rollout worker. Its reward function has a breakpoint at import. Its names are private, so it is alone."""
     (tmp_path / "stops.py").write_text("breakpoint()\ndef reward(prompt, completion, answer):\n    return 0.0\n")
     overrides = [f"rollout.tasks.default.reward={tmp_path}/stops.py:reward", "runtime.start_timeout_s=2"]
     config = load_experiment(tiny, [*overrides, "name_resolve.endpoints=[memory://]", "network.authenticate=off"])

@@ -1,5 +1,5 @@
-"""The generation engine reports the logprobs that the trainer computes: over real connections, and across a train step whose
-weights reach the server in the middle of its responses.
+"""The generation engine reports the logprobs that the trainer computes: over real connections, and across a train
+step. The step's weights reach the server in the middle of its responses.
 
     TrainEngine -> weights on disk -> GenerationServer -- HTTP --> PartialRolloutManager -- ZeroMQ --> TrainEngine.logprobs
 """

@@ -270,13 +270,13 @@ def test_a_frozen_server_is_an_error_not_a_hang(server: EtcdServer, open_etcd: O
     recorder.wait_for_state({f"{root}/a": "2"})
 
 
-# --------------------------------------------------------------------------------------------- what was put is put again
+# ----------------------------------------------------------------------------------------------------- restoring entries
 
 
 def test_a_lease_that_expires_under_a_frozen_server(
     server: EtcdServer, open_etcd: OpenSession, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lease is granted again, and all sessions' entries return, before any watcher is told of a deletion."""
+    """The lease is granted again, and all sessions' entries return, before any watcher receives a deletion."""
     monkeypatch.setattr(etcd_watch, "SETTLE_S", LIMIT_S)  # long, for a busy machine
     open_watch, streams = EtcdStore.open_watch, []
 
@@ -440,7 +440,7 @@ def test_starting_in_an_outage(server: EtcdServer, root: str) -> None:
         with open_name_resolver(config, limit_s=LIMIT_S) as names:
             names.watch(root, recorder, subtree=True, limit_s=LIMIT_S)
             names.publish(f"{root}/a", "1", lease=77, limit_s=LIMIT_S)
-            recorder.wait_for_state({f"{root}/a": "1"})  # a put whose answer was late is retried
+            recorder.wait_for_state({f"{root}/a": "1"})  # a put is retried if its answer is late
 
     server.kill()
     try:

@@ -23,7 +23,7 @@ pytestmark = [
 
 
 class Workers:
-    """A fork server whose workers each run a line of Python and write their findings into a file."""
+    """A fork server. Each worker runs a line of Python and writes its findings into a file."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         self.folder = folder
@@ -151,7 +151,7 @@ def test_what_must_not_be_there_before_a_fork(subreaper, tmp_path, kind):
 
     config = workers.ask("import time; time.sleep(1000)")
     assert select.select([workers.server], [], [], LIMIT_S)[0]
-    ((forked, pid),) = workers.server.close().items()  # close reports a worker whose start has not been read yet
+    ((forked, pid),) = workers.server.close().items()  # close returns workers with unread answers
     assert forked == config
     os.kill(pid, signal.SIGKILL)
     assert Forked(pid).wait() == -signal.SIGKILL

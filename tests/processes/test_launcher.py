@@ -88,7 +88,7 @@ def is_open(endpoint):
         return probe.connect_ex(endpoint.removeprefix("unix:")) == 0
 
 
-# ------------------------------------------------------------------------------------------------------------ told to stop
+# ---------------------------------------------------------------------------------------------------------------- stopping
 
 
 def test_a_run_is_seen_from_outside_and_stopped(start, config, tmp_path, capsys):

@@ -360,7 +360,7 @@ async def test_the_same_request_gets_the_same_tickets(setup: Setup) -> None:
 
 
 async def test_clients_that_vanish_while_waiting_get_nothing(setup: Setup) -> None:
-    """In another implementation, ten clients disconnected while they waited, and ten tickets were granted to none."""
+    """In another implementation, ten clients disconnected while they waited, and ten tickets were granted but never received."""
     held = ids(await setup.allocate(100))
     waits = [asyncio.create_task(setup.allocate(1, wait_s=30.0, worker=1)) for _ in range(10)]
     await setup.poll(lambda: setup.manager.seen.service.num_waiting == 10)
@@ -516,7 +516,7 @@ async def test_room_for_one_goes_to_who_waits_longest(setup: Setup) -> None:
 
 
 async def test_an_attempt_that_no_master_has_begun_is_refused(setup: Setup) -> None:
-    """A forged attempt of 999 over plain HTTP once ended the run's tickets and its master, in every attempt."""
+    """A forged attempt number of 999, sent over HTTP, used to end the run's tickets and its master, once an attempt."""
     (ticket,) = ids(await setup.allocate())
     report = {"attempt": 999, "trained_version": 0, "consumed": [], "stored": [], "full": True, "num_prompts": 9}
     body = msgspec.json.encode({**report, "num_epochs": 1})

@@ -23,7 +23,7 @@ print(how_it_ended(child.wait(60), log))
 
 @pytest.fixture
 def group():
-    """A control group whose processes share a limit of LIMIT_BYTES. It is of version 1 or 2, as on the machine."""
+    """A control group with a limit of LIMIT_BYTES for all of its processes. It is of version 1 or 2, as on the machine."""
     of, name = {}, f"asyncrl-test-{os.getpid()}"  # a unique name: another process's tests may run at the same time
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)

@@ -88,7 +88,7 @@ class Loss:
         return "far enough" if self.stop else ""
 
 
-# ------------------------------------------------------------------------------------------------------ what the ranks run
+# -------------------------------------------------------------------------------------------------------- run by the ranks
 
 
 @cache
@@ -258,7 +258,7 @@ def test_every_layout_gives_the_same_update(ranks, paths, expected, grid):
         assert_same_outcome(outcomes, expected[name], grid)
 
 
-# ------------------------------------------------------------------------------------------------------ what else may differ
+# ---------------------------------------------------------------------------------------------------------- other variations
 
 
 def compare(ranks: RankProcesses, cell: Cell, grids: tuple[str, ...]) -> None:
@@ -527,7 +527,7 @@ def test_what_is_written_into_the_parameters_counts_at_once(ranks, paths):
         np.testing.assert_allclose(np.delete(after, first), -math.log(64), rtol=1e-6)
 
 
-# ----------------------------------------------------------------------------------------------------- what does not fit
+# --------------------------------------------------------------------------------------------------------------- misfits
 
 
 def refusal(rank: int, grid: str, path: str) -> str:

@@ -28,7 +28,7 @@ from asyncrl.weights.versions import version_dir, write_version
 LOGGER = logging.getLogger("test_routing_by_load")
 SERVERS = ["generation_server/0", "generation_server/1"]
 PROMPT = [5, 6, 7, 8]
-LONG = 900  # tokens of responses that still run when their server is told to leave; eight fit on a server
+LONG = 900  # tokens of responses that still run when their server must leave; eight fit on a server
 WORKER = "rollout_worker/0"
 
 pytestmark = pytest.mark.timeout(120)
