@@ -527,7 +527,7 @@ def test_what_is_written_into_the_parameters_counts_at_once(ranks, paths):
         np.testing.assert_allclose(np.delete(after, first), -math.log(64), rtol=1e-6)
 
 
-# --------------------------------------------------------------------------------------------------------------- misfits
+# -------------------------------------------------------------------------------------------------------------- refusals
 
 
 def refusal(rank: int, grid: str, path: str) -> str:
