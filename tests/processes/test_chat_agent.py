@@ -198,7 +198,7 @@ class SwallowsErrors(Failing):
         try:
             await ask(session, "lose")
         except openai.APIError:
-            await asyncio.Event().wait()  # suppresses the cancellation
+            await asyncio.Event().wait()  # ignores the error, and waits
         return 1.0
 
 

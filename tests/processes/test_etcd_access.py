@@ -171,7 +171,7 @@ def test_tokens_that_a_server_forgets_are_renewed(
 def test_tokens_that_are_over_before_they_were_used(
     open_alice: OpenSession, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a machine delayed for longer than a token lives. It happens more than once in a call."""
+    """As on a machine that stands still for longer than a token lives. Here this happens three times in one call."""
     names = open_alice()
     enter, ends = Login.enter, iter(range(3))
 

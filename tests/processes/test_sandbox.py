@@ -414,7 +414,7 @@ def assert_gone(processes: list[psutil.Process]) -> None:
 
 
 def test_nothing_outlives_its_maker(tmp_path: Path) -> None:
-    """The maker is killed with SIGKILL, in the middle of a program, while another sandbox is prepared."""
+    """The maker is killed with SIGKILL, in the middle of a program, after it has prepared another sandbox."""
     code = f"from asyncrl.rewards.sandbox.pool import *\nSandboxPool().run(Program({{'main.py': {SLEEPER!r}}}))"
     with subprocess.Popen([sys.executable, "-c", code]) as maker:
         deadline = time.monotonic() + GONE_LIMIT_S
