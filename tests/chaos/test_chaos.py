@@ -1,6 +1,6 @@
-"""Cells of the matrix {process} x {signal} x {phase}: each is survived, and the run's books are right in the end.
+"""Cells of the matrix {process} x {signal} x {phase}: the run survives each, and its records are consistent at the end.
 
-Two runs, struck again and again. The whole matrix: python benchmarks/chaos_matrix.py, and its table in docs/chaos-matrix.md.
+Two runs, each struck repeatedly. The whole matrix: python benchmarks/chaos_matrix.py, and its table in docs/chaos-matrix.md.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def test_killed_in_the_middle_of_what_they_do(config: Path, tmp_path: Path, caps
         Cell("etcd", "kill", "weight_write"),
         Cell("master", "kill", "weight_write"),
     ]
-    # nobody is frozen here: who stands still on a busy machine is not to die as well
+    # no process is frozen here; the long limit keeps the launcher from killing processes that a busy machine delays
     with ChaosRun(config, f"fileroot={tmp_path}", "runtime.frozen_after_s=120") as run:
         run.handle.wait_until(lambda: list_checkpoints(run.run_dir), "a checkpoint", START_LIMIT_S)
         assert_survives(run, cells)
@@ -60,16 +60,16 @@ def test_killed_in_the_middle_of_what_they_do(config: Path, tmp_path: Path, caps
     assert [attempt.number for attempt in attempts] == [1, 2, 3]  # the training side died twice
     _, second, third = (attempt.parent for attempt in attempts)
     assert second is not None
-    assert third is not None  # and went on from a checkpoint: the second attempt's, unless it died before it had one
+    assert third is not None  # its checkpoint is the second attempt's, unless that attempt died before it wrote one
     assert [stretch.attempt for stretch in audit(run.run_dir).lineage] == sorted({1, third[0], 3})
     assert cli.main(["audit", str(run.run_dir)]) == 0
     assert "ok: each of these prompts once, nothing is wrong" in capsys.readouterr().out
 
 
 def test_frozen_on_a_bad_network_and_without_a_launcher(config: Path, tmp_path: Path) -> None:
-    """What is frozen too long is killed; what wakes up before is told what has changed. Messages are lost, doubled and damaged."""
+    """Processes frozen too long are killed; others learn of all changes when they wake up. Messages are lost, doubled, damaged."""
     cells = [
-        Cell("generation_server", "stop", "generation", stop_s=60.0),  # by then it is killed
+        Cell("generation_server", "stop", "generation", stop_s=60.0),  # it is killed before this time is over
         Cell("rollout_worker", "stop", "push", stop_s=5.0),
         Cell("gserver_manager", "restart", "idle"),
         Cell("launcher", "kill", "train_step"),
@@ -87,13 +87,13 @@ def test_frozen_on_a_bad_network_and_without_a_launcher(config: Path, tmp_path: 
         if "was damaged in transit" in line or "the checksum does not match" in line
     ]
     assert damaged
-    # a group that is finished too late may still be taken in while the master ends
+    # the trajectory receiver may still accept a group that finishes too late, while the master ends
     *_, last = (event for event in journal(run.run_dir) if event["event"] != "stored")
     assert last["event"] == "ended"
 
 
 def test_the_nursery_of_a_reward_killed_frozen_and_stopped(config: Path, tmp_path: Path) -> None:
-    """No prompt pays for it: each is trained."""
+    """No prompt is lost: each is trained."""
     cells = [
         Cell("nursery", "kill", "generation"),
         Cell("nursery", "kill", "push"),
@@ -106,7 +106,7 @@ def test_the_nursery_of_a_reward_killed_frozen_and_stopped(config: Path, tmp_pat
 
 
 def test_the_command(config: Path, tmp_path: Path) -> None:
-    config.with_name("pace").touch()  # rewards take their time: the run is not over before it is struck
+    config.with_name("pace").touch()  # rewards are slow, so that the run does not end before it is struck
     command = [sys.executable, "-m", "asyncrl.cli.main", "chaos", str(config), "--json", "--seed", "3"]
     command += ["--every", "1-2", "--for", "5", "--targets", "rollout_worker", "--kinds", "kill"]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What the end-to-end tests share: the examples' models and the synchronous run, each made once."""
+"""Shared fixtures of the end-to-end tests: the examples' models and the synchronous run, each made once per session."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ def make_example(name: str, folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def sorter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with model/ and data/ of the sloppy sorter, warm start and all."""
+    """Folder with model/ and data/ of the sloppy sorter. The warm start has run."""
     return make_example("sloppy_sorter", tmp_path_factory.mktemp("sorter"))
 
 
@@ -31,7 +31,7 @@ def long_tail(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def synchronous(sorter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunHandle]:
-    """A finished run with eta = 0 on two heads and two servers, where nothing is left to chance."""
+    """A finished run with eta = 0 on two heads and two servers. It is deterministic."""
     with launch_synchronous(sorter, tmp_path_factory.mktemp("synchronous")) as run:
         assert run.wait(600) == 0, run.output()
         yield run

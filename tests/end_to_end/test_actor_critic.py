@@ -1,6 +1,6 @@
-"""PPO with a critic and a reference learns what the quickstart learns: by steps, not by the clock.
+"""PPO with a critic and a reference model reaches the quickstart's rewards. The limits count steps, not time.
 
-Actor and critic are in two pipeline stages times two replicas, the reference is on a worker of its own.
+Actor and critic each use two pipeline stages and two replicas. The reference has a worker of its own.
 """
 
 import math
@@ -13,7 +13,7 @@ from whole_runs import ROOT, assert_each_prompt_trained_once, launch_sorter
 
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, evaluations, train_steps
 
-STEPS, BATCH = 36, 64  # the config has 60; the bar is that of the quickstart's 60
+STEPS, BATCH = 36, 64  # the config has 60 steps; the reward limits are the quickstart's, which also runs 60
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -44,7 +44,7 @@ def test_the_critic_learns_what_to_expect(run: RunHandle) -> None:
     for step in steps:
         assert math.isfinite(step["kl/token_mean"])
         assert step["actor/skipped_steps"] == step["critic/skipped_steps"] == 0
-    assert steps[-1]["kl/sequence_mean"] > steps[0]["kl/sequence_mean"]  # the reference stays, the actor leaves it
+    assert steps[-1]["kl/sequence_mean"] > steps[0]["kl/sequence_mean"]  # the actor moves away from the reference
 
 
 def test_data_moved_between_workers_and_both_models_are_saved(run: RunHandle) -> None:

@@ -1,4 +1,4 @@
-"""Generation and training at the same time, on a task whose responses have a long tail of lengths; read from the journals."""
+"""Generation and training overlap on a task with a long tail of response lengths. The journals are the evidence."""
 
 import json
 from collections.abc import Iterator
@@ -42,13 +42,13 @@ def test_tokens_are_generated_during_train_steps(run: RunHandle) -> None:
     spans = [(event["start"], event["end"]) for event in trained_events(run.run_dir)]
     assert len(spans) == STEPS
     busy = busy_buckets(run.run_dir)
-    # The mean over steps, not over time: where something holds the trainer up for long, generation ends what may be admitted, as it
-    # should, and waits. That is one step.
+    # The mean is over steps, not over time. If something delays the trainer for long, generation finishes all admitted work and
+    # then waits, as it should. Such a delay affects one step only.
     assert mean(busy_share(busy, [span]) for span in spans) >= 0.80
 
 
 def test_the_timeline_shows_all_processes_on_one_clock(run: RunHandle) -> None:
-    """Generation, push, waits, MFCs, weight writes and updates; and on it, generation goes on inside train steps."""
+    """The timeline shows generation, push, waits, MFCs, weight writes and updates. Generation continues inside train steps."""
     events = json.loads((run.run_dir / "trace" / "attempt_1.json").read_text())["traceEvents"]
     process = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert sorted(process.values()) == [
@@ -57,7 +57,7 @@ def test_the_timeline_shows_all_processes_on_one_clock(run: RunHandle) -> None:
     ]
 
     def spans(name: str, kind: str) -> list[tuple[int, int]]:
-        """(start, end) in microseconds, of the events of that name in processes of that kind."""
+        """(start, end) in microseconds of each event called `name` in processes of this kind."""
         mine = [event for event in events if event["name"].startswith(name) and process[event["pid"]].startswith(kind)]
         complete = [(event["ts"], event["ts"] + event["dur"]) for event in mine if event["ph"] == "X"]
         begun = {(event["pid"], event["id2"]["local"]): event["ts"] for event in mine if event["ph"] == "b"}
@@ -68,7 +68,7 @@ def test_the_timeline_shows_all_processes_on_one_clock(run: RunHandle) -> None:
     steps = sorted(spans("train step", "master"))
     assert len(steps) == STEPS
     assert len(spans("actor_train", "model_worker")) == 2 * STEPS
-    for start, end in spans("actor_train", "model_worker"):  # each within a train step of the master's
+    for start, end in spans("actor_train", "model_worker"):  # each lies within a train step of the master
         assert any(step_start <= start and end <= step_end for step_start, step_end in steps)
     assert len(spans("write weights", "model_worker")) >= STEPS + 1
     assert len(spans("update generation_server/0", "gserver_manager")) >= 2
@@ -82,7 +82,7 @@ def test_the_timeline_shows_all_processes_on_one_clock(run: RunHandle) -> None:
         sum(max(0, min(end, stop) - max(begin, start)) for begin, end in passes) / (stop - start)
         for start, stop in steps
     ]
-    assert mean(shares) > 0.3  # of two servers, on two cores shared with training
+    assert mean(shares) > 0.3  # the share of two servers, on two cores that they share with training
 
 
 def test_trains_on_older_versions_within_the_bound(run: RunHandle) -> None:
@@ -98,7 +98,7 @@ def test_trains_on_older_versions_within_the_bound(run: RunHandle) -> None:
 
 
 def test_responses_go_on_across_updates(run: RunHandle) -> None:
-    """A response that an update interrupts keeps what it has, and its tokens keep their versions."""
+    """A response that an update interrupts keeps its tokens, and each token keeps its version."""
     spans = [
         tuple(span) for event in trained_events(run.run_dir) for group in event["groups"] for span in group["versions"]
     ]
@@ -110,4 +110,4 @@ def test_nothing_is_dropped_and_long_responses_are_trained_like_short_ones(run: 
     assert_each_prompt_trained_once(run.run_dir, STEPS, BATCH)
     assert_nobody_left_behind(run.run_dir, ETA)
     assert json.loads((run.run_dir / "summary.json").read_text())["rejected"] == {}
-    assert max(record["length/response_max"] for record in train_steps(run.run_dir)) > 3 * 24  # 24: their mean
+    assert max(record["length/response_max"] for record in train_steps(run.run_dir)) > 3 * 24  # 24 is the mean length

@@ -1,4 +1,4 @@
-"""Whole runs that are given what will not do: the first cause is told with its remedy, nothing hangs and nothing is lost."""
+"""Whole runs with bad input: the run reports the first cause with its remedy, does not hang and loses nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncrl.weights.checkpoints import checkpoint_dir, list_checkpoints, recove
 from asyncrl.weights.lineage import audit
 from asyncrl.weights.versions import list_versions, role_dir, verify_version, version_dir
 
-LIMIT_S = 300.0  # of a run, on a busy machine
+LIMIT_S = 300.0  # limit for one run, on a busy machine
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -31,7 +31,7 @@ def reward(prompt, completion, answer):
         threading.Event().wait(1000)
     return {"none": None, "nan": float("nan"), "text": "good", "list": [1.0]}.get(answer, float(len(set(completion))))
 """
-# What becomes of a prompt, by its answer. The prompt that is too long is one for the tokenizer, "ü" one that it does not know.
+# The outcome of each prompt, by its answer. The tokenizer finds the overlong prompt; it has no token for "ü".
 _REASONS = {
     "raise": "reward_error",
     "none": "reward_not_finite",
@@ -61,7 +61,7 @@ def test_what_will_not_do_is_rejected_with_its_reason_and_all_else_is_trained(co
         f"prompts.path={tmp_path / 'prompts.jsonl'}",
         "prompts.shuffle=false",
         f"rollout.tasks.default.reward={tmp_path / 'reward.py'}:reward",
-        "rollout.reward_timeout_s=15",  # which the others keep on a busy machine, too
+        "rollout.reward_timeout_s=15",  # long enough for the other prompts' rewards, also on a busy machine
         "manager.max_rejected_share=1.0",
         "train.max_steps=0",
     ) as run:
@@ -71,7 +71,7 @@ def test_what_will_not_do_is_rejected_with_its_reason_and_all_else_is_trained(co
         rejected = {event["prompt"][1]: event["reason"] for event in events if event["event"] == "rejected"}
         assert rejected == {2 * number: reason for number, reason in enumerate(_REASONS.values())}
         trained = [group["prompt"][1] for event in events if event["event"] == "trained" for group in event["groups"]]
-        assert sorted([*trained, *rejected]) == list(range(16))  # each prompt, once
+        assert sorted([*trained, *rejected]) == list(range(16))  # each prompt exactly once
         summary = json.loads((run.run_dir / "summary.json").read_text())
         assert summary["rejected"] == {
             "reward_error": 1,
@@ -97,7 +97,7 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_error_and_the_remedy(c
 
 
 def test_a_disk_that_fills_up_while_the_run_goes_on(config: Path, tmp_path: Path, small_disk: Path) -> None:
-    """Weights, journals and logs are on it; etcd, which would die of it too, is the user's."""
+    """The disk holds weights, journals and logs. etcd, which a full disk would also stop, is an external one."""
     with (
         EtcdServer(tmp_path / "etcd", tmp_path / "etcd.log") as etcd,
         launch(
@@ -123,8 +123,11 @@ def test_a_disk_that_fills_up_while_the_run_goes_on(config: Path, tmp_path: Path
 
 
 def assert_versions_are_whole(run_dir: Path, *, interrupted: bool = False) -> None:
-    """There are some, and nothing beside them. interrupted: the run ended of something else than a version that could not be
-    written, maybe in the middle of one, or while an old one was removed: these have no names of versions, and stay."""
+    """At least one version exists, and the folder holds nothing else.
+
+    interrupted: the run ended for a reason other than a failed version write. It may have ended while it wrote a version or removed
+    an old one. Such partial folders do not have the name of a version, and they remain.
+    """
     versions = role_dir(run_dir, "actor")
     there = {path.name for path in versions.iterdir()}
     if interrupted:
@@ -136,7 +139,7 @@ def assert_versions_are_whole(run_dir: Path, *, interrupted: bool = False) -> No
 
 
 def fill_until_it_ends(disk: Path, run: RunHandle) -> None:
-    """Somebody else takes whatever room there is, and what the run makes by removing what is old."""
+    """Another process takes all free space, including the space that the run frees when it removes old files."""
     with (disk / "somebody_elses").open("wb", buffering=0) as file:
 
         def filled_and_ended() -> bool:
@@ -160,7 +163,7 @@ def fill(file) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_a_disk_that_is_full_when_the_model_is_saved(config: Path, tmp_path: Path, mount: Callable[..., Path]) -> None:
-    """Only checkpoints are on it. The weights of the last step are published before, and stay."""
+    """The disk holds only checkpoints. The weights of the last step are published before the save, and they remain."""
     run_dir = tmp_path / "tiny" / "t0"
     disk = mount("size=20k", run_dir / "checkpoints")
     with launch(config, f"fileroot={tmp_path}", "train.max_steps=1") as run:
@@ -189,14 +192,14 @@ def test_a_disk_too_small_for_a_run_is_refused_at_its_start(
 
 
 def test_a_disk_that_fills_up_under_checkpoints(config: Path, tmp_path: Path, mount: Callable[..., Path]) -> None:
-    """Those that were complete stay whole, and once there is room the run goes on from the newest of them."""
+    """Complete checkpoints stay whole. Once there is space, the run goes on from the newest of them."""
     run_dir = tmp_path / "tiny" / "t0"
     disk = mount("size=20m", run_dir / "checkpoints")
     every_2 = [
         "checkpoint.every_steps=2",
         "checkpoint.every_s=0",
         "train.max_steps=0",
-    ]  # 1000 steps: it is not over before
+    ]  # 1000 steps: the run does not end before the disk is full
     with launch(config, f"fileroot={tmp_path}", *every_2) as run:
         run.wait_until(lambda: list_checkpoints(run_dir), "a checkpoint was complete", LIMIT_S)
         fill_until_it_ends(disk, run)

@@ -1,4 +1,4 @@
-"""A run whose weights travel over the network: every version reaches every server, and computes there as in the trainer."""
+"""A run that broadcasts its weights: every version reaches every server, and each server's logprobs match the trainer's."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.timeout(600)
 
 STEPS = 4
 
-# Training would go on beside the updates, and a server that is held up then goes from a version to the next but one. Here each step
-# waits inside the trainers until the version before it is everywhere; rollouts are under way meanwhile.
+# Without this wait, training would go on during the updates, and a delayed server would skip a version. Here each step waits inside
+# the trainers until both servers have the previous version. Rollouts continue meanwhile.
 _WAITING = """\
 import re
 import time
@@ -37,7 +37,7 @@ def everywhere(engine, sample, train):
 
 
 def test_a_run_with_broadcasts(tmp_path: Path) -> None:
-    """Two servers, two trainers of which one sends; verify_logprobs compares each server with the trainer after each update."""
+    """Two servers and two trainers, one of which sends. verify_logprobs compares each server with the trainer after each update."""
     config = make_tiny_run(tmp_path)
     logs = tmp_path / "runs" / "tiny" / "t0" / "logs" / "latest"
     (tmp_path / "waiting.py").write_text(_WAITING.format(logs=logs))
@@ -61,13 +61,13 @@ def test_a_run_with_broadcasts(tmp_path: Path) -> None:
     assert len(train_steps(run.run_dir)) == STEPS
     sent = re.findall(r"weights (\S+) broadcast to (.*) \(", (logs / "model_worker_0.log").read_text())
     versions = [str(WeightVersion(1, number)) for number in range(STEPS + 1)]
-    # A wave may part, so that servers get a version one after the other. The last one comes when everybody is leaving already.
+    # A broadcast may split, so that servers get a version one after the other. The last version arrives during shutdown.
     reached = {(version, server) for version, servers in sent for server in servers.split(", ")}
     for index in range(2):
         assert {(version, f"generation_server/{index}") for version in versions[1:STEPS]} <= reached
         verified = re.findall(r"weights (\S+) verified", (logs / f"generation_server_{index}.log").read_text())
         assert verified[:STEPS] == versions[:STEPS]
-    for number in range(STEPS + 1):  # on disk they are, too
+    for number in range(STEPS + 1):  # versions are written to disk too
         version = WeightVersion(1, number)
         verify_version(version_dir(run.run_dir, "actor", version), version)
     assert_nothing_left(run.run_dir)

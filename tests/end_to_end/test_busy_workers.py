@@ -1,4 +1,4 @@
-"""Rollout workers whose event loops are late because they compute: they are not taken for frozen."""
+"""Rollout workers are not treated as frozen when their event loops are late because they compute."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from asyncrl.testing.runs import assert_nothing_left, launch, train_steps
 from asyncrl.testing.tiny import make_chat_tokenizer, make_tiny_model
 
-LIMIT_S = 240.0  # on a busy machine
+LIMIT_S = 240.0  # limit on a busy machine
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -52,7 +52,7 @@ tensorboard: false
 
 
 def test_200_sessions_that_make_openai_clients_at_once_do_not_freeze_their_worker(tmp_path: Path) -> None:
-    """200 clients take 4.4 s of CPU in one turn of the event loop, or more on a busy machine."""
+    """Making 200 clients takes 4.4 s of CPU in one event-loop turn, and longer on a busy machine."""
     make_tiny_model(tmp_path / "model", tokenizer=make_chat_tokenizer(None), hidden_size=32, num_layers=1)
     (tmp_path / "agent.py").write_text(AGENT)
     (tmp_path / "prompts.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n' * 20)

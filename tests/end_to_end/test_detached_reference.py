@@ -1,7 +1,7 @@
-"""A reference on workers of its own is killed and frozen in mid-run: it comes back alone, and the run ends with the weights of one
-in which nothing happened.
+"""The workers of a detached reference are killed and frozen in mid-run. They restart alone, and the final weights equal those of an
+undisturbed run.
 
-eta = 0, greedy decoding and one response a prompt leave nothing to chance, as in test_resume.py.
+eta = 0, greedy decoding and one response a prompt make the runs deterministic, as in test_resume.py.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from asyncrl.weights.versions import tensor_files
 pytestmark = pytest.mark.timeout(1800)
 
 STEPS, BATCH, LIMIT_S = 40, 4, 400.0
-# So many steps there can be before each strike, after the last one, and in the end: on a machine of any speed the run is there to
-# be struck, and has steps left to go on with.
+# Numbers of steps allowed before each strike, after the last strike, and in total. On a machine of any speed, the run still goes on
+# at each strike and has steps left afterwards.
 ALLOWED = (12, 22, 32, 38, STEPS)
 TRAINERS = ("master/0", "model_worker/0")
-REFERENCE = ("model_worker/1", "model_worker/2")  # one group of two ranks
+REFERENCE = ("model_worker/1", "model_worker/2")  # one trainer group of two ranks
 EXACT = [
     "prompts.shuffle=false",
     "rollout.reward_timeout_s=1000",
@@ -46,7 +46,7 @@ EXACT = [
     "train.ppo.kl_coef=0.5",
     "checkpoint.every_s=0",
     "runtime.start_timeout_s=300",
-    "runtime.frozen_after_s=12",  # a busy machine may hold up a start for as long as 6
+    "runtime.frozen_after_s=12",  # a busy machine may delay a start by up to 6 s
 ]
 
 
@@ -71,14 +71,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def allow(folder: Path, num_steps: int) -> None:
-    """What belongs to later steps has no reward before the next call. Prompts are in order."""
+    """Withhold rewards of prompts that belong to later steps until the next call. Prompts are in order."""
     (folder / "next").write_text(str(num_steps))
     (folder / "next").replace(folder / "allowed")
 
 
 @pytest.fixture(scope="module")
 def start(folder: Path) -> Iterator[Callable[..., RunHandle]]:
-    """Rewards are of another kind than usual, so that something is learned, and come when they may."""
+    """Launches runs with a reward function that gives the model something to learn and withholds rewards until `allow`."""
     config = make_tiny_run(folder, num_prompts=STEPS * BATCH)
     (folder / "reward.py").write_text(_REWARD.format(batch=BATCH, allowed=folder / "allowed"))
     runs: list[RunHandle] = []
@@ -101,14 +101,14 @@ def pids(run: RunHandle, names: tuple[str, ...]) -> dict[str, int]:
 
 
 def strike(run: RunHandle, name: str, number: int) -> None:
-    """Returns when others are there in the place of the reference's workers, all of them."""
+    """Send the signal `number` to the worker. Return once all of the reference's workers have been replaced."""
     before = pids(run, REFERENCE)
     os.kill(before[name], number)
 
     def replaced() -> bool:
         try:
             now = pids(run, REFERENCE)
-        except AssertionError:  # one of them is not there yet
+        except AssertionError:  # one of them has not started yet
             return False
         return not set(now.values()) & set(before.values())
 

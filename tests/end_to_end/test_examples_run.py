@@ -1,6 +1,6 @@
-"""The examples of a user's own model, data, reward and environment, as shipped, for a few steps. Each runs in a copy of its folder.
+"""The shipped examples of a user's own model, data, reward and environment run for a few steps, each in a copy of its folder.
 
-What the runs recorded is read back: which tasks there were, what the policy read, and what of it was trained.
+The tests read the run's recordings: which tasks ran, which tokens the policy read, and which of them were trained.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from asyncrl.testing.runs import RunHandle, evaluations, launch, train_steps
 
 EXAMPLES = ROOT / "examples"
 STEPS, BATCH, GROUP = 3, 8, 4
-ONCE, TWICE = 0, 1  # task ids: names in order
+ONCE, TWICE = 0, 1  # task ids, in the order of the names
 SMALL = (
     f"train.max_steps={STEPS}",
     f"train.batch_size={BATCH}",
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def make(example: str, out: Path, *arguments: str, folder: str = ".") -> Path:
-    """A copy of the example, with model and data in it: a warm start just long enough for answers to end."""
+    """Copy the example and make its model and data. The warm start is just long enough for answers to end."""
     for file in (EXAMPLES / example).iterdir():
         if file.is_file():
             shutil.copy(file, out)
@@ -56,12 +56,12 @@ def make(example: str, out: Path, *arguments: str, folder: str = ".") -> Path:
 
 
 def launch_example(config: str, made: Path, fileroot: Path, *overrides: str) -> RunHandle:
-    """In the copy, where the paths in the config begin."""
+    """Launch from the copy's folder: paths in the config are relative to it."""
     return launch(made / config, f"fileroot={fileroot}", *SMALL, *overrides, cwd=made)
 
 
 def recorded(run_dir: Path) -> list[SequenceSample]:
-    """All groups that were trained."""
+    """All trained groups."""
     files = sorted((run_dir / "trajectories" / "attempt_1").glob("*.safetensors"))
     return [read_trajectory(file).sample for file in files]
 
@@ -83,7 +83,7 @@ def rows_of(made: Path) -> list[dict[str, Any]]:
 
 
 def rendered(row: dict[str, Any]) -> str:
-    """What the model is to read of a line, written out."""
+    """The text of a data row as the model reads it, written out."""
     turns = (f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in row["messages"])
     return "".join(turns) + "<|im_start|>assistant\n"
 
@@ -133,7 +133,7 @@ def test_prompts_are_what_the_chat_template_makes_of_the_messages(word_run: RunH
 
 
 def test_what_the_environment_says_is_read_and_not_trained(word_run: RunHandle, word_problems: Path) -> None:
-    """One step: prompt, response, end. Two: what follows the first response is the template's turn of the user."""
+    """One step gives prompt, response and EOS. With two, the template's user turn follows the first response."""
     tokenizer = load_tokenizer(word_problems / "model")
     eos = tokenizer.eos_token_id
     hints = 0
@@ -148,7 +148,7 @@ def test_what_the_environment_says_is_read_and_not_trained(word_run: RunHandle, 
             said = said_by(~loss & ~prompt, ids)
             assert len(said) <= int(twice)
             for start, text in said:
-                assert ids[start - 1] == eos  # the first response ended, and this is trained
+                assert ids[start - 1] == eos  # the first response ended, and its EOS is trained
                 assert loss[start - 1]
                 assert tokenizer.decode(text) in {
                     f"\n<|im_start|>user\n{hint}<|im_end|>\n<|im_start|>assistant\n"
@@ -161,13 +161,13 @@ def test_what_the_environment_says_is_read_and_not_trained(word_run: RunHandle, 
 
 
 def said_by(mask: np.ndarray, ids: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """(start, ids) of each run of the mask."""
+    """(start, ids) of each consecutive run of the mask."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
     return [(int(start), ids[start:end]) for start, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def test_real_gsm8k(tmp_path: Path) -> None:
-    """The excerpt in the repository: unicode, prompts of all lengths (the longest are rejected), commas in the answers."""
+    """The excerpt in the repository: unicode, prompts of all lengths (the run rejects the longest), commas in the answers."""
     made = make("word_problems", tmp_path, "--gsm8k", "gsm8k_excerpt.jsonl", "--steps", "5", folder="gsm8k")
     source = prompt_source(made, "gsm8k.yaml", load_tokenizer(made / "gsm8k" / "model"))
     assert len(source) == 48
@@ -186,12 +186,12 @@ def test_reasoning_gym(tmp_path: Path) -> None:
         assert run.wait(300) == 0, run.output()
     samples = recorded(run.run_dir)
     assert len(samples) == STEPS * BATCH
-    assert max(sample.data["rewards"].max() for sample in samples) > 0  # a short answer is sometimes right by luck
+    assert max(sample.data["rewards"].max() for sample in samples) > 0  # a short answer is sometimes right by chance
     assert json.loads((run.run_dir / "summary.json").read_text())["rejected"] == {}
 
 
 def test_math_on_a_cpu(tmp_path: Path) -> None:
-    """Model and allocation are overridden; the rest but the sizes is as it is for 8 GPUs."""
+    """Model, allocation and sizes are overridden. Everything else is as it is for 8 GPUs."""
     excerpt = EXAMPLES / "word_problems" / "gsm8k_excerpt.jsonl"
     made = make("math", tmp_path, "--gsm8k", str(excerpt), "--fractions", "48", "--model", "--steps", "12")
     overrides = (
@@ -218,11 +218,11 @@ def test_math_on_a_cpu(tmp_path: Path) -> None:
             "<|im_start|>system\nPlease reason step by step"
         )
     assert json.loads((run.run_dir / "summary.json").read_text())["rejected"] == {}
-    assert [record["eval/greedy_num_prompts"] for record in evaluations(run.run_dir)] == [16, 16]  # all
+    assert [record["eval/greedy_num_prompts"] for record in evaluations(run.run_dir)] == [16, 16]  # all of them
 
 
 def test_an_agent_of_openais_client(tmp_path: Path) -> None:
-    """Both turns are one sequence: a call, what the calculator says to it (which nobody trains), an answer."""
+    """Both turns form one sequence: a tool call, the calculator's reply (not trained), and an answer."""
     made = make("openai_agent", tmp_path, "--steps", "120")
     with launch_example("config.yaml", made, tmp_path / "runs") as run:
         assert run.wait(300) == 0, run.output()
@@ -255,6 +255,6 @@ def test_an_agent_of_openais_client(tmp_path: Path) -> None:
 
 
 def said_in(tokenizer: Any, ids: np.ndarray) -> Said:
-    """An answer as the agent sees it. One that was cut calls nothing, whatever it holds."""
+    """An answer as the agent sees it. A truncated answer counts as no tool call, whatever it contains."""
     text = tokenizer.decode(ids, skip_special_tokens=True)
     return parse_tool_calls(text) if ids[-1] == tokenizer.eos_token_id else Said(text)

@@ -1,4 +1,4 @@
-"""The dataflow is what the config says: an MFC with a key of its own, a reference model, the naive loss."""
+"""The config defines the dataflow: an MFC with a key of its own, a reference model, the naive loss."""
 
 import json
 import os
@@ -22,7 +22,7 @@ SMALL = (
 
 pytestmark = pytest.mark.timeout(900)
 
-# What a user would write: one function makes a key, another reads it. Each notes what it saw.
+# A user's code: one function makes a key, another reads it. Each records its input.
 FUNCTIONS = '''
 import json, os
 import numpy as np
@@ -75,7 +75,7 @@ def test_mfcs_added_by_config_and_a_reference_model(sorter: Path, tmp_path: Path
             assert sorted(mine) == sorted(expected)  # once, on one of the ranks
         for note in seen:
             if note["mfc"] == "weigh" and expected & set(note["ids"]):
-                # It ran after the train step before and before that of its own batch.
+                # It ran after the previous train step and before the train step of its own batch.
                 assert note["checksum"] == pytest.approx(checksum(run.run_dir, event["step"] - 1), rel=1e-12)
     assert checksum(run.run_dir, 0) != pytest.approx(checksum(run.run_dir, 1), rel=1e-12)
     for note in seen:
@@ -92,12 +92,12 @@ def test_mfcs_added_by_config_and_a_reference_model(sorter: Path, tmp_path: Path
             "time/actor_train_s",
         } <= step.keys()
         assert step["kl/coef"] == pytest.approx(0.1)
-    assert abs(first["kl/sequence_mean"]) < 1e-5  # the policy still is its reference
+    assert abs(first["kl/sequence_mean"]) < 1e-5  # the policy still equals its reference
     assert abs(second["kl/sequence_mean"]) > 1e-5
 
 
 def test_naive_loss(sorter: Path, tmp_path: Path) -> None:
-    """Without the decoupled loss nothing is recomputed: the ratio is taken to the logprobs that the servers gave."""
+    """Without the decoupled loss nothing is recomputed: the ratio uses the servers' logprobs."""
     with launch_sorter(
         sorter, tmp_path, *SMALL, "train.ppo.use_decoupled_loss=false", "allocation=transformers.d1+d1"
     ) as run:
@@ -107,7 +107,7 @@ def test_naive_loss(sorter: Path, tmp_path: Path) -> None:
     for step in steps:
         assert "time/actor_inf_s" not in step
         assert step["actor/skipped_steps"] == 0
-    # The first batch was sampled by the weights that are trained: the first ratios are 1, as the engine's logprobs are right.
+    # The weights in training sampled the first batch. Its ratios are therefore 1 if the engine's logprobs are right.
     assert steps[0]["actor/importance_weight"] == pytest.approx(1.0, abs=0.05)
 
 

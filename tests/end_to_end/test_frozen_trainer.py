@@ -1,4 +1,4 @@
-"""A trainer that stands still: admission stops, memory stays flat, and afterwards the run goes on as if nothing had been."""
+"""A frozen trainer: admission stops and memory stays flat. After the trainer wakes up the run goes on as if undisturbed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from asyncrl.testing.runs import RunHandle, assert_nothing_left, told_by, train_
 STEPS, BATCH, ETA = 36, 16, 2
 CAPACITY = (1 + ETA) * BATCH
 MASTER_FROZEN_S, TRAINER_FROZEN_S = 8.0, 30.0
-MAX_GROWTH_BYTES = 8_000_000  # measured: some kilobytes
+MAX_GROWTH_BYTES = 8_000_000  # measured growth: some kilobytes
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -45,7 +45,7 @@ def test_a_run_survives_a_frozen_master_and_frozen_trainers(sorter: Path, tmp_pa
         run.wait_for_step(train_steps(run.run_dir)[-1]["step"] + 3, limit_s=300)
         with frozen(trainers):
             stands_still(run, manager, TRAINER_FROZEN_S)
-        assert train_steps(run.run_dir)[-1]["step"] < STEPS  # it was in mid-run
+        assert train_steps(run.run_dir)[-1]["step"] < STEPS  # the run is not over
         assert run.wait(300) == 0, run.output()
     assert_each_prompt_trained_once(run.run_dir, STEPS, BATCH)
     assert_nobody_left_behind(run.run_dir, ETA)
@@ -65,7 +65,7 @@ def frozen(processes: list[psutil.Process]) -> Iterator[None]:
 
 
 def stands_still(run: RunHandle, manager: str, seconds: float) -> None:
-    """While the trainer is frozen: admission stops at the bound, then nothing moves and nothing grows."""
+    """While the trainer is frozen, admission stops at the bound. Then no counter changes and memory does not grow."""
     run.wait_until(lambda: has_come_to_rest(run, Ledger.of(run, manager)), f"{CAPACITY} tickets are live", limit_s=120)
     for half in range(2):
         early, before, until = memory(run), Ledger.of(run, manager), time.monotonic() + seconds / 2
@@ -74,8 +74,8 @@ def stands_still(run: RunHandle, manager: str, seconds: float) -> None:
             assert now.live + BATCH * now.num_behind <= CAPACITY
             if left <= 0:
                 break
-            time.sleep(min(left, 0.5))  # time is what this is about
-        if half == 1:  # in the first one, weights that were on their way to name resolve may still arrive
+            time.sleep(min(left, 0.5))  # the test waits for real time to pass
+        if half == 1:  # in the first half, weights on their way to name resolve may still arrive
             assert now == before
             assert now.is_full
         for name, rss in memory(run).items():
@@ -83,14 +83,14 @@ def stands_still(run: RunHandle, manager: str, seconds: float) -> None:
 
 
 def has_come_to_rest(run: RunHandle, ledger: Ledger) -> bool:
-    """As many tickets are out as may be, and what was published is served, which takes as long as it takes."""
+    """Whether all allowed tickets are live and the newest published version is served. How long this takes is not bounded."""
     published = entry(run, lambda names: names.model_version(ACTOR))
     return ledger.is_full and ledger.served == WeightVersion.parse(published).version
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """What the manager says of itself."""
+    """The manager's counters, as it reports them."""
 
     live: int
     trained: int
@@ -107,7 +107,7 @@ class Ledger:
 
     @property
     def num_behind(self) -> int:
-        """Versions that are trained and not served: frozen before its weights were written, the trainer keeps one back."""
+        """Versions trained but not served. A trainer that froze before it wrote its weights holds one version back."""
         return self.trained - self.served
 
     @property

@@ -1,4 +1,4 @@
-"""The same batches give the same update in any layout: one trainer and one server, or two of each."""
+"""The same batches give the same update in every layout: one trainer and one server, or two of each."""
 
 from pathlib import Path
 

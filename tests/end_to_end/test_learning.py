@@ -1,7 +1,7 @@
-"""The quickstart as it is: sixty steps, in which a model that sorts badly learns to sort. All by steps, nothing by time.
+"""The unchanged quickstart: in sixty steps a model that sorts badly learns to sort. All limits count steps, not time.
 
-ASYNCRL_LEARNING_WITH changes it, for the same bar: "allocation=sglang.d1p1m1+d1p1m1 generation.python=.venv-sglang/bin/python" is
-the quickstart with SGLang.
+ASYNCRL_LEARNING_WITH adds overrides, with the same reward limits. For example
+"allocation=sglang.d1p1m1+d1p1m1 generation.python=.venv-sglang/bin/python" is the quickstart with SGLang.
 """
 
 import json
@@ -50,7 +50,7 @@ def test_is_evaluated_at_start_middle_and_end(run: RunHandle) -> None:
         for mode in ("sampled", "greedy"):
             assert record[f"eval/{mode}_num_prompts"] == NUM_EVAL
             assert record[f"eval/{mode}_num_failed"] == 0
-            # A middle one runs beside training, whose versions it sees; those at the ends are of one version.
+            # An evaluation in the middle runs during training and sees several versions. The first and last see one version.
             oldest, newest = record[f"eval/{mode}_version_min"], record[f"eval/{mode}_version_max"]
             assert oldest == newest == record["step"] or (record["step"] == STEPS // 2 and oldest <= newest <= STEPS)
     assert f"eval  step   {STEPS}" in run.output()
@@ -74,7 +74,7 @@ def test_what_is_left_on_disk(run: RunHandle) -> None:
     assert [path.name for path in versions[-KEEP:]] == [
         str(WeightVersion(1, version)) for version in range(STEPS - KEEP + 1, STEPS + 1)
     ]
-    assert len(versions) <= KEEP + NUM_SERVERS  # a version each that a server still had when the last one was pruned
+    assert len(versions) <= KEEP + NUM_SERVERS  # each server may still hold a version when the last one is pruned
     verify_version(versions[-1], WeightVersion(1, STEPS))
     events = list((run.run_dir / "tensorboard" / "attempt_1").glob("events.out.tfevents.*"))
     assert any(b"reward/mean" in file.read_bytes() for file in events)

@@ -1,7 +1,7 @@
-"""Generation servers that are killed and frozen in whole runs: the run goes on, nothing is lost, no token is doubled.
+"""Generation servers are killed and frozen in whole runs: the run goes on, no sample is lost and no token appears twice.
 
-Killed in mid-generation by the test, in the middle of an update by a fault in the server itself, which kills it as it opens the
-new version's tensors. What was trained is checked token by token against the weights that are said to have sampled it.
+The test kills one server in mid-generation. A fault injected into another server kills it in the middle of an update, as it opens
+the new version's tensors. Each trained token is checked against the weights that its label names.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ from asyncrl.testing.runs import RunHandle, assert_nothing_left, journal, launch
 from asyncrl.weights.lineage import audit
 
 LIMIT_S = 400.0
-LEASE_S = 12.0  # a rollout worker may be held up for so long on a busy machine, and keeps its tickets
-AT_WORK_S = (
-    1.0  # who has waited for a server for so long since it was frozen had asked it, and has no answer on the way
-)
-LOOK_S = 5.0  # within which that is seen
+LEASE_S = 12.0  # a rollout worker may be delayed for this long on a busy machine, and keeps its tickets
+AT_WORK_S = 1.0  # a client that has waited this long since the freeze had sent its request, and no answer is under way
+LOOK_S = 5.0  # time limit for observing such a wait
 BATCH, GROUP, ETA, MAX_NEW_TOKENS = 4, 4, 1, 96
 
 pytestmark = pytest.mark.timeout(1800)
@@ -56,7 +54,7 @@ def start(config: Path, tmp_path: Path) -> Iterator[Callable[..., RunHandle]]:
             "record.trajectories=true",
             "weights.verify_logprobs=true",
             "weights.keep=1000",
-            "runtime.frozen_after_s=0",  # what stands still is the matter of manager and clients here
+            "runtime.frozen_after_s=0",  # manager and clients must detect the frozen server here, not the launcher
             *overrides,
             env=env,
         )
@@ -69,7 +67,7 @@ def start(config: Path, tmp_path: Path) -> Iterator[Callable[..., RunHandle]]:
 
 
 def newest_version(run: RunHandle, server: int) -> str:
-    """With which weights the server sampled last."""
+    """The version of the weights with which the server sampled last."""
     lines = journal(run.run_dir, f"generation_server_{server}")
     return str(lines[-1]["version"]) if lines else ""
 
@@ -83,7 +81,7 @@ def serves_newer(run: RunHandle, server: int, than: str) -> None:
 
 
 def stop(run: RunHandle) -> int:
-    """End it; returns the number of train steps."""
+    """End the run. Return the number of train steps."""
     run.signal(signal.SIGINT)
     assert run.wait(LIMIT_S) == 130, run.output()
     assert_nothing_left(run.run_dir)
@@ -91,7 +89,7 @@ def stop(run: RunHandle) -> int:
 
 
 def left_for_dead(run: RunHandle) -> set[str]:
-    """Tickets whose requests left a server because the manager said that it is dead."""
+    """Tickets whose requests left a server because the manager declared it dead."""
     log = (run.run_dir / "logs" / "attempt_1" / "rollout_worker_0.log").read_text()
     return set(
         re.findall(
@@ -101,7 +99,7 @@ def left_for_dead(run: RunHandle) -> set[str]:
 
 
 def is_waited_for(run: RunHandle, server: str, since: float) -> bool:
-    """Whether a response has been waited for at the server for AT_WORK_S, and was at a time that long after `since`."""
+    """Whether some response has waited at the server for AT_WORK_S, according to a status from AT_WORK_S after `since` or later."""
     told = entry(run, lambda names: names.status("rollout_worker/0"))
     status = msgspec.json.decode(told, type=WorkerStatus)
     waited = max((wait.since_s for wait in status.waits if wait.on == server), default=0.0)
@@ -109,8 +107,11 @@ def is_waited_for(run: RunHandle, server: str, since: float) -> bool:
 
 
 def freeze_at_work(run: RunHandle) -> tuple[psutil.Process, str]:
-    """Freeze server 0 while clients wait for it, and its newest version then. It may have nothing to do (in an update, or where
-    all that is admitted is done): then it goes on, and is frozen again once it has."""
+    """Freeze server 0 while clients wait for it. Return the process and its newest version at that time.
+
+    The server may be idle (in an update, or because all admitted work is done). It is then resumed, and frozen again once it has
+    served a newer version.
+    """
     deadline = time.monotonic() + LIMIT_S
     while True:
         frozen = psutil.Process(run.worker("generation_server/0").pid)
@@ -146,16 +147,16 @@ def test_two_servers_one_killed_one_killed_in_an_update_one_frozen(
     serves_newer(run, 1, str(WeightVersion(1, 7)))
     killed = run.wait_until(lambda: moved_tickets(run.run_dir), "responses went on elsewhere", LIMIT_S)
 
-    already = left_for_dead(run)  # frozen before it was killed it may have been found dead, on a busy machine
+    already = left_for_dead(run)  # frozen before the kill, it may have been declared dead, on a busy machine
     frozen, before = freeze_at_work(run)
     run.wait_until(lambda: left_for_dead(run) - already, "clients left the frozen server", LIMIT_S)
     step = len(train_steps(run.run_dir))
-    run.wait_for_step(step + 3, LIMIT_S)  # long before rollout.request_timeout_s, which is ten minutes
+    run.wait_for_step(step + 3, LIMIT_S)  # much shorter than rollout.request_timeout_s, which is ten minutes
     frozen.resume()
     serves_newer(run, 0, before)
 
     step = len(train_steps(run.run_dir))
-    run.wait_for_step(step + ETA + 1, LIMIT_S)  # whatever lived through it is trained by now
+    run.wait_for_step(step + ETA + 1, LIMIT_S)  # every sample that survived the fault is trained by now
     num_steps = stop(run)
     assert_each_prompt_trained_once(run.run_dir, num_steps, BATCH)
     assert_nobody_left_behind(run.run_dir, ETA)
@@ -170,21 +171,21 @@ def test_the_only_server_is_waited_for_and_too_many_deaths_end_the_run(
 ) -> None:
     run = start(
         "runtime.max_restarts=2",
-        "checkpoint.every_s=0",  # the second attempt begins anew, however long the first took
+        "checkpoint.every_s=0",  # the second attempt starts from step 0, however long the first took
         env=die_in_update(tmp_path / "fault", server=0, version=6),
     )
     run.wait_for_step(2, LIMIT_S)
     victim, _ = freeze_at_work(run)
     victim.kill()
     run.wait_for_output("it is started again at once (1 of 2)", LIMIT_S)
-    # It dies in the update to version 6; the pause before its restart depends on whether it had lived for a minute.
+    # The server dies in the update to version 6. The delay before its restart depends on whether it had lived for a minute.
     again = r"generation_server/0 .*; it is started again (at once|in 1 s) \(2 of 2\)"
     run.wait_until(lambda: re.search(again, run.output()), "its second restart was told", LIMIT_S)
     assert has_struck(tmp_path / "fault")
     run.wait_for_step(10, LIMIT_S)
 
     def seen_in_status() -> bool:
-        code = cli.main(["status", str(run.run_dir)])  # 1: name resolve did not answer in time
+        code = cli.main(["status", str(run.run_dir)])  # exit code 1: name resolve did not answer in time
         return code == 0 and "running, restart 2" in " ".join(capsys.readouterr().out.split())
 
     run.wait_until(seen_in_status, "`status` told of the restarts", LIMIT_S)

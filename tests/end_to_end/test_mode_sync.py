@@ -1,4 +1,4 @@
-"""The quickstart's task without servers and rollout workers: each step makes its batch on the model worker, then trains on it."""
+"""The quickstart's task without servers and rollout workers: in each step the model worker generates a batch and trains on it."""
 
 import json
 from collections.abc import Iterator
@@ -61,7 +61,7 @@ def test_batches_are_the_prompts_in_order_and_never_old(run: RunHandle) -> None:
 def test_what_was_started_and_is_left(run: RunHandle) -> None:
     logs = {path.stem for path in (run.run_dir / "logs" / "latest").glob("*_*.log")}
     assert not {name for name in logs if name.startswith(("generation_server", "rollout_worker", "gserver"))}
-    assert not (run.run_dir / "weights").exists()  # nobody serves them
+    assert not (run.run_dir / "weights").exists()  # no process serves weights
     assert (run.run_dir / "checkpoints" / "final" / "model.safetensors").is_file()
 
 
@@ -74,7 +74,7 @@ def reward(prompt, completion, answer):
 
 
 def test_rejected_prompts_are_replaced_in_the_batch(tmp_path: Path) -> None:
-    """Two data ranks generate, with the weights of an actor that two tensor ranks train; two epochs of seven prompts."""
+    """Two data ranks generate with the weights of an actor trained by two tensor ranks. Two epochs of seven prompts."""
     config = make_tiny_run(tmp_path, num_prompts=7)
     (tmp_path / "reward.py").write_text(REWARD)
     overrides = ("mode=sync", "allocation=m2+actor_gen:d2", "train.max_steps=0", "train.num_epochs=2")
@@ -91,7 +91,7 @@ def test_rejected_prompts_are_replaced_in_the_batch(tmp_path: Path) -> None:
         saved = sorted(path.name for path in (run.run_dir / "checkpoints").iterdir())
         assert saved == ["final", "recover", "step_00000002"]
         steps = train_steps(run.run_dir)
-        # what samples is what is trained: after each step its weights are copied
+        # The sampling weights are the trained weights: they are copied after each step.
         assert [record["actor/behav_weight"] for record in steps] == pytest.approx([1.0] * 3, abs=1e-5)
         assert min(record["actor/grad_norm"] for record in steps) > 0
 

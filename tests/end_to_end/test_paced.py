@@ -1,4 +1,4 @@
-"""Runs in which generation and training keep a pace: everything between them is real, and benchmarks/overlap.py measures it."""
+"""Runs in which generation and training are paced. Everything between them is real, and benchmarks/overlap.py measures it."""
 
 import importlib
 import json
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def result(folder: Path) -> Mapping[str, Any]:
-    """The benchmark at eta 0 and 4, as small as it gets."""
+    """The benchmark at eta 0 and 4, with the smallest sizes."""
     options = f"--json-only --rounds 1 --etas 0 4 --scenarios balanced --steps {STEPS} --step-s 0.4"
     size = f"--batch {BATCH} --group {GROUP} --servers 1 --slots 4 --folder {folder}"
     command = [sys.executable, str(ROOT / "benchmarks" / "overlap.py"), *options.split(), *size.split()]
@@ -75,11 +75,11 @@ def test_a_response_has_its_length_however_often_it_was_interrupted(
         sum(length for group in batch for length in group) for batch in trained
     ]
     mixed = sum(step["batch/num_sequences_of_two_versions"] for step in steps)
-    assert (mixed > 0) == (eta > 0)  # interrupted by an update, and resumed after it
+    assert (mixed > 0) == (eta > 0)  # an update interrupted these, and they were resumed after it
 
 
 def test_only_the_asynchronous_run_samples_while_it_trains(result: Mapping[str, Any], folder: Path) -> None:
-    """A tenth of a second is what the journals resolve: those at the ends of a train step count for neither."""
+    """The journals resolve a tenth of a second. The tenths at either end of a train step count as neither inside nor outside."""
     sampled = Counter[int]()
     for eta in (0, 4):
         run_dir = run_of(folder, eta)
@@ -91,7 +91,7 @@ def test_only_the_asynchronous_run_samples_while_it_trains(result: Mapping[str, 
 
 
 def test_what_is_measured_of_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A made-up run: steps that end every 2 s, a trainer that takes 1.5 s of each, slots that are busy for half the time."""
+    """A fabricated run: a step ends every 2 s, the trainer works for 1.5 s of each, and slots are busy half of the time."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     overlap = importlib.import_module("overlap")
     numbers = {

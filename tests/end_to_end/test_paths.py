@@ -1,4 +1,4 @@
-"""The pages of the two paths name the files that a sample and a weight version really pass through."""
+"""The pages of the two paths name the files that a sample and a weight version actually pass through."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.support import paths
 @pytest.mark.full
 @pytest.mark.timeout(400)
 def test_the_pages_name_the_files_of_a_run(tmp_path: Path) -> None:
-    """Where they differ: `python -m tests.support.paths --write`, and read what has changed."""
+    """If they differ, run `python -m tests.support.paths --write` and review the changes."""
     for kind, visits in paths.paths(paths.record(tmp_path)).items():
         listed = paths.PAGES[kind].read_text(encoding="utf-8").partition(paths.BEGIN)[2]
         on_the_path = {visit.file for visit in visits if not paths.is_beside(kind, visit.file)}

@@ -1,7 +1,7 @@
-"""A run that is killed, launcher and all, goes on from its newest checkpoint and ends with the weights of one that was not.
+"""A run killed with its launcher goes on from its newest checkpoint and ends with the weights of an uninterrupted run.
 
-eta = 0, greedy decoding and one response a prompt leave nothing to chance; behaviour logprobs are those of the trainer
-(train.ppo.recompute_logprob), because an engine's differ in the last bits with what else is in its batch.
+eta = 0, greedy decoding and one response a prompt make it deterministic. Behaviour logprobs are the trainer's
+(train.ppo.recompute_logprob), because the last bits of an engine's logprobs depend on the rest of its batch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.timeout(900)
 
 STEPS, BATCH, EVERY = 24, 8, 3
 LIMIT_S = 300.0
-TOLERANCE = 1e-5  # another layout adds the same numbers in another order: 2e-7 was seen, of weights that move by 1e-2
+TOLERANCE = 1e-5  # another layout adds the same numbers in another order; seen: 2e-7, for weights that move by 1e-2
 EXACT = [
     "manager.max_head_offpolicyness=0",
     "rollout.group_size=1",
@@ -55,7 +55,7 @@ EXACT = [
     "runtime.start_timeout_s=300",
     Gate.OVERRIDE,
 ]
-REWARD = "(7 * sum(map(ord, prompt)) + sum(map(ord, completion))) % 11 / 10"  # that something is learned
+REWARD = "(7 * sum(map(ord, prompt)) + sum(map(ord, completion))) % 11 / 10"  # gives the model something to learn
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ class Runs:
     config: Path
     gate: Gate  # shut only while a run is about to be stopped or killed
     whole: Path  # never interrupted
-    killed: Path  # resumed where it was killed
-    elsewhere: Path  # a copy of it as it was killed, its newest checkpoint torn, resumed in another layout
-    torn: int  # step of that checkpoint
-    whole_one: int  # step of the one before
+    killed: Path  # killed, then resumed
+    elsewhere: Path  # a copy of the killed run with its newest checkpoint torn, resumed in another layout
+    torn: int  # step of the torn checkpoint
+    whole_one: int  # step of the checkpoint before it
     said: str
     said_elsewhere: str
 
@@ -76,7 +76,7 @@ def resumed(run_dir: Path, *overrides: str) -> contextlib.AbstractContextManager
 
 
 def kill_everything(run: RunHandle) -> None:
-    """As a power cut does, nearly."""
+    """Kill all processes, much as a power cut does."""
     run.signal(signal.SIGKILL)
     for process in processes_of(run.run_dir):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -89,7 +89,7 @@ def final_weights(run_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def written(run_dir: Path) -> list[int]:
-    """Steps whose checkpoint the master says it has had written."""
+    """Steps of the checkpoints that the master reports as written."""
     return [event["step"] for event in journal(run_dir) if event["event"] == "checkpoint"]
 
 
@@ -128,19 +128,19 @@ def runs(config: Path, gate: Gate) -> Iterator[Runs]:
 
 
 def test_it_ends_with_the_weights_of_a_run_that_was_not_interrupted(runs: Runs) -> None:
-    """Bit for bit, learning rate schedule, optimizer and all."""
+    """Bit for bit, including the learning rate schedule and the optimizer."""
     expected, found = final_weights(runs.whole), final_weights(runs.killed)
     assert expected.keys() == found.keys()
     assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
     start = load_file(next((runs.config.parent / "model").glob("*.safetensors")))
     moved = max(float((start[name] - tensor).abs().max()) for name, tensor in expected.items())
-    assert moved > 100 * TOLERANCE  # it did learn something to be equal in
+    assert moved > 100 * TOLERANCE  # the run did learn, so that the comparison means something
 
 
 def test_it_trains_each_prompt_once(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     step = audit(runs.killed).lineage[0].last
     assert step is not None
-    assert step == runs.torn  # the newest when it was killed
+    assert step == runs.torn  # the newest checkpoint when the run was killed
     assert f"going on from step {step} of attempt 1 (recover=off starts anew)" in runs.said
     for run_dir, first in ((runs.killed, step), (runs.elsewhere, runs.whole_one)):
         assert cli.main(["audit", str(run_dir)]) == 0
@@ -174,7 +174,7 @@ def test_another_layout_goes_on_from_the_checkpoint_before_a_torn_one(runs: Runs
 
 
 def test_a_run_that_is_told_to_stop_writes_a_checkpoint_first(runs: Runs) -> None:
-    """No schedule would have written one: what it had trained when it was told is there when it goes on."""
+    """No schedule would have written this checkpoint. The steps trained before the stop are in it when the run goes on."""
     options = [*EXACT, "trial=stopped", "checkpoint.every_steps=0", "checkpoint.every_s=3600"]
     with runs.gate.shut(STEPS - 1), launch(runs.config, *options) as run:
         stopped = run.run_dir
@@ -201,14 +201,14 @@ def test_told_to_stop_now_it_writes_none(runs: Runs) -> None:
     options = [*EXACT, "trial=now", "checkpoint.every_steps=0", "checkpoint.every_s=3600"]
     with runs.gate.shut(STEPS - 1), launch(runs.config, *options) as run:
         run.wait_for_step(1, LIMIT_S)
-        run.worker("master/0").suspend()  # else it might be quicker than the second signal
+        run.worker("master/0").suspend()  # otherwise it might end before the second signal
         assert cli.main(["stop", str(run.run_dir), "--now"]) == 0
         assert run.wait(LIMIT_S) == 128 + signal.SIGTERM, run.output()
         assert not list_checkpoints(run.run_dir)
 
 
 def test_few_checkpoints_are_kept(runs: Runs) -> None:
-    """The last two: one is due every three steps, and taken a step later where the one before is still being written."""
+    """The last two are kept. One is due every three steps; it is taken a step later if the previous one is still being written."""
     for run_dir in (runs.whole, runs.killed, runs.elsewhere):
         done = written(run_dir)
         assert done[0] == EVERY
@@ -229,20 +229,20 @@ def test_a_complete_run_begins_anew(runs: Runs) -> None:
     assert list_checkpoints(runs.whole) == [
         (2, 3),
         (2, 4),
-    ]  # those of the run before went with the first; its last step
+    ]  # the earlier run's were removed with the first of these; step 4 is the last step
     found = audit(runs.whole)
     assert ([stretch.attempt for stretch in found.lineage], found.steps, found.problems) == ([2], 4, [])
 
 
 def test_a_complete_run_goes_on_for_more_steps(config: Path) -> None:
-    """As if it had never ended; the learning rate must not depend on how many steps there are."""
+    """It goes on as if it had never ended. The learning rate must not depend on the total number of steps."""
     overrides = [option for option in EXACT if option != Gate.OVERRIDE]
     overrides += ["train.optimizer.schedule=constant", "checkpoint.every_steps=0", "checkpoint.every_s=3600"]
     weights = {}
     for trial, steps in (("six", 6), ("three", 3)):
         with launch(config, *overrides, f"trial={trial}", f"train.max_steps={steps}") as run:
             assert run.wait(LIMIT_S) == 0, run.output()
-        assert list_checkpoints(run.run_dir) == [(1, steps)]  # no schedule has one written
+        assert list_checkpoints(run.run_dir) == [(1, steps)]  # no schedule causes a checkpoint
         weights[trial] = run.run_dir
     with resumed(weights["three"]) as run:
         assert run.wait(LIMIT_S) == 2, run.output()
@@ -262,8 +262,8 @@ def test_a_complete_run_goes_on_for_more_steps(config: Path) -> None:
 
 
 def test_mode_sync_with_a_critic_and_a_moving_reference_goes_on_as_well(config: Path, gate: Gate) -> None:
-    """Generation on workers of its own has a copy of the actor, which no checkpoint holds; the reference is a model of its own by
-    then. The KL coefficient and the units of the values go on, too."""
+    """Separate generation workers hold a copy of the actor that no checkpoint contains. The reference is a separate model by then.
+    The KL coefficient and the value normalization continue too."""
     overrides = [
         *EXACT,
         "mode=sync",

@@ -1,4 +1,4 @@
-"""Rollouts to disk with one process left to the test, then training on them twice, then a look at them."""
+"""Rollouts to disk with one process started by the test, then training on them twice, then an inspection."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ BATCHES, BATCH = 3, 2
 LIMIT_S = 300.0
 
 
-# Four random tokens are mostly four different ones: were that the reward, no group might have anything to learn from.
+# Four random tokens are mostly four different ones. If that were the reward, no group might have a learning signal.
 REWARD = """\
 def reward(prompt, completion, answer):
     return sum(map(ord, completion)) / 1000
@@ -36,7 +36,7 @@ def tiny(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def rolled_out(tiny):
-    """A finished run, and its left-out rollout worker, which was started from the command that the run printed."""
+    """A finished run and its external rollout worker, started from the command that the run printed."""
     with launch(
         tiny,
         "mode=rollout_only",
@@ -68,7 +68,7 @@ def replay(tiny: Path, trial: str, source: Path) -> RunHandle:
 
 @pytest.fixture(scope="module")
 def trained(tiny, rolled_out):
-    """Folders of two runs that trained on the same rollouts: as the first run wrote them, and as the second recorded them."""
+    """Folders of two runs trained on the same rollouts: one on the original recording, one on the recording of the first."""
     run_dirs = [rolled_out[0].run_dir]
     for trial in ("one", "two"):
         with replay(tiny, trial, run_dirs[-1]) as run:
@@ -106,7 +106,7 @@ def test_a_left_out_process_is_started_by_hand(rolled_out):
     assert by_hand.returncode == 0, by_hand.stderr
     assert "rollout_worker/0 has started" in run.output()
     logs = {file.name for file in (run.run_dir / "logs" / "attempt_1").iterdir()}
-    assert "rollout_worker_0.log" not in logs  # the launcher started the others only
+    assert "rollout_worker_0.log" not in logs  # the launcher started only the other workers
     assert "generation_server_0.log" in logs
 
 
@@ -138,7 +138,7 @@ def test_recording_beside_training_holds_what_the_mfcs_made(rolled_out, trained)
     assert "proximal_logprobs" in first.sample.keys
     sampled = source.sample.data["loss_mask"]
     behaviour, proximal = source.sample.data["packed_logprobs"], first.sample.data["proximal_logprobs"]
-    assert abs(behaviour[sampled] - proximal[sampled]).max() < 1e-3  # the same weights sampled and judged
+    assert abs(behaviour[sampled] - proximal[sampled]).max() < 1e-3  # the same weights sampled and recomputed
     assert first.header.trained
     assert set(first.header.meta.keys) == set(source.sample.keys)
 

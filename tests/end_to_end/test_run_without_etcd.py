@@ -1,4 +1,4 @@
-"""A run whose etcd is killed for half a minute, freezes for longer than leases live, and comes back without its data."""
+"""A run survives etcd outages: a kill for half a minute, a freeze for longer than leases live, and a restart without its data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncrl.testing.paced_workers import Pace
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, train_steps
 
 STEPS, BATCH, ETA = 60, 4, 2
-AHEAD = 14  # steps that the run may make before it waits for what the test does next
+AHEAD = 14  # steps that the run may make before it waits for the test's next action
 DOWN_S, FROZEN_S, LEASE_S = 30.0, 20.0, 10.0
 LIMIT_S = 200.0
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def wait_for_more_steps(run: RunHandle, gate: Gate) -> None:
-    """Several versions are trained, published, loaded and generated with."""
+    """Wait until several versions have been trained, published, loaded and used for generation."""
     newest = train_steps(run.run_dir)[-1]["step"]
     gate.let(newest + AHEAD)
     run.wait_for_step(newest + 2 * ETA + 2, LIMIT_S)
@@ -65,10 +65,10 @@ def test_a_run_goes_on_through_all_that_its_etcd_may_do(tmp_path: Path) -> None:
         etcd.kill()
         shutil.rmtree(etcd.data_dir)
         etcd.start(LIMIT_S)
-        assert train_steps(run.run_dir)[-1]["step"] < STEPS - 2 * ETA  # it was in mid-run
+        assert train_steps(run.run_dir)[-1]["step"] < STEPS - 2 * ETA  # the run is not over
         gate.open()
         assert run.wait(LIMIT_S) == 0, run.output()
-    # no ticket was handed out a second time: nobody was taken for gone because etcd was
+    # No ticket was handed out a second time: the manager took no worker for dead because etcd was down.
     assert_each_prompt_trained_once(run.run_dir, STEPS, BATCH)
     assert max(record["offpolicy/head_max"] for record in train_steps(run.run_dir)) <= ETA
     assert_nothing_left(run.run_dir)

@@ -35,7 +35,7 @@ def config(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def gate(config: Path) -> Gate:
-    """The run waits at it for what the test does to it."""
+    """Holds the run until the test has acted on it."""
     return Gate(config, BATCH, "float(len(set(completion)))")
 
 
@@ -54,13 +54,13 @@ def run(config: Path, gate: Gate) -> Iterator[RunHandle]:
 
 
 def sampled_by(run: RunHandle, index: int) -> int:
-    """Tokens that a server has written down."""
+    """Tokens in the server's journal."""
     path = run.run_dir / "journal" / f"generation_server_{index}.jsonl"
     return sum(record["tokens"] for record in read_json_lines(path)) if path.exists() else 0
 
 
 def serving(run: RunHandle) -> list[str]:
-    """Servers that run and have loaded weights, by their config's name."""
+    """Servers that run and have loaded weights, by the name of their config."""
     lines = [" ".join(process.cmdline()) for process in processes_of(run.run_dir)]
     names = [found[0] for line in lines if (found := re.search(r"generation_server_\d+\.yaml", line))]
     log = (run.run_dir / "logs" / "attempt_1" / "gserver_manager_0.log").read_text()
@@ -74,7 +74,7 @@ def scale(run: RunHandle, count: int, capsys: pytest.CaptureFixture[str]) -> dic
 
 
 def shown(run: RunHandle, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """Servers that `status` knows of. A thread of the launcher takes out those that have left, a moment after it is told."""
+    """Servers in the output of `status`. A launcher thread removes a departed server shortly after it learns of the departure."""
     assert cli.main(["status", str(run.run_dir), "--json"]) == 0
     workers = [worker["worker"] for worker in json.loads(capsys.readouterr().out)["workers"]]
     return [name for name in workers if name.startswith("generation_server")]
@@ -92,12 +92,12 @@ def test_servers_join_and_leave_a_run_and_no_sample_is_lost(
     run.wait_until(lambda: sampled_by(run, 1) and sampled_by(run, 2), "the new servers have sampled", LIMIT_S)
     gate.let(0)
 
-    run.worker("generation_server/2").suspend()  # else it might have left before it is killed
+    run.worker("generation_server/2").suspend()  # otherwise it might leave before it is killed
     assert scale(run, 1, capsys) == {"before": 3, "wanted": 1, "there": 3}
     run.wait_for_output("generation servers: 3 -> 1", LIMIT_S)
-    run.worker("generation_server/2").send_signal(signal.SIGKILL)  # gone is gone
+    run.worker("generation_server/2").send_signal(signal.SIGKILL)  # a killed server leaves at once
     run.wait_for_output("generation_server/2 has left the run", LIMIT_S)
-    run.wait_for_output("generation_server/1 has left the run", LIMIT_S)  # its groups are the other server's now
+    run.wait_for_output("generation_server/1 has left the run", LIMIT_S)  # the other server continues its groups
     assert serving(run) == ["generation_server_0.yaml"]
     run.wait_until(lambda: shown(run, capsys) == ["generation_server/0"], "`status` showed who is left", LIMIT_S)
 

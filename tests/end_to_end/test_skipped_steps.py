@@ -1,4 +1,4 @@
-"""A loss that is not finite: the step is skipped, told and counted; its batch is kept, and a script names the sequence."""
+"""A non-finite loss: the step is skipped, reported and counted. Its batch is kept, and a script names the sequence."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment(config: Path, prefix: str) -> dict[str, str]:
-    """Poisons prompts that begin so; prompts are numbered in four digits."""
+    """Poison the prompts that begin with `prefix`. Prompts are numbered in four digits."""
     tokenizer = load_tokenizer(config.parent / "model")
     paths = os.pathsep.join([str(config.parent), os.environ.get("PYTHONPATH", "")])
     return {"PYTHONPATH": paths, "POISON": json.dumps(tokenizer.encode(prefix, add_special_tokens=False))}
@@ -66,7 +66,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "bad_batch" / "examine.py"
 
 
 def examine(run_dir: Path, *step: str, env: dict[str, str]) -> list[str]:
-    """The script's lines, without tickets."""
+    """The script's output lines, without tickets."""
     command = [sys.executable, str(SCRIPT), str(run_dir), *step]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200, env={**os.environ, **env})
     assert done.returncode == 0, done.stdout + done.stderr
@@ -75,8 +75,10 @@ def examine(run_dir: Path, *step: str, env: dict[str, str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def run(tiny: Path) -> Iterator[RunHandle]:
-    """Over. A response of step 2 is bad, whose prompts are 0002 and 0003, each a minibatch; five steps in all. With eta = 0: else
-    whichever two of the first four are judged first would be step 1."""
+    """A finished run of five steps. Step 2 has prompts 0002 and 0003, each a minibatch, and one of its responses is bad.
+
+    eta = 0, because otherwise step 1 would consist of whichever two of the first four prompts are judged first.
+    """
     overrides = (
         *OVERRIDES,
         "manager.max_head_offpolicyness=0",
@@ -108,7 +110,7 @@ def test_one_bad_sequence_costs_its_minibatch(tiny: Path, run: RunHandle) -> Non
     title, *found = examine(run.run_dir, "2", env=environment(tiny, "0003"))
     assert title == f"train step 2 of attempt 1, weights {run.run_dir}/weights/actor/a0001-v00000001"
     assert found[:2] == ["e0-p2 member 0: finite", "e0-p2 member 1: finite"]
-    # the advantage of the first member is normalised with that of the second
+    # the first member's advantage is normalized together with the second's
     assert re.fullmatch(r"e0-p3 member 0: NOT FINITE: advantages nan at token \d+, loss, grad_norm", found[2])
     last = len(groups[1].sample.slices()[0][1]) - 1
     assert found[3].startswith(f"e0-p3 member 1: NOT FINITE: dense_rewards inf at token {last}, advantages ")
@@ -119,7 +121,7 @@ def test_one_bad_sequence_costs_its_minibatch(tiny: Path, run: RunHandle) -> Non
 
 
 def test_what_was_recorded_is_skipped_again_when_it_is_trained_again(tiny: Path, run: RunHandle) -> None:
-    """mode=train_only: the recorded batch is bad again, and found out again."""
+    """mode=train_only: the recorded batch is bad again, and the run detects it again."""
     overrides = ("mode=train_only", "trial=again", f"replay.path={run.run_dir}", "train.max_steps=3")
     with launch(tiny, *OVERRIDES, *overrides, env=environment(tiny, "0003")) as again:
         assert again.wait(300) == 0, again.output()
@@ -131,7 +133,7 @@ def test_what_was_recorded_is_skipped_again_when_it_is_trained_again(tiny: Path,
 
 
 def test_too_many_in_a_row_end_the_run_with_the_reason(tiny: Path) -> None:
-    """mode=sync; from the second step on all prompts are bad."""
+    """mode=sync. From the second step on, all prompts are bad."""
     overrides = (*OVERRIDES, "mode=sync", "trial=sync", "train.max_skipped_steps=4", "train.keep_bad_batches=2")
     with launch(tiny, *overrides, "train.max_steps=20", env=environment(tiny, "00")) as run:
         assert run.wait(300) == 1

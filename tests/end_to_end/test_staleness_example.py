@@ -1,4 +1,4 @@
-"""examples/staleness: one command runs the grid on the real system; what it makes of the results."""
+"""examples/staleness: one command runs the grid on the real system and summarizes the results."""
 
 import json
 import subprocess
@@ -39,6 +39,6 @@ def test_a_small_grid(sorter: Path, tmp_path: Path) -> None:
     row = (tmp_path / "table.md").read_text().splitlines()[2]
     assert row.startswith(f"| 1 | {result['head_mean']:.1f} (1) | {result['sampled']:.3f} |")
     assert (tmp_path / "staleness.png").stat().st_size > 5_000
-    again = sweep(tmp_path, sorter, *grid)  # what is done is not done again
+    again = sweep(tmp_path, sorter, *grid)  # completed runs are not repeated
     assert "run 1 of 1" not in again
     assert "| 1 |" in again

@@ -1,4 +1,4 @@
-"""Another user of the machine, and another run of the same user, at every endpoint of a run with default settings."""
+"""Another user of the machine, and another run of the same user, try every endpoint of a run with default settings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def as_stranger(question: Callable[[], Any]) -> Any:
-    """What it answers in a process of another user, without groups of ours."""
+    """The answer of `question` in a process of another user, without our groups."""
     reading, writing = os.pipe()
     if not (child := os.fork()):
         try:
@@ -50,7 +50,7 @@ def as_stranger(question: Callable[[], Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunHandle]:
-    """Below a folder that all may enter, as /home and /tmp are."""
+    """Below a folder that all users may enter, as they may /home and /tmp."""
     assert os.geteuid() == 0, "the test becomes another user, which needs root: sudo bash launcher/run_tests.sh --all"
     folder = tmp_path_factory.mktemp("run")
     for part in (folder, *folder.parents[:-1]):
@@ -77,12 +77,12 @@ def connects(path: str) -> str:
 def test_another_user_reaches_no_socket_of_the_folder(run: RunHandle) -> None:
     paths = [str(path) for path in Path(os.readlink(run.run_dir / unix_sockets.LINK)).iterdir()]
     assert len(paths) >= 8
-    assert {connects(path) for path in paths} == {"connected"}  # we do
+    assert {connects(path) for path in paths} == {"connected"}  # our own user can connect
     assert as_stranger(lambda: sorted({connects(path) for path in paths})) == ["PermissionError"]
 
 
 def test_another_user_gets_nothing_from_any_port(run: RunHandle) -> None:
-    """Those of gloo, SGLang and agents' API are left."""
+    """The ports of gloo, SGLang and the agents' API are not covered."""
     found = list(listening(processes(run)))
     assert all(is_loopback(listener.host) for listener in found), found
     ports = [listener.address for listener in found]
@@ -107,7 +107,7 @@ def test_another_user_reads_no_file(run: RunHandle) -> None:
 
 
 def test_the_token_of_another_run_is_refused_on_every_route(run: RunHandle) -> None:
-    """By the servers of the manager and of a generation server."""
+    """The servers of the manager and of a generation server refuse it."""
     with unix_sockets.used(os.readlink(run.run_dir / unix_sockets.LINK)):
         for owner, url in (
             ("gserver_manager", entry(run, lambda names: names.gserver_manager())),
@@ -117,7 +117,7 @@ def test_the_token_of_another_run_is_refused_on_every_route(run: RunHandle) -> N
             for route in HTTP[owner]:
                 method, _, target = route.partition(" ")
                 if "{" in target:
-                    continue  # of a server of its own
+                    continue  # belongs to a server of its own
                 with closing(unix_sockets.Connection(path, 30.0)) as connection:
                     connection.request(method, target, headers={"Authorization": "Bearer of-another-run"})
                     assert connection.getresponse().status == 401, route

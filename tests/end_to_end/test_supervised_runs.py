@@ -1,5 +1,5 @@
-"""Runs whose processes are killed and frozen one after the other: each is started again, and the run comes to its end as if nothing
-had been. And one in which that does not help."""
+"""Processes of a run are killed and frozen one after the other. Each is restarted, and the run ends as if undisturbed. In one run
+restarting does not help."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from asyncrl.launch.rundir import read_record
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, launch, make_tiny_run, train_steps
 from asyncrl.weights.lineage import audit
 
-LIMIT_S = 150.0  # of a wait, on a busy machine
+LIMIT_S = 150.0  # limit for one wait, on a busy machine
 BATCH, STEPS, CHECKPOINT_EVERY = 2, 120, 5
-AHEAD = 18  # steps that the run may make before it waits for the next strike: five times that is less than it has
+AHEAD = 18  # steps that the run may make before it waits for the next strike; five times this is below its total
 WORKERS = [
     "generation_server/0",
     "gserver_manager/0",
@@ -67,7 +67,7 @@ def newest_step(run: RunHandle) -> int:
 
 
 def goes_on(run: RunHandle, gate: Gate | None = None, num_steps: int = CHECKPOINT_EVERY + 1) -> None:
-    """With so many steps more, or begins anew and comes as far. Behind a gate, if there is one, with a few more."""
+    """Wait until the run has made `num_steps` more steps, or has begun anew and come as far. A gate is opened a little further."""
     before = len(train_steps(run.run_dir))
     if gate is not None:
         gate.let(newest_step(run) + AHEAD)
@@ -75,7 +75,7 @@ def goes_on(run: RunHandle, gate: Gate | None = None, num_steps: int = CHECKPOIN
 
 
 def is_replaced(run: RunHandle, name: str, pid: int) -> psutil.Process:
-    """The process that came into the place of that one."""
+    """The process that replaced the one with this pid."""
 
     def find() -> psutil.Process | None:
         try:
@@ -103,7 +103,7 @@ def test_whoever_is_killed_or_frozen_the_run_goes_on(
         Gate.OVERRIDE,
         "allocation=transformers.d1+d2",
         f"train.max_steps={STEPS}",
-        "runtime.frozen_after_s=15",  # longer than a busy machine lets a process stand still
+        "runtime.frozen_after_s=15",  # longer than a busy machine delays a process
         "runtime.max_restarts=5",
         "manager.lease_s=6",
         "manager.heartbeat_s=0.5",
@@ -130,7 +130,7 @@ def test_whoever_is_killed_or_frozen_the_run_goes_on(
     resolved = load_process_config(run.run_dir / "configs" / "attempt_2" / "rollout_worker_0.yaml")
     assert resolved.worker.attempt == 2
 
-    run.worker("gserver_manager/0").terminate()  # asked to end by somebody, it ends well; the run is not over
+    run.worker("gserver_manager/0").terminate()  # a requested end is a clean exit; the run is not over
     strike(run, "master/0", signal.SIGKILL)
     gate.open()
     assert run.wait(LIMIT_S) == 0, run.output()
@@ -139,7 +139,7 @@ def test_whoever_is_killed_or_frozen_the_run_goes_on(
     assert told.count("the trainer group (model_worker/0, model_worker/1, master/0) is started again") == 2
     assert "the trainer group resumes from step" in told
     second = r"gserver_manager/0 ended before the run was over; it is started again (at once|in 1 s) \(2 of 5\)"
-    assert re.search(second, told)  # which of both: whether it had lived for a minute
+    assert re.search(second, told)  # the expected pause depends on whether it had lived for a minute
     assert newest_step(run) == STEPS
     found = audit(run.run_dir)
     assert found.problems == []
@@ -149,7 +149,7 @@ def test_whoever_is_killed_or_frozen_the_run_goes_on(
 
 
 def is_seen_in_its_second_attempt(run: RunHandle, capsys: pytest.CaptureFixture[str]) -> None:
-    """`status` and `logs` tell of all processes, of those too that began in the first."""
+    """`status` and `logs` report all processes, including those started in the first attempt."""
     record = read_record(run.run_dir)
     assert record is not None
     assert (record.attempt, record.pid, record.total_steps) == (2, run.popen.pid, STEPS)
@@ -159,7 +159,7 @@ def is_seen_in_its_second_attempt(run: RunHandle, capsys: pytest.CaptureFixture[
         workers = {worker["worker"]: worker for worker in json.loads(capsys.readouterr().out)["workers"]}
         attempts = {name: worker["attempt"] for name, worker in workers.items()}
         expected = {name: 2 if name.startswith(("master", "model_worker")) else 1 for name in WORKERS}
-        if attempts != expected:  # the launcher says so once a second
+        if attempts != expected:  # the launcher reports them once a second
             return False
         assert workers["gserver_manager/0"]["restarts"] == 1
         return bool(workers["master/0"]["restarts"] == 1)

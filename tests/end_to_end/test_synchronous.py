@@ -1,6 +1,6 @@
-"""eta = 0 is the synchronous algorithm: the whole system against a plain loop in one process.
+"""eta = 0 is the synchronous algorithm: the whole system is compared with a plain loop in one process.
 
-Greedy decoding and one response a prompt leave nothing to chance, so that the weights must agree after some steps.
+Greedy decoding and one response a prompt make both deterministic, so the weights must agree after some steps.
 """
 
 import json
@@ -39,11 +39,11 @@ def test_its_weights_equal_those_of_a_plain_loop(synchronous: RunHandle, sorter:
         )
     start = load_file(next((sorter / "model").glob("*.safetensors")))
     moved = {name: float((start[name] - tensor).abs().max()) for name, tensor in trained.items()}
-    assert max(moved.values()) > 1e-4  # it did learn something to be equal in
+    assert max(moved.values()) > 1e-4  # the run did learn, so that the comparison means something
 
 
 def plain_loop(sorter: Path) -> dict[str, torch.Tensor]:
-    """Policy gradient with PPO's ratio (which is 1: one minibatch), written as one would in a notebook."""
+    """Policy gradient with PPO's ratio (which is 1: one minibatch), written as in a notebook."""
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(sorter / "model")
     model = AutoModelForCausalLM.from_pretrained(sorter / "model", dtype=torch.float32).eval()

@@ -1,4 +1,4 @@
-"""A wheel, installed without the repository: `asyncrl-launch init` writes a task, and the commands that it prints train it."""
+"""A wheel installed without the repository: `asyncrl-launch init` writes a task, and the commands that it prints train it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def call(*command: str | Path, cwd: Path, **env: str) -> str:
-    """Its output."""
+    """Run the command and return its output."""
     done = subprocess.run(
         list(map(str, command)),
         cwd=cwd,
@@ -38,7 +38,7 @@ def call(*command: str | Path, cwd: Path, **env: str) -> str:
 
 @pytest.fixture
 def wheel(tmp_path: Path) -> Path:
-    """Built from a copy, because builds leave files behind. In the example's folder is what a run has left there."""
+    """Build from a copy, because builds leave files behind. The example's folder contains the remains of a run."""
     source = tmp_path / "source"
     for name in ("asyncrl", "examples"):
         ignored = shutil.ignore_patterns("__pycache__", "model", "data", "runs")
@@ -55,7 +55,7 @@ def wheel(tmp_path: Path) -> Path:
 
 
 def test_a_task_of_the_wheel_trains(wheel: Path, tmp_path: Path) -> None:
-    """The packages that asyncrl needs are those of the tests' environment."""
+    """asyncrl's dependencies come from the tests' environment."""
     installed = tmp_path / "installed"
     call(sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", installed, wheel, cwd=tmp_path)
     launcher = (sys.executable, "-m", "asyncrl.cli.main")

@@ -1,4 +1,4 @@
-"""Runs of the examples, as several tests launch them, and what they read from them."""
+"""Launch the runs of the examples that several tests share, and read their results."""
 
 import contextlib
 import re
@@ -24,15 +24,15 @@ QUICKSTART = ROOT / "configs" / "quickstart_cpu.yaml"
 Event = Mapping[str, Any]
 Prompt = tuple[int, int]  # epoch, position
 
-# The synchronous run, which test_synchronous.py repeats in a plain loop. EPS: with Adam's usual 1e-8 a gradient that is nothing but
-# rounding moves its weight as far as any other, and where two programs round differently is the processor's affair.
+# The synchronous run, which test_synchronous.py repeats in a plain loop. With Adam's usual EPS of 1e-8, a gradient that consists of
+# rounding errors moves its weight as far as any other gradient, and rounding differs between programs.
 STEPS, BATCH, MAX_NEW_TOKENS, LR, EPS, WARMUP, CLIP, SEED = 5, 16, 10, 2e-4, 1e-6, 5, 0.2, 7
 
 
 def launch_sorter(
     sorter: Path, fileroot: Path, *overrides: str, env: Mapping[str, str] | None = None, config: Path = QUICKSTART
 ) -> RunHandle:
-    """The quickstart, or another config of its task, on a model and data made for the tests."""
+    """Launch the quickstart, or another config of its task, with a model and data made for the tests."""
     return launch(
         config,
         f"fileroot={fileroot}",
@@ -46,7 +46,7 @@ def launch_sorter(
 
 
 def launch_synchronous(sorter: Path, fileroot: Path, *overrides: str) -> RunHandle:
-    """eta = 0, greedy, one response a prompt: nothing is left to chance. Advantages are normalised over the batch, because
+    """eta = 0, greedy, one response a prompt: the run is deterministic. Advantages are normalized over the batch, because
     a group of equal responses has no gradient."""
     return launch_sorter(
         sorter,
@@ -73,7 +73,7 @@ def launch_synchronous(sorter: Path, fileroot: Path, *overrides: str) -> RunHand
 
 
 def entry(run: RunHandle, key: Callable[[Names], str]) -> str:
-    """What name resolve says, which may take its time on a busy machine."""
+    """Wait for a name resolve entry and return its value. This may take long on a busy machine."""
     record = read_record(run.run_dir)
     assert record is not None
     with open_name_resolver(replace(record.names_at, timeout_s=60.0)) as resolver:
@@ -102,14 +102,16 @@ async def reward(prompt, completion, answer):
 
 
 class Gate:
-    """Lets the run of a config come to a step, and no further: what a test does to a run then finds it at work, however fast the
-    run is and however slow the test. It is shut by the reward function, which judges no response to the prompts behind the gate;
-    the config's runs want `Gate.OVERRIDE`, and `reward` where the config has another one."""
+    """Holds a run at a given step, so that a test finds the run at work whatever the speed of run and test.
+
+    The reward function closes the gate: it judges no response to the prompts behind the gate. Runs need `Gate.OVERRIDE`, and
+    `reward` if the config has a reward of its own.
+    """
 
     OVERRIDE = "rollout.reward_timeout_s=600"
 
     def __init__(self, config: Path, batch_size: int, reward: str) -> None:
-        """reward: an expression of prompt and completion. Open at first."""
+        """reward: an expression of prompt and completion. The gate is open at first."""
         self._batch_size = batch_size
         self._held = config.with_name("held")
         options = load_experiment(config)
@@ -119,7 +121,7 @@ class Gate:
         self.reward = f"{config.with_name('reward.py')}:reward"
 
     def let(self, step: int) -> None:
-        """Steps up to this one."""
+        """Allow steps up to this one."""
         temporary = self._held.with_name(".held")
         temporary.write_text("\n".join(self._prompts[step * self._batch_size :]))
         temporary.rename(self._held)
@@ -129,7 +131,7 @@ class Gate:
 
     @contextlib.contextmanager
     def shut(self, step: int) -> Iterator[None]:
-        """Behind this step, as long as the block lasts."""
+        """Close the gate behind this step for the duration of the block."""
         self.let(step)
         try:
             yield
@@ -142,13 +144,13 @@ def weights_dir(run_dir: Path, version: int) -> Path:
 
 
 def published_weights(run_dir: Path, version: int) -> dict[str, torch.Tensor]:
-    """By name, from as many files as ranks have written."""
+    """Tensors by name, read from all files of the version, one per writing rank."""
     files = tensor_files(weights_dir(run_dir, version))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def trained_events(run_dir: Path, attempt: int = 1) -> list[Event]:
-    """One a train step, in order."""
+    """One event a train step, in order."""
     events = [event for event in journal(run_dir) if event["event"] == "trained" and event["attempt"] == attempt]
     assert [event["step"] for event in events] == list(range(1, len(events) + 1))
     return events
@@ -160,7 +162,7 @@ def trained_prompts(run_dir: Path) -> list[Prompt]:
 
 
 def assert_each_prompt_trained_once(run_dir: Path, num_steps: int, batch_size: int) -> None:
-    """Full batches, no prompt twice, and no ticket that was handed out for the second time: none was lost or taken back."""
+    """Batches are full, no prompt is trained twice, and no ticket was handed out a second time: none was lost or withdrawn."""
     events = trained_events(run_dir)
     assert [len(event["groups"]) for event in events] == [batch_size] * num_steps
     prompts = trained_prompts(run_dir)
@@ -170,11 +172,11 @@ def assert_each_prompt_trained_once(run_dir: Path, num_steps: int, batch_size: i
 
 
 def assert_nobody_left_behind(run_dir: Path, eta: int) -> None:
-    """Prompts that were handed out and never trained can only be those that were still live at the end, within their time: all
-    whose newest ticket may not wait beyond the last step were trained, long responses as well as short ones.
+    """Handed-out prompts that were never trained were still live at the end, within their staleness bound. A prompt
+    was trained if its newest ticket allows no step beyond the last one, whether its response is long or short.
 
-    What was handed out the manager has written down. Which tickets may wait what was trained does not say: where a version was
-    never served, those of the next one are granted all at once, and a later one may be done first.
+    The manager's journal says which prompts were handed out. The trained prompts alone do not say which tickets may wait: if a
+    version was never served, the tickets of the next version are granted all at once, and a later ticket may finish first.
     """
     trained = set(trained_prompts(run_dir))
     num_steps = len(trained_events(run_dir))
@@ -182,17 +184,17 @@ def assert_nobody_left_behind(run_dir: Path, eta: int) -> None:
     admitted = [event for event in journal(run_dir, "gserver_manager") if event["event"] == "admitted"]
     tickets = {
         tuple(event["prompt"]): event["ticket"] for event in admitted if event["attempt"] == 1
-    }  # the newest of each
+    }  # the newest ticket of each prompt
     may_wait = {prompt for prompt, ticket in tickets.items() if min_version(ticket) + eta >= num_steps}
-    assert sorted(tickets) == [(0, position) for position in range(len(tickets))]  # in order, none left out
+    assert sorted(tickets) == [(0, position) for position in range(len(tickets))]  # in order, without gaps
     assert tickets.keys() - may_wait <= trained <= tickets.keys()
     assert max(trained) < (0, len(trained) + eta * batch_size)
     first_that_may_wait = min(may_wait, default=(0, len(tickets)))
-    assert first_that_may_wait >= (0, (num_steps - eta) * batch_size)  # so many had been trained when it was granted
+    assert first_that_may_wait >= (0, (num_steps - eta) * batch_size)  # number trained when it was granted
 
 
 def min_version(ticket_id: str) -> int:
-    """The version that was served when the ticket was granted: ticket ids say it."""
+    """The version that was served when the ticket was granted. The ticket id contains it."""
     found = re.search(r"-v(\d+)-", ticket_id)
     assert found, ticket_id
     return int(found[1])
@@ -209,7 +211,7 @@ def busy_buckets(run_dir: Path) -> set[int]:
 
 
 def busy_share(buckets: set[int], spans: list[tuple[float, float]]) -> float:
-    """Share of the spans' time that lies in these tenths of a second."""
+    """Share of the spans' time that lies in these buckets."""
     total = sum(end - start for start, end in spans)
     busy = sum(
         max(0.0, min(end, (bucket + 1) / 10) - max(start, bucket / 10)) for start, end in spans for bucket in buckets

@@ -1,11 +1,11 @@
-"""Fuzzing of all that is read from a socket, for as long as you like.
+"""Fuzz all code that reads from a socket, for any number of inputs.
 
     python tests/fuzz/fuzz.py [--inputs 1000000] [--seed 0] [--target codec] [--atheris]
 
-The inputs are dealt out to the targets (targets.py) in turn, in processes of their own, one a core. A target fails where it raises
-what its callers do not answer, takes longer than a second for an input, or allocates more than --memory-mb above what it began
-with. What failed is shown, with the seed and number that make it again, and kept in --keep. --atheris: inputs chosen by the
-branches they reach, where atheris is installed (pip install atheris), one target after another.
+The targets (targets.py) take inputs in turn, in separate processes, one a core. A target fails if it raises an exception that its
+callers do not handle, takes longer than a second for an input, or allocates more than --memory-mb beyond its initial memory.
+Each failure is printed with the seed and number that reproduce it, and kept in --keep. --atheris: chooses inputs by the branches
+that they reach, if atheris is installed (pip install atheris), one target after another.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 
 
 def _watched_imports() -> contextlib.AbstractContextManager[None]:
-    """atheris sees the branches of what is imported in it: ours. Of all that they import it would take hours to prepare."""
+    """atheris instruments modules imported inside this context: asyncrl's. Instrumenting their dependencies would take hours."""
     if "--atheris" not in sys.argv:
         return contextlib.nullcontext()
     import atheris
@@ -36,18 +36,18 @@ def _watched_imports() -> contextlib.AbstractContextManager[None]:
 with _watched_imports():
     from targets import Target, all_targets, mutated
 
-LIMIT_S = 1.0  # an input; a process that stands still for a minute is killed, with its stack
+LIMIT_S = 1.0  # for one input; a process without progress for a minute is killed, with a stack dump
 HANG_S = 60.0
 BATCH = 2000  # inputs from one seed
 
 
 def input_of(target: Target, seed: int, number: int) -> bytes:
-    """The same one each time."""
+    """The same input for the same seed and number."""
     return mutated(random.Random(f"{seed} {target.name} {number}"), target.corpus)
 
 
 def failure_of(target: Target, data: bytes) -> str:
-    """What is wrong with how the target takes this; "" if nothing."""
+    """The defect that this input reveals in the target, or ""."""
     began = time.process_time()
     try:
         target.try_one(data)
@@ -58,7 +58,7 @@ def failure_of(target: Target, data: bytes) -> str:
 
 
 def limit_memory(megabytes: int) -> None:
-    """From now on the process gets no more address space than so much above what it has."""
+    """Limit the process's address space to its current size plus this many megabytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + (megabytes << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -69,7 +69,7 @@ def _work(process: int, processes: int, args: argparse.Namespace, results: multi
     count = 0
     with all_targets() as targets:
         chosen = [target for target in targets if args.target in ("", target.name)]
-        for target in chosen:  # what is made once is made
+        for target in chosen:  # warm up caches, so that they do not count as growth
             target.try_one(target.corpus[0])
         limit_memory(args.memory_mb)
         share = -(-args.inputs // len(chosen))
@@ -81,7 +81,7 @@ def _work(process: int, processes: int, args: argparse.Namespace, results: multi
                 count += 1
                 if told := failure_of(target, data):
                     failures.append({"target": target.name, "number": number, "data": data.hex()[:2000], "told": told})
-                    break  # of this target, one is enough
+                    break  # one failure of this target is enough
     faulthandler.cancel_dump_traceback_later()
     results.put(json.dumps({"count": count, "failures": failures, "peak_mb": _peak_mb()}))
 
@@ -91,7 +91,7 @@ def _peak_mb() -> int:
 
 
 def _with_atheris(args: argparse.Namespace) -> int:
-    """atheris never returns: a process for each target."""
+    """Run each target in a process of its own, because atheris never returns."""
     import atheris
 
     with all_targets() as targets:

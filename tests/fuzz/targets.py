@@ -1,7 +1,7 @@
-"""What strangers' bytes go into: each target takes any bytes, and may raise only what its callers answer with a refusal.
+"""Targets for bytes from strangers. Each takes any bytes, and may raise only exceptions that its callers answer with a refusal.
 
-A corpus is what honest peers say; `mutated` makes of it what nobody would. In what is guarded by a checksum (a channel's first
-frame) the checksum is made right: whoever sends it can do that too.
+A corpus holds messages of honest peers, and `mutated` turns them into malformed ones. If a checksum guards a message (a channel's
+first frame), the checksum is recomputed, because any sender can do that.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ from asyncrl.runtime.request_reply import (
 from asyncrl.runtime.transport import MemoryTransport, PullSocket
 from asyncrl.testing.paced_engine import LongTail, PacedEngine
 
-MAX_BYTES = 1 << 20  # what a message may have here
-LIMIT_S = 20.0  # of a wait for a message in memory
+MAX_BYTES = 1 << 20  # size limit of a message here
+LIMIT_S = 20.0  # for one wait for a message in memory
 RUNTIME = RuntimeConfig(max_message_bytes=MAX_BYTES)
 _CALL = ExecuteMFC(mfc="actor_train", version=1, ids=["a", "b"])
 _INTERESTING = (0, 1, 2, 0x7F, 0x80, 0x90, 0x91, 0x9F, 0xC0, 0xC1, 0xC4, 0xC6, 0xC9, 0xD9, 0xDC, 0xDD, 0xDE, 0xDF, 0xFF)
@@ -94,7 +94,7 @@ MAX_NESTING = 60_000
 
 @dataclass(frozen=True)
 class Target:
-    """`run` takes bytes; what it raises besides `allowed` is a defect."""
+    """`run` takes bytes. An exception other than `allowed` is a defect."""
 
     name: str
     corpus: Sequence[bytes]
@@ -102,13 +102,13 @@ class Target:
     allowed: tuple[type[Exception], ...] = ()
 
     def try_one(self, data: bytes) -> None:
-        """Raises what must not be raised."""
+        """Raise every exception that is a defect."""
         with suppress(*self.allowed):
             self.run(data)
 
 
 def mutated(rng: random.Random, corpus: Sequence[bytes]) -> bytes:
-    """Something like what honest peers say, but for a few changes."""
+    """A message from the corpus with a few random changes."""
     data = bytearray(rng.choice(corpus))
     for _ in range(1 + int(rng.expovariate(0.5))):
         place = rng.randrange(len(data) + 1)
@@ -141,9 +141,9 @@ def mutated(rng: random.Random, corpus: Sequence[bytes]) -> bytes:
 
 @contextmanager
 def all_targets() -> Iterator[list[Target]]:
-    """Those with sockets have sockets in memory, on an event loop that lives as long."""
+    """Targets with sockets use in-memory sockets, on an event loop that lives as long as the targets."""
     loop = asyncio.new_event_loop()
-    logging.disable(logging.WARNING)  # of a million refusals
+    logging.disable(logging.WARNING)  # a million refusals would fill the log
     try:
         yield [
             _codec(),
@@ -198,7 +198,7 @@ def _meta() -> TrajectoryMeta:
 
 
 def _joined(header: bytes, frames: Sequence[memoryview]) -> bytes:
-    """One input: how long the header is, the header, then frames of the sizes that follow it."""
+    """One input: the length of the header, the header, then frames with the sizes that the header lists."""
     parts = [len(header).to_bytes(2, "little"), header, bytes([len(frames)])]
     parts += [frame.nbytes.to_bytes(2, "little") for frame in frames]
     return b"".join([*parts, *frames])
@@ -229,7 +229,7 @@ def _codec() -> Target:
 
 
 def _held_data() -> Iterator[Target]:
-    """What model workers of different groups ask of and tell one another."""
+    """Requests and replies between model workers of different groups."""
 
     def run(data: bytes) -> None:
         sample = unpack_sample(data, max_bytes=MAX_BYTES)
@@ -242,7 +242,7 @@ def _held_data() -> Iterator[Target]:
 
 
 def _streams(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
-    """Messages to what receives a stream, and replies to what calls a worker. A refusal is all that may come of one."""
+    """Messages to the receiver of a stream, and replies to the caller of a worker. A refusal is the only allowed result."""
     transport, resolver, names = MemoryTransport(), MemoryNameResolver(MemoryStore()), Names("fuzzed", "streams")
     common: dict[str, Any] = {"runtime": RUNTIME, "transport": transport}
     stored, encode = StoreVerdict(verdict="stored"), msgspec.msgpack.encode
@@ -279,7 +279,7 @@ def _streams(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
 def _sent(
     loop: asyncio.AbstractEventLoop, sender: ChannelSender, take: Callable[[], Awaitable[None]]
 ) -> Callable[[bytes], None]:
-    """Sends an input to a receiver, from which `take` takes the next message."""
+    """Send an input to a receiver. `take` takes the next message from it."""
 
     async def send(data: bytes) -> None:
         header, frames = _parted(data)
@@ -287,7 +287,7 @@ def _sent(
         taking = asyncio.ensure_future(take())
         await asyncio.wait({sending, taking}, return_when=asyncio.FIRST_COMPLETED)
         if taking.done():
-            taking.result()  # of an unreadable message, this would end the stream for all
+            taking.result()  # an unreadable message would end the stream for all senders here
         taking.cancel()
         await sending
 
@@ -295,7 +295,7 @@ def _sent(
 
 
 def _reply(loop: asyncio.AbstractEventLoop, resolver: NameResolver, common: dict[str, Any]) -> Target:
-    """What a worker answers to the master's call."""
+    """A worker's reply to the master's call."""
     names, stream, encode = Names("fuzzed", "replies"), request_stream(0), msgspec.msgpack.encode
     worker = ChannelReceiver(stream, limits=ChannelLimits.of(RUNTIME), host="h", transport=common["transport"])
     client = NameResolvingRequestClient(resolver, names, num_workers=1, handler_routing={}, incarnation="c", **common)
@@ -311,7 +311,7 @@ def _reply(loop: asyncio.AbstractEventLoop, resolver: NameResolver, common: dict
         try:
             async with asyncio.timeout(LIMIT_S):
                 await reply
-        except RemoteCallError as error:  # also what a call that failed is answered with
+        except RemoteCallError as error:  # a failed call gives the same error
             if "its reply cannot be read" in error.message:
                 raise
 
@@ -321,7 +321,7 @@ def _reply(loop: asyncio.AbstractEventLoop, resolver: NameResolver, common: dict
 
 
 class _OpenSocket(PullSocket):
-    """Has no wire: `deliver` is what its owner reads messages with, and raises what the owner raises."""
+    """A socket without a wire: `deliver` is the function with which its owner reads messages. It raises the owner's exceptions."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -337,7 +337,7 @@ class _OpenSocket(PullSocket):
 
 
 class OpenTransport(MemoryTransport):
-    """Receiving sockets that are given messages by hand, in the order in which they were bound. What is sent is lost."""
+    """Receiving sockets that take messages by hand, in the order in which they were bound. Sent messages are discarded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -349,7 +349,7 @@ class OpenTransport(MemoryTransport):
 
 
 def _channel(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
-    """Both ends of a channel, after the socket. Nothing may come out of them: it would end the stream for all."""
+    """Both ends of a channel, behind the socket. No exception may escape: it would end the stream for all senders."""
     transport = OpenTransport()
     limits = ChannelLimits.of(RUNTIME)
     receiver = ChannelReceiver("r", limits=limits, host="h", transport=transport)
@@ -401,7 +401,7 @@ def _channel(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
 
 
 def _manager(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
-    """Bodies of the manager's requests, into its ledger. Nothing waits: wait_s is 0."""
+    """Bodies of requests to the manager, applied to its ledger. No request waits: wait_s is 0."""
     service = ManagerService(Ledger(ServerTable(), batch_size=4, eta=1, nonce="x"))
     encode = msgspec.json.encode
     requests = (
@@ -430,7 +430,7 @@ def _manager(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
 
 
 def _generation(loop: asyncio.AbstractEventLoop) -> Target:
-    """Bodies of /generate. The engine has no weights: it takes no request."""
+    """Bodies of /generate. The engine has no weights and refuses every request."""
     engine = PacedEngine(LongTail(seed=1, prompt_tokens=1), GenerationConfig(), tokens_per_s=1.0)
     routes = GenerationHTTP(engine, engine_name="paced", settings={}).routes()
     (generate,) = (route.handler for route in routes if route.path == "/generate")
@@ -467,7 +467,7 @@ def _chat() -> Target:
 
 
 def _name_resolve() -> Iterator[Target]:
-    """What is read out of name resolve."""
+    """Values read from name resolve."""
     wanted = DesiredProcess(
         name="rollout_worker/0",
         attempt=1,

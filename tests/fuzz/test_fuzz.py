@@ -1,4 +1,4 @@
-"""A minute of fuzzing; `python tests/fuzz/fuzz.py` goes on for a million inputs."""
+"""A minute of fuzzing. `python tests/fuzz/fuzz.py` runs a million inputs."""
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ def targets():
 
 
 def test_a_hundred_thousand_inputs():
-    """As the command does it: with limits of memory and of time."""
+    """As the command runs it: with memory and time limits."""
     command = [sys.executable, "fuzz.py", "--inputs", "100000", "--seed", "1"]
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr + done.stdout
@@ -35,7 +35,7 @@ def test_a_hundred_thousand_inputs():
 
 
 def test_what_honest_peers_say_is_taken(targets):
-    """Else the fuzzer would only ever try the first check."""
+    """The targets accept the corpus. Otherwise the fuzzer would only reach the first check."""
     for target in targets:
         for data in target.corpus:
             target.run(data)
@@ -44,7 +44,7 @@ def test_what_honest_peers_say_is_taken(targets):
 @given(data=st.data())
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 def test_bytes_of_hypothesis(targets, data):
-    """Its way of shrinking shows a small input; its way of choosing finds other ones than ours."""
+    """Hypothesis shrinks failing inputs, and chooses inputs that our own mutations do not produce."""
     target = data.draw(st.sampled_from(targets))
     honest = st.sampled_from(list(target.corpus))
     cut = st.builds(lambda one, other, at: one[:at] + other[at:], honest, honest, st.integers(0, 400))
@@ -70,7 +70,7 @@ NESTED = b"\x9f\xa4data\xa0\xa0\xa0\xa0\x00\x00\x90\xc4\x00\x00" + b"\x91" * 200
 
 
 async def test_what_is_nested_too_deeply_ends_no_stream():
-    """Found by this fuzzer: 200 kB of nested lists behind the fields of a message, and a head read no more."""
+    """Found by this fuzzer: 200 kB of nested lists after a message's fields ended the reading of heads."""
     transport = OpenTransport()
     receiver = ChannelReceiver("r", limits=ChannelLimits(4, 1 << 20, 1.0, 1 << 20, 1.0), host="h", transport=transport)
     await receiver.start()

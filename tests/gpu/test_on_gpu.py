@@ -1,4 +1,4 @@
-"""The same numbers on a GPU as on a CPU: one update of the training engine, one response of the embedded generation engine."""
+"""A GPU gives the same numbers as a CPU: one update of the training engine, one response of the embedded generation engine."""
 
 import numpy as np
 import pytest

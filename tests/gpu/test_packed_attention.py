@@ -1,4 +1,4 @@
-"""Packed attention on a GPU: the varlen kernel in bfloat16 and rectangles in float32 give what the CPU gives."""
+"""Packed attention on a GPU: the varlen kernel in bfloat16 and rectangles in float32 give the CPU's results."""
 
 import copy
 
@@ -17,7 +17,7 @@ LENGTHS = (7, 1, 300, 12, 13, 1, 64, 9, 30)
 
 
 def outputs(model, device, dtype, window):
-    """(logprobs, gradient of every parameter) of a packed row with padding, by an autocast in dtype."""
+    """(logprobs, gradient of every parameter) of a packed row with padding, under autocast to dtype."""
     ids = np.random.default_rng(0).integers(0, 64, sum(LENGTHS))
     packed = Packed.of(ids, LENGTHS, pad_to=len(ids) + 5, device=device)
     model = copy.deepcopy(model).to(device)

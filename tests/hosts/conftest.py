@@ -19,7 +19,7 @@ def hosts():
 
 @pytest.fixture
 def run_on_hosts(hosts):
-    """run_on_hosts(config, "key=value", ...) starts a run across the three hosts; with a folder, by the page's lines."""
+    """run_on_hosts(config, "key=value", ...) starts a run across the three hosts; with a folder, it uses the page's commands."""
     started = []
 
     def start(config, *overrides):

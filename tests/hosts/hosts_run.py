@@ -1,4 +1,4 @@
-"""A run across hosts: a launcher on the first, and a host daemon on each of the others."""
+"""A run across hosts: a launcher on the first host, and a host daemon on each of the others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def launch(host, *words, limit_s=60):
 
 
 def status_of(run, host):
-    """The workers by name, as `asyncrl-launch status` prints them on a host that sees the run's folder; {} if it fails."""
+    """Workers by name, from `status` as run on this host. Empty if `status` fails."""
     done = launch(host, "status", run.run_dir, "--json")
     if done.returncode != 0:
         print(f"status on {host.name}: exit code {done.returncode}: {done.stderr}")  # pytest shows it if the test fails
@@ -31,7 +31,7 @@ def status_of(run, host):
 
 
 class HostsRun:
-    """Started as it is made. command: the words by which a user calls `asyncrl-launch run` or `host`, whichever it is given."""
+    """A run that starts at construction. command: maps "run" or "host" to the words of the user's asyncrl-launch command."""
 
     def __init__(self, hosts: Hosts, run_dir: Path, command: Callable[[str], list[str]]) -> None:
         self.hosts, self.run_dir, self._command = hosts, run_dir, command
@@ -46,7 +46,7 @@ class HostsRun:
 
     @classmethod
     def of_the_page(cls, hosts: Hosts, folder: Path) -> HostsRun:
-        """By its lines, in this folder, on the hosts that they are for."""
+        """Start the run with the page's commands, in this folder, each on the hosts named in its comment."""
         on = {command: re.findall(r"node\d", line_of(command).partition("#")[2]) for command in ("run", "host")}
         assert [on["run"], on["host"]] == [hosts.names[:1], hosts.names[1:]]
         return cls(hosts, folder / "runs" / "mine" / "t0", lambda command: pages.as_written(line_of(command), folder))
@@ -55,7 +55,7 @@ class HostsRun:
         return RunHandle(host.command(self._command(command)), self.run_dir)
 
     def start_daemon(self, host: NetworkHost) -> None:
-        """Again, on a host that was killed."""
+        """Restart the host daemon on a host that was killed."""
         self.daemons[host.name].popen.wait(10)
         self.daemons[host.name] = self._start(host, "host")
 
@@ -68,5 +68,5 @@ class HostsRun:
 
 
 def line_of(command: str) -> str:
-    """The page's."""
+    """The page's line with this command."""
     return pages.line_of(PAGE, f"asyncrl-launch {command}")

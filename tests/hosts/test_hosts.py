@@ -1,4 +1,4 @@
-"""A run across three hosts, each with an address of its own: it is found from all of them, and outlives a cable that is pulled."""
+"""A run across three hosts, each with its own address. All of them find the run, and it survives a pulled cable."""
 
 import json
 import signal
@@ -45,7 +45,7 @@ def test_no_sample_is_lost_when_a_cable_is_pulled_for_a_while(run_on_hosts, tmp_
 
 
 def test_the_pages_commands_are_a_run_that_outlives_a_host(run_on_hosts, tmp_path):
-    """Its lines as they are written there, each on a host that it is for; my_run.yaml is a small one."""
+    """The page's commands run unchanged, each on the host it names. my_run.yaml is a small run."""
     pages.write_config(
         tmp_path / "my_run.yaml",
         make_tiny_run(tmp_path),
@@ -53,7 +53,7 @@ def test_the_pages_commands_are_a_run_that_outlives_a_host(run_on_hosts, tmp_pat
         "allocation=transformers.d2+d1",
         "rollout.num_workers=2",
         "train.max_steps=0",
-        "train.num_epochs=10",  # enough of them for the slowest machine
+        "train.num_epochs=10",  # enough epochs for the slowest machine
         "network.host_lost_after_s=8",
         "manager.lease_s=6",
         leave_out=("fileroot",),
@@ -72,7 +72,7 @@ def test_the_pages_commands_are_a_run_that_outlives_a_host(run_on_hosts, tmp_pat
     run.launcher.wait_for_output(f"host {dead.name} is lost", 60)
 
     def run_elsewhere():
-        told = status_of(run, run.hosts[2])  # nothing, where name resolve does not answer at once
+        told = status_of(run, run.hosts[2])  # empty if name resolve does not answer at once
         return moved <= told.keys() and all(
             told[name]["state"] == "running" and told[name]["host"] != dead.name for name in moved
         )
@@ -82,7 +82,7 @@ def test_the_pages_commands_are_a_run_that_outlives_a_host(run_on_hosts, tmp_pat
     run.launcher.wait_for_step(train_steps(run.run_dir)[-1]["step"] + 2, START_S)
     assert len(train_steps(run.run_dir)) > done
 
-    told = run.hosts[2].run(pages.as_written(line_of("scale"), tmp_path))  # from another host than the launcher's
+    told = run.hosts[2].run(pages.as_written(line_of("scale"), tmp_path))  # from a host other than the launcher's
     assert told.returncode == 0, told.stdout + told.stderr
     run.launcher.wait_until(
         lambda: status_of(run, run.hosts[2]).get("generation_server/2", {}).get("state") == "running",

@@ -1,4 +1,4 @@
-"""A stranger in the network of a run: connects to every listening socket of every process, and gets nothing but refusals."""
+"""A stranger in the network of a run connects to every listening socket of every process, and gets only refusals."""
 
 import json
 import signal
@@ -19,7 +19,7 @@ SCANNER = [sys.executable, scanner.__file__]
 
 @pytest.fixture
 def run_and_stranger(hosts):
-    """run_and_stranger(config, ...) starts a run on two hosts; the third is nobody's."""
+    """run_and_stranger(config, ...) starts a run on two hosts. The third host is not part of the run."""
     started = []
 
     def start(config, *overrides):
@@ -38,13 +38,13 @@ def told(host, *words):
 
 
 def sockets_of(host):
-    """Where a stranger would look for what listens on a host, however it is bound there: whose it is."""
+    """Listeners of a host by the address that a stranger would try, whatever address each is bound to."""
     listeners = [Listener(**entry) for entry in told(host)]
     return {f"{host.address}:{listener.port}": listener for listener in listeners}
 
 
 def scanned(run, stranger):
-    """What each of the run's sockets gave: by process and address."""
+    """The answers of the run's sockets, by process and address. Silent sockets are left out."""
     sockets = {address: listener for host in run.hosts for address, listener in sockets_of(host).items()}
     processes = {listener.process.rpartition("/")[2].strip() for listener in sockets.values()}
     for kind in ("master_0", "gserver_manager_0", "generation_server_0", "model_worker_0", "rollout_worker_0"):
@@ -68,7 +68,7 @@ def test_no_port_answers_a_stranger(run_and_stranger, tmp_path):
 
 
 def test_the_scanner_finds_what_answers_where_authentication_is_off(run_and_stranger, tmp_path):
-    """And nothing outlives the launcher, whoever could have spoken to it."""
+    """With authentication off, strangers could contact the processes. Still, no process survives the launcher."""
     run, stranger = run_and_stranger(
         make_tiny_run(tmp_path), "rollout.num_workers=1", "train.max_steps=0", "network.authenticate=off"
     )
@@ -85,4 +85,4 @@ def test_the_scanner_finds_what_answers_where_authentication_is_off(run_and_stra
 
     run.launcher.signal(signal.SIGKILL, group=True)
     assert run.daemons[run.hosts[1].name].wait(60) == 1
-    assert_nothing_left(run.run_dir, 60)  # on the launcher's host its reaper sees to that, in its own time
+    assert_nothing_left(run.run_dir, 60)  # on the launcher's host its reaper ensures this, with a delay

@@ -1,4 +1,4 @@
-"""Generation on hosts that do not see where the trainer writes its weights: each version is fetched, once a host."""
+"""Generation on hosts that cannot read the trainer's weight folder: each version is fetched once a host."""
 
 import json
 import re
@@ -19,7 +19,7 @@ def test_weights_reach_hosts_without_the_runs_weights(hosts, run_on_hosts, tmp_p
     run_dir = run_directory(load_experiment(config))
     weights = run_dir / "weights"
     weights.mkdir(parents=True)
-    for host in hosts[1:]:  # a folder of their own hides the trainer's
+    for host in hosts[1:]:  # a separate folder on these hosts hides the trainer's
         assert host.run(["mount", "-t", "tmpfs", "tmpfs", str(weights)]).returncode == 0
 
     run = run_on_hosts(
@@ -37,16 +37,16 @@ def test_weights_reach_hosts_without_the_runs_weights(hosts, run_on_hosts, tmp_p
     assert len(logs) == 2
     fetched = {name: re.findall(r"weights (\S+) fetched from 10\.77\.0\.\d", text) for name, text in logs.items()}
     away = [name for name, versions in fetched.items() if versions]
-    assert away, logs  # one at least is not where the trainer is
+    assert away, logs  # at least one server is on another host than the trainer
     manager = (folder / "gserver_manager_0.log").read_text()
     for name in away:  # a server that started late begins with a later version than the first
         served = re.findall(rf"{'/'.join(name.rsplit('_', 1))} serves (\S+) \(", manager)
         assert served, manager
         assert set(served) <= set(fetched[name])
         assert len(fetched[name]) == len(set(fetched[name]))
-    for host in hosts[1:]:  # nothing was written where the run's folder seems to be
+    for host in hosts[1:]:  # nothing was written at the path of the run's folder
         assert host.run(["ls", str(weights)]).stdout == ""
-    assert [path for path in (tmp_path / "memory").glob("*/*")] == []  # it went with the servers
+    assert [path for path in (tmp_path / "memory").glob("*/*")] == []  # the copies were removed when the servers ended
     told = hosts[0].run([sys.executable, "-m", "asyncrl.cli.main", "audit", str(run.run_dir), "--json"])
     assert json.loads(told.stdout)["problems"] == []
     assert_nothing_left(run.run_dir)

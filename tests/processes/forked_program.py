@@ -1,4 +1,4 @@
-"""A fork server whose workers do what the one line of their config says: read by test_fork_server.py."""
+"""A fork server. Its workers execute the single line of their config. test_fork_server.py uses it."""
 
 import os
 import sys

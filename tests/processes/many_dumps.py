@@ -1,4 +1,4 @@
-"""Asks a process with busy threads for its stacks again and again: `python tests/processes/many_dumps.py --dumps 10000`.
+"""Repeatedly request the stacks of a process with busy threads: `python tests/processes/many_dumps.py --dumps 10000`.
 
 The process has a gRPC server and clients, an asyncio loop, threads that recurse, and threads that start and end.
 """
@@ -20,11 +20,11 @@ import grpc
 from asyncrl.runtime.stacks import SUFFIX, answer_requests, ask_all
 
 _NUM_SERVER_THREADS, _NUM_CLIENTS, _NUM_RECURSING, _NUM_SHORT = 6, 4, 5, 3
-_LIMIT_S = 60.0  # of one answer, on a busy machine
+_LIMIT_S = 60.0  # for one answer, on a busy machine
 
 
 def ask_again_and_again(folder: Path, num_dumps: int) -> int:
-    """How many requests the process has answered: fewer than num_dumps where it died."""
+    """The number of requests that the process answered. It is below num_dumps if the process died."""
     command = [sys.executable, __file__, "--program", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:

@@ -1,4 +1,4 @@
-"""Sessions with a name-resolve store, and a watch's callback that remembers: for the tests of name resolve."""
+"""Tools for the tests of name resolve: sessions with a store, and a watch callback that records events."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from asyncrl.runtime.names.etcd.store import EtcdStore
 from asyncrl.runtime.names.interface import NameResolver, WatchEvent
 from asyncrl.runtime.names.open import open_name_resolver
 
-LIMIT_S = 30.0  # of waits for what should come within a second or two, on a busy machine
+LIMIT_S = 30.0  # for waits that should take a second or two, on a busy machine
 OpenSession = Callable[..., NameResolver]
 
 
 class Recorder:
-    """A watch's callback that remembers, and can be waited for."""
+    """A watch callback that records events. Tests can wait for them."""
 
     def __init__(self) -> None:
         self.events: list[WatchEvent] = []
@@ -32,7 +32,7 @@ class Recorder:
 
     @property
     def state(self) -> dict[str, str]:
-        """What somebody who follows the events believes."""
+        """The state that the events describe."""
         state: dict[str, str] = {}
         for event in list(self.events):
             if event.kind == "put":
@@ -42,13 +42,15 @@ class Recorder:
         return state
 
     def wait_for(self, *expected: WatchEvent) -> None:
-        """Until exactly these events have come, in this order."""
+        """Wait until exactly these events have come, in this order."""
         self._wait(lambda: len(self.events) >= len(expected))
         assert self.events == list(expected)
 
     def wait_for_turns(self, key: str, value: str, turns: int) -> None:
-        """Until a key whose holder lives and stands still in turn has come and gone so often at least: an odd number, it is there.
-        More often, where its holder stood still without being told to, as any process does on a busy machine."""
+        """Wait until a key has come and gone at least `turns` times, while its holder alternates between running and frozen.
+
+        After an odd number of turns the key exists. More turns are possible, because a busy machine may delay the holder too.
+        """
         assert self._wait(lambda: len(self.events) >= turns and len(self.events) % 2 == turns % 2), self.events
         events = list(self.events)
         assert events == ([put(key, value), gone(key)] * len(events))[: len(events)]
@@ -62,8 +64,10 @@ class Recorder:
 
 
 class Refreshes:
-    """How often etcd has answered for leases that they live on; for tests in which they must not end by a process's standing still,
-    and so live for long."""
+    """Counts etcd's answers to lease refreshes.
+
+    It is for tests in which leases must not end because a process is delayed, and which therefore use long leases.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._answers: Counter[int] = Counter()
@@ -80,7 +84,7 @@ class Refreshes:
         monkeypatch.setattr(EtcdStore, "refresh", counted)
 
     def wait_for_another(self, lease_id: int) -> None:
-        """Twice: the first answer may be that of a question before."""
+        """Wait for two answers: the first may belong to an earlier refresh."""
         with self._condition:
             least = self._answers[lease_id] + 2
             assert self._condition.wait_for(lambda: self._answers[lease_id] >= least, timeout=LIMIT_S)
@@ -95,7 +99,7 @@ def gone(key: str) -> WatchEvent:
 
 
 def patient(config: NameResolveConfig) -> NameResolveConfig:
-    """Of a session whose own limit is not what is tested: a store that is started again may need longer on a busy machine."""
+    """A config with a long session timeout, for tests of something else: a restarted store may be slow on a busy machine."""
     return replace(config, timeout_s=LIMIT_S)
 
 

@@ -1,7 +1,7 @@
-"""Honest fakes for the rollout side: a generation server with a deterministic policy, and a manager that grants what it is given.
+"""Correct fakes for the rollout side: a generation server with a deterministic policy, and a manager that grants given tickets.
 
-The policy's next token is a function of all tokens before it. So a response resumed after an interruption or on another server
-must equal one that nothing disturbed.
+The policy's next token is a function of all tokens before it. Therefore a response resumed after an interruption, or on another
+server, must equal an undisturbed response.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from asyncrl.protocol.messages import (
     WeightVersion,
 )
 
-LIMIT_S = 60.0  # of waits for what should come at once, on a busy machine
-VOCABULARY = 50  # ids 1..49; 0 is EOS and is only sampled where `eos_at` says so
+LIMIT_S = 60.0  # for waits that should end at once, on a busy machine
+VOCABULARY = 50  # ids 1..49; 0 is EOS and is only sampled at `eos_at`
 
 
 def next_token(context: list[int]) -> int:
@@ -46,7 +46,7 @@ def logprob_of(token: int) -> float:
 
 
 def continuation(prompt: list[int], count: int) -> list[int]:
-    """What the policy answers, undisturbed."""
+    """The policy's answer without a disturbance."""
     context = list(prompt)
     for _ in range(count):
         context.append(next_token(context))
@@ -75,7 +75,7 @@ class HttpService:
 
 
 class FakeGenerationServer(HttpService):
-    """Serves the policy. What is put into `script` happens to the next requests, one entry each."""
+    """Serves the policy. Each entry of `script` determines the treatment of one of the next requests."""
 
     def __init__(self, name: str = "generation_server/0", version: int = 1, *, eos_at: int = 0) -> None:
         super().__init__()
@@ -84,16 +84,16 @@ class FakeGenerationServer(HttpService):
         self.eos_at = eos_at  # sequence length (prompt included) at which EOS is sampled; 0: never
         self.script: deque[Any] = (
             deque()
-        )  # int: interrupt after so many tokens; str: `disconnect`, `garbage`; web.Response; a function: the answer's body
-        self.script_beyond = 0  # requests take from it whose input is longer
+        )  # int: interrupt after this many tokens; str: `disconnect`, `garbage`; web.Response; function: the answer's body
+        self.script_beyond = 0  # only requests with longer input take from the script
         self.version_after_interrupt = 0
         self.requests: list[GenerateRequest] = []
         self.aborted: list[str] = []
         self.in_flight = self.most_in_flight = 0
-        self.hold = asyncio.Event()  # cleared: requests wait whose input is longer than hold_beyond tokens
+        self.hold = asyncio.Event()  # cleared: requests with input longer than hold_beyond tokens wait
         self.hold_beyond = 0
-        self.abort_after = 5  # tokens that one has that is aborted while it waits
-        self._held: dict[str, asyncio.Event] = {}  # set: it was aborted
+        self.abort_after = 5  # tokens of a request that is aborted while it waits
+        self._held: dict[str, asyncio.Event] = {}  # set: the request was aborted
         self.hold.set()
         self.arrived = asyncio.Condition()
         self.app.router.add_post("/generate", self._generate)

@@ -1,4 +1,4 @@
-"""A generation server on a tiny model in two versions, and what a forward pass says to the tokens that it has sampled."""
+"""A generation server with a tiny model in two versions, and a forward pass to check the tokens that it has sampled."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ V0, V1 = WeightVersion(1, 0), WeightVersion(1, 1)
 
 
 class NoOtherServer:
-    """For a client whose server is not to be lost."""
+    """For a client that must not lose its server."""
 
     async def schedule(self, ticket_id: str, lost_server: str, **_: Any) -> ScheduleReply:
         raise AssertionError(f"{lost_server} was not to be lost")
@@ -51,7 +51,7 @@ class Served:
         await self.post("/update_weights_from_disk", msgspec.json.encode(request))
 
     async def update_in_a_pause(self, version: WeightVersion) -> None:
-        """What the gserver manager does: running requests answer with what they have."""
+        """Update as the gserver manager does: running requests answer with the tokens that they have."""
         await self.post("/pause_generation", b'{"mode": "abort"}')
         await self.update(version)
         await self.post("/continue_generation", b"{}")
@@ -72,7 +72,7 @@ class Served:
 
 @asynccontextmanager
 async def serve(run_dir: Path, tokenizer: Any = None) -> AsyncIterator[Served]:
-    """tokenizer: of the model; None: one token a character."""
+    """tokenizer: the model's tokenizer. None: one token a character."""
     torch.set_num_threads(1)
     make_tiny_model(run_dir / "model", tokenizer=tokenizer)
     models = {version: make_tiny_model(None, tokenizer=tokenizer, seed=version.version) for version in (V0, V1)}

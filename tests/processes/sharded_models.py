@@ -1,4 +1,4 @@
-"""Engines for tests of weights: changed by known numbers, in any layout."""
+"""Engines for tests of weights, changed by known numbers, in any layout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def shard(
     change: float = 0.0,
     trainable: bool = True,
 ) -> TrainEngine:
-    """A model of path, each element changed by a random number, in the layout of the mesh; None: whole."""
+    """The model of `path` in the layout of the mesh, with a random number added to each element. mesh None: unsharded."""
     name, grid, workers = ("whole", "d1p1m1", [0])
     if mesh is not None:
         name, grid, workers = mesh.placement.name, str(mesh.placement.grid), list(mesh.placement.workers)

@@ -1,6 +1,6 @@
-"""A head as a process of its own, for test_streams.py: pulls, writes each new ticket to a journal, acknowledges.
+"""A head as a separate process, for test_streams.py: it pulls, writes each new ticket to a journal, and acknowledges it.
 
-It prints its endpoint; the test publishes that, as this process has no name resolve in common with it.
+It prints its endpoint, and the test publishes it, because the two processes share no name resolve.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Packed attention: a packed row gives what each sequence alone gives in the plain model, in values and in gradients."""
+"""Packed attention: a packed row gives the values and gradients that the plain model gives for each sequence alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def one_torch_thread():
 
 
 def models(architecture: str = "qwen2", plain: str = "eager", window: int | None = None, **shape):
-    """(the model as Hugging Face runs it, the same with packed attention)."""
+    """(the Hugging Face model, the same model with packed attention)."""
     model = make_tiny_model(None, architecture, **({"hidden_size": 32, "intermediate_size": 64} | shape)).base_model
     model.config.sliding_window = window
     if hasattr(model, "has_sliding_layers"):
@@ -87,7 +87,7 @@ def test_sliding_windows(architecture, window):
     assert_same(model, packed, tokens_of(LENGTHS))
     unlimited, _ = models(architecture)
     differs = (one_at_a_time(unlimited, tokens_of(LENGTHS)) - in_one_row(packed, tokens_of(LENGTHS))).abs().max()
-    assert (differs > 1e-3) == (window < max(LENGTHS))  # so that the comparison covers the window
+    assert (differs > 1e-3) == (window < max(LENGTHS))  # the comparison covers the window
 
 
 @pytest.mark.parametrize("lengths", [(1,), (1, 1, 1), (40,), (5, 5, 5), (60, 3), (3, 60)], ids=str)
@@ -121,7 +121,7 @@ def test_with_gradient_checkpointing():
 
 
 def test_the_gradient_of_attention_itself():
-    """Against numbers: torch's own check of a function's gradients, in float64."""
+    """torch's numerical check of the function's gradients, in float64."""
     segments = attention.Segments.of([3, 1, 5])
     generator = torch.Generator().manual_seed(0)
     inputs = [
@@ -136,7 +136,7 @@ def test_the_gradient_of_attention_itself():
 
 
 def test_bfloat16_autocast_computes_attention_in_bfloat16():
-    """Rotary embeddings make float32 of queries and keys under autocast, not of values."""
+    """Under autocast, rotary embeddings turn queries and keys into float32, but not values."""
     model, packed = models(plain="sdpa")
     with torch.autocast("cpu", torch.bfloat16):
         expected, found = one_at_a_time(model, tokens_of(LENGTHS)), in_one_row(packed, tokens_of(LENGTHS))

@@ -1,4 +1,4 @@
-"""A batch that makes the loss not finite, on real model workers in several layouts: kept whole; examples/bad_batch finds it."""
+"""A batch with a non-finite loss, on real model workers in several layouts: it is kept whole, and examples/bad_batch finds it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def train(tmp_path: Path) -> TrainConfig:
-    """No normalisation: a bad reward stays with its response."""
+    """No normalization, so that a bad reward affects only its own response."""
     (tmp_path / "poison.py").write_text(POISON)
     poison = MFCConfig(
         interface=f"{tmp_path}/poison.py:poison", input_keys=["packed_input_ids"], output_keys=["dense_rewards"]
@@ -63,7 +63,7 @@ def train(tmp_path: Path) -> TrainConfig:
 
 
 def spread_out(path: Path, train: TrainConfig) -> list[ModelConfig]:
-    """Actor on two data ranks, critic on two tensor ranks of which one has the actor too, a reference on a third worker."""
+    """Actor on two data ranks, critic on two tensor ranks, one of which also holds the actor, and a reference on a third worker."""
     return [
         one_model("actor", path, "d2p1m1", [0, 1], train),
         one_model("critic", path, "d1p1m2", [1, 2], train),
@@ -72,7 +72,7 @@ def spread_out(path: Path, train: TrainConfig) -> list[ModelConfig]:
 
 
 async def bad_step(side: TrainingSide, train: TrainConfig, run_dir: Path) -> dict[str, float]:
-    """A step on all groups, and what the master does about it."""
+    """A step on all groups, and the master's reaction to it."""
     await push_all(side, HEADS)
     result = await side.executor().execute_step(IDS, 0)
     skipped = SkippedSteps(train, run_dir, 1, LOGGER)
@@ -99,7 +99,7 @@ async def test_every_head_saves_its_groups_with_what_others_have_made_of_them(
         files = [file for reply in replies for file in reply.files]
         commit = CommitWeights(role="actor", weight_version=path.name, folder=write.folder, files=files)
         await side.caller.call("commit", [0], commit)
-    # Group d is in one of two minibatches; the other was stepped on, by actor and critic
+    # One of two minibatches contains group d. Actor and critic made an optimizer step on the other.
     assert (stats["actor/skipped_steps"], stats["actor/optimizer_steps"]) == (1, 2)
     assert (stats["critic/skipped_steps"], stats["critic/optimizer_steps"]) == (1, 2)
     moved = weights_in(path)
@@ -148,7 +148,7 @@ async def test_a_disk_that_refuses_costs_a_warning(
 
 
 def break_weights(model_path: Path, broken: Path) -> str:
-    """A copy in which a value of one tensor is infinite. Returns the tensor's name."""
+    """A copy with an infinite value in one tensor. Return the tensor's name."""
     broken.mkdir()
     for file in model_path.iterdir():
         if file.suffix != ".safetensors":

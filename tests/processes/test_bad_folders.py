@@ -1,4 +1,4 @@
-"""Run folders, ports and name services that will not do, and what attempts and releases before have left behind."""
+"""Unusable run folders, ports and name services, and the remains of earlier attempts and releases."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ UNCHECKED = NetworkConfig(authenticate="off")  # no launcher has made secrets
 
 @contextmanager
 def name_service(run_dir: Path, *endpoints: str) -> Iterator[NameService]:
-    """Opened as the launcher does it. Endpoints are of what is no etcd, and will never answer."""
+    """Open the name service as the launcher does. `endpoints` belong to no etcd and never answer."""
     name_resolve = NameResolveConfig(endpoints=list(endpoints), timeout_s=0.5 if endpoints else LIMIT_S)
     config = ExperimentConfig(experiment="e", trial="t", name_resolve=name_resolve, network=UNCHECKED)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -170,14 +170,14 @@ def test_a_folder_on_a_full_disk(small_disk: Path) -> None:
     lock.release()
 
 
-# ------------------------------------------------------------------------------------------------------------- what is left over
+# ----------------------------------------------------------------------------------------------------------------------- remains
 
 
 @pytest.mark.parametrize(
     "left", ["logs/attempt_7", "configs/attempt_7", "weights/actor/a0007-v00000003", "weights/ref/a0007-v00000000"]
 )
 def test_an_attempt_comes_after_all_that_left_something(tmp_path: Path, left: str) -> None:
-    """Also where somebody has deleted the logs: versions are never written twice, nor lines of two attempts taken for one's."""
+    """This holds even if a user has deleted the logs. No version is written twice, and no two attempts share a journal's lines."""
     (tmp_path / left).mkdir(parents=True)
     (tmp_path / "summary.json").write_text("{}")
     assert next_attempt(tmp_path) == 8
@@ -195,7 +195,7 @@ def test_a_run_of_another_release_is_not_mixed_with_ours(tmp_path: Path) -> None
         read_record(tmp_path)
     with pytest.raises(LaunchError, match=rf"use that release.* choose another trial=\.\.\., or move {tmp_path} away"):
         begin_attempt(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]  # untouched
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]  # unchanged
 
 
 @pytest.mark.parametrize("content", [b"", b'{"pid": 1', b"\xff\xfe", b"[]", b'{"pid": "four"}'])

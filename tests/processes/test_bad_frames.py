@@ -1,4 +1,4 @@
-"""Trajectories that are damaged or forged, over real sockets: the sender gets the reason, the head goes on with the next one."""
+"""Damaged or forged trajectories over real sockets: the sender learns the reason, and the head goes on with the next message."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def resolver():
 async def channel_to(
     resolver: NameResolver, name: str, pull: NameResolvingZmqPuller | MetaPuller
 ) -> AsyncIterator[ChannelSender]:
-    """A bare channel to a receiver: it sends whatever bytes it is given."""
+    """A bare channel to a receiver. It sends any bytes."""
     send = ChannelSender("sender", name, "i", limits=ChannelLimits.of(RUNTIME), host=RUNTIME.host)
     async with contextlib.AsyncExitStack() as stack:
         for end in (send, pull):
@@ -50,7 +50,7 @@ async def channel_to(
 
 @pytest.fixture
 async def stream(resolver):
-    """A channel to a head, and the head's end."""
+    """A channel to a head, and the head's end of it."""
     pull = NameResolvingZmqPuller(resolver, NAMES, puller_index=0, runtime=RUNTIME)
     async with channel_to(resolver, puller_stream(0), pull) as send:
         yield send, pull
@@ -131,7 +131,7 @@ def other_release(header, frames):
 
 
 def keys_at_odds(header, frames):
-    """Keys of tokens whose lengths contradict each other."""
+    """Token keys with contradictory lengths."""
     header[2].append([[1, 1, 1, 5]])
     key_entry(header, "packed_logprobs")[2] = len(header[2]) - 1
 
@@ -167,7 +167,7 @@ async def test_the_sender_is_told_and_the_next_one_arrives(stream, tamper, reaso
     assert pulled.meta.ticket_id == "good"
     pulled.ack(STORED)
     assert await sending == STORED
-    assert send.num_pending == 0  # what was refused is not sent again, and holds no credit
+    assert send.num_pending == 0  # a refused message is not resent and holds no credit
 
 
 async def send_good(send: ChannelSender) -> StoreVerdict:
@@ -178,7 +178,7 @@ async def send_good(send: ChannelSender) -> StoreVerdict:
 
 
 async def test_frames_of_another_message_are_refused(stream):
-    """Whole, but not what its header announces: another's frames got in."""
+    """The frames are whole but do not fit the header: they belong to another message."""
     send, pull = stream
     meta, sample = trajectory("bad")
     sample_header, _ = encode_sample(sample)

@@ -1,4 +1,4 @@
-"""Rewards, agents and trajectories that will not do: each rollout is rejected with its reason, and the worker goes on."""
+"""Faulty rewards, agents and trajectories: each rollout is rejected with its reason, and the worker goes on."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from asyncrl.protocol.messages import FinishReason, GenerateReply, ScheduleReply
 from asyncrl.rewards.outcome import RolloutRejected
 from asyncrl.rollout.agent import ActQueue, Agent, Env, ObsQueue, RewardEnv, SingleStepAgent
 
-LET_GO = threading.Event()  # at the end of a test: what hangs goes on
+LET_GO = threading.Event()  # set at the end of a test: hanging code goes on
 
 
 def reward(prompt: str, completion: str, answer: Any) -> Any:
-    """The answer says what to do."""
+    """The answer determines the behaviour."""
     if answer == "raise":
         raise KeyError("no such thing")
     if answer == "exit":
@@ -58,7 +58,7 @@ class HangingAgent(Agent):
 
 
 class BreakingAgent(SingleStepAgent):
-    """A sound trajectory, then what the prompt's answer says."""
+    """A valid trajectory, changed as the prompt's answer says."""
 
     async def collect_trajectory(
         self, prompt: Any, env: Env, obs_queue: ObsQueue, act_queue: ActQueue
@@ -91,8 +91,10 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
 
 
 async def outcomes_of(stage: Stage, rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
-    """(outcome, reason, detail) of a rollout of each row, one after another, and of a sound one at the end. What is to hang has a
-    rollout_timeout_s of its own: whatever else takes long does so because the machine is busy."""
+    """(outcome, reason, detail) of a rollout of each row, one after another. A valid rollout follows at the end.
+
+    A row that hangs has its own rollout_timeout_s. The others keep the long default, because a busy machine may delay them.
+    """
     stage.rows = [{"prompt": f"{i}12", "answer": 0.5, "task": "default", **row} for i, row in enumerate([*rows, {}])]
     await stage.start()
     for position, row in enumerate(stage.rows):
@@ -113,7 +115,7 @@ async def test_whatever_a_reward_function_does_costs_its_own_rollout_only(stage:
         "raise": ("reward_error", "reward raised KeyError('no such thing')"),
         "exit": ("reward_error", ""),
         "none": ("reward_not_finite", "reward returned None; it must be a finite number"),
-        "nan": ("reward_not_finite", ""),  # only the first of a reason is told in full
+        "nan": ("reward_not_finite", ""),  # the detail is complete only for the first rejection with a reason
         "infinite": ("reward_not_finite", ""),
         "text": ("reward_not_finite", ""),
         "list": ("reward_not_finite", ""),
@@ -166,13 +168,13 @@ async def test_an_agents_numbers_that_would_break_training(stage: Stage) -> None
 @pytest.mark.parametrize(
     ("reason", "expected"),
     [
-        # of what another try would give again: the prompt is done with
+        # permanent: another try would give the same result, so the prompt is finished
         ("not_finite: logprobs or rewards", ("rejected", "not_finite", "logprobs or rewards")),
         (
             "bad_tokens: ids from 0 to 99, the vocabulary has 50",
             ("rejected", "bad_tokens", "ids from 0 to 99, the voc"),
         ),
-        # of this try
+        # specific to this try
         (
             "wrong_attempt: it is of attempt 1",
             ("released", "refused", "trajectory ticket-0 refused: wrong_attempt: it"),
@@ -193,11 +195,11 @@ async def test_what_the_head_refuses_comes_back_with_its_reason(
     await stage.end()
 
 
-# ------------------------------------------------------------------------------------------------ what ends a process
+# --------------------------------------------------------------------------------------------------- ending a process
 
 
 async def test_what_would_end_or_stop_a_worker_ends_a_judge(stage: Stage) -> None:
-    """The default: rewards in processes of their own. A sound rollout beside one that holds the GIL is not held up."""
+    """The default: rewards run in separate processes. A reward that holds the GIL does not delay a valid rollout beside it."""
     judge = stage.tmp_path / "judge.py"
     judge.write_text(DANGEROUS)
     dangerous = TaskConfig(reward=f"{judge}:reward")
@@ -221,10 +223,10 @@ async def test_what_would_end_or_stop_a_worker_ends_a_judge(stage: Stage) -> Non
     await stage.end()
     found = [stage.manager.results[f"ticket-{position}"] for position in range(len(expected))]
     assert [(result.outcome, result.reason) for result in found] == list(expected.values())
-    assert order[-1] == "ticket-3"  # the one that spins
+    assert order[-1] == "ticket-3"  # the busy loop
     (detail,) = [
         result.detail for result in found[:2] if result.detail
-    ]  # of the first with this reason, whichever that is
+    ]  # of the first rejection with this reason, in any order
     ends = ("it ended with exit code 3", "it was killed by SIGABRT")
     assert detail.endswith(tuple(f"judge.py:reward has ended its process: {end}" for end in ends))
 
@@ -246,11 +248,11 @@ def reward(prompt, completion, answer):
 
 
 class OddError(BaseException):
-    """No Exception: what a worker that catches those would die of."""
+    """Not an Exception: a worker that catches only Exception would die of it."""
 
 
 class OddAgent(SingleStepAgent):
-    """Does what the prompt's row says."""
+    """Behaves as the prompt's row says."""
 
     async def collect_trajectory(
         self, prompt: Any, env: Env, obs_queue: ObsQueue, act_queue: ActQueue
@@ -304,7 +306,7 @@ async def test_whatever_an_agent_does_costs_its_own_rollout_only(stage: Stage) -
 
 
 class OddEnv(RewardEnv):
-    """Does what the prompt's answer says."""
+    """Behaves as the prompt's answer says."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -360,14 +362,14 @@ async def test_whatever_an_environment_does_costs_its_own_rollout_only(stage: St
 
 
 def with_logprobs(change: Callable[[list[Any]], object]) -> Callable[[GenerateReply], bytes]:
-    """A server's answer whose logprobs were changed."""
+    """A server's answer with changed logprobs."""
 
     def body(reply: GenerateReply) -> bytes:
         answer = msgspec.to_builtins(reply)
         rows = [list(row) for row in answer["meta_info"]["output_token_logprobs"]]
         change(rows)
         answer["meta_info"]["output_token_logprobs"] = rows
-        return json.dumps(answer).encode()  # as SGLang writes what is no number: NaN
+        return json.dumps(answer).encode()  # NaN, as SGLang writes a non-number
 
     return body
 
@@ -405,7 +407,7 @@ def too_long(reply: GenerateReply) -> bytes:
     [
         (with_logprobs(set_first(None)), "bad_logprobs", "logprob None"),
         (with_logprobs(set_first(3.0)), "bad_logprobs", "logprob 3.0"),
-        (with_logprobs(set_first(-1e400)), "server_lost", "not a valid GenerateReply"),  # JSON knows no infinity
+        (with_logprobs(set_first(-1e400)), "server_lost", "not a valid GenerateReply"),  # JSON has no infinity
         (with_logprobs(set_first(float("nan"))), "server_lost", "not a valid GenerateReply"),
         (with_logprobs(lambda rows: rows.pop()), "server_lost", "4 tokens with 3 logprobs; at most 4 were requested"),
         (with_tokens(-1), "bad_tokens", "ids from -1 to -1"),
@@ -417,7 +419,7 @@ def too_long(reply: GenerateReply) -> bytes:
 async def test_what_a_server_answers_and_no_model_can_have_said(
     stage: Stage, answer: Any, reason: str, detail: str
 ) -> None:
-    """Numbers that belong to the prompt reject it; an answer that is none loses the server, and the prompt is tried elsewhere."""
+    """Bad numbers that depend on the prompt reject it. A malformed answer loses the server, and the prompt is retried elsewhere."""
     stage.rollout = replace(stage.rollout, group_size=1)
     await stage.start()
     stage.manager.replacement = ScheduleReply(server=stage.server.name, server_url=stage.server.url)

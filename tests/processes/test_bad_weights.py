@@ -1,4 +1,4 @@
-"""Weights that are broken: the trainer says so before anything is trained, and no server is told to load them."""
+"""Broken weights: the trainer reports them before it trains, and no server is asked to load them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def model(sound: Path, tmp_path: Path) -> Path:
 
 
 def change(model: Path, key: str, make) -> None:  # type: ignore[no-untyped-def]
-    """Replace the tensors whose name has `key` by make(tensor); None leaves them out."""
+    """Replace each tensor with `key` in its name by make(tensor). None removes it."""
     tensors = load_file(model / "model.safetensors")
     made = {name: make(tensor) if key in name else tensor for name, tensor in tensors.items()}
     kept = {name: tensor for name, tensor in made.items() if tensor is not None}
@@ -91,12 +91,12 @@ def test_a_shard_that_is_missing_is_named(model: Path) -> None:
 
 
 class Published:
-    """A manager's fleet without servers, and what it takes for publishable."""
+    """A manager's fleet without servers, and a record of the versions that passed its verification."""
 
     def __init__(
         self, tmp_path: Path, source: Path, verify_limit_s: float, replace_limit_s: float = 0.0, session: Any = None
     ) -> None:
-        """session: None: no server is asked."""
+        """session None: no server is contacted."""
         table = ServerTable("round_robin", dead_after_s=10.0)
         self.tmp_path, self.source = tmp_path, source
         self.verified: asyncio.Queue[WeightVersion] = asyncio.Queue()
@@ -192,7 +192,7 @@ async def test_a_version_that_shows_late_is_served(tmp_path: Path, sound: Path) 
 async def test_a_damaged_version_is_reported_and_its_replacement_served(
     tmp_path: Path, sound: Path, caplog: pytest.LogCaptureFixture, replacement: WeightVersion
 ) -> None:
-    """The limit of the check is over long before: the trainer has a limit of its own."""
+    """The trainer's time limit applies to the replacement. The check's own limit is long over by then."""
     published = Published(tmp_path, sound, verify_limit_s=0.3, replace_limit_s=1000.0)
     (published.write(V1) / "model.safetensors").write_bytes(b"torn")
     published.fleet.publish(str(V1))
@@ -216,9 +216,9 @@ async def test_a_damaged_version_is_reported_and_its_replacement_served(
 
 @pytest.mark.parametrize("loop", ["verify_loop", "update_loop"])
 async def test_a_loop_that_is_woken_in_the_turn_that_cancels_it_ends(tmp_path: Path, sound: Path, loop: str) -> None:
-    """asyncio.wait_for of Python 3.11 forgets the cancellation."""
+    """asyncio.wait_for of Python 3.11 loses the cancellation."""
     fleet = Published(tmp_path, sound, verify_limit_s=1000.0).fleet
-    fleet.publish(str(V1))  # there is none: the next attempt to verify it waits for the next publication
+    fleet.publish(str(V1))  # it does not exist: verification is next tried after the next publication
     task = asyncio.create_task(getattr(fleet, loop)())
     await asyncio.sleep(0.1)
     fleet.publish(str(V2))
@@ -230,7 +230,7 @@ async def test_a_loop_that_is_woken_in_the_turn_that_cancels_it_ends(tmp_path: P
 
 
 async def test_a_version_that_a_server_refuses_is_verified_again(tmp_path: Path, sound: Path) -> None:
-    """It may have been damaged after the manager had verified it."""
+    """It may have been damaged after the manager verified it."""
     session = open_session(max_connections=0)
     published = Published(tmp_path, sound, verify_limit_s=0.3, replace_limit_s=1000.0, session=session)
     path = published.write(V1)

@@ -1,4 +1,4 @@
-"""What other processes send fills nobody's memory: answers over HTTP, streams of SGLang, changes in name resolve.
+"""No other process can fill a process's memory: answers over HTTP, streams of SGLang, changes in name resolve are bounded.
 
 docs/design/bounds.md has the list. Most of it is tested beside its code (test_channel.py, test_streams.py, test_journal.py ...).
 """
@@ -51,7 +51,7 @@ async def server(*routes: web.RouteDef) -> AsyncIterator[str]:
 
 
 async def endless(request: web.Request) -> web.StreamResponse:
-    """Never says how long it will be, and goes on until its reader has gone."""
+    """Announce no length, and send until the reader has disconnected."""
     answer = web.StreamResponse()
     await answer.prepare(request)
     while True:
@@ -72,7 +72,7 @@ async def test_an_answer_is_read_up_to_a_limit() -> None:
             async with session.get(url + path) as answer:
                 with pytest.raises(aiohttp.ClientPayloadError, match=f"more than {MOST} bytes"):
                     await asyncio.wait_for(answer.read(), LIMIT_S)
-            # the one connection is as good as new, and what is allowed comes whole
+            # the only connection is usable again, and an answer within the limit arrives whole
             async with session.get(f"{url}/long?bytes={MOST}") as answer:
                 assert await answer.read() == b"x" * MOST
 
@@ -105,14 +105,14 @@ async def next_of(changes: AsyncIterator[WatchEvent]) -> WatchEvent:
 
 
 async def test_a_loop_that_stands_still_finds_the_newest_of_each_key(directory: Directory) -> None:
-    """docs/design/bounds.md: 10,000 changes wait at most, then the newest of each key."""
+    """docs/design/bounds.md: at most 10,000 changes are queued, then only the newest of each key."""
     names, puts = directory.resolver, 25_000
     names.add("server/last", "")
     changes = directory.watch("server", subtree=True)
-    await next_of(changes)  # it watches
+    await next_of(changes)  # the watch is active
     for value in ("old", "new"):
         names.add("server/early", value, replace=True)
-    for n in range(puts):  # the loop stands still meanwhile
+    for n in range(puts):  # the event loop is blocked meanwhile
         names.add(f"server/{n % 4}", str(n), replace=True)
     names.delete("server/2")
     names.add("server/last", "now", replace=True)

@@ -1,4 +1,5 @@
-"""Weights over the network, with real servers and gloo: the same as from disk; what dies, hangs or refuses costs one update."""
+"""Weights over the network, with real servers and gloo: equal to those from disk. A peer that dies, hangs or refuses costs one
+update."""
 
 from __future__ import annotations
 
@@ -52,8 +53,8 @@ from asyncrl.weights.versions import version_dir, write_version
 V0, V1, V2 = WeightVersion(1, 0), WeightVersion(1, 1), WeightVersion(1, 2)
 GENERATION = GenerationConfig(max_running_requests=8, max_batch_tokens=128, num_blocks=32, page_size=16)
 LIMIT_S = 30.0
-START_LIMIT_S = 90.0  # of a process that imports torch, on a busy machine
-SEND_LIMIT_S = 10.0  # of a broadcast that cannot succeed, which comes to its middle within it: waited for once
+START_LIMIT_S = 90.0  # for a process that imports torch, on a busy machine
+SEND_LIMIT_S = 10.0  # for a broadcast that cannot succeed but must reach its middle; one test waits for it
 PROMPT = [3, 1, 4, 1, 5]
 _spaces = itertools.count()
 
@@ -76,7 +77,7 @@ def tensors_of(version: WeightVersion) -> list[tuple[str, torch.Tensor]]:
 
 
 def held(version: WeightVersion, bucket_bytes: int = 100_000) -> HeldSnapshot:
-    """Several buckets, so that there is a middle."""
+    """Several buckets, so that a broadcast can fail in the middle."""
     buckets = pack(((name, tensor, tensor.dtype) for name, tensor in tensors_of(version)), bucket_bytes)
     assert len(buckets) > 3
     return HeldSnapshot(version, buckets)
@@ -100,7 +101,7 @@ def make_server(model_path: Path, space: str) -> tuple[GenerationServer, NameRes
 
 
 class Client:
-    """A server as manager and rollout workers see it."""
+    """A server as the manager and rollout workers see it."""
 
     def __init__(self, session: aiohttp.ClientSession, name: str, url: str, model_path: Path) -> None:
         self.session, self.name, self.url, self.model_path = session, name, url, model_path
@@ -127,7 +128,7 @@ class Client:
             return str((await response.json())["weight_version"])
 
     async def logprobs(self) -> list[float]:
-        """Of a greedy response to PROMPT: a fingerprint of the weights, as exact as they are."""
+        """Logprobs of a greedy response to PROMPT. They are a precise fingerprint of the weights."""
         sampling = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
         body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
         status, reply = await self.post("/generate", body)
@@ -154,7 +155,7 @@ async def served(model_path: Path) -> AsyncIterator[Client]:
 
 
 def be_server(model_path: Path, pipe: Connection) -> None:
-    """The target of a process: a server that tells its address."""
+    """The main function of a process: a server that sends its address through the pipe."""
     torch.set_num_threads(1)
     server, resolve = make_server(model_path, "process")
 
@@ -183,14 +184,14 @@ def process(model_path: Path) -> Iterator[tuple[BaseProcess, str]]:
 
 
 class Watch:
-    """Counts what servers are asked for, and acts before one of the requests."""
+    """Counts the requests to servers, and acts before one of them."""
 
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
         self._acts: dict[tuple[str, int], Callable[[], None]] = {}
 
     def when_sending_bucket(self, number: int, act: Callable[[], None]) -> None:
-        """Before a server is asked to take bucket `number` (from 0) of the next broadcast: in the middle of it."""
+        """Act in the middle of the next broadcast, before a server is asked to take bucket `number` (from 0)."""
         path = "/update_weights_from_distributed"
         self._acts[path, self.asked[path] + number] = act
 
@@ -213,7 +214,7 @@ class _WatchedClient(ServerClient):
 
 
 class Unannounced(ServerClient):
-    """Does not say which tensors will come."""
+    """A client that does not announce the tensors to come."""
 
     async def post(self, target: BroadcastTarget, path: str, message: msgspec.Struct) -> UpdateWeightsReply:
         if isinstance(message, BeginWeightUpdate):
@@ -227,7 +228,7 @@ async def sender(
     client: Callable[[aiohttp.ClientSession], ServerClient] = ServerClient,
     told: Callable[[str], None] = lambda url: None,
 ) -> AsyncIterator[WeightSender]:
-    """told: is told the address."""
+    """told: called with the address."""
     options = WeightsConfig(transport="broadcast", broadcast_timeout_s=limit_s)
     async with open_session(max_connections=0) as session:
         made = WeightSender(
@@ -242,7 +243,7 @@ async def sender(
 async def send(
     sender: WeightSender, version: WeightVersion, *clients: Client, limit_s: float = LIMIT_S
 ) -> BroadcastReply:
-    """As the manager does: pause, send, and continue where it succeeded."""
+    """Pause, send, and continue the servers that succeeded, as the manager does."""
     for client in clients:
         await client.pause()
     targets = [client.target for client in clients]
@@ -259,7 +260,7 @@ async def send(
 
 
 async def test_a_version_sent_is_the_version_on_disk(model_path: Path) -> None:
-    """Bit for bit; and again through the same group; and over HTTP, as the manager asks for it."""
+    """Bit for bit, then again through the same group, then over HTTP as the manager requests it."""
     requests, urls = Watch(), list[str]()
     async with served(model_path) as client, sender(client=requests.client, told=urls.append) as trainer:
         before = await client.logprobs()
@@ -291,7 +292,7 @@ def test_nccl_needs_a_gpu() -> None:
 
 
 async def test_nothing_is_broadcast_that_a_server_refuses(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another model, an older version, one that the trainer does not hold: said at once, and the old weights serve on."""
+    """Another model, an older version, or one that the trainer does not hold: refused at once. The old weights stay in use."""
     broadcasts: list[str] = []
     broadcast = GroupMember.broadcast
 
@@ -333,7 +334,7 @@ async def test_the_protocol_refuses_what_comes_in_another_order(model_path: Path
         assert (await client.post("/begin_weight_update", BeginWeightUpdate()))[0] == 200
         status, reply = await client.post("/update_weights_from_distributed", bucket)
         assert (status, "there is no group" in reply["message"]) == (400, True)
-        status, reply = await client.post("/end_weight_update", {})  # nothing came
+        status, reply = await client.post("/end_weight_update", {})  # no tensor came
         assert (status, reply["success"]) == (400, False)
         join = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "limit_s": 0.5}
         status, reply = await client.post("/init_weights_update_group", {**join, "backend": "gloo"})
@@ -343,7 +344,7 @@ async def test_the_protocol_refuses_what_comes_in_another_order(model_path: Path
 
 
 async def test_a_version_that_the_trainer_has_not_published_is_refused(model_path: Path) -> None:
-    """A label that is far ahead: the server would refuse all versions that follow."""
+    """A label that is far ahead would make the server refuse all versions that follow."""
     ahead = WeightVersion(1, 99_999)
     why = f"weight_version is {ahead}, which the trainer has not published; the newest is {V2}"
     async with served(model_path) as client:
@@ -358,7 +359,7 @@ async def test_a_version_that_the_trainer_has_not_published_is_refused(model_pat
 
 
 async def test_a_sender_that_repeats_itself_fills_no_memory(model_path: Path) -> None:
-    """One that does not announce what will come: else it would be refused for that."""
+    """The sender here does not announce its tensors. Otherwise the server would refuse it for the repetition."""
     async with served(model_path) as client, sender(client=Unannounced) as trainer:
         buckets = held(V1).buckets
         trainer.hold(HeldSnapshot(V1, [*buckets, buckets[0]]))
@@ -367,7 +368,7 @@ async def test_a_sender_that_repeats_itself_fills_no_memory(model_path: Path) ->
 
 
 async def test_one_that_hangs_in_the_middle_holds_nobody_up(model_path: Path, process: tuple[BaseProcess, str]) -> None:
-    """SIGSTOP: the trainer answers within the limit, the other server and, later, the stopped one recover from disk."""
+    """SIGSTOP: the trainer answers within the limit. The other server and, later, the stopped one recover from disk."""
     child, url = process
     requests = Watch()
     async with served(model_path) as client, sender(client=requests.client) as trainer:
@@ -396,7 +397,7 @@ async def test_one_that_hangs_in_the_middle_holds_nobody_up(model_path: Path, pr
 
 
 async def test_one_that_dies_in_the_middle_holds_nobody_up(model_path: Path, process: tuple[BaseProcess, str]) -> None:
-    """SIGKILL: noticed at once, long before the limit."""
+    """SIGKILL is noticed at once, long before the limit."""
     child, url = process
     requests = Watch()
     async with served(model_path) as client, sender(3 * LIMIT_S, requests.client) as trainer:
@@ -414,5 +415,5 @@ async def test_one_that_dies_in_the_middle_holds_nobody_up(model_path: Path, pro
         await client.load(V2)
         await client.resume()
         assert await send(trainer, V2, client) == BroadcastReply()
-        reply = await trainer.broadcast(request)  # it is gone: said before anybody meets
+        reply = await trainer.broadcast(request)  # the dead server is detected before any group forms
         assert "there did not answer /server_info" in reply.errors["there"]

@@ -1,4 +1,4 @@
-"""The manager's side of a broadcast, over HTTP: one request to the trainer for all servers; what fails loads from disk."""
+"""The manager's side of a broadcast, over HTTP: one request to the trainer for all servers. Failed servers load from disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ V0, V1, V2 = (WeightVersion(1, number) for number in range(3))
 
 
 class FakeServer:
-    """Takes what it is told to load. `says` overrides its echo."""
+    """Loads any version. `says` overrides the version that it reports."""
 
     def __init__(self) -> None:
         self.version = self.url = self.says = ""
@@ -42,7 +42,7 @@ class FakeServer:
 
 
 class FakeTrainer:
-    """Sends to the servers it is asked for, but not to those in `fails`."""
+    """Sends to the requested servers, except those in `fails`."""
 
     def __init__(self, servers: dict[str, FakeServer]) -> None:
         self.servers, self.url = servers, ""
@@ -79,12 +79,12 @@ class Managed:
         self.fleet, self.servers, self.trainer, self._change = fleet, servers, trainer, change
 
     def publish(self, version: WeightVersion) -> None:
-        """It is on disk, and its manifest holds."""
+        """Mark the version as written to disk with a valid manifest."""
         self.fleet.plan.publish(version)
         self.fleet.members_changed()
 
     async def until(self, **states: str) -> None:
-        """Servers are in these states, given as `healthy_1` with the version or `stale`."""
+        """Wait until the servers are in these states: `healthy_1` (with the version) or `stale`."""
 
         def found() -> dict[str, str]:
             views = {name: self.fleet.table.servers[name] for name in states}
@@ -106,7 +106,7 @@ class Managed:
 
 @asynccontextmanager
 async def managed(*names: str) -> AsyncIterator[Managed]:
-    """A fleet of these servers that serve version 0."""
+    """A fleet of these servers, all with version 0."""
     servers = {name: FakeServer() for name in names}
     trainer, change = FakeTrainer(servers), asyncio.Event()
     table = ServerTable("round_robin", dead_after_s=LIMIT_S)
@@ -120,7 +120,7 @@ async def managed(*names: str) -> AsyncIterator[Managed]:
             probe_every_s=LIMIT_S,
             probe_limit_s=LIMIT_S,
             verify_limit_s=LIMIT_S,
-            broadcast_limit_s=4 * LIMIT_S,  # a quarter of which servers wait for each other
+            broadcast_limit_s=4 * LIMIT_S,  # servers wait for each other for a quarter of it
             logger=logging.getLogger("test"),
         )
         fleet.sender_at(url)
@@ -169,7 +169,7 @@ async def test_what_a_broadcast_fails_with_loads_from_disk_when_that_is_there(ho
         run.fleet.hold(str(V1))
         await run.until(**{name: "stale" if name in lost else "healthy_1" for name in ("a", "b")})
         run.servers["b"].says = ""
-        assert "continue_generation" not in run.servers["b"].did[-1:]  # it stays paused: what it has is unknown
+        assert "continue_generation" not in run.servers["b"].did[-1:]  # it stays paused: its weights are unknown
         run.publish(V1)
         await run.until(a="healthy_1", b="healthy_1")
         ahead, *paused = run.servers["b"].did[-4:]
@@ -180,7 +180,7 @@ async def test_what_a_broadcast_fails_with_loads_from_disk_when_that_is_there(ho
 
 
 async def test_a_fall_back_to_disk_is_one_warning_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
-    """Not one a version; and one more if broadcasts have worked in between."""
+    """Not one warning a version. There is another one if broadcasts have worked in between."""
 
     def warnings() -> list[str]:
         return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
@@ -189,7 +189,7 @@ async def test_a_fall_back_to_disk_is_one_warning_with_its_cause(caplog: pytest.
         run.trainer.fails = {"a", "b"}
         number = 1
         for failures in (1, 2, 3):
-            while run.fleet.counters["failed", "b"] < failures:  # some versions come from disk without another try
+            while run.fleet.counters["failed", "b"] < failures:  # some versions load from disk without a broadcast
                 run.fleet.hold(str(WeightVersion(1, number)))
                 run.publish(WeightVersion(1, number))
                 await run.until(a=f"healthy_{number}", b=f"healthy_{number}")

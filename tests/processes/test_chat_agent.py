@@ -1,4 +1,4 @@
-"""Agents that talk through the endpoint: groups, rewards, threads, and every way to end early."""
+"""Agents that use the chat endpoint: groups, rewards, threads, and every way to end early."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PROMPT = Prompt("e0-p0", "", [], "HI", "default", {"messages": MESSAGES}, False)
 
 
 async def echo(input_ids: list[int], sampling: SamplingConfig, on_piece: OnPiece) -> Response:
-    """Says what the user said, in capitals; the rollout ends where that is `lose`, and `wait` takes for ever."""
+    """Repeat the user's text in capitals. `lose` ends the rollout, and `wait` never returns."""
     text = TOKENIZER.decode(input_ids).rpartition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]
     if text == "lose":
         raise RolloutReleased("server_lost", "gone")
@@ -56,7 +56,7 @@ async def ask(session: ChatSession, text: str = "hi") -> str:
 
 
 class Judge(Env):
-    """Pays 1 for the prompt's answer. Counts what is open."""
+    """Gives reward 1 for the prompt's answer. Counts open instances."""
 
     open = 0
 
@@ -92,7 +92,7 @@ async def collect(
 
 
 class Meeting(ChatAgent):
-    """All members talk at the same time, each in a session of its own, and are paid by themselves."""
+    """All members chat at the same time, each in a session of its own, and each returns its own reward."""
 
     def __init__(self, **args: Any) -> None:
         super().__init__(**args)
@@ -118,7 +118,7 @@ async def test_members_have_sessions_and_rewards_of_their_own(endpoint: ChatEndp
 
 
 async def test_200_sessions_start_in_turns_of_their_own(endpoint: ChatEndpoint) -> None:
-    """Each makes an openai client, which takes 22 ms of CPU. Whatever else the loop has to do is done in between."""
+    """Each session makes an openai client, which takes 22 ms of CPU. The loop's other work runs in between."""
     turns = 0
     starts: list[int] = []
 
@@ -182,7 +182,7 @@ async def test_the_sequence_that_is_trained_is_chosen_and_the_rest_counted(
 
 
 class Failing(ChatAgent):
-    """Member 0 fails in some way; the others wait for an answer that never comes."""
+    """Member 0 fails in some way. The others wait for an answer that never comes."""
 
     async def chat(self, session: ChatSession, prompt: Prompt) -> Any:
         if session.member:
@@ -198,7 +198,7 @@ class SwallowsErrors(Failing):
         try:
             await ask(session, "lose")
         except openai.APIError:
-            await asyncio.Event().wait()  # makes nothing of it
+            await asyncio.Event().wait()  # ignores the error, and waits
         return 1.0
 
 
@@ -304,7 +304,7 @@ async def test_a_blocking_client_on_the_event_loop_is_told_of() -> None:
             told.set()
 
     def stand_still() -> None:
-        watch.start(asyncio.get_running_loop())  # here, so that it finds the loop nowhere else
+        watch.start(asyncio.get_running_loop())  # started here, so that it never sees the loop outside this function
         assert told.wait(LIMIT_S)
 
     handler = Teller()
@@ -356,7 +356,7 @@ def test_arguments_that_will_not_do(arguments: dict[str, Any], told: str) -> Non
 
 
 class Swallows(ChatAgent):
-    """Is content with whatever comes."""
+    """Accepts any answer."""
 
     async def chat(self, session: ChatSession, prompt: Prompt) -> float:
         with contextlib.suppress(openai.APIError):
@@ -365,7 +365,7 @@ class Swallows(ChatAgent):
 
 
 async def test_a_rollout_worker_serves_its_agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the generation server refuses is the rollout's reason, whatever the agent makes of it."""
+    """The generation server's refusal is the rollout's reason, whatever the agent does with the error."""
     monkeypatch.setattr("test_rollout_worker.make_char_tokenizer", make_chat_tokenizer)
     stage = Stage(tmp_path)
     stage.rollout = replace(stage.rollout, group_size=2, tasks={"default": TaskConfig(agent=f"{__name__}:Swallows")})

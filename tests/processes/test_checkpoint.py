@@ -1,4 +1,4 @@
-"""Checkpoints: saved in one layout, loaded in another, the training goes on bit for bit; a torn one is told from a whole one."""
+"""Checkpoints saved in one layout and loaded in another: training goes on bit for bit. A torn checkpoint is detected."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def model_path(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def saved(ranks, model_path, tmp_path_factory) -> Path:
-    """Of d2p2m2, after two steps, with a frozen reference on d2."""
+    """A checkpoint of d2p2m2 after two steps, with a frozen reference on d2."""
     path = tmp_path_factory.mktemp("checkpoints") / "step-2"
     save_all(ranks, model_path, "d2p2m2", path)
     return path
@@ -59,7 +59,7 @@ def save_all(ranks: RankProcesses, model_path: str, grid: str, path: Path) -> li
 
 
 def make(path: str, grid: str, ref_grid: str, *, change: float) -> dict[str, TrainEngine]:
-    """What this rank has of an actor with an optimizer and of a frozen reference on the first ranks."""
+    """This rank's part of an actor with an optimizer, and of a frozen reference on the first ranks."""
     models = {}
     for name, sizes in (("actor", grid), ("ref", ref_grid)):
         mesh = ModelMesh.make(placement(name, sizes), "cpu")
@@ -70,7 +70,7 @@ def make(path: str, grid: str, ref_grid: str, *, change: float) -> dict[str, Tra
 
 
 def step(model: TrainEngine) -> None:
-    """With gradients that any part of a parameter has by itself."""
+    """A step with gradients that each part of a parameter computes alone."""
     for parameter in model.named_parameters().values():
         parameter.grad = parameter.detach().sin()
     assert model.optimizer is not None
@@ -93,7 +93,7 @@ def save(rank: int, model_path: str, grid: str, path: str) -> tuple[list[Written
         if "actor" in models:
             step(models["actor"])
     taken = checkpoint.snapshot(models)
-    if "actor" in models:  # training goes on before it is written
+    if "actor" in models:  # training goes on before the files are written
         step(models["actor"])
     return checkpoint.write(Path(path), taken, fsync=False), draw()
 
@@ -143,7 +143,8 @@ def test_random_numbers_go_on_where_they_were(ranks, model_path, tmp_path):
 
 
 def test_each_part_is_written_once_and_by_all(saved, model_path):
-    """The parameter and two moments in float32 and the reference, nothing twice, though norms are on all and tied ones on two."""
+    """The parameters, two moments in float32, and the reference. Nothing is written twice, although all ranks hold the norms and
+    two stages hold tied tensors."""
     manifest = checkpoint.verify(saved)
     sizes = [entry.bytes for name, entry in manifest.files.items() if name.endswith(".safetensors")]
     one = sum(tensor.nbytes for tensor in shard(model_path, None).named_parameters().values())
@@ -152,11 +153,11 @@ def test_each_part_is_written_once_and_by_all(saved, model_path):
     )
     assert sum(sizes) == 4 * one + headers
     assert len(sizes) == 8
-    assert not [entry for entry in saved.iterdir() if entry.suffix not in (".safetensors", ".json")]  # nothing pickled
+    assert not [entry for entry in saved.iterdir() if entry.suffix not in (".safetensors", ".json")]  # no pickles
 
 
 def test_one_process_without_a_world(model_path, tmp_path):
-    """Also before the first step: there are no moments yet."""
+    """Also before the first step, when there are no moments yet."""
     for steps in (0, 2):
         model = shard(model_path, None, change=0.1)
         for _ in range(steps):
@@ -232,7 +233,7 @@ def test_another_model_does_not_fit(model_path, saved, tmp_path):
 
 
 def test_models_that_the_checkpoint_does_not_have(model_path, saved):
-    """A second reference is loaded from the first; one that was not saved then stays as it is, where that was asked for."""
+    """A second reference loads the first one's data. On request, a model absent from the checkpoint keeps its weights."""
     second, new = shard(model_path, None), shard(model_path, None, change=0.3)
     models = {"ref@1": second, "reward": new}
     with pytest.raises(CheckpointError, match=r"does not fit model 'reward': Missing key .* reward\."):

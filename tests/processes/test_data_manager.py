@@ -1,4 +1,4 @@
-"""Data managers of four real workers, over gloo: what plans say happens, byte for byte."""
+"""Data managers of four real workers, over gloo: plans are executed exactly, byte for byte."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ranks():
 
 
 def make_group(ticket: str) -> SequenceSample:
-    """Every dtype, values of all kinds, lengths of all kinds; the same ticket gives the same group."""
+    """Every dtype, with varied values and lengths. The same ticket gives the same group."""
     rng = np.random.default_rng(list(ticket.encode()))
     lengths = [int(n) for n in rng.integers(0, 9, rng.integers(1, 4))]
     group = {
@@ -58,7 +58,7 @@ def make_manager(rank: int, limit_s: float = LIMIT_S, capacity: int = 64) -> tup
 
 
 def random_holders(seed: int) -> tuple[dict[str, dict[str, list[int]]], dict[int, list[str]]]:
-    """Groups whose keys are at random workers, and random ids that each worker needs."""
+    """Groups with their keys at random workers, and random ids that each worker needs."""
     rng = Random(seed)
     ids = [f"s{seed}-{i}" for i in range(rng.randint(1, 8))]
     workers = list(range(NUM_WORKERS))
@@ -71,7 +71,7 @@ def random_holders(seed: int) -> tuple[dict[str, dict[str, list[int]]], dict[int
 
 
 def move_and_compare(rank: int, seeds: list[int]) -> list[int]:
-    """Plan, move, compare with what the groups were. Returns the bytes sent for each seed."""
+    """Execute the plan and compare with the original groups. Return the bytes sent for each seed."""
     sent = []
     for seed in seeds:
         store, manager = make_manager(rank)
@@ -109,7 +109,7 @@ STEP = RedistribStep("scatter", 0, [1], [["t"]], list(KEYS))
 
 
 def send_to_one_who_is_busy(rank: int) -> None:
-    """Worker 1 computes when the data comes, until worker 0 has gone on: a sender that waited for it would wait in vain."""
+    """Worker 1 computes when the data arrives, until worker 0 has gone on. A sender that waited for it would deadlock."""
     store, manager = make_manager(rank)
     if rank == 0:
         store.put(make_group("t"))
@@ -125,7 +125,7 @@ def test_a_sender_waits_for_nobody(ranks):
 
 
 def relay(rank: int) -> bool:
-    """A worker passes on what an earlier step of the same call has brought it."""
+    """A worker forwards data that an earlier step of the same call has brought to it."""
     store, manager = make_manager(rank)
     if rank == 0:
         store.put(make_group("t"))

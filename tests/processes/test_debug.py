@@ -1,4 +1,4 @@
-"""One process alone, from its resolved config, in a terminal of its own."""
+"""A single process, started from its resolved config in its own terminal."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ def tiny(tmp_path_factory):
 
 
 def resolved(tiny, folder, name, endpoints=(), **changes):
-    """The config of one process, on disk."""
+    """The config of one process, written to disk."""
     config = with_name_resolve(load_experiment(tiny), NameResolveConfig(endpoints=list(endpoints)))
     (spec,) = (spec for spec in plan(config, attempt=1, num_prompts=20) if spec.name == name)
     path = folder / f"{spec.file_stem}.yaml"
@@ -44,7 +44,7 @@ def test_an_error_is_looked_at_where_it_was_raised(tiny, tmp_path):
     done = debug(path, "--pdb", typed="p 'directory is', directory.name\nq\n")
     assert done.returncode == 1, done.stderr
     assert "nothing answers at 127.0.0.1:1; it gets a private etcd" in done.stdout
-    assert f"('directory is', '{tmp_path.name}')" in done.stdout  # of the frame that raised
+    assert f"('directory is', '{tmp_path.name}')" in done.stdout  # printed by the frame that raised
     assert "has no tokenizer.json" in done.stderr
 
 
@@ -73,7 +73,7 @@ def test_a_process_left_for_debugging_stops_when_its_run_ends(tiny, tmp_path):
 
 
 def with_breakpoint(tiny, tmp_path):
-    """The config of a rollout worker whose reward function stops where it is loaded. It finds nobody: its names are its own."""
+    """The config of a rollout worker. Its reward function has a breakpoint at import. Its names are private, so it is alone."""
     (tmp_path / "stops.py").write_text("breakpoint()\ndef reward(prompt, completion, answer):\n    return 0.0\n")
     overrides = [f"rollout.tasks.default.reward={tmp_path}/stops.py:reward", "runtime.start_timeout_s=2"]
     config = load_experiment(tiny, [*overrides, "name_resolve.endpoints=[memory://]", "network.authenticate=off"])
@@ -86,8 +86,8 @@ def with_breakpoint(tiny, tmp_path):
 def test_a_breakpoint_has_a_terminal(tiny, tmp_path):
     done = debug(with_breakpoint(tiny, tmp_path), typed="p 'it', 'stopped'\nc\n")
     assert "('it', 'stopped')" in done.stdout
-    assert "it gets a private etcd" not in done.stdout  # its name resolve answers, and nothing of its name is there
-    assert "waited 2 s for the address of the gserver manager" in done.stderr  # it went on, alone
+    assert "it gets a private etcd" not in done.stdout  # its name resolve answers, but holds none of its names
+    assert "waited 2 s for the address of the gserver manager" in done.stderr  # it went on alone
 
 
 def test_a_breakpoint_in_a_process_of_the_launcher_says_what_to_do(tiny, tmp_path):
@@ -107,7 +107,7 @@ def test_what_is_no_process_config_is_refused(tiny, tmp_path):
 
 
 def test_a_process_that_runs_already_is_not_started_again(tiny, tmp_path):
-    """Name resolve of a run in which the process is there: faked by what it published."""
+    """Name resolve of a run in which the process already exists. The test publishes the process's entry."""
     with EtcdServer(tmp_path / "etcd", tmp_path / "etcd.log", NameResolveConfig().binary) as etcd:
         path = resolved(tiny, tmp_path, "rollout_worker/0", endpoints=[etcd.endpoint])
         worker = load_process_config(path).worker

@@ -1,5 +1,5 @@
-"""What the generation engine says it sampled with is what the trainer computes: over the real wires, and across a train step
-whose weights reach the server in the middle of its responses.
+"""The generation engine reports the logprobs that the trainer computes: over real connections, and across a train
+step. The step's weights reach the server in the middle of its responses.
 
     TrainEngine -> weights on disk -> GenerationServer -- HTTP --> PartialRolloutManager -- ZeroMQ --> TrainEngine.logprobs
 """
@@ -106,7 +106,7 @@ async def client(tmp_path: Path) -> AsyncIterator[PartialRolloutManager]:
         NoOtherServer(),
         board=StatusBoard(info("rollout_worker", tmp_path), LOGGER),
         logger=LOGGER,
-        new_tokens_per_chunk=8,  # the engine gets no further ahead of a slow client: all would have ended before the update
+        new_tokens_per_chunk=8,  # keeps the engine close to a slow client: otherwise all would end before the update
         request_timeout_s=60.0,
         max_requests=2 * GROUP,
     )
@@ -147,7 +147,7 @@ async def test_logprobs_of_server_and_trainer_are_equal_across_a_train_step(
 
 
 async def serve(trainer: TrainEngine, version: WeightVersion, url: str, run_dir: Path, source_dir: Path) -> None:
-    """What a model worker and the manager do between them: write the version, have the server load it."""
+    """Write the version and make the server load it, as a model worker and the manager do together."""
     path = version_dir(run_dir, "actor", version)
     write_version(path, take_share(trainer).items(), source_dir=source_dir, version=version, fsync=False)
     request = UpdateWeightsRequest(model_path=str(path), weight_version=str(version))
@@ -180,7 +180,7 @@ def engine_of(model_path: Path) -> TrainEngine:
 
 
 def train_once(trainer: TrainEngine) -> dict[str, float]:
-    """A real train step, on anything: it makes some random sequences likelier."""
+    """A real train step on arbitrary data: it makes some random sequences likelier."""
     rng = np.random.default_rng(1)
     ids = [rng.integers(1, 64, 40) for _ in range(8)]
     sample = SequenceSample.from_groups(["a"], [{"packed_input_ids": ids}])
@@ -194,7 +194,7 @@ def train_once(trainer: TrainEngine) -> dict[str, float]:
 
 
 async def through_the_stream(sample: SequenceSample, resolver: NameResolver) -> SequenceSample:
-    """From a rollout worker to a head, encoded, as ZeroMQ frames."""
+    """Send the sample from a rollout worker to a head, encoded, as ZeroMQ frames."""
     summary = SampleSummary.of(sample)
     meta = TrajectoryMeta(
         ticket_id=sample.ids[0],

@@ -1,4 +1,4 @@
-"""An etcd that not everybody may use: passwords, permissions, TLS, client certificates. Real servers, real certificates."""
+"""An etcd with restricted access: passwords, permissions, TLS, client certificates. Servers and certificates are real."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FAST = ["--unsafe-no-fsync"]
 
 @dataclass(frozen=True)
 class Certificates:
-    """A certificate authority's; a server's; a client's; and a client's of another authority."""
+    """Certificates of an authority, a server, a client, and a client of another authority."""
 
     folder: Path
 
@@ -76,7 +76,7 @@ def etcdctl(endpoint: str, *arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EtcdServer, NameResolveConfig]]:
-    """An etcd with passwords, and what alice needs to use it: she may read and write below team/alice."""
+    """An etcd with passwords, and alice's config: she may read and write below team/alice."""
     folder = tmp_path_factory.mktemp("guarded")
     with EtcdServer(folder / "data", folder / "log", extra_args=[*FAST, "--auth-token-ttl", "2"]) as server:
         etcdctl(server.endpoint, "user", "add", "root:admin")
@@ -140,7 +140,7 @@ def test_a_user_with_a_password_and_a_prefix(
 def test_tokens_that_a_server_forgets_are_renewed(
     guarded: tuple[EtcdServer, NameResolveConfig], open_alice: OpenSession, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When they have not been used for the server's auth-token-ttl (2 s here), and when it restarts. Leases and watches live on."""
+    """After the server's auth-token-ttl (2 s here) without use, and after a restart. Leases and watches survive."""
     server = guarded[0]
     refreshes = Refreshes(monkeypatch)
     names, other = open_alice(), open_alice()
@@ -171,7 +171,7 @@ def test_tokens_that_a_server_forgets_are_renewed(
 def test_tokens_that_are_over_before_they_were_used(
     open_alice: OpenSession, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a machine that stands still for longer than they live; more than once in a call."""
+    """As on a machine that stands still for longer than a token lives. Here this happens three times in one call."""
     names = open_alice()
     enter, ends = Login.enter, iter(range(3))
 
@@ -232,7 +232,7 @@ def test_refusals_say_what_to_do(guarded: tuple[EtcdServer, NameResolveConfig], 
 def test_a_password_for_an_etcd_that_asks_for_none(
     guarded: tuple[EtcdServer, NameResolveConfig], tmp_path: Path
 ) -> None:
-    """Is refused: whoever sets it believes that strangers are kept out."""
+    """The client refuses: the password's owner believes that strangers have no access."""
     with EtcdServer(tmp_path / "data", tmp_path / "log", extra_args=FAST) as open_to_all:
         config = replace(guarded[1], endpoints=[open_to_all.endpoint])
         with pytest.raises(NameResolveError, match=r"does not use passwords: run `etcdctl auth enable`"):
@@ -261,7 +261,7 @@ def test_tls_with_client_certificates(certificates: Certificates, tmp_path: Path
             names.add(f"{root}/b", "2")
             recorder.wait_for(put(f"{root}/a", "1"), put(f"{root}/b", "2"))
         strangers = [
-            NameResolveConfig(endpoints=[server.endpoint], timeout_s=1.0),  # speaks no TLS
+            NameResolveConfig(endpoints=[server.endpoint], timeout_s=1.0),  # does not speak TLS
             replace(config, cert_file="", key_file="", timeout_s=1.0),
             replace(config, cert_file=certificates.stranger_crt, key_file=certificates.stranger_key, timeout_s=1.0),
             replace(config, ca_file=certificates.other_crt, timeout_s=1.0),  # does not trust the server

@@ -1,4 +1,4 @@
-"""An etcd of three servers, as a user may have it (`name_resolve.endpoints`): a session outlives any one of them."""
+"""A user's etcd of three servers (`name_resolve.endpoints`): a session survives the loss of any one of them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Cluster:
         self._processes[index].wait()
 
     def wait_for(self, index: int) -> None:
-        """Until it answers, which takes a majority."""
+        """Wait until the server answers, which needs a majority."""
         with open_name_resolver(patient(NameResolveConfig(endpoints=[self.endpoints[index]]))):
             pass
 
@@ -61,7 +61,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def test_keys_live_when_a_server_is_killed(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever it is, the one that the session talks to included."""
+    """Any server may be killed, including the one that the session is connected to."""
     refreshes = Refreshes(monkeypatch)
     root = f"test/{uuid.uuid4().hex}"
     often = LeaseIntervals(refresh_s=0.5)

@@ -1,6 +1,6 @@
-"""What etcd's sessions survive: servers that die, come back without their data, freeze, compact; and how a run's own is kept alive.
+"""etcd sessions survive servers that die, lose their data, freeze or compact. The launcher keeps a run's private etcd alive.
 
-Real servers all through.
+All servers are real.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from asyncrl.runtime.names.interface import Lease, LeaseNotFound, NameResolver, 
 from asyncrl.runtime.names.open import open_name_resolver
 
 pytestmark = pytest.mark.timeout(120)
-NOT_A_HANG_S = 12.0  # gRPC takes 15 s to give a frozen server up by itself
+NOT_A_HANG_S = 12.0  # gRPC itself gives up a frozen server after 15 s
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
 
 @pytest.fixture
 def open_etcd(server: EtcdServer) -> Iterator[OpenSession]:
-    """Sessions whose own limit is not what is tested; intervals: how often they look at their leases."""
+    """Sessions with a long session timeout. intervals: how often they check their leases."""
     with ExitStack() as opened:
 
         def open_one(intervals: LeaseIntervals = USUAL) -> NameResolver:
@@ -63,7 +63,7 @@ def open_etcd(server: EtcdServer) -> Iterator[OpenSession]:
 
 @contextmanager
 def bare_store(server: EtcdServer) -> Iterator[EtcdStore]:
-    """What the server has, for a look past all sessions."""
+    """The server's data, read without a session."""
     store = EtcdStore([server.endpoint], LIMIT_S, threading.Event(), EVERYBODY)
     try:
         yield store
@@ -102,7 +102,7 @@ def test_everything_survives_a_killed_server(server: EtcdServer, open_etcd: Open
     state = {f"{root}/held": "1", f"{root}/used": "2", f"{root}/later": "4"}
     tree.wait_for_state(state)
     key.wait_for(put(f"{root}/later", "4"))
-    other.add(f"{root}/after", "5")  # the streams live again
+    other.add(f"{root}/after", "5")  # the streams work again
     tree.wait_for_state(state | {f"{root}/after": "5"})
     assert lease.refresh()
     lease.revoke()
@@ -113,9 +113,9 @@ def test_everything_survives_a_killed_server(server: EtcdServer, open_etcd: Open
 def test_leases_entries_and_watches_come_back_from_lost_data(
     server: EtcdServer, open_etcd: OpenSession, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(etcd_watch, "SETTLE_S", 15.0)  # on a busy machine
+    monkeypatch.setattr(etcd_watch, "SETTLE_S", 15.0)  # long, for a busy machine
     holder, user, other = open_etcd(), open_etcd(), open_etcd()
-    lease = holder.grant_lease(30)  # far longer than the test: what is lost is noticed, not waited for
+    lease = holder.grant_lease(30)  # far longer than the test: the session must detect the loss, not wait for it
     holder.add(f"{root}/held", "1", lease=lease.id)
     holder.add(f"{root}/deleted", "1", lease=lease.id)
     holder.add(f"{root}/swapped", "1", lease=lease.id)
@@ -131,9 +131,9 @@ def test_leases_entries_and_watches_come_back_from_lost_data(
     told = list(recorder.events)
     for value in ("second", "third"):
         lose_data(server)
-        holder.add(f"{root}/new", value, replace=True, lease=lease.id)  # at once: it need not wait for the keeper
+        holder.add(f"{root}/new", value, replace=True, lease=lease.id)  # at once: it need not wait for the lease keeper
         told.append(put(f"{root}/new", value))
-        recorder.wait_for(*told)  # what comes back is no news, and neither is that it was gone
+        recorder.wait_for(*told)  # restored entries cause no event, and neither does their loss
         for key, expected in restored.items():
             assert other.wait(key, LIMIT_S) == expected
         assert other.get_subtree(root) == dict(sorted((restored | {f"{root}/new": value}).items()))
@@ -163,7 +163,7 @@ def test_somebody_elses_lease_that_comes_back(
     lease.revoke()
     recorder.wait_for(put(f"{root}/a", "1"), gone(f"{root}/a"))
     holder.add(f"{root}/stolen", "2")
-    for _ in range(2):  # with the second look the session has drawn its conclusions from the first
+    for _ in range(2):  # by the second check the session has acted on the first
         assert looks_in_vain.acquire(timeout=LIMIT_S), "the session has not looked at the lease that is gone"
     assert holder.grant_lease(30, lease_id=lease.id).alive
     assert holder.wait(f"{root}/a", LIMIT_S) == "1"
@@ -177,7 +177,7 @@ def test_a_session_that_was_frozen_takes_its_lease_again(server: EtcdServer, roo
         "names = EtcdNameResolver([sys.argv[1]])\n"
         "names.add(sys.argv[2], 'here', lease=names.grant_lease(1).id)\n"
         "names.watch('test/x', print)\n"
-        "sys.stdin.read()\n"  # and exit without closing: watches and leases must not hold it up
+        "sys.stdin.read()\n"  # the process exits without closing: watches and leases must not delay it
     )
     child = subprocess.Popen([sys.executable, "-c", program, server.endpoint, f"{root}/a"], stdin=subprocess.PIPE)
     try:
@@ -203,7 +203,7 @@ def test_adds_are_done_once_through_an_outage(server: EtcdServer, open_etcd: Ope
     def add(thread_index: int) -> int:
         index = 0
         while not stop.is_set():
-            names.add(f"{root}/{thread_index}/{index}", "x")  # NameEntryExists would be our own, sent twice
+            names.add(f"{root}/{thread_index}/{index}", "x")  # NameEntryExists would mean that a put was sent twice
             index += 1
             if index == 20:
                 under_way.set()
@@ -223,13 +223,13 @@ def test_adds_are_done_once_through_an_outage(server: EtcdServer, open_etcd: Ope
 
 
 def wait_until_frozen(pid: int) -> None:
-    """Each of its threads stops when it is next scheduled: on a busy machine one of them may still answer."""
+    """Each thread stops when it is next scheduled. On a busy machine one of them may still answer."""
     tasks = Path(f"/proc/{pid}/task")
 
     def runs(task: Path) -> bool:
         try:
             return (task / "stat").read_text().rpartition(")")[2].split()[0] != "T"
-        except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile: look again at what is there
+        except (FileNotFoundError, ProcessLookupError):  # the thread has ended: list the threads again
             return True
 
     deadline = time.monotonic() + LIMIT_S
@@ -270,14 +270,14 @@ def test_a_frozen_server_is_an_error_not_a_hang(server: EtcdServer, open_etcd: O
     recorder.wait_for_state({f"{root}/a": "2"})
 
 
-# --------------------------------------------------------------------------------------------- what was put is put again
+# ----------------------------------------------------------------------------------------------------- restoring entries
 
 
 def test_a_lease_that_expires_under_a_frozen_server(
     server: EtcdServer, open_etcd: OpenSession, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is granted again, and everybody's entries come back, before anybody who watches has taken them for gone."""
-    monkeypatch.setattr(etcd_watch, "SETTLE_S", LIMIT_S)  # on a busy machine
+    """The lease is granted again, and all sessions' entries return, before any watcher receives a deletion."""
+    monkeypatch.setattr(etcd_watch, "SETTLE_S", LIMIT_S)  # long, for a busy machine
     open_watch, streams = EtcdStore.open_watch, []
 
     def note(store: EtcdStore, ranges: Sequence[KeyRange], *arguments: Any) -> WatchStream:
@@ -296,7 +296,7 @@ def test_a_lease_that_expires_under_a_frozen_server(
     told = list(recorder.events)
     os.kill(server.pid, signal.SIGSTOP)
     try:
-        time.sleep(12.0)  # the lease is over by then
+        time.sleep(12.0)  # the lease has expired by then
         wait_until(lambda: any(stream.broken for stream in streams), "its stream is given up")  # within 15 s
     finally:
         os.kill(server.pid, signal.SIGCONT)
@@ -310,7 +310,7 @@ def test_a_lease_that_expires_under_a_frozen_server(
 def test_somebody_elses_lease_that_is_back_before_anybody_looked(
     server: EtcdServer, open_etcd: OpenSession, root: str
 ) -> None:
-    holder, user = open_etcd(), open_etcd(LeaseIntervals(check_s=1000.0))  # it does not look: it must be told
+    holder, user = open_etcd(), open_etcd(LeaseIntervals(check_s=1000.0))  # it does not check: it must be notified
     lease = holder.grant_lease(30)
     user.add(f"{root}/a", "1", lease=lease.id)
     deleted = Recorder()
@@ -326,7 +326,7 @@ def test_somebody_elses_lease_that_is_back_before_anybody_looked(
 def test_a_lease_that_is_lost_and_back_while_entries_are_put_again(
     server: EtcdServer, open_etcd: OpenSession, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The session puts them once more: it does not take those of before for those of now."""
+    """The session puts its entries once more. It does not mistake the entries under the lost lease for current ones."""
     holder, user = open_etcd(), open_etcd(LeaseIntervals(check_s=0.05))
     lease = holder.grant_lease(30)
     create, lost = EtcdStore.create, threading.Event()
@@ -360,7 +360,7 @@ def test_what_somebody_else_deletes_stays_deleted(
     user.add(f"{root}/a", "1", lease=lease.id)
     assert marked.wait(LIMIT_S)
     assert holder.delete(f"{root}/a")
-    time.sleep(0.5)  # many looks
+    time.sleep(0.5)  # many checks
     assert holder.get_subtree(root) == {}
 
 
@@ -389,8 +389,8 @@ def test_an_entry_of_somebody_who_is_gone_is_looked_after(
 def test_deletes_of_an_outage_are_told_once_they_are_certain(
     server: EtcdServer, open_etcd: OpenSession, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not before: whoever follows a server's address must not take it for gone because etcd was."""
-    monkeypatch.setattr(etcd_watch, "SETTLE_S", 10.0)  # on a busy machine
+    """And not earlier: a watcher of a server's address must not drop it because etcd was down."""
+    monkeypatch.setattr(etcd_watch, "SETTLE_S", 10.0)  # long, for a busy machine
     stays, other = open_etcd(), open_etcd()
     leaves = open_name_resolver(patient(NameResolveConfig(endpoints=[server.endpoint])))
     stays.add(f"{root}/stays", "1", lease=stays.grant_lease(30).id)
@@ -399,7 +399,7 @@ def test_deletes_of_an_outage_are_told_once_they_are_certain(
     other.watch(root, recorder, subtree=True)
     told = list(recorder.events)
     server.kill()
-    leaves.close()  # as a process that dies meanwhile
+    leaves.close()  # as a process that dies in the meantime
     shutil.rmtree(server.data_dir)
     server.start()
     recorder.wait_for(*told, gone(f"{root}/leaves"))
@@ -432,7 +432,7 @@ def test_a_watch_whose_changes_were_compacted_reads_anew(
 
 
 def test_starting_in_an_outage(server: EtcdServer, root: str) -> None:
-    """A process that is started meanwhile opens its session, watches, and publishes under a lease that is not back yet."""
+    """A process that starts during the outage opens its session, watches, and publishes under a lease that is not yet restored."""
     config = NameResolveConfig(endpoints=[server.endpoint], timeout_s=0.3)
     recorder = Recorder()
 
@@ -440,7 +440,7 @@ def test_starting_in_an_outage(server: EtcdServer, root: str) -> None:
         with open_name_resolver(config, limit_s=LIMIT_S) as names:
             names.watch(root, recorder, subtree=True, limit_s=LIMIT_S)
             names.publish(f"{root}/a", "1", lease=77, limit_s=LIMIT_S)
-            recorder.wait_for_state({f"{root}/a": "1"})  # a put whose answer took too long is made again
+            recorder.wait_for_state({f"{root}/a": "1"})  # a put is retried if its answer is late
 
     server.kill()
     try:
@@ -465,7 +465,7 @@ def test_starting_in_an_outage(server: EtcdServer, root: str) -> None:
 
 @contextmanager
 def private_service(run_dir: Path, **runtime: Any) -> Iterator[tuple[NameService, list[str]]]:
-    """As the launcher of one machine has it, and what a person is told."""
+    """The private etcd as the launcher of one machine runs it, and the notices that a person sees."""
     notices: list[str] = []
     config = ExperimentConfig(
         experiment="e",
@@ -485,7 +485,7 @@ def private_service(run_dir: Path, **runtime: Any) -> Iterator[tuple[NameService
 
 
 def etcd_of(run_dir: Path) -> psutil.Process:
-    """The server that runs on the run's data, started by this process."""
+    """The server on the run's data, started by this process."""
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
             if str(run_dir / "etcd") in child.cmdline():
@@ -509,7 +509,7 @@ def wait_until_long(condition: Callable[[], bool], what: str) -> None:
 
 
 def test_a_private_etcd_that_freezes_for_good_is_replaced(tmp_path: Path) -> None:
-    """By one on the same data, and the run's keys are there all the time for whoever watches."""
+    """A new server on the same data replaces it. Watchers see the run's keys as present all the time."""
     names = Names("e", "t")
     with private_service(tmp_path) as (service, notices):
         lease = service.grant_lease()
@@ -530,7 +530,7 @@ def test_a_private_etcd_that_freezes_for_good_is_replaced(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("harm", ["gone", "torn"])
 def test_a_private_etcd_that_loses_its_data_begins_anew(tmp_path: Path, harm: str) -> None:
-    """Leases that the launcher holds, statuses and what workers have published come back."""
+    """The launcher's leases, statuses and all entries published by workers are restored."""
     names = Names("e", "t")
     with private_service(tmp_path) as (service, notices):
         lease = service.grant_lease()
@@ -540,7 +540,7 @@ def test_a_private_etcd_that_loses_its_data_begins_anew(tmp_path: Path, harm: st
             worker.add(names.gserver_manager(), "http://here", lease=lease.id)
             assert worker.wait(names.status("master/0"), LIMIT_S)
             data, etcd = tmp_path / "etcd", etcd_of(tmp_path)
-            etcd.suspend()  # so that it cannot die before its data has
+            etcd.suspend()  # so that it cannot die before its data is gone
             wait_until_frozen(etcd.pid)
             if harm == "gone":
                 shutil.rmtree(data)
@@ -556,7 +556,7 @@ def test_a_private_etcd_that_loses_its_data_begins_anew(tmp_path: Path, harm: st
 
 
 def test_a_private_etcd_that_ends_again_and_again_ends_the_run(tmp_path: Path) -> None:
-    with private_service(tmp_path, max_restarts=0) as (service, notices):  # 0: of workers
+    with private_service(tmp_path, max_restarts=0) as (service, notices):  # limits restarts of workers only
         for number in (1, 2, 3):
             etcd_of(tmp_path).kill()
             wait_for_restart(service, notices, number)
@@ -566,7 +566,7 @@ def test_a_private_etcd_that_ends_again_and_again_ends_the_run(tmp_path: Path) -
 
 
 def test_leases_of_the_dead_are_revoked_after_an_outage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of them, and not only the first that was tried: the session would keep the others alive for ever."""
+    """All of them, not only the first one tried. Otherwise the session would keep the others alive forever."""
     with EtcdServer(tmp_path / "data", tmp_path / "log", extra_args=["--unsafe-no-fsync"]) as server:
         config = ExperimentConfig(
             experiment="e", trial="t", name_resolve=NameResolveConfig(endpoints=[server.endpoint], timeout_s=3.0)

@@ -1,4 +1,4 @@
-"""Each example is complete: copied elsewhere, its files import nothing of another example."""
+"""Each example is complete: copied elsewhere, its files import nothing from another example."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# In one process, because importing torch takes most of the time. The folders' modules have the same names.
+# All in one process, because importing torch takes most of the time. Modules of different folders have the same names.
 IMPORT_ALL = """
 import importlib, pathlib, sys
 for folder in sorted(pathlib.Path().glob("*/copy")):
@@ -31,7 +31,7 @@ def test_copies_import_nothing_of_one_another(tmp_path: Path) -> None:
         pytest.importorskip(package)
     files = sorted(EXAMPLES.glob("*/*.py"))
     for file in files:
-        folder = tmp_path / file.parent.name / "copy"  # none has the others beside it
+        folder = tmp_path / file.parent.name / "copy"  # no copy has another example beside it
         folder.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, folder)
     done = subprocess.run([sys.executable, "-c", IMPORT_ALL], cwd=tmp_path, capture_output=True, text=True, check=False)

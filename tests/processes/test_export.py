@@ -1,4 +1,4 @@
-"""Hugging Face files out of any layout: bit-equal to the whole parameters, and no rank ever has the whole model."""
+"""Hugging Face files from any layout: bit-equal to the whole parameters, and no rank ever holds the whole model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.rank_processes import RankProcesses
 
 V1 = WeightVersion(1, 1)
 GRIDS = ["d2", "m2", "p2", "d3", "d2m2", "p2m2", "d2p2", "d2p2m2"]
-MAX_BYTES = 3000  # on the way at a rank: many rounds, tensors in pieces
+MAX_BYTES = 3000  # in transit at a rank: many rounds, tensors in pieces
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def hold(rank: int, path: str, grid: str) -> dict[str, torch.Tensor]:
 
 
 class MemoryCounter(TorchDispatchMode):
-    """Bytes of tensor memory that was made inside and is alive, at most."""
+    """The peak of the tensor memory, in bytes, that was allocated inside and is alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class MemoryCounter(TorchDispatchMode):
 
 
 def measure(rank: int, path: str, grid: str) -> tuple[int, int, int]:
-    """(bytes of this rank's share, most that the snapshot made at once, bytes that it has itself)."""
+    """(bytes of this rank's share, most bytes that the snapshot allocated at once, bytes of its own parameters)."""
     mesh = ModelMesh.make(placement("actor", grid), "cpu")
     assert mesh is not None
     model = shard(path, mesh)
@@ -137,7 +137,7 @@ def test_files_are_bit_equal_to_the_parameters(ranks, tmp_path, model_path, grid
     path, wanted = tmp_path / str(V1), expected(model_path, torch.bfloat16)
     answers = ranks.run(write, str(model_path), grid, str(path), torch.bfloat16, 20_000)
     size = placement("actor", grid).grid.size
-    assert all(answers[:size])  # every rank has written some of it
+    assert all(answers[:size])  # every rank has written a part
     files = [file for answer in answers for file in answer]
     commit_version(path, files, source_dir=model_path, version=V1, fsync=False)
     manifest = verify_version(path, V1)
@@ -158,14 +158,14 @@ def test_files_are_bit_equal_to_the_parameters(ranks, tmp_path, model_path, grid
 
 
 def test_shares_are_even_and_nobody_has_the_whole_model(ranks, model_path):
-    """Counted, not estimated: all tensor memory that a snapshot makes."""
+    """All tensor memory that a snapshot allocates is counted, not estimated."""
     whole = sum(tensor.nbytes for tensor in expected(model_path, torch.float32).values())
     shares, peaks, _ = zip(*ranks.run(measure, str(model_path), "d2p2m2"), strict=True)
     assert sum(shares) == whole
     largest = max(tensor.nbytes for tensor in expected(model_path, torch.float32).values())
     assert (
         max(shares) <= whole / 8 + whole / 8 + largest
-    )  # stages differ; within one, an even share and at most one tensor more
+    )  # stages differ; within a stage, an even share and at most one tensor more
     for share, peak in zip(shares, peaks, strict=True):
         assert share <= peak <= share + 4 * MAX_BYTES
     assert max(peaks) < whole / 3
@@ -206,7 +206,7 @@ def test_a_model_for_the_user(ranks, tmp_path, model_path):
 
 @pytest.fixture(scope="module")
 def experts_path(tmp_path_factory) -> Path:
-    """Its checkpoint has a tensor for each expert, its module one for all."""
+    """Its checkpoint has a tensor for each expert. Its module has one for all experts."""
     path = tmp_path_factory.mktemp("experts")
     tokenizer = make_char_tokenizer(path)
     config = AutoConfig.for_model(

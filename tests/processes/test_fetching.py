@@ -1,4 +1,4 @@
-"""Data between workers of different groups, over real HTTP: byte for byte, bounded, for the run's own processes only."""
+"""Data between workers of different groups, over real HTTP: byte for byte, bounded, and only for the run's own processes."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ SOURCE, ME = 0, 4
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
-    """What is asked here answers, also on a busy machine."""
+    """Long time limits, because the sources here answer, but a busy machine may delay them."""
     monkeypatch.setattr(fetching, "LIMIT_S", 100.0)
 
 
 class Both:
-    """A source that holds groups, and a fetcher with a store of its own."""
+    """A source that holds groups, and a fetcher with its own store."""
 
     def __init__(self, fetcher: DataFetcher, store: DataStore, url: str, directory: Directory) -> None:
         """store: the fetcher's."""
@@ -75,7 +75,7 @@ async def both(max_message_bytes: int = 1_000_000):
 
 @contextlib.asynccontextmanager
 async def answering(answer):
-    """A source of another kind: what it answers is given."""
+    """A source with a given answer."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         return await answer(request)
@@ -94,7 +94,7 @@ async def test_what_is_fetched_is_what_is_held_byte_for_byte():
         assert await pair.fetch(IDS) > 0
         for ticket in IDS:
             assert same_bytes(pair.store.whole(ticket), make_group(ticket))
-        await pair.fetch(IDS[:2], ("rewards",))  # again: nothing changes
+        await pair.fetch(IDS[:2], ("rewards",))  # fetching again changes nothing
         assert len(pair.store) == len(IDS)
 
 
@@ -122,7 +122,7 @@ async def test_many_groups_come_in_answers_of_bounded_size():
         assert sorted(pair.store.ids()) == IDS
         assert asked[0] == len(IDS)
         assert len(asked) > 1
-    async with both(max_message_bytes=1) as pair:  # a group is never cut
+    async with both(max_message_bytes=1) as pair:  # a group is never split
         await pair.fetch([IDS[0]], ("rewards",))
         assert IDS[0] in pair.store
 
@@ -162,7 +162,7 @@ async def test_who_is_gone_costs_a_moment_and_who_says_nothing_the_limit(monkeyp
             with pytest.raises(FetchError, match=r"waited 0\.3 s for data of another worker group from model_worker/0"):
                 await pair.fetch(IDS, group_incarnation=2)
             never.set()
-        with pytest.raises(FetchError):  # nobody has published that incarnation
+        with pytest.raises(FetchError):  # no process has published that incarnation
             await pair.fetch(IDS, group_incarnation=3)
         assert len(pair.store) == 0
 

@@ -1,4 +1,4 @@
-"""The manager and servers that do not see its weights: told to fetch them while they serve, and nobody waits for the slow."""
+"""The manager, and servers that cannot read its weight folder: they fetch weights while they serve, and a slow one delays none."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Host(FakeServer):
         self._setup = setup
         self.fetcher = WeightFetcher(memory, name, logger=logging.getLogger("test"))
         self.fetched = FetchedWeights(self.fetcher, self._source)
-        self.way = asyncio.Event()  # to the trainer's host
+        self.way = asyncio.Event()  # set: the way to the trainer's host is open
         self.way.set()
-        self.asked: list[tuple[str, bool]] = []  # version, whether it was paused then
+        self.asked: list[tuple[str, bool]] = []  # version, whether the server was paused at the time
         self.where: dict[str, str] = {}
 
     async def _source(self) -> str:
@@ -91,7 +91,7 @@ async def test_a_host_that_cannot_fetch_holds_up_nobody_else(tmp_path: Path) -> 
         await setup.until_served(1)
         assert quick.loads == VERSIONS[:2]
         assert slow.loads == VERSIONS[:1]
-        assert not slow.paused  # what runs there goes on
+        assert not slow.paused  # its running requests go on
         setup.publish(2)
         await setup.until_served(2)
         slow.way.set()
@@ -100,7 +100,7 @@ async def test_a_host_that_cannot_fetch_holds_up_nobody_else(tmp_path: Path) -> 
 
 
 async def test_nothing_is_fetched_from_elsewhere(tmp_path: Path) -> None:
-    """A request names the address of other weights, under a label of the run."""
+    """A request gives a valid label of the run, but the address of other weights."""
     async with fleet(tmp_path) as (setup, host, _):
         setup.publish(0)
         await setup.all_serve(0)

@@ -1,4 +1,4 @@
-"""Workers that are forked are what separate interpreters would be, and a fork server leaves nothing behind."""
+"""Forked workers behave like separate interpreters, and a fork server leaves nothing behind."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from asyncrl.launch.supervisor.children import Forked
 from asyncrl.launch.supervisor.fork_server import PRELOADS, ForkServer, ForkServerEnded, adopt_orphans, is_supported
 from asyncrl.testing.runs import assert_nothing_left, launch, make_tiny_run, processes_of, train_steps
 
-LIMIT_S = 100.0  # of a wait, on a busy machine
+LIMIT_S = 100.0  # for one wait, on a busy machine
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -23,7 +23,7 @@ pytestmark = [
 
 
 class Workers:
-    """A fork server whose workers run a line of Python each, and write what they find into a file."""
+    """A fork server. Each worker runs a line of Python and writes its findings into a file."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         self.folder = folder
@@ -135,7 +135,7 @@ def test_they_draw_different_random_numbers(workers):
 
 @pytest.mark.parametrize("kind", list(PRELOADS))
 def test_what_must_not_be_there_before_a_fork(subreaper, tmp_path, kind):
-    """One thread, no gRPC, no socket context, no CUDA; and what the workers need, imported. Then it is closed."""
+    """Before a fork: one thread, no gRPC, no socket context, no CUDA. The workers' modules are imported. Then it is closed."""
     workers = Workers(tmp_path, kind)
     found = workers.find_out(
         "{'threads': int(open('/proc/self/stat').read().rpartition(')')[2].split()[17]),"
@@ -151,7 +151,7 @@ def test_what_must_not_be_there_before_a_fork(subreaper, tmp_path, kind):
 
     config = workers.ask("import time; time.sleep(1000)")
     assert select.select([workers.server], [], [], LIMIT_S)[0]
-    ((forked, pid),) = workers.server.close().items()  # of a worker that nobody has asked after yet, it tells
+    ((forked, pid),) = workers.server.close().items()  # close returns workers with unread answers
     assert forked == config
     os.kill(pid, signal.SIGKILL)
     assert Forked(pid).wait() == -signal.SIGKILL
@@ -186,7 +186,7 @@ ENDLESS = "train.max_steps=0", "train.num_epochs=1000"
 def cmdline(process):
     try:
         return process.cmdline()
-    except psutil.Error:  # it has ended since it was found
+    except psutil.Error:  # it has ended in the meantime
         return []
 
 
@@ -210,7 +210,7 @@ def test_a_killed_fork_server_is_the_first_cause(config, tmp_path):
 
 
 def test_they_live_as_long_as_the_run_and_are_not_needed(config, tmp_path):
-    """They cost no time of a processor; without them who is started again is an interpreter of its own."""
+    """Fork servers use no CPU time while idle. Without them, a restarted worker is an interpreter of its own."""
     with launch(config, f"fileroot={tmp_path}", *ENDLESS) as run:
         run.wait_for_step(1, LIMIT_S)
         servers = fork_servers(run)

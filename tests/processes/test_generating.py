@@ -1,4 +1,4 @@
-"""Groups made on the training side (mode=sync): sampling from an engine's weights; model workers that make and train a batch."""
+"""Groups made on the training side (mode=sync): sampling with an engine's weights; model workers that make and train a batch."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def sampled(sampler, sampling, num_each=1, prompts=PROMPTS, seed=(1, 2)):
 
 @torch.no_grad()
 def greedy_one_by_one(model, prompt, max_new_tokens=6):
-    """A whole forward pass for each token: no cache, no padding."""
+    """A whole forward pass for each token, without cache or padding."""
     ids = list(prompt)
     for _ in range(max_new_tokens):
         ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
@@ -116,7 +116,7 @@ def test_the_end_token_is_kept_and_nothing_after_it(model_path):
 
 
 def test_it_samples_what_training_has_made(model_path):
-    """It borrows the weights for as long as it samples; training goes on with them."""
+    """The sampler borrows the weights while it samples. Training goes on with them."""
     engine = make_engine(model_path)
     sampler = make_sampler(engine)
     before = sampled(sampler, GREEDY)
@@ -145,7 +145,7 @@ def test_the_seed_alone_decides(model_path):
 
 
 def test_samples_come_as_often_as_the_model_says(model_path):
-    """One token after one prompt, temperature 0.8, the three likeliest."""
+    """One token after one prompt, with temperature 0.8 and top_k 3."""
     engine = make_engine(model_path)
     sampling = SamplingConfig(max_new_tokens=1, temperature=0.8, top_k=3)
     found = sampled(
@@ -164,11 +164,11 @@ def test_samples_come_as_often_as_the_model_says(model_path):
 def test_batches_keep_to_the_budget(model_path):
     sampler = make_sampler(make_engine(model_path), max_sequences=3, max_tokens=22)
     assert batch_sizes(sampler, [5, 5, 5, 1, 1, 1, 1]) == [2, 2, 3]
-    assert batch_sizes(sampler, [40, 1]) == [1, 1]  # one always
+    assert batch_sizes(sampler, [40, 1]) == [1, 1]  # at least one, even beyond the budget
 
 
 def batch_sizes(sampler: Sampler, lengths: list[int]) -> list[int]:
-    """Rows of the passes between two batches' first responses: a batch gives all of its responses before the next one runs."""
+    """Sizes of the batches: rows of the passes between two batches' first responses. A batch completes before the next one runs."""
     passes: list[int] = []
     sizes: list[int] = []
 
@@ -200,7 +200,7 @@ def mesh_of(grid: str) -> ModelMesh | None:
 
 
 def sample_and_train(rank: int, path: str, dtype: str):
-    """Each rank samples its own prompts, in batches of its own; the weights are whole only meanwhile."""
+    """Each rank samples its own prompts, in its own batches. The weights are whole only meanwhile."""
     torch.set_num_threads(1)
     engine = make_engine(path, "d2", mesh_of("d2"), replace(TRAIN, dtype=dtype))
     sampler = make_sampler(engine, max_sequences=1 + rank)
@@ -250,7 +250,7 @@ TEXTS = ["12", "34", "567", "x" * 40, "8", "90", "11", "22"]
 
 @pytest.fixture
 def groups(tmp_path):
-    """Prompts in the file's order: the second's reward raises, the fourth is too long, the sixth is of the other task."""
+    """Prompts in the file's order. The second's reward raises, the fourth is too long, and the sixth is of the other task."""
     (tmp_path / "reward.py").write_text(REWARD)
     lines = [
         {"prompt": text, "answer": answer, "task": "b" if at == 5 else "a"}
@@ -313,7 +313,7 @@ def test_model_workers_make_groups_and_train_on_them(tmp_path, model_path, group
         data = sample.data
         assert {"proximal_logprobs", "advantages", "trained_mask"} <= data.keys()  # wherever they were made
         assert not data["packed_logprobs"][~data["loss_mask"]].any()
-        # what sampled is what is trained: the proximal policy
+        # the sampling weights are the trained weights: the proximal policy
         expected = data["proximal_logprobs"][data["loss_mask"]]
         np.testing.assert_allclose(data["packed_logprobs"][data["loss_mask"]], expected, atol=1e-5)
         assert expected.all()

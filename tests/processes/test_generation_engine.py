@@ -1,4 +1,4 @@
-"""The embedded engine on a tiny real model: logprobs, versions, interruptions, updates, refusals."""
+"""The embedded engine with a tiny real model: logprobs, versions, interruptions, updates, refusals."""
 
 import asyncio
 import dataclasses
@@ -35,11 +35,11 @@ CONFIG = GenerationConfig(
     max_running_requests=64, max_batch_tokens=512, num_blocks=256, page_size=16, load_timeout_s=20.0, max_queue=200
 )
 V0, V1, V2 = (WeightVersion(1, v) for v in range(3))
-LIMIT_S = 30.0  # of a wait, on a busy machine
+LIMIT_S = 30.0  # for one wait, on a busy machine
 
 
 class Store:
-    """A model directory and its weight versions: v1 and v2 are really different weights."""
+    """A model directory and its weight versions. v1 and v2 have clearly different weights."""
 
     def __init__(self, root: Path) -> None:
         torch.set_num_threads(1)
@@ -52,7 +52,7 @@ class Store:
 
     def tensors(self, version: WeightVersion) -> dict[str, torch.Tensor]:
         model = make_tiny_model(None, seed=1 + version.version)
-        return {name: p.detach() for name, p in model.named_parameters()}  # a tied tensor once
+        return {name: p.detach() for name, p in model.named_parameters()}  # a tied tensor appears once
 
     def write(self, version: WeightVersion, tensors: dict[str, torch.Tensor] | None = None, run: str = "run") -> Path:
         path = version_dir(self.root / run, "actor", version)
@@ -66,7 +66,7 @@ class Store:
     def logprobs(
         self, version: WeightVersion, prompt: list[int], tokens: list[int], temperature: float = 1.0
     ) -> list[float]:
-        """Of the tokens after the prompt, by a plain forward pass."""
+        """Logprobs of the tokens after the prompt, from a plain forward pass."""
         if version not in self._models:
             self._models[version] = AutoModelForCausalLM.from_pretrained(self.path(version), dtype=torch.float32)
         with torch.no_grad():
@@ -89,7 +89,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 class WatchedEngine(TransformersEngine):
-    """With transformers' own manager at hand, and a call after every pass, in the generation thread."""
+    """Exposes transformers' manager, and calls `after_pass` in the generation thread after every pass."""
 
     manager: ContinuousBatchingManager
 
@@ -128,8 +128,11 @@ def make_prompt(rng: random.Random, length: int) -> list[int]:
 
 
 async def until(engine: WatchedEngine, condition: Callable[[], bool]) -> threading.Event:
-    """Let the engine work until something holds; looked at after every pass. Then its thread stands still, however late the test
-    acts, until it is asked to pause (most of what the engine does to requests and weights asks for that), or this is set."""
+    """Let the engine work until the condition holds, as checked after every pass.
+
+    Then block its thread until the engine is to pause, as for most operations on requests and weights, or until the returned event
+    is set. The test may therefore act late.
+    """
     go_on, holds, loop = threading.Event(), asyncio.Event(), asyncio.get_running_loop()
     asked_to_pause = engine.manager.background_thread_status.is_pause_requested
     deadline = time.monotonic() + 2 * LIMIT_S
@@ -147,7 +150,7 @@ async def until(engine: WatchedEngine, condition: Callable[[], bool]) -> threadi
 
 
 def only_version(result: Generated) -> str:
-    """Of a response that one version sampled."""
+    """The version of a response that one version sampled."""
     (span,) = result.spans
     assert (span.start, span.end) == (0, len(result.token_ids))
     return span.version
@@ -162,7 +165,7 @@ def close_to(found: list[float], expected: list[float]) -> None:
 
 @pytest.mark.parametrize("attention", ["padded", "sdpa", "eager"])
 async def test_logprobs_equal_a_plain_forward(store: Store, attention: str) -> None:
-    """Lengths far apart, temperatures and filters mixed in the same passes, some prompts longer than a pass."""
+    """Very different lengths, temperatures and filters in the same passes. Some prompts are longer than a pass."""
     rng = random.Random(1)
     async with running(store, attention=attention, max_batch_tokens=96, max_running_requests=32) as engine:
         asked = []
@@ -214,7 +217,7 @@ def test_sample_tokens_follows_the_distribution() -> None:
             needs_sorting=top_p < 1 or top_k > 0,
         )
         scaled = logits / (temperature or 1.0)
-        torch.testing.assert_close(logprobs, scaled.log_softmax(0)[tokens])  # never renormalised
+        torch.testing.assert_close(logprobs, scaled.log_softmax(0)[tokens])  # never renormalized
         return torch.bincount(tokens, minlength=5) / count
 
     torch.testing.assert_close(shares(1.0, 1.0, 0), logits.softmax(0), atol=0.015, rtol=0)
@@ -250,7 +253,7 @@ async def test_stop_tokens(store: Store) -> None:
 
 
 async def test_more_requests_than_the_cache_holds(store: Store) -> None:
-    """Requests pushed out of a full cache come back, with their tokens and logprobs whole."""
+    """Requests evicted from a full cache return with all of their tokens and logprobs."""
     rng = random.Random(6)
     async with running(store, num_blocks=16, page_size=8, max_running_requests=32) as engine:
         prompts = [make_prompt(rng, rng.randrange(4, 20)) for _ in range(16)]
@@ -268,7 +271,7 @@ LONG = SamplingParams(max_new_tokens=400, temperature=0.8, ignore_eos=True)
 
 
 async def test_a_response_across_an_update(store: Store) -> None:
-    """Interrupted, continued under new weights: every token's logprob is its own version's, over the whole prefix."""
+    """Interrupted, then continued with new weights: every token's logprob is its own version's, over the whole prefix."""
     rng = random.Random(7)
     prompts = [make_prompt(rng, rng.randrange(1, 40)) for _ in range(24)]
     async with running(store, prefix_sharing=True) as engine:
@@ -296,7 +299,7 @@ async def test_a_response_across_an_update(store: Store) -> None:
 
 
 async def test_the_prefix_cache_does_not_outlive_an_update(store: Store) -> None:
-    """A prompt of several pages is shared before the update, and computed anew after it."""
+    """A prompt of several pages is shared before the update, and computed again after it."""
     prompt = make_prompt(random.Random(8), 100)
     params = SamplingParams(max_new_tokens=6)
     async with running(store) as engine:
@@ -313,7 +316,7 @@ async def test_the_prefix_cache_does_not_outlive_an_update(store: Store) -> None
 
 
 def versions_prove_themselves(store: Store, prompt: list[int], result: Generated) -> None:
-    """Every token's logprob is its own version's, over the whole prefix, and no other's."""
+    """Every token's logprob is its own version's, over the whole prefix, and no other version's."""
     assert [span.version for span in result.spans] == [str(V0), str(V1)]
     assert [span.start for span in result.spans] == [0, result.spans[0].end]
     for span, version in zip(result.spans, (V0, V1), strict=True):
@@ -326,7 +329,7 @@ def versions_prove_themselves(store: Store, prompt: list[int], result: Generated
 
 
 async def test_retracted_requests_go_on_under_the_new_weights(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody hears of the update; those that waited come after those that ran."""
+    """Clients do not notice the update. Requests that waited come after those that ran."""
     rng = random.Random(17)
     prompts = [make_prompt(rng, rng.randrange(1, 40)) for _ in range(12)]
     params = SamplingParams(max_new_tokens=60, temperature=0.8, ignore_eos=True)
@@ -415,7 +418,7 @@ async def test_wait_has_a_limit(store: Store) -> None:
 
 
 async def test_in_place_keeps_the_kv_cache(store: Store) -> None:
-    """Versions and counts are exact; the logprobs after the update are approximate: of new weights over old keys and values."""
+    """Versions and counts are exact. Logprobs after the update are approximate: new weights read old keys and values."""
     rng = random.Random(20)
     prompts = [make_prompt(rng, rng.randrange(20, 40)) for _ in range(8)]
     params = SamplingParams(max_new_tokens=60, temperature=0.8, ignore_eos=True)
@@ -437,7 +440,7 @@ async def test_in_place_keeps_the_kv_cache(store: Store) -> None:
         close_to(result.logprobs[: old.end], store.logprobs(V0, prompt, result.token_ids[: old.end], 0.8))
         exact = store.logprobs(V1, prompt + result.token_ids[: old.end], result.token_ids[old.end :], 0.8)
         off = max(off, float(np.abs(np.subtract(result.logprobs[old.end :], exact)).max()))
-    assert off > 0.001  # why no claim of exactness includes this mode
+    assert off > 0.001  # therefore no claim of exactness includes this mode
     async with running(store) as engine:
         with pytest.raises(RequestRefused, match=r"generation\.interrupt=in_place"):
             await engine.pause("in_place")
@@ -446,7 +449,7 @@ async def test_in_place_keeps_the_kv_cache(store: Store) -> None:
 
 
 async def test_an_update_without_a_pause(store: Store) -> None:
-    """It waits for what runs, or ends it if told so; in both cases no reply mixes versions."""
+    """It waits for running requests, or ends them on request. In both cases no reply mixes versions."""
     rng = random.Random(9)
     prompt = make_prompt(rng, 10)
     async with running(store, max_running_requests=2) as engine:
@@ -454,7 +457,7 @@ async def test_an_update_without_a_pause(store: Store) -> None:
             engine.submit(EngineRequest(str(i), prompt, SamplingParams(max_new_tokens=30, ignore_eos=True)))
             for i in range(4)
         ]
-        go_on = await until(engine, lambda: engine.stats().num_tokens > 0)  # two of them run
+        go_on = await until(engine, lambda: engine.stats().num_tokens > 0)  # two requests run
         updating = asyncio.ensure_future(engine.load_weights(store.path(V1), V1))
         await asyncio.sleep(0)
         go_on.set()
@@ -540,7 +543,7 @@ async def test_weights_that_do_not_fit_are_refused_and_change_nothing(store: Sto
         await refused(engine.load_weights(store.write(V2, untied, "untied"), V2), "lm_head", "tied")
         await refused(engine.load_weights(store.write(V2, integer, "integer"), V2), name, "I32")
         await refused(engine.load_weights(tmp_path / "nowhere", V2), "nowhere")
-        await refused(engine.load_weights(store.path(V1), V2), str(V1), str(V2))  # not what it is said to be
+        await refused(engine.load_weights(store.path(V1), V2), str(V1), str(V2))  # a folder of V1
         await refused(engine.load_weights(store.path(V0), V0), "older")
         torn = store.write(V2, good, "torn")
         file = torn / "model.safetensors"

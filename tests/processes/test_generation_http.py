@@ -1,4 +1,4 @@
-"""A whole generation server on a tiny model: SGLang's protocol over real sockets, updates, refusals, journal, metrics."""
+"""A whole generation server with a tiny model: SGLang's protocol over real sockets, updates, refusals, journal, metrics."""
 
 import asyncio
 import itertools
@@ -117,7 +117,7 @@ async def served(model_path: Path, run_dir: Path, version: WeightVersion | None 
 
 
 async def test_a_server_from_start_to_stop(model_path: Path, tmp_path: Path) -> None:
-    """No version: 503. Then v0, a request, a pause with everything that belongs to it, v1."""
+    """503 without a version. Then v0, a request, a pause with its effects, v1."""
     async with served(model_path, tmp_path, None) as client:
         told = {"model_path": str(model_path), "weight_version": "", "paused": False}
         assert (await client.get("/get_model_info"))[1] == told
@@ -181,7 +181,7 @@ async def test_lists(model_path: Path, tmp_path: Path) -> None:
         assert len({reply["meta_info"]["id"] for reply in replies}) == 3
         status, reply = await client.post("/generate", body | {"input_ids": [[1], [99], [1]]})
         assert (status, "99" in reply["error"]["message"]) == (400, True)
-        assert (await client.post("/generate", body))[0] == 200  # no rid is left over from the refused list
+        assert (await client.post("/generate", body))[0] == 200  # no rid remains from the refused list
         status, reply = await client.post("/generate", body | {"rid": ["a"]})
         assert (status, "equal lengths" in reply["error"]["message"]) == (400, True)
 
@@ -235,17 +235,17 @@ async def test_a_bad_update_gets_400_and_the_old_version_serves(model_path: Path
 
 
 async def test_no_version_of_a_lower_attempt_and_none_that_is_older_is_loaded(model_path: Path, tmp_path: Path) -> None:
-    """By whoever asks: a manager or a trainer that was frozen, and speaks after its successor."""
+    """Any sender may ask: for example a manager or trainer that was frozen and sends after its successor."""
     async with served(model_path, tmp_path, V1) as client:
         status, reply = await client.update(V0)
         assert (status, reply.success) == (400, False)
         assert reply.message == f"version {V0} is older than {V1}, which was loaded here"
-        assert (await client.update(V1))[0] == 200  # the same again
+        assert (await client.update(V1))[0] == 200  # the same version again
         new = WeightVersion(2, 0)
         tensors = make_tiny_model(None, seed=5).named_parameters()
         path = version_dir(tmp_path, "actor", new)
         write_version(path, ((n, p.detach()) for n, p in tensors), source_dir=model_path, version=new, fsync=False)
-        assert (await client.update(new, path))[0] == 200  # another attempt may begin further back
+        assert (await client.update(new, path))[0] == 200  # another attempt may begin at an earlier version
         status, reply = await client.update(V1)
         assert (status, reply.success) == (400, False)
         assert reply.message == f"version {V1} is older than {new}, which was loaded here; attempt 1 is over"
@@ -301,7 +301,7 @@ def test_journal(tmp_path: Path) -> None:
     journal.add(0, "a")
     journal.add(3, "b")
     journal.flush()
-    assert read_json_lines(tmp_path / "j.jsonl") == []  # the bucket is not over
+    assert read_json_lines(tmp_path / "j.jsonl") == []  # the bucket is not complete
     now = 100.15
     journal.add(1, "b")
     journal.flush()
@@ -347,7 +347,7 @@ async def test_a_version_is_verified_before_the_pause_and_a_retry_waits_for_the_
         retry = asyncio.create_task(client.update(V1))
         assert (await client.get("/get_model_info"))[1]["weight_version"] == str(
             V0
-        )  # a turn of the server for the retry
+        )  # gives the server a turn for the retry
         may_load.set()
         assert [status for status, _ in await asyncio.gather(first, retry)] == [200, 200]
         assert not checked.is_set()  # the files were not hashed again

@@ -1,4 +1,4 @@
-"""What is pushed for a ticket that no manager has granted: a real manager, the master's stream, and a head that lies."""
+"""A push for a ticket that no manager has granted: a real manager, the master's stream, and a head with a false report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.master import master_config
 
 
 def make_master(setup: Setup, folder: Path) -> MasterWorker:
-    """Its model workers never come, so it trains nothing: it takes in metadata while it waits for them."""
+    """Its model workers never start, so it does not train. It takes in metadata while it waits for them."""
     folder.mkdir()
     runtime = replace(setup.info.runtime, start_timeout_s=10 * LIMIT_S)
     return MasterWorker(master_config(folder, worker=replace(setup.info, kind="master", runtime=runtime)))
@@ -49,7 +49,7 @@ async def test_only_granted_tickets_are_stored(tmp_path: Path, caplog: pytest.Lo
             assert master.board.snapshot().queues["not_granted"] == 3
             assert sum("has not granted its ticket" in record.getMessage() for record in caplog.records) == 1
             assert (await head.push_meta(meta, timeout_s=LIMIT_S)).verdict == "stored"
-            await setup.stop_manager()  # another one has the same key
+            await setup.stop_manager()  # another manager has the same key
             await setup.start_manager()
             await setup.report(full=True, stored=[granted])
             assert [live.ticket_id for live in (await setup.report()).live] == [granted]

@@ -1,4 +1,4 @@
-"""A run that stands still: what each process waits for is reported, and its stacks are written."""
+"""A run without progress: the launcher reports the waits of each process, and writes the stacks."""
 
 import json
 import re
@@ -9,7 +9,7 @@ import pytest
 from asyncrl.cli import main as cli
 from asyncrl.testing.runs import assert_nothing_left, launch, make_tiny_run
 
-LIMIT_S = 100.0  # of a wait, on a busy machine
+LIMIT_S = 100.0  # for one wait, on a busy machine
 WORKERS = {"generation_server/0", "gserver_manager/0", "master/0", "model_worker/0", "rollout_worker/0"}
 
 pytestmark = pytest.mark.timeout(240)
@@ -44,7 +44,7 @@ def test_a_standstill_is_reported_and_all_stacks_are_in_the_logs(tmp_path, capsy
         assert re.search(
             r"  generation_server/0: has sent no heartbeat for \d+ s, is stopped \(SIGSTOP, or a debugger\)", told
         )
-        # of a response, or it was frozen in an update, while no rollout ran
+        # a response's wait; or the server was frozen in an update, while no rollout ran
         assert re.search(r"waits for (the next piece|a server that may serve) from generation_server/0 \(", told)
         logs = {name: run.run_dir / "logs" / "attempt_1" / f"{name.replace('/', '_')}.log" for name in WORKERS}
 

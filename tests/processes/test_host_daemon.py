@@ -1,4 +1,4 @@
-"""A host daemon for real: an etcd, a process that it starts, outages, launchers that come and go."""
+"""A real host daemon: an etcd, a process that it starts, outages, launchers that come and go."""
 
 import os
 import signal
@@ -46,7 +46,7 @@ def wait_for(condition, what):
 
 
 class Bench:
-    """The launcher's part, played by the test."""
+    """The test acts as the launcher."""
 
     def __init__(self, folder):
         self.etcd = EtcdServer(folder / "etcd", folder / "etcd.log", extra_args=["--unsafe-no-fsync"])
@@ -109,7 +109,7 @@ class Bench:
         )
 
     def running(self):
-        """The process, once it has come through its start."""
+        """The process, once its start is complete."""
 
         def look():
             child = self.child()
@@ -143,7 +143,7 @@ def bench(tmp_path):
 def gone(process):
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # between the two
+    except psutil.NoSuchProcess:  # it ended in between
         return True
 
 
@@ -163,16 +163,16 @@ def test_a_host_daemon_brings_about_what_its_launcher_wants_and_ends_it_when_tha
         -9,
         "was killed by signal SIGKILL (by a person or another process, or because memory ran out: see `dmesg`)",
     )
-    assert "running" in end.tail  # of its log
+    assert "running" in end.tail  # the end of its log
 
     bench.want(launcher)  # the next incarnation
     second = bench.running()
-    bench.want(earlier, incarnation=99)  # what an old launcher has published changes nothing
+    bench.want(earlier, incarnation=99)  # desired state from an old launcher changes nothing
     wait_for(lambda: gone(second), "what nobody wants any more has ended")
     bench.want(launcher)
     third = bench.running()
 
-    bench.etcd.kill()  # with all that it holds
+    bench.etcd.kill()  # loses all of its data
     time.sleep(3)
     assert third.is_running()
     bench.etcd.start()
@@ -200,7 +200,7 @@ def test_with_a_host_daemon_its_processes_die_and_the_next_daemon_starts_nothing
     wait_for(lambda: gone(process), "it died with its host daemon")
 
     bench.daemon = bench.start_daemon()
-    wait_for(  # in between there is none, where the lease of the one before ends first
+    wait_for(  # in between there is no record, if the previous lease ends first
         lambda: (record := bench.record()) and record.incarnation != before.incarnation, "the next host daemon has come"
     )
     time.sleep(2)

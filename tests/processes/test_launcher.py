@@ -1,4 +1,4 @@
-"""The launcher with real processes: whatever happens to a run, its first cause is told and nothing of it is left."""
+"""The launcher with real processes: it reports a run's first failure, and nothing of the run survives it."""
 
 import json
 import os
@@ -27,7 +27,7 @@ from asyncrl.runtime.process import tail_of
 from asyncrl.testing.runs import assert_nothing_left, launch, make_tiny_run, processes_of, train_steps
 
 WORKERS = ["generation_server/0", "gserver_manager/0", "master/0", "model_worker/0", "rollout_worker/0"]
-LIMIT_S = 100.0  # of a wait, on a busy machine
+LIMIT_S = 100.0  # for one wait, on a busy machine
 ENDLESS = "train.num_epochs=1000", "train.max_steps=0"
 
 pytestmark = pytest.mark.timeout(240)
@@ -40,7 +40,7 @@ def config(tmp_path_factory):
 
 @pytest.fixture
 def start(config, tmp_path):
-    """Launches the tiny run in a folder of the test's own; what is left of it at the end of the test is killed."""
+    """Launch the tiny run in the test's own folder. Remaining processes are killed at the end of the test."""
     runs = []
 
     def start_run(*overrides, env=None):
@@ -60,7 +60,7 @@ def etcd(tmp_path):
 
 
 def all_started(run):
-    """Every process is there; most are still importing."""
+    """Every process exists. Most are still importing."""
     run.wait_until(lambda: len(workers_of(run)) == len(WORKERS), "all workers were started", LIMIT_S)
 
 
@@ -83,12 +83,12 @@ def etcd_pid(run):
 
 
 def is_open(endpoint):
-    """A private etcd's is a Unix socket."""
+    """Whether the endpoint accepts connections. A private etcd's endpoint is a Unix socket."""
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(endpoint.removeprefix("unix:")) == 0
 
 
-# ------------------------------------------------------------------------------------------------------------ told to stop
+# ---------------------------------------------------------------------------------------------------------------- stopping
 
 
 def test_a_run_is_seen_from_outside_and_stopped(start, config, tmp_path, capsys):
@@ -140,7 +140,7 @@ def test_a_run_is_seen_from_outside_and_stopped(start, config, tmp_path, capsys)
     capsys.readouterr()
     assert (
         cli.main(["logs", str(run.run_dir), "--json"]) == 0
-    )  # all is there now: nothing can come too late for its place
+    )  # all have started: no process can come too late for its place
     *whole, _ = map(json.loads, capsys.readouterr().out.splitlines())
     assert [line["time"] for line in whole] == sorted(line["time"] for line in whole)
     assert len(whole) >= len(lines)
@@ -180,7 +180,7 @@ def test_asked_twice_it_does_not_wait_for_a_worker_that_hangs(start):
     all_started(run)
     run.worker("master/0").suspend()
     run.signal(signal.SIGINT)
-    told = r"waiting up to 400 s for (\S+, )*master/0(, \S+)* to stop; a second Ctrl-C kills at once"  # others may be slow, too
+    told = r"waiting up to 400 s for (\S+, )*master/0(, \S+)* to stop; a second Ctrl-C kills at once"  # others may be slow too
     run.wait_until(lambda: re.search(told, run.output()), "it was told who is waited for", LIMIT_S)
     run.signal(signal.SIGINT)
     assert run.wait(LIMIT_S) == 130, run.output()
@@ -189,7 +189,7 @@ def test_asked_twice_it_does_not_wait_for_a_worker_that_hangs(start):
 
 @pytest.fixture
 def with_grandchildren(tmp_path):
-    """Override: a reward function that starts processes, one of them in a session of its own."""
+    """Override: a reward function that starts processes, one of them in its own session."""
     file = tmp_path / "starts_processes.py"
     file.write_text(
         "import subprocess\n"
@@ -219,7 +219,7 @@ def test_ctrl_c_in_the_terminal_ends_grandchildren_too(start, with_grandchildren
 
 
 def test_a_killed_launcher_leaves_nothing(start, with_grandchildren):
-    """Not even where somebody has killed the reaper before."""
+    """This holds even if the reaper was killed first."""
     run = start(*ENDLESS, with_grandchildren)
     run.wait_until(lambda: grandchildren(run), "the reward function had started its processes", LIMIT_S)
     (reaper,) = reapers(run)
@@ -237,7 +237,7 @@ def test_a_killed_launcher_leaves_nothing(start, with_grandchildren):
 
 @pytest.fixture
 def with_daemons(tmp_path):
-    """Override: a reward function each call of which leaves a process in a session of its own, with an empty environment."""
+    """Override: a reward function that leaves a process behind at each call, in its own session and with an empty environment."""
     file, pids = tmp_path / "leaves_daemons.py", tmp_path / "daemons"
     file.write_text(
         "import os\n"
@@ -259,7 +259,7 @@ def with_daemons(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_the_end_of_a_launcher_ends_daemons_of_rewards(start, with_daemons, number):
-    """Daemons are in sessions of their own, and have empty environments."""
+    """The daemons have their own sessions and empty environments."""
     override, pids = with_daemons
     run = start(*ENDLESS, override)
     run.wait_until(pids.exists, "the reward function had left a process", LIMIT_S)
@@ -289,7 +289,7 @@ def test_etcd_comes_back_and_a_killed_worker_is_the_first_cause(start):
 
 @pytest.mark.parametrize("name", ["model_worker/0", "gserver_manager/0"])
 def test_a_worker_that_is_killed_in_its_start_is_started_again(start, tmp_path, name):
-    """When it reads its config, and only in its first incarnation."""
+    """It is killed as it reads its config, in its first incarnation only."""
     killed, log_name = tmp_path / "killed", name.replace("/", "_")
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\n"
@@ -311,7 +311,7 @@ def test_a_worker_that_is_killed_in_its_start_is_started_again(start, tmp_path, 
 def test_a_run_whose_folder_is_removed_ends_with_that_cause(start):
     run = start(*ENDLESS)
     run.wait_for_step(1, LIMIT_S)
-    while run.run_dir.exists() and run.popen.poll() is None:  # processes may make folders anew meanwhile
+    while run.run_dir.exists() and run.popen.poll() is None:  # processes may recreate folders meanwhile
         shutil.rmtree(run.run_dir, ignore_errors=True)
     assert run.wait(LIMIT_S) == 1
     assert f"failed: the run's folder {run.run_dir}, or launcher.lock in it, was removed or moved" in run.output()
@@ -365,9 +365,9 @@ def test_a_folder_that_cannot_be_written(config, tmp_path, capsys):
 
 
 def test_a_run_for_machines(config, tmp_path):
-    """Every line of stdout is one JSON object, and from them alone one sees how the run went."""
+    """Every line of stdout is one JSON object, and these lines alone show the course of the run."""
     command = [sys.executable, "-m", "asyncrl.cli.main", "run", str(config), f"fileroot={tmp_path}", "--json"]
-    command.append("train.max_steps=20")  # long enough to be seen running: states are told twice a second
+    command.append("train.max_steps=20")  # enough to show the state "running"; states are reported twice a second
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=True)
     events = [json.loads(line) for line in done.stdout.splitlines()]
     assert events[0]["event"] == "start"
@@ -384,10 +384,10 @@ def test_a_run_for_machines(config, tmp_path):
 
 
 def test_a_run_in_the_users_etcd_with_nobody_reading_its_output(config, tmp_path, etcd, capsys):
-    """It goes to its end, though whoever read its output is gone, and deletes its keys. Its name is taken meanwhile."""
+    """The run completes although the reader of its output is gone, and deletes its keys. Its name is reserved meanwhile."""
     endpoints = f"name_resolve.endpoints=[{etcd.endpoint}]"
     go_on, patient = tmp_path / "go_on", tmp_path / "patient.py"
-    patient.write_text(  # so that it has not come to its end before the second one is refused
+    patient.write_text(  # so that the run does not end before the second launch is refused
         "import pathlib, time\n"
         "def reward(prompt, completion, answer):\n"
         f"    while not pathlib.Path({str(go_on)!r}).exists():\n"
@@ -409,7 +409,7 @@ def test_a_run_in_the_users_etcd_with_nobody_reading_its_output(config, tmp_path
                 assert cli.main(["run", str(config), f"fileroot={tmp_path / 'elsewhere'}", endpoints]) == 1
                 output = capsys.readouterr().out.replace("\n", " ")
                 assert f"a run of this name, in {socket.gethostname()}:{run_dir}" in output
-                # One that is refused leaves the other's keys alone
+                # A refused launch does not touch the other's keys.
                 assert {name: resolver.get(key) for name, key in keys.items()} == published
             go_on.touch()
             assert run.wait(LIMIT_S) == 0
@@ -445,7 +445,7 @@ def test_status_when_etcd_is_down(tmp_path, capsys):
 
 
 def test_a_process_runs_alone_from_its_config(config, tmp_path, etcd):
-    """Without a launcher it keeps its own lease, publishes its own status, and takes its keys along when it ends."""
+    """Without a launcher it refreshes its own lease and publishes its own status. At its end it deletes its keys."""
     overrides = [f"fileroot={tmp_path}", f"name_resolve.endpoints=[{etcd.endpoint}]", "network.authenticate=off"]
     experiment = load_experiment(config, overrides)
     spec = next(spec for spec in plan(experiment, attempt=1, num_prompts=100) if spec.kind == "gserver_manager")

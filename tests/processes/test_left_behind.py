@@ -1,4 +1,4 @@
-"""What a reward function leaves behind, in a session of its own and with an empty environment, ends with its judge."""
+"""Processes that a reward function leaves behind, with their own sessions and empty environments, end with its judge."""
 
 import asyncio
 import logging
@@ -59,7 +59,7 @@ async def wait_until_gone(*processes):
 
 @pytest.fixture
 def cleared():
-    """Processes of the test: whatever happens, they end with it."""
+    """Processes of the test. They end with it in every case."""
     left = []
     yield left
     for process in left:

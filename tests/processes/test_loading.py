@@ -1,4 +1,4 @@
-"""How far the loading of a model has come: counted in transformers itself, shown in a worker's status."""
+"""The progress of loading a model: counted inside transformers, and shown in a worker's status."""
 
 import logging
 
@@ -38,14 +38,14 @@ def test_a_real_model_is_counted_to_its_last_tensor(model_path, monkeypatch):
 
     monkeypatch.setattr(progress, "_counted", seen)
     with board.showing("loading actor", on="model_worker/0", limit_s=9.0, detail=progress.text):
-        assert board.snapshot().waits[0].what == "loading actor"  # nothing is known yet
+        assert board.snapshot().waits[0].what == "loading actor"  # no progress is known yet
         with progress.watched():
             AutoModelForCausalLM.from_pretrained(model_path)
         shown.append(board.snapshot().waits[0].what)
     assert shown[0] == "loading actor, 0.0 of 3.0 GB"
     assert shown[-1] == "loading actor, 3.0 of 3.0 GB"
     assert len(shown) > 10
-    assert transformers_logging.set_tqdm_hook(None) is None  # ours is gone
+    assert transformers_logging.set_tqdm_hook(None) is None  # our hook is removed
 
 
 def test_a_small_model_is_there_at_once(model_path):

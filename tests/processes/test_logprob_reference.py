@@ -1,4 +1,4 @@
-"""weights.verify_logprobs at the trainer: one text, scored alike in every layout, known to every rank."""
+"""weights.verify_logprobs at the trainer: one text, with the same scores in every layout and known to every rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def model_path(tmp_path_factory) -> str:
 
 
 def measure(rank: int, path: str, grid: str) -> list[ScoredText]:
-    """Before and after the weights have changed."""
+    """Scores before and after the weights change."""
     mesh = ModelMesh.make(placement("actor", grid), "cpu") if grid != "d1" else None
     if mesh is None and rank:
         return []
@@ -48,7 +48,7 @@ def test_every_rank_of_every_layout_has_the_same(model_path):
 
 
 def test_the_text_is_such_as_the_model_writes(model_path):
-    """As likely as what is sampled from it: a mean logprob near minus its entropy, and not that of random tokens."""
+    """As likely as the model's own samples: a mean logprob near minus the entropy, unlike that of random tokens."""
     engine = shard(model_path, None)
     scored_text = TextScorer(seed=3).measure(engine)
     entropies = []

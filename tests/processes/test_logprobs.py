@@ -1,4 +1,4 @@
-"""Logprobs without logits: the plain formula's values and gradients, whole, in blocks and with the vocabulary over ranks."""
+"""Logprobs without logits equal the plain formula in values and gradients: at once, in blocks, with a sharded vocabulary."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def problem(bias: bool = False, num_tokens: int = NUM_TOKENS, vocab: int = VOCAB
 
 
 def plain(hidden, layer, targets, temperature):
-    """(logprobs, entropy), by all logits."""
+    """(logprobs, entropy), computed from all logits."""
     all_logprobs = (layer(hidden).float() / temperature).log_softmax(-1)
     entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
     return all_logprobs.gather(-1, targets[:, None])[:, 0], entropy.detach()
@@ -62,7 +62,7 @@ def test_values_and_gradients_are_those_of_the_plain_formula(chunk_tokens, tempe
 
 
 def test_a_weight_may_be_given_that_something_else_uses_too():
-    """Tied: the gradient of the embedding is added to that of the output layer."""
+    """With tied weights, the gradient of the embedding is added to that of the output layer."""
     hidden, layer, targets, weights = problem()
     embedded = (torch.nn.functional.embedding(targets, layer.weight) + hidden).detach()
     ids = targets.flip(0)
@@ -109,7 +109,7 @@ def test_no_tokens_are_allowed():
 
 
 def test_logits_far_apart_neither_overflow_nor_vanish():
-    """A softmax of e^500 : 1 in every order of blocks; the plain formula in float64 as the reference."""
+    """A softmax of e^500 : 1 in every order of blocks, compared with the plain formula in float64."""
     hidden = torch.tensor([[500.0], [-500.0], [90.0]], requires_grad=True)
     layer = torch.nn.Linear(1, VOCAB, bias=False)
     layer.weight.data = torch.linspace(-1, 1, VOCAB)[:, None]
@@ -141,7 +141,7 @@ def test_bfloat16_computes_the_softmax_in_float32_and_keeps_float32_gradients():
 
 
 class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that any operation (or `only` one) makes."""
+    """The number of elements of the largest tensor that any operation makes, or only the operation `only`."""
 
     def __init__(self, only=None) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ def test_no_tensor_of_all_tokens_and_the_whole_vocabulary_ever_exists(monkeypatc
 
 
 def in_ranks(count, function):
-    """function(rank, process group) on threads, each a gloo rank of its own; their results in rank order."""
+    """Run function(rank, process group) on threads, each a separate gloo rank. Return the results in rank order."""
     store = dist.HashStore()
     results: list = [None] * count
 
@@ -213,7 +213,7 @@ def test_a_vocabulary_over_ranks_gives_what_one_rank_gives(sizes, bias):
     for logprobs, entropy, (grad_hidden, *_) in results:
         assert_close((logprobs, entropy), (expected[0].detach(), expected[1]))
         assert_close(grad_hidden, expected_grads[0], atol=1e-5)
-        assert torch.equal(logprobs, results[0][0])  # the same on every rank: all take the same decisions
+        assert torch.equal(logprobs, results[0][0])  # equal on every rank, so that all ranks decide alike
         assert torch.equal(grad_hidden, results[0][2][0])
     for at, grad in enumerate(expected_grads[1:], start=1):
         assert_close(torch.cat([grads[at] for _, _, grads in results]), grad, atol=1e-5)

@@ -1,4 +1,4 @@
-"""The manager over real HTTP: waits that are answered by events, clients that vanish, servers that are slow, wrong or dead."""
+"""The manager over real HTTP: waits that events end, clients that disappear, servers that are slow, wrong or dead."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 B, ETA = 2, 1
 HEARTBEAT_S = 0.1
-LEASE_S = 20.0  # what nobody means to lose or to call slow lives on: a late answer is one that takes a sixth of it
-SHORT_LEASE_S = 4.0  # where its end is waited for
-LIMIT_S = 25.0  # less than the 30 s of requests that wait: they are answered by what happens
+LEASE_S = 20.0  # for tests in which no lease may end; an answer is late after a sixth of it
+SHORT_LEASE_S = 4.0  # for tests that wait for the end of a lease
+LIMIT_S = 25.0  # less than the 30 s of waiting requests: events must answer them earlier
 
 
 class FakeServer:
-    """The part of a generation server that the manager talks to."""
+    """The part of a generation server with which the manager communicates."""
 
     def __init__(self) -> None:
         self.version = ""
@@ -63,7 +63,7 @@ class FakeServer:
         self.loading = asyncio.Event()
         self.echo: Callable[[str], str] = lambda version: version
         self.broken = False
-        self.mismatch = False  # it loads, and computes with other weights
+        self.mismatch = False  # it loads the weights but computes with others
 
     async def start(self) -> str:
         app = web.Application()
@@ -119,7 +119,7 @@ class FakeServer:
 
 
 class SeenManager(GserverManager):
-    """Shows what it is made of, once everything is open."""
+    """Exposes its components once it has started."""
 
     def __init__(self, config: GserverManagerConfig) -> None:
         super().__init__(config)
@@ -195,7 +195,7 @@ class Setup:
         self.resolver.close()
 
     async def poll(self, condition: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
-        """What no event tells from outside the manager: looked at every 5 ms."""
+        """Poll every 5 ms for a condition that causes no event outside the manager."""
         until = time.monotonic() + limit_s
         while time.monotonic() < until:
             if value := condition():
@@ -227,7 +227,7 @@ class Setup:
         self.resolver.add(self.names.model_version("actor"), str(weights), replace=True)
 
     def begin_master(self, attempt: int) -> None:
-        """What name resolve has of a master of this attempt."""
+        """Publish the name resolve entries of a master of this attempt."""
         at = Endpoint("tcp://127.0.0.1:1", "m", max_message_bytes=1, attempt=attempt)
         self.resolver.add(self.names.stream(MASTER_META), msgspec.json.encode(at).decode(), replace=True)
 
@@ -279,7 +279,7 @@ class Setup:
         await self.until_view(lambda view: [(server.state, server.version) for server in view.servers] == wanted)
 
     async def until_view(self, condition: Callable[[LedgerView], bool]) -> LedgerView:
-        """As the master does it: each answer waits for a newer ledger."""
+        """Wait as the master does: each answer waits for a newer ledger."""
 
         async def reports() -> LedgerView:
             view = await self.report(full=True)
@@ -302,7 +302,7 @@ async def running(run_dir: Path, **options: Any) -> AsyncIterator[Setup]:
 
 @contextlib.asynccontextmanager
 async def serving_one(run_dir: Path, **options: Any) -> AsyncIterator[Setup]:
-    """One healthy server at v0, the master registered."""
+    """One healthy server at v0. The master is registered."""
     async with running(run_dir, **options) as setup:
         await setup.add_server()
         setup.publish(0)
@@ -324,7 +324,7 @@ def ids(reply: AllocateReply) -> list[str]:
 
 
 async def test_an_answer_waits_for_admission(setup: Setup) -> None:
-    """The bound is reached; a train step consumes, but only when its weights are served is there room."""
+    """The bound is reached. A train step consumes samples, but capacity grows only once its weights are served."""
     tickets = ids(await setup.allocate(100))
     assert len(tickets) == (1 + ETA) * B
     await setup.finish(*tickets)
@@ -336,7 +336,7 @@ async def test_an_answer_waits_for_admission(setup: Setup) -> None:
     assert setup.manager.seen.service.num_waiting == 2
     setup.publish(1)
     replies = await asyncio.wait_for(asyncio.gather(waiting, other), LIMIT_S)
-    assert [len(reply.tickets) for reply in replies] == [1, 1]  # dealt out in turn
+    assert [len(reply.tickets) for reply in replies] == [1, 1]  # granted in turn
     assert {ticket.min_version for reply in replies for ticket in reply.tickets} == {1}
 
 
@@ -361,7 +361,7 @@ async def test_the_same_request_gets_the_same_tickets(setup: Setup) -> None:
 
 
 async def test_clients_that_vanish_while_waiting_get_nothing(setup: Setup) -> None:
-    """Seen elsewhere: ten clients went away while they waited, and ten tickets were granted to nobody."""
+    """In another implementation, ten clients disconnected while they waited, and ten tickets were granted but never received."""
     held = ids(await setup.allocate(100))
     waits = [asyncio.create_task(setup.allocate(1, wait_s=30.0, worker=1)) for _ in range(10)]
     await setup.poll(lambda: setup.manager.seen.service.num_waiting == 10)
@@ -375,8 +375,8 @@ async def test_clients_that_vanish_while_waiting_get_nothing(setup: Setup) -> No
 
 
 async def test_tickets_of_answers_that_nobody_read_come_back(setup: Setup) -> None:
-    """The grant was made, then the client was gone: no heartbeat lists its tickets, so they are handed out again."""
-    lost = ids(await setup.allocate(3))  # never read, so to speak
+    """The grant was made, but the client had disconnected. No heartbeat lists its tickets, so they are handed out again."""
+    lost = ids(await setup.allocate(3))  # the test acts as if it had never read them
     (kept,) = ids(await setup.allocate(1))
     for _ in range(3):
         assert (await setup.heartbeat(kept)).revoked == []
@@ -398,7 +398,7 @@ async def test_a_silent_worker_loses_its_tickets_and_who_waits_gets_them(tmp_pat
 async def test_reports_wait_for_a_newer_ledger(setup: Setup) -> None:
     view = await setup.report()
     while (later := await setup.report(after_revision=view.revision, wait_s=1.0)).revision != view.revision:
-        view = later  # the first update's last words
+        view = later  # the last changes of the first update
     assert (await setup.report(after_revision=view.revision, wait_s=0.05)).revision == view.revision
     waiting = asyncio.create_task(setup.report(after_revision=view.revision, wait_s=30.0))
     await asyncio.sleep(0)
@@ -407,14 +407,14 @@ async def test_reports_wait_for_a_newer_ledger(setup: Setup) -> None:
     assert newer.revision > view.revision
     assert [live.ticket_id for live in newer.live] == [ticket]
     assert (await setup.report(after_revision=view.revision, wait_s=30.0)).revision == newer.revision
-    of_another = newer.revision + 1000  # what the master knows of a manager that has died
+    of_another = newer.revision + 1000  # the master's revision, from a manager that has died
     assert (
         await asyncio.wait_for(setup.report(after_revision=of_another, wait_s=30.0), LIMIT_S)
     ).revision == newer.revision
 
 
 async def test_evaluations_wait_for_their_end(setup: Setup) -> None:
-    await setup.allocate(100)  # training takes all it may; evaluation passes beside it
+    await setup.allocate(100)  # training takes all that it may; evaluation is independent of it
     body = {"eval_id": "e", "modes": ["greedy"], "num_prompts": 3, "wait_s": 30.0}
     waiting = asyncio.create_task(setup.post("/evaluate", body, EvaluateReply))
     for position in range(3):
@@ -473,7 +473,7 @@ async def test_unknown_paths_and_wrong_methods_are_told(setup: Setup) -> None:
 
 
 async def test_answers_are_plain_http_whatever_the_client_does(setup: Setup) -> None:
-    """A body that comes in pieces, a connection that is used again, and one that ends with its answer."""
+    """A body in several pieces, a reused connection, and a connection that closes after its answer."""
     body = b'{"worker": "rollout_worker/0", "incarnation": "a", "held": []}'
     reader, writer = await asyncio.open_connection(*setup.url.removeprefix("http://").split(":"))
     answers = []
@@ -481,7 +481,7 @@ async def test_answers_are_plain_http_whatever_the_client_does(setup: Setup) -> 
         head = f"POST /heartbeat HTTP/1.1\r\nHost: x\r\nConnection: {connection}\r\nContent-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body[:9])
         await writer.drain()
-        await setup.heartbeat()  # meanwhile others are answered
+        await setup.heartbeat()  # other requests are answered meanwhile
         writer.write(body[9:])
         lines = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), LIMIT_S)).decode().split("\r\n")
         headers = dict(line.split(": ") for line in lines[1:] if line)
@@ -495,7 +495,7 @@ async def test_answers_are_plain_http_whatever_the_client_does(setup: Setup) -> 
 
 
 async def test_a_report_of_a_large_batch_is_taken_in(setup: Setup) -> None:
-    """Longer than the 1 MiB that aiohttp allows by itself."""
+    """Longer than aiohttp's default limit of 1 MiB."""
     (ticket,) = ids(await setup.allocate(1))
     others = [f"a1-e0-p{position}-i1-v0-h0-x_{position}" for position in range(50_000)]
     body = {"attempt": 1, "trained_version": 0, "consumed": [*others, ticket], "stored": []}
@@ -517,12 +517,12 @@ async def test_room_for_one_goes_to_who_waits_longest(setup: Setup) -> None:
 
 
 async def test_an_attempt_that_no_master_has_begun_is_refused(setup: Setup) -> None:
-    """By HTTP alone, an attempt of 999 ended the tickets of the run, and its master, once an attempt."""
+    """A forged attempt number of 999, sent over HTTP, used to end the run's tickets and its master, once an attempt."""
     (ticket,) = ids(await setup.allocate())
     report = {"attempt": 999, "trained_version": 0, "consumed": [], "stored": [], "full": True, "num_prompts": 9}
     body = msgspec.json.encode({**report, "num_epochs": 1})
     async with setup.session.post(setup.url + "/report", data=body) as response:
-        assert response.status == 503  # name resolve has lost its data, say: the master asks again
+        assert response.status == 503  # for example, name resolve has lost its data: the master retries
     setup.begin_master(1)
     async with setup.session.post(setup.url + "/report", data=body) as response:
         told = await response.text()
@@ -600,11 +600,11 @@ async def test_a_slow_server_blocks_neither_the_other_nor_the_http_side(tmp_path
         await asyncio.wait_for(slow.loading.wait(), LIMIT_S)
         await setup.until_served(1)
         assert await setup.states() == [("updating", str(WeightVersion(1, 1))), ("healthy", str(WeightVersion(1, 1)))]
-        setup.publish(2)  # the quick one goes on while the slow one still loads what is old by now
+        setup.publish(2)  # the fast server goes on while the slow one still loads an outdated version
         await setup.until_served(2)
         began = time.monotonic()
         tickets = (await setup.allocate(4)).tickets
-        assert time.monotonic() - began < LIMIT_S / 2  # the slow one ends when its gate is opened
+        assert time.monotonic() - began < LIMIT_S / 2  # the slow load ends when its gate is opened
         assert {ticket.server for ticket in tickets} == {"generation_server/1"}
         assert {ticket.min_version for ticket in tickets} == {2}
         assert len(quick.loads) == 3
@@ -732,7 +732,7 @@ async def test_a_restarted_server_at_its_old_address_is_noticed(setup: Setup) ->
 
 
 async def test_a_new_manager_goes_on_as_soon_as_it_has_heard_everybody(tmp_path: Path) -> None:
-    """The lease is an hour: nothing here may wait for it. Servers that serve what they should are not interrupted."""
+    """The lease is an hour, so nothing here may wait for it. Servers with the right version are not interrupted."""
     async with running(tmp_path, lease_s=3600.0) as setup:
         server, behind = await setup.add_server(), await setup.add_server()
         setup.publish(0)
@@ -742,7 +742,7 @@ async def test_a_new_manager_goes_on_as_soon_as_it_has_heard_everybody(tmp_path:
         await setup.report(stored=[stored])
         await setup.stop_manager()
         setup.publish(1)
-        server.version = str(WeightVersion(1, 1))  # the old manager had it load the new version, and died then
+        server.version = str(WeightVersion(1, 1))  # the old manager had it load the new version, and then died
         await setup.start_manager()
         assert (await setup.heartbeat(held)).revoked == []
         assert (await setup.finish(finished)).unknown == []
@@ -771,7 +771,7 @@ async def test_a_new_manager_goes_on_as_soon_as_it_has_heard_everybody(tmp_path:
 
 
 async def test_a_server_that_was_being_updated_when_the_manager_died_loads(tmp_path: Path) -> None:
-    """It says that it serves the version, but it is paused: how far that update has come nobody knows."""
+    """The server reports the version but is paused. The progress of that update is unknown."""
     async with running(tmp_path) as setup:
         server = await setup.add_server()
         setup.publish(0)
@@ -785,7 +785,7 @@ async def test_a_server_that_was_being_updated_when_the_manager_died_loads(tmp_p
 
 
 async def test_a_server_that_somebody_else_has_paused_loads(setup: Setup) -> None:
-    """A manager that was frozen may go on with an update that its successor has made long ago."""
+    """A manager that was frozen may continue an update that its successor completed long ago."""
     (server,) = setup.servers
     server.paused = True
     await setup.poll(lambda: len(server.loads) == 2)
@@ -825,7 +825,7 @@ async def test_a_manager_whose_place_is_taken_ends(setup: Setup) -> None:
 
 
 async def test_a_new_attempt_begins_with_its_weights_and_may_go_back(setup: Setup) -> None:
-    """The trainer group was started again from a checkpoint: the manager, the servers and the rollout workers are as they were."""
+    """The trainer group was restarted from a checkpoint. The manager, the servers and the rollout workers were not."""
     (server,) = setup.servers
     for version in (1, 2):
         setup.publish(version)
@@ -858,7 +858,7 @@ async def test_a_new_manager_with_an_old_config_does_not_fall_back(setup: Setup,
     await setup.report(attempt=2, full=True)
     (held,) = ids(await setup.allocate(wait_s=10.0))
     await setup.stop_manager()
-    if forgotten == "keys":  # an etcd that was started anew, without its data
+    if forgotten == "keys":  # as after an etcd restart without its data
         setup.resolver.delete(setup.names.gserver_manager_began())
         setup.resolver.delete(setup.names.model_version("actor"))
     if forgotten == "journal":

@@ -1,4 +1,4 @@
-"""All MFCs on real engines: a critic that learns, a step of it against a loop by hand, pipelines and tensor ranks that agree."""
+"""All MFCs on real engines: a critic that learns, a step of it against a plain loop, and agreement of pipeline and tensor ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a language model, which critics start from too, and a reward model."""
+    """A folder with a reward model and a language model. Critics start from the language model too."""
     path: Path = tmp_path_factory.mktemp("tiny")
     make_tiny_model(path / "lm", hidden_size=32, intermediate_size=64)
     with torch.random.fork_rng(devices=[]):
@@ -58,7 +58,7 @@ def model_config(path: Path, role: str, grid: str = "d1p1m1", workers: Sequence[
 
 
 def make_batch(seed: int, num_groups: int = 6, size: int = 3) -> SequenceSample:
-    """Rewarded by the prompt's last digit alone, so that the value of a state is what its prompt says: 1 for even, 0 for odd."""
+    """The reward depends only on the prompt's last digit, so that the value of a state is known: 1 for even, 0 for odd."""
     random = np.random.default_rng(seed)
     groups = []
     for _ in range(num_groups):
@@ -148,7 +148,7 @@ def test_a_critic_step_is_that_of_a_loop_by_hand(tiny: Path) -> None:
 
 
 def shuffled(sample: SequenceSample, *, seed: int, version: int) -> list[SequenceSample]:
-    """The two minibatches of a step: DESIGN.md says how a batch is shuffled."""
+    """The two minibatches of a step, shuffled as DESIGN.md says."""
     order = np.random.default_rng([seed, version]).permutation(sample.num_ids)
     return [sample.select_ids([sample.ids[i] for i in sorted(part)]) for part in np.array_split(order, 2)]
 
@@ -162,7 +162,7 @@ def sequences(sample: SequenceSample, *keys: str) -> list[list[torch.Tensor]]:
 
 
 def run_in_layout(rank: int, path: str, grid: str, steps: int) -> tuple[dict[str, np.ndarray], list[dict[str, float]]]:
-    """All MFCs with all models in one layout. What the heads made of the last batch, by key, and the statistics of each step."""
+    """All MFCs with all models in one layout: the heads' results for the last batch, by key, and the statistics of each step."""
     parsed = ParallelGrid.parse(grid)
     workers = list(range(parsed.size))
     meshes = {role: ModelMesh.make(ModelPlacement(role, parsed, tuple(workers)), "cpu") for role in KINDS}
@@ -184,7 +184,7 @@ def run_in_layout(rank: int, path: str, grid: str, steps: int) -> tuple[dict[str
             reads = sample.select_keys(mfc.input_keys) if sample is not None else None
             made, mfc_stats = interfaces[name].run(engines[mfc.role], reads, batch_ids=batch.ids, version=version)
             stats |= mfc_stats
-            given: list[SequenceSample | None] = [None] * parsed.size  # what a data manager would move
+            given: list[SequenceSample | None] = [None] * parsed.size  # a data manager would move these
             dist.all_gather_object(given, made, group=mesh.model_group)
             found = given[mesh.placement.head(mesh.data)]
             assert (found is None) == (sample is None or not mfc.output_keys)
@@ -215,7 +215,7 @@ def test_all_mfcs_in_any_layout(grid: str, tiny: Path, ranks: RankProcesses) -> 
     assert len(heads) == ParallelGrid.parse(grid).data
     for stats in heads:
         for step, expected_step in zip(stats, expected_stats, strict=True):
-            # A value that stands where it stood is beside the clip or in it, as rounding has it: a state of 51.
+            # An unchanged value is just inside or outside the clip range, depending on rounding: one state of 51.
             assert step.pop("critic/clip_share") == pytest.approx(expected_step["critic/clip_share"], abs=0.05)
             assert step == pytest.approx({name: expected_step[name] for name in step}, rel=1e-3, abs=1e-4)
             assert len(step) == len(expected_step) - 1

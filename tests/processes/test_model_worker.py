@@ -113,7 +113,7 @@ def on_one_worker(path: Path, train: TrainConfig = TRAIN) -> list[ModelConfig]:
 
 
 def placed_mfcs(train: TrainConfig = TRAIN, **elsewhere: str) -> list[PlacedMFC]:
-    """Each on the model of its role, but for those whose model is named."""
+    """Place each MFC on the model of its role, unless `elsewhere` names its model."""
     return [mfc.placed(elsewhere.get(mfc.name, mfc.role)) for mfc in build_dataflow(train).mfcs.values()]
 
 
@@ -134,7 +134,7 @@ def worker_config(name_resolve, run_dir, model_path, *, capacity=8, train=TRAIN)
 def trajectory(
     ticket_id: str, head: int = 0, size: int = 3, position: int = 0
 ) -> tuple[TrajectoryMeta, SequenceSample]:
-    """A group of random tokens: 4 of prompt, then a response; its rewards differ. The same ticket gives the same group."""
+    """A group of random tokens: 4 of prompt, then a response. Its rewards differ. The same ticket gives the same group."""
     rng = np.random.default_rng(list(ticket_id.encode()))
     prompt = rng.integers(1, 64, 4)
     lengths = (4 + rng.integers(2, 20, size)).tolist()
@@ -175,7 +175,7 @@ def trajectory(
 
 @dataclass
 class Outside:
-    """What model workers meet: a rollout worker's pusher, and a master that judges by `verdicts` (else: stored)."""
+    """The model workers' peers: a rollout worker's pusher, and a master that judges by `verdicts` (default: stored)."""
 
     pusher: NameResolvingZmqPusher
     client: NameResolvingRequestClient
@@ -239,7 +239,7 @@ async def outside(resolver: NameResolver, num_workers: int) -> AsyncIterator[Out
 
 
 class SeenWorker(ModelWorker):
-    """Shows what executes its calls, as soon as everything is open."""
+    """Exposes the executor of its calls once it has started."""
 
     calls: Calls
 
@@ -250,7 +250,7 @@ class SeenWorker(ModelWorker):
 
 @contextlib.asynccontextmanager
 async def worker_here(config: ModelWorkerConfig) -> AsyncIterator[tuple[SeenWorker, Outside]]:
-    """One model worker on this event loop, over name resolve in memory."""
+    """One model worker on this event loop, with name resolve in memory."""
     worker = SeenWorker(config)
     main = asyncio.create_task(worker.main())
     with open_name_resolver(config.worker.name_resolve) as resolver:
@@ -390,7 +390,7 @@ async def test_training_goes_on_while_weights_are_written(memory, tmp_path, mode
 async def test_a_model_for_the_user_is_complete_or_absent(memory, tmp_path, model_path):
     async with worker_here(worker_config(memory, tmp_path, model_path)) as (worker, world):
         path = tmp_path / "final"
-        for _ in range(2):  # what was there before goes
+        for _ in range(2):  # removes the earlier state
             (reply,) = await world.call(SaveModel(role="actor", folder="final"))
             await world.call(CommitWeights(role="actor", weight_version="", folder="final", files=reply.files))
         loaded = AutoModelForCausalLM.from_pretrained(path)
@@ -432,7 +432,7 @@ async def test_a_call_that_fails_is_answered_and_ends_the_worker(memory, tmp_pat
 
 @pytest.mark.parametrize("folder", ["../precious", "link"])
 async def test_a_call_that_names_a_folder_outside_the_run_changes_nothing(memory, tmp_path, model_path, folder):
-    """Neither what is there nor what is beside it, whatever the call is."""
+    """Neither the folder nor its neighbours change, whatever the call is."""
     run_dir, precious = tmp_path / "run", tmp_path / "precious"
     precious.mkdir(mode=0o700)
     (precious / "thesis.txt").write_text("years of work")
@@ -466,7 +466,7 @@ def test_the_interface_of_loopback():
 
 
 def in_one_process(model_path, train: TrainConfig, batches: list[list[str]]) -> dict[str, dict[str, torch.Tensor]]:
-    """The same batches through the same dataflow on whole models without ranks, streams or stores; weights by trained role."""
+    """The same batches and dataflow on whole models, without ranks, streams or stores. Return the weights by trained role."""
     graph = build_dataflow(train)
     engines = {model.name: TrainEngine(model, train) for model in on_one_worker(model_path, train)}
     interfaces = {name: make_interface(mfc, train, seed=1) for name, mfc in graph.mfcs.items()}
@@ -506,7 +506,7 @@ async def push_all(side: TrainingSide, heads: dict[str, int]) -> None:
 
 
 def wait_until_stores_are_empty(side: TrainingSide) -> None:
-    """By what the workers' statuses say, which come twice a second."""
+    """Read from the workers' statuses, which are published twice a second."""
     keys = [side.names.status(f"model_worker/{index}") for index in range(side.num_workers)]
     deadline = time.monotonic() + LIMIT_S
     while held := [msgspec.json.decode(side.resolver.get(key), type=WorkerStatus).queues.get("store") for key in keys]:
@@ -517,7 +517,7 @@ def wait_until_stores_are_empty(side: TrainingSide) -> None:
 
 
 async def test_two_processes_train_as_one(tmp_path, model_path):
-    """Batches that fall unevenly on the heads, and one that leaves a head empty, give the update of one process."""
+    """Batches that are uneven between heads, and one that leaves a head empty, give the update of one process."""
     heads = {"a": 0, "b": 1, "c": 0, "d": 0, "e": 1, "f": 0, "g": 0, "h": 0}
     batches = [["a", "b", "c", "d", "e"], ["f", "g", "h"]]
     models = [one_model(role, model_path, "d2p1m1", [0, 1]) for role in build_dataflow(TRAIN).roles]
@@ -544,15 +544,15 @@ async def test_two_processes_train_as_one(tmp_path, model_path):
         assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
         body = ExecuteMFC(mfc="actor_inf", version=2, ids=["a", "gone"], parts=[["a"], ["gone"]])
-        with pytest.raises(RemoteCallError, match="master and workers disagree"):  # cleared
+        with pytest.raises(RemoteCallError, match="master and workers disagree"):  # the data was cleared
             await side.caller.call("MFC", [0, 1], body)
 
 
 async def test_models_on_workers_of_their_own_train_as_one_process(tmp_path, model_path):
-    """Actor on two data ranks, critic on two tensor ranks of which one has the actor too, a reference on a third worker, and the
-    actor again in two stages.
+    """Actor on two data ranks, critic on two tensor ranks, one of which also holds the actor, a reference on a third worker, and
+    the actor again in two stages.
 
-    The first step trains the critic alone; proximal logprobs come from the other layout, which gets the weights of each step.
+    The first step trains only the critic. Proximal logprobs come from the other layout, which gets the weights of each step.
     """
     train = replace(
         TRAIN,

@@ -1,4 +1,4 @@
-"""Name resolve: one suite on etcd and memory; what a private etcd does. Outages are in test_etcd_outages.py."""
+"""Name resolve: one suite on etcd and memory, and the behaviour of a private etcd. Outages are in test_etcd_outages.py."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
 
 @pytest.fixture(params=["memory", "etcd"])
 def open_session(request: pytest.FixtureRequest) -> Iterator[OpenSession]:
-    """Opens further sessions with the same store."""
+    """Open further sessions with the same store."""
     endpoint = request.getfixturevalue("server").endpoint if request.param == "etcd" else f"memory://{uuid.uuid4()}"
     yield from sessions(NameResolveConfig(endpoints=[endpoint]))
 
@@ -72,7 +72,7 @@ def test_add_get_delete(names: NameResolver, root: str) -> None:
     with pytest.raises(NameEntryExists, match=f"{root}/a"):
         names.add(f"{root}/a", "2")
     with pytest.raises(NameEntryExists):
-        names.add(f"{root}/a", "1")  # an equal value exists all the same
+        names.add(f"{root}/a", "1")  # an equal value also counts as existing
     assert names.get(f"{root}/a") == "1"
     names.add(f"{root}/a", "2", replace=True)
     names.add(f"{root}/empty", "", replace=True)
@@ -225,7 +225,7 @@ def test_concurrent_swaps_lose_no_increment(open_session: OpenSession, root: str
 
 @pytest.fixture
 def slow_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is there may be read as late as a busy machine reads it, whatever the limit of a wait."""
+    """Delay reads, as a busy machine may, whatever the limit of a wait."""
     monkeypatch.setattr(interface, "_MIN_READ_S", LIMIT_S)
 
 
@@ -257,7 +257,7 @@ def test_watch_a_key(open_session: OpenSession, root: str) -> None:
     recorder, absent = Recorder(), Recorder()
     watch = names.watch(key, recorder)
     names.watch(f"{root}/b", absent)
-    assert recorder.events == [put(key, "1")]  # the current state, before watch returns
+    assert recorder.events == [put(key, "1")]  # the current state arrives before watch returns
     assert absent.events == []
     names.add(f"{key}/below", "x")
     names.add(f"{key}b", "x")
@@ -347,14 +347,14 @@ def test_entries_expire_when_nobody_refreshes(open_session: OpenSession, root: s
     names, other = open_session(), open_session()
     recorder = Recorder()
     other.watch(root, recorder, subtree=True)
-    kept = names.grant_lease(9)  # before the other, and outlives it
-    lease = names.grant_lease(9, keep_alive=False)  # which lasts until all of this is done
+    kept = names.grant_lease(9)  # granted before the other lease, and outlives it
+    lease = names.grant_lease(9, keep_alive=False)  # lasts until the steps below are done
     names.add(f"{root}/kept", "k", lease=kept.id)
     names.add(f"{root}/a", "1", lease=lease.id)
     subentry = names.add_subentry(f"{root}/sub", "2", lease=lease.id)
     names.add(f"{root}/plain", "3", lease=lease.id)
     names.add(f"{root}/plain", "4", replace=True)  # no longer under the lease
-    assert names.compare_and_swap(f"{root}/a", "1", "5")  # still under it
+    assert names.compare_and_swap(f"{root}/a", "1", "5")  # still under the lease
     assert lease.alive
     assert lease.refresh()
     recorder.wait_for_state({f"{root}/kept": "k", f"{root}/plain": "4"})
@@ -380,17 +380,17 @@ def test_a_lease_with_an_id_is_shared(open_session: OpenSession, root: str) -> N
     user.add(f"{root}/a", "1", lease=lease_id)
     user.add(f"{root}/b", "1", lease=lease_id)
     user.close()
-    assert holder.get(f"{root}/a") == "1"  # it hangs on the lease, not on the session
+    assert holder.get(f"{root}/a") == "1"  # the entry depends on the lease, not on the session
     lease.revoke()
     assert not lease.alive
     assert holder.get_subtree(root) == {}
-    assert holder.grant_lease(30, lease_id=lease_id).alive  # free again
+    assert holder.grant_lease(30, lease_id=lease_id).alive  # the id is free again
 
 
 def test_close_revokes_kept_leases_and_ends_waits(
     open_session: OpenSession, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(etcd_resolver, "_CLOSE_LIMIT_S", LIMIT_S)  # past it leases are left to expire
+    monkeypatch.setattr(etcd_resolver, "_CLOSE_LIMIT_S", LIMIT_S)  # a slower close would leave the leases to expire
     names, other = open_session(), open_session()
     kept, left = names.grant_lease(30), names.grant_lease(30, keep_alive=False)
     names.add(f"{root}/kept", "1", lease=kept.id)
@@ -474,10 +474,10 @@ def test_the_first_endpoint_that_answers_is_used(server: EtcdServer, root: str) 
     with socket.socket() as refusing, socket.socket() as silent:
         refusing.bind(("127.0.0.1", 0))
         silent.bind(("127.0.0.1", 0))
-        silent.listen()  # connects, and then never says a word
+        silent.listen()  # accepts connections but never answers
         endpoints = [f"127.0.0.1:{closed.getsockname()[1]}" for closed in (refusing, silent)]
         config = NameResolveConfig(endpoints=[*endpoints, server.endpoint], timeout_s=LIMIT_S)
-        # of which the silent one gets half: less than the 2 s after which gRPC gives it up by itself
+        # The silent endpoint gets half of limit_s. That is less than the 2 s after which gRPC itself gives it up.
         with open_name_resolver(config, limit_s=3.9) as names:
             names.add(f"{root}/a", "1", lease=names.grant_lease(5).id)
             recorder = Recorder()
@@ -496,7 +496,7 @@ def test_server_dies_with_its_parent(tmp_path: Path) -> None:
         "import sys, threading\n"
         "from asyncrl.runtime.names.etcd.server import EtcdServer\n"
         "server = EtcdServer(sys.argv[1] + '/data', sys.argv[1] + '/log', extra_args=['--unsafe-no-fsync'])\n"
-        "thread = threading.Thread(target=server.start)\n"  # the thread that starts it may end
+        "thread = threading.Thread(target=server.start)\n"  # the thread that starts the server may end
         "thread.start(); thread.join()\n"
         "print(server.pid, flush=True)\n"
         "sys.stdin.read()\n"

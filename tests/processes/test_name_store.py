@@ -1,4 +1,4 @@
-"""torch.distributed's store in name resolve, as torch calls it."""
+"""torch.distributed's store in name resolve, called as torch does."""
 
 import uuid
 from datetime import timedelta
@@ -15,7 +15,7 @@ def store():
     with MemoryNameResolver(uuid.uuid4().hex) as resolver:
         named = NameStore(
             resolver, "run/store", lease=None, limit_s=0.2
-        )  # kept: torch keeps only what is not Python of it
+        )  # keep a reference: torch holds only the C++ part
         yield PrefixStore("group//0", named)
 
 

@@ -1,4 +1,4 @@
-"""The endpoint over real sockets with openai's client; the policy behind it is played by the test."""
+"""The endpoint over real sockets with openai's client. The test acts as the policy behind it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LIMIT_S = 60.0
 
 
 class Pieces:
-    """A policy that says each piece when the test puts it in; None ends the answer, an exception ends the rollout."""
+    """A policy that sends each piece when the test adds it. None ends the answer; an exception ends the rollout."""
 
     def __init__(self) -> None:
         self.next: asyncio.Queue[list[int] | Exception | None] = asyncio.Queue()
@@ -91,7 +91,7 @@ class Stage:
         self.id = ""
 
     async def ask(self, messages: list[Any] = MESSAGES, **fields: Any) -> Any:
-        """With the client that agents share."""
+        """Send a request with the client that agents share."""
         client = self.endpoint.client(self.id)
         return await asyncio.wait_for(
             client.chat.completions.create(model="policy", messages=messages, **fields), LIMIT_S
@@ -137,7 +137,7 @@ async def test_a_client_that_has_named_a_session_may_wait_for_long(monkeypatch: 
 
 @pytest.mark.parametrize("in_url", [True, False])
 async def test_clients_of_ones_own(stage: Stage, in_url: bool) -> None:
-    """The session's id in the URL with any key, or as the key; a blocking client in a thread."""
+    """The session's id is in the URL (with any key), or it is the key. The client is blocking and runs in a thread."""
     stage.policy.say("one$", None, "two$", None)
     where: dict[str, Any] = (
         {"base_url": stage.endpoint.base_url(stage.id), "api_key": "any"}
@@ -160,7 +160,7 @@ async def test_pieces_are_streamed_as_they_come(stage: Stage) -> None:
     stream = asyncio.ensure_future(stage.ask(stream=True, logprobs=True, stream_options={"include_usage": True}))
     stage.policy.say("Hel")
     chunks = aiter(await stream)
-    first = (await asyncio.wait_for(anext(chunks), LIMIT_S)).choices[0]  # before anything else is said
+    first = (await asyncio.wait_for(anext(chunks), LIMIT_S)).choices[0]  # before the policy continues
     assert (first.delta.role, first.delta.content) == ("assistant", "He")  # the last token may be the end
     stage.policy.say("lo ü", "$", None)
     rest = [chunk async for chunk in chunks]
@@ -168,7 +168,7 @@ async def test_pieces_are_streamed_as_they_come(stage: Stage) -> None:
     assert "He" + "".join(chunk.choices[0].delta.content or "" for chunk in deltas) == "Hello ü"
     assert last.choices[0].finish_reason == "stop"
     assert usage.choices == []
-    assert usage.usage.completion_tokens == 9  # ü is two
+    assert usage.usage.completion_tokens == 9  # ü takes two
     counted = [first, *(chunk.choices[0] for chunk in deltas)]
     assert sum(len(choice.logprobs.content) for choice in counted if choice.logprobs) == 9
     assert {chunk.id for chunk in rest} == {usage.id}
@@ -215,7 +215,7 @@ async def test_a_streamed_tool_call_is_no_text(stage: Stage) -> None:
         "tool_calls": [{"id": call.id, "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}],
     }
     await stage.ask([*MESSAGES, said, {"role": "tool", "tool_call_id": call.id, "content": "2"}], tools=TOOLS)
-    assert stage.session.num_sequences == 1  # what a client makes of a stream continues the conversation
+    assert stage.session.num_sequences == 1  # the client's assembled message continues the conversation
 
 
 async def test_unknown_sessions_and_those_that_are_over(stage: Stage) -> None:
@@ -245,7 +245,7 @@ async def test_errors_have_the_form_of_the_api(stage: Stage) -> None:
 
 
 async def test_the_end_of_a_rollout_reaches_the_client_and_is_kept(stage: Stage) -> None:
-    """Once: openai's client, which tries again by itself, does not."""
+    """Once: openai's client retries by itself, but not in this case."""
     stage.policy.say(RolloutReleased("server_lost", "gone"))
     async with openai.AsyncOpenAI(base_url=stage.endpoint.base_url(stage.id), api_key="any", max_retries=3) as client:
         with pytest.raises(openai.APIStatusError, match="server_lost: gone") as ended:

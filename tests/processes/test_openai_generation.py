@@ -1,4 +1,4 @@
-"""openai's client, the real endpoint and a real engine: what is trained is exactly what the engine sampled."""
+"""openai's client, the real endpoint and a real engine: the trained tokens are exactly those that the engine sampled."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROMPT = Prompt("e0-p0", "", [], "", "default", {}, False)
 
 
 class RecordingClient(PartialRolloutManager):
-    """Keeps what the engine has reported, by the prompt that it got."""
+    """Keeps the engine's reports by prompt."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -53,7 +53,7 @@ class RecordingClient(PartialRolloutManager):
 
 
 class TwoTurns(ChatAgent):
-    """Asks, has the weights updated when all members have their first answer, and asks again."""
+    """Asks, lets the weights be updated once all members have their first answer, and asks again."""
 
     served: Served
 
@@ -66,9 +66,7 @@ class TwoTurns(ChatAgent):
 
     async def chat(self, session: ChatSession, prompt: Prompt) -> float:
         client = session.client()
-        messages: list[Any] = [
-            {"role": "user", "content": f"{session.member} + 4?"}
-        ]  # so that members can be told apart
+        messages: list[Any] = [{"role": "user", "content": f"{session.member} + 4?"}]  # distinguishes the members
         first = await client.chat.completions.create(model="policy", messages=messages, logprobs=True)
         assert first.choices[0].logprobs is not None
         self.logprobs[session.member] = [token.logprob for token in first.choices[0].logprobs.content or ()]
@@ -128,25 +126,25 @@ async def test_tokens_logprobs_and_versions_are_those_of_the_engine(tmp_path: Pa
             )
             expected = forward_logprobs(served.models[version], ids, temperature=SAMPLING.temperature)
             np.testing.assert_allclose(logprobs[start:end], expected[start:end], atol=1e-4)
-        # what the client was told
+        # the logprobs that the client received
         np.testing.assert_array_equal(np.float32(agent.logprobs[member]), logprobs[first:first_end])
         *_, answer, _, text = agent.conversations[member]
         assert text_of(ids[second:second_end]) == text
         assert text_of(ids[first:first_end]) == answer.content
-        # what lies between the turns is the template's, and closes an answer that was cut
+        # the text between the turns comes from the template, which also closes a truncated answer
         closed = "" if ids[first_end - 1] == EOS else "<|im_end|>"
         between = f"{closed}\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
         assert TOKENIZER.decode(ids[first_end:second]) == between
 
 
 def runs(mask: np.ndarray) -> list[tuple[int, int]]:
-    """Where the mask begins and ends."""
+    """Start and end of each run of the mask."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
 def reported(client: RecordingClient, prompt: list[int], count: int) -> tuple[list[int], list[Any]]:
-    """Tokens and logprobs of the pieces that the engine gave, one after another, to this prompt."""
+    """Tokens and logprobs of the pieces that the engine generated for this prompt, one after another."""
     tokens: list[int] = []
     logprobs: list[Any] = []
     while len(tokens) < count:

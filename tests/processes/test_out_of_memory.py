@@ -1,4 +1,4 @@
-"""The kernel kills a process for want of memory, for real: in a control group of its own, with a limit."""
+"""The kernel's OOM killer really kills a process, in a control group of its own with a memory limit."""
 
 import os
 import subprocess
@@ -23,8 +23,8 @@ print(how_it_ended(child.wait(60), log))
 
 @pytest.fixture
 def group():
-    """A control group whose processes have LIMIT_BYTES together; version 1 or 2, whichever the machine has."""
-    of, name = {}, f"asyncrl-test-{os.getpid()}"  # nobody else's: tests of another process may run beside
+    """A control group with a limit of LIMIT_BYTES for all of its processes. It is of version 1 or 2, as on the machine."""
+    of, name = {}, f"asyncrl-test-{os.getpid()}"  # a unique name: another process's tests may run at the same time
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         of[controllers] = path.lstrip("/")

@@ -1,6 +1,6 @@
 """The training engine on several ranks: the same batch gives the same update in every layout of data, pipeline and tensor ranks.
 
-All cells run in eight rank processes; a cell in the first of them, with meshes that all have made together.
+All cells run in eight rank processes. A cell uses the first of them, with meshes that all ranks have made together.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.support.rank_processes import RankProcesses
 
 GRIDS = ("d1", "d2", "d4", "m2", "p2", "d2m2", "d2p2", "p2m2", "d2p2m2")
 OTHER_GRIDS = ("p3", "m4", "p4")
-# eps: gradients that are zero but for rounding (a bias of the keys) must not become steps of the learning rate's size
+# eps: a gradient that is zero except for rounding (a bias of the keys) must not cause a step as large as the learning rate
 OPTIMIZER = OptimizerConfig(lr=1e-3, warmup_steps=0, eps=1e-5)
 TRAIN = TrainConfig(max_tokens_per_mb=16384, logprob_chunk_tokens=16)
 LENGTHS = (29, 3, 17, 1, 8, 23, 12)
@@ -41,7 +41,7 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Cell:
-    """What to do on a grid; the outcome must not depend on the grid."""
+    """Work to do on a grid. The outcome must not depend on the grid."""
 
     path: str
     kind: str = "lm"
@@ -66,7 +66,7 @@ def make_sample(lengths: tuple[int, ...], seed: int = 0) -> SequenceSample:
 
 
 class Loss:
-    """Of logprobs: -sum(advantage * logprob); of values: squared distance to the advantages. Over the global number of tokens."""
+    """Logprobs: -sum(advantage * logprob). Values: squared distance to the advantages. Divided by the global number of tokens."""
 
     def __init__(self, denominator: float, *, poison: bool = False, stop: bool = False) -> None:
         self.denominator = math.nan if poison else denominator
@@ -88,7 +88,7 @@ class Loss:
         return "far enough" if self.stop else ""
 
 
-# ------------------------------------------------------------------------------------------------------ what the ranks run
+# -------------------------------------------------------------------------------------------------------- run by the ranks
 
 
 @cache
@@ -122,7 +122,7 @@ def part_of(engine: TrainEngine, sample: SequenceSample) -> SequenceSample | Non
 
 
 def whole_parameters(engine: TrainEngine) -> dict[str, np.ndarray]:
-    """Of this stage; collective."""
+    """Parameters of this stage. Collective."""
     return {
         name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone().numpy()
         for name, tensor in engine.named_parameters().items()
@@ -181,7 +181,7 @@ def one_torch_thread():
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
-    """Tiny models of 3 layers: they do not divide by 2 stages."""
+    """Tiny models of 3 layers, which 2 stages do not divide."""
     kinds = {"tied": ("qwen2", True), "untied": ("qwen2", False), "qwen3": ("qwen3", True), "llama": ("llama", False)}
     made = {}
     for name, (architecture, tied) in kinds.items():
@@ -220,7 +220,7 @@ def assert_same_outcome(found: list[Outcome], expected: Outcome, grid: str) -> N
                 assert value == pytest.approx(theirs[name], rel=1e-5, abs=1e-7, nan_ok=True), (grid, name)
         for name, value in outcome.parameters.items():
             seen.add(name)
-            # Adam divides gradients by their size, small ones with all their rounding: a thousandth of a step may differ
+            # Adam divides gradients by their size, and so enlarges the rounding of small ones: a thousandth of a step may differ.
             np.testing.assert_allclose(value, expected.parameters[name], rtol=1e-5, atol=1e-6, err_msg=f"{grid} {name}")
         for ours, theirs in ((outcome.before, expected.before), (outcome.after, expected.after)):
             if not is_last or not outcome.ids:
@@ -246,7 +246,7 @@ VARIANTS = {
 
 @pytest.fixture(scope="module")
 def expected(paths):
-    """What a single process comes to."""
+    """The outcomes of a single process."""
     return {name: run_cell(0, "", Cell(paths[model], **settings)) for name, (model, settings) in VARIANTS.items()}
 
 
@@ -258,7 +258,7 @@ def test_every_layout_gives_the_same_update(ranks, paths, expected, grid):
         assert_same_outcome(outcomes, expected[name], grid)
 
 
-# ------------------------------------------------------------------------------------------------------ what else may differ
+# ---------------------------------------------------------------------------------------------------------- other variations
 
 
 def compare(ranks: RankProcesses, cell: Cell, grids: tuple[str, ...]) -> None:
@@ -268,12 +268,12 @@ def compare(ranks: RankProcesses, cell: Cell, grids: tuple[str, ...]) -> None:
 
 
 def test_heads_with_norms_of_their_own(ranks, paths):
-    """Of Qwen3: every tensor rank has q_norm and uses it on its own heads, so that its gradient is a sum over them."""
+    """Qwen3: every tensor rank has q_norm and uses it on its own heads, so the gradient is a sum over the tensor ranks."""
     compare(ranks, Cell(paths["qwen3"]), ("m2", "d2p2m2"))
 
 
 def test_a_vocabulary_that_does_not_divide(ranks, tmp_path_factory):
-    """65 words over 2 tensor ranks, and their parts over 2 data ranks."""
+    """65 words over 2 tensor ranks, and each part over 2 data ranks."""
     for tied in (True, False):
         path = str(tmp_path_factory.mktemp("odd"))
         tokenizer = make_char_tokenizer(None, ALPHABET + "#")
@@ -282,7 +282,7 @@ def test_a_vocabulary_that_does_not_divide(ranks, tmp_path_factory):
 
 
 def test_ranks_in_the_middle_of_a_larger_world(ranks, paths):
-    """Ranks 3 to 6 are a model of their own; the others hold nothing of it."""
+    """Ranks 3 to 6 hold a model of their own. The others hold no part of it."""
     outcomes = ranks.run(run_in_the_middle, Cell(paths["tied"]))
     assert [outcome is None for outcome in outcomes] == [True] * 3 + [False] * 4 + [True]
     assert_same_outcome(outcomes[3:7], run_cell(0, "", Cell(paths["tied"])), "d2p2")
@@ -300,7 +300,7 @@ def test_gradient_checkpointing(ranks, paths):
 
 
 def test_more_stages_than_two(ranks, paths):
-    """The first and the last add their gradients of a tied embedding, past those between them."""
+    """The first and last stages add their gradients of a tied embedding. The stages between them do not take part."""
     compare(ranks, Cell(paths["tied"], train=MICRO), ("p3",))
 
 
@@ -314,7 +314,7 @@ def run_in_units(rank: int, grid: str, cell: Cell) -> Outcome:
 
 
 def test_large_models_are_gathered_in_units(ranks, paths):
-    """Here every layer is one."""
+    """Here every layer is a unit."""
     ranks.run(make_meshes)
     cell = Cell(paths["untied"], train=replace(MICRO, gradient_checkpointing=True))
     for grid in ("d2", "d2p2"):
@@ -323,7 +323,7 @@ def test_large_models_are_gathered_in_units(ranks, paths):
 
 
 class CountedReductions(TorchDispatchMode):
-    """How often tensors are summed over ranks that keep a part each, under any of torch's names for it."""
+    """Counts sums of tensors over ranks that keep a part each, under any of torch's names for the operation."""
 
     count = 0
 
@@ -333,7 +333,7 @@ class CountedReductions(TorchDispatchMode):
 
 
 def count_reductions(rank: int, grid: str, cell: Cell) -> int:
-    """Reduce-scatters of a step, by which data ranks sum gradients."""
+    """The number of reduce-scatters in a step, with which data ranks sum gradients."""
     engine, sample = make_engine(grid, cell.path, cell.kind, cell.train), make_sample(cell.lengths)
     with CountedReductions() as calls:
         engine.train_step(part_of(engine, sample), Loss(10.0), temperature=1.0, lr_step=0)
@@ -341,7 +341,7 @@ def count_reductions(rank: int, grid: str, cell: Cell) -> int:
 
 
 def test_gradients_are_summed_after_each_micro_batch_unless_they_may_add_up(ranks, paths):
-    """Until they are summed each rank holds those of all parameters."""
+    """Until they are summed, each rank holds the gradients of all parameters."""
     ranks.run(make_meshes)
     once = ranks.run(count_reductions, "d2", Cell(paths["untied"]), num_ranks=2)
     each = ranks.run(count_reductions, "d2", Cell(paths["untied"], train=MICRO), num_ranks=2)
@@ -353,7 +353,7 @@ def test_gradients_are_summed_after_each_micro_batch_unless_they_may_add_up(rank
 
 
 def graphs_left(rank: int, grid: str, cell: Cell) -> int:
-    """Tensors with a graph behind them, beyond those before, after a step."""
+    """Tensors with an autograd graph after a step, minus those before it."""
 
     def count() -> int:
         gc.collect()
@@ -366,7 +366,7 @@ def graphs_left(rank: int, grid: str, cell: Cell) -> int:
 
 
 def test_no_recomputed_graph_outlives_the_step(ranks, paths):
-    """Recomputation breaks a layer's forward off as soon as it has what backward needs."""
+    """Recomputation stops a layer's forward pass once backward has its inputs."""
     ranks.run(make_meshes)
     cell = Cell(paths["untied"], train=replace(TRAIN, gradient_checkpointing=True))
     assert ranks.run(graphs_left, "m2", cell, num_ranks=2) == [0, 0]
@@ -408,7 +408,7 @@ def weights_of(rank: int, grid: str, path: str, kind: str) -> tuple[dict[str, np
 
 
 def largest_load(rank: int, grid: str, path: str) -> tuple[int, int]:
-    """(the most elements that were on this rank whole at a time while it loaded, elements of the model)."""
+    """(peak number of elements in whole parameters on this rank during loading, elements of the model)."""
     alive: list[weakref.ref[torch.Tensor]] = []
     most = 0
     values = sharding.Filler._values
@@ -447,14 +447,12 @@ def test_every_rank_loads_its_pieces_under_the_names_of_the_checkpoint(ranks, pa
         assert holders
         for held in holders:
             np.testing.assert_array_equal(held, value)
-        if value.ndim == 2 and not name.startswith(
-            "score."
-        ):  # of all that is large every rank has its share, and no more
+        if value.ndim == 2 and not name.startswith("score."):  # every rank holds exactly its share of each large tensor
             assert sum(local.get(name, 0) for _, local in found) == sizes[name]
 
 
 def test_a_checkpoint_with_other_names_is_loaded_too(ranks, paths, tmp_path):
-    """Of the backbone alone: transformers knows what is meant."""
+    """The checkpoint has the backbone's names only. transformers maps them."""
     AutoModel.from_pretrained(paths["tied"]).save_pretrained(tmp_path)
     expected, _ = weights_of(0, "", paths["tied"], "lm")
     ranks.run(make_meshes)
@@ -529,13 +527,13 @@ def test_what_is_written_into_the_parameters_counts_at_once(ranks, paths):
         np.testing.assert_allclose(np.delete(after, first), -math.log(64), rtol=1e-6)
 
 
-# ----------------------------------------------------------------------------------------------------- what does not fit
+# -------------------------------------------------------------------------------------------------------------- refusals
 
 
 def refusal(rank: int, grid: str, path: str) -> str:
     try:
         make_engine(grid, path)
-    except ValueError as error:  # a ConfigError is one
+    except ValueError as error:  # includes ConfigError
         return str(error)
     return ""
 

@@ -27,12 +27,12 @@ MakeClient = Callable[..., Awaitable[PartialRolloutManager]]
 
 
 class Chooser:
-    """The manager's /schedule_request: names the servers that the test lists, one a call."""
+    """The manager's /schedule_request: return the servers that the test lists, one a call."""
 
     def __init__(self) -> None:
         self.servers: list[FakeGenerationServer] = []
         self.lost: list[str] = []
-        self.busy = 0  # calls for a server that only was busy
+        self.busy = 0  # calls because a server was busy
 
     async def schedule(self, ticket_id: str, lost_server: str, *, busy: bool, **_: object) -> ScheduleReply:
         self.lost.append(lost_server)
@@ -82,7 +82,7 @@ async def servers() -> AsyncIterator[list[FakeGenerationServer]]:
 
 @pytest.fixture
 async def make_client(chooser: Chooser, board: StatusBoard) -> AsyncIterator[MakeClient]:
-    # Past them a server on a busy machine is lost, and an abort is not made
+    # Generous limits: past them, a server on a busy machine counts as lost, and an abort is not sent.
     limits = Pauses(abort_limit_s=LIMIT_S, connect_limit_s=LIMIT_S)
     made: list[PartialRolloutManager] = []
 
@@ -123,7 +123,7 @@ async def test_a_response_ends_with_eos(servers: list[FakeGenerationServer], mak
     client = await make_client()
     (response,) = await client.generate(Route(ticket_at(servers[0])), [PROMPT], SAMPLING, [0])
     assert response.finished
-    assert response.output_ids == [*continuation(PROMPT, 19), 0]  # EOS stays
+    assert response.output_ids == [*continuation(PROMPT, 19), 0]  # EOS is kept
     assert [request.sampling_params.max_new_tokens for request in servers[0].requests] == [16, 16]
     assert servers[0].requests[0].sampling_params.stop_token_ids == [0]
 
@@ -148,7 +148,7 @@ async def test_an_interruption_resumes_on_the_same_server_with_versions_exact(
     assert response.logprobs == [logprob_of(token) for token in response.output_ids]
     assert response.versions == [(V1, 21), (V2, 11)]
     assert [len(request.input_ids) for request in server.requests] == [3, 19, 24]
-    assert [request.priority for request in server.requests] == [0, 1, 1]  # it keeps its place before those that wait
+    assert [request.priority for request in server.requests] == [0, 1, 1]  # it keeps its place before waiting requests
     assert client.counts.interrupted == 1
     assert chooser.lost == []
 
@@ -156,7 +156,7 @@ async def test_an_interruption_resumes_on_the_same_server_with_versions_exact(
 async def test_a_group_stays_on_one_server_over_pieces_updates_and_steps(
     servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser
 ) -> None:
-    """There are its prefixes in the cache."""
+    """That server has its prefixes in the cache."""
     server, other = servers
     server.script.extend([None, 7, 3, 0])  # updates in the middle
     server.version_after_interrupt = 2
@@ -175,7 +175,7 @@ async def test_a_group_stays_on_one_server_over_pieces_updates_and_steps(
 async def test_a_ticket_whose_server_leaves_goes_on_elsewhere_with_what_it_has(
     servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser
 ) -> None:
-    """No token is generated twice: those that the leaving server has sampled by then are kept."""
+    """No token is generated twice. Tokens that the leaving server has already sampled are kept."""
     first, second = servers
     first.version, second.version = 1, 2
     first.hold_beyond = 1 + len(PROMPT)
@@ -184,10 +184,10 @@ async def test_a_ticket_whose_server_leaves_goes_on_elsewhere_with_what_it_has(
     inputs = [[index, *PROMPT] for index in range(3)]
     route = Route(ticket_at(first))
     generating = asyncio.ensure_future(client.generate(route, inputs, SAMPLING, [0]))
-    await first.wait_for_requests(6)  # the second piece of all is out
+    await first.wait_for_requests(6)  # the second piece of every response has been requested
     assert not client.move("another ticket", second.name, second.url)
     assert client.move("t0", second.name, second.url)
-    assert not client.move("t0", second.name, second.url)  # told again
+    assert not client.move("t0", second.name, second.url)  # a repeated notice
     responses = await asyncio.wait_for(generating, LIMIT_S)
     for input_ids, response in zip(inputs, responses, strict=True):
         assert response.output_ids == continuation(input_ids, 32)
@@ -202,7 +202,7 @@ async def test_a_full_queue_is_waited_for_and_then_left(
 ) -> None:
     first, second = servers
     first.script.extend(web.Response(status=503) for _ in range(6))
-    first.script_beyond = 1 + len(PROMPT)  # second pieces
+    first.script_beyond = 1 + len(PROMPT)  # only second pieces take from the script
     chooser.servers = [second]
     client = await make_client({"busy_s": (0.0, 0.0)})
     route = Route(ticket_at(first))
@@ -215,9 +215,9 @@ async def test_a_full_queue_is_waited_for_and_then_left(
 async def test_servers_that_are_full_for_long_lose_no_ticket(
     servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser
 ) -> None:
-    """Longer than a lost server would be tried."""
+    """For longer than a lost server would be retried."""
     servers[0].script.extend(web.Response(status=503) for _ in range(40))
-    chooser.servers = [servers[0]] * 20  # no other has room, says the manager
+    chooser.servers = [servers[0]] * 20  # the manager says that no other server has room
     client = await make_client({"busy_s": (0.0,)})
     (response,) = await client.generate(Route(ticket_at(servers[0])), [PROMPT], SAMPLING, [0])
     assert response.output_ids == continuation(PROMPT, 32)
@@ -258,7 +258,7 @@ async def test_a_dead_server_is_left_once_for_the_whole_group_and_nothing_is_los
     first.hold.clear()
     first.hold_beyond = 1 + len(PROMPT)
     generating = asyncio.ensure_future(client.generate(route, inputs, SAMPLING, [0]))
-    await first.wait_for_requests(12)  # the second chunk of all is out
+    await first.wait_for_requests(12)  # the second chunk of every response has been requested
     await first.stop()
     responses = await generating
     assert chooser.lost == ["generation_server/0"]
@@ -315,14 +315,14 @@ async def test_no_server_to_be_had_gives_the_ticket_back(make_client: MakeClient
     with pytest.raises(RolloutReleased) as caught:
         await client.generate(Route(ticket_at(gone)), [PROMPT] * 3, SAMPLING, [0])
     assert caught.value.reason == "no_server"
-    assert len(chooser.lost) >= 2  # it asked again
+    assert len(chooser.lost) >= 2  # the client asked again
 
 
 async def test_a_frozen_server_is_left_after_the_timeout(
     servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser
 ) -> None:
     servers[0].hold.clear()
-    chooser.servers = [servers[1]] * 4  # which a busy machine may make late, too
+    chooser.servers = [servers[1]] * 4  # a busy machine may delay these servers too
     client = await make_client(request_timeout_s=1.0)
     (response,) = await client.generate(Route(ticket_at(servers[0])), [PROMPT], SAMPLING, [0])
     assert response.output_ids == continuation(PROMPT, 32)
@@ -334,7 +334,7 @@ async def test_a_frozen_server_is_left_after_the_timeout(
 async def test_a_server_that_is_said_to_be_dead_is_left_at_once(
     servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser
 ) -> None:
-    """Long before the timeout; what was not answered there is generated anew elsewhere, what was is kept."""
+    """Long before the timeout. Unanswered tokens are generated again elsewhere; answered ones are kept."""
     first, second = servers
     first.hold_beyond = 1 + len(PROMPT)
     first.hold.clear()

@@ -1,4 +1,4 @@
-"""Rank processes for tests: results in order, failures with their tracebacks, bounded waits, and a new start after the worst."""
+"""Rank processes for tests: ordered results, failures with their tracebacks, bounded waits, and a new start after a crash."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_an_error_of_all_that_are_called_leaves_the_processes_as_they_are(ranks)
     with pytest.raises(RankError, match=r"(?s)failed\nrank [02]: Traceback") as caught:
         ranks.run(fail_where, [0, 2], False, grace_s=60.0)
     told = dict(text.split(": ", 1) for text in str(caught.value).split("\nrank ")[1:])
-    for rank in ("0", "2"):  # told in the order in which they came
+    for rank in ("0", "2"):  # reported in order of arrival
         assert told[rank].startswith("Traceback")
         assert told[rank].rstrip().endswith(f"LookupError: nothing at {rank}")
     assert isinstance(caught.value.__cause__, LookupError)
@@ -80,7 +80,7 @@ def test_an_error_of_all_that_are_called_leaves_the_processes_as_they_are(ranks)
     ids=["fails", "dies", "is late"],
 )
 def test_a_rank_that_the_others_wait_for_in_vain_ends_the_call(ranks, function, arguments, limit_s, told):
-    ranks.run(summed, 0.0)  # the processes are there
+    ranks.run(summed, 0.0)  # starts the processes
     start = time.monotonic()
     with pytest.raises(RankError, match=told):
         ranks.run(function, *arguments, limit_s=limit_s)

@@ -1,4 +1,4 @@
-"""A model's weights into another layout, on the same workers or on others: bit for bit, or as a moving average."""
+"""Move a model's weights into another layout, on the same workers or on others: bit for bit, or as a moving average."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def move(
     share: float,
     times: int,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
-    """(target afterwards, source afterwards, bytes sent); tensors where take_whole puts them."""
+    """(target afterwards, source afterwards, bytes sent). Tensors are as take_whole returns them."""
     meshes = [ModelMesh.make(placement(name, *at), "cpu") for name, at in (("a", source), ("b", target))]
     ours, theirs = (
         shard(path, mesh, change=change) if mesh is not None else None
@@ -80,17 +80,17 @@ def first(answers: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 def test_a_copy_has_the_same_bits(ranks, model_path, source, target):
     targets, sources, sent = zip(*ranks.run(move, (model_path,) * 2, source, target, 1.0, 1), strict=True)
     wanted = weights(model_path, 0.1)
-    for found in (first(targets), first(sources)):  # and the source is as it was
+    for found in (first(targets), first(sources)):  # the source is unchanged too
         assert set(found) == set(wanted)
         for name, tensor in wanted.items():
             assert torch.equal(found[name], tensor), name
     assert (
         sum(sent) <= sum(tensor.nbytes for tensor in wanted.values()) * 2
-    )  # norms and tied tensors are on several ranks
+    )  # several ranks hold norms and tied tensors
 
 
 def test_the_least_is_sent(ranks, model_path):
-    """The same layout on the same workers: nothing. On others: every rank its own part, once."""
+    """The same layout on the same workers sends nothing. With other workers, every rank's part is sent once."""
     grid = ("d2", [0, 1])
     *_, sent = zip(*ranks.run(move, (model_path,) * 2, grid, grid, 1.0, 1), strict=True)
     assert sum(sent) == 0

@@ -1,4 +1,4 @@
-"""The rollout client against a real generation server, with a weight update in the middle of its responses."""
+"""The rollout client and a real generation server, with a weight update in the middle of the responses."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from asyncrl.runtime.board import StatusBoard
 
 LOGGER = logging.getLogger("test_rollout_generation")
 LIMIT_S = 60.0
-PASSES = 12  # before the update: every response that has begun is in its first piece, and few have ended
+PASSES = 12  # before the update: every running response is in its first piece, and few have ended
 
 
 @pytest.fixture
 def reached(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set after so many passes; then the engine stands still until it is to pause. However slow the client is, the update comes in
-    the middle of a piece."""
+    """Set after PASSES passes. The engine then blocks until it is to pause. Therefore the update comes in the middle of a piece,
+    however slow the client is."""
     reached, paused = threading.Event(), threading.Event()
     count_pass, pause = TransformersEngine._count_pass, TransformersEngine.pause
 

@@ -1,4 +1,4 @@
-"""The rollout worker between a fake manager, a fake generation server and a real head's puller."""
+"""The rollout worker with a fake manager, a fake generation server and a real head's puller."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _counter = itertools.count()
 
 
 def reward(prompt: str, completion: str, answer: Any, *, finished: bool, task: str) -> float:
-    """The answer says what to do."""
+    """The answer determines the behaviour."""
     if answer == "raise":
         raise RuntimeError("this prompt cannot be judged")
     if answer == "differ":
@@ -70,7 +70,7 @@ class SilentAgent(Agent):
 
 
 class SeenWorker(RolloutWorker):
-    """Shows its rollouts, once everything is open."""
+    """Exposes its rollouts once it has started."""
 
     def __init__(self, config: RolloutWorkerConfig) -> None:
         super().__init__(config)
@@ -83,7 +83,7 @@ class SeenWorker(RolloutWorker):
 
 
 class Stage:
-    """Everything around a worker."""
+    """A worker and its peers."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.tmp_path = tmp_path
@@ -118,7 +118,7 @@ class Stage:
         self._pulling: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start the services, and the worker itself."""
+        """Start the services and the worker."""
         make_char_tokenizer(self.tmp_path / "tokenizer")
         (self.tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in self.rows))
         source = PromptSourceConfig(
@@ -178,7 +178,7 @@ class Stage:
         await self.manager.notify()
 
     async def results(self, count: int) -> dict[str, tuple[str, str]]:
-        """Outcome and reason by ticket, once there are so many; a worker that fails meanwhile fails the test."""
+        """Outcome and reason by ticket, once `count` results exist. A failure of the worker fails the test."""
         assert self.main is not None
         waiting = asyncio.ensure_future(self.manager.wait_for_results(count))
         await asyncio.wait({waiting, self.main}, return_when=asyncio.FIRST_COMPLETED)
@@ -193,7 +193,7 @@ class Stage:
         await asyncio.wait_for(self.worker.opened.wait(), LIMIT_S)
 
     async def end(self, how: Literal["finished", "stop"] = "finished") -> None:
-        """Let the worker end by itself, or stop it; its errors come out here."""
+        """Let the worker end by itself, or stop it. Raise its errors."""
         assert self.main is not None
         if how == "finished":
             self.manager.finished = True
@@ -215,7 +215,7 @@ class Stage:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """What no event tells: looked at every 5 ms."""
+    """Poll every 5 ms for a condition that causes no event."""
     deadline = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
@@ -254,7 +254,7 @@ async def test_trajectories_arrive_complete(stage: Stage) -> None:
         result = stage.manager.results[meta.ticket_id]
         assert (result.num_tokens, result.lengths) == (3 * len(expected), meta.response_lengths)
         assert (result.version_start, result.version_end) == (1, 1)
-    assert max(stage.manager.asked) == 4  # never more than there is room for
+    assert max(stage.manager.asked) == 4  # never more than it has room for
     journal = read_json_lines(stage.tmp_path / "journal" / "rollout_worker_0.jsonl")
     assert {record["ticket"] for record in journal} == set(outcomes)
     assert {(record["event"], record["attempt"], record["head"], record["verdict"]) for record in journal} == {
@@ -302,7 +302,7 @@ async def test_rollouts_that_will_not_do_are_rejected_with_their_reason(
 
 
 async def test_groups_that_teach_nothing_are_rejected_where_the_config_says_so(stage: Stage) -> None:
-    """DAPO's dynamic sampling, in whatever units rewards are: all equal, or not. Evaluation takes every group."""
+    """DAPO's dynamic sampling, in any units of the rewards: all rewards equal, or not. Evaluation accepts every group."""
     stage.rollout = replace(stage.rollout, reject_equal_rewards=True)
     stage.rows[1]["answer"] = "differ"
     await stage.start()
@@ -317,7 +317,7 @@ async def test_groups_that_teach_nothing_are_rejected_where_the_config_says_so(s
 
 
 async def test_a_new_manager_is_told_at_once_what_is_held(stage: Stage) -> None:
-    """Although a heartbeat would not be due for long, and the old manager, frozen, has closed no connection."""
+    """This holds although the next heartbeat is not due for long, and the frozen old manager has closed no connection."""
     stage.server.hold.clear()
     stage.manager.heartbeat_s = 1000.0
     await stage.start()
@@ -327,7 +327,7 @@ async def test_a_new_manager_is_told_at_once_what_is_held(stage: Stage) -> None:
     await new.start()
     stage.resolver.add(stage.names.gserver_manager(), new.url, replace=True)
     await new.wait_for_heartbeat({"ticket-0", "ticket-1"})
-    await until(lambda: bool(new.asked))  # the request for tickets that the old one holds back
+    await until(lambda: bool(new.asked))  # the old manager still holds the previous request for tickets
     stage.server.hold.set()
     await asyncio.wait_for(new.wait_for_results(2), LIMIT_S)
     assert not stage.manager.results
@@ -387,7 +387,7 @@ async def test_a_revoked_ticket_is_cancelled_and_released(stage: Stage) -> None:
 
 
 async def test_a_stopped_worker_releases_what_it_holds(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tickets_module, "STOP_REPORT_S", LIMIT_S)  # past it nothing is told
+    monkeypatch.setattr(tickets_module, "STOP_REPORT_S", LIMIT_S)  # after this time, results are no longer reported
     stage.server.hold.clear()
     await stage.start()
     await stage.grant(stage.ticket(0), stage.ticket(1))

@@ -1,4 +1,4 @@
-"""Routing by what servers say of their load, full queues, a server that leaves: a real manager, real engines, the real client."""
+"""Routing by the servers' reported load, full queues, a server that leaves: a real manager, engines and client."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from asyncrl.weights.versions import version_dir, write_version
 LOGGER = logging.getLogger("test_routing_by_load")
 SERVERS = ["generation_server/0", "generation_server/1"]
 PROMPT = [5, 6, 7, 8]
-LONG = 900  # tokens of responses that go on when their server is told to leave; eight fit a server
+LONG = 900  # tokens of responses that still run when their server must leave; eight fit on a server
 WORKER = "rollout_worker/0"
 
 pytestmark = pytest.mark.timeout(120)
@@ -44,7 +44,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.asynccontextmanager
 async def serving(setup: Setup, model_path: Path, **options: int) -> AsyncIterator[list[str]]:
-    """Two real generation servers, which announce themselves and serve v0; their URLs."""
+    """Two real generation servers, which announce themselves and serve v0. Yields their URLs."""
     sizes = {"max_running_requests": 16, "max_batch_tokens": 256, "num_blocks": 512, "page_size": 16}
     servers = [
         GenerationServer(
@@ -61,7 +61,7 @@ async def serving(setup: Setup, model_path: Path, **options: int) -> AsyncIterat
     ]
     mains: list[asyncio.Task[None]] = []
     try:
-        for index, server in enumerate(servers):  # one at a time: transformers loads no two models of a process at once
+        for index, server in enumerate(servers):  # one at a time: transformers loads no two models in a process at once
             mains.append(asyncio.create_task(server.main()))
             await asyncio.to_thread(setup.resolver.wait, setup.names.generation_server(index), 60.0)
         tensors = make_tiny_model(None, hidden_size=32, intermediate_size=64, num_layers=1).named_parameters()
@@ -84,7 +84,7 @@ async def both_serve(setup: Setup) -> None:
 
 
 class Chooser:
-    """A rollout worker's calls of the manager."""
+    """A rollout worker's calls to the manager."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -113,7 +113,7 @@ async def a_client(setup: Setup) -> AsyncIterator[PartialRolloutManager]:
 
 
 async def beat(setup: Setup, client: PartialRolloutManager, tickets: Sequence[Ticket]) -> None:
-    """A rollout worker's heartbeats, and what it does with the answers."""
+    """A rollout worker's heartbeats, and its reaction to the answers."""
     while True:
         body = {"worker": WORKER, "incarnation": "a", "held": [ticket.ticket_id for ticket in tickets]}
         for moved in (await setup.post("/heartbeat", body, HeartbeatReply)).moved:
@@ -122,7 +122,7 @@ async def beat(setup: Setup, client: PartialRolloutManager, tickets: Sequence[Ti
 
 
 async def keep_busy(setup: Setup, url: str, first: int) -> None:
-    """Somebody else's long responses, one after the other; the first one shorter, so that those of several do not end together."""
+    """Long responses of another client, one after the other. The first is shorter, so that those of several clients end apart."""
     for number in itertools.count():
         body = {
             "input_ids": PROMPT,
@@ -157,20 +157,20 @@ async def test_a_loaded_server_gets_fewer_groups(tmp_path: Path, model_path: Pat
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-        # a client that goes away ends its requests; and what the other was promised is in what it says by now
+        # A client that disconnects ends its requests. The other server's promised tokens are in its reported load by now.
         await setup.poll(lambda: not any(s.used_tokens + s.promised_tokens for s in table.servers.values()))
         assert {ticket.server for ticket in (await setup.allocate(2)).tickets} == set(SERVERS)
 
 
 async def test_full_queues_lose_no_ticket(tmp_path: Path, model_path: Path) -> None:
-    """Two groups of eight meet two servers that take three requests each."""
+    """Two groups of eight go to two servers that take three requests each."""
     async with (
         running(tmp_path, max_head_offpolicyness=1) as setup,
         serving(setup, model_path, max_running_requests=2, max_queue=1),
         a_client(setup) as client,
     ):
         tickets = (await setup.allocate(2)).tickets
-        sampling = SamplingConfig(max_new_tokens=24, greedy=True)  # greedily this model never ends
+        sampling = SamplingConfig(max_new_tokens=24, greedy=True)  # with greedy decoding this model never ends
         beating = asyncio.create_task(beat(setup, client, tickets))
         groups = await asyncio.gather(
             *(client.generate(Route(ticket), [PROMPT] * 8, sampling, []) for ticket in tickets)
@@ -213,11 +213,11 @@ async def test_a_server_that_leaves_hands_its_groups_over_and_loses_no_token(tmp
         beating.cancel()
         assert {route.server for route in routes} == {SERVERS[0]}
         assert [len(response.output_ids) for group in groups for response in group] == [LONG] * 8
-        assert (client.counts.moved, client.counts.tokens) == (1, LONG * 8)  # none generated twice, none thrown away
+        assert (client.counts.moved, client.counts.tokens) == (1, LONG * 8)  # no token generated twice, none discarded
         assert setup.manager.seen.ledger.counters["moved", "drained"] == 1
         await setup.finish(*[ticket.ticket_id for ticket in tickets])
         assert leaving.server != routes[0].server
         assert {ticket.server for ticket in (await setup.allocate(2)).tickets} == {SERVERS[0]}
 
         setup.resolver.add(setup.names.desired_generation_servers(), desired.replace("1", "2"), replace=True)
-        await asyncio.wait_for(both_serve(setup), 30)  # it is wanted again, and loads
+        await asyncio.wait_for(both_serve(setup), 30)  # the server is desired again, and loads

@@ -1,11 +1,11 @@
 """The same batch gives the same update in any layout: PPO with critic and reference, through the real calls.
 
 One trainer group of eight model workers holds an actor and a critic in every layout, each twice: for whole batches, and for batches
-cut into micro-batches. The executor of the master takes the same trajectories through each of them, over etcd, ZeroMQ and
-torch.distributed: pushed to the heads, moved to who needs them, trained on, weights exported by the ranks that hold them. What
-comes of it is compared with an engine in this process that knows no ranks.
+split into micro-batches. The master's executor runs the same trajectories through each of them, over etcd, ZeroMQ and
+torch.distributed. They are pushed to the heads, moved to the workers that need them, and trained on. The ranks that hold the
+weights export them. The result is compared with an engine in this process that has no ranks.
 
-The loss is the decoupled one, with a KL penalty to a reference, GAE from the critic's values, and advantages normalised over the
+The loss is the decoupled one, with a KL penalty to a reference, GAE from the critic's values, and advantages normalized over the
 batch.
 """
 
@@ -41,13 +41,13 @@ LAYOUTS = ("d1", "d2", "d4", "m2", "p2", "d2m2", "d2p2", "p2m2", "d2p2m2")
 BUDGETS = {"whole": 100_000, "micro-batched": 30}  # tokens of a micro-batch
 BATCHES = {"seven": {"a": 3, "b": 2, "c": 2}, "two": {"d": 2}}  # groups and their sequences, of 6 to 23 tokens
 CELLS = [(layout, budget, "seven") for layout in LAYOUTS for budget in BUDGETS]
-# Fewer sequences than ranks, and a group less than there are data ranks
+# Fewer sequences than ranks, and fewer groups than data ranks
 CELLS += [(layout, "whole", "two") for layout in ("d4", "d2m2", "d2p2m2")]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One update: an actor and a critic in a layout, and a batch."""
+    """One update: a batch, and an actor and a critic in a layout."""
 
     layout: str
     budget: str
@@ -62,7 +62,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Update:
-    """What an update came to."""
+    """The result of an update."""
 
     stats: dict[str, float]
     weights: dict[str, dict[str, torch.Tensor]]  # by role
@@ -70,7 +70,7 @@ class Update:
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Models by role; the reference is another model than the actor, and the critic's output layer is not 0."""
+    """Models by role. The reference differs from the actor, and the critic's output layer is not 0."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("models")
     for seed, role in enumerate(("actor", "ref")):
@@ -85,7 +85,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def train(paths: dict[str, Path]) -> TrainConfig:
-    # eps: a gradient that is noise around 0 must not become a step of its own
+    # eps: a gradient that is noise around 0 must not cause a full step
     optimizer = OptimizerConfig(lr=1e-3, warmup_steps=0, eps=1e-5)
     ppo = PPOConfig(minibatches=2, temperature=1.0, kl_coef=0.05, advantage_norm="batch", gae_lambda=0.95)
     critic = CriticConfig(path=str(paths["critic"]), optimizer=optimizer, minibatches=2)
@@ -106,7 +106,7 @@ def model_config(name: str, path: Path, train: TrainConfig, *, grid: str = "d1")
 
 
 def group(name: str, size: int, ticket: str, number: int) -> tuple[TrajectoryMeta, SequenceSample]:
-    """The group of this name, under a ticket and for a prompt of its own. Some of its sequences are truncated."""
+    """The group of this name, with its own ticket and prompt. Some of its sequences are truncated."""
     meta, sample = trajectory(name, size=size)
     sample = sample.update(sample.derive({"seq_no_eos_mask": np.arange(size) % 3 == 1}, like="seq_no_eos_mask"))
     meta = msgspec.structs.replace(meta, ticket_id=ticket, locator=Locator(0, number))
@@ -118,7 +118,7 @@ def group(name: str, size: int, ticket: str, number: int) -> tuple[TrajectoryMet
 
 @pytest.fixture(scope="module")
 def expected(paths: dict[str, Path], train: TrainConfig) -> dict[str, Update]:
-    """By batch: in this process, on engines without ranks."""
+    """By batch, computed in this process on engines without ranks."""
     updates = {}
     for batch, groups in BATCHES.items():
         graph = DataflowGraph(training_mfcs(train))
@@ -144,7 +144,7 @@ def expected(paths: dict[str, Path], train: TrainConfig) -> dict[str, Update]:
 def found(
     paths: dict[str, Path], train: TrainConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, str, str], Update]:
-    """By cell: through a trainer group of model workers for each budget."""
+    """By cell, computed by a trainer group of model workers for each budget."""
     updates = {}
     for budget, max_tokens in BUDGETS.items():
         cells = [Cell(*cell) for cell in CELLS if cell[1] == budget]
@@ -154,7 +154,7 @@ def found(
 
 
 def placed_mfcs(cell: Cell, train: TrainConfig) -> list[PlacedMFC]:
-    """The dataflow of a cell, on its models. Workers know MFCs by name, so that each cell has its own."""
+    """The dataflow of a cell, on its models. Workers know MFCs by name, so each cell has its own names."""
     return [replace(mfc, name=f"{mfc.name}@{cell}").placed(cell.model(mfc.role)) for mfc in training_mfcs(train)]
 
 
@@ -189,7 +189,7 @@ async def train_all(
 async def export(
     side: TrainingSide, models: list[ModelConfig], model: str, run_dir: Path, name: str
 ) -> dict[str, torch.Tensor]:
-    """The weights of a model as they are exported: written by the ranks that hold them."""
+    """The exported weights of a model, written by the ranks that hold them."""
     version = "a0001-v00000001"
     workers = next(config.workers for config in models if config.name == model)
     path = run_dir / name / version
@@ -228,7 +228,7 @@ def test_same_update(
 
 
 def test_the_update_changes_all_weights(expected: dict[str, Update], paths: dict[str, Path]) -> None:
-    """Else the comparison would say little."""
+    """Otherwise the comparison would show little."""
     for role, weights in expected["seven"].weights.items():
         before = load_file(paths[role] / "model.safetensors")
         for name, tensor in weights.items():

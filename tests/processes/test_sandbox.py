@@ -1,4 +1,4 @@
-"""Untrusted programs in a sandbox: what they may, and what they try. Each escape is refused, and the result says so."""
+"""Untrusted programs in a sandbox: permitted operations, and attempts to escape. Each is refused, and the result says so."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from asyncrl.rewards.sandbox.pool import IsolationMissing, Limits, Program, Resu
 from asyncrl.rewards.sandbox.syscalls import build_filter, call_name
 from asyncrl.runtime.board import StatusBoard
 
-GONE_LIMIT_S = 60.0  # of processes that are to end
+GONE_LIMIT_S = 60.0  # for processes that are to end
 LIMITS = Limits(
     cpu_s=0.7, wall_s=100.0, memory_bytes=96 << 20, processes=12, scratch_bytes=4 << 20, output_bytes=10_000
 )
@@ -50,7 +50,7 @@ def run(pool: SandboxPool, code: str, given: str = "") -> Result:
 
 
 def said(pool: SandboxPool, code: str) -> object:
-    """What a program prints as JSON; it must end well."""
+    """The JSON that a program prints. The program must succeed."""
     result = run(pool, "import json, os\n" + code)
     assert result.ok, (result.report, result.stderr)
     return json.loads(result.stdout)
@@ -130,7 +130,7 @@ def test_names_of_files_stay_below() -> None:
 
 
 def test_no_network(pool: SandboxPool) -> None:
-    """Not the world, not the ports of this machine, not the abstract sockets of its processes."""
+    """Neither the internet, nor ports of this machine, nor the abstract sockets of its processes are reachable."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as abstract:
         name = f"asyncrl-test-{os.getpid()}"
         abstract.bind("\0" + name)
@@ -162,7 +162,7 @@ def test_a_fork_bomb_is_ended(pool: SandboxPool) -> None:
     sleepers = "for _ in range(50): threading.Thread(target=time.sleep, args=(600,)).start()"
     threads = run(pool, f"import threading, time\nthreading.stack_size(1 << 18)\n{sleepers}")
     assert threads.outcome == "processes"
-    assert said(pool, "print(1)") == 1  # and the machine is no worse for it
+    assert said(pool, "print(1)") == 1  # and the machine is unharmed
 
 
 def test_memory_bombs_are_ended(pool: SandboxPool) -> None:
@@ -175,7 +175,7 @@ def test_memory_bombs_are_ended(pool: SandboxPool) -> None:
         pool,
         f"import os, time\nfor _ in range(4):\n    if os.fork() == 0: break\nx = bytearray({40 << 20})\ntime.sleep(60)",
     )
-    assert together.outcome == "memory"  # none of them had more than it may
+    assert together.outcome == "memory"  # no single process exceeded the limit
 
 
 SOCKETS = """
@@ -202,7 +202,7 @@ for number in itertools.count():
 
 
 def test_memory_that_the_kernel_holds_is_counted(pool: SandboxPool) -> None:
-    """In the queues of sockets, and for empty files: no process has it."""
+    """Memory in socket queues and of empty files belongs to no process."""
     assert run(pool, SOCKETS).outcome == "memory"
     assert run(pool, FILES).outcome in ("memory", "cpu_time")
     few = "import asyncio, socket\nasyncio.run(asyncio.sleep(0))\npairs = [socket.socketpair() for _ in range(10)]"
@@ -210,7 +210,7 @@ def test_memory_that_the_kernel_holds_is_counted(pool: SandboxPool) -> None:
 
 
 def test_the_queue_of_a_socket_grows_no_longer(pool: SandboxPool) -> None:
-    """Its memory is counted as that of a queue as long as the system's default: servers often permit far longer ones."""
+    """The memory count assumes the system's default length of a queue. Servers often permit far longer queues."""
     code = "import socket\na, _ = socket.socketpair()\na.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)\n"
     assert run(pool, code).ok
     result = run(pool, f"{code}a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)")
@@ -378,12 +378,12 @@ def test_who_goes_on_trying_is_ended(pool: SandboxPool) -> None:
 def test_time_is_limited(pool: SandboxPool) -> None:
     busy = run(pool, "while True: pass")
     assert busy.outcome == "cpu_time"
-    each = 0.4  # within the limit, and within that which the kernel keeps for each; eight times over the limit of all
+    each = 0.4  # below the limit, also the kernel's for each process; eight times this is over the limit for all
     burn = f"while time.process_time() < {each}: pass"
     spread = run(pool, f"import os, time\nfor _ in range(3): os.fork()\n{burn}\ntime.sleep(1000)")
-    assert spread.outcome == "cpu_time"  # of all of them together
+    assert spread.outcome == "cpu_time"  # their total
     assert LIMITS.cpu_s < spread.cpu_s
-    with contextlib.closing(SandboxPool(limits=Limits(wall_s=0.01))) as impatient:  # no limit of its own trial
+    with contextlib.closing(SandboxPool(limits=Limits(wall_s=0.01))) as impatient:  # its own trial is exempt
         assert run(impatient, SLEEPER).outcome == "wall_time"
 
 
@@ -414,11 +414,11 @@ def assert_gone(processes: list[psutil.Process]) -> None:
 
 
 def test_nothing_outlives_its_maker(tmp_path: Path) -> None:
-    """Killed without a word, in the middle of a program, and with a sandbox made ahead."""
+    """The maker is killed with SIGKILL, in the middle of a program, after it has prepared another sandbox."""
     code = f"from asyncrl.rewards.sandbox.pool import *\nSandboxPool().run(Program({{'main.py': {SLEEPER!r}}}))"
     with subprocess.Popen([sys.executable, "-c", code]) as maker:
         deadline = time.monotonic() + GONE_LIMIT_S
-        while len(found := processes_below(maker.pid)) < 5:  # two times bwrap and what is in it, and the program
+        while len(found := processes_below(maker.pid)) < 5:  # two bwrap processes, a process inside each, the program
             assert time.monotonic() < deadline, found
             assert maker.poll() is None
             time.sleep(0.05)
@@ -436,10 +436,10 @@ def test_a_closed_pool_leaves_nothing() -> None:
 
 
 def test_a_sandbox_that_was_killed_ahead_is_replaced(pool: SandboxPool) -> None:
-    assert run(pool, "print(1)").ok  # one is made ahead now
+    assert run(pool, "print(1)").ok  # one is prepared now
     killed = 0
     for process in processes_below(os.getpid()):
-        with contextlib.suppress(psutil.NoSuchProcess):  # those of programs that have ended, too
+        with contextlib.suppress(psutil.NoSuchProcess):  # some belong to programs that have ended
             if "--as-pid-1" in process.cmdline():
                 process.kill()
                 killed += 1
@@ -450,7 +450,7 @@ def test_a_sandbox_that_was_killed_ahead_is_replaced(pool: SandboxPool) -> None:
 
 
 def test_forks_of_a_process_with_a_pool_use_it(pool: SandboxPool) -> None:
-    """As judges do, which are forks of the process that has imported the reward function."""
+    """Judges do this: they are forks of the process that has imported the reward function."""
     assert run(pool, "print(1)").ok
     pid = os.fork()
     if pid == 0:
@@ -492,7 +492,7 @@ def test_a_busy_pool_says_so(pool: SandboxPool, monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_the_examples_reward_runs_what_the_model_wrote_in_its_judges(tmp_path: Path) -> None:
-    """A group with an answer that is right, one that is wrong, and some that would harm a machine."""
+    """A group with a right answer, a wrong one, and some that would harm a machine."""
     path = Path(__file__).parents[2] / "examples" / "code" / "reward.py"
     logger = logging.getLogger("test")
     board = StatusBoard(worker_info("rollout_worker", tmp_path), logger)
@@ -551,5 +551,5 @@ def test_the_benchmark() -> None:
 def test_a_filter_is_whole() -> None:
     code = build_filter(told=True)
     assert len(code) % 8 == 0
-    assert len(code) // 8 < 4096  # what the kernel takes
+    assert len(code) // 8 < 4096  # the kernel's limit
     assert call_name(100_000, 0) == "system call 100000"

@@ -1,4 +1,4 @@
-"""The scanner of tests/hosts, against servers that answer and servers that do not."""
+"""The scanner of tests/hosts, tried on servers that answer and servers that do not."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from asyncrl.weights.update_group import serve_store
 from tests.support import scanner
 from tests.support.scanner import scan
 
-PATIENT_S = 10.0  # for an answer that comes, from a server that is slow
+PATIENT_S = 10.0  # for an answer that must come, from a slow server
 
 
 def test_an_etcd_gives_strangers_nothing_where_it_asks_for_a_certificate(tmp_path, monkeypatch):

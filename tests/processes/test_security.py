@@ -1,4 +1,4 @@
-"""Strangers at the sockets of a run: streams, HTTP endpoints, and the files that the secrets are in."""
+"""Strangers at the sockets of a run: streams, HTTP endpoints, and the files that contain the secrets."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from asyncrl.runtime.transport import PART_BYTES, ZmqTransport, joined
 
 RUNTIME = RuntimeConfig(resend_after_s=0.2, start_timeout_s=10.0)
 LIMIT_S = 60.0
-SILENCE_S = 0.5  # a stranger's message takes less than 10 ms where it is let in
+SILENCE_S = 0.5  # a stranger's message would take less than 10 ms if it were let in
 TOKEN_HEADER = "Authorization"
 
 
 @pytest.fixture
 def run():
-    """The secrets of a run, in effect in this process."""
+    """The secrets of a run, active in this process."""
     secrets = Secrets.make()
     with security.secured(Security(secrets)):
         yield secrets
@@ -58,7 +58,7 @@ def run():
 
 @contextlib.asynccontextmanager
 async def receiving(secrets):
-    """A receiver of a run, in a context of its own; gives its socket's port and what it delivers."""
+    """A receiver of a run, in a context of its own. Yields its socket's port and the messages that it delivers."""
     context = zmq.Context()
     delivered = asyncio.Queue()
     with security.secured(Security(secrets)):
@@ -73,7 +73,7 @@ async def receiving(secrets):
 
 @contextlib.contextmanager
 def stranger(port, setup):
-    """A PUSH socket of somebody else's, connected, with a message on its way."""
+    """A connected PUSH socket of another party, with a message on its way."""
     context = zmq.Context()
     push = context.socket(zmq.PUSH)
     try:
@@ -90,7 +90,7 @@ def stranger(port, setup):
 
 
 async def until(condition):
-    """What no event tells: looked at every 10 ms."""
+    """Poll every 10 ms for a condition that causes no event."""
     deadline = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
@@ -98,7 +98,7 @@ async def until(condition):
 
 
 def with_own_key(secrets):
-    """What bare CURVE lets in: a key of the stranger's own, and the receiver's public one."""
+    """A peer that CURVE alone lets in: a key of the stranger's own, and the receiver's public key."""
 
     def setup(push):
         public, secret = zmq.curve_keypair()
@@ -118,7 +118,7 @@ async def test_only_a_process_of_the_run_reaches_a_receiver():
         for setup, gets_far in (
             (lambda push: None, False),
             (with_plain, False),
-            (with_own_key(run), True),  # to the gatekeeper, who refuses
+            (with_own_key(run), True),  # reaches the gatekeeper, which refuses it
             (lambda push: security.guard_push(push, another), False),
         ):
             with stranger(port, setup):
@@ -126,7 +126,7 @@ async def test_only_a_process_of_the_run_reaches_a_receiver():
                     await until(lambda: keeper.num_refused > 0)
                 with pytest.raises(asyncio.TimeoutError):
                     await asyncio.wait_for(delivered.get(), SILENCE_S)
-        with stranger(port, lambda push: security.guard_push(push, run)):  # no stranger: the same way lets it in
+        with stranger(port, lambda push: security.guard_push(push, run)):  # a peer of the run is let in
             assert await asyncio.wait_for(delivered.get(), LIMIT_S) == b"a stranger's"
 
 
@@ -171,7 +171,7 @@ async def test_without_a_gatekeeper_nobody_is_let_in(monkeypatch):
 
 
 async def test_nothing_is_sent_to_whoever_is_not_the_receiver():
-    """A published address may be a stranger's: he has no secret key of the receivers."""
+    """A published address may belong to a stranger. A stranger does not have the receivers' secret key."""
     context = zmq.Context()
     false_pull = context.socket(zmq.PULL)
     public, secret = zmq.curve_keypair()
@@ -189,7 +189,7 @@ async def test_nothing_is_sent_to_whoever_is_not_the_receiver():
 
 
 async def test_what_goes_over_the_wire_cannot_be_read(run):
-    """A proxy between the two sees the message only where the run has no secrets."""
+    """A proxy between the two can read the message only if the run has no secrets."""
     for secrets, readable in ((None, True), (run, False)):
         with security.secured(Security(secrets) if secrets else None):
             receiver = ChannelReceiver("r", limits=ChannelLimits.of(RUNTIME), host="127.0.0.1")
@@ -211,7 +211,7 @@ async def test_what_goes_over_the_wire_cannot_be_read(run):
 
 
 class Proxy:
-    """Between a sender and a port, and sees all."""
+    """Between a sender and a port. It records all bytes."""
 
     def __init__(self, to_port):
         self.to_port, self.seen, self.connections = to_port, bytearray(), set()
@@ -236,7 +236,7 @@ class Proxy:
             await writer.wait_closed()
 
     async def close(self):
-        """Once its two ends have closed."""
+        """Stop listening. Wait for both ends of each connection to close."""
         self.server.close()
         await asyncio.wait(self.connections, timeout=LIMIT_S)
 
@@ -251,7 +251,7 @@ async def test_bytes_that_are_no_protocol_get_no_answer_but_a_greeting():
                     connection.sendall(noise)
                     while data := await asyncio.to_thread(connection.recv, 4096):
                         got += data
-                assert len(got) <= 64  # ZeroMQ's greeting: which version, which mechanism
+                assert len(got) <= 64  # ZeroMQ's greeting: its version and mechanism
         assert delivered.empty()
 
 
@@ -293,7 +293,7 @@ def _meta():
 
 @contextlib.asynccontextmanager
 async def application():
-    """An endpoint as those of the processes are made; gives its URL."""
+    """An endpoint made as the processes make theirs. Yields its URL."""
 
     async def read(request):
         return web.Response(body=await request.read())
@@ -427,7 +427,7 @@ def test_a_process_of_a_run_that_authenticates_does_not_start_without_secrets(tm
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory):
-    """An authority, and a certificate of 127.0.0.1 that it has signed."""
+    """An authority, and a certificate for 127.0.0.1 that it has signed."""
     folder = tmp_path_factory.mktemp("tls")
 
     def openssl(*arguments):
@@ -465,7 +465,7 @@ async def test_http_over_tls(certificates, tmp_path):
 
 
 async def test_a_run_on_tcp_proves_itself_by_its_own_certificate_before_it_is_told_a_secret(tmp_path):
-    """A port that a dead process has left may be a stranger's."""
+    """A stranger may take over the port of a dead process."""
     ours, strange = tmp_path / "ours", tmp_path / "strange"
     for run_dir in (ours, strange):
         security.write_secrets(run_dir, Secrets.make(*make_certificate(["127.0.0.1"])))
@@ -482,14 +482,14 @@ async def test_a_run_on_tcp_proves_itself_by_its_own_certificate_before_it_is_to
 
 
 async def test_connections_that_show_no_key_hold_little_memory():
-    """Each announces a command of 200 MB within ZeroMQ's handshake, and sends all but its end."""
+    """Each connection announces a command of 200 MB within ZeroMQ's handshake, and sends all but its end."""
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
     command = b"\x06" + (200_000_000).to_bytes(8, "big")
 
     def hold(address):
         stranger = socket.create_connection(address, timeout=LIMIT_S)
         stranger.sendall(greeting)
-        with contextlib.suppress(OSError):  # it is hung up on
+        with contextlib.suppress(OSError):  # the receiver hangs up
             stranger.sendall(command)
             for _ in range(190):
                 stranger.sendall(bytes(1_000_000))
@@ -509,7 +509,7 @@ async def test_connections_that_show_no_key_hold_little_memory():
 
 
 def connect_until_refused(address, most):
-    """Connections that say nothing, until the port answers no more."""
+    """Open silent connections until the port answers no more."""
     connections = []
     with contextlib.suppress(TimeoutError):
         for _ in range(most):
@@ -539,7 +539,7 @@ async def test_http_waits_for_few_strangers_and_hangs_up_on_them(run, monkeypatc
         async with session.post(f"{url}/echo", data=b"ours") as answer:
             assert await answer.read() == b"ours"
         strangers = [socket.create_connection(address, timeout=LIMIT_S) for _ in range(20)]
-        async with session.post(f"{url}/echo", data=b"ours") as answer:  # on its connection, which is no stranger's
+        async with session.post(f"{url}/echo", data=b"ours") as answer:  # on its existing connection
             assert await answer.read() == b"ours"
         async with open_session(max_connections=1) as later, later.post(f"{url}/echo", data=b"later") as answer:
             assert await answer.read() == b"later"

@@ -1,5 +1,5 @@
-"""A process that is started as SGLang would be, with children that ask for no death of their own: none is left of it, nor of what
-they had in shared memory."""
+"""A process is started as SGLang would be, with children that do not ask to die with their parent. No process and no shared memory
+of theirs remains."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl.generation import sglang_process
 
-LIMIT_S = 60.0  # of a wait, on a busy machine
+LIMIT_S = 60.0  # for one wait, on a busy machine
 PROGRAM = """
 import multiprocessing, os, time
 
@@ -68,7 +68,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 
 @pytest.fixture
 def in_shared_memory() -> Iterator[Callable[[], Path]]:
-    """Makes files with names as SGLang gives them."""
+    """Make files with names in SGLang's style."""
     made = []
 
     def make() -> Path:
@@ -103,7 +103,7 @@ def test_nothing_is_left_of_it(tmp_path: Path, in_shared_memory: Callable[[], Pa
         assert owner.stdin is not None
         assert owner.stdout is not None
         members = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
-        assert len(members) == 3  # it, its child, and Python's resource tracker
+        assert len(members) == 3  # the process, its child, and Python's resource tracker
         assert held.exists()
         if how == "killed":
             owner.kill()
@@ -127,7 +127,7 @@ def test_the_next_one_removes_what_an_owner_left_that_was_killed_with_its_guard(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     files = {}
-    for owner in (2**22 + 1, os.getpid()):  # the first is more than a process's number can be
+    for owner in (2**22 + 1, os.getpid()):  # the first is larger than any pid
         noted = tmp_path / f"asyncrl-sglang-{owner}-abc" / "shared_memory"
         noted.mkdir(parents=True)
         files[owner] = in_shared_memory()

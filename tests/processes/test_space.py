@@ -1,4 +1,4 @@
-"""Too little room: for etcd's data while a run goes on, and for open files in a process that is at work."""
+"""Too little space: for etcd's data during a run, and for open files in a working process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from asyncrl.protocol.names import Names
 from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.testing.runs import assert_nothing_left, launch, make_tiny_run, told_by
 
-LIMIT_S = 100.0  # of a wait, on a busy machine
+LIMIT_S = 100.0  # for one wait, on a busy machine
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -44,7 +44,7 @@ def fill(disk: Path) -> None:
 
 @contextmanager
 def filled(disk: Path) -> Iterator[None]:
-    """Somebody takes what becomes free there, at once."""
+    """Another process takes all free space at once."""
     over = threading.Event()
 
     def take() -> None:
@@ -61,7 +61,7 @@ def filled(disk: Path) -> Iterator[None]:
 
 
 def test_a_disk_that_fills_up_under_etcd(mount: Callable[[str], Path]) -> None:
-    """Its data go, which makes room, and everybody puts again what he has put. Where even that is not enough, the run ends."""
+    """Its data is removed, which frees space, and all sessions put their entries again. If that is not enough, the run ends."""
     disk = mount("size=200m")
     notices: list[str] = []
     service = NameService.open(
@@ -79,7 +79,7 @@ def test_a_disk_that_fills_up_under_etcd(mount: Callable[[str], Path]) -> None:
             server = service._etcd._server
 
             def tear_its_data() -> None:
-                """As a write leaves them that found no room. It is stopped, so that it cannot die before the disk is full."""
+                """Leave the data as failed writes on a full disk do. etcd is frozen, so that it does not die too early."""
                 os.kill(server.pid, signal.SIGSTOP)
                 next(server.data_dir.rglob("db")).write_bytes(b"")
 
@@ -95,7 +95,7 @@ def test_a_disk_that_fills_up_under_etcd(mount: Callable[[str], Path]) -> None:
             assert worker.wait(name, LIMIT_S) == "http://here"
 
             (disk / "filling").unlink()
-            tear_its_data()  # it can start on whole data without further room
+            tear_its_data()  # with whole data it could start without further space
             told = r"etcd ended and could not be started again: .*The disk is full"
             with filled(disk):
                 os.kill(server.pid, signal.SIGKILL)
@@ -106,13 +106,13 @@ def test_a_disk_that_fills_up_under_etcd(mount: Callable[[str], Path]) -> None:
 
 
 def no_more_files(process: psutil.Process) -> None:
-    """What is open stays so, and nothing more is opened."""
+    """Open files stay open, and no further file can be opened."""
     _, highest = process.rlimit(psutil.RLIMIT_NOFILE)
     process.rlimit(psutil.RLIMIT_NOFILE, (3, highest))
 
 
 def test_processes_that_have_too_few_open_files(tmp_path: Path) -> None:
-    """The manager lets those wait who come; a rollout worker that cannot ask for tokens ends the run, and says why."""
+    """The manager lets new clients wait. A rollout worker that cannot ask for tokens ends the run with the reason."""
     config = make_tiny_run(tmp_path / "tiny")
     with launch(config, f"fileroot={tmp_path}", "train.num_epochs=1000", "train.max_steps=0") as run:
         step = run.wait_for_step(1, LIMIT_S)["step"]
@@ -127,7 +127,7 @@ def test_processes_that_have_too_few_open_files(tmp_path: Path) -> None:
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(told_by, run, f"{url}/metrics")
             wait_until(lambda: "Too many open files" in log.read_text(), "the manager says so")
-            time.sleep(3.0)  # it tries again every second, and says so once
+            time.sleep(3.0)  # it retries every second, and logs this once
             assert not asked.done()
             manager.rlimit(psutil.RLIMIT_NOFILE, limits)
             assert "asyncrl_manager_live" in asked.result(LIMIT_S)
@@ -136,7 +136,7 @@ def test_processes_that_have_too_few_open_files(tmp_path: Path) -> None:
         run.wait_for_step(step + 3, LIMIT_S)
 
         no_more_files(run.worker("rollout_worker/0"))
-        run.worker("generation_server/0").kill()  # the next one is at another address
+        run.worker("generation_server/0").kill()  # the next one has another address
         assert run.wait(LIMIT_S) == 1
         assert "failed: rollout_worker/0 failed" in run.output()
         assert "Too many open files: the limit is 3, sockets and pipes included" in run.output()

@@ -1,4 +1,4 @@
-"""Stacks on request, of processes that hang in every way."""
+"""Stacks on request from processes that hang in every way."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from many_dumps import ask_again_and_again
 
 from asyncrl.runtime.stacks import SUFFIX, Stacks, ask_all
 
-LIMIT_S = 60.0  # of an answer that comes
-VAIN_S = 15.0  # of one that does not: the wait is as long
+LIMIT_S = 60.0  # for an answer that must come
+VAIN_S = 15.0  # for an answer that cannot come: the test waits this long
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -81,7 +81,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> Iterator[dict[str, Stacks]]:
-    """The answers of processes that hang in these ways. The one that cannot answer has a folder and a limit of its own."""
+    """The answers of processes that hang in these ways. The process that cannot answer has its own folder and time limit."""
     silent = folder / "silent"
     silent.mkdir()
 
@@ -98,7 +98,7 @@ def found(folder: Path) -> Iterator[dict[str, Stacks]]:
         for process in processes.values():
             assert process.stdout is not None
             assert process.stdout.readline() == b"ready\n"
-        in_the_call = cpu_s(processes["native"]) + 0.1  # that it cannot spend elsewhere any more
+        in_the_call = cpu_s(processes["native"]) + 0.1  # no other code can use this much CPU time from here on
         wait_until(lambda: cpu_s(processes["native"]) > in_the_call)
         processes["ends"].wait(LIMIT_S)
         os.kill(processes["stopped"].pid, signal.SIGSTOP)
@@ -110,7 +110,7 @@ def found(folder: Path) -> Iterator[dict[str, Stacks]]:
             name: stacks.state for name, stacks in answers.items()
         }
         for how in ("turns", "blocks", "spins", "native"):
-            assert processes[how].poll() is None  # asking kills nobody
+            assert processes[how].poll() is None  # a request kills no process
         yield answers
 
 
@@ -143,7 +143,7 @@ def test_of_one_that_is_stopped_or_gone_it_is_said(found: dict[str, Stacks]) -> 
 
 
 def test_nobody_else_is_sent_a_signal(tmp_path: Path) -> None:
-    """A number that is another process's by now; and what is no file of stacks."""
+    """The pid now belongs to another process, or the file is not one of stacks."""
     with subprocess.Popen(["sleep", "1000"]) as other:
         try:
             file = tmp_path / f"master_0{SUFFIX}"

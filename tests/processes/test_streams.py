@@ -40,9 +40,9 @@ from asyncrl.runtime.request_reply import (
 )
 from asyncrl.runtime.transport import ZmqTransport
 
-LIMIT_S = 60.0  # a head that is killed takes a process's start to come back
+LIMIT_S = 60.0  # a killed head needs a process start to come back
 RUNTIME = RuntimeConfig(push_credit_items=8, resend_after_s=0.2, start_timeout_s=LIMIT_S)
-SHORT = RuntimeConfig(start_timeout_s=3.0, resend_after_s=0.1)  # in which those that are there have answered
+SHORT = RuntimeConfig(start_timeout_s=3.0, resend_after_s=0.1)  # long enough for live receivers to answer
 NAMES = Names("e", "t")
 STORED = StoreVerdict(verdict="stored")
 
@@ -149,7 +149,7 @@ async def test_a_head_may_be_named_and_is_in_turn_where_it_is_not(resolver, open
 
 
 async def sender_to(resolver, opened, stream):
-    """Of another process: it may send anything."""
+    """A sender of another process. It may send anything."""
     made = ChannelSender("other", stream, "other", limits=ChannelLimits.of(RUNTIME), host=RUNTIME.host)
 
     await opened(SimpleNamespace(start=partial(made.start, resolver, NAMES.stream(stream)), close=made.close))
@@ -194,7 +194,7 @@ async def test_oversized_is_refused_by_the_limit_of_the_head(resolver, opened):
 
 
 class HeadProcess:
-    """stream_puller.py, published in the test's resolver."""
+    """Runs stream_puller.py and publishes it in the test's resolver."""
 
     def __init__(self, resolver, journal: Path) -> None:
         self.resolver, self.journal = resolver, journal
@@ -226,7 +226,7 @@ class HeadProcess:
 
 
 async def push_all(push, numbers, width=32):
-    """Push with `width` callers at a time; yields verdicts as they come."""
+    """Push with `width` concurrent callers. Yield verdicts as they come."""
     tasks = set()
     numbers = iter(numbers)
     while True:
@@ -263,7 +263,7 @@ async def test_a_frozen_head_leaves_the_pusher_within_its_credit(resolver, opene
         verdicts.append(verdict)
         if len(verdicts) == 60:
             head.process.send_signal(signal.SIGSTOP)
-            for _ in range(20):  # a second
+            for _ in range(20):  # one second
                 await asyncio.sleep(0.05)
                 most_bytes, turned = max(most_bytes, push.pending_bytes), turned + 1
             frozen_at = len(head.stored())
@@ -271,7 +271,7 @@ async def test_a_frozen_head_leaves_the_pusher_within_its_credit(resolver, opene
     assert turned == 20
     assert 0 < most_bytes <= RUNTIME.push_credit_items * size
     assert frozen_at < 120
-    assert push.num_resent == 0  # it had them all, and said so
+    assert push.num_resent == 0  # it had received all of them, and its answers to resend queries said so
     assert verdicts == ["stored"] * 200
     assert sorted(map(int, head.stored())) == list(range(200))
 
@@ -343,7 +343,7 @@ async def test_routing_sequences_and_order(client_and_servers):
         steps = [call for call in received if isinstance(call.body, ExecuteMFC)]
         assert [call.body.version for call in steps] == list(range(50))
         assert [call.global_seq for call in steps] == list(range(0, 100, 2))
-        for call in reversed(received):  # replies in any order
+        for call in reversed(received):  # replies may come in any order
             call.reply(CallResult(ids=[f"{index}.{call.worker_seq}"]))
     results = [result.ids[0] for result in await asyncio.gather(*futures)]
     assert results == [text for step in range(50) for text in (f"0.{step}", f"1.{2 * step}", f"1.{2 * step + 1}")]
@@ -408,7 +408,7 @@ async def test_the_barrier_waits_for_late_workers_and_passes_over_stale_names(re
 
 
 async def test_calls_of_a_master_whose_attempt_is_over_are_refused(resolver, opened):
-    """It was frozen while all model workers were started again, found them by their names, and speaks first."""
+    """The master was frozen while all model workers were restarted. It finds them by name and sends before its successor."""
     workers = [await opened(server(resolver, i, attempt=2)) for i in range(2)]
     ghost = await opened(client(resolver))
     calls = await opened(client(resolver, attempt=2))
@@ -425,7 +425,7 @@ async def test_calls_of_a_master_whose_attempt_is_over_are_refused(resolver, ope
 
 
 async def test_nobody_goes_back_to_a_receiver_whose_attempt_is_over(resolver, opened):
-    """Its endpoint may be published again, by an etcd that was away; it cannot publish itself anew."""
+    """A recovered etcd may publish its endpoint again. The receiver itself cannot publish it again."""
     pull = await opened(MetaPuller(resolver, NAMES, runtime=RUNTIME, attempt=2))
     push = await opened(MetaPusher(resolver, NAMES, head=0, runtime=RUNTIME, incarnation="h"))
     first = asyncio.create_task(push.push_meta(trajectory(1)[0], timeout_s=LIMIT_S))
@@ -455,7 +455,7 @@ async def test_fail_all(client_and_servers):
             await future
     with pytest.raises(RuntimeError, match="model_worker/1 died"):
         calls.call_nowait(MESH, [Ping(), Ping()])
-    late.reply(CallResult())  # nobody waits for it any more
+    late.reply(CallResult())  # no caller waits for it any more
     assert calls.num_pending == 0
 
 

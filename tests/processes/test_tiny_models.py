@@ -1,4 +1,4 @@
-"""Tiny models and warm starts: real Hugging Face directories, which the Auto classes read back unchanged."""
+"""Tiny models and warm starts: real Hugging Face directories, which the Auto classes read unchanged."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_unknown_architectures_are_refused() -> None:
 
 
 def echo_recipe(steps: int) -> Recipe:
-    """A task learnt in no time: say the letter again, twice after "!". Prompts have two or three characters."""
+    """A quickly learnable task: repeat the letter, twice after "!". Prompts have two or three characters."""
     pairs = [
         *((f"{c}=", c) for c in string.ascii_lowercase[:6]),
         *((f"!{c}=", c * 2) for c in string.ascii_lowercase[:6]),

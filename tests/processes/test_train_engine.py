@@ -1,4 +1,4 @@
-"""The training engine on a real tiny model: logprobs, the same update in any layout, weights on disk."""
+"""The training engine with a real tiny model: logprobs, the same update in any layout, weights on disk."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def policy_gradient(denominator: float):
 
 
 def plain_logprobs(model, ids: np.ndarray, temperature: float) -> torch.Tensor:
-    """The obvious way: one sequence, all logits."""
+    """The direct computation: one sequence, all logits."""
     tokens = torch.tensor(ids)[None]
     logits = model(input_ids=tokens).logits.float()[0, :-1] / temperature
     return logits.log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0]
@@ -195,7 +195,7 @@ def assert_same_parameters(found, expected, atol=1e-5):
 
 
 def plain_updates(model_path, sample: SequenceSample, steps: int, denominator: float) -> dict[str, np.ndarray]:
-    """Plain torch, one sequence at a time: what every layout must come to."""
+    """Plain torch, one sequence at a time. Every layout must give this result."""
     model = AutoModelForCausalLM.from_pretrained(model_path)
     config = TRAIN.optimizer
     optimizer = torch.optim.AdamW(
@@ -235,7 +235,7 @@ def test_any_micro_batch_budget_gives_the_plain_update(
     assert stats["length_max"] == max(n for lengths in sample.seqlens["packed_input_ids"] for n in lengths)
     assert stats["lr"] == 1e-3
     assert stats["skipped_steps"] == 0
-    assert stats["grad_norm"] > 1  # so that the comparison covers clipping
+    assert stats["grad_norm"] > 1  # the comparison covers clipping
 
 
 def test_a_loss_that_is_not_finite_skips_the_step(model_path):
@@ -277,7 +277,7 @@ def test_norms_and_biases_do_not_decay(model_path):
     train = replace(TRAIN, optimizer=replace(TRAIN.optimizer, weight_decay=0.5))
     engine = make_engine(model_path, train)
     before = parameters_of(engine)
-    engine.train_step(None, policy_gradient(1.0), temperature=1.0, lr_step=0)  # no gradient: what changes is decay
+    engine.train_step(None, policy_gradient(1.0), temperature=1.0, lr_step=0)  # no gradient: only decay acts
     after = parameters_of(engine)
     for name, old in before.items():
         expected = old if old.ndim < 2 else old * (1 - 1e-3 * 0.5)
@@ -351,7 +351,7 @@ def test_a_snapshot_does_not_change_while_training_goes_on(model_path):
 def test_learning_rate(schedule, expected):
     config = OptimizerConfig(lr=1.0, warmup_steps=5, min_lr_ratio=0.1, schedule=schedule)
     assert {step: learning_rate(config, step, 15) for step in expected} == pytest.approx(expected)
-    assert learning_rate(config, 99, 0) == 1.0  # the end is not known: no decay
+    assert learning_rate(config, 99, 0) == 1.0  # the number of steps is unknown: no decay
 
 
 def test_tf32_is_of_float32_matmuls_on_gpus_alone():

@@ -1,4 +1,4 @@
-"""Unix sockets of a run on one machine: streams, HTTP and etcd, none of them on a port."""
+"""Unix sockets of a run on one machine: streams, HTTP and etcd, none on a TCP port."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIMIT_S = 30.0
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[str]:
-    """In use by this process."""
+    """A socket folder that this process uses."""
     made = unix_sockets.make_folder(tmp_path)
     with unix_sockets.used(made):
         yield made
@@ -56,7 +56,7 @@ def test_what_is_no_folder_of_ours_is_left(tmp_path: Path) -> None:
 
 
 def test_the_folder_outlives_its_users_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """systemd removes $XDG_RUNTIME_DIR when its user logs out, and the run goes on in tmux."""
+    """systemd removes $XDG_RUNTIME_DIR when the user logs out, but the run goes on in tmux."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert unix_sockets.make_folder(tmp_path).startswith("/tmp/asyncrl-")
     unix_sockets.remove_folder(tmp_path)

@@ -1,4 +1,4 @@
-"""weights.verify_logprobs with a real trainer and a real engine: what an engine says it has loaded, it must compute with."""
+"""weights.verify_logprobs with a real trainer and a real engine: an engine must compute with the weights that it reports."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOLERANCE = 1e-3
 
 
 class Trainer:
-    """What a model worker's rank 0 does: train, take a snapshot, score a text, write both."""
+    """Acts as a model worker's rank 0: train, take a snapshot, score a text, write both."""
 
     def __init__(self, model_path: Path, run_dir: Path) -> None:
         self.engine = TrainEngine(
@@ -60,7 +60,7 @@ class Trainer:
 
 
 class Server:
-    """The HTTP side of a generation server."""
+    """The HTTP server of a generation server."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self.session, self.url = session, url
@@ -70,7 +70,7 @@ class Server:
             return answer.status, await answer.json()
 
     async def update(self, path: Path, version: WeightVersion, *, pause: bool = True) -> UpdateWeightsReply:
-        """As the gserver manager does it: it goes on only after a success."""
+        """Update as the gserver manager does: continue only after a success."""
         if pause:
             assert (await self.post("/pause_generation", {"mode": "abort"}))[0] == 200
         status, answer = await self.post(
@@ -133,11 +133,11 @@ async def test_what_the_trainer_wrote_passes_and_is_generated_with(trainer: Trai
 
 
 def nothing(copy: Callable[..., None], *arguments: Any, **more: Any) -> None:
-    """The engine checks the files, says that it has loaded them, and has not."""
+    """The engine checks the files and reports them as loaded, but does not load them."""
 
 
 def all_but_one(copy: Callable[..., None], live: LiveTensors, *arguments: Any, **more: Any) -> None:
-    """One tensor of many keeps its old values."""
+    """One of many tensors keeps its old values."""
     kept = live._live["model.layers.0.mlp.up_proj.weight"]
     old = kept.detach().clone()
     copy(live, *arguments, **more)
@@ -162,7 +162,7 @@ async def test_stale_weights_are_caught_and_not_served(
     )
     assert ("the engine still computes with the old weights" in reply.message) == (fault is nothing)
     assert await server.echo() == ""
-    await server.post("/continue_generation", {})  # even if somebody does
+    await server.post("/continue_generation", {})  # even if a client asks for it
     assert (await server.generate())[0] == 503
     monkeypatch.undo()
     assert (await server.update(path, V1)).success
@@ -172,7 +172,7 @@ async def test_stale_weights_are_caught_and_not_served(
 async def test_what_was_refused_before_still_is_and_the_old_version_goes_on(
     trainer: Trainer, server: Server, model_path: Path
 ) -> None:
-    """Wrong shapes and torn files never get as far as the logprob check; what was served before stays."""
+    """Wrong shapes and torn files never reach the logprob check. The previous version stays in use."""
     assert (await server.update(trainer.write(V0), V0)).success
     other = version_dir(trainer.run_dir, "actor", V1)
     tensors = [(name, torch.zeros(3, 64) if "up_proj" in name else t) for name, t in take_share(trainer.engine).items()]
@@ -197,7 +197,7 @@ async def test_an_update_that_cannot_be_verified_is_refused(trainer: Trainer, se
 
 
 async def test_scoring_between_the_passes_leaves_running_requests_exact(trainer: Trainer, model_path: Path) -> None:
-    """The model's attention is exchanged for it, and put back: what runs on must not notice."""
+    """Scoring replaces the model's attention and restores it. Running requests must not notice."""
     config = GenerationConfig(max_running_requests=16, max_batch_tokens=256, num_blocks=128, page_size=16)
     engine = TransformersEngine(str(model_path), config)
     await engine.start()

@@ -1,4 +1,4 @@
-"""Weights for hosts that do not see the run's folder: fetched once a host, whatever breaks off, and nothing but what was made."""
+"""Weights for hosts that cannot read the run's folder: fetched once a host, despite interruptions, and only from the run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FIRST = WeightVersion(1, 0)
 
 
 def make_version(directory: Path, version: WeightVersion, *, numbers: int = 500_000) -> int:
-    """Returns how many bytes its files have."""
+    """Write a version. Return the size of its files in bytes."""
     model = directory.parent / f"model of {version}"
     model.mkdir(parents=True)
     (model / "config.json").write_text("{}")
@@ -45,7 +45,7 @@ def make_version(directory: Path, version: WeightVersion, *, numbers: int = 500_
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A source that a busy machine holds up is not asked again: requests are counted here."""
+    """A source that a busy machine delays is not asked again, because these tests count requests."""
     monkeypatch.setattr(weight_files, "_SILENT_S", LIMIT_S)
 
 
@@ -81,10 +81,10 @@ def damaged(body: bytes) -> bytes:
 
 
 class Flaky:
-    """Hands on what the source says, spoilt: (number of the request, body) -> body, maybe shorter."""
+    """Forwards the source's answers, damaged: (number of the request, body) -> body, maybe shorter."""
 
     def __init__(self, source: str, spoil: Callable[[int, bytes], bytes]) -> None:
-        self.requests: list[str] = []  # of files: the range asked for
+        self.requests: list[str] = []  # the requested range of each file request
         flaky = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -103,7 +103,7 @@ class Flaky:
                 if self.path.endswith(".safetensors"):
                     flaky.requests.append(wanted)
                     body = spoil(len(flaky.requests), body)
-                with contextlib.suppress(BrokenPipeError):  # who asked was killed
+                with contextlib.suppress(BrokenPipeError):  # the client was killed
                     self.wfile.write(body)
 
             def log_message(self, *_: object) -> None:
@@ -150,9 +150,7 @@ def test_who_sees_the_very_version_fetches_nothing(
     assert one.fetch(actor / str(FIRST), FIRST, source, LIMIT_S) == actor / str(FIRST)
     assert one.fetched_bytes == 0
 
-    stale = (
-        tmp_path / "old" / "weights" / "actor"
-    )  # of the same name, and other weights: a folder left from a run before
+    stale = tmp_path / "old" / "weights" / "actor"  # the same name with other weights: the remains of an earlier run
     make_version(stale, FIRST, numbers=400_000)
     there = one.fetch(stale / str(FIRST), FIRST, source, LIMIT_S)
     assert there != stale / str(FIRST)

@@ -1,8 +1,8 @@
 """A real SGLang server on the CPU, one for the session, and the weight versions that it serves.
 
-Its environment is ASYNCRL_SGLANG_PYTHON, or .venv-sglang of the repository. Where there is none these tests fail: what they
-prove cannot be had otherwise. ASYNCRL_SGLANG_URL names a server that runs already, to save its start while one works on the
-tests; what needs a server of its own starts one all the same.
+Its environment is ASYNCRL_SGLANG_PYTHON, or .venv-sglang of the repository. Without one these tests fail, because nothing else can
+show the same. ASYNCRL_SGLANG_URL names a running server. This saves the start while you work on the tests. Tests that need a server
+of their own start one all the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(300))  # one of them starts the server
+            item.add_marker(pytest.mark.timeout(300))  # the first test starts the server
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +43,7 @@ def sglang_python() -> str:
 
 @pytest.fixture(scope="session")
 def sglang_config(sglang_python: str) -> GenerationConfig:
-    """Of the session's server; tests that start one of their own change what they need."""
+    """Config of the session's server. Tests that start a server of their own change the fields that they need."""
     return GenerationConfig(python=sglang_python, max_running_requests=32, max_queue=200, load_timeout_s=START_LIMIT_S)
 
 
@@ -57,7 +57,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
 def session_servers(
     sglang_config: GenerationConfig, store: WeightStore, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[], ServerInThread]]:
-    """Starts the server when it is first asked for, and again if a test has killed it."""
+    """Starts the server at the first request, and again if a test has killed it."""
     log = tmp_path_factory.mktemp("sglang") / "sglang.log"
     started: list[ServerInThread] = []
 
@@ -75,5 +75,5 @@ def session_servers(
 
 @pytest.fixture
 def sglang_url(session_servers: Callable[[], ServerInThread]) -> str:
-    """Where the session's server listens. It serves what the test before has loaded; a dead one is replaced."""
+    """URL of the session's server. It serves the weights that the previous test loaded. A dead server is replaced."""
     return os.environ.get("ASYNCRL_SGLANG_URL") or session_servers().process.url

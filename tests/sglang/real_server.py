@@ -10,14 +10,14 @@ from asyncrl.config.schema import GenerationConfig
 from asyncrl.generation.sglang_http import SGLangClient, SGLangError
 from asyncrl.generation.sglang_process import SGLangProcess, own_server
 
-START_LIMIT_S = 240.0  # some 15 s on an idle machine; it competes with whatever else runs
+START_LIMIT_S = 240.0  # about 15 s on an idle machine; other processes compete with it
 
 
 class ServerInThread:
-    """A server of ours that outlives event loops: it is started and stopped on one of its own."""
+    """A server of ours that outlives event loops, because it starts and stops on a loop of its own."""
 
     def __init__(self, config: GenerationConfig, model_path: Path, log: Path) -> None:
-        """Starts it."""
+        """Start the server."""
         self._config, self._model_path, self.log = config, model_path, log
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="server of the tests", daemon=True).start()
@@ -45,7 +45,7 @@ class ServerInThread:
         return asyncio.run_coroutine_threadsafe(start(), self._loop).result(START_LIMIT_S + 30)
 
     def revive(self) -> None:
-        """Another one, if a test has killed it."""
+        """Start another server if a test has killed this one."""
         if self.process.how_it_ended() is not None:
             self.close()
             self.process = self._start()

@@ -1,7 +1,7 @@
-"""Nine things that SGLang 0.5.23 takes badly, or answers differently than one would think; each is kept from happening.
+"""Nine cases that SGLang 0.5.23 handles badly or in an unexpected way. asyncrl prevents each of them.
 
-Each test shows what the server itself does, where it survives that, and that asyncrl's engine does not come upon it. A test that
-fails in its first half tells that a newer SGLang does better.
+Each test shows the server's own behaviour, where the server survives it, and that asyncrl's engine avoids the case. A failure in
+the first half of a test means that a newer SGLang has improved.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SHORT = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
 
 @contextlib.asynccontextmanager
 async def raw(url: str) -> AsyncIterator[SGLangClient]:
-    """SGLang without asyncrl between."""
+    """SGLang's client, without asyncrl's engine."""
     client = SGLangClient(url)
     try:
         yield client
@@ -47,7 +47,7 @@ async def raw(url: str) -> AsyncIterator[SGLangClient]:
 
 
 async def generate(client: SGLangClient, rid: str, prompt: list[int], params: SamplingParams) -> dict[str, Any]:
-    """What SGLang answers, as it is."""
+    """SGLang's unchanged answer."""
     tokens, logprobs, meta = list[int](), list[float](), None
     async for piece in client.generate(rid, prompt, sglang_params(params, []), idle_limit_s=60.0):
         tokens += piece.output_ids
@@ -58,7 +58,7 @@ async def generate(client: SGLangClient, rid: str, prompt: list[int], params: Sa
 
 
 async def update(client: SGLangClient, path: Path, version: WeightVersion) -> None:
-    """Its scheduler may count a request that it has answered (sglang.py does the same)."""
+    """Load weights, with retries: the scheduler may still count a request that it has answered (sglang.py does the same)."""
     for tries_left in reversed(range(5)):
         try:
             await client.update_weights_from_disk(str(path), str(version), flush_cache=True, limit_s=60.0)
@@ -77,7 +77,7 @@ async def status_of(url: str, path: str, body: dict[str, Any]) -> tuple[int, str
 async def test_1_tensors_are_received_between_begin_and_end_only(
     sglang_url: str, store: WeightStore, sglang_config: GenerationConfig
 ) -> None:
-    """A trainer that broadcasts all the same would hang: the answer must be looked at before anything is sent."""
+    """A trainer that broadcasts without it would hang. The answer must be checked before any tensor is sent."""
     body = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "none", "flush_cache": False}
     async with raw(sglang_url) as client:
         with pytest.raises(SGLangError, match="must run between begin_weight_update") as refused:
@@ -86,13 +86,13 @@ async def test_1_tensors_are_received_between_begin_and_end_only(
 
 
 async def test_2_in_place_runs_without_overlap_scheduling() -> None:
-    """With it the first token after an update is said to be of the new version, though the old weights made it."""
+    """With overlap scheduling, SGLang labels the first token after an update with the new version, but old weights sampled it."""
 
     def arguments(config: GenerationConfig) -> list[str]:
         return server_arguments(config, "/model", port=1, tensor=1, seed=1, max_length=512, on_gpu=True)
 
     assert "--disable-overlap-schedule" in arguments(GenerationConfig(interrupt="in_place"))
-    for interrupt in ("abort", "retract", "wait"):  # exact with it too: nothing runs while they update
+    for interrupt in ("abort", "retract", "wait"):  # labels are exact with overlap too: no request runs meanwhile
         assert "--disable-overlap-schedule" not in arguments(GenerationConfig(interrupt=interrupt))
 
 
@@ -108,7 +108,7 @@ async def test_3_flushing_in_place_fails_after_the_weights_changed(
             await client.update_weights_from_disk(str(store.path(V0)), str(V0), flush_cache=True, limit_s=60.0)
         await client.resume(limit_s=10.0)
         await within(running)
-        # Ours: a server that has a prefix cache is never updated in place, and the cache is flushed with every update.
+        # asyncrl never updates a server with a prefix cache in place, and every update flushes the cache.
         assert "--disable-radix-cache" in server_arguments(
             GenerationConfig(interrupt="in_place"), "/model", port=1, tensor=1, seed=1, max_length=512, on_gpu=True
         )
@@ -133,12 +133,12 @@ async def test_4_a_request_that_comes_while_sglang_is_paused_cannot_be_aborted(
         began = time.monotonic()
         async with aiohttp.ClientSession() as session, session.get(f"{sglang_url}/health") as answer:
             assert answer.status == 200
-        assert time.monotonic() - began < 15.0  # else 20 s: SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0
+        assert time.monotonic() - began < 15.0  # otherwise 20 s: SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0
         await client.resume(limit_s=10.0)
         await within(blocked)
     environment = server_environment({}, python="/venv/bin/python", tmp="/t", tensor=1, on_gpu=True)
     assert environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
-    async with attached(sglang_url, store, sglang_config) as engine:  # ours waits here: it can
+    async with attached(sglang_url, store, sglang_config) as engine:  # requests wait here and can be aborted
         await engine.pause()
         future = engine.submit(EngineRequest("r", [1, 2], LONG))
         assert await engine.abort("r")
@@ -148,15 +148,15 @@ async def test_4_a_request_that_comes_while_sglang_is_paused_cannot_be_aborted(
 async def test_5_an_update_without_a_pause_waits_for_running_requests(
     sglang_url: str, store: WeightStore, sglang_config: GenerationConfig
 ) -> None:
-    """So that its length is that of the longest response. Ours says what it does with them: a mode, or a limit."""
+    """Its duration is that of the longest response. asyncrl states how to treat running requests: a pause mode, or a time limit."""
     async with raw(sglang_url) as client, attached(sglang_url, store, sglang_config) as engine:
         future = engine.submit(EngineRequest("r", [1, 2], LONG))
         await counter_of(engine).reaches(20)
         await update(client, store.path(V0), V0)
         assert len((await within(future)).token_ids) == LONG.max_new_tokens
     async with raw(sglang_url) as client, attached(sglang_url, store, sglang_config) as engine:
-        engine._config = dataclasses.replace(engine._config, load_timeout_s=0.2)  # not of the load before
-        await client.pause("in_place", limit_s=10.0)  # it takes longer than that, whoever is slow
+        engine._config = dataclasses.replace(engine._config, load_timeout_s=0.2)  # too short for running requests
+        await client.pause("in_place", limit_s=10.0)  # generation takes longer than the load's limit
         future = engine.submit(EngineRequest("r", [1, 2], LONG))
         with pytest.raises(WeightsRefused, match=r"1 requests still run after 0.2 s"):
             await engine.load_weights(store.path(V1), V1)
@@ -175,7 +175,7 @@ async def test_6_a_checkpoint_that_does_not_fit_is_success_to_sglang(
     truncated = store.write(V2, tensors, run="truncated")
     (file,) = tensor_files(truncated)
     whole = file.read_bytes()
-    file.write_bytes(whole[:-1000])  # would kill SGLang
+    file.write_bytes(whole[:-1000])  # SGLang would die of this file
     absent = version_dir(tmp_path, "actor", V2)
     async with raw(sglang_url) as client:
         await update(client, missing, V2)  # success: true
@@ -202,7 +202,7 @@ async def test_6_a_checkpoint_that_does_not_fit_is_success_to_sglang(
 async def test_7_what_sglang_refuses_ignores_or_dies_of(
     sglang_url: str, store: WeightStore, sglang_config: GenerationConfig
 ) -> None:
-    """A token outside the vocabulary kills it (not shown here). Ours refuses before anything is sent."""
+    """A token outside the vocabulary kills SGLang (not shown here). asyncrl refuses such a request before it sends anything."""
     bad = [
         ({"input_ids": [1] * (MAX_POSITIONS + 88), "sampling_params": {}}, "longer than the model's context length"),
         ({"input_ids": [1], "sampling_params": {"temprature": 1}}, "temprature"),
@@ -215,7 +215,7 @@ async def test_7_what_sglang_refuses_ignores_or_dies_of(
     assert (await status_of(sglang_url, "/generate", ignored))[0] == 200
     async with raw(sglang_url) as client:
         pieces = client.generate("twice.", [1, 2], sglang_params(LONG, []), idle_limit_s=60.0)
-        await within(anext(pieces))  # it runs
+        await within(anext(pieces))  # the request runs
         doubled = {"rid": "twice.", "input_ids": [1], "sampling_params": {}}
         assert "Duplicate request ID" in (await status_of(sglang_url, "/generate", doubled))[1]
         assert [piece.meta_info.finish_reason is not None async for piece in pieces][-1]
@@ -225,7 +225,7 @@ async def test_7_what_sglang_refuses_ignores_or_dies_of(
                 engine.submit(EngineRequest("r", ids, SHORT))
         await asyncio.sleep(0)
         assert engine.stats().num_requests == 0
-        ours = [engine.submit(EngineRequest(rid, [1, 2], SHORT)) for rid in ("twice.", "other")]  # its names are ours
+        ours = [engine.submit(EngineRequest(rid, [1, 2], SHORT)) for rid in ("twice.", "other")]  # our rids are unique
         assert [len((await within(future)).token_ids) for future in ours] == [8, 8]
         assert engine.failure is None
 
@@ -233,7 +233,7 @@ async def test_7_what_sglang_refuses_ignores_or_dies_of(
 async def test_8_logprobs_are_after_temperature_and_before_filters(
     sglang_url: str, store: WeightStore, sglang_config: GenerationConfig
 ) -> None:
-    """As ours are everywhere. A seed for sampling has no effect: none is offered."""
+    """All of asyncrl uses such logprobs. SGLang's sampling seed has no effect, so asyncrl does not offer one."""
     prompt = make_prompt(random.Random(2), 10)
     async with raw(sglang_url) as client, attached(sglang_url, store, sglang_config) as engine:
         params = SamplingParams(max_new_tokens=30, temperature=0.7, top_p=0.8, top_k=5, ignore_eos=True)
@@ -255,7 +255,7 @@ async def test_8_logprobs_are_after_temperature_and_before_filters(
 async def test_9_weights_come_from_disk_or_over_the_network_only(
     sglang_url: str, store: WeightStore, sglang_config: GenerationConfig
 ) -> None:
-    """/update_weights_from_tensor of another process kills SGLang on a CPU (not shown here): nothing here calls it."""
+    """/update_weights_from_tensor of another process kills SGLang on a CPU (not shown here). asyncrl never calls it."""
     import asyncrl
 
     sources = Path(asyncrl.__file__).parent.rglob("*.py")
@@ -264,7 +264,7 @@ async def test_9_weights_come_from_disk_or_over_the_network_only(
 
 
 def test_scoring_while_paused_in_place_is_refused_by_the_config(store: WeightStore) -> None:
-    """What would have SGLang wait for itself: see 4."""
+    """Such a request would make SGLang wait for itself: see test 4."""
     from asyncrl.config.schema import WeightsConfig
 
     config = ExperimentConfig(

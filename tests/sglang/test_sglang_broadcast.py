@@ -1,4 +1,4 @@
-"""Weights over the network into a real SGLang server: exact versions, no stale prefix, refusals, a sender that goes away."""
+"""Weights over the network into a real SGLang server: exact versions, no stale prefix, refusals, a sender that disappears."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from asyncrl.protocol.messages import (
 from asyncrl.runtime.http_client import open_session
 from asyncrl.weights.update_group import GroupMember, pack
 
-LIMIT_S = 120.0  # of a wait, on a busy machine
-PROMPT = list(range(3, 40))  # long enough for pages of it to be cached
+LIMIT_S = 120.0  # limit for one wait, on a busy machine
+PROMPT = list(range(3, 40))  # spans several pages of the prefix cache
 SAMPLING = SamplingParams(max_new_tokens=24, ignore_eos=True)
 
 
 class Served:
-    """An engine with its HTTP side, as the manager sees it."""
+    """An engine with its HTTP server, as the manager sees it."""
 
     def __init__(self, engine: SGLangEngine | TransformersEngine, name: str) -> None:
         self.engine, self.name = engine, name
@@ -110,7 +110,7 @@ async def send(trainer: WeightSender, version: WeightVersion, *servers: Served, 
 async def test_both_engines_get_a_version_in_one_broadcast(
     sglang_url: str, store: WeightStore, sglang_config: GenerationConfig
 ) -> None:
-    """Twice, through one group; what was sampled is exactly of its version, and no prefix of the old one is left."""
+    """Two broadcasts through one group. Every token is exactly of its version, and no prefix of the old one remains."""
     embedded = TransformersEngine(str(store.model_path), GenerationConfig(num_blocks=64), seed=1)
     await embedded.start()
     try:
@@ -132,7 +132,7 @@ async def test_both_engines_get_a_version_in_one_broadcast(
 async def test_a_request_lives_through_a_broadcast(
     sglang_url: str, store: WeightStore, sglang_config: GenerationConfig
 ) -> None:
-    """retract: it waits with what it has, and goes on under the new version."""
+    """retract: the request waits with its tokens and goes on under the new version."""
     async with sglang(sglang_url, store, sglang_config) as ours, sender() as trainer:
         trainer.hold(held(store, V1))  # makes a model, which may take as long as the response
         sampling = SamplingParams(max_new_tokens=800, ignore_eos=True)
@@ -146,7 +146,7 @@ async def test_a_request_lives_through_a_broadcast(
 async def test_without_begin_it_answers_400_and_nothing_is_sent(
     sglang_url: str, store: WeightStore, sglang_config: GenerationConfig
 ) -> None:
-    """SGLang's own answer, and ours before it is asked."""
+    """SGLang's own answer, and asyncrl's refusal before SGLang is asked."""
     client = SGLangClient(sglang_url)
     try:
         body = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "none"}
@@ -167,7 +167,7 @@ async def test_without_begin_it_answers_400_and_nothing_is_sent(
 async def test_a_sender_that_goes_away_leaves_a_server_that_loads_from_disk(
     sglang_url: str, store: WeightStore, sglang_config: GenerationConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang itself would wait for half an hour. It is freed by the sender's end, serves nothing meanwhile, then loads."""
+    """SGLang alone would wait for half an hour. The sender's end unblocks it. It serves nothing until it has loaded from disk."""
     broadcast, sent = GroupMember.broadcast, []
 
     async def stop_sending(self: GroupMember, *arguments: Any) -> None:
@@ -182,13 +182,13 @@ async def test_a_sender_that_goes_away_leaves_a_server_that_loads_from_disk(
             patch.setattr(GroupMember, "broadcast", stop_sending)
             reply = await send(trainer, V2, ours)
         assert "broadcasting bucket 3 of" in reply.errors["sglang"]
-        assert ours.engine.stats().version == ""  # two buckets are in the model
+        assert ours.engine.stats().version == ""  # the model already holds two new buckets
         await asyncio.wait_for(ours.engine.load_weights(store.path(V2), V2), LIMIT_S)
         await ours.engine.resume()
         assert store.assert_versions_are_exact(PROMPT, await ours.generate("healed")) == {str(V2)}
         trainer._options = dataclasses.replace(
             trainer._options, broadcast_timeout_s=LIMIT_S
-        )  # the short one has done its work
+        )  # the short timeout is no longer needed
         trainer.hold(held(store, V3))
         assert await send(trainer, V3, ours) == BroadcastReply()
         assert store.assert_versions_are_exact(PROMPT, await ours.generate("again")) == {str(V3)}

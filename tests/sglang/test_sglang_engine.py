@@ -1,4 +1,4 @@
-"""The engine over a real SGLang server: logprobs, versions across updates under load, pauses, aborts, refusals, death."""
+"""The engine with a real SGLang server: logprobs, versions across updates under load, pauses, aborts, refusals, server death."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ from asyncrl.protocol.names import Names
 from asyncrl.runtime.metrics import read_json_lines
 from asyncrl.runtime.names.open import open_name_resolver
 
-LIMIT_S = 120.0  # of a wait, on a busy machine
+LIMIT_S = 120.0  # limit for one wait, on a busy machine
 LONG = SamplingParams(
     max_new_tokens=600, ignore_eos=True
-)  # a second or two: it still runs when a busy test comes to act
+)  # runs for a second or two, so that it still runs when a delayed test acts
 ENDING = SamplingParams(max_new_tokens=200)
 
 
@@ -56,7 +56,7 @@ ENDING = SamplingParams(max_new_tokens=200)
 async def attached(
     url: str, store: WeightStore, config: GenerationConfig, version: WeightVersion | None = V0, **changes: Any
 ) -> AsyncIterator[SGLangEngine]:
-    """An engine on the session's server: what `external` is."""
+    """An engine attached to the session's server, as `external` attaches one."""
     counter = Counter()
     engine = SGLangEngine(
         str(store.model_path), dataclasses.replace(config, **changes), AttachedServer(url), on_tokens=counter
@@ -72,7 +72,7 @@ async def attached(
 
 
 class Counter:
-    """Counts tokens as they come, and lets a test wait for them."""
+    """Counts tokens as they arrive. A test can wait for a number of them."""
 
     def __init__(self) -> None:
         self.count, self.by_version = 0, dict[str, int]()
@@ -103,7 +103,7 @@ def make_prompt(rng: random.Random, length: int) -> list[int]:
 
 
 def joined(pieces: list[Generated]) -> Generated:
-    """What a client makes of the pieces of a response."""
+    """Join the pieces of a response as a client does."""
     tokens, logprobs, spans = list[int](), list[float](), list[VersionSpan]()
     for piece in pieces:
         offset = len(tokens)
@@ -113,7 +113,7 @@ def joined(pieces: list[Generated]) -> Generated:
 
 
 async def respond(engine: SGLangEngine, rid: str, prompt: list[int], params: SamplingParams) -> Generated:
-    """A whole response, resumed with its prefix as often as it is interrupted."""
+    """A whole response. It is resumed with its prefix after each interruption."""
     pieces: list[Generated] = []
     while not pieces or pieces[-1].finish.type == "abort":
         has = [token for piece in pieces for token in piece.token_ids]
@@ -136,7 +136,7 @@ async def within(awaitable: Any, limit_s: float = LIMIT_S) -> Any:
 async def test_logprobs_equal_a_plain_forward(
     sglang_url: str, store: WeightStore, sglang_config: GenerationConfig
 ) -> None:
-    """Lengths far apart, temperatures and filters mixed in the same batch."""
+    """Very different lengths, temperatures and filters in one batch."""
     rng = random.Random(1)
     async with attached(sglang_url, store, sglang_config) as engine:
         asked = []
@@ -198,7 +198,7 @@ async def test_stop_tokens_stay_and_eos_can_be_ignored(
         many = [engine.submit(EngineRequest(f"on{i}", prompt, LONG)) for i in range(8)]
         results = [await within(future) for future in many]
         assert {len(result.token_ids) for result in results} == {LONG.max_new_tokens}
-        assert any(0 in result.token_ids[:-1] for result in results)  # EOS, passed over
+        assert any(0 in result.token_ids[:-1] for result in results)  # EOS was sampled and ignored
         ending = [engine.submit(EngineRequest(f"off{i}", prompt, ENDING)) for i in range(8)]
         results = [await within(future) for future in ending]
         assert any(result.finish.type == "stop" and result.finish.matched == 0 for result in results)
@@ -226,7 +226,7 @@ async def test_a_whole_context_can_be_filled(
 async def test_updates_under_load_give_exact_versions(
     sglang_url: str, store: WeightStore, sglang_config: GenerationConfig, mode: str
 ) -> None:
-    """More requests than run at a time, updates while they go on, each token proven to be of the version it names."""
+    """More requests than run at a time, and updates while they run. Each token is shown to be of the version that it names."""
     rng = random.Random(6)
     async with attached(sglang_url, store, sglang_config, max_running_requests=12) as engine:
         prompts = [make_prompt(rng, rng.choice([3, 20, 90])) for _ in range(18)]
@@ -235,7 +235,7 @@ async def test_updates_under_load_give_exact_versions(
             asyncio.ensure_future(respond(engine, f"r{i}", prompt, asks))
             for i, (prompt, asks) in enumerate(zip(prompts, params, strict=True))
         ]
-        for version in (V1,) if mode == "wait" else (V1, V2, V3):  # whose first one lets twelve of them finish
+        for version in (V1,) if mode == "wait" else (V1, V2, V3):  # the first update in "wait" lets twelve requests end
             before = engine.stats().num_tokens
             await counter_of(engine).reaches(before + 400)
             assert await within(engine.pause(mode)) == 12
@@ -249,7 +249,7 @@ async def test_updates_under_load_give_exact_versions(
     for prompt, asks, result in zip(prompts, params, results, strict=True):
         if asks is LONG:
             assert len(result.token_ids) == LONG.max_new_tokens
-        else:  # none goes on behind its end, though an abort hides that a response has just ended
+        else:  # no request goes on after its EOS, although an abort hides that a response has just ended
             assert 0 not in result.token_ids[:-1]
             assert result.finish.type == ("stop" if result.token_ids[-1] == 0 else "length")
         versions = store.assert_versions_are_exact(prompt, result)
@@ -263,7 +263,7 @@ async def test_updates_under_load_give_exact_versions(
 async def test_no_stale_prefix_survives_an_update(
     sglang_url: str, store: WeightStore, sglang_config: GenerationConfig
 ) -> None:
-    """The same long prompt again and again: SGLang has it in its prefix cache, until the weights change."""
+    """SGLang keeps the repeated long prompt in its prefix cache until the weights change."""
     prompt = make_prompt(random.Random(7), 200)
     async with attached(sglang_url, store, sglang_config) as engine:
         for version in (V0, V1, V2):
@@ -334,7 +334,7 @@ async def test_scores_are_those_of_a_plain_forward(
 async def test_while_paused_nothing_is_sent(
     sglang_url: str, store: WeightStore, sglang_config: GenerationConfig
 ) -> None:
-    """SGLang would take it and could not abort it: a request waits here, and can be aborted."""
+    """A paused SGLang would accept a request but could not abort it. Requests wait in asyncrl's engine and can be aborted there."""
     async with attached(sglang_url, store, sglang_config, max_running_requests=2, max_queue=4) as engine:
         await engine.pause()
         futures = [engine.submit(EngineRequest(f"r{i}", [1, 2], LONG)) for i in range(4)]
@@ -390,7 +390,7 @@ async def test_load_is_what_sglang_says(sglang_url: str, store: WeightStore, sgl
         assert engine.stats().used_tokens == 0
         futures = [engine.submit(EngineRequest(f"r{i}", [1 + i, 2], LONG)) for i in range(16)]
         await counter_of(engine).reaches(400)
-        await engine.pause("retract")  # so that the load can be asked for at a known moment
+        await engine.pause("retract")  # so that the load starts at a known moment
         await engine.resume()
         used = engine.stats().used_tokens
         assert await within(engine.abort_all()) == 16
@@ -431,7 +431,7 @@ async def test_what_sglang_would_take_badly_is_refused(
 async def test_a_whole_generation_server_in_front(
     sglang_url: str, store: WeightStore, sglang_config: GenerationConfig, tmp_path: Path
 ) -> None:
-    """The engine `external` in its process: our protocol over sockets, versions, the journal; SGLang lives on after it."""
+    """The engine `external` in its process: asyncrl's protocol over sockets, versions, the journal. SGLang lives on afterwards."""
     name_resolve = NameResolveConfig(endpoints=[f"memory://{tmp_path}"])
     run_dir = str(store.root / "run")
     info = WorkerInfo("generation_server", 0, 1, "e", "t", 1, run_dir, 1, name_resolve, RuntimeConfig())
@@ -510,7 +510,7 @@ async def test_a_server_that_cannot_start_says_why(
 async def test_its_own_server_in_place_then_death(
     store: WeightStore, sglang_config: GenerationConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One server of two tensor parallel ranks for all that needs one of its own: it takes seconds to start."""
+    """All checks that need a server of their own share one with two tensor ranks, because a start takes seconds."""
     monkeypatch.setenv("PYTHONPATH", "/nowhere")
     config = dataclasses.replace(sglang_config, interrupt="in_place")
     server = own_server(config, str(store.model_path), tensor=2, seed=1, log=tmp_path / "logs" / "sglang.log")
@@ -519,7 +519,7 @@ async def test_its_own_server_in_place_then_death(
     try:
         await within(engine.start(), START_LIMIT_S + 30)
         processes = [psutil.Process(server.pid), *server.children]
-        named = sorted(process.cmdline()[0] for process in server.children)  # they come by their pids, which begin anew
+        named = sorted(process.cmdline()[0] for process in server.children)  # children are in pid order, and pids wrap
         assert named == ["sglang::detokenizer", "sglang::scheduler_TP0", "sglang::scheduler_TP1"]
         assert "PYTHONPATH" not in processes[0].environ()
         assert engine.pause_modes == ("abort", "retract", "wait", "in_place")
@@ -540,11 +540,11 @@ async def test_its_own_server_in_place_then_death(
         assert alive == []
     finally:
         await engine.close()
-    assert engine.failure is None  # closed is not failed
+    assert engine.failure is None  # a closed engine has not failed
 
 
 async def in_place(engine: SGLangEngine, store: WeightStore, counter: Counter) -> None:
-    """Requests live through an update. What the old weights sampled is exactly theirs; what comes after is approximate."""
+    """Requests survive an update. Tokens of the old weights are exactly theirs; later tokens are approximate."""
     prompts = [make_prompt(random.Random(i), 10) for i in range(8)]
     futures = [engine.submit(EngineRequest(f"p{i}", prompt, LONG)) for i, prompt in enumerate(prompts)]
     await counter.reaches(8 * 40)

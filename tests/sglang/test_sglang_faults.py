@@ -1,7 +1,7 @@
-"""SGLang that dies in a whole run: nothing is lost, no token is doubled, and it comes back with the newest weights.
+"""SGLang dies in a whole run: no sample is lost, no token appears twice, and SGLang restarts with the newest weights.
 
-Each death takes another way: SGLang itself is killed in mid-generation, then the server that owns it in the middle of an update,
-when SGLang must not outlive it. What was trained is checked token by token against the weights that are said to have sampled it.
+There are two kinds of death. First SGLang itself is killed in mid-generation. Then the server that owns it is killed in the middle
+of an update, and SGLang must not outlive it. Each trained token is checked against the weights that its label names.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ def run(store: WeightStore, sglang_python: str, tmp_path: Path) -> Iterator[RunH
 
 
 def sglang_servers(run: RunHandle) -> list[psutil.Process]:
-    """SGLang's main processes of the run, orphans too."""
+    """Main processes of the run's SGLang servers, including orphans."""
     return [process for process in processes_of(run.run_dir) if "sglang.launch_server" in cmdline(process)]
 
 
 def sglang_with_its_owner(run: RunHandle) -> bool:
-    """There is a SGLang server whose generation server lives: an orphan has another parent."""
+    """Whether some SGLang server has a live generation server. An orphan has another parent."""
     owners = [
         process.pid
         for process in processes_of(run.run_dir)
@@ -83,7 +83,7 @@ def sglang_with_its_owner(run: RunHandle) -> bool:
 def cmdline(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
-    except psutil.Error:  # it has ended since it was found
+    except psutil.Error:  # it has ended in the meantime
         return []
 
 
@@ -97,12 +97,12 @@ def test_a_run_outlives_sglang_killed_in_mid_generation_and_its_server_killed_in
     assert "generation_server/0 failed: " in told
     run.wait_until(lambda: has_struck(tmp_path / "fault"), "an update to version 8 had begun", LIMIT_S)
     run.wait_for_output("generation_server/0 was killed by signal SIGKILL", LIMIT_S)
-    # The pause before its restart depends on whether it had lived for a minute.
+    # The delay before its restart depends on whether it had lived for a minute.
     again = r"generation_server/0 .*; it is started again (at once|in 1 s) \(2 of 3\)"
     run.wait_until(lambda: re.search(again, run.output()), "its second restart was told", LIMIT_S)
-    run.wait_for_step(10, LIMIT_S)  # which may be made of samples that were there before
+    run.wait_for_step(10, LIMIT_S)  # its samples may be from before the fault
     run.wait_until(lambda: sglang_with_its_owner(run), "SGLang was started again", LIMIT_S)
-    assert len(sglang_servers(run)) == 1  # none has outlived its owner
+    assert len(sglang_servers(run)) == 1  # no SGLang server has outlived its owner
     run.signal(signal.SIGINT)
     assert run.wait(LIMIT_S) == 130, run.output()
     assert_nothing_left(run.run_dir)
@@ -112,14 +112,14 @@ def test_a_run_outlives_sglang_killed_in_mid_generation_and_its_server_killed_in
     prompts = [tuple(group["prompt"]) for event in events for group in event["groups"]]
     assert len(prompts) == len(set(prompts)) == BATCH * len(events)
     again = [group["ticket"] for event in events for group in event["groups"] if "-i1-" not in group["ticket"]]
-    assert not again  # no prompt had to be handed out twice: its responses went on with what they had
+    assert not again  # no prompt was handed out twice: its responses went on from their prefixes
     moved = moved_tickets(run.run_dir)
     assert largest_logprob_error(run.run_dir, moved) < 1e-4
     logs = run.run_dir / "logs" / "attempt_1"
     verified = re.findall(r"weights (\S+) verified", (logs / "generation_server_0.log").read_text())
     served = re.findall(r"generation_server/0 serves (\S+) \(", (logs / "gserver_manager_0.log").read_text())
     assert set(served) <= set(verified)
-    assert len(served) >= 4  # versions that were trained while there was no server are passed over
+    assert len(served) >= 4  # versions trained while no server ran are skipped
 
 
 async def test_sglang_that_stands_still_is_given_up_and_who_waits_is_told(
@@ -128,7 +128,7 @@ async def test_sglang_that_stands_still_is_given_up_and_who_waits_is_told(
     session_servers: Callable[[], object],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its server then fails, and is started again by the launcher as if SGLang had died."""
+    """The server process then fails, and the launcher restarts it as if SGLang had died."""
     server = session_servers().process  # type: ignore[attr-defined]
     engine = SGLangEngine(str(store.model_path), sglang_config, AttachedServer(server.url))
     await engine.start()
@@ -138,7 +138,7 @@ async def test_sglang_that_stands_still_is_given_up_and_who_waits_is_told(
         await engine.load_weights(store.path(V0), V0)
         request = EngineRequest("long", [1, 2, 3], SamplingParams(max_new_tokens=400, ignore_eos=True))
         waiting = engine.submit(request)
-        monkeypatch.setattr(sglang, "_ASK_LIMIT_S", 0.5)  # of a question to it
+        monkeypatch.setattr(sglang, "_ASK_LIMIT_S", 0.5)  # limit for one health query to SGLang
         monkeypatch.setattr(sglang, "_SILENT_LIMIT_S", 1.0)
         for process in processes:
             process.suspend()

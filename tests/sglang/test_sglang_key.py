@@ -1,4 +1,4 @@
-"""SGLang's own API key: made where the run authenticates, known to its generation server alone, and to be read nowhere."""
+"""SGLang's own API key: made if the run authenticates, known only to its generation server, and not readable anywhere."""
 
 import aiohttp
 import psutil
@@ -38,7 +38,7 @@ async def test_a_server_of_a_run_that_authenticates_asks_for_its_key(store, sgla
         key = server.api_key
         assert len(key) > 30
         shown = log.read_text()
-        assert "api_key" in shown  # SGLang has told its arguments
+        assert "api_key" in shown  # SGLang prints its arguments
         assert key not in shown
         for process in (psutil.Process(server.pid), *server.children):
             assert key not in " ".join(process.cmdline())

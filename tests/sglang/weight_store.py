@@ -1,4 +1,4 @@
-"""A tiny model and versions of its weights that really differ, with plain forward passes to compare with."""
+"""A tiny model, versions of its weights that differ clearly, and plain forward passes to compare with."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from asyncrl.weights.versions import version_dir, write_version
 
 V0, V1, V2, V3 = (WeightVersion(1, v) for v in range(4))
 MAX_POSITIONS = 1024
-EXACT = 1e-5  # SGLang and transformers compute the same, in float32
-_TELLING = (
-    8  # tokens: their logprobs under two versions differ by much on average; of one token they may happen to be near
-)
+EXACT = 1e-5  # SGLang and transformers compute the same logprobs, in float32
+_TELLING = 8  # tokens: the mean logprobs differ clearly between two versions; those of a single token may be close
 
 
 class WeightStore:
@@ -34,7 +32,7 @@ class WeightStore:
 
     def tensors(self, version: WeightVersion) -> dict[str, torch.Tensor]:
         model = make_tiny_model(None, self._architecture, max_positions=MAX_POSITIONS, seed=1 + version.version)
-        return {name: p.detach() for name, p in model.named_parameters()}  # a tied tensor once
+        return {name: p.detach() for name, p in model.named_parameters()}  # a tied tensor appears once
 
     def write(self, version: WeightVersion, tensors: dict[str, torch.Tensor] | None = None, run: str = "run") -> Path:
         path = version_dir(self.root / run, "actor", version)
@@ -48,7 +46,7 @@ class WeightStore:
     def logprobs(
         self, version: WeightVersion, prompt: Sequence[int], tokens: Sequence[int], temperature: float = 1.0
     ) -> list[float]:
-        """Of the tokens after the prompt, by a plain forward pass."""
+        """Logprobs of the tokens after the prompt, from a plain forward pass."""
         rows = torch.log_softmax(self._logits(version, [*prompt, *tokens])[len(prompt) - 1 : -1] / temperature, dim=-1)
         return [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
 
@@ -65,7 +63,7 @@ class WeightStore:
             return self._models[version](torch.tensor([ids])).logits[0]
 
     def assert_versions_are_exact(self, prompt: Sequence[int], generated: Generated) -> set[str]:
-        """Each token's logprob is that of the version it is labelled with, and of no other. Returns the versions."""
+        """Each token's logprob matches the version that it is labelled with, and no other. Return the versions."""
         tokens, found = generated.token_ids, generated.logprobs
         assert [span.start for span in generated.spans] == [0, *(span.end for span in generated.spans[:-1])]
         assert generated.spans[-1].end == len(tokens) == len(found)

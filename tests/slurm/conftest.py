@@ -1,4 +1,4 @@
-"""A real Slurm cluster for these tests, and the smallest run to put on it."""
+"""A real Slurm cluster for these tests, and the smallest run to submit to it."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ from asyncrl.testing.runs import make_tiny_run
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory):
-    """Four nodes, for all tests of the session; SLURM_CONF names it."""
+    """Four nodes, shared by all tests of the session. SLURM_CONF names the cluster."""
     if missing := missing_programs():
         pytest.fail(f"tests/slurm need {', '.join(missing)}: bash launcher/setup_slurm.sh installs them", pytrace=False)
     if os.geteuid() != 0:
@@ -26,12 +26,12 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _quiet_nodes(cluster):
-    """Every test finds the nodes as they were."""
+    """Restore the nodes after each test."""
     yield
     cluster.end_all_jobs()
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """A config of the smallest run."""
+    """The config of the smallest run."""
     return make_tiny_run(tmp_path_factory.mktemp("tiny"))

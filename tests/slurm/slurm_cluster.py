@@ -1,8 +1,8 @@
 """A Slurm cluster on this machine: a real munged, a slurmctld, and a slurmd for each node.
 
-Each node is a network namespace with an address and a host name of its own, so that processes on different nodes meet over a
-network only; they share the file system, as the nodes of most clusters do. n0 and n1 have two GPUs each (fakes: device files that
-nobody opens), n2 and n3 have none; partitions gpu, cpu and all. Needs root.
+Each node is a network namespace with an address and a host name of its own, so that processes on different nodes communicate over
+a network only. The nodes share the file system, as in most clusters. n0 and n1 have two GPUs each (fakes: device files that no
+process opens); n2 and n3 have none. The partitions are gpu, cpu and all. Needs root.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NODES = ("n0", "n1", "n2", "n3")
 GPU_NODES = NODES[:2]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "ip", "nsenter", "unshare", "setpriv")
-CORES, MEMORY_MB = 8, 6000  # that each node says it has
+CORES, MEMORY_MB = 8, 6000  # as each node reports them
 _START_LIMIT_S = 120.0
 _COMMAND_LIMIT_S = 60.0
 _POLL_S = 0.1
@@ -68,7 +68,7 @@ PartitionName=all Nodes=n[0-3] MaxTime=60 State=UP
 
 
 class SlurmCluster:
-    """Started and stopped as a context manager; `run` runs a command as on the login node."""
+    """Started and stopped as a context manager. `run` runs a command as on the login node."""
 
     nodes = NODES
 
@@ -112,7 +112,7 @@ class SlurmCluster:
                 f"NodeName={node} NodeAddr={self.address(node)} CPUs={CORES} RealMemory={MEMORY_MB} {gres}State=UNKNOWN"
             )
             if gres:
-                for gpu in range(2):  # no driver has them: whoever opened one would fail
+                for gpu in range(2):  # no driver serves these device files: opening one fails
                     os.mknod(self.folder / f"{node}-gpu{gpu}", 0o666 | 0o020000, os.makedev(240, 100 + 2 * index + gpu))
         conf = _CONF.format(
             host=socket.gethostname(),
@@ -145,7 +145,7 @@ class SlurmCluster:
     def _start_munge(self) -> None:
         folder = self.folder / "munge"
         (folder / "key").write_bytes(os.urandom(128))
-        for parent in [folder, *folder.parents]:  # munged insists on being able to come in
+        for parent in [folder, *folder.parents]:  # munged requires that all users may enter the folder
             if parent.stat().st_mode & 0o011 != 0o011 and str(parent).startswith(("/tmp", str(self.folder))):
                 parent.chmod(parent.stat().st_mode | 0o011)
         for path in (folder, folder / "key"):
@@ -157,7 +157,7 @@ class SlurmCluster:
         self.wait_until((folder / "socket").exists, "munged's socket", _START_LIMIT_S)
 
     def start_node(self, node: str) -> None:
-        """(Again.)"""
+        """Start a node, or restart one."""
         there = ["nsenter", f"--net=/run/netns/{self._space(node)}", "unshare", "--uts", "--mount"]
         inside = f"hostname {node} && mount --bind {self.folder}/hosts /etc/hosts"
         self._start(node, [*there, "sh", "-c", f"{inside} && exec slurmd -D -N {node} -f {self.folder}/slurm.conf"])
@@ -192,23 +192,23 @@ class SlurmCluster:
         return f"sl{self._tag}{node}"
 
     def pids(self, node: str) -> list[int]:
-        """Of the processes on a node, Slurm's own left out."""
+        """Pids of the processes on a node, without Slurm's own."""
         found = subprocess.run(["ip", "netns", "pids", self._space(node)], capture_output=True, text=True, check=False)
         return [pid for pid in map(int, found.stdout.split()) if not _program(pid).startswith("slurm")]
 
     def programs(self) -> list[str]:
-        """Command lines of all that runs on the nodes besides Slurm, with the node in front."""
+        """Command lines of all processes on the nodes besides Slurm's, each preceded by its node."""
         return [f"{node}: {_command_line(pid)}" for node in NODES for pid in self.pids(node)]
 
     def cut_power(self, node: str) -> None:
-        """Everything on a node is gone at once, and nobody answers there."""
-        _ip("-n", self._space(node), "link", "set", "eth0", "down")  # first: nobody gets a last word
+        """Kill all processes on a node at once. Nothing answers at its address afterwards."""
+        _ip("-n", self._space(node), "link", "set", "eth0", "down")  # first, so that no process can send a last message
         self._kill_all_of(node)
         daemon = self._daemons.pop(node)
         daemon.wait()
 
     def kill_slurmd(self, node: str) -> None:
-        """Slurm loses sight of the node; what it has started there lives on."""
+        """Slurm loses contact with the node. The processes that it has started there live on."""
         daemon = self._daemons.pop(node)
         daemon.kill()
         daemon.wait()
@@ -233,7 +233,7 @@ class SlurmCluster:
     # ------------------------------------------------------------------------------------------------------------- commands
 
     def run(self, *command: str, limit_s: float = _COMMAND_LIMIT_S) -> str:
-        """What the command prints. An AssertionError with all it said where it fails."""
+        """Return the command's output. If it fails, raise an AssertionError with all of its output."""
         options = {"env": self.env, "cwd": ROOT, "capture_output": True, "text": True, "timeout": limit_s}
         done = subprocess.run(command, check=False, **options)
         assert done.returncode == 0, f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
@@ -246,7 +246,7 @@ class SlurmCluster:
         return {node: state.upper() for node, state in (line.split() for line in done.stdout.splitlines())}
 
     def job(self, job_id: str) -> dict[str, str]:
-        """Fields of `scontrol show job`; of a heterogeneous job those of its first part."""
+        """Fields of `scontrol show job`. For a heterogeneous job, the fields of its first part."""
         text = self.run("scontrol", "show", "job", job_id)
         return dict(re.findall(r"(\w+)=(\S*)", text.split("\n\n")[0]))
 
@@ -254,7 +254,7 @@ class SlurmCluster:
         return self.job(job_id)["JobState"]
 
     def end_all_jobs(self) -> None:
-        """Between tests; asserts that it takes effect."""
+        """Cancel all jobs between tests. Asserts that they end."""
         subprocess.run(
             ["scancel", "--user=root"], env=self.env, check=False, capture_output=True, timeout=_COMMAND_LIMIT_S
         )
@@ -269,7 +269,7 @@ class SlurmCluster:
         self.wait_until(lambda: not self.programs(), "nothing ran on the nodes", _START_LIMIT_S)
 
     def wait_until(self, condition: Callable[[], T], what: str, limit_s: float, told: Callable[[], str] = str) -> T:
-        """The first true value. told: what to say besides where it does not come."""
+        """Return the first true value of `condition`. told: adds to the error message after a timeout."""
         deadline = time.monotonic() + limit_s
         while not (value := condition()):
             if time.monotonic() > deadline:
@@ -285,7 +285,7 @@ def missing_programs() -> list[str]:
 
 
 def _free_port() -> int:
-    """slurmctld binds every address of the machine, which may have a Slurm of its own. Below the ports of outgoing connections."""
+    """A free port below the range of outgoing connections. slurmctld binds every address; the machine may have its own Slurm."""
     for port in range(20_000 + os.getpid() % 10_000, 32_000):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
@@ -310,4 +310,4 @@ def _program(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
-        return "slurm"  # gone
+        return "slurm"  # the process has ended

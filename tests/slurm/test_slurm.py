@@ -1,4 +1,4 @@
-"""Runs as jobs of a real Slurm: templates, requeue, nodes that die, scancel, GPUs."""
+"""Runs as jobs of a real Slurm: templates, requeue, failing nodes, scancel, GPUs."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ LONG = pytest.mark.skipif(
 
 
 class Job:
-    """A job and its run's folder."""
+    """A job and the folder of its run."""
 
     def __init__(self, cluster: SlurmCluster, job_id: str, run_dir: Path, output: Callable[[], str]) -> None:
         self.cluster, self.job_id, self.run_dir, self.output = cluster, job_id, run_dir, output
 
     def wait_until(self, condition: Callable[[], object], what: str) -> None:
-        """Fails at once where the job has ended."""
+        """Wait for the condition. Fail at once if the job has ended."""
 
         def ended_or_true() -> bool:
             if condition():
@@ -73,7 +73,7 @@ class Job:
         return f"the job printed:\n{self.output()}\n{logs}"
 
     def devices(self) -> dict[str, tuple[str, str]]:
-        """Node and CUDA_VISIBLE_DEVICES of each worker process; without a fork server, which forks do not show theirs."""
+        """Node and CUDA_VISIBLE_DEVICES of each worker process. The run must not use a fork server: forks do not show theirs."""
         found = {}
         for node in self.cluster.nodes:
             for pid in self.cluster.pids(node):
@@ -90,7 +90,7 @@ class Job:
 
 
 def worker_of(pid: int) -> str:
-    """master/0 and so on; "" for what is none: by its config, configs/attempt_1/master_0.yaml."""
+    """The worker's name, such as master/0, from its config file configs/attempt_1/master_0.yaml. "" for any other process."""
     try:
         words = map(Path, psutil.Process(pid).cmdline())
     except psutil.NoSuchProcess:
@@ -103,7 +103,7 @@ def worker_of(pid: int) -> str:
 
 
 def submit(cluster: SlurmCluster, config: Path, *overrides: str) -> Job:
-    """As a user does on the login node."""
+    """Submit a job as a user does on the login node."""
     words = [str(config), "cluster=slurm", "slurm.time_s=1800", *QUICK, *overrides]
     assert cli.main(["run", *words, "--detach"]) == 0
     run_dir = run_directory(load_experiment(words[0], words[1:]))
@@ -121,7 +121,7 @@ def job_of(cluster: SlurmCluster, run_dir: Path) -> Job:
 
 
 def test_the_template_runs_the_quickstart(cluster: SlurmCluster, tiny: Path, tmp_path: Path) -> None:
-    """By the page's line and as it is in launcher/slurm, on two nodes with GPUs; with a small model, for a few steps."""
+    """The page's command runs the unchanged template of launcher/slurm: two nodes with GPUs, a small model, a few steps."""
     (tmp_path / "launcher").symlink_to(ROOT / "launcher")
     (tmp_path / "configs").mkdir()
     pages.write_config(
@@ -136,7 +136,7 @@ def test_the_template_runs_the_quickstart(cluster: SlurmCluster, tiny: Path, tmp
     job_id = said.removeprefix("Submitted batch job ").strip()
     run_dir, output = tmp_path / "runs" / "sloppy-sorter" / "b", tmp_path / f"slurm-{job_id}.out"
     job = Job(cluster, job_id, run_dir, lambda: output.read_text() if output.exists() else "")
-    # two servers and two trainers: each has a GPU of its own, and sees that one only
+    # two servers and two trainers: each has a GPU of its own and sees only that one
     computing = ("generation_server/0", "generation_server/1", "model_worker/0", "model_worker/1")
     devices: dict[str, tuple[str, str]] = {}
 
@@ -186,7 +186,7 @@ def test_the_pages_commands_are_a_job_that_is_queued_again_loses_a_node_and_goes
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its lines as they are written there; my_run.yaml is a small one."""
+    """The page's commands run unchanged. my_run.yaml is a small run."""
     small = ("train.max_steps=0", "train.num_epochs=10", "slurm.partition=all", *QUICK)
     pages.write_config(tmp_path / "my_run.yaml", tiny, "experiment=mine", *small, leave_out=("fileroot",))
     monkeypatch.chdir(tmp_path)
@@ -196,7 +196,7 @@ def test_the_pages_commands_are_a_job_that_is_queued_again_loses_a_node_and_goes
         job = job_of(cluster, run_dir)
         victim = live_through_a_job(cluster, job, capsys)
 
-        # asked from the login node
+        # runs on the login node
         answer("asyncrl-launch stop")
         assert job_state(job.job_id).ended
         assert terminal.wait(60) == 128 + signal.SIGTERM
@@ -219,29 +219,29 @@ def test_the_pages_commands_are_a_job_that_is_queued_again_loses_a_node_and_goes
 
 
 def typed(start: str) -> list[str]:
-    """The page's line that begins so, in the current folder."""
+    """The words of the page's line that begins with `start`, for the current folder."""
     return pages.as_written(pages.line_of(PAGE, start), Path.cwd())
 
 
 def start_soon(cluster: SlurmCluster, job: Job) -> None:
-    """What is queued again Slurm starts in two minutes. Not at once: its nodes refuse a job in the second in which they ended it
-    ("Job credential revoked")."""
+    """Slurm would start a requeued job after two minutes. Shorten this to two seconds. An immediate start fails: nodes refuse a job
+    in the second in which they ended it ("Job credential revoked")."""
     cluster.run("scontrol", "update", f"JobId={job.job_id}", "StartTime=now+2")
 
 
 def answer(start: str) -> str:
-    """What it prints, once it has ended well."""
+    """The command's output. The command must succeed."""
     done = subprocess.run(typed(start), capture_output=True, text=True, check=False, timeout=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def live_through_a_job(cluster: SlurmCluster, job: Job, capsys: pytest.CaptureFixture[str]) -> str:
-    """Seen, scaled, queued again, and without one of its nodes: which."""
+    """The job is inspected, scaled, requeued, and loses one of its nodes. Return that node."""
     run_dir = job.run_dir
     job.wait_for_step(2)
 
-    # a second launch does not disturb it; status, logs and scale work from the login node
+    # a second launch does not disturb the run; status, logs and scale work from the login node
     assert cli.main(["run", "my_run.yaml", "cluster=slurm"]) == 1
     assert f"job {job.job_id} is RUNNING and uses" in capsys.readouterr().out.replace("\n", "")
     table = answer("asyncrl-launch status")
@@ -257,7 +257,7 @@ def live_through_a_job(cluster: SlurmCluster, job: Job, capsys: pytest.CaptureFi
     assert cli.main(["scale", str(run_dir), "generation=2"]) == 0
     job.wait_until(lambda: "generation_server/1" in job.workers_on(), "another server")
 
-    # what Slurm does before the time limit
+    # as Slurm does before the time limit
     cluster.run("scancel", "--batch", "--signal=USR1", job.job_id)
     job.wait_until(lambda: cluster.job(job.job_id)["Restarts"] == "1", "the job being queued again")
     cluster.wait_until(lambda: not cluster.programs(), "an empty cluster", 30, job.told)
@@ -268,7 +268,7 @@ def live_through_a_job(cluster: SlurmCluster, job: Job, capsys: pytest.CaptureFi
     job.wait_for_step(step + 2)
     assert f"going on from step {step} of attempt 1" in job.output().replace("\n", "")
 
-    # a node dies that is not the launcher's
+    # a node other than the launcher's fails
     where = job.workers_on()
     victim = next(node for name, node in sorted(where.items()) if node != where["master/0"] and "rollout" not in name)
     lost = {name for name, node in where.items() if node == victim}
@@ -283,8 +283,8 @@ def live_through_a_job(cluster: SlurmCluster, job: Job, capsys: pytest.CaptureFi
 @LONG
 @pytest.mark.parametrize("whole", [True, False])
 def test_the_launchers_own_node_is_given_up(cluster: SlurmCluster, tiny: Path, tmp_path: Path, whole: bool) -> None:
-    """The job goes on, on nodes that are left. whole: all of the node is gone, and host daemons have it queued again.
-    Else only Slurm's daemon: the run's launcher goes on, out of Slurm's sight, and gives way to another in its place."""
+    """The job goes on with the remaining nodes. whole: the whole node fails, and host daemons requeue the job. Otherwise only
+    Slurm's daemon is killed: the run's launcher goes on out of Slurm's sight, and gives way to a new launcher."""
     nodes = ["slurm.nodes=2", "slurm.partition=all"]
     job = submit(
         cluster,
@@ -302,7 +302,7 @@ def test_the_launchers_own_node_is_given_up(cluster: SlurmCluster, tiny: Path, t
     else:
         cluster.kill_slurmd(victim)
         job.wait_until(lambda: "DOWN" in cluster.node_states()[victim], "Slurm's giving up the node")
-        job.wait_for_step(job.last_step() + 2)  # which does the run no harm (--no-kill): somebody has it queued again
+        job.wait_for_step(job.last_step() + 2)  # losing slurmd does not disturb the run (--no-kill); a user requeues it
         cluster.run("scontrol", "requeue", job.job_id)
     job.wait_until(lambda: cluster.job(job.job_id)["Restarts"] == "1", "the job being queued again")
     job.wait_until(lambda: cluster.job_state(job.job_id) == "PENDING", "its old processes being gone, for Slurm")
