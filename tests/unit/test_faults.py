@@ -205,7 +205,7 @@ async def test_a_channel_carries_everything_once_and_as_it_was(seed, ordered):
 @pytest.mark.parametrize(
     ("faults", "says"),
     [
-        (FaultsConfig(drop=0.9), r"runtime\.faults\.drop=0\.9: is a share of all messages, from 0 to 0\.5"),
+        (FaultsConfig(drop=0.9), r"runtime\.faults\.drop=0\.9: must be a share of all messages from 0 to 0\.5"),
         (FaultsConfig(corrupt=-0.1), r"runtime\.faults\.corrupt=-0\.1"),
         (FaultsConfig(delay_s=-1.0), r"runtime\.faults\.delay_s=-1\.0: must not be negative"),
     ],
