@@ -520,9 +520,9 @@ def test_a_config_written_for_reading_can_be_read_by_all(config, call, tmp_path)
     ("options", "says"),
     [
         (["--every", "soon"], "--every soon: write a range of seconds, such as 5-15"),
-        (["--targets", "rolout_worker"], "'rolout_worker' is no target; use one of master"),
-        (["--kinds", "murder"], "'murder' is none; there are kill, stop, restart"),
-        (["--phases", "noon"], "'noon' is none; there are idle, generation"),
+        (["--targets", "rolout_worker"], "'rolout_worker' is not a target; use one of master"),
+        (["--kinds", "murder"], "'murder' is unknown; use kill, stop, restart"),
+        (["--phases", "noon"], "'noon' is unknown; use idle, generation"),
     ],
 )
 def test_chaos_that_makes_no_sense_is_refused_before_anything_starts(config, call, options, says):

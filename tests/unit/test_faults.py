@@ -70,10 +70,10 @@ def test_weights_say_whom_it_meets_more_often():
     [
         ({"every": (9.0, 3.0)}, "every is 9-3"),
         ({"every": (0.0, 3.0)}, "every is 0-3"),
-        ({"targets": ["rolout_worker"]}, "'rolout_worker' is no target; use one of master"),
-        ({"targets": ["rollout_worker/x"]}, "no target"),
+        ({"targets": ["rolout_worker"]}, "'rolout_worker' is not a target; use one of master"),
+        ({"targets": ["rollout_worker/x"]}, "'rollout_worker/x' is not a target"),
         ({"targets": []}, "targets is empty"),
-        ({"kinds": ["murder"]}, "'murder' is none; there are kill, stop, restart"),
+        ({"kinds": ["murder"]}, "'murder' is unknown; use kill, stop, restart"),
         ({"weights": {"master": -1.0}}, "none may be negative"),
     ],
 )
