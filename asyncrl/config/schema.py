@@ -88,7 +88,7 @@ class SamplingConfig:
     temperature: float = 1.0  # above 0
     top_p: float = 1.0  # above 0, at most 1; 1: no cut
     top_k: int = -1  # at least 1; -1: no cut
-    greedy: bool = False  # take the most likely token; temperature, top_p and top_k have no effect
+    greedy: bool = False  # take the most likely token instead of sampling
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class GenerationConfig:
 class ManagerConfig:
     """Gserver manager: how far generation may run ahead, and how servers are chosen and updated."""
 
-    # eta: versions that generation may be ahead of training; 0: synchronous
+    # eta: largest age of a trained group's first tokens, in weight versions; 0: synchronous
     max_head_offpolicyness: int = limited(2, at_least=0, at_most=10_000, remedy="must be 0 (synchronous) or more")
     # Prompts in flight; 0: (1 + eta) * batch_size. Best is 1.5 times what fills the servers: more prompts age in their queues
     max_concurrent_rollouts: int = limited(0, at_least=0, at_most=10_000_000)

@@ -36,7 +36,7 @@ _DESCRIPTION = """Run a config while faults kill, freeze and restart its process
 function and your machine tolerate them. A seed determines the faults. They occur for --for seconds after the first train
 step; then the run continues to its end without faults. A killed launcher is started again with `resume`. The final report
 lists the faults, how long each process was away, the time that the faults cost (frozen, detection, restart, refill), and
-the audit: whether every prompt was trained exactly once or rejected with a reason, by the journals of the processes."""
+the audit of the journals: whether every prompt was trained exactly once or rejected with a reason."""
 
 _EPILOG = f"""
 

@@ -40,7 +40,7 @@ _CONFIG_EPILOG = """overrides are dotted fields of the config, for instance:
   allocation=transformers.d2+d2       generation servers + data-parallel model workers
   allocation=sglang.d4+d2p2m1+ref_inf:d1    pipeline stages (p), tensor ranks (m); separate workers for an MFC or role
   train.batch_size=32 train.max_steps=100 train.optimizer.lr=1e-4
-  manager.max_head_offpolicyness=0    versions that training may be ahead of the data; 0: synchronous
+  manager.max_head_offpolicyness=0    largest age of the data, in weight versions; 0: synchronous
   rollout.group_size=8 rollout.sampling.max_new_tokens=256
   name_resolve.endpoints=[host:2379]  your etcd instead of a private one
 asyncrl/config/schema.py lists all fields with meaning and default. The error for a wrong name suggests the nearest field."""
