@@ -1,1 +1,1 @@
-"""The command line: commands, what they print, and what they find out about a machine and a run."""
+"""The command line: commands, their output, and the checks of a machine and a run."""

@@ -1,7 +1,8 @@
-"""Curves of one or several runs, read from what their masters and servers wrote. Shapes data; draws nothing (plotting.py does).
+"""Curves of one or several runs, from the files of their masters and servers. Only prepares data; plotting.py draws.
 
-metrics.jsonl has a line per train step and per evaluation; the servers' journals say in which tenths of a second tokens were
-generated. A run may still go on, its last line be half written, a value be missing or not finite: what is there is shown.
+metrics.jsonl has one line per train step and per evaluation. The servers' journals have the tenths of a second in which tokens
+were generated. A run may still be running, its last line may be incomplete, and values may be missing or not finite: all other
+values are shown.
 """
 
 from __future__ import annotations
@@ -23,28 +24,28 @@ Record = Mapping[str, object]
 
 @dataclass(frozen=True)
 class Run:
-    """One run from where it began, as far as it has come: the attempts that its newest weights come from."""
+    """One run from its beginning until now: the attempts that its newest weights come from."""
 
-    name: str  # unlike that of every other run shown
+    name: str  # unique among the runs shown
     run_dir: Path
     attempt: int  # the newest
     steps: Sequence[Record]  # by step, ascending
     evaluations: Sequence[Record]  # by step, ascending
-    generating: Sequence[int] = ()  # the tenths of a second, since the epoch, in which some server generated; ascending
+    generating: Sequence[int] = ()  # tenths of a second since the epoch in which any server generated; ascending
     going_on: bool = False
     num_broken_lines: int = 0
 
 
 @dataclass(frozen=True)
 class Curve:
-    """y over train step. NaN where there is no value."""
+    """y over train step; NaN if there is no value."""
 
     run: str
-    name: str  # what is shown, such as `evaluation, greedy`
-    role: int  # the same for the same thing in all runs: line style or marker
+    name: str  # e.g. `evaluation, greedy`
+    role: int  # selects line style or marker; the same measure has the same role in all runs
     x: tuple[float, ...]
     y: tuple[float, ...]
-    points: bool = False  # measured now and then, not at every step
+    points: bool = False  # measured at some steps only
 
 
 @dataclass(frozen=True)
@@ -55,24 +56,26 @@ class Panel:
     title: str
     unit: str
     curves: tuple[Curve, ...]
-    bottom: float | None = 0.0  # of the axis; None: what the data asks for
+    bottom: float | None = 0.0  # of the axis; None: chosen by the data
     top: float | None = None
-    stacked: bool = False  # parts of a whole: areas, where one run is shown
+    stacked: bool = False  # draw the parts of a whole as areas (for a single run)
 
 
 @dataclass(frozen=True)
 class Picture:
     runs: tuple[Run, ...]
     panels: tuple[Panel, ...]
-    missing: tuple[str, ...]  # panels, and single curves, for which there is no data, and why
+    missing: tuple[str, ...]  # panels and single curves without data, with the reason
 
 
 # ------------------------------------------------------------------------------------------------------------------ reading
 
 
 def read_runs(run_dirs: Sequence[Path], is_running: Callable[[Path], bool] = lambda _: False) -> list[Run]:
-    """What these runs have written, in the order given: a run for each time that it began anew. Steps that were void when it went
-    on from a checkpoint are left out. Folders that are the same count once."""
+    """Read these runs, in the order given. Equal folders count once.
+
+    A run that began anew becomes one Run per beginning. If it continued from a checkpoint, the void steps after that are left out.
+    """
     folders = list({path.resolve(): path for path in run_dirs}.values())
     runs = []
     for name, run_dir in zip(distinct_names(folders), folders, strict=True):
@@ -101,7 +104,7 @@ def read_runs(run_dirs: Sequence[Path], is_running: Callable[[Path], bool] = lam
 
 
 def read_records(path: Path, newest_bytes: int | None = None) -> tuple[list[Record], int]:
-    """The records of a file of JSON objects that have a step, and how many other lines there are.
+    """The records in a file of JSON lines that have a step, and the number of other lines.
 
     newest_bytes: only the lines that begin in this much of the file's end.
     """
@@ -112,13 +115,13 @@ def read_records(path: Path, newest_bytes: int | None = None) -> tuple[list[Reco
 
 
 def number(record: Record, key: str) -> float:
-    """NaN where there is no number, or none that could be drawn."""
+    """The number under this key; NaN if there is none, or if it is not finite."""
     value = record.get(key)
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else NAN
 
 
 def distinct_names(run_dirs: Sequence[Path]) -> list[str]:
-    """Each by its trial; those that share it by as much of the path above as tells them apart."""
+    """Name each run by its trial, with as many parent folders as needed to distinguish runs with the same trial."""
     parts = [path.absolute().parts for path in run_dirs]
     names = []
     for own in parts:
@@ -140,7 +143,7 @@ def _is_evaluation(record: Record) -> bool:
 
 
 def _lineages(run_dir: Path, attempts: Iterable[int]) -> list[Lineage]:
-    """Of these attempts; without a journal that can be read, each is one by itself."""
+    """The lineages of these attempts. An attempt without a readable journal is a lineage of its own."""
     try:
         known = read_attempts(run_dir)
     except ValueError:
@@ -156,7 +159,7 @@ def _steps(records: Iterable[Record], lineage: Lineage) -> list[Record]:
 
 
 def _evaluations(records: Iterable[Record], lineage: Lineage) -> list[Record]:
-    """Of each step the newest: one that a checkpoint found unfinished may have been done again."""
+    """The newest evaluation of each step: one that was unfinished at a checkpoint may have been repeated."""
     found = (record for record in records if _is_evaluation(record))
     by_step = {_step(record): record for record in found if lineage.has_weights(_attempt(record), _step(record))}
     return _by_step(by_step.values())
@@ -171,7 +174,7 @@ def _by_step(records: Iterable[Record]) -> list[Record]:
 
 
 def _generating(run_dir: Path) -> list[int]:
-    """The tenths of a second in which some generation server of the run generated."""
+    """The tenths of a second in which any generation server of the run generated."""
     buckets = set()
     for journal in (run_dir / "journal").glob("generation_server_*.jsonl"):
         for record in read_json_lines(journal, lambda _: None):
@@ -187,16 +190,16 @@ Value = Callable[[Run, Record], float]
 
 @dataclass(frozen=True)
 class _Measure:
-    """What becomes one curve of a run."""
+    """A measure that becomes one curve of a run."""
 
     name: str
     value: Value
     of_evaluations: bool = False
-    optional: bool = False  # only some configs write it
+    optional: bool = False  # written by some configs only
 
 
 def picture(runs: Sequence[Run]) -> Picture:
-    """All panels for which there is data. With several runs, shares of time become one curve a run and kind of idleness."""
+    """All panels that have data. With several runs, the shares of time become one curve per run and kind of idle time."""
     missing: list[str] = []
     panels = []
     for name, title, unit, top, measures in _plan(stacked := len(runs) == 1):
@@ -275,7 +278,7 @@ def _plan(one_run: bool) -> list[tuple[str, str, str, float | None, list[_Measur
 
 
 def _curve(run: Run, measure: _Measure, role: int) -> Curve | None:
-    """None without a single value."""
+    """The curve of a measure; None if it has no finite value."""
     records = run.evaluations if measure.of_evaluations else run.steps
     y = tuple(measure.value(run, record) for record in records)
     if not any(map(math.isfinite, y)):
@@ -306,8 +309,11 @@ def _steps_per_s(_: Run, record: Record) -> float:
 
 
 def _generation_idle(run: Run, record: Record) -> float:
-    """Percent of the step's tenths of a second in which no server generated. The servers write them down once a second: of a
-    step that ended after the newest of them nothing is known while the run goes on."""
+    """Percent of the step's tenths of a second in which no server generated.
+
+    NaN if unknown. Servers write their journals once a second, so while the run is running, a step that ended after the newest
+    entry is unknown.
+    """
     end, seconds = number(record, "time"), number(record, "time/step_s")
     if not run.generating or not seconds > 0 or not math.isfinite(end):
         return NAN
@@ -320,7 +326,7 @@ def _generation_idle(run: Run, record: Record) -> float:
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
-    """Mean of the values around each, as far as there are any; NaN stays NaN."""
+    """Running mean over the finite values in a window around each value; NaN stays NaN."""
     half = window // 2
     means = []
     for i, value in enumerate(values):
@@ -330,7 +336,7 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
 
 
 def as_json(shown: Picture) -> dict[str, object]:
-    """What `asyncrl-launch plot --json` prints; null where there is no value."""
+    """The output of `asyncrl-launch plot --json`; null for a missing value."""
     return {
         "runs": [
             {

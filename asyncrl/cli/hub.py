@@ -1,10 +1,9 @@
-"""Models by name: `model_path: Qwen/Qwen2.5-1.5B-Instruct` in place of a folder. Before a run starts, the name becomes a folder.
-So are reference, critic and reward model named.
+"""Models by Hub name: `model_path: Qwen/Qwen2.5-1.5B-Instruct` instead of a folder; also for reference, critic and reward model.
 
-Only the launcher asks the Hub, once and before there is any other process: `prepare` and `run` download what is missing, `check`
-looks into the cache and nowhere else. All that comes later (preflight, workers, SGLang) is given the folder. The revision may be
-pinned: `name@revision`. huggingface_hub's own variables hold (HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN), and its own
-limits bound each wait for the network (HF_HUB_ETAG_TIMEOUT, HF_HUB_DOWNLOAD_TIMEOUT: 10 s without a byte).
+Only the launcher accesses the Hub, once, before any other process starts, and replaces each name by a local folder. `prepare` and
+`run` download missing files; `check` only looks into the cache. Preflight, workers and SGLang get the folder. `name@revision` pins
+a revision. The environment variables of huggingface_hub apply (HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN), and its limits
+bound each wait for the network (HF_HUB_ETAG_TIMEOUT, HF_HUB_DOWNLOAD_TIMEOUT: 10 s without a byte).
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ _ELSEWHERE = ["*/*"]  # folders hold other formats: original/, onnx/, gguf/
 
 
 def is_hub_name(path: str) -> bool:
-    """`owner/name` or `owner/name@revision`, and no folder here is called so."""
+    """Whether the path is `owner/name` or `owner/name@revision`, and no local folder has that name."""
     return _NAME.fullmatch(path) is not None and not Path(path).expanduser().exists()
 
 
 def with_local_models(
     config: ExperimentConfig, *, download: bool, say: Callable[[str], None] = lambda text: None
 ) -> ExperimentConfig:
-    """The config with the folders of the models that it names. Raises ConfigError with field, value and remedy.
+    """Replace the names of models in a config by their local folders. Raises ConfigError with field, value and remedy.
 
-    download: fetch what the cache lacks, with a progress bar on stderr; say: is told what will be fetched and where to. Without,
-    nothing is written and the network is not touched.
+    download: fetch files that the cache does not have, with a progress bar on stderr; false: write nothing, and do not use the
+    network. say: prints what is downloaded, and the target folder.
     """
 
     def folder(field: str, path: str) -> str:
@@ -60,11 +59,11 @@ def with_local_models(
 
 
 def _snapshot(field: str, name: str, patterns: list[str], *, download: bool, say: Callable[[str], None]) -> Path:
-    """The folder of a name in the Hub's cache. One that is there and whole is taken as it is, without a question to the Hub."""
+    """The folder of a name in the Hub's cache. A complete one is used without asking the Hub."""
     try:
         from huggingface_hub import constants, snapshot_download
-    except ImportError as error:  # transformers brings it
-        raise ConfigError(f"{field}={name!r}: {error}; pip install huggingface_hub, or give a folder") from error
+    except ImportError as error:  # transformers depends on it
+        raise ConfigError(f"{field}={name!r}: {error}; pip install huggingface_hub, or use a folder") from error
     parsed = _NAME.fullmatch(name)
     assert parsed is not None
 
@@ -87,28 +86,28 @@ def _snapshot(field: str, name: str, patterns: list[str], *, download: bool, say
     here = f"there is no folder of that name, and {lacking}"
     if not download:
         raise ConfigError(
-            f"{field}={name!r}: {here}; `asyncrl-launch prepare CONFIG` downloads it (`run` does too), or give the folder of a "
-            f"model that is here: {field}=/path/to/model"
+            f"{field}={name!r}: {here}; `asyncrl-launch prepare CONFIG` downloads it (`run` does too), or use the folder of a "
+            f"local model: {field}=/path/to/model"
         )
     if constants.HF_HUB_OFFLINE:
         raise ConfigError(
             f"{field}={name!r}: {here}, and HF_HUB_OFFLINE forbids to download it; unset HF_HUB_OFFLINE, copy the cache of a "
-            f"machine that has the model and set HF_HOME, or give a folder: {field}=/path/to/model"
+            f"machine that has the model and set HF_HOME, or use a folder: {field}=/path/to/model"
         )
     say(f"{name}: {lacking}; downloading it from {redact_urls(constants.ENDPOINT)} to {cache}")
     hub_logger = logging.getLogger("huggingface_hub")
     level = hub_logger.level
-    hub_logger.setLevel(logging.ERROR)  # its advice (a token, a faster client) would stand between the progress bars
+    hub_logger.setLevel(logging.ERROR)  # its hints (a token, a faster client) would interrupt the progress bars
     try:
         return fetch(local_files_only=False)
-    except Exception as error:  # of the client that huggingface_hub happens to use, too
+    except Exception as error:  # includes errors of the HTTP client inside huggingface_hub
         raise ConfigError(f"{field}={name!r}: {here}, and {_why_not(error, parsed['repo'], field)}") from error
     finally:
         hub_logger.setLevel(level)
 
 
 def _check_whole(folder: str, *, with_weights: bool) -> None:
-    """An interrupted download leaves a folder with some of its files. Raises ValueError."""
+    """Raise ValueError if files are missing: an interrupted download leaves a folder with only some of them."""
     if with_weights and not (Path(folder) / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json")
     if with_weights:
@@ -116,26 +115,26 @@ def _check_whole(folder: str, *, with_weights: bool) -> None:
 
 
 def _lacking(error: Exception, cache: str) -> str:
-    """What the cache does not have."""
+    """A description of what the cache does not have."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     if isinstance(error, LocalEntryNotFoundError) and type(error) is LocalEntryNotFoundError:
         return f"the Hub's cache ({cache}) has no model of that name"
-    return f"the Hub's cache ({cache}) has a part of it only: {_first_line(error)}"
+    return f"the Hub's cache ({cache}) has only part of it: {_first_line(error)}"
 
 
 def _why_not(error: Exception, repo: str, field: str) -> str:
-    """Why a download failed, and the remedy."""
+    """The cause of a failed download, and the remedy."""
     from huggingface_hub import constants, errors
 
     endpoint = redact_urls(constants.ENDPOINT)
-    folder = f"or give a folder: {field}=/path/to/model"
+    folder = f"or use a folder: {field}=/path/to/model"
     if isinstance(error, errors.GatedRepoError):
         return f"its licence must be accepted on the Hub first: {endpoint}/{repo}; then `hf auth login`, {folder}"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"the Hub has no such revision of it; name@revision takes a branch, a tag or a commit, {folder}"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return f"the Hub has no model of that name (or a private one: `hf auth login`); is it spelt rightly? {folder}"
+        return f"the Hub has no model of that name, or a private one; check the spelling, `hf auth login`, {folder}"
     if isinstance(error, errors.LocalEntryNotFoundError):
         cause = error.__cause__ or error
         return (
@@ -143,8 +142,8 @@ def _why_not(error: Exception, repo: str, field: str) -> str:
             f"(https_proxy, HF_ENDPOINT for a mirror), {folder}"
         )
     if isinstance(error, ConfigError):
-        return f"what the Hub has of it is no model with safetensors: {error}; {folder}"
-    return f"it could not be downloaded: {_first_line(error)}; start again to go on, {folder}"
+        return f"the Hub's files are not a model with safetensors: {error}; choose another model, {folder}"
+    return f"the download failed: {_first_line(error)}; run the command again to continue it, {folder}"
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""asyncrl-launch: one command line for a run's whole life. Each command is a module of `commands`."""
+"""asyncrl-launch: the command line. Each command is a module of `commands`."""
 
 from __future__ import annotations
 
@@ -68,55 +68,55 @@ _LISTS = ("words", "overrides", "runs")  # positional arguments that take any nu
 
 _DESCRIPTION = """Asynchronous reinforcement learning of language models, without Ray.
 
-A run is a config (YAML) and overrides; `run` starts its processes on this machine, prints a line per train
-step, and ends them all when it ends. Everything it makes is in <fileroot>/<experiment>/<trial>/."""
+A run is a config (YAML) and overrides. `run` starts its processes on this machine, prints a line per train
+step, and stops all processes at the end. All its files are in <fileroot>/<experiment>/<trial>/."""
 
-_EPILOG = """examples, in the order of a first hour:
-  asyncrl-launch check                                              is this machine fit? nothing is started
-  asyncrl-launch init   my_task                                     a task that learns in minutes, to be changed
-  asyncrl-launch check  configs/quickstart_cpu.yaml                 what would run, and whether it can
+_EPILOG = """examples, in the order of first use:
+  asyncrl-launch check                                              can this machine run asyncrl? starts nothing
+  asyncrl-launch init   my_task                                     write a small task that learns within minutes
+  asyncrl-launch check  configs/quickstart_cpu.yaml                 validate a config and list its processes
   asyncrl-launch run    configs/quickstart_cpu.yaml trial=second train.optimizer.lr=1e-4
   asyncrl-launch ls                                                 all runs under ./runs: state, step, reward
-  asyncrl-launch status runs/sloppy-sorter/second                   from another terminal: who waits for whom
-  asyncrl-launch logs   runs/sloppy-sorter/second -f                what all its processes say, in one stream
-  asyncrl-launch plot   runs/sloppy-sorter/second                   its curves: in the terminal, and as a picture
-  asyncrl-launch scale  runs/sloppy-sorter/second generation=3      more or fewer generation servers, while it goes on
-  asyncrl-launch stop   runs/sloppy-sorter/second                   as Ctrl-C would
-  asyncrl-launch resume runs/sloppy-sorter/second                   goes on from its newest checkpoint
+  asyncrl-launch status runs/sloppy-sorter/second                   in another terminal: what each process waits for
+  asyncrl-launch logs   runs/sloppy-sorter/second -f                the logs of all its processes in one stream
+  asyncrl-launch plot   runs/sloppy-sorter/second                   its curves, as a picture file
+  asyncrl-launch scale  runs/sloppy-sorter/second generation=3      change the number of generation servers while it runs
+  asyncrl-launch stop   runs/sloppy-sorter/second                   stop it, like Ctrl-C
+  asyncrl-launch resume runs/sloppy-sorter/second                   continue from its newest checkpoint
 
-to look closer:
-  asyncrl-launch run    CONFIG record.trajectories=true trace=true  keep what is trained, and who did what when
-  asyncrl-launch inspect RUN                                        a trajectory, token by token
-  asyncrl-launch audit   RUN                                        was every prompt trained once, whatever was killed?
-  asyncrl-launch trace   RUN                                        a timeline for ui.perfetto.dev
-  asyncrl-launch debug   CONFIG_OF_PROCESS --pdb                    one process by itself
+for a closer look:
+  asyncrl-launch run    CONFIG record.trajectories=true trace=true  record trajectories and a timeline
+  asyncrl-launch inspect RUN                                        show a trajectory, token by token
+  asyncrl-launch audit   RUN                                        check that every prompt was trained exactly once
+  asyncrl-launch trace   RUN                                        make a timeline for ui.perfetto.dev
+  asyncrl-launch debug   CONFIG_OF_PROCESS --pdb                    run one process by itself
 
-to see whether it survives:
-  asyncrl-launch chaos   CONFIG --seed 7                            kills and freezes its processes, then audits what was trained
+to test fault tolerance:
+  asyncrl-launch chaos   CONFIG --seed 7                            kill and freeze its processes, then audit the result
 
 exit codes of all commands: 0 done; 1 failed, the cause is printed; 2 the config or the command line cannot
-work, what to change is printed; 3 (status, scale) no run goes on there; 128 + N stopped by signal N (130: Ctrl-C).
-With --json every command answers in JSON on stdout, errors as {"error": {"kind": ..., "message": ...}}.
+work, the remedy is printed; 3 (status, scale) the run is not running; 128 + N stopped by signal N (130: Ctrl-C).
+With --json every command prints JSON on stdout, errors as {"error": {"kind": ..., "message": ...}}.
 
-`asyncrl-launch COMMAND --help` says more of each."""
+`asyncrl-launch COMMAND --help` explains each command."""
 
 
 class UsageError(Exception):
-    """A command line that argparse refuses."""
+    """argparse rejects the command line."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Refuses by raising, so that the answer can be JSON where that was asked for."""
+    """Raises UsageError instead of exiting, so that the error can be printed as JSON."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{self.format_usage()}{self.prog}: {message}\n`{self.prog} --help` says more")
+        raise UsageError(f"{self.format_usage()}{self.prog}: {message}\nsee `{self.prog} --help`")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """argv: instead of the command line's."""
+    """argv: replaces the arguments of the command line."""
     words = sys.argv[1:] if argv is None else list(argv)
     as_json = "--json" in words
-    console = make_console(stderr=as_json)  # what is meant for people must not come between what is for machines
+    console = make_console(stderr=as_json)  # stdout is for JSON alone
     try:
         arguments = parse(words)
         return int(arguments.command(arguments, console))
@@ -126,28 +126,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(redact_text(str(error)), "config", CONFIG_ERROR, console, as_json)
     except LaunchError as error:
         return _refuse(redact_urls(str(error)), "failed", FAILED, console, as_json)
-    except BrokenPipeError:  # the reader of a pipe has ended: `asyncrl-launch logs RUN | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still flushes at its end
+    except BrokenPipeError:  # the reader of the pipe has ended: `asyncrl-launch logs RUN | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more at exit
         return _BROKEN_PIPE
-    except KeyboardInterrupt:  # before there was a run to stop
+    except KeyboardInterrupt:  # before a run has started
         return _INTERRUPTED
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """argparse, but a command's list (workers, overrides, runs) may go on behind an option: `logs RUN -f master`."""
+    """Parse with argparse, but let a command's list (workers, overrides, runs) continue after an option: `logs RUN -f master`."""
     arguments, behind = _parser().parse_known_args(words)
     more = next((found for name in _LISTS if isinstance(found := getattr(arguments, name, None), list)), None)
     if behind and (more is None or any(word.startswith("-") for word in behind)):
         unknown = f"asyncrl-launch: unrecognized arguments: {' '.join(behind)}"
         hint = _as_override(words, behind) if hasattr(arguments, "overrides") else ""
-        raise UsageError(f"{unknown}\n{hint}`asyncrl-launch --help` says more")
+        raise UsageError(f"{unknown}\n{hint}see `asyncrl-launch --help`")
     if more is not None:
         more.extend(behind)
     return arguments
 
 
 def _as_override(words: Sequence[str], behind: Sequence[str]) -> str:
-    """How to write `--key=value` or `--key value`, where key is (nearly) a field of the config."""
+    """A hint for `--key=value` or `--key value`, if key is (nearly) a field of the config; else ""."""
     written = next(word for word in behind if word.startswith("-"))
     key, equals, value = written.lstrip("-").partition("=")
     follower = next(iter(words[words.index(written) + 1 :]), "-")
@@ -185,7 +185,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _version() -> str:
-    """torch's is read from its metadata: importing it takes seconds."""
+    """torch's version is read from its metadata, because importing torch takes seconds."""
     torch = installed_version("torch") or "not installed"
     return f"asyncrl {__version__}, Python {platform.python_version()}, torch {torch}"
 

@@ -1,4 +1,4 @@
-"""Draws the curves of curves.py as a picture, with matplotlib (extra `plot`)."""
+"""Draw the curves of curves.py into a picture file, with matplotlib (extra `plot`)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from asyncrl.cli.curves import Curve, Panel, Picture, smoothed
 from asyncrl.config.schema import ConfigError
 from asyncrl.launch.rundir import LaunchError
 
-_SMOOTH_FROM = 150  # points; from here on a curve is drawn pale, and its running mean over it
-_SMOOTH_SHARE = 40  # the running mean is over this part of the curve
-_MARKERS_UP_TO = 25  # points; a longer curve shows as a line alone
-_NAMED_RUNS = 10  # in the legend; colours repeat beyond it anyway
+_SMOOTH_FROM = 150  # points; a curve with at least this many is drawn pale, with its running mean over it
+_SMOOTH_SHARE = 40  # the window of the running mean is 1 / this of the curve
+_MARKERS_UP_TO = 25  # points; a longer curve has no markers
+_NAMED_RUNS = 10  # runs in the legend; with more the colours repeat
 
 _COLOURS = (
     "#0b6fb8",
@@ -36,7 +36,7 @@ _MARKERS = ("o", "s", "D", "^")
 
 
 def require(module: str) -> Any:
-    """A module of the extra. Raises LaunchError with the command that installs it."""
+    """Import a module of the extra. Raises LaunchError with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -47,8 +47,10 @@ def require(module: str) -> Any:
 
 
 def write_picture(shown: Picture, path: Path) -> None:
-    """A file in the format that its ending names. Raises ConfigError for one that matplotlib does not know, LaunchError where
-    the file cannot be written."""
+    """Write the picture, in the format of the file's extension.
+
+    Raises ConfigError if matplotlib does not know the extension; LaunchError if the file cannot be written.
+    """
     figures = require("matplotlib.figure")
     with require("matplotlib").rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
         rows = math.ceil(len(shown.panels) / 2)
@@ -66,11 +68,11 @@ def write_picture(shown: Picture, path: Path) -> None:
         except ValueError as error:
             raise ConfigError(f"--out {str(path)!r}: {error}; use .png, .svg or .pdf") from error
         except OSError as error:
-            raise LaunchError(f"the picture cannot be written: {error}; name another file with --out") from error
+            raise LaunchError(f"the picture cannot be written: {error}; choose another file with --out") from error
 
 
 def _draw_title(figure: Any, shown: Picture) -> None:
-    """Of one run its name; of several a legend with the colour of each."""
+    """For one run its name; for several runs a legend with their colours."""
     figure.get_layout_engine().set(h_pad=0.12, w_pad=0.08)
     if len(shown.runs) == 1:
         figure.suptitle(_title(shown), fontsize=12, fontweight="bold")
@@ -85,7 +87,7 @@ def _draw_title(figure: Any, shown: Picture) -> None:
 
 
 def _step_range(shown: Picture) -> tuple[float, float]:
-    """First and last step of all curves, so that panels can be compared."""
+    """First and last step of all curves. All panels share this range, so that they can be compared."""
     steps = [x for panel in shown.panels for curve in panel.curves for x in curve.x]
     return min(steps), max(steps)
 
@@ -112,7 +114,7 @@ def _draw_panel(axes: Any, panel: Panel, runs: Sequence[str], steps: tuple[float
 
 
 def _colour(curve: Curve, panel: Panel, runs: Sequence[str]) -> str:
-    """Several runs differ by colour, and what is shown of each by line or marker; of one run, everything has its colour."""
+    """The colour of a curve: of its run if there are several, else of its role. With several runs, lines and markers tell roles."""
     if panel.stacked:
         return "#333333"
     return _COLOURS[(runs.index(curve.run) if len(runs) > 1 else curve.role) % len(_COLOURS)]
@@ -147,7 +149,7 @@ def _line(curve: Curve, panel: Panel) -> str:
 
 
 def _draw_areas(axes: Any, curves: Sequence[Curve]) -> list[Curve]:
-    """The parts of a whole, one upon the other; gives back the curves that are no part of it."""
+    """Draw the parts of a whole as stacked areas. Return the curves that are not part of it."""
     parts = [curve for curve in curves if curve.role < len(_AREA_COLOURS)]
     colours = [_AREA_COLOURS[curve.role] for curve in parts]
     heights = [[y if math.isfinite(y) else 0.0 for y in _steadied(curve)] for curve in parts]
@@ -161,7 +163,7 @@ def _draw_areas(axes: Any, curves: Sequence[Curve]) -> list[Curve]:
 
 
 def _steadied(curve: Curve) -> Sequence[float]:
-    """Its running mean, where it is long."""
+    """The running mean of a long curve; a short curve as it is."""
     return smoothed(curve.y, len(curve.y) // _SMOOTH_SHARE) if len(curve.y) >= _SMOOTH_FROM else curve.y
 
 
@@ -172,7 +174,7 @@ def _keys(panel: Panel) -> list[Curve]:
 
 
 def _draw_keys(axes: Any, panel: Panel, num_runs: int) -> None:
-    """What line and marker mean, between title and data."""
+    """Draw the panel's legend between title and data."""
     lines, patches = require("matplotlib.lines"), require("matplotlib.patches")
     handles = []
     for curve in _keys(panel):
@@ -197,11 +199,11 @@ def _draw_keys(axes: Any, panel: Panel, num_runs: int) -> None:
             handletextpad=0.4,
             columnspacing=0.8,
         )
-        legend.set_in_layout(False)  # a wide one must not make the panel narrow
+        legend.set_in_layout(False)  # a wide legend must not make the panel narrow
 
 
 def _title(shown: Picture) -> str:
-    """Of a picture of one run: what it is, and how far it has come."""
+    """The title of a picture of one run: its name, number of steps, and whether it is running."""
     run = shown.runs[0]
     steps = f"{len(run.steps)} train step{'' if len(run.steps) == 1 else 's'}"
-    return f"{run.run_dir.parent.name}/{run.name}, {steps}{', goes on' if run.going_on else ''}"
+    return f"{run.run_dir.parent.name}/{run.name}, {steps}{', running' if run.going_on else ''}"

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on, and at its end. Reads statuses and what the master writes; knows nothing else.
+"""Terminal output during a run and at its end. Its only inputs are worker statuses and the master's files.
 
 Also the progress line of scripts that make a model or data.
 """
@@ -30,12 +30,12 @@ from asyncrl.protocol.messages import Wait, WorkerStatus
 from asyncrl.runtime.board import LONG_WAIT_S
 from asyncrl.runtime.metrics import METRICS_FILE, JsonLinesReader
 
-WINDOW = 20  # newest steps that the remaining time is estimated from
+WINDOW = 20  # newest steps from which the remaining time is estimated
 _LINE_EVERY_S = 5.0
 
 
 def seconds_left(durations: Collection[float], steps_left: int) -> float | None:
-    """Mean duration of the newest steps, times the steps that are left; None before the first step has ended."""
+    """Mean duration of the newest steps times the steps left; None before the first step has ended."""
     return fmean(durations) * max(steps_left, 0) if durations else None
 
 
@@ -54,7 +54,7 @@ def duration_text(seconds: float) -> str:
 
 
 def bottom_line(text: str, console: Console) -> Text:
-    """One line of the terminal, which a spinner stands before; what is too long for it is cut."""
+    """One line of the terminal, cut to its width with room for a spinner before it."""
     line = Text(text)
     if console.is_terminal:
         line.truncate(console.width - 3, overflow="ellipsis")
@@ -62,16 +62,16 @@ def bottom_line(text: str, console: Console) -> Text:
 
 
 class StepProgress:
-    """Shows step, percent and remaining time of a script's work, and at the end how long it took.
+    """Shows step, percent and remaining time of a script's work, and its duration at the end.
 
-    On a terminal it is one line that changes, otherwise a line every five seconds:
+    On a terminal it is one line that changes, otherwise one line every five seconds:
 
         with StepProgress("warm start", 300) as progress:
             for _ in range(300):
                 ...
                 progress.advance(note=f"loss {loss:.3f}")
 
-    Without a total it prints only the begin and the end.
+    Without a total it prints only the beginning and the end.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class StepProgress:
         return self
 
     def advance(self, steps: int = 1, *, note: str = "") -> None:
-        """`steps` more steps have ended. note: text to show beside them."""
+        """Count `steps` more finished steps. note: text to show after them."""
         now = self._clock()
         self._done += steps
         self._durations.append((now - self._newest) / steps)
@@ -137,7 +137,7 @@ class StepProgress:
 
 
 def recording_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Groups, tokens, rewards, throughput: label and text."""
+    """The summary of a rollout_only run as rows of label and text."""
     seconds = max(summary["training_s"], 1e-9)
     tokens, responses = summary["generated_tokens"], summary["sequences"]
     rows = [
@@ -150,7 +150,7 @@ def recording_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
         (
             "throughput",
-            f"{tokens / seconds:.0f} tokens/s, {summary['groups'] / seconds:.2f} groups/s, in {seconds:.1f} s of rolling out",
+            f"{tokens / seconds:.0f} tokens/s, {summary['groups'] / seconds:.2f} groups/s, in {seconds:.1f} s of rollouts",
         ),
         ("wall time", f"{summary['wall_s']:.1f} s since the master started"),
     ]
@@ -166,7 +166,7 @@ def recording_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def recording_lines(summary: Mapping[str, Any], run_dir: Path) -> list[str]:
-    """Where the trajectories are and what they are good for."""
+    """The folder of the trajectories, and the commands that use them."""
     folder = recording_dir(run_dir, summary["attempt"])
     return [
         f"The trajectories: {folder}",
@@ -176,17 +176,17 @@ def recording_lines(summary: Mapping[str, Any], run_dir: Path) -> list[str]:
     ]
 
 
-_MAX_NAMED = 8  # processes of one kind of news named in a line
-_QUIET_S = 2.0  # without a step for longer, a person wants to know what for
+_MAX_NAMED = 8  # most processes named in one line
+_QUIET_S = 2.0  # without a step for this long, the bottom line shows what the master waits for
 
 
 class RunView:
     """Everything that `asyncrl-launch run` prints between its start and its summary.
 
-    It prints a line per train step and evaluation. On a terminal a step's line leaves out fields that do not fit, and one more
-    line, at the bottom, changes: the processes that are starting, then step, remaining time, reward and evaluations. Elsewhere
-    each change of the start has a line, and a step's line is complete and ends with the remaining time. Waits of more than
-    20 s have a line of their own.
+    It prints one line per train step and evaluation. On a terminal, a step's line leaves out fields that do not fit, and a line at
+    the bottom changes: it shows the processes that are starting, then step, remaining time, reward and evaluations. Otherwise each
+    change during start-up has a line, and a step's line has all fields and ends with the remaining time. Waits longer than 20 s
+    have their own line.
     """
 
     def __init__(
@@ -223,22 +223,22 @@ class RunView:
             self._print(f"[yellow]{escape(text)}[/]")
 
     def notice(self, text: str) -> None:
-        """Something that a person should know at once."""
+        """Print a warning."""
         self._print(f"[yellow]warning: {escape(text)}[/]")
 
     def say(self, text: str) -> None:
-        """Something that is good to know."""
+        """Print information."""
         self._print(escape(text))
 
     def close(self) -> None:
-        """Print what is left."""
+        """Print the remaining records."""
         self.turn(())
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def _show(self, statuses: Sequence[WorkerStatus], now: float) -> None:
-        """What goes on, besides what lines have said."""
+        """Show the current state: in the bottom line of a terminal, otherwise as a line for each change."""
         start = f"{now - self._began:5.1f} s  {start_text(statuses)}"
         if self._console.is_terminal:
             text = start if self._starting else self._training.bottom_text(statuses, now)
@@ -259,23 +259,23 @@ class RunView:
     def _print(self, markup: str) -> None:
         try:
             self._console.print(markup, highlight=False, soft_wrap=True)
-        except OSError:  # the terminal is gone, or the disk under the file full: the run goes on without
+        except OSError:  # the terminal is gone, or the output file's disk is full: the run continues without output
             self._console.on_broken_pipe()
 
 
 class TrainingProgress:
-    """How far training has come, and when it will end, from the records of metrics.jsonl (pure)."""
+    """Training progress and remaining time, from the records of metrics.jsonl (pure)."""
 
     def __init__(self, total_steps: int) -> None:
         """total_steps: 0 if unknown."""
         self.total_steps = total_steps
         self.step = 0
         self.reward = math.nan  # of the newest step
-        self._newest = -math.inf  # when it was added
+        self._newest = -math.inf  # time when that was added
         self._durations: deque[float] = deque(maxlen=WINDOW)
 
     def add(self, record: Mapping[str, Any], now: float) -> None:
-        """Of steps that are done again, from a checkpoint, the newer record counts."""
+        """Add a record. If a step is trained again after a checkpoint, its newer record counts."""
         if is_evaluation(record):
             return
         self.step, self.reward, self._newest = int(number(record, "step")), number(record, "reward/mean"), now
@@ -300,7 +300,7 @@ class TrainingProgress:
         return f"{steps}, reward {self.reward:.3f}" if math.isfinite(self.reward) else steps
 
     def bottom_text(self, statuses: Sequence[WorkerStatus], now: float) -> str:
-        """What the bottom line of a terminal shows: the same, evaluations, and what the master waits for."""
+        """The bottom line of a terminal: the same as `text`, then running evaluations, and what the master waits for."""
         parts = [self.text()]
         running = sum(status.queues.get("evaluations", 0) for status in statuses)
         if running:
@@ -311,12 +311,12 @@ class TrainingProgress:
         return "  ".join(parts)
 
     def note(self, record: Mapping[str, Any]) -> str:
-        """To which of the steps above an evaluation belongs: steps go on, and are printed, beside it."""
+        """The step that an evaluation belongs to, if later steps were printed before it: training continues meanwhile."""
         later = self.step - int(number(record, "step"))
         return f"  (of step {record['step']}, {later} step{'s' if later > 1 else ''} ago)" if later > 0 else ""
 
     def lingers(self, now: float) -> bool:
-        """Whether all steps are done and the run has not ended for a while."""
+        """Whether all steps have been done for a while, but the run has not ended."""
         return self._is_done() and now - self._newest > _QUIET_S
 
     def _is_done(self) -> bool:
@@ -324,7 +324,7 @@ class TrainingProgress:
 
 
 def start_text(statuses: Sequence[WorkerStatus]) -> str:
-    """Who runs, who does not yet and what that one is at; once all run, what the master waits for."""
+    """How many processes run, and what each starting process is doing; once all run, what the master waits for."""
     late = [status for status in statuses if status.state == "starting"]
     if late:
         named = ", ".join(f"{status.worker} ({_occupation(status)})" for status in late[:_MAX_NAMED])
@@ -335,7 +335,7 @@ def start_text(statuses: Sequence[WorkerStatus]) -> str:
 
 
 def _master_wait(statuses: Sequence[WorkerStatus]) -> str:
-    """What holds up training, if anything does: not what the master asks the manager now and then, such as /evaluate."""
+    """The wait that holds up training, if any. Requests from the master to the manager, such as /evaluate, do not."""
     waits = [wait for status in statuses if status.worker == "master/0" for wait in status.waits]
     return next((_wait_text(wait) for wait in waits if not wait.what.startswith("/")), "")
 
@@ -349,9 +349,9 @@ def _wait_text(wait: Wait) -> str:
 
 
 class LongWaits:
-    """Chooses the waits that are worth a line: past 20 s, and again whenever one has become twice as long as was said.
+    """Selects the waits to report: after 20 s, and again each time that the wait has doubled since the last report.
 
-    Waits that differ in their worker's index or in numbers only (a version, a count) are one.
+    Waits that differ only in the worker's index or in numbers (a version, a count) count as one.
     """
 
     def __init__(self, after_s: float = LONG_WAIT_S) -> None:
@@ -359,7 +359,7 @@ class LongWaits:
         self._said: dict[tuple[str, str], float] = {}
 
     def new(self, statuses: Sequence[WorkerStatus]) -> list[str]:
-        """What to say now."""
+        """The lines to print now."""
         waits: dict[tuple[str, str], list[tuple[float, WorkerStatus, Wait]]] = {}
         for status in statuses:
             for wait in status.waits:
@@ -381,12 +381,12 @@ class LongWaits:
 
 
 def is_evaluation(record: Mapping[str, Any]) -> bool:
-    """Else it is a train step's."""
+    """Whether the record is an evaluation's; otherwise it is a train step's."""
     return any(key.startswith("eval/") for key in record)
 
 
 class SkippedSteps:
-    """Steps whose loss or gradient was not finite, as a person is told of them: the first ones, then each tenth."""
+    """Reports train steps whose loss or gradient was not finite: the first three, then every tenth."""
 
     ALL_UNTIL, THEN_EVERY = 3, 10
 
@@ -395,7 +395,7 @@ class SkippedSteps:
         self._num_steps = 0
 
     def news(self, record: Mapping[str, Any]) -> str | None:
-        """Of a record of metrics.jsonl; None: nothing to tell."""
+        """The warning for a record of metrics.jsonl; None if there is nothing to report."""
         parts = [
             f"{number(record, name):.0f} of {number(record, f'{role}/optimizer_steps'):.0f} optimizer steps of the {role}"
             for name in record
@@ -407,11 +407,11 @@ class SkippedSteps:
         self._num_steps += 1
         if self._num_steps > self.ALL_UNTIL and self._num_steps % self.THEN_EVERY:
             return None
-        so_far = f" ({self._num_steps} train steps with such so far)" if self._num_steps > 1 else ""
+        so_far = f" ({self._num_steps} such train steps so far)" if self._num_steps > 1 else ""
         step = record["step"]
         return (
-            f"step {step}: {' and '.join(parts)} skipped, because loss or gradient were not finite{so_far}. Which sequences "
-            f"did it: python examples/bad_batch/examine.py {self._run_dir} {step}"
+            f"step {step}: {' and '.join(parts)} skipped, because loss or gradient was not finite{so_far}. To find the "
+            f"sequences that caused it: python examples/bad_batch/examine.py {self._run_dir} {step}"
         )
 
 
@@ -426,9 +426,9 @@ def evaluation_line(record: Mapping[str, Any]) -> str:
 
 
 def step_line(record: Mapping[str, Any], total_steps: int, width: int | None = None) -> str:
-    """A train step as one line, with markup. A field that is not in the record is not in the line.
+    """A train step as one line, with markup. Fields that the record does not have are left out.
 
-    width: of a terminal. The least important fields are left out until the line fits.
+    width: of a terminal; the least important fields are left out until the line fits.
     """
     parts = {0: f"[bold]step {record['step']:>4}/{total_steps}[/]"}
     for rank, text, keys in _STEP_PARTS:
@@ -439,7 +439,7 @@ def step_line(record: Mapping[str, Any], total_steps: int, width: int | None = N
     return "  ".join(parts.values())
 
 
-# (rank, text, its keys) in the order of the line; a narrow terminal shows those of the lowest ranks
+# (rank, text, its keys) in the order of the line; a narrow terminal shows the fields with the lowest ranks
 _STEP_PARTS = (
     (7, "version {:>4.0f}", ("version",)),
     (1, "[green]reward {:.3f}[/]", ("reward/mean",)),
@@ -456,7 +456,7 @@ _STEP_PARTS = (
 
 
 def print_summary(run_dir: Path, console: Console) -> None:
-    """The summary of a run that came to its end."""
+    """Print the summary of a complete run."""
     summary = msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=dict)
     recorded = summary.get("mode") == "rollout_only"
     table = Table(title="Summary", show_header=False, title_justify="left")
@@ -480,7 +480,7 @@ def _summary_rows(summary: Mapping[str, object]) -> list[tuple[str, str]]:
         ("trained on", f"{number('sequences'):.0f} responses, {number('generated_tokens'):.0f} generated tokens"),
         (
             "wall time",
-            f"{number('wall_s'):.1f} s since the master started, {number('training_s'):.1f} s of it training",
+            f"{number('wall_s'):.1f} s since the master started, of which {number('training_s'):.1f} s training",
         ),
         (
             "reward of a batch",
@@ -498,7 +498,7 @@ def _summary_rows(summary: Mapping[str, object]) -> list[tuple[str, str]]:
         rows.append((f"evaluation at step {evaluation['step']}", ", ".join(scores)))
     idle = summary["generation_idle_share"]
     if summary.get("mode") == "sync":
-        rows.append(("generation", f"{number('trainer_waits_data_share'):.0%} of the time, in turn with training"))
+        rows.append(("generation", f"{number('trainer_waits_data_share'):.0%} of the time, alternating with training"))
     else:
         rows += [
             (
@@ -519,14 +519,14 @@ def _summary_rows(summary: Mapping[str, object]) -> list[tuple[str, str]]:
         rows.append(("W&B", str(summary["wandb"])))
     if skipped := summary.get("skipped_steps"):
         rows.append(
-            ("skipped", f"{skipped} optimizer steps, whose loss or gradient was not finite (examples/bad_batch)")
+            ("skipped", f"{skipped} optimizer steps whose loss or gradient was not finite (see examples/bad_batch)")
         )
     rows.append(("rejected prompts", ", ".join(f"{why}: {count}" for why, count in rejected.items()) or "none"))
     return rows
 
 
 class RunConsole(Console):
-    """One that falls silent, and lets the run go on, when nobody reads its output any more."""
+    """A console that stops printing when the reader of its output ends, so that the run continues."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -536,12 +536,12 @@ class RunConsole(Console):
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """Wide enough for a step line where the output is no terminal. stderr: stdout is for machines."""
+    """A console; if the output is not a terminal, it is wide enough for a step line. stderr: print there, stdout is for JSON."""
     is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
     return RunConsole(stderr=stderr) if is_terminal else RunConsole(stderr=stderr, width=200)
 
 
 def _version_range(evaluation: Mapping[str, float], mode: str) -> str:
-    """Training goes on beside an evaluation: which versions it saw, where that is more than the one of its step."""
+    """The versions that an evaluation used, if it used others than that of its step: training continues meanwhile."""
     first, last = (evaluation.get(f"eval/{mode}_version_{end}", evaluation["step"]) for end in ("min", "max"))
     return "" if first == last == evaluation["step"] else f" (versions {first:.0f} to {last:.0f})"

@@ -1,6 +1,6 @@
-"""Tries what users write for rollout.tasks: imports agents and environments, and calls each reward once (`asyncrl-launch check`).
+"""Try the user's code of rollout.tasks for `asyncrl-launch check`: import agents and environments, call each reward once.
 
-User code runs in judge processes, as in rollout workers: with the time limit rollout.reward_timeout_s and the memory limit
+User code runs in judge processes, as in rollout workers, with the time limit rollout.reward_timeout_s and the memory limit
 rollout.reward_memory_bytes. It cannot end or block `check`.
 """
 
@@ -42,12 +42,12 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class _TrialFailed(Exception):
-    """The user's code cannot be used; says why."""
+    """The user's code cannot be used; the message gives the reason."""
 
 
 def try_tasks(config: ExperimentConfig) -> list[Finding]:
-    """A finding for each task. Waits for the user's code within the limits of the run."""
-    if config.mode == "train_only":  # nothing is judged
+    """One finding per task. waits for: the user's code, within the limits of the run."""
+    if config.mode == "train_only":  # there is nothing to judge
         return []
     prompts = _first_prompts(config)
     with _current_folder_importable():
@@ -74,22 +74,22 @@ async def _try_task(name: str, task: TaskConfig, rollout: RolloutConfig, prompt:
             value = await _ask(task.reward, rollout, partial(call_arguments, prompt, completion))
         except _TrialFailed as error:
             finding = _failed(f"rollout.tasks.{name}.reward", task.reward, error)
-            if rollout.reward_isolation == "thread":  # it may need what an agent of the same process has prepared
-                remedy = "mend it, unless it needs the rollout worker's memory (rollout.reward_isolation=thread)"
+            if rollout.reward_isolation == "thread":  # it may need something that an agent prepares in the same process
+                remedy = "fix it, unless it needs the rollout worker's memory (rollout.reward_isolation=thread)"
                 return replace(finding, state="warn", remedy=remedy)
             return finding
-        told.append(f"{task.reward} gives {value:g} where the response to {prompt.text[:_SHOWN]!r} is {response}")
+        told.append(f"{task.reward} gives {value:g} if the response to {prompt.text[:_SHOWN]!r} is {response}")
     elif task.reward:
-        told.append(f"{task.reward} was not called: no training prompt is of this task")
+        told.append(f"{task.reward} was not called: no training prompt belongs to this task")
     return Finding(f"task {name}", "ok", "; ".join(told))
 
 
 def _failed(field: str, spec: str, error: _TrialFailed) -> Finding:
-    return Finding(field, "fail", f"{spec} {error}", "mend it, and check again")
+    return Finding(field, "fail", f"{spec} {error}", "fix it, and run the check again")
 
 
 async def _ask(spec: str, rollout: RolloutConfig, call: Callable[[Sequence[str]], Call]) -> float:
-    """The number that one call gives. call: makes its arguments, from the names of the optional ones that the function takes."""
+    """Return the number from one call. call: makes its arguments, given the names of the function's optional arguments."""
     try:
         judges = Judges(
             spec,
@@ -107,7 +107,7 @@ async def _ask(spec: str, rollout: RolloutConfig, call: Callable[[Sequence[str]]
         limit = f"rollout.reward_timeout_s={rollout.reward_timeout_s:g}"
         raise _TrialFailed(f"took more than {rollout.reward_timeout_s:g} s ({limit})") from None
     except JudgeDied as error:
-        raise _TrialFailed(f"has ended its process: {error}") from None
+        raise _TrialFailed(f"ended its process: {error}") from None
     except JudgesLost as error:
         raise _TrialFailed(f"cannot be called: {error}") from None
     finally:
@@ -124,7 +124,7 @@ def _class_call(spec: str, kind: str, arguments: Mapping[str, Any], _taken: Sequ
 
 
 def user_error(text: str) -> str:
-    """A traceback as its error and the user's own line: `ValueError: no digits (reward.py:12)`. Other text as it is."""
+    """Shorten a traceback to its error and the user's own line: `ValueError: no digits (reward.py:12)`. Keep other text."""
     frames = list(_FRAME.finditer(text))
     if not frames:
         return text
@@ -143,7 +143,7 @@ def _first_prompts(config: ExperimentConfig) -> Mapping[str, Prompt]:
     for position in range(len(source)):
         if found.keys() >= tasks:
             break
-        with contextlib.suppress(PromptError):  # it would be rejected
+        with contextlib.suppress(PromptError):  # a run rejects such a prompt
             prompt = source.get(Locator(0, position))
             found.setdefault(prompt.task, prompt)
     return found
@@ -151,7 +151,7 @@ def _first_prompts(config: ExperimentConfig) -> Mapping[str, Prompt]:
 
 @contextlib.contextmanager
 def _current_folder_importable() -> Iterator[None]:
-    """As in the run's processes, which are started with `python -m`."""
+    """Make the current folder importable, as in the run's processes, which are started with `python -m`."""
     before = list(sys.path)
     sys.path.insert(0, os.getcwd())
     try:

@@ -1,1 +1,1 @@
-"""What a run can be told: the schema, presets, how a file is read, and what could not work."""
+"""Configuration: the schema, presets, loading of files, and validation."""

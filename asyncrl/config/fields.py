@@ -1,4 +1,4 @@
-"""The fields of an ExperimentConfig by their dotted paths: walking over them, and the field that an unknown name means (pure)."""
+"""Fields of an ExperimentConfig by dotted path (pure): iterate over them, and find the field that an unknown name means."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, get_args, get_origin, get_type_hints
 from asyncrl.config.schema import ExperimentConfig
 
 _ANY_KEY = "*"  # in a path: a key that the user chooses, such as the name of a task
-_CLOSE = 0.8  # difflib's ratio of names that differ by a typing error
-_MOST_EQUAL = 3  # fields of one name in different sections; of more, none is suggested
+_CLOSE = 0.8  # difflib ratio from which two names count as differing by a typing error
+_MOST_EQUAL = 3  # if more fields in different sections share a name, none is suggested
 
-# Names of other trainers (AReaL, verl, OpenRLHF, slime, TRL, prime-rl) and short forms, each with the field that it means here.
-# A name that is a field elsewhere in the tree is listed where the other field is the usual meaning.
+# For each field, the names that other trainers (AReaL, verl, OpenRLHF, slime, TRL, prime-rl) use for it, and short forms. If such a
+# name is also a field elsewhere in this config, it is listed here because users usually mean this field.
 ALIASES = {
     "train.optimizer.lr": "lr learning_rate actor_learning_rate actor_lr",
     "train.optimizer.warmup_steps": "warmup warmup_ratio lr_warmup_steps",
@@ -57,7 +57,7 @@ ALIASES = {
 
 
 def leaf_values(config: object, path: str = "") -> Iterator[tuple[str, Any, Field[Any]]]:
-    """Every field that is no section: its path, its value and its declaration."""
+    """Yield path, value and declaration of every field that is not a section."""
     if is_dataclass(config):
         for entry in fields(config):
             value, name = getattr(config, entry.name), f"{path}.{entry.name}" if path else entry.name
@@ -71,9 +71,9 @@ def leaf_values(config: object, path: str = "") -> Iterator[tuple[str, Any, Fiel
 
 
 def find_field(asked: str) -> str | None:
-    """The field that a path means: itself, a field of that name elsewhere, an alias, or a name that differs by a typing error.
+    """The field that the path `asked` means: itself, a field of that name elsewhere, an alias, or a name with a typing error.
 
-    None where no field is close, or where too many fields have that name.
+    None if no field is close, or if too many fields have that name.
     """
     parts = [part.replace("-", "_") for part in asked.split(".")]
     by_name: dict[str, list[str]] = {}
@@ -89,7 +89,7 @@ def find_field(asked: str) -> str | None:
     meant = _aliases().get(name)
 
     def rank(path: str) -> tuple[int, bool]:
-        """Parts in common come first: train.critic.lr is the critic's."""
+        """Prefer paths that share more parts: train.critic.lr means the critic's."""
         return len(set(parts[:-1]) & set(path.split(".")[:-1])), path == meant
 
     candidates = [*by_name.get(name, []), *([meant] if meant else [])]
@@ -106,7 +106,7 @@ def _likeness(one: str, other: str) -> float:
 
 
 def _with_keys(path: str, parts: list[str]) -> str:
-    """The path with the user's key behind `tasks` (and its like), where the asked path has one."""
+    """Replace each `*` in the path by the user's key from the asked path, or by `default` if that has none."""
     found = path.split(".")
     for at, part in enumerate(found):
         if part == _ANY_KEY:
@@ -126,7 +126,7 @@ def _aliases() -> dict[str, str]:
 
 @cache
 def _known_paths() -> tuple[str, ...]:
-    """Of all fields and sections."""
+    """Paths of all fields and sections."""
     return tuple(_paths_of(ExperimentConfig, ""))
 
 

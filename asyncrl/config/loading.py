@@ -1,4 +1,4 @@
-"""A config as it is written: YAML and dotted overrides, merged through OmegaConf onto the defaults."""
+"""Load a config: merge YAML and dotted overrides onto the defaults, through OmegaConf."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncrl.config.fields import find_field
 from asyncrl.config.presets import ALGORITHMS, CORRECTIONS
 from asyncrl.config.schema import ConfigError, ExperimentConfig
 
-_REMOVED = {  # fields of earlier releases, and what to use instead
+_REMOVED = {  # fields of earlier releases, with the remedy
     "name_resolve.backend": "names are always in etcd: leave it out for a private one, or set name_resolve.endpoints to yours",
     "name_resolve.path": "names are not kept in files any more: leave it out for a private etcd",
     "name_resolve.poll_s": "names are not kept in files any more: leave it out",
@@ -29,9 +29,9 @@ _patching = threading.Lock()
 def read_experiment(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
     """Merge a YAML file and dotted overrides (`train.batch_size=32`) onto the defaults. Values are not checked yet.
 
-    Between the defaults and the file come the presets that train.algorithm and train.correction name.
+    The presets named by train.algorithm and train.correction are merged after the defaults and before the file.
 
-    Raises ConfigError naming the field, its value and the remedy or nearest valid name.
+    Raises ConfigError with the field, its value and the remedy or the nearest valid name.
     """
     if not Path(path).is_file():
         raise ConfigError(f"config {str(path)!r} is not a file; `asyncrl-launch init NAME` writes one")
@@ -53,7 +53,7 @@ def read_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
     presets = [
         (f"train.{name}={chosen}", OmegaConf.create(known[chosen]))
         for name, known in (("algorithm", ALGORITHMS), ("correction", CORRECTIONS))
-        if (chosen := merged.train[name]) in known  # another name is for validate to refuse
+        if (chosen := merged.train[name]) in known  # validate rejects unknown names
     ]
     if presets:
         merged = _merge([*presets, *layers])
@@ -67,12 +67,12 @@ def read_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
 
 
 def _switch(value: str) -> str:
-    """YAML reads on and off as true and false."""
+    """Undo YAML's reading of on and off as true and false."""
     return {"True": "on", "False": "off"}.get(value, value)
 
 
 def _merge(layers: Sequence[tuple[str, Any]]) -> Any:
-    """Layers, each with where it comes from, onto the defaults; later ones win."""
+    """Merge layers, each with its source, onto the defaults; later ones win."""
     merged: Any = ExperimentConfig
     for source, layer in layers:
         try:
@@ -83,10 +83,11 @@ def _merge(layers: Sequence[tuple[str, Any]]) -> Any:
 
 
 def merge_into(base: Any, layer: Any) -> Any:
-    """OmegaConf.merge onto a frozen dataclass, or onto a config that this has made of one.
+    """OmegaConf.merge onto a frozen dataclass, or onto a config that this function made from one.
 
-    OmegaConf before 2.4 makes each node of a frozen dataclass read-only, also those that a merge itself adds, and then refuses to
-    write into them. There it must not know that the classes are frozen. Hydra 1.3 needs such a version.
+    OmegaConf before 2.4 makes each node of a frozen dataclass read-only, including nodes that the merge itself adds, and then
+    fails to write into them. With those versions this function hides from OmegaConf that the classes are frozen. Hydra 1.3 needs
+    such a version.
     """
     if _MERGES_INTO_FROZEN:
         return OmegaConf.merge(base, layer)
@@ -101,7 +102,7 @@ def merge_into(base: Any, layer: Any) -> Any:
 
 
 def _explain(error: OmegaConfBaseException, written: str) -> str:
-    """An OmegaConf error as field, value, remedy. written: the path in an override, of which the error may name a part only."""
+    """Describe an OmegaConf error with field and remedy. written: the path in an override; the error may name only part of it."""
     field_name = error.full_key or "the config"
     if field_name in _REMOVED:
         return f"removed field {field_name!r}: {_REMOVED[field_name]}"

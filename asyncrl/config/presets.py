@@ -1,11 +1,11 @@
-"""Algorithms and corrections by name: each a set of overrides of the experiment's config.
+"""Presets: algorithms and corrections by name. Each is a set of overrides of the experiment's config.
 
-`read_experiment` lays the preset that `train.algorithm` (and `train.correction`) names below what the user writes: a field that the
-user sets wins, all others of the preset can be seen in the resolved config. No code asks for the name. What the fields mean:
-config.PPOConfig; equations and papers: docs/algorithms.md. To add one: a name here, and a function in asyncrl/algorithms where no
-field says it yet.
+`read_experiment` merges the presets named by `train.algorithm` and `train.correction` onto the defaults, before the user's fields.
+A field that the user sets wins; the other fields of the preset appear in the resolved config. No other code reads the name.
+config.PPOConfig explains the fields, docs/algorithms.md has equations and papers. To add a preset, add a name here, and a
+function in asyncrl/algorithms if no field expresses it yet.
 
-A value `${...}` is taken from that field of the same config (OmegaConf interpolation).
+A value `${...}` is copied from that field of the same config (OmegaConf interpolation).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ ALGORITHMS: dict[str, Overrides] = {
             }
         }
     },
-    # Hu et al., arXiv:2501.03262. Its variant "with baseline" is this with train.ppo.baseline=group_mean
+    # Hu et al., arXiv:2501.03262. For its variant "with baseline" add train.ppo.baseline=group_mean
     "reinforce_pp": {
         "train": {
             "ppo": {
@@ -120,7 +120,7 @@ ALGORITHMS: dict[str, Overrides] = {
             }
         }
     },
-    # MiniMax, arXiv:2506.13585: no lower bound. Upper bound of the weight, 5, as Khatri et al., ScaleRL, arXiv:2510.13786
+    # MiniMax, arXiv:2506.13585: no lower bound. The weight's upper bound, 5, is that of Khatri et al., ScaleRL, arXiv:2510.13786
     "cispo": {
         "train": {
             "ppo": {
@@ -146,7 +146,7 @@ def _correction(mode: str, cap: float, floor: float | None) -> Overrides:
     return {"train": {"ppo": ppo}}
 
 
-# train.correction: what becomes of the weight proximal / behaviour of the decoupled loss
+# train.correction: bounds of the decoupled loss's weight proximal / behaviour
 CORRECTIONS: dict[str, Overrides] = {
     "mask": _correction("mask", 5.0, None),  # Fu et al., AReaL, arXiv:2505.24298; the defaults of PPOConfig
     "tis": _correction("clamp", 2.0, None),  # Yao et al., fengyao.notion.site/off-policy-rl (2025)

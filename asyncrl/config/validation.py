@@ -1,6 +1,7 @@
-"""What of a config could not work: every field, its value and the remedy. launch/experiment.py asks once, before anything starts.
+"""Validation: find every field of a config that cannot work, with its value and the remedy.
 
-Limits of single numbers are declared with the fields (schema.limited); layouts are checked in dataflow/layout_checks.py.
+launch/experiment.py calls this once, before anything starts. Limits of single numbers are declared with the fields
+(schema.limited); dataflow/layout_checks.py checks layouts.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from asyncrl.config.schema import (
 
 Problem = tuple[str, object, str]  # field, value, remedy
 
-# reward/<this>, beside reward/<task>
+# Names of metrics reward/<name> over all tasks; a task with such a name would collide with its own metric reward/<task>
 REWARD_METRICS = ("mean", "min", "max", "std", "shaped_mean", "equal_group_share")
 TRANSPORTS = ("disk", "broadcast")
 BROADCAST_BACKENDS = ("auto", "gloo", "nccl")
@@ -40,13 +41,13 @@ RECOVER = ("auto", "required", "off")
 CLUSTERS = ("local", "hosts", "slurm")
 AUTHENTICATE = ("on", "off")
 SOCKETS = ("auto", "unix", "tcp")
-_LARGEST_INTEGER = 2**63 - 1  # messages and checkpoints hold no larger one
+_LARGEST_INTEGER = 2**63 - 1  # the largest that messages and checkpoints can hold
 _LONGEST_S = 1_000_000_000  # 32 years: longer times overflow the system's clocks
 _NO_LIMITS = Limits()
 
 
 def problems_of_sizes(config: ExperimentConfig) -> Iterator[Problem]:
-    """Numbers of any field that are not finite, or larger than makes sense."""
+    """Numbers that are not finite, or larger than makes sense."""
     for path, value, entry in leaf_values(config):
         if not isinstance(value, int | float):
             continue
@@ -72,7 +73,7 @@ def problems_of_fields(config: ExperimentConfig) -> Iterator[Problem]:
         if not value or "/" in value or value in {".", ".."}:
             yield name, value, "must be a non-empty name without '/' (it names a folder and a key)"
     yield from _bad_roles(config)
-    replays = config.mode == "train_only"  # without prompts: what is trained on is recorded
+    replays = config.mode == "train_only"  # trains on a recording and needs no prompts
     for name, value in (("model_path", config.model_path), ("prompts.path", config.prompts.path)):
         if not value and not (replays and name == "prompts.path"):
             yield name, value, "is required"
@@ -88,7 +89,7 @@ def problems_of_fields(config: ExperimentConfig) -> Iterator[Problem]:
         for kind, spec in (("reward", task.reward), ("agent", task.agent), ("env", task.env)):
             if spec and ":" not in spec:
                 yield f"rollout.tasks.{name}.{kind}", spec, "write package.module:name or path/to/file.py:name"
-        if not (task.reward or task.env or task.agent):  # a ChatAgent may give its rewards itself
+        if not (task.reward or task.env or task.agent):  # a ChatAgent may compute its rewards itself
             yield f"rollout.tasks.{name}", task, "needs a reward function or an env"
         if name in REWARD_METRICS and len(config.rollout.tasks) > 1:
             yield f"rollout.tasks.{name}", task, f"choose another name: reward/{name} is a metric of all tasks together"
@@ -105,31 +106,31 @@ def _bad_network(config: ExperimentConfig) -> Iterator[Problem]:
         if getattr(network, name) and not network.tls_cert:
             yield f"network.{name}", getattr(network, name), "needs network.tls_cert"
     if network.sockets == "unix" and can_be_reached(config):
-        yield "network.sockets", "unix", "other machines take part in this run: use auto or tcp"
+        yield "network.sockets", "unix", "other machines take part in this run; use auto or tcp"
     if network.tls_cert and not authenticates(config):
         yield "network.tls_cert", network.tls_cert, "needs network.authenticate=on"
-    # The group's members meet at torch's TCPStore, the only rendezvous that SGLang's /init_weights_update_group takes: it answers
-    # whoever reaches its port. And gloo and NCCL ask nobody for a key.
+    # The members of the process group meet at torch's TCPStore, the only rendezvous that SGLang's /init_weights_update_group
+    # supports. It answers every client that reaches its port. Gloo and NCCL do not authenticate either.
     if config.weights.transport == "broadcast" and authenticates(config) and can_be_reached(config):
         yield (
             "weights.transport",
             "broadcast",
-            "cannot be authenticated, and other machines reach this run; use disk, or network.authenticate=off where nobody "
-            "else is in the network",
+            "cannot be authenticated, and other machines reach this run; use disk, or network.authenticate=off in a network "
+            "that you share with no one else",
         )
 
 
 def _bad_roles(config: ExperimentConfig) -> Iterator[Problem]:
-    """What critic, reference and reward model need."""
+    """Problems of critic, reference and reward model."""
     train = config.train
     critic, ref = train.critic, train.ref
     if critic is not None and not 0 <= critic.value_norm_beta < 1:
-        yield "train.critic.value_norm_beta", critic.value_norm_beta, "must be at least 0 and below 1: a decay"
+        yield "train.critic.value_norm_beta", critic.value_norm_beta, "must be at least 0 and below 1 (it is a decay)"
     if train.num_critic_only_steps and critic is None:
         yield (
             "train.num_critic_only_steps",
             train.num_critic_only_steps,
-            "there is no critic to train: set train.critic, e.g. train.critic.minibatches=4, or 0 here",
+            "there is no critic to train: set train.critic, e.g. train.critic.minibatches=4, or set this to 0",
         )
     if train.reward_model is not None and not train.reward_model.path:
         yield "train.reward_model.path", "", "is required: a model with one label; or leave train.reward_model out"
@@ -205,13 +206,13 @@ def _bad_numbers(config: ExperimentConfig) -> Iterator[Problem]:
             yield (
                 f"runtime.faults.{name}",
                 share,
-                "is a share of all messages, from 0 to 0.5: with more nothing would arrive",
+                "must be a share of all messages from 0 to 0.5; with more, messages would hardly arrive",
             )
     if config.manager.update_fraction > 1:
         yield (
             "manager.update_fraction",
             config.manager.update_fraction,
-            "must be at most 1: all servers at the same time",
+            "must be at most 1 (1: all servers at the same time)",
         )
     if not 0 < rollout.sampling.top_p <= 1:
         yield "rollout.sampling.top_p", rollout.sampling.top_p, "must be above 0 and at most 1 (1: no cut)"
@@ -228,14 +229,14 @@ def _bad_numbers(config: ExperimentConfig) -> Iterator[Problem]:
         yield (
             "rollout.sampling.temperature",
             rollout.sampling.temperature,
-            "must be above 0; rollout.sampling.greedy=true is greedy",
+            "must be above 0; for greedy sampling set rollout.sampling.greedy=true",
         )
     if config.generation.max_running_requests > config.generation.max_batch_tokens:
         running = config.generation.max_running_requests
         yield (
             "generation.max_running_requests",
             running,
-            "must be at most generation.max_batch_tokens: each needs a token a pass",
+            "must be at most generation.max_batch_tokens: each running request takes one token of every forward pass",
         )
     if config.eval.prompts is not None and not config.eval.modes:
         yield "eval.modes", [], "name sampled, greedy or both (or leave eval.prompts out: no evaluation)"
@@ -249,7 +250,7 @@ def one_of(value: object, allowed: Sequence[str]) -> str:
 
 
 def ppo_problems(ppo: PPOConfig) -> Iterator[Problem]:
-    """(field, value, remedy) of values for which the formulas of asyncrl/algorithms make no sense."""
+    """Values for which the formulas of asyncrl/algorithms are undefined."""
     for name, allowed in (
         ("policy_loss", ("clip", "cispo")),
         ("importance_level", ("token", "sequence")),
@@ -280,29 +281,29 @@ def ppo_problems(ppo: PPOConfig) -> Iterator[Problem]:
     if floor is not None and cap is not None and floor >= cap:
         yield "behav_imp_weight_floor", floor, f"must be below behav_imp_weight_cap={cap:g}"
     if ppo.c_clip is not None and ppo.policy_loss == "cispo":
-        yield "c_clip", ppo.c_clip, "is for policy_loss=clip; set it to null"
+        yield "c_clip", ppo.c_clip, "applies to policy_loss=clip only; set it to null"
     if ppo.minibatches < 1:
         yield "minibatches", ppo.minibatches, "must be at least 1"
     if ppo.use_decoupled_loss and ppo.recompute_logprob:
-        yield "recompute_logprob", True, "is for the naive loss; set use_decoupled_loss=false"
+        yield "recompute_logprob", True, "applies to the naive loss only; set use_decoupled_loss=false"
     if ppo.kl_adaptive and ppo.kl_in == "loss":
-        yield "kl_adaptive", True, "is for kl_in=reward: in the loss the coefficient is fixed"
+        yield "kl_adaptive", True, "applies to kl_in=reward only: in the loss the coefficient is fixed; set it to false"
     if ppo.loss_normalization == "constant" and ppo.loss_length < 1:
         yield (
             "loss_length",
             ppo.loss_length,
-            "is what loss_normalization=constant divides by: the longest response, in tokens",
+            "must be the length of the longest response in tokens: loss_normalization=constant divides by it",
         )
     if ppo.overlong_penalty < 0:
         yield "overlong_penalty", ppo.overlong_penalty, "must not be negative; 0 switches it off"
     if ppo.overlong_penalty > 0 and ppo.overlong_length < 1:
         yield "overlong_length", ppo.overlong_length, "must be at least 1, such as rollout.sampling.max_new_tokens"
     if not 0 < ppo.overlong_buffer <= 1:
-        yield "overlong_buffer", ppo.overlong_buffer, "must be above 0 and at most 1: a share of overlong_length"
+        yield "overlong_buffer", ppo.overlong_buffer, "must be above 0 and at most 1 (a share of overlong_length)"
 
 
 def _bad_algorithm(config: ExperimentConfig) -> Iterator[Problem]:
-    """The algorithm by itself, and with what it needs."""
+    """Problems of the loss, and of the fields that it depends on."""
     ppo = config.train.ppo
     for name, value, remedy in ppo_problems(ppo):
         yield f"train.ppo.{name}", value, remedy
@@ -315,7 +316,7 @@ def _bad_algorithm(config: ExperimentConfig) -> Iterator[Problem]:
             f"a group of one has no advantage; use {instead}, or rollout.group_size > 1",
         )
     if judges_by_group(ppo) and config.train.critic is not None:
-        remedy = "does without values; with train.critic use train.ppo.baseline=none and train.ppo.advantage_norm=batch or none"
+        remedy = "does not use values; with train.critic use train.ppo.baseline=none and train.ppo.advantage_norm=batch or none"
         yield f"train.ppo.{name}", choice, remedy
     if config.rollout.reject_equal_rewards and config.rollout.group_size == 1:
         yield "rollout.reject_equal_rewards", True, "would reject every group of one; use rollout.group_size > 1"
@@ -323,17 +324,17 @@ def _bad_algorithm(config: ExperimentConfig) -> Iterator[Problem]:
         yield (
             "rollout.reject_equal_rewards",
             True,
-            "sees the rewards of functions only; with train.reward_model set it to false",
+            "compares the rewards of reward functions only; with train.reward_model set it to false",
         )
 
 
 def _bad_modes(config: ExperimentConfig) -> Iterator[Problem]:
-    """What one mode needs and another has no use for."""
+    """Fields that the mode requires or does not support."""
     replay = config.replay
     if config.mode == "sync":
         yield from _bad_sync(config)
     if config.recover == "required" and config.mode not in RECOVERABLE_MODES:
-        yield "recover", config.recover, f"mode={config.mode} writes no checkpoints; use auto, which begins it anew"
+        yield "recover", config.recover, f"mode={config.mode} writes no checkpoints; use auto, which begins anew"
     if config.mode == "train_only":
         if not replay.path:
             yield "replay.path", "", "is required with mode=train_only: a run that recorded trajectories"
@@ -345,7 +346,7 @@ def _bad_modes(config: ExperimentConfig) -> Iterator[Problem]:
             )
     elif replay.path or replay.first_step:
         name, value = ("replay.path", replay.path) if replay.path else ("replay.first_step", replay.first_step)
-        yield name, value, f"is read with mode=train_only only, this is mode={config.mode}"
+        yield name, value, f"is used with mode=train_only only; this is mode={config.mode}"
     if config.mode != "async" and config.weights.transport == "broadcast":
         yield (
             "weights.transport",
@@ -367,7 +368,7 @@ def _bad_modes(config: ExperimentConfig) -> Iterator[Problem]:
         yield (
             "weights.verify_logprobs",
             True,
-            "SGLang scores nothing while its requests stand still; use another generation.interrupt than in_place",
+            "SGLang cannot score text while its requests are paused; use another generation.interrupt than in_place",
         )
     if config.mode == "rollout_only" and config.train.target_reward is not None:
         yield (
@@ -378,12 +379,12 @@ def _bad_modes(config: ExperimentConfig) -> Iterator[Problem]:
 
 
 def _bad_cluster(config: ExperimentConfig) -> Iterator[Problem]:
-    """What more than one host needs."""
+    """Problems of runs on more than one host."""
     hosts = config.hosts
     if config.cluster == "hosts" and not hosts:
-        yield "hosts", [], "name the hosts, this one among them: hosts=[node1,node2]; or use cluster=local"
+        yield "hosts", [], "name the hosts, including this one: hosts=[node1,node2]; or use cluster=local"
     if config.cluster == "local" and hosts:
-        yield "hosts", hosts, "is for cluster=hosts; add that, or leave hosts out"
+        yield "hosts", hosts, "applies to cluster=hosts only; set that, or leave hosts out"
     slurm = config.slurm
     for name, value in (
         *((f"slurm.options[{at}]", option) for at, option in enumerate(slurm.options)),
@@ -396,23 +397,28 @@ def _bad_cluster(config: ExperimentConfig) -> Iterator[Problem]:
         if any(character.isspace() for character in getattr(slurm, name)):
             yield f"slurm.{name}", getattr(slurm, name), "must not have blanks"
     if not slurm.cpu_nodes and (slurm.cpu_partition or slurm.cpu_cpus_per_node or slurm.cpu_options):
-        yield "slurm.cpu_nodes", 0, "the other slurm.cpu_... fields are of a heterogeneous job: give it CPU nodes"
+        yield "slurm.cpu_nodes", 0, "must be at least 1 if other slurm.cpu_... fields are set (a heterogeneous job)"
     for host in hosts:
         if not host or "/" in host or any(character.isspace() for character in host):
             yield "hosts", hosts, f"{host!r} is neither a name nor an address of a host"
     for host in sorted({host for host in hosts if hosts.count(host) > 1}):
         yield "hosts", hosts, f"{host} is named twice"
     if config.cluster != "local" and config.debug.leave_out:
-        yield "debug.leave_out", config.debug.leave_out, f"is for cluster=local; this is cluster={config.cluster}"
+        yield (
+            "debug.leave_out",
+            config.debug.leave_out,
+            f"works with cluster=local only; this is cluster={config.cluster}",
+        )
 
 
 def _bad_sync(config: ExperimentConfig) -> Iterator[Problem]:
-    """What takes rollout workers."""
+    """Fields that need rollout workers."""
     for name, task in config.rollout.tasks.items():
         for kind, spec in (("agent", task.agent), ("env", task.env)):
             if spec:
                 remedy = (
-                    f"mode=sync has tasks of one response and a reward function: name rollout.tasks.{name}.reward alone"
+                    f"mode=sync supports only tasks of one response with a reward function: set only "
+                    f"rollout.tasks.{name}.reward"
                 )
                 yield f"rollout.tasks.{name}.{kind}", spec, f"{remedy}, or use mode=async"
     if config.train.wait_for_full_lag:
@@ -420,15 +426,15 @@ def _bad_sync(config: ExperimentConfig) -> Iterator[Problem]:
 
 
 def _deadlocks(config: ExperimentConfig) -> Iterator[Problem]:
-    """Settings under which a batch could never be full."""
+    """Settings under which a batch could never be full, or only slowly."""
     manager, batch_size = config.manager, config.train.batch_size
     has_manager = config.mode != "sync"
     if has_manager and 0 < manager.max_concurrent_rollouts < batch_size and manager.max_head_offpolicyness == 0:
-        # with eta = 0 this is slow, not stuck: tickets finish and free their slot; named because it is never meant
+        # With eta = 0 this is slow, not a deadlock: tickets finish and free their slots. But it is never intended.
         yield (
             "manager.max_concurrent_rollouts",
             manager.max_concurrent_rollouts,
-            f"is below train.batch_size={batch_size}: generation would idle; use 0 (no bound but staleness) or >= {batch_size}",
+            f"is below train.batch_size={batch_size}: generation would idle; use 0 (only eta bounds it) or >= {batch_size}",
         )
     if has_manager and manager.heartbeat_s * 2 >= manager.lease_s:
         yield "manager.lease_s", manager.lease_s, f"must be more than twice manager.heartbeat_s={manager.heartbeat_s}"

@@ -1,1 +1,1 @@
-"""Tools for tests and small tasks. `tiny`, `warm_start` and `chat_model` keep names and arguments within a major version."""
+"""Tools for tests and small tasks. The API of `tiny`, `warm_start` and `chat_model` is stable within a major version."""

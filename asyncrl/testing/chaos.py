@@ -1,4 +1,4 @@
-"""Whole runs under fire: a small run that learns something, cells of (target, signal, phase), and what must hold at its end.
+"""Chaos tests of whole runs: a small run that learns, faults given by cells of (target, signal, phase), and checks at its end.
 
 config = make_chaos_run(folder)
 with ChaosRun(config, f"fileroot={folder}") as run:
@@ -6,9 +6,8 @@ with ChaosRun(config, f"fileroot={folder}") as run:
         assert not run.strike(cell).problem
     assert run.finish().problems == []
 
-The task: say nothing but 7. A policy that begins at random is rewarded 0.02, after 50 steps of 8 prompts 0.9 and more, if it
-is trained on what it should be. Rewards take their time as long as there are cells to come (`_PACE`), so that the run does not end
-before them.
+The task: answer with the digit 7 only. A random policy has a reward of 0.02. After 50 steps of 8 prompts it is at least 0.9 if
+training is correct. The reward function is slow while cells remain (`_PACE`), so that the run does not end before them.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from asyncrl.testing.runs import (
 from asyncrl.weights.lineage import audit
 
 STEPS, BATCH, GROUP, ETA = 60, 8, 4, 2
-REWARD_BAR = 0.8  # mean of the last steps; a policy that learned nothing has 0.02
-LAUNCHER_LIMIT_S = 10.0  # everything ends so soon after its launcher
+REWARD_BAR = 0.8  # least mean reward of the last steps; a policy that learned nothing has 0.02
+LAUNCHER_LIMIT_S = 10.0  # all processes end within this time after their launcher
 
 _LAST_STEPS = 5
-_STEP_LIMIT_S = 120.0  # until the run trains again
+_STEP_LIMIT_S = 120.0  # limit until the run trains again after a fault
 _START_LIMIT_S = 180.0
 _END_LIMIT_S = 300.0
 
@@ -72,7 +71,7 @@ def reward(prompt, completion, answer):
 
 
 def make_chaos_run(folder: Path, *, steps: int = STEPS) -> Path:
-    """A config of the small run, with its model, prompts and reward beside it. Takes some seconds."""
+    """Write the config of the small run, its model, prompts and reward function. Takes some seconds."""
     from omegaconf import OmegaConf
 
     tiny = make_tiny_run(folder)
@@ -98,13 +97,13 @@ class Cell:
 
 @dataclass
 class Outcome:
-    """What became of it."""
+    """The result of a cell."""
 
     cell: Cell
-    name: str = ""  # of the process that was struck
+    name: str = ""  # of the struck process
     in_phase: bool = False
-    back_s: float | None = None  # until another process had its name; None: it lived
-    useful_s: float | None = None  # until the run had trained a further step
+    back_s: float | None = None  # seconds until another process had its name; None: it survived
+    useful_s: float | None = None  # seconds until the run had trained a further step
     problem: str = ""
 
 
@@ -118,7 +117,7 @@ class Report:
 
 
 class ChaosRun:
-    """A run, struck cell by cell. Leaving the `with` block kills what is left of it."""
+    """A run that gets its faults cell by cell. Leaving the `with` block kills all remaining processes."""
 
     def __init__(
         self, config: Path, *overrides: str, env: Mapping[str, str] | None = None, clock: Clock = SYSTEM_CLOCK
@@ -134,15 +133,15 @@ class ChaosRun:
 
     @property
     def handle(self) -> RunHandle:
-        """The present launcher."""
+        """The current launcher."""
         return self._handles[-1]
 
     def wait_for_step(self) -> None:
-        """Until it has trained, so that every process has worked."""
+        """Wait until the run has trained, so that every process has worked."""
         self.handle.wait_for_step(2, _START_LIMIT_S)
 
     def strike(self, cell: Cell) -> Outcome:
-        """One fault; then wait until the process is back, and the run trains."""
+        """Inject one fault; then wait until the process is back and the run trains."""
         if self._injector is None:
             self.wait_for_step()
             self._injector = Injector(self.run_dir, clock=self._clock)
@@ -154,7 +153,7 @@ class ChaosRun:
         return outcome
 
     def finish(self) -> Report:
-        """Let it run to its end, and look at what it leaves."""
+        """Let the run complete, and check its results."""
         if self._injector is not None:
             self._injector.close()
             self._injector = None
@@ -170,7 +169,7 @@ class ChaosRun:
         steps = train_steps(self.run_dir)
         report.reward = sum(step["reward/mean"] for step in steps[-_LAST_STEPS:]) / max(1, len(steps[-_LAST_STEPS:]))
         if report.reward < REWARD_BAR:
-            report.problems.append(f"the last rewards are {report.reward:.2f}; what is trained right has {REWARD_BAR}")
+            report.problems.append(f"the last rewards are {report.reward:.2f}; correct training gives {REWARD_BAR}")
         report.problems.extend(problems_of(self.run_dir, max_head_offpolicyness(self.config)))
         return report
 
@@ -191,7 +190,7 @@ class ChaosRun:
     # ------------------------------------------------------------------------------------------------------------- inside
 
     def _strike(self, injector: Injector, cell: Cell, outcome: Outcome) -> None:
-        assert self.handle.popen.poll() is None, f"the run is over before {cell}: it needs more steps"
+        assert self.handle.popen.poll() is None, f"the run ended before {cell}: it needs more steps"
         fault = Fault(
             number=self._number, kind=cell.kind, target=cell.target, at=0.0, phase=cell.phase, stop_s=cell.stop_s
         )
@@ -218,7 +217,7 @@ class ChaosRun:
         self.handle.wait_until(turn, what, _STEP_LIMIT_S)
 
     def _resume_after(self, struck: float) -> None:
-        """The launcher is gone: all else goes with it, and `resume` goes on."""
+        """After the launcher's death: check that all processes end, then continue with `resume`."""
         self.handle.wait(LAUNCHER_LIMIT_S + 10.0)
         assert_nothing_left(self.run_dir, within_s=max(0.0, struck + LAUNCHER_LIMIT_S - self._clock.time()))
         command = [sys.executable, "-m", "asyncrl.cli.main", "resume", str(self.run_dir)]
@@ -226,10 +225,10 @@ class ChaosRun:
 
 
 def problems_of(run_dir: Path, eta: int) -> list[str]:
-    """What the journals of a run say against it: the audit, and off-policyness."""
+    """Problems in the journals of a run: those of the audit, and too much off-policyness."""
     audited = audit(run_dir)
     found = [*audited.problems, *(() if audited.complete else ("the journal has no end of the run",))]
     worst = max((step["offpolicy/head_max"] for step in train_steps(run_dir)), default=0.0)
     if worst > eta:
-        found.append(f"off-policyness came to {worst:g}, manager.max_head_offpolicyness is {eta}")
+        found.append(f"off-policyness reached {worst:g}, but manager.max_head_offpolicyness is {eta}")
     return found

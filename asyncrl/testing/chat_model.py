@@ -1,7 +1,7 @@
 """Small chat models (public): a BPE tokenizer with a chat template, a tiny model, a supervised warm start (warm_start.py).
 
-The result is a folder as `save_pretrained` writes it; any other such folder will do for a run. Names and arguments stay as they
-are within a major version.
+The result is a folder written by `save_pretrained`; a run accepts any other such folder too. The API is stable within a major
+version.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def assistant(content: str) -> Message:
 
 
 def make_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE trained on the texts. Digits stay apart, so that numbers can be computed with; any text can be encoded."""
+    """Byte-level BPE trained on the texts. Each digit is one token, which makes arithmetic learnable. Any text can be encoded."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -66,7 +66,7 @@ def make_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizer
 
 
 def render(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message]) -> str:
-    """What the model sees of a conversation in which it is its turn: what `prompts.chat_template: true` makes of a line."""
+    """The prompt text for the model's turn in a conversation, as `prompts.chat_template: true` renders a line."""
     return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
 
 
@@ -80,7 +80,7 @@ def make_model(
     seed: int,
     clock: Clock = SYSTEM_CLOCK,
 ) -> None:
-    """Warm-start a model on the recipe's demonstrations, write it to out/model, and say how good it is."""
+    """Warm-start a model on the recipe's demonstrations, write it to out/model, and print its rewards."""
     started = clock.monotonic()
     model = make_tiny_model(
         None, architecture, tokenizer=tokenizer, hidden_size=64, max_positions=max_positions, seed=seed
@@ -96,7 +96,7 @@ def make_model(
 
 
 def read_lines(path: Path) -> Iterator[dict[str, str]]:
-    """Lines end at a newline byte and nowhere else: str.splitlines would cut the questions of GSM8K that hold a U+2028."""
+    """Read a JSONL file. Split lines at newline bytes only: str.splitlines would also split GSM8K questions at U+2028."""
     for line in path.read_bytes().split(b"\n"):
         if line.strip():
             yield msgspec.json.decode(line)

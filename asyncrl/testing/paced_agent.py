@@ -1,4 +1,4 @@
-"""What rollout workers run where a paced engine generates (paced_engine.py): an agent and a reward of the kind that users write."""
+"""Agent and reward function for runs with a paced engine (paced_engine.py), written like those of a user."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from asyncrl.data.sequence import SequenceSample
 from asyncrl.rewards.trajectory import Episode, build_sample
 from asyncrl.rollout.agent import ActQueue, Agent, Env, ObsQueue
 
-FIRST_MEMBER = 2  # token id of the first member: those before are EOS and what the engine emits
+FIRST_MEMBER = 2  # token id of the first member; lower ids are EOS and the engine's filler
 
 
 class MemberAgent(Agent):
-    """One response a member; each member's prompt ends in a token of its own, which draws the length of its response."""
+    """One response per member. Each member's prompt ends with its own token, which determines the length of its response."""
 
     async def collect_trajectory(
         self, prompt: Prompt, env: Env, obs_queue: ObsQueue, act_queue: ActQueue
@@ -27,5 +27,5 @@ class MemberAgent(Agent):
 
 
 async def reward(prompt: str, completion: str, answer: object) -> float:
-    """Paid for the length, so that rewards differ."""
+    """The reward is the length, so that rewards differ."""
     return float(len(completion))

@@ -1,10 +1,10 @@
 """A generation engine that computes nothing: it emits tokens at a fixed rate in each of a fixed number of slots.
 
-For benchmarks and tests of everything around generation. Its queue is that of all engines (generation/queueing.py), and it is
-honest about what the others rely on: weight versions verified by their manifest, every way of pausing, prefixes resumed where they
-broke off, the version of every token.
-How long a response gets depends on its prompt alone (`LongTail`), however often it is interrupted and wherever it goes on. Nothing
-is charged for reading a prompt, or a prefix again.
+For benchmarks and tests of everything around generation. It uses the queue of all engines (generation/queueing.py), and implements
+everything that other processes rely on: verification of weight versions by their manifest, all pause modes, resuming of prefixes,
+and the version of every token.
+The length of a response depends only on its prompt (`LongTail`), however often it is interrupted and on whichever server it
+resumes. Prefill of a prompt or prefix takes no time.
 """
 
 from __future__ import annotations
@@ -35,23 +35,24 @@ from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.trace import OFF
 from asyncrl.weights.versions import WeightsError, verify_version
 
-EOS, FILLER = 0, 1  # token ids: the last of a response, and all others
+EOS, FILLER = 0, 1  # token ids: the last token of a response, and all others
 _LOGPROB = -1.0
-_LOWEST, _HIGHEST = 5, 300  # starts of the long-tail task
+_LOWEST, _HIGHEST = 5, 300  # range of the starting numbers of the long-tail task
 
 
 @dataclass(frozen=True)
 class LongTail:
     """Response lengths of the long-tail task (examples/long_tail), drawn by a seeded hash: mean 24, median 10, some over 100.
 
-    A prompt's last token tells the members of its group apart: the rest draws a length, of which each member gets 0.5 to 1.5.
+    A prompt's last token identifies the member of its group. The other tokens draw a length; each member's length is 0.5 to 1.5
+    times that.
     """
 
     seed: int
-    prompt_tokens: int  # in a prompt, the member's token included
+    prompt_tokens: int  # in a prompt, including the member's token
 
     def length(self, input_ids: Sequence[int]) -> int:
-        """Tokens of the whole response, EOS included, to a prompt that may be followed by a part of its response."""
+        """Tokens of the whole response, including EOS. input_ids: the prompt, and perhaps a part of the response."""
         prompt = np.asarray(input_ids[: self.prompt_tokens], np.int64)
         start = math.exp(math.log(_LOWEST) + self._uniform(prompt[:-1]) * math.log((_HIGHEST + 1) / _LOWEST))
         return max(1, round(_descent_tokens(int(start)) * (0.5 + self._uniform(prompt))))
@@ -62,7 +63,7 @@ class LongTail:
 
 @cache
 def _descent_tokens(start: int) -> int:
-    """Characters of `270;261;...;9;0` for 280 (from each number its digit sum is subtracted), and EOS."""
+    """Characters of `270;261;...;9;0` for 280 (each number minus its digit sum gives the next), plus EOS."""
     count = 0
     while start > 0:
         start -= sum(map(int, str(start)))
@@ -72,26 +73,26 @@ def _descent_tokens(start: int) -> int:
 
 @dataclass(eq=False, slots=True)
 class _Paced(Pending):
-    """In flight. While it runs, it has had `done` tokens at `begun`, and one more each 1 / tokens_per_s after that."""
+    """A request in flight. While it runs, it had `done` tokens at time `begun`, and gets another every 1 / tokens_per_s seconds."""
 
     total: int = 0  # tokens of this answer
-    is_cut: bool = False  # by max_new_tokens
+    is_cut: bool = False  # max_new_tokens truncates the response
     done: int = 0
     begun: float = 0.0
     timer: asyncio.TimerHandle | None = None
-    num_told: int = 0  # tokens that on_tokens has heard of
+    num_told: int = 0  # tokens reported to on_tokens
 
     @property
     def ends(self) -> FinishReason:
-        """If nothing interrupts it."""
+        """The finish reason, if nothing interrupts it."""
         return FinishReason(type="length", length=self.total) if self.is_cut else FinishReason(type="stop", matched=EOS)
 
 
 class PacedEngine(QueueingEngine[_Paced]):
-    """config.max_running_requests responses at a time, each at tokens_per_s; a load takes load_s beside the verification. All on
-    the event loop.
+    """Runs config.max_running_requests responses at a time, each at tokens_per_s. A load takes load_s plus the verification.
+    Everything except the verification runs on the event loop.
 
-    on_tokens(count, version) is told of new tokens whenever something ends, and by `tell_tokens`.
+    It calls on_tokens(count, version) for new tokens whenever a response ends, and in `tell_tokens`.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class PacedEngine(QueueingEngine[_Paced]):
     ) -> None:
         super().__init__("", config, eos_token_ids=(EOS,), on_tokens=on_tokens, trace=OFF, clock=clock)
         self._tail, self._load_s, self._verify = tail, load_s, verify
-        self.tokens_per_s = tokens_per_s  # may be changed while it is paused
+        self.tokens_per_s = tokens_per_s  # may be changed while the engine is paused
         self._keys = itertools.count()
         self._stands_still = False
 
@@ -122,7 +123,7 @@ class PacedEngine(QueueingEngine[_Paced]):
 
     def _check(self, request: EngineRequest) -> None:
         if len(request.input_ids) < self._tail.prompt_tokens or request.params.max_new_tokens < 1:
-            raise RequestRefused(f"prompts have {self._tail.prompt_tokens} tokens here, responses at least one")
+            raise RequestRefused(f"prompts must have {self._tail.prompt_tokens} tokens here, responses at least one")
 
     def _make(self, request: EngineRequest, since: float, future: asyncio.Future[Generated]) -> _Paced:
         missing = self._tail.length(request.input_ids) - (len(request.input_ids) - self._tail.prompt_tokens)
@@ -138,7 +139,7 @@ class PacedEngine(QueueingEngine[_Paced]):
         pending.timer = self._loop.call_at(due, self._end, pending)
 
     def _halt(self, pending: _Paced) -> None:
-        """It has so many tokens now, and gets no more until `_begin`."""
+        """Stop the response at its current number of tokens until `_begin`."""
         pending.done = self._num_tokens(pending)
         self._tell(pending)
         if pending.timer is not None:
@@ -152,7 +153,7 @@ class PacedEngine(QueueingEngine[_Paced]):
         return min(pending.total, pending.done + new)
 
     def _end(self, pending: _Paced) -> None:
-        """Its last token is due."""
+        """Answer a response whose last token is due."""
         pending.done = pending.total
         pending.timer = None
         self._answer(pending, pending.ends)
@@ -166,7 +167,7 @@ class PacedEngine(QueueingEngine[_Paced]):
         super()._stopped(pending)
 
     def _answer(self, pending: _Paced, finish: FinishReason) -> None:
-        """With the tokens that it has."""
+        """Answer with the tokens so far."""
         self._forget(pending)
         self._close_span(pending)
         if pending.done == pending.total:
@@ -178,7 +179,7 @@ class PacedEngine(QueueingEngine[_Paced]):
         super()._answer(pending, finish)
 
     def _close_span(self, pending: _Paced) -> None:
-        """What came after the last span was sampled by the version that is served."""
+        """Add a span for the tokens since the last one: the served version sampled them."""
         start = pending.spans[-1].end if pending.spans else 0
         if pending.done > start:
             pending.spans.append(VersionSpan(version=str(self._version), start=start, end=pending.done))
@@ -211,7 +212,7 @@ class PacedEngine(QueueingEngine[_Paced]):
             self._abort(running)
         elif mode == "wait":
             await self._until_idle()
-        else:  # the difference is the KV cache, which is not here
+        else:  # the other modes differ in the KV cache only, which does not exist here
             self._stands_still = True
             for pending in running:
                 self._halt(pending)
@@ -228,7 +229,7 @@ class PacedEngine(QueueingEngine[_Paced]):
     # ------------------------------------------------------------------------------------------------------- weights
 
     async def verify_ahead(self, path: Path, version: WeightVersion) -> None:
-        """load_weights checks the files."""
+        """Nothing to do: load_weights verifies the files."""
 
     async def load_weights(self, path: Path, version: WeightVersion, *, abort_running: bool = False) -> int:
         async with self._update_lock:
@@ -257,7 +258,7 @@ class PacedEngine(QueueingEngine[_Paced]):
     # --------------------------------------------------------------------------------------------------------- watch
 
     def tell_tokens(self) -> None:
-        """Tell on_tokens of what was emitted since it was last told."""
+        """Report the tokens emitted since the last report to on_tokens."""
         for pending in self._running.values():
             self._tell(pending)
 

@@ -1,11 +1,11 @@
-"""Runs in which generation and training keep a pace instead of computing, to time what lies between them.
+"""Runs in which generation and training keep a fixed pace instead of computing, to time everything between them.
 
 pace = Pace(...)
 config = make_paced_run(folder, num_prompts=1000, group_size=4, ...)
 with launch_paced(config, pace, "manager.max_head_offpolicyness=4") as run:
     run.wait(60)
 
-It is the real launcher: the paced processes (paced_workers.py) are those that it leaves to somebody else (debug.leave_out).
+The launcher is the real one. It leaves out the paced processes (debug.leave_out), and this module starts them (paced_workers.py).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from asyncrl.testing.runs import RunHandle, launch
 from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer
 
 PROMPT_DIGITS = 6
-PROMPT_TOKENS = PROMPT_DIGITS + 1  # and the member's
+PROMPT_TOKENS = PROMPT_DIGITS + 1  # including the member's token
 _START_LIMIT_S = 180.0  # of each process, on a busy machine
 _STOP_LIMIT_S = 60.0
 
 _CONFIG = """\
-# Generation and training keep a pace and compute nothing; what is between them is real.
+# Generation and training keep a fixed pace and compute nothing; everything between them is real.
 experiment: paced
 fileroot: {folder}/runs
 allocation: transformers.d{servers}p1m1+d1p1m1
@@ -68,7 +68,7 @@ def make_paced_run(
     rollout_workers: int = 2,
     weight_bytes: int = 1_000_000,
 ) -> Path:
-    """A config, with prompts and what passes for a model beside it. slots: of one server."""
+    """Write a config, prompts and a placeholder for a model. slots: of one server. Return the config's path."""
     model = folder / "model"
     model.mkdir(parents=True)
     make_char_tokenizer(model)
@@ -98,7 +98,7 @@ def _save_weights(file: Path, num_bytes: int) -> None:
 
 
 def response_lengths(seed: int, positions: range, group_size: int) -> list[list[int]]:
-    """Response lengths of the groups of these prompts, as the engines will have them."""
+    """Response lengths of the groups of these prompts, as the engines will generate them."""
     tail = LongTail(seed, PROMPT_TOKENS)
     digits = [1 + ALPHABET.index(digit) for digit in "0123456789"]  # 0 is EOS
     return [
@@ -112,7 +112,7 @@ def response_lengths(seed: int, positions: range, group_size: int) -> list[list[
 
 @contextlib.contextmanager
 def launch_paced(config_path: Path, pace: Pace, *overrides: str) -> Iterator[RunHandle]:
-    """`asyncrl-launch run` with paced servers and trainer. Leaving the block kills what is left of all of them."""
+    """Start `asyncrl-launch run` with paced servers and trainer. Leaving the block kills all remaining processes."""
     allocation = Allocation.parse(load_experiment(config_path, overrides).allocation)
     names = [*(f"generation_server/{index}" for index in range(allocation.num_servers)), "model_worker/0"]
     started: list[subprocess.Popen[bytes]] = []

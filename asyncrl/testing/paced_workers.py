@@ -1,9 +1,9 @@
-"""A generation server and a trainer that keep a pace and compute nothing: what stands in their place in a run that is to be timed.
+"""Stand-ins for generation server and trainer that keep a fixed pace and compute nothing, for timing the rest of a run.
 
     python -m asyncrl.testing.paced_workers CONFIG_OF_PROCESS PACE_AS_JSON
 
-Everything else of the run is real: launcher, name resolve, manager, master, rollout workers, both streams, the HTTP protocol of
-the servers, weight versions on disk and their verification. paced_run.py starts these two where a run leaves them out.
+The rest of the run is real: launcher, name resolve, manager, master, rollout workers, both streams, the HTTP protocol of the
+servers, weight versions on disk and their verification. paced_run.py starts these two in a run with debug.leave_out.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from asyncrl.testing.paced_engine import LongTail, PacedEngine
 from asyncrl.weights.versions import publish_folder
 
 _FLUSH_EVERY = 10  # buckets of the journal
-_LAST_WORDS_S = 0.2  # between the answer to a call that failed and the end of the worker
+_LAST_WORDS_S = 0.2  # between the error reply to a call and the end of the worker
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """How fast generation and training are; how many slots a server has says generation.max_running_requests."""
+    """Speed of generation and training. generation.max_running_requests is the number of slots of a server."""
 
-    tokens_per_s: float  # of a slot
-    step_s: float  # of a train step
-    load_s: float = 0.0  # of a server's load of new weights, beside their verification
+    tokens_per_s: float  # of one slot
+    step_s: float  # of one train step
+    load_s: float = 0.0  # of a server's load of new weights, in addition to their verification
     seed: int = 1  # of the response lengths
-    prompt_tokens: int  # in a prompt, with the token of the group's member
+    prompt_tokens: int  # in a prompt, including the token of the group's member
 
 
 class PacedServer(Worker):
     """A generation server whose engine is a PacedEngine.
 
-    consumes: prompts, weight versions.  produces: tokens, the journal of when they came.  waits for: the clock only.
+    consumes: prompts, weight versions.  produces: tokens, and a journal of their times.  waits for: the clock only.
     """
 
     def __init__(self, config: GenerationServerConfig, pace: Pace, system: System | None = None) -> None:
@@ -94,7 +94,7 @@ class PacedServer(Worker):
 
 
 class PacedTrainer(Worker):
-    """The only head and the only rank of a run: takes trajectories in for real, sleeps for a train step, publishes weights.
+    """The only head and the only rank of a run: receives trajectories like a real one, sleeps for a train step, publishes weights.
 
     consumes: trajectories, calls (from the master, in order).  produces: metadata, weight versions (the initial weights again).
     waits for: the next call; inside a train step for the clock.  unblocked by: the master.
@@ -138,11 +138,11 @@ class PacedTrainer(Worker):
         await self._work(server, receiver)
 
     async def _work(self, server: NameResolvingReplyServer, receiver: TrajectoryReceiver) -> None:
-        """Execute calls in order, for ever; weights are written beside what follows."""
+        """Execute calls in order, forever. Weights are written in parallel to the next calls."""
         while True:
             call = await server.receive()
             self.board.progress()
-            # of a model for the user, which has no version, there is nothing to write
+            # a model for the user has no version; there is nothing to write
             if isinstance(call.body, CommitWeights) and call.body.weight_version:
                 self.tasks.spawn(self._write(call, call.body), "write")
             else:
@@ -164,7 +164,7 @@ class PacedTrainer(Worker):
             return CallResult()
         mfc = self._mfcs[body.mfc]
         if missing := [ticket for ticket in body.ids if ticket not in receiver.store]:
-            raise RuntimeError(f"MFC {mfc.name!r}: {missing[:5]} are not here; master and head disagree")
+            raise RuntimeError(f"MFC {mfc.name!r}: this head does not have {missing[:5]}; master and head disagree")
         if mfc.kind == "train_step":
             await asyncio.sleep(self._step_s)
         return CallResult(ids=list(body.ids), keys=list(mfc.output_keys), seconds=self.system.clock.monotonic() - start)
@@ -179,7 +179,7 @@ class PacedTrainer(Worker):
 
 
 def make_worker(config: ProcessConfig, pace: Pace) -> Worker:
-    """The stand-in for the process of this config."""
+    """The stand-in for the process with this config."""
     if isinstance(config, GenerationServerConfig):
         return PacedServer(config, pace)
     if isinstance(config, ModelWorkerConfig):

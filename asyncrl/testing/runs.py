@@ -1,4 +1,4 @@
-"""Whole runs as tests see them: launched in a process of their own, watched through the files and processes they make.
+"""Whole runs for tests: launch them in a process of their own, and observe their files and processes.
 
 with launch("config.yaml", f"fileroot={tmp_path}") as run:
     run.wait_for_step(2, limit_s=120)
@@ -32,12 +32,12 @@ from asyncrl.runtime.metrics import METRICS_FILE, read_json_lines
 
 T = TypeVar("T")
 
-_LAUNCHED_ENV = "ASYNCRL_LAUNCHED_RUN_DIR"  # the launcher of a test has it too, unlike RUN_DIR_ENV
+_LAUNCHED_ENV = "ASYNCRL_LAUNCHED_RUN_DIR"  # unlike RUN_DIR_ENV it is also set for the launcher of a test
 _POLL_S = 0.05
 
 
 class RunHandle:
-    """A launcher in a process group of its own, as in a terminal. Leaving the `with` block kills what is left of the run."""
+    """A launcher in its own process group, as in a terminal. Leaving the `with` block kills all remaining processes of the run."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class RunHandle:
     ) -> None:
         self.run_dir, self._clock = run_dir, clock
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
-        self._printed = ""  # the whole output, once that is closed
+        self._printed = ""  # the whole output, after `_output` is closed
         self.popen = subprocess.Popen(
             command,
             cwd=cwd,
@@ -61,40 +61,40 @@ class RunHandle:
         )
 
     def output(self) -> str:
-        """What the launcher has printed so far, stdout and stderr."""
+        """The launcher's output so far, stdout and stderr."""
         if self._output.closed:
             return self._printed
         size = os.fstat(self._output.fileno()).st_size
         return os.pread(self._output.fileno(), size, 0).decode(errors="replace")
 
     def wait(self, timeout: float) -> int:
-        """Exit code of the launcher (-N: killed by signal N). Past the timeout an AssertionError with its output."""
+        """Wait for the launcher's exit code (-N: killed by signal N). After the timeout raise AssertionError with its output."""
         try:
             return self.popen.wait(timeout)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"the run has not ended within {timeout:g} s; it printed:\n{self.output()}") from None
+            raise AssertionError(f"the run did not end within {timeout:g} s; it printed:\n{self.output()}") from None
 
     def signal(self, number: int, *, group: bool = False) -> None:
-        """Send a signal to the launcher, or as a terminal does to its whole process group."""
+        """Send a signal to the launcher. group: to its whole process group, as a terminal does."""
         if group:
             os.killpg(self.popen.pid, number)
         else:
             self.popen.send_signal(number)
 
     def wait_until(self, condition: Callable[[], T], what: str, limit_s: float) -> T:
-        """The first true value of the condition. An AssertionError with the output if the run ends or the limit comes first."""
+        """Wait for a true value of the condition. Raise AssertionError with the output if the run ends or limit_s passes first."""
         deadline = self._clock.monotonic() + limit_s
         while True:
-            ended = self.popen.poll() is not None  # asked first: what became true just before the end counts
+            ended = self.popen.poll() is not None  # before the condition, which may become true just before the end
             if value := condition():
                 return value
             if ended or self._clock.monotonic() > deadline:
-                why = f"the run ended with code {self.popen.returncode}" if ended else f"{limit_s:g} s went by"
+                why = f"the run ended with code {self.popen.returncode}" if ended else f"{limit_s:g} s passed"
                 raise AssertionError(f"{why} before {what}; it printed:\n{self.output()}")
             self._clock.sleep(_POLL_S)
 
     def wait_for_step(self, step: int, limit_s: float) -> dict[str, Any]:
-        """Metrics of a train step, as soon as it is done."""
+        """Wait for a train step, and return its metrics."""
 
         def find() -> dict[str, Any]:
             return next((record for record in train_steps(self.run_dir) if record["step"] >= step), {})
@@ -102,25 +102,25 @@ class RunHandle:
         return self.wait_until(find, f"train step {step}", limit_s)
 
     def wait_for_output(self, text: str, limit_s: float) -> str:
-        """All output, as soon as the text is in it."""
+        """Wait until the text is in the output, and return the whole output."""
         return self.wait_until(lambda: self.output() if text in self.output() else "", f"{text!r} was printed", limit_s)
 
     def worker(self, name: str) -> psutil.Process:
-        """The process of a worker such as `rollout_worker/0`; an AssertionError if there is none."""
+        """The process of a worker such as `rollout_worker/0`. Raise AssertionError if there is none."""
         config = f"{name.replace('/', '_')}.yaml"
         for process in processes_of(self.run_dir):
             if any(Path(argument).name == config for argument in _cmdline(process)):
                 return process
-        raise AssertionError(f"{name} does not run; there are {describe(processes_of(self.run_dir))}")
+        raise AssertionError(f"{name} does not run; running: {describe(processes_of(self.run_dir))}")
 
     def close(self) -> None:
-        """Kill what is left of the run, the launcher first."""
-        self.popen.kill()  # nothing, if it has ended
+        """Kill all remaining processes of the run, the launcher first."""
+        self.popen.kill()  # has no effect if it has ended
         for process in processes_of(self.run_dir):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.popen.wait()
-        unix_sockets.remove_folder(self.run_dir)  # the reaper, which would, was killed too
+        unix_sockets.remove_folder(self.run_dir)  # the reaper normally does this, but it was killed too
         if not self._output.closed:
             self._printed = self.output()
             self._output.close()
@@ -135,7 +135,7 @@ class RunHandle:
 
 
 def told_by(run: RunHandle, url: str) -> str:
-    """What an HTTP endpoint that this run has published answers a client which knows the run's token."""
+    """The answer of an HTTP endpoint of this run to a client with the run's token."""
     parts, token = urlsplit(url), (run.run_dir / "secrets" / "token").read_text().strip()
     with unix_sockets.used(os.readlink(run.run_dir / unix_sockets.LINK)):
         connection = unix_sockets.Connection(unix_sockets.path_of(parts.hostname or ""), timeout_s=30.0)
@@ -147,14 +147,16 @@ def told_by(run: RunHandle, url: str) -> str:
 def launch(
     config_path: str | Path, *overrides: str, env: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> RunHandle:
-    """`asyncrl-launch run CONFIG key=value ...` in a process of its own; env is added to this process's. cwd: its current folder;
-    config_path and fileroot must then be absolute."""
+    """Start `asyncrl-launch run CONFIG key=value ...` in its own process.
+
+    env: added to this process's environment. cwd: the launcher's current folder; config_path and fileroot must then be absolute.
+    """
     command = [sys.executable, "-m", "asyncrl.cli.main", "run", str(config_path), *overrides]
     return RunHandle(command, run_directory(load_experiment(config_path, overrides)), env, cwd)
 
 
 _TINY_CONFIG = """\
-# The smallest run there is: one of each process, a random model, a step in well under a second.
+# The smallest run: one process of each kind, a random model, well under a second per step.
 experiment: tiny
 fileroot: {folder}/runs
 allocation: transformers.d1+d1
@@ -179,7 +181,7 @@ def reward(prompt, completion, answer):
 
 
 def make_tiny_run(folder: Path, num_prompts: int = 2000) -> Path:
-    """A config of the smallest run, with a random model, prompts and a reward function beside it. Takes some seconds."""
+    """Write the config of the smallest run, a random model, prompts and a reward function. Takes some seconds."""
     from asyncrl.testing.tiny import make_tiny_model
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -193,7 +195,7 @@ def make_tiny_run(folder: Path, num_prompts: int = 2000) -> Path:
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """All records of metrics.jsonl: train steps and evaluations."""
+    """All records of metrics.jsonl, of train steps and evaluations."""
     return read_json_lines(run_dir / METRICS_FILE)
 
 
@@ -208,12 +210,12 @@ def evaluations(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def journal(run_dir: Path, worker: str = "master") -> list[dict[str, Any]]:
-    """A worker's journal: `master`, or `generation_server_0` and so on."""
+    """A worker's journal. worker: `master`, `generation_server_0` and so on."""
     return read_json_lines(run_dir / "journal" / f"{worker}.jsonl")
 
 
 def processes_of(run_dir: Path) -> list[psutil.Process]:
-    """Every live process of a run, grandchildren too: those that name its folder in their command line or environment."""
+    """All live processes of a run, including grandchildren: those with its folder in their command line or environment."""
     return [
         process
         for process in psutil.process_iter()
@@ -222,10 +224,10 @@ def processes_of(run_dir: Path) -> list[psutil.Process]:
 
 
 def assert_nothing_left(run_dir: Path, within_s: float = 10.0, *, clock: Clock = SYSTEM_CLOCK) -> None:
-    """No process of the run lives (so that no port is held either), and its folder is free. Waits for it up to within_s."""
+    """Assert that within within_s no process of the run is alive (so that no port is held either) and its folder is unlocked."""
     deadline = clock.monotonic() + within_s
     while (left := processes_of(run_dir)) or is_running(run_dir):
-        assert clock.monotonic() < deadline, f"{within_s:g} s later there still are {describe(left) or 'locks'}"
+        assert clock.monotonic() < deadline, f"{within_s:g} s later these remain: {describe(left) or 'locks'}"
         clock.sleep(_POLL_S)
 
 
@@ -241,7 +243,7 @@ def _names(run_dir: Path, cmdline: list[str]) -> bool:
 def _environment_names(run_dir: Path, process: psutil.Process) -> bool:
     try:
         environment = process.environ()
-    except (psutil.Error, OSError):  # gone, or of another user
+    except (psutil.Error, OSError):  # it has ended, or belongs to another user
         return False
     return str(run_dir) in (environment.get(RUN_DIR_ENV), environment.get(_LAUNCHED_ENV))
 

@@ -1,7 +1,7 @@
-"""Tiny models in Hugging Face format, made on the spot: real files that every process loads as it would load a real model.
+"""Tiny models in Hugging Face format: real files that every process loads like a real model.
 
-`make_tiny_model` gives a whole model directory (weights, config, tokenizer) in well under a second. torch is imported inside
-the functions only.
+`make_tiny_model` writes a whole model directory (weights, config, tokenizer) in well under a second. torch is imported only inside
+the functions.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-EOS_TOKEN = "<|endoftext|>"  # Qwen2Tokenizer would add this one, had we another name for EOS
+EOS_TOKEN = "<|endoftext|>"  # with another name, Qwen2Tokenizer would add this token
 ALPHABET = string.digits + string.ascii_letters + "="  # with EOS: 64 tokens
-CHAT_TEMPLATE = (  # ChatML, with tool calls as Qwen and Hermes write them
+CHAT_TEMPLATE = (  # ChatML, with tool calls in the format of Qwen and Hermes
     "{% if tools %}<|im_start|>tools\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
     "{% for call in message.tool_calls or [] %}"
@@ -27,19 +27,19 @@ ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral")
 
 
 def make_char_tokenizer(path: str | Path | None, alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token a character, EOS = id 0 and no others; saved to path, if there is one.
+    """A tokenizer with one token per character, and EOS = id 0; saved to path if that is given.
 
-    EOS also pads, and no special token is left that a policy could sample unseen in the middle of its text. Encoding a
-    character outside the alphabet raises. AutoTokenizer takes any `qwen2` directory for Qwen2Tokenizer, whatever the directory
-    says, and that knows printable ASCII only, without the space; asyncrl's own load_tokenizer reads every alphabet.
+    EOS is also the padding token. There is no other special token, which a policy could sample invisibly in the middle of its
+    text. Encoding a character outside the alphabet raises. AutoTokenizer loads every `qwen2` directory as Qwen2Tokenizer, which
+    supports only printable ASCII without the space; asyncrl's own load_tokenizer supports every alphabet.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     if len(set(alphabet)) != len(alphabet) or not alphabet:
-        raise ValueError(f"alphabet {alphabet!r}: each character once, and at least one")
+        raise ValueError(f"alphabet {alphabet!r}: give at least one character, and each character once")
     vocabulary = {token: i for i, token in enumerate([EOS_TOKEN, *alphabet])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # which is not there: unknown characters raise
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # no such token: unknown characters raise
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
     tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
@@ -51,7 +51,7 @@ def make_char_tokenizer(path: str | Path | None, alphabet: str = ALPHABET) -> Pr
 
 
 def make_chat_tokenizer(path: str | Path | None, chat_template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token a byte, which encodes any text, and a chat template that knows tools; EOS ends a turn."""
+    """A tokenizer with one token per byte, which encodes any text, and a chat template with tools; EOS ends a turn."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -89,7 +89,7 @@ def make_tiny_model(
 ) -> PreTrainedModel:
     """A causal language model with random weights (float32), saved to path with its tokenizer (default: of ALPHABET).
 
-    The same arguments give the same weights. torch's global random state is left as it was.
+    The same arguments give the same weights. torch's global random state does not change.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -118,9 +118,8 @@ def make_tiny_model(
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     assert model.generation_config is not None
-    model.generation_config.pad_token_id = (
-        tokenizer.pad_token_id
-    )  # not in config: there it would stop EOS's embedding from learning
+    # Not in `config`: there it would keep EOS's embedding from learning
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
     if path is not None:
         tokenizer.save_pretrained(path)
         model.save_pretrained(path)

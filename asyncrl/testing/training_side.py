@@ -1,14 +1,14 @@
-"""The training side without a run: real model workers, with whoever uses this as master and as rollout worker.
+"""The training side without a run: real model workers; the test acts as master and as rollout worker.
 
     async with training_side(models, mfcs, train, folder) as side:
         await side.push(meta, sample)                  # to the head that the metadata names
-        result = await side.step(ids, version=0)       # the dataflow on these groups, which are forgotten then
+        result = await side.step(ids, version=0)       # run the dataflow on these groups, then drop them
 
-With `groups` the first MFC makes them (mode=sync), and nothing is pushed:
+With `groups` the first MFC makes the groups (mode=sync), and nothing is pushed:
 
         replies = await side.make_groups(locators, version=0)
 
-Name resolve is a private etcd, streams and process groups are real. Workers are forked from a server that has torch loaded.
+Name resolve is a private etcd; streams and process groups are real. Workers are forked from a server that has imported torch.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ def worker_info(kind: str, index: int, count: int, folder: Path, name_resolve: N
 
 
 def placed(mfc: MFCDef) -> PlacedMFC:
-    """For the config of a process, where a role has one model."""
+    """The MFC for the config of a process, if each role has one model."""
     return mfc.placed(mfc.model or mfc.role)
 
 
 class TrainingSide:
-    """What a master knows and does of it. Made by `training_side`."""
+    """The master's part of the training side. Made by `training_side`."""
 
     def __init__(
         self,
@@ -116,13 +116,13 @@ class TrainingSide:
         self._placements = {placement.name: placement for placement in placements}
 
     async def push(self, meta: TrajectoryMeta, sample: SequenceSample) -> StoreVerdict:
-        """As a rollout worker does. Prompts need locators of their own."""
+        """Push a group, as a rollout worker does. Each prompt needs its own locator."""
         return await self.pusher.push(meta, sample, head=meta.head, timeout_s=self._limit_s)
 
     async def make_groups(
         self, locators: Sequence[Locator], version: int, eval_mode: Literal["", "greedy", "sampled"] = ""
     ) -> list[CallResult]:
-        """As the master does with mode=sync: groups of these prompts, `e<epoch>-p<position>`, dealt out to the data ranks."""
+        """Make groups of these prompts, `e<epoch>-p<position>`, on the data ranks, as the master does with mode=sync."""
         assert self.generation is not None, "there is no MFC of kind generate"
         makers = self._placements[self.generation.model]
         ids = [f"e{at.epoch}-p{at.position}" for at in locators]
@@ -136,7 +136,7 @@ class TrainingSide:
         return replies
 
     def executor(self, mfcs: Sequence[str] = ()) -> FunctionExecutor:
-        """Of the dataflow of these MFCs, by name; of all if none is given."""
+        """The executor for the dataflow of the MFCs with these names; of all MFCs if none is given."""
         if (known := self._executors.get(tuple(mfcs))) is not None:
             return known
         nodes = [mfc for mfc in self._nodes if mfc.name in mfcs or not mfcs]
@@ -148,13 +148,13 @@ class TrainingSide:
         return made
 
     async def step(self, ids: Sequence[str], version: int, mfcs: Sequence[str] = ()) -> StepResult:
-        """As the master does: the dataflow on these groups; then all workers forget them. mfcs: as `executor`."""
+        """Run the dataflow on these groups, as the master does; then all workers drop them. mfcs: as in `executor`."""
         result = await self.executor(mfcs).execute_step(ids, version)
         await self.caller.call("forgetting groups", self.tracker.drop(ids), ClearData(ids=list(ids)))
         return result
 
     async def accept(self) -> None:
-        """Judge what the heads have got, for ever."""
+        """Answer the metadata from the heads with verdicts, forever."""
         while True:
             meta, ack = await self.metas.pull_meta()
             verdict = self.buffer.put(meta)
@@ -175,7 +175,7 @@ async def training_side(
     record: RecordConfig | None = None,
     groups: GroupsConfig | None = None,
 ) -> AsyncIterator[TrainingSide]:
-    """Everything started and loaded; all of it gone afterwards. folder: for what it writes."""
+    """Start everything and load the models; stop everything afterwards. folder: for all files that it writes."""
     with _etcd(folder) as name_resolve, open_name_resolver(name_resolve) as resolver:
         info = worker_info("master", 0, 1, folder, name_resolve)
         records = record is not None and record.trajectories
@@ -243,11 +243,11 @@ def _processes(configs: Sequence[ModelWorkerConfig]) -> Iterator[list[ForkServer
 
 
 def _be_worker(config: ModelWorkerConfig) -> None:
-    """Entry of a process."""
+    """Entry point of a worker process."""
     from asyncrl.model.worker import ModelWorker
     from asyncrl.runtime.worker import configure_logging, run_worker
 
     configure_logging(config.worker)
     code = run_worker(ModelWorker(config))
     logging.shutdown()
-    os._exit(code)  # without the farewells of the process group: the others may be gone
+    os._exit(code)  # without the shutdown of the process group, which would wait for workers that may have ended

@@ -1,8 +1,8 @@
 """Starting models for small tasks (public): a supervised warm start, and the files of a run (model/, data/*.jsonl).
 
-A script that makes a task describes it as a Recipe. `main` is its whole command line; `make` is the same without one. RL needs a
-start at which some samples are right and most are not, so the warm start has a fixed number of steps, not a target accuracy.
-`asyncrl.testing.chat_model` makes chat models the same way. Names and arguments stay as they are within a major version.
+A script that makes a task describes it as a Recipe. `main` is a complete command line for it; `make` is the same as a function. RL
+needs a starting model that gets some samples right and most wrong, so the warm start has a fixed number of steps, not a target
+accuracy. `asyncrl.testing.chat_model` makes chat models the same way. The API is stable within a major version.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 Pair = tuple[str, str]  # prompt, and its answer or a demonstration
-_POOL_BATCHES = 8  # batches are cut from this many batches' demonstrations, sorted by length: less padding
+_POOL_BATCHES = 8  # demonstrations of this many batches are sorted by length before they are batched, for less padding
 
 
 class Reward(Protocol):
-    """A reward function that wants to know whether the completion ended by itself."""
+    """A reward function that is told whether the completion ended with EOS."""
 
     def __call__(self, prompt: str, completion: str, answer: str, *, finished: bool = True) -> float: ...
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A task, and how its starting model is made."""
+    """A task, and the training of its starting model."""
 
     name: str
     alphabet: str
-    train: Sequence[Pair]  # prompts with their right answers
+    train: Sequence[Pair]  # prompts with their correct answers
     evaluation: Sequence[Pair]
-    demonstrate: Callable[[np.random.Generator], Pair]  # draws a prompt and what the model is shown as its completion
+    demonstrate: Callable[[np.random.Generator], Pair]  # draws a prompt and the completion to learn from
     reward: Reward
     max_new_tokens: int
     steps: int
@@ -62,9 +62,9 @@ class Completion:
 def main(
     make_recipe: Callable[[np.random.Generator], Recipe], description: str, *, clock: Clock = SYSTEM_CLOCK
 ) -> None:
-    """`make.py --out DIR [--seed N]`: writes DIR/data/{train,eval}.jsonl and DIR/model, and says how good the start is."""
+    """`make.py --out DIR [--seed N]`: write DIR/data/{train,eval}.jsonl and DIR/model, and print the model's rewards."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--out", type=Path, required=True, help="directory that gets model/ and data/")
+    parser.add_argument("--out", type=Path, required=True, help="directory to write model/ and data/ into")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     started = clock.monotonic()
@@ -76,7 +76,7 @@ def main(
 
 
 def make(recipe: Recipe, out: Path, *, seed: int = 1) -> tuple[float, float]:
-    """Data and model of a recipe. Gives the mean sampled and greedy reward on the evaluation prompts."""
+    """Write data and model of a recipe. Return the mean sampled and greedy reward on the evaluation prompts."""
     with StepProgress(f"{recipe.name}: importing torch and transformers"):
         import transformers  # noqa: F401  # takes seconds
 
@@ -92,16 +92,16 @@ def make(recipe: Recipe, out: Path, *, seed: int = 1) -> tuple[float, float]:
 
 
 def write_lines(path: Path, rows: Iterable[object]) -> None:
-    """A JSONL file, such as prompts: {"prompt": ..., "answer": ...} a line."""
+    """Write a JSONL file, for example prompts: {"prompt": ..., "answer": ...} per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
 
 def save(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Write a model's folder. It appears when it is complete and replaces an older one; an interrupted script leaves none."""
+    """Write a model's folder. It appears only when it is complete, and replaces an older one."""
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # type: ignore[no-untyped-call]  # of the shards; there is one
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # there is only one shard
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     model.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
@@ -111,10 +111,10 @@ def save(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast)
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Torch computes on one thread in the block, and on as many as before after it.
+    """Let torch use one thread inside the block, and restore the number of threads after it.
 
-    A tiny model gains nothing from more threads. Beside other processes it loses: threads that share cores wait for one another,
-    and a step took 4 s instead of 0.8 s.
+    More threads do not speed up a tiny model. With other processes on the machine they slow it down, because threads that share
+    cores wait for each other: a step took 4 s instead of 0.8 s.
     """
     import torch
 
@@ -140,9 +140,8 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, recipe: Re
             losses = torch.nn.functional.cross_entropy(
                 logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
             )
-            loss = (
-                losses / mean_tokens
-            )  # not this batch's own tokens: each token counts the same, in short batches and in long ones
+            # The divisor is the mean over batches, so that each token has the same weight in short and long batches
+            loss = losses / mean_tokens
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
@@ -153,7 +152,7 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, recipe: Re
 def _batches(
     tokenizer: PreTrainedTokenizerFast, recipe: Recipe, rng: np.random.Generator
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
-    """Demonstrations without end, padded on the right: input_ids, labels (-100: no loss), and the mean number of labels a batch."""
+    """Endless batches of demonstrations, padded on the right: input_ids, labels (-100: no loss), mean number of labels a batch."""
     import torch
 
     eos = tokenizer.eos_token_id
@@ -179,7 +178,7 @@ def _batches(
 def evaluate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, *, greedy: bool, seed: int = 1
 ) -> float:
-    """Mean reward on the evaluation prompts, one completion each."""
+    """Mean reward on the evaluation prompts, with one completion each."""
     prompts = [prompt for prompt, _ in recipe.evaluation]
     mode = "greedy" if greedy else "sampled"
     with StepProgress(f"{recipe.name}: evaluation, {mode}", len(prompts), unit="prompts") as progress:
@@ -209,9 +208,9 @@ def complete(
     seed: int = 1,
     progress: Callable[[int], None] = lambda num_prompts: None,
 ) -> list[Completion]:
-    """Completions at temperature 1, or the likeliest. Prompts of one length run together, so nothing is padded. One thread.
+    """Completions, sampled at temperature 1 or greedy, on one thread. Prompts of equal length are batched, so there is no padding.
 
-    progress: is told how many more prompts are completed.
+    progress: called with the number of further completed prompts.
     """
     import torch
 

@@ -96,7 +96,7 @@ def test_one_bad_sequence_costs_its_minibatch(tiny: Path, run: RunHandle) -> Non
     assert [step["actor/skipped_steps"] for step in steps] == [0, 1, 0, 0, 0]
     assert [step["actor/optimizer_steps"] for step in steps] == [2] * 5
     assert json.loads((run.run_dir / "summary.json").read_text())["skipped_steps"] == 1
-    told = "warning: step 2: 1 of 2 optimizer steps of the actor skipped, because loss or gradient were not finite"
+    told = "warning: step 2: 1 of 2 optimizer steps of the actor skipped, because loss or gradient was not finite"
     assert run.output().count(told) == 1
     assert f"examples/bad_batch/examine.py {run.run_dir} 2" in run.output()
 

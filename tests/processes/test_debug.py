@@ -43,8 +43,8 @@ def test_an_error_is_looked_at_where_it_was_raised(tiny, tmp_path):
     path = resolved(tiny, tmp_path, "rollout_worker/0", endpoints=["127.0.0.1:1"], tokenizer_path=str(tmp_path))
     done = debug(path, "--pdb", typed="p 'directory is', directory.name\nq\n")
     assert done.returncode == 1, done.stderr
-    assert "nothing answers at 127.0.0.1:1; it gets a private etcd" in done.stdout
-    assert f"('directory is', '{tmp_path.name}')" in done.stdout  # printed by the frame that raised
+    assert "nothing answers at 127.0.0.1:1; it runs alone, with a private etcd" in done.stdout
+    assert f"('directory is', '{tmp_path.name}')" in done.stdout  # of the frame that raised
     assert "has no tokenizer.json" in done.stderr
 
 
@@ -86,8 +86,8 @@ def with_breakpoint(tiny, tmp_path):
 def test_a_breakpoint_has_a_terminal(tiny, tmp_path):
     done = debug(with_breakpoint(tiny, tmp_path), typed="p 'it', 'stopped'\nc\n")
     assert "('it', 'stopped')" in done.stdout
-    assert "it gets a private etcd" not in done.stdout  # its name resolve answers, but holds none of its names
-    assert "waited 2 s for the address of the gserver manager" in done.stderr  # it went on alone
+    assert "it runs alone, with a private etcd" not in done.stdout  # name resolve answers, and has no such process yet
+    assert "waited 2 s for the address of the gserver manager" in done.stderr  # it went on, alone
 
 
 def test_a_breakpoint_in_a_process_of_the_launcher_says_what_to_do(tiny, tmp_path):
@@ -101,7 +101,7 @@ def test_a_breakpoint_in_a_process_of_the_launcher_says_what_to_do(tiny, tmp_pat
 def test_what_is_no_process_config_is_refused(tiny, tmp_path):
     done = debug(tiny)
     assert done.returncode == 2
-    assert "is no resolved config of a process: " in done.stdout
+    assert "is not the resolved config of a process: " in done.stdout
     assert "--dry-run" in done.stdout
     assert debug(tmp_path / "nowhere.yaml").returncode == 2
 
@@ -118,5 +118,5 @@ def test_a_process_that_runs_already_is_not_started_again(tiny, tmp_path):
             done = debug(path)
     assert done.returncode == 1
     told = " ".join(done.stdout.split())
-    assert "rollout_worker/0 runs already (process 77); " in told
+    assert "rollout_worker/0 is already running (process 77); " in told
     assert "debug.leave_out=[rollout_worker/0]" in told

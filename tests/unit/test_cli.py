@@ -119,24 +119,24 @@ def test_lists_may_go_on_behind_an_option():
         (["status", "nowhere"], "config", "neither the folder of a run nor a config", 2),
         (["stop", "nowhere"], "config", "neither the folder", 2),
         (["scale", "nowhere", "generation=2"], "config", "neither the folder", 2),
-        (["scale", "."], "config", "say once how many servers", 2),
-        (["scale", ".", "generation=1", "generation=2"], "config", "say once how many servers", 2),
+        (["scale", "."], "config", "give the number of servers once", 2),
+        (["scale", ".", "generation=1", "generation=2"], "config", "give the number of servers once", 2),
         (["scale", ".", "generation=0"], "config", "generation=0: use a number from 1 to 256", 2),
         (["scale", ".", "generation=many"], "config", "use a number from 1 to 256", 2),
-        (["scale", ".", "..", "generation=2"], "config", "one run at a time", 2),
-        (["scale", "generation=2"], "config", "which run? none goes on under", 2),
-        (["scale", "generation=2", "trial=b"], "config", "overrides come behind the config", 2),
+        (["scale", ".", "..", "generation=2"], "config", "scale one run at a time", 2),
+        (["scale", "generation=2"], "config", "RUN is missing, and none is running under", 2),
+        (["scale", "generation=2", "trial=b"], "config", "overrides need the config", 2),
         (["logs", "."], "failed", "no run has been started in this folder", 1),
         (["nonsense"], "usage", "invalid choice: 'nonsense'", 2),
         (["stop", "x", "--nonsense", "y"], "usage", "unrecognized arguments: --nonsense y", 2),
-        (["logs", ".", "--tail", "0"], "usage", "0 is not above 0", 2),
+        (["logs", ".", "--tail", "0"], "usage", "0 is not at least 1", 2),
         (["run"], "usage", "CONFIG", 2),
         (["run", "c", "--trial=b"], "usage", "fields of the config are written key=value, without dashes: trial=b", 2),
         (["check", "c", "--lr", "3"], "usage", "written key=value, without dashes: train.optimizer.lr=3", 2),
         (["run", "c", "a=1", "--batch-size", "4", "b=2"], "usage", "without dashes: train.batch_size=4", 2),
         (["run", "c", "--seed", "--lr"], "usage", "without dashes: seed=...", 2),
         (["run", "c", "--verbose"], "usage", "unrecognized arguments: --verbose", 2),
-        (["run", "x.yaml", "--output", "d"], "config", "--output says where --dry-run writes", 2),
+        (["run", "x.yaml", "--output", "d"], "config", "--output works with --dry-run only", 2),
     ],
 )
 def test_errors_are_for_people_or_for_machines(words, kind, told, code, call, tmp_path, monkeypatch):
@@ -172,7 +172,7 @@ def test_check_without_a_config_examines_the_machine(call, monkeypatch):
     code, out, _ = call("check")
     assert code == 0
     assert "buy another" in out
-    assert "ok: this machine is fit; have a look at GPUs" in out
+    assert "ok: this machine is fit; see the warnings: GPUs" in out
     code, out, _ = call("check", "--json")
     assert code == 0
     found = answer(out)
@@ -186,7 +186,7 @@ def test_check_with_a_config_prints_both(config, call, monkeypatch):
     code, out, _ = call("check", config)
     assert code == 1
     assert "[full]" in out
-    assert "cannot run here until this is mended: disk" in out
+    assert "cannot run here until this is fixed: disk" in out
     code, out, err = call("check", config, "--json")
     assert code == 1
     found = answer(out)
@@ -207,7 +207,7 @@ def test_check_tries_the_tasks(config, call, monkeypatch):
     code, out, _ = call("check", config)
     assert code == 1
     assert "raised KeyError: 1 (reward.py:3)" in out
-    assert "until this is mended: rollout.tasks.default.reward" in out.replace("\n", " ")
+    assert "until this is fixed: rollout.tasks.default.reward" in out.replace("\n", " ")
     code, out, _ = call("check", config, "--json")
     assert code == 1
     assert [task["state"] for task in answer(out)["tasks"]] == ["fail"]
@@ -278,7 +278,7 @@ def test_a_dry_run_goes_where_it_is_told(config, call, tmp_path):
     (tmp_path / "file").write_text("")
     code, out, _ = call("run", config, "--dry-run", "--output", tmp_path / "file")
     assert code == 1
-    assert "choose --output DIR" in out
+    assert "choose another folder with --output DIR" in out
 
 
 # --------------------------------------------------------------------------------------------------------------- run --json
@@ -519,10 +519,10 @@ def test_a_config_written_for_reading_can_be_read_by_all(config, call, tmp_path)
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--every", "soon"], "--every soon: write seconds from-to, such as 5-15"),
-        (["--targets", "rolout_worker"], "'rolout_worker' is no target; use one of master"),
-        (["--kinds", "murder"], "'murder' is none; there are kill, stop, restart"),
-        (["--phases", "noon"], "'noon' is none; there are idle, generation"),
+        (["--every", "soon"], "--every soon: write a range of seconds, such as 5-15"),
+        (["--targets", "rolout_worker"], "'rolout_worker' is not a target; use one of master"),
+        (["--kinds", "murder"], "'murder' is unknown; use kill, stop, restart"),
+        (["--phases", "noon"], "'noon' is unknown; use idle, generation"),
     ],
 )
 def test_chaos_that_makes_no_sense_is_refused_before_anything_starts(config, call, options, says):

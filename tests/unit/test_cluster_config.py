@@ -30,11 +30,14 @@ CONFIG = ExperimentConfig(
     ("changes", "told"),
     [
         ({"cluster": "host"}, "cluster='host': did you mean 'hosts'?"),
-        ({"cluster": "hosts"}, "name the hosts, this one among them"),
-        ({"hosts": ["a"]}, "is for cluster=hosts"),
+        ({"cluster": "hosts"}, "name the hosts, including this one"),
+        ({"hosts": ["a"]}, "applies to cluster=hosts only"),
         ({"cluster": "hosts", "hosts": ["a", "b", "a"]}, "a is named twice"),
         ({"cluster": "hosts", "hosts": ["a/b"]}, "neither a name nor an address"),
-        ({"cluster": "hosts", "hosts": ["a"], "debug": DebugConfig(leave_out=["master/0"])}, "is for cluster=local"),
+        (
+            {"cluster": "hosts", "hosts": ["a"], "debug": DebugConfig(leave_out=["master/0"])},
+            "works with cluster=local only",
+        ),
         ({"network": NetworkConfig(authenticate="yes")}, "one of on, off"),
         ({"network": NetworkConfig(host_lost_after_s=0)}, "network.host_lost_after_s=0: must be above 0"),
     ],

@@ -165,7 +165,9 @@ def test_gpus():
     assert "CPU" in doctor.judge_gpus([], "no nvidia-smi", "2.13.0").value
     assert doctor.judge_gpus(["0"], [a100], "2.13.0").state == "ok"
     assert "CUDA build" in doctor.judge_gpus(["0"], [a100], "2.13.0+cpu").remedy
-    assert "others use them" in doctor.judge_gpus(["0"], [Gpu("A100", 81920.0, 60000.0, "570.1")], "2.13.0").remedy
+    assert (
+        "others are using them" in doctor.judge_gpus(["0"], [Gpu("A100", 81920.0, 60000.0, "570.1")], "2.13.0").remedy
+    )
     assert doctor.judge_gpus(["0"], "nvidia-smi does not answer", "2.13.0").state == "warn"
 
 
@@ -178,7 +180,7 @@ def test_what_nvidia_smi_says(tmp_path):
 
     assert fake("echo 'NVIDIA A100, 81920, [N/A], 570.1'") == [Gpu("NVIDIA A100", 81920.0, 0.0, "570.1")]
     assert "exit code 9: no driver" in fake("echo no driver >&2; exit 9")
-    assert "names none" in fake("true")
+    assert "lists none" in fake("true")
     assert "No such file" in doctor.query_gpus(str(tmp_path / "nowhere"))
 
 
@@ -213,14 +215,14 @@ def test_packages():
     [
         (8, "sglang.d4p1m1+d4p1m1", "async", "ok", "4 for generation, 4 for training; 8 found"),
         (8, "sglang.d2p1m2+d4p1m1", "async", "ok", "4 for generation, 4 for training; 8 found"),
-        (0, "sglang.d4p1m1+d4p1m1", "async", "warn", "where there are 8 GPUs"),
+        (0, "sglang.d4p1m1+d4p1m1", "async", "warn", "use a machine with 8 GPUs"),
         (0, "transformers.d2+d2", "async", "ok", "4 processes compute on cores"),
         (3, "sglang.d4p1m1+d4p1m1", "async", "warn", "allocation=sglang.d1p1m1+d2p1m1, or 8 GPUs"),
-        (1, "transformers.d1+d1", "async", "warn", "share GPUs in turn"),
-        (3, "sglang.d2p1m2+d2p1m1", "async", "warn", "6 GPUs; or else"),
+        (1, "transformers.d1+d1", "async", "warn", "otherwise processes share GPUs"),
+        (3, "sglang.d2p1m2+d2p1m1", "async", "warn", "6 GPUs; otherwise"),
         (4, "external.d4p1m1+d4p1m1", "async", "ok", "0 for generation, 4 for training"),
         (9, "sglang.d4p1m1+d2p2m1+ref:d1", "async", "ok", "4 for generation, 5 for training"),
-        (8, "sglang.d4p1m1+d2p2m1+ref:d1", "async", "warn", "9 GPUs; or else"),
+        (8, "sglang.d4p1m1+d2p2m1+ref:d1", "async", "warn", "9 GPUs; otherwise"),
         (4, "sglang.d4p1m1+d4p1m1", "rollout_only", "ok", "4 for generation, 0 for training"),
         (4, "sglang.d4p1m1+d4p1m1", "train_only", "ok", "0 for generation, 4 for training"),
     ],
@@ -335,7 +337,7 @@ def test_with_a_config_it_says_what_that_one_asks_for(tmp_path):
         fileroot=str(tmp_path), manager=ManagerConfig(max_concurrent_rollouts=2), model_path=str(tmp_path)
     )
     findings = {finding.name: finding for finding in doctor.examine(config, plan(config, attempt=1, num_prompts=9))}
-    assert "for 2 threads that compute" in findings["cores"].value
+    assert "for 2 computing threads" in findings["cores"].value
     assert "needed" in findings["memory"].value
     assert findings["run folder"].state == "ok"
     assert "not used by this config" in findings["SGLang"].value

@@ -70,10 +70,10 @@ def test_weights_say_whom_it_meets_more_often():
     [
         ({"every": (9.0, 3.0)}, "every is 9-3"),
         ({"every": (0.0, 3.0)}, "every is 0-3"),
-        ({"targets": ["rolout_worker"]}, "'rolout_worker' is no target; use one of master"),
-        ({"targets": ["rollout_worker/x"]}, "no target"),
+        ({"targets": ["rolout_worker"]}, "'rolout_worker' is not a target; use one of master"),
+        ({"targets": ["rollout_worker/x"]}, "'rollout_worker/x' is not a target"),
         ({"targets": []}, "targets is empty"),
-        ({"kinds": ["murder"]}, "'murder' is none; there are kill, stop, restart"),
+        ({"kinds": ["murder"]}, "'murder' is unknown; use kill, stop, restart"),
         ({"weights": {"master": -1.0}}, "none may be negative"),
     ],
 )
@@ -205,7 +205,7 @@ async def test_a_channel_carries_everything_once_and_as_it_was(seed, ordered):
 @pytest.mark.parametrize(
     ("faults", "says"),
     [
-        (FaultsConfig(drop=0.9), r"runtime\.faults\.drop=0\.9: is a share of all messages, from 0 to 0\.5"),
+        (FaultsConfig(drop=0.9), r"runtime\.faults\.drop=0\.9: must be a share of all messages from 0 to 0\.5"),
         (FaultsConfig(corrupt=-0.1), r"runtime\.faults\.corrupt=-0\.1"),
         (FaultsConfig(delay_s=-1.0), r"runtime\.faults\.delay_s=-1\.0: must not be negative"),
     ],

@@ -122,13 +122,13 @@ def test_what_is_missing_is_named_with_its_remedy(cache: Path) -> None:
 )
 def test_a_part_of_a_model_is_none(cache: Path, lost: str, complaint: str) -> None:
     put_into(cache, {name: content for name, content in FILES.items() if name != lost})
-    with pytest.raises(ConfigError, match=rf"has a part of it only: .*{complaint}.*asyncrl-launch prepare"):
+    with pytest.raises(ConfigError, match=rf"has only part of it: .*{complaint}.*asyncrl-launch prepare"):
         with_local_models(config_of(NAME), download=False)
 
 
 def test_a_file_that_was_cut_short(cache: Path) -> None:
     put_into(cache, FILES | {"model.safetensors": FILES["model.safetensors"][:-1]})
-    with pytest.raises(ConfigError, match=r"has a part of it only: .*cut short"):
+    with pytest.raises(ConfigError, match=r"has only part of it: .*cut short"):
         with_local_models(config_of(NAME), download=False)
 
 

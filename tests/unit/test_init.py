@@ -85,14 +85,14 @@ def test_an_empty_folder_is_used_and_another_one_is_not(capsys: pytest.CaptureFi
 
 def test_what_is_missing_or_unknown_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init"]) == 2
-    assert "NAME is missing: say which folder to write" in capsys.readouterr().out
+    assert "NAME is missing; name the folder to write" in capsys.readouterr().out
     assert main(["init", "x", "--example", "maths"]) == 2
     told = capsys.readouterr().out
-    assert "--example maths: there is no such example; choose one of bad_batch, code, long_tail, math" in told
+    assert "--example maths: no such example; choose one of bad_batch, code, long_tail, math" in told
     assert not Path("x").exists()
 
 
 def test_a_folder_that_cannot_be_made_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     Path("file").write_text("")
     assert main(["init", "file/task"]) == 2
-    assert "NAME 'file/task' cannot be made: Not a directory; choose another folder" in capsys.readouterr().out
+    assert "NAME 'file/task' cannot be created: Not a directory; choose another folder" in capsys.readouterr().out

@@ -39,8 +39,8 @@ def test_a_file_alone_shows_ids(tmp_path):
     first_file(tmp_path).rename(file)
     view = make_view(file, sequence=1)
     assert view.notes == [
-        "the file lies in no run: no text, no advantages",
-        "no advantages: the config of the run's master is not there",
+        "the file is not in a run's folder: no text, no advantages",
+        "no advantages: the config of the run's master is missing",
     ]
     assert [row.id for row in view.tokens] == [1, 2, 5, 6, 7]
     assert [row.prompt for row in view.tokens] == [True, True, False, False, False]
@@ -166,10 +166,10 @@ def test_the_command_lists_and_chooses(tiny, tmp_path, capsys):
     assert code == 0
     assert "6 trajectories, the newest 2" in printed
     for wrong, message in (
-        (["--index", "6"], "--index 6: there are 0 to 5"),
-        (["--ticket", "nobody"], "none of the 6 recorded ones"),
+        (["--index", "6"], "--index 6: use 0 to 5"),
+        (["--ticket", "nobody"], "none of the 6 recorded trajectories has it"),
         (["--sequence", "2"], "the sequences 0 to 1"),
-        (["--limit", "0"], "at least one row"),
+        (["--limit", "0"], "--limit 0: must be at least 1"),
     ):
         code, printed = inspect(*wrong)
         assert (code, message in printed) == (2, True), printed

@@ -796,7 +796,7 @@ def test_refused_configs() -> None:
             interfaces(train_config(**values))
     with pytest.raises(ValueError, match="uses no values"):
         interfaces(train_config(), ["values"])
-    with pytest.raises(ValueError, match=r"kl_adaptive is True; is for kl_in=reward"):
+    with pytest.raises(ValueError, match=r"kl_adaptive is True; applies to kl_in=reward only"):
         interfaces(train_config(kl_coef=0.1, kl_adaptive=True, kl_in="loss"))
     naive = build_dataflow(train_config(use_decoupled_loss=False)).mfcs["actor_train"]
     with pytest.raises(ValueError, match=r"'actor_train' needs the input keys \['proximal_logprobs'\]"):

@@ -208,8 +208,8 @@ def test_the_command(tmp_path, capsys):
         "lineage   attempt 1 to step 1, then attempt 2 from step 2",
         "trained   6 prompts, in 3 steps",
         "rejected  2 prompts (too_hard: 2)",
-        "void      1 steps, 3 prompts: outside of this lineage",
-        "ok: each of these prompts once, nothing is wrong",
+        "void      1 steps, 3 prompts: outside this lineage",
+        "ok: each of these prompts was trained or rejected once; no problem found",
     ]
     write([*INTERRUPTED[:-1], trained(2, 4, 3)])
     assert cli.main(["audit", str(run_dir), "--json"]) == 1

@@ -124,7 +124,7 @@ def test_the_tolerance_follows_the_dtypes(tmp_path: Path) -> None:
         (["mode=rollout_only"], "weights.verify_logprobs=True: compares servers with a trainer, and mode=rollout_only"),
         (
             ["allocation=sglang.d1+d1", "generation.interrupt=in_place"],
-            "weights.verify_logprobs=True: SGLang scores nothing while its requests stand still",
+            "weights.verify_logprobs=True: SGLang cannot score text while its requests are paused",
         ),
         (["weights.verify_tolerance=-1"], "weights.verify_tolerance=-1.0: must not be negative"),
         (["runtime.max_restarts=-1"], "runtime.max_restarts=-1: must not be negative"),

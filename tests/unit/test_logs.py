@@ -293,7 +293,7 @@ def test_workers_are_asked_for_in_three_ways():
     assert select_workers(["rollout_worker_1", "master"], known) == {"rollout_worker/1", "master/0"}
     with pytest.raises(ValueError, match="no log of 'rolout_worker': did you mean rollout_worker"):
         select_workers(["rolout_worker"], known)
-    with pytest.raises(ValueError, match="there are etcd, master/0, rollout_worker/0, rollout_worker/1"):
+    with pytest.raises(ValueError, match="existing logs: etcd, master/0, rollout_worker/0, rollout_worker/1"):
         select_workers(["zzz"], known)
 
 

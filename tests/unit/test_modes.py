@@ -71,8 +71,8 @@ def test_heads_share_the_room_for_recordings(tiny):
     [
         (["mode=rollouts_only"], r"mode='rollouts_only': did you mean 'rollout_only'"),
         (["mode=train_only"], r"replay\.path='': is required"),
-        (["replay.path=x"], r"replay\.path='x': is read with mode=train_only only"),
-        (["replay.first_step=1"], r"replay\.first_step=1: is read with mode=train_only only"),
+        (["replay.path=x"], r"replay\.path='x': is used with mode=train_only only"),
+        (["replay.first_step=1"], r"replay\.first_step=1: is used with mode=train_only only"),
         (["mode=train_only", "replay.path=x", "eval.prompts.path=y"], r"eval\.prompts='y': .*set eval\.prompts=null"),
         (["mode=rollout_only", "train.target_reward=1"], r"train\.target_reward=1\.0: nothing is trained"),
         (["record.every=0"], r"record\.every=0: must be at least 1"),

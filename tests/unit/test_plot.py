@@ -190,4 +190,4 @@ def test_a_picture_that_cannot_be_written(run, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     code, out = plot(capsys, run, "--out", tmp_path / "file" / "x.png")
     assert code == 1
-    assert "name another file with --out" in out
+    assert "choose another file with --out" in out

@@ -520,7 +520,7 @@ def test_accepted_values(name: str) -> None:
         ({"eps_clip": 1.5}, "eps_clip is 1.5; must be above 0 and at most 1"),
         ({"eps_clip_higher": -0.1}, "eps_clip_higher is -0.1; must be above 0, or null for eps_clip"),
         ({"c_clip": 1.0}, "c_clip is 1.0; must be above 1"),
-        ({"c_clip": 3.0, "policy_loss": "cispo"}, "c_clip is 3.0; is for policy_loss=clip"),
+        ({"c_clip": 3.0, "policy_loss": "cispo"}, "c_clip is 3.0; applies to policy_loss=clip only"),
         ({"behav_imp_weight_cap": 0.0}, "behav_imp_weight_cap is 0.0"),
         ({"behav_imp_weight_floor": 0.0}, "behav_imp_weight_floor is 0.0"),
         ({"behav_imp_weight_floor": 5.0}, "behav_imp_weight_floor is 5.0; must be below behav_imp_weight_cap=5"),
@@ -537,10 +537,10 @@ def test_accepted_values(name: str) -> None:
         ({"overlong_penalty": -1.0}, "overlong_penalty is -1.0"),
         ({"overlong_buffer": 0.0}, "overlong_buffer is 0.0"),
         ({"kl_in": "rewards"}, "kl_in is 'rewards'; did you mean 'reward'"),
-        ({"kl_in": "loss", "kl_adaptive": True}, "kl_adaptive is True; is for kl_in=reward"),
+        ({"kl_in": "loss", "kl_adaptive": True}, "kl_adaptive is True; applies to kl_in=reward only"),
         ({"kl_estimator": "k4"}, "kl_estimator is 'k4'"),
         ({"minibatches": 0}, "minibatches is 0"),
-        ({"recompute_logprob": True}, "recompute_logprob is True; is for the naive loss"),
+        ({"recompute_logprob": True}, "recompute_logprob is True; applies to the naive loss only"),
     ],
 )
 def test_refused_values(fields: dict[str, object], message: str) -> None:

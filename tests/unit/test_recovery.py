@@ -393,7 +393,7 @@ class TestDamagedFiles:
         file.write_bytes(DAMAGES[damage](file.read_bytes()))
         with pytest.raises(ConfigError, match=f"{file} is empty or cut short; remove it") as raised:
             config_to_resume(run_dir, [])
-        assert "`asyncrl-launch run CONFIG recover=required` goes on" in str(raised.value)
+        assert "`asyncrl-launch run CONFIG recover=required` with a config that you name" in str(raised.value)
 
     def test_its_record(self, run_dir, damage):
         run_dir.mkdir(parents=True)
@@ -446,6 +446,6 @@ class TestResume:
     def test_without_a_config_it_says_what_to_do(self, tmp_path, capsys):
         assert cli.main(["resume", str(tmp_path)]) == 2
         told = capsys.readouterr().out.replace("\n", " ")
-        assert "no run was started there; `asyncrl-launch run CONFIG recover=required` goes on with the config" in told
+        assert "no run was started there; `asyncrl-launch run CONFIG recover=required` continues with a config" in told
         assert cli.main(["resume", str(tmp_path / "nowhere")]) == 2
-        assert "is not a folder; name that of a run" in capsys.readouterr().out.replace("\n", " ")
+        assert "is not a folder; name the folder of a run" in capsys.readouterr().out.replace("\n", " ")

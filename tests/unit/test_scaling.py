@@ -329,9 +329,9 @@ def test_only_own_servers_can_be_scaled(tmp_path: Path) -> None:
     ("count", "devices", "cores", "told"),
     [
         (2, 0, 4, []),
-        (4, 0, 4, ["4 servers and the trainer want 6 cores, there are 4: each will be slower"]),
+        (4, 0, 4, ["4 servers and the trainer need 6 cores, there are 4: each will be slower"]),
         (2, 4, 1, []),
-        (3, 4, 64, ["3 servers and the trainer want 5 GPUs, there are 4: some will be shared"]),
+        (3, 4, 64, ["3 servers and the trainer need 5 GPUs, there are 4: some will be shared"]),
     ],
 )
 def test_more_than_the_machine_has_is_told(count: int, devices: int, cores: int, told: list[str]) -> None:

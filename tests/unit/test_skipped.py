@@ -91,7 +91,7 @@ def test_a_person_is_told_of_the_first_ones_and_then_of_each_tenth(tmp_path: Pat
     told = [text for step in range(2, 32) if (text := view.news({"step": step, **stats(1), **stats(2, 2, "critic")}))]
     assert told[0] == (
         "step 2: 1 of 4 optimizer steps of the actor and 2 of 2 optimizer steps of the critic skipped, because loss or gradient "
-        f"were not finite. Which sequences did it: python examples/bad_batch/examine.py {tmp_path} 2"
+        f"was not finite. To find the sequences that caused it: python examples/bad_batch/examine.py {tmp_path} 2"
     )
     assert [text.partition(":")[0] for text in told] == ["step 2", "step 3", "step 4", "step 11", "step 21", "step 31"]
-    assert "(10 train steps with such so far)" in told[3]
+    assert "(10 such train steps so far)" in told[3]

@@ -141,7 +141,7 @@ def test_the_last_checkpoint_may_take_what_there_is_before_the_time_limit():
         ("slurm.nodes=0", "slurm.nodes=0: must be at least 1"),
         ("slurm.partition='a b'", "slurm.partition='a b': must not have blanks"),
         ("slurm.options=[constraint]", "slurm.options[0]='constraint': write it as on the command line"),
-        ("slurm.cpu_partition=cpu", "slurm.cpu_nodes=0: the other slurm.cpu_... fields are of a heterogeneous job"),
+        ("slurm.cpu_partition=cpu", "slurm.cpu_nodes=0: must be at least 1 if other slurm.cpu_... fields are set"),
         ("slurm.signal_s=0", "slurm.signal_s=0.0: must be above 0"),
     ],
 )

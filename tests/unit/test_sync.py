@@ -103,9 +103,9 @@ def test_what_a_person_is_told(config_of):
         (["allocation=d2x"], r"'d2x' is not a grid"),
         (
             ["rollout.tasks.default.agent=mine:Agent"],
-            r"rollout.tasks.default.agent='mine:Agent': mode=sync has tasks of one",
+            r"rollout.tasks.default.agent='mine:Agent': mode=sync supports only tasks of one",
         ),
-        (["rollout.tasks.default.env=mine:Env"], r"name rollout.tasks.default.reward alone, or use mode=async"),
+        (["rollout.tasks.default.env=mine:Env"], r"set only rollout.tasks.default.reward, or use mode=async"),
         (["train.wait_for_full_lag=true"], r"train.wait_for_full_lag=True: with mode=sync no data is old"),
         (["weights.transport=broadcast"], r"weights.transport='broadcast'"),
         (["weights.verify_logprobs=true"], r"weights.verify_logprobs=True"),

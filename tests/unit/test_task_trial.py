@@ -74,12 +74,12 @@ def config_of(folder, timeout_s=60.0, mode="async", **task):
 def test_the_value_of_a_reward(folder, capfd):
     (finding,) = try_tasks(config_of(folder, reward="rewards.py:exact"))
     assert (finding.name, finding.state) == ("task default", "ok")
-    assert finding.value.endswith("rewards.py:exact gives 1.875 where the response to 'sort 21' is its answer '12'")
+    assert finding.value.endswith("rewards.py:exact gives 1.875 if the response to 'sort 21' is its answer '12'")
     captured = capfd.readouterr()
     assert captured.out == ""  # it may be JSON
     assert "printed by the reward" in captured.err
     (finding,) = try_tasks(config_of(folder, reward="rewards.py:waits"))
-    assert "waits gives 7 where" in finding.value
+    assert "waits gives 7 if" in finding.value
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_the_value_of_a_reward(folder, capfd):
     [
         ("rewards.py:raises", 60.0, r"raised json.decoder.JSONDecodeError: Expecting value: .* \(.*rewards.py:12\)"),
         ("rewards.py:hangs", 0.2, r"took more than 0.2 s \(rollout.reward_timeout_s=0.2\)"),
-        ("rewards.py:leaves", 60.0, r"has ended its process: it ended with exit code 7"),
+        ("rewards.py:leaves", 60.0, r"ended its process: it ended with exit code 7"),
         ("rewards.py:hoards", 60.0, r"raised MemoryError \(.*rewards.py:22\)"),
         ("rewards.py:text", 60.0, r"returned 'good'; it must be a finite number"),
         ("rewards.py:none", 60.0, r"cannot be imported: .* has no 'none'"),
@@ -139,7 +139,7 @@ def test_a_reward_without_a_prompt_is_not_called(folder):
     task = config.rollout.tasks["default"]
     (finding,) = try_tasks(replace(config, rollout=replace(config.rollout, tasks={"other": task})))
     assert finding.state == "ok"
-    assert finding.value.endswith("was not called: no training prompt is of this task")
+    assert finding.value.endswith("was not called: no training prompt belongs to this task")
 
 
 def test_user_error_without_a_traceback():

@@ -10,18 +10,19 @@ from asyncrl.cli.commands.common import FAILED, Commands, add_run_command, print
 from asyncrl.launch.rundir import LaunchError
 from asyncrl.weights.lineage import Audit, Stretch, audit
 
-_DESCRIPTION = """Check, from what the processes of a run wrote down, that in the lineage of its newest weights every prompt was
-trained exactly once or rejected with a reason, whatever was killed and restarted on the way; that no prompt was rejected
-because processes were lost (max_issues); that every trained group was admitted, pushed and stored once; and that none was older
-than manager.max_head_offpolicyness allows."""
+_DESCRIPTION = """Check the journals of a run. In the lineage of its newest weights:
+  - every prompt was trained exactly once or rejected with a reason, whichever processes were killed and restarted;
+  - no prompt was rejected because processes were lost (max_issues);
+  - every trained group was admitted, pushed and stored once;
+  - no trained group was older than manager.max_head_offpolicyness allows."""
 
 _EPILOG = """examples:
   asyncrl-launch audit runs/sloppy-sorter/t0
   asyncrl-launch audit runs/sloppy-sorter/t0 --json | jq .problems
 
-It reads journal/*.jsonl, and works while the run goes on, too.
+It reads journal/*.jsonl, and also works while the run is running.
 
-exit codes: 0 nothing is wrong; 1 something is, it is printed, or there is nothing to audit."""
+exit codes: 0 no problem found; 1 problems were found and printed, or there is nothing to audit."""
 
 
 def add_to(commands: Commands) -> None:
@@ -29,7 +30,7 @@ def add_to(commands: Commands) -> None:
 
 
 def show(arguments: argparse.Namespace, console: Console) -> int:
-    """Check that every prompt was trained exactly once or rejected, whatever was restarted."""
+    """Check that every prompt was trained exactly once or rejected, despite all restarts."""
     run_dir = run_dir_of(arguments.run, arguments.overrides)
     try:
         found = audit(run_dir)
@@ -46,24 +47,24 @@ def show(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def audit_lines(found: Audit) -> list[str]:
-    """For people."""
+    """The audit as text lines."""
     reasons = ", ".join(f"{reason}: {count}" for reason, count in sorted(found.rejected.items()))
     lines = [
-        f"{found.run_dir}: {'a complete run' if found.complete else 'a run that has not come to its end'}",
+        f"{found.run_dir}: {'a complete run' if found.complete else 'an incomplete run'}",
         f"lineage   {', then '.join(map(_stretch_text, found.lineage))}",
         f"trained   {found.trained} prompts, in {found.steps} steps",
         f"rejected  {sum(found.rejected.values())} prompts{f' ({reasons})' if reasons else ''}",
     ]
     if found.voided_steps or found.voided_prompts:
-        lines.append(f"void      {found.voided_steps} steps, {found.voided_prompts} prompts: outside of this lineage")
+        lines.append(f"void      {found.voided_steps} steps, {found.voided_prompts} prompts: outside this lineage")
     if found.unconfirmed:
         lines.append(
-            f"          {found.unconfirmed} trained groups came from rollout workers that died before they wrote so down"
+            f"          {found.unconfirmed} trained groups came from rollout workers that died before they recorded it"
         )
     lines += [f"unchecked {text}" for text in found.unchecked]
     lines += [f"PROBLEM   {text}" for text in found.problems]
     if not found.problems:
-        lines.append("ok: each of these prompts once, nothing is wrong")
+        lines.append("ok: each of these prompts was trained or rejected once; no problem found")
     return lines
 
 

@@ -29,50 +29,54 @@ from asyncrl.weights.lineage import Audit, audit
 
 _POLL_S = 0.1
 _STOP_LIMIT_S = 60.0
-_GONE_LIMIT_S = 10.0  # everything ends so soon after its launcher
+_GONE_LIMIT_S = 10.0  # all processes end within this time after their launcher
 _DEFAULT_TARGETS = ("rollout_worker", "generation_server", "gserver_manager", "model_worker", "master")
 
-_DESCRIPTION = """Run a config, and kill, freeze and restart its processes meanwhile, by a seed: does your agent, your reward, your
-machine take it? From the first train step on faults come for --for seconds; then the run is left alone until its end. A
-launcher that was killed is started again with `resume`. At the end: what was done, how long each process was away, the
-time that faults cost (frozen, detection, restart, refill), and the audit, which says from what the processes wrote down
-whether every prompt was trained exactly once or rejected with a reason."""
+_DESCRIPTION = """Run a config while faults kill, freeze and restart its processes, to test whether your agent, your reward
+function and your machine tolerate them. A seed determines the faults. They occur for --for seconds after the first train
+step; then the run continues to its end without faults. A killed launcher is started again with `resume`. The final report
+lists the faults, how long each process was away, the time that the faults cost (frozen, detection, restart, refill), and
+the audit of the journals: whether every prompt was trained exactly once or rejected with a reason."""
 
 _EPILOG = f"""
 
 faults:
-  --kinds    kill: SIGKILL. stop: SIGSTOP, and SIGCONT after --stop seconds; who stands still for longer than
-             runtime.frozen_after_s is killed and started again. restart: SIGTERM
+  --kinds    kill: SIGKILL. stop: SIGSTOP, and SIGCONT after --stop seconds; a process that is stopped for longer than
+             runtime.frozen_after_s is killed and restarted. restart: SIGTERM
   --targets  {", ".join(TARGETS[:6])},
-             {", ".join(TARGETS[6:])}; one of them by name: rollout_worker/1
-  --phases   strike only while the run is in one of these: {", ".join(PHASES)}
-The same seed gives the same schedule; what it meets depends on where the run is then. Every strike is in journal/faults.jsonl.
+             {", ".join(TARGETS[6:])}; or one process by name: rollout_worker/1
+  --phases   strike only while the run is in one of these phases: {", ".join(PHASES)}
+The same seed gives the same schedule; the effect depends on the state of the run at that time. journal/faults.jsonl lists every
+fault.
 
 examples:
   asyncrl-launch chaos configs/quickstart_cpu.yaml trial=chaos --seed 7
   asyncrl-launch chaos my_agent.yaml --targets rollout_worker --kinds kill,stop --every 3-6 --for 120
-                                                    does my agent stand being killed between two tool calls?
+                                                    does my agent tolerate kills between two tool calls?
   asyncrl-launch chaos my_run.yaml --targets model_worker,master --phases weight_write checkpoint.every_steps=5
-  asyncrl-launch chaos my_run.yaml --targets launcher --kinds kill --every 60-120 --for 600      as if the machine died
+  asyncrl-launch chaos my_run.yaml --targets launcher --kinds kill --every 60-120 --for 600      like a crash of the machine
   asyncrl-launch chaos my_run.yaml runtime.faults.drop=0.01 runtime.faults.corrupt=0.01 runtime.faults.delay=0.05
-                                                    and a bad network between the processes
+                                                    additionally a bad network between the processes
 
-Faults cost restarts: give the run as many as you mean to try (runtime.max_restarts=100, in an hour and for each process), and
-checkpoints often enough (checkpoint.every_steps=10) that what master and model workers lose is little.
+Faults use up restarts: allow as many as there will be faults (runtime.max_restarts=100, per process and hour), and write
+checkpoints often (checkpoint.every_steps=10), so that master and model workers lose little work.
 
-exit codes: 0 the run is complete and the audit finds nothing wrong; 1 it failed, or the audit found something: it is
-printed; 2 the config or the schedule cannot work; 130 stopped by Ctrl-C, after the audit of what there is."""
+exit codes: 0 the run is complete and the audit finds no problem; 1 the run failed, or the audit found problems, which are
+printed; 2 the config or the schedule cannot work; 130 stopped by Ctrl-C, after an audit of the incomplete run."""
 
 
 def add_to(commands: Commands) -> None:
     parser = add_config_command(commands, "chaos", chaos, description=_DESCRIPTION, epilog=_EPILOG)
-    parser.add_argument("--seed", type=int, default=1, help="of the schedule (default 1)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the schedule (default 1)")
     parser.add_argument("--every", metavar="A-B", default="5-15", help="seconds between two faults (default 5-15)")
     parser.add_argument(
-        "--for", metavar="SECONDS", dest="for_s", type=float, default=300.0, help="how long faults come (default 300)"
+        "--for", metavar="SECONDS", dest="for_s", type=float, default=300.0, help="duration of the faults (default 300)"
     )
     parser.add_argument(
-        "--kinds", metavar="K,...", default="kill,stop", help=f"of {','.join(KINDS)} (default kill,stop)"
+        "--kinds",
+        metavar="K,...",
+        default="kill,stop",
+        help=f"kinds of faults, of {','.join(KINDS)} (default kill,stop)",
     )
     parser.add_argument(
         "--targets",
@@ -80,12 +84,14 @@ def add_to(commands: Commands) -> None:
         default=",".join(_DEFAULT_TARGETS),
         help="kinds or names of processes (default: all workers)",
     )
-    parser.add_argument("--phases", metavar="P,...", default="", help="strike in these only (default: at any time)")
+    parser.add_argument(
+        "--phases", metavar="P,...", default="", help="strike only in these phases (default: at any time)"
+    )
     parser.add_argument("--stop", metavar="A-B", default="1-20", help="seconds that `stop` lasts (default 1-20)")
 
 
 def chaos(arguments: argparse.Namespace, console: Console) -> int:
-    """Run a config while its processes are killed and frozen by a seed; audit the result."""
+    """Run a config while faults kill and freeze its processes, determined by a seed; audit the result."""
     config = load_experiment(arguments.config, arguments.overrides)
     faults = _schedule(arguments)
     run_dir = run_directory(config)
@@ -107,7 +113,7 @@ def _schedule(arguments: argparse.Namespace) -> list[Fault]:
             seed=arguments.seed,
             every=_span("--every", arguments.every),
             for_s=arguments.for_s,
-            kinds=_words(arguments.kinds),  # type: ignore[arg-type]  # it says what is none
+            kinds=_words(arguments.kinds),  # type: ignore[arg-type]  # schedule rejects unknown words
             targets=_words(arguments.targets),
             phases=_words(arguments.phases) or ("",),  # type: ignore[arg-type]
             stop_s=_span("--stop", arguments.stop),
@@ -124,12 +130,12 @@ def _span(option: str, text: str) -> tuple[float, float]:
     least, _, most = text.partition("-")
     with contextlib.suppress(ValueError):
         return float(least), float(most or least)
-    raise ConfigError(f"{option} {text}: write seconds from-to, such as 5-15")
+    raise ConfigError(f"{option} {text}: write a range of seconds, such as 5-15")
 
 
 @dataclass
 class _Subject:
-    """The run that is struck: its launchers, one after another, and the injector."""
+    """The run under test: its launchers, one after another, and the injector."""
 
     config: ExperimentConfig
     run_dir: Path
@@ -143,25 +149,25 @@ class _Subject:
 
     def __post_init__(self) -> None:
         self.began = self.clock.time()
-        self.before = _steps_written(self.run_dir)  # of runs in this folder before
+        self.before = _steps_written(self.run_dir)  # by earlier runs in this folder
         self._launcher = self._launch(self.command)
 
     def suffer(self, faults: Sequence[Fault]) -> int:
-        """Until the run ends. Returns the exit code of its (last) launcher."""
-        while _steps_written(self.run_dir) == self.before:  # it ends by itself where it cannot start
+        """Inject the faults and wait for the end of the run. Return the exit code of its last launcher."""
+        while _steps_written(self.run_dir) == self.before:  # a run that cannot start ends by itself
             if self._ended():
                 return self._launcher.wait()
             self.clock.sleep(_POLL_S)
         self.injector = Injector(self.run_dir, notice=self._say)
         self.injector.run(faults, until=self._ended, after_each=self._resume_if_struck)
-        self._say("no more faults: the run goes on to its end")
+        self._say("no more faults; the run continues to its end")
         while not self._ended():
             self.injector.turn()
             self.clock.sleep(_POLL_S)
         return self._launcher.wait()
 
     def stop(self) -> int:
-        """Ctrl-C went to the launcher too, which is in our process group: wait for it."""
+        """Wait for the launcher, which received the Ctrl-C too, because it is in the same process group."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._launcher.wait(_STOP_LIMIT_S)
         return 128 + signal.SIGINT
@@ -181,7 +187,7 @@ class _Subject:
         return self._launcher.poll() is not None
 
     def _resume_if_struck(self) -> None:
-        """A launcher that was killed takes everything with it: see that it did, and go on with `resume`."""
+        """If the fault killed the launcher: check that all processes ended with it, then continue with `resume`."""
         assert self.injector is not None
         strike = self.injector.strikes[-1] if self.injector.strikes else None
         if strike is None or strike.pid != self._launcher.pid or strike.fault.kind == "stop":
@@ -194,18 +200,18 @@ class _Subject:
             return not left
 
         if not wait_until(is_gone, limit_s=_GONE_LIMIT_S, every_s=_POLL_S, clock=self.clock):
-            self.problems.append(f"{_GONE_LIMIT_S:g} s after its launcher there still are {', '.join(left)}")
+            self.problems.append(
+                f"{_GONE_LIMIT_S:g} s after the launcher's end these processes still run: {', '.join(left)}"
+            )
         self.resumes += 1
-        there = any(
-            self.run_dir.glob("checkpoints/recover/a*-s*")
-        )  # before the first checkpoint there is nothing to resume
+        there = any(self.run_dir.glob("checkpoints/recover/a*-s*"))  # without a checkpoint it begins anew
         self._launcher = self._launch(["resume", str(self.run_dir)] if there else self.command)
 
     def _launch(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [sys.executable, "-m", "asyncrl.cli.main", *command],
             stdin=subprocess.DEVNULL,
-            stdout=sys.stderr if self.quiet else None,  # stdout is for the one JSON object at the end
+            stdout=sys.stderr if self.quiet else None,  # stdout is for the JSON object at the end
         )
 
     def _say(self, text: str) -> None:
@@ -218,7 +224,7 @@ def _steps_written(run_dir: Path) -> int:
 
 
 def _tell(subject: _Subject, code: int, arguments: argparse.Namespace, console: Console) -> int:
-    """What happened; the exit code."""
+    """Print the report. Return the exit code."""
     costs: Costs | None = None
     try:
         found: Audit | None = audit(subject.run_dir)
@@ -230,7 +236,7 @@ def _tell(subject: _Subject, code: int, arguments: argparse.Namespace, console: 
     strikes = injector.strikes if injector is not None else []
     problems = [*subject.problems, *(found.problems if found is not None else ())]
     if code == 0 and (found is None or not found.complete):
-        problems.append("the launcher says that the run is complete, its journal does not")
+        problems.append("the launcher reports a complete run, but the journal does not")
     result = code if code else FAILED if problems else 0
     back = injector.recovered_s if injector is not None else {}
     if arguments.json:
@@ -250,7 +256,7 @@ def _tell(subject: _Subject, code: int, arguments: argparse.Namespace, console: 
         after = back.get(strike.fault.number)
         what = f"{strike.fault.kind} {strike.name}" + (f" in {strike.fault.phase}" if strike.fault.phase else "")
         console.print(
-            f"  {strike.fault.number:3d}  {what:<45} {f'back after {after:.1f} s' if after is not None else 'went on'}",
+            f"  {strike.fault.number:3d}  {what:<45} {f'back after {after:.1f} s' if after is not None else 'continued'}",
             markup=False,
             highlight=False,
         )

@@ -27,24 +27,24 @@ from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import plan, run_directory
 from asyncrl.runtime.devices import visible_devices
 
-_DESCRIPTION = """Say whether a config can run on this machine, and what would run. Starts no run, writes nothing.
+_DESCRIPTION = """Check whether a config can run on this machine, and list its processes. Starts no run, writes nothing.
 
-Without CONFIG it examines the machine only: cores, memory, disk, shared memory, open files, ports, GPUs, versions,
-etcd, SGLang. With CONFIG it validates every field and the files it names first, and prints the processes. It also imports
-each agent and environment and calls each reward once, on the first training prompt of its task and with the answer as the
-response: in processes with the run's limits (rollout.reward_timeout_s, rollout.reward_memory_bytes). What looks like a secret
-(passwords in URLs, tokens, API keys) is shown as ***."""
+Without CONFIG it examines only the machine: cores, memory, disk, shared memory, open files, ports, GPUs, versions,
+etcd, SGLang. With CONFIG it first validates every field and the files that it names, and lists the processes. It also
+imports each agent and environment, and calls each reward function once: on the first training prompt of its task, with
+the answer as the response, in a process with the run's limits (rollout.reward_timeout_s, rollout.reward_memory_bytes).
+Secrets (passwords in URLs, tokens, API keys) are shown as ***."""
 
 _EPILOG = """
 
 examples:
-  asyncrl-launch check                                         before anything else: is this machine fit?
-  asyncrl-launch check configs/quickstart_cpu.yaml             can this run here, and what would it start?
+  asyncrl-launch check                                         before anything else: can this machine run asyncrl?
+  asyncrl-launch check configs/quickstart_cpu.yaml             can this config run here, and what would it start?
   asyncrl-launch check my_run.yaml allocation=transformers.d4+d4
   asyncrl-launch check my_run.yaml --json | jq '.machine[] | select(.state != "ok")'
 
-exit codes: 0 it can run (warnings may be printed); 1 the machine is not fit or a task fails, see what is marked FAIL; 2 the config
-cannot work, field, value and remedy are printed."""
+exit codes: 0 it can run (perhaps with warnings); 1 the machine or a task fails a check, see the lines marked FAIL; 2 the
+config cannot work, field, value and remedy are printed."""
 
 _MARKS = {"ok": "[green]ok[/]", "warn": "[bold yellow]warn[/]", "fail": "[bold red]FAIL[/]"}
 
@@ -54,7 +54,7 @@ def add_to(commands: Commands) -> None:
 
 
 def check(arguments: argparse.Namespace, console: Console) -> int:
-    """Examine this machine; with CONFIG validate it and the files it names, call each reward once, and print the processes."""
+    """Examine this machine; with CONFIG also validate it, call each reward function once, and list the processes."""
     if arguments.config is None:
         findings = examine()
         if arguments.json:
@@ -97,10 +97,10 @@ def _failed(findings: Sequence[Finding]) -> list[str]:
 
 def _verdict(findings: Sequence[Finding], what: str) -> str:
     if failed := _failed(findings):
-        return f"[bold red]not yet[/]: {what} cannot run here until this is mended: {escape(', '.join(failed))}"
+        return f"[bold red]not yet[/]: {what} cannot run here until this is fixed: {escape(', '.join(failed))}"
     warned = [finding.name for finding in findings if finding.state == "warn"]
     fit = "can run" if what == "this config" else "is fit"
-    return f"[green]ok[/]: {what} {fit}{escape(f'; have a look at {chr(44).join(warned)}') if warned else ''}"
+    return f"[green]ok[/]: {what} {fit}{escape(f'; see the warnings: {chr(44).join(warned)}') if warned else ''}"
 
 
 def _print_findings(title: str, findings: Sequence[Finding], console: Console) -> None:

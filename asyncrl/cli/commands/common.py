@@ -1,4 +1,4 @@
-"""What the commands share: how they are declared, how they name a run or a config, how they answer machines."""
+"""Shared by all commands: declaration, arguments for a run or a config, JSON output."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ Command: TypeAlias = Callable[[argparse.Namespace, Console], int]
 
 FAILED = 1  # exit codes
 CONFIG_ERROR = 2
-NOT_RUNNING = 3  # of commands about a run that goes on, where none does
+NOT_RUNNING = 3  # the command needs a run that is running, and it is not
 
 _CONFIG_EPILOG = """overrides are dotted fields of the config, for instance:
   trial=second                        another folder: <fileroot>/<experiment>/second
   allocation=transformers.d2+d2       generation servers + data-parallel model workers
-  allocation=sglang.d4+d2p2m1+ref_inf:d1    pipeline stages (p), tensor ranks (m); MFCs or roles with workers of their own
+  allocation=sglang.d4+d2p2m1+ref_inf:d1    pipeline stages (p), tensor ranks (m); separate workers for an MFC or role
   train.batch_size=32 train.max_steps=100 train.optimizer.lr=1e-4
-  manager.max_head_offpolicyness=0    how many versions generation may lag behind; 0: synchronous
+  manager.max_head_offpolicyness=0    largest age of the data, in weight versions; 0: synchronous
   rollout.group_size=8 rollout.sampling.max_new_tokens=256
   name_resolve.endpoints=[host:2379]  your etcd instead of a private one
-All fields, their meaning and defaults: asyncrl/config/schema.py. A wrong name is answered with the nearest right one."""
+asyncrl/config/schema.py lists all fields with meaning and default. The error for a wrong name suggests the nearest field."""
 
 
 def add_command(
     commands: Commands, name: str, function: Command, *, description: str = "", epilog: str = ""
 ) -> argparse.ArgumentParser:
-    """Declare a command. Its one-line help is the function's docstring. Every command takes --json."""
+    """Declare a command. The function's docstring is its one-line help. Every command takes --json."""
     parser = commands.add_parser(
         name,
         help=function.__doc__,
@@ -57,7 +57,7 @@ def add_command(
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", action="store_true", help="answer with JSON on stdout, for machines")
+    parser.add_argument("--json", action="store_true", help="print JSON on stdout, for programs")
     parser.set_defaults(command=function, clock=SYSTEM_CLOCK)
     return parser
 
@@ -71,26 +71,26 @@ def add_config_command(
     epilog: str = "",
     optional: bool = False,
 ) -> argparse.ArgumentParser:
-    """A command that takes CONFIG [key=value ...]. optional: it can do without (config is then None)."""
+    """Declare a command that takes CONFIG [key=value ...]. optional: CONFIG may be missing (config is then None)."""
     parser = add_command(commands, name, function, description=description, epilog=_CONFIG_EPILOG + epilog)
     nargs = "?" if optional else None
     parser.add_argument("config", metavar="CONFIG", nargs=nargs, help="YAML file; `asyncrl-launch init` writes one")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="overrides of the file's fields")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="fields that override those of the file")
     return parser
 
 
 def add_run_command(
     commands: Commands, name: str, function: Command, *, description: str = "", epilog: str = ""
 ) -> argparse.ArgumentParser:
-    """A command about a run: RUN [key=value ...]."""
+    """Declare a command about a run: RUN [key=value ...]."""
     parser = add_command(commands, name, function, description=description, epilog=epilog)
-    parser.add_argument("run", metavar="RUN", help="folder of the run, or the CONFIG it was started from")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="the overrides it was started with")
+    parser.add_argument("run", metavar="RUN", help="folder of the run, or the CONFIG that it was started from")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="the overrides that it was started with")
     return parser
 
 
 def process_objects(specs: Sequence[ProcessSpec]) -> list[dict[str, Any]]:
-    """The processes of a run, for machines."""
+    """The processes of a run, for JSON."""
     return [
         {"name": spec.name, "kind": spec.kind, "computes": spec.computes, "env": redact(spec.env), "holds": holds(spec)}
         for spec in specs
@@ -98,7 +98,7 @@ def process_objects(specs: Sequence[ProcessSpec]) -> list[dict[str, Any]]:
 
 
 def process_table(title: str, specs: Sequence[ProcessSpec]) -> Table:
-    """The processes of a run, for people."""
+    """The processes of a run, as a table."""
     table = Table(title=title, title_justify="left")
     for column in ("process", "uses", "environment"):
         table.add_column(column)
@@ -110,7 +110,7 @@ def process_table(title: str, specs: Sequence[ProcessSpec]) -> Table:
 
 
 def holds(spec: ProcessSpec) -> list[str]:
-    """Models of which a model worker has a rank, such as `actor d2p1m1`."""
+    """The models that a model worker has a rank of, such as `actor d2p1m1`."""
     if not isinstance(spec.config, ModelWorkerConfig):
         return []
     index = spec.config.worker.index
@@ -118,7 +118,7 @@ def holds(spec: ProcessSpec) -> list[str]:
 
 
 def sizes(config: ExperimentConfig, num_prompts: int) -> dict[str, int]:
-    """How large a run is, for machines."""
+    """The size of a run, for JSON."""
     eta, batch_size = max_head_offpolicyness(config), config.train.batch_size
     return {
         "num_prompts": num_prompts,
@@ -132,7 +132,7 @@ def sizes(config: ExperimentConfig, num_prompts: int) -> dict[str, int]:
 
 
 def sizes_text(config: ExperimentConfig, num_prompts: int) -> str:
-    """How large a run is, for people."""
+    """The size of a run, as text."""
     size = sizes(config, num_prompts)
     steps = (
         f"{num_prompts} prompts x {size['num_epochs']} epochs, {size['total_steps']} steps of {size['batch_size']} "
@@ -146,7 +146,7 @@ def sizes_text(config: ExperimentConfig, num_prompts: int) -> str:
 
 
 def run_dir_of(target: str, overrides: list[str]) -> Path:
-    """A run's folder, given as such or by the config (and overrides) it was started from."""
+    """A run's folder. target: the folder itself, or the config that the run was started from (with its overrides)."""
     path = Path(target)
     if path.is_dir():
         return path.absolute()
@@ -156,7 +156,7 @@ def run_dir_of(target: str, overrides: list[str]) -> Path:
 
 
 def desired_servers(resolver: NameResolver, names: Names) -> int | None:
-    """The desired number of generation servers; None: `scale` has set none."""
+    """The desired number of generation servers; None if `scale` has not set one."""
     try:
         return msgspec.json.decode(resolver.get(names.desired_generation_servers()), type=DesiredServers).count
     except (NameEntryNotFound, *DECODE_ERRORS):
@@ -164,13 +164,13 @@ def desired_servers(resolver: NameResolver, names: Names) -> int | None:
 
 
 def goes_on(run_dir: Path, record: RunRecord | None) -> bool:
-    """Whether the run does, wherever its launcher is. Raises LaunchError where its host cannot be asked."""
+    """Whether the run is running, on whichever host its launcher is. Raises LaunchError if that cannot be found out."""
     if record is None:
         return False
     if record.host in ("", socket.gethostname()):
         return is_running(run_dir)
     at = record.names_at
-    if at.endpoints and all(refuses(endpoint) for endpoint in at.endpoints):  # a run's own etcd ends with it
+    if at.endpoints and all(refuses(endpoint) for endpoint in at.endpoints):  # a private etcd ends with its run
         return False
     key = Names(record.experiment, record.trial).launcher()
     try:
@@ -181,7 +181,7 @@ def goes_on(run_dir: Path, record: RunRecord | None) -> bool:
         return False
     except NameResolveError as error:
         raise LaunchError(
-            f"the run was started on {record.host}, and cannot be asked from here: its name resolve at "
+            f"the run was started on {record.host}, and its state is unknown here: its name resolve at "
             f"{at.where} does not answer: {error}"
         ) from error
 
@@ -189,15 +189,15 @@ def goes_on(run_dir: Path, record: RunRecord | None) -> bool:
 def not_running(run_dir: Path, record: RunRecord | None) -> str:
     job = read_job(run_dir)
     if job is not None and not (state := job_state(job.job_id)).ended:
-        return f"{run_dir}: no run is going on here yet; job {job.job_id} is {state.state} ({state.reason})"
+        return f"{run_dir}: no run is running here yet; job {job.job_id} is {state.state} ({state.reason})"
     if record is None:
-        return f"{run_dir}: no run is going on here, and none has been"
+        return f"{run_dir}: no run is running here, and none was started before"
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.started))
-    return f"{run_dir}: no run is going on here; the last one was attempt {record.attempt}, begun {began}"
+    return f"{run_dir}: no run is running here; the last one was attempt {record.attempt}, begun {began}"
 
 
 def error_object(kind: str, message: str) -> dict[str, dict[str, str]]:
-    """How an error is told to machines. kind: usage, config, failed."""
+    """An error, for JSON. kind: usage, config, failed."""
     return {"error": {"kind": kind, "message": message}}
 
 

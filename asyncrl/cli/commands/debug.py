@@ -37,33 +37,32 @@ from asyncrl.runtime.worker import configure_logging, run_worker
 
 _LOOK_EVERY_S = 1.0
 
-_DESCRIPTION = """Run one process of a run in this terminal, from its resolved config: breakpoint() works, Ctrl-C stops it.
+_DESCRIPTION = """Run one process of a run in this terminal, from its resolved config. breakpoint() works, Ctrl-C stops it.
 
-It joins the run that its config names. To have that run leave a process to you, start it with
+The process joins the run that its config names. To let a run wait for your process, start the run with
 debug.leave_out=[rollout_worker/0]: it prints the command to type here, and waits. The process stops when that run ends.
-Where no such run goes on, the process gets a private etcd and waits for others that do not come: enough to see it start, load,
-and serve."""
+If that run is not running, the process gets a private etcd and runs alone: enough to see it start, load and serve."""
 
 _EPILOG = """examples:
   asyncrl-launch run my_run.yaml 'debug.leave_out=[rollout_worker/0]'          in one terminal; then in another
   asyncrl-launch debug runs/mine/t0/configs/attempt_1/rollout_worker_0.yaml --pdb
-  asyncrl-launch run my_run.yaml --dry-run --output dry                        writes resolved configs, starts nothing
-  asyncrl-launch debug dry/configs/attempt_1/generation_server_0.yaml          one server alone
+  asyncrl-launch run my_run.yaml --dry-run --output dry                        write resolved configs, start nothing
+  asyncrl-launch debug dry/generation_server_0.yaml                            one server alone
 
-exit codes: 0 it came to its end or was stopped; 1 it failed, the traceback is printed; 2 that is no process's config."""
+exit codes: 0 it ended or was stopped; 1 it failed, the traceback is printed; 2 the file is not a process's config."""
 
 
 def add_to(commands: Commands) -> None:
     parser = add_command(commands, "debug", debug, description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("config", metavar="CONFIG_OF_PROCESS", help="<run>/configs/attempt_N/<worker>.yaml")
-    parser.add_argument("--pdb", action="store_true", help="when it fails, look at the place with pdb")
+    parser.add_argument("--pdb", action="store_true", help="when the process fails, open pdb at that place")
 
 
 def debug(arguments: argparse.Namespace, console: Console) -> int:
-    """Run one process of a run in this terminal, under a debugger if need be, from its resolved config."""
+    """Run one process of a run in this terminal, from its resolved config, optionally with pdb."""
     config = _load(Path(arguments.config))
     run_dir = Path(config.worker.run_dir)
-    joins = is_running(run_dir)  # asked first: the run may end while this process loads
+    joins = is_running(run_dir)  # checked first: the run may end while this process loads
     with _name_service(config, console) as name_resolve:
         config = replace(config, worker=replace(config.worker, name_resolve=name_resolve))
         if isinstance(config, RolloutWorkerConfig):  # so that a reward's breakpoint() has this terminal
@@ -85,7 +84,7 @@ def debug(arguments: argparse.Namespace, console: Console) -> int:
             code = run_worker(made, on_error=on_error)
     if arguments.json:
         print_json({"worker": config.worker.name, "exit_code": code})
-    end_process(code)  # a thread that hangs must not keep the terminal
+    end_process(code)  # a hanging thread must not keep the terminal
 
 
 def _load(path: Path) -> ProcessConfig:
@@ -95,14 +94,14 @@ def _load(path: Path) -> ProcessConfig:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     except (ValueError, YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(
-            f"{path} is no resolved config of a process: {str(error).splitlines()[0]}; those of a run are in "
+            f"{path} is not the resolved config of a process: {str(error).splitlines()[0]}; a run has them in "
             "<run>/configs/attempt_N/, and `asyncrl-launch run CONFIG --dry-run` writes them too"
         ) from error
 
 
 @contextlib.contextmanager
 def _name_service(config: ProcessConfig, console: Console) -> Iterator[NameResolveConfig]:
-    """The run's name resolve, if it goes on, else of a private etcd for as long as this process runs."""
+    """The name resolve of the run, if that is running; else a private etcd for as long as this process runs."""
     name_resolve = config.worker.name_resolve
     where = name_resolve.where
     if where and _answers(config, name_resolve):
@@ -113,13 +112,13 @@ def _name_service(config: ProcessConfig, console: Console) -> Iterator[NameResol
     try:
         etcd = EtcdServer(folder / "etcd", folder / "etcd.log", name_resolve.binary)
         etcd.start()
-        gone = f"nothing answers at {where}" if where else "its run is not there"
+        gone = f"nothing answers at {where}" if where else "its run is not running"
         console.print(
-            f"{config.worker.name}: {gone}; it gets a private etcd at {etcd.endpoint}, and is alone", highlight=False
+            f"{config.worker.name}: {gone}; it runs alone, with a private etcd at {etcd.endpoint}", highlight=False
         )
         yield NameResolveConfig(endpoints=[etcd.endpoint])
     except EtcdServerError as error:
-        raise LaunchError(f"there is no run to join, and no private etcd either: {error}") from error
+        raise LaunchError(f"no run to join is running, and a private etcd cannot be started: {error}") from error
     finally:
         if etcd is not None:
             etcd.stop()
@@ -127,7 +126,7 @@ def _name_service(config: ProcessConfig, console: Console) -> Iterator[NameResol
 
 
 def _answers(config: ProcessConfig, name_resolve: NameResolveConfig) -> bool:
-    """Whether the run's name resolve is there. Raises LaunchError where this process runs in the run already."""
+    """Whether the run's name resolve answers. Raises LaunchError if the run already has this process."""
     worker = config.worker
     key = Names(worker.experiment, worker.trial).status(worker.name)
     try:
@@ -140,20 +139,20 @@ def _answers(config: ProcessConfig, name_resolve: NameResolveConfig) -> bool:
     if status.state in ("done", "stopped", "error"):
         return True
     raise LaunchError(
-        f"{worker.name} runs already (process {status.pid}); start the run with debug.leave_out=[{worker.name}] to have it "
-        "left to you"
+        f"{worker.name} is already running (process {status.pid}); to start it yourself, start the run with "
+        f"debug.leave_out=[{worker.name}]"
     )
 
 
 def _stop_with_run(run_dir: Path) -> None:
-    """Stop this process when the run that it has joined ends, however the launcher ends.
+    """Stop this process when the run that it joined ends, however the launcher ends.
 
-    waits for: the launcher's lock. In a debugger the signal has no effect before the event loop turns again.
+    waits for: the launcher's lock. In a debugger the signal takes effect only when the event loop continues.
     """
     wait_until(lambda: not is_running(run_dir), limit_s=math.inf, every_s=_LOOK_EVERY_S)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _post_mortem(error: BaseException) -> None:
-    place: Any = error if sys.version_info >= (3, 13) else error.__traceback__  # newer ones know chained errors
+    place: Any = error if sys.version_info >= (3, 13) else error.__traceback__  # newer Pythons show chained errors
     pdb.post_mortem(place)

@@ -28,39 +28,40 @@ from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.process import die_with_parent
 
 _LOOK_S = 0.5
-_TRY_S = 2.0  # one endpoint, which may be that of a run that is over
+_TRY_S = 2.0  # per endpoint; it may belong to a run that has ended
 
-_DESCRIPTION = """Run the processes that a launcher wants on this host, with cluster=hosts or cluster=slurm.
+_DESCRIPTION = """Start the host daemon, which runs a launcher's processes on this host, with cluster=hosts or cluster=slurm.
 
-Start it on every host with the config and the overrides of the run, in the same folder; the launcher's own host needs none. It
-joins through name_resolve.endpoints or, where none are given, through the run's folder, which all hosts then share. It ends with
-the run; when the launcher dies, or this host is cut off from it, it ends what runs here."""
+Start it on every host with the config and the overrides of the run, in the same folder, except on the launcher's own
+host. It finds the launcher through name_resolve.endpoints or, without them, through the run's folder, which all hosts
+must then share. It ends with the run. If the launcher dies, or this host loses its connection to it, the daemon stops
+all processes of the run on this host."""
 
 _EPILOG = """
 
 examples:
   asyncrl-launch host my_run.yaml cluster=hosts hosts=[node1,node2]
   asyncrl-launch host my_run.yaml cluster=hosts hosts=[node1,node2] name_resolve.endpoints=[node1:2379]
-  asyncrl-launch host my_run.yaml --host node2 --address 10.0.0.2     where the names alone do not say which one this is
+  asyncrl-launch host my_run.yaml --host node2 --address 10.0.0.2     if this host is not recognized by its name
 
-exit codes: 0 the run is over; 1 no launcher came, or it is gone; 2 the config cannot work; 128 + N stopped by signal N."""
+exit codes: 0 the run has ended; 1 no launcher was found, or it died; 2 the config cannot work; 128 + N stopped by signal N."""
 
 
 def add_to(commands: Commands) -> None:
     parser = add_config_command(commands, "host", host_command, description=_DESCRIPTION, epilog=_EPILOG)
-    parser.add_argument("--host", metavar="NAME", default="", help="which of the config's hosts this is")
+    parser.add_argument("--host", metavar="NAME", default="", help="name of this host in the config's hosts")
     parser.add_argument(
         "--address",
         metavar="ADDRESS",
         default="",
-        help="what the processes here bind; default: what the name stands for",
+        help="address that the processes here bind (default: the address of the host's name)",
     )
 
 
 def host_command(arguments: argparse.Namespace, console: Console) -> int:
-    """Run processes on this host for a launcher on another."""
+    """Run processes on this host for a launcher on another host."""
     parent = os.environ.pop(PARENT_ENV, "")
-    if parent:  # of the launcher's own host
+    if parent:  # this is the daemon of the launcher's own host
         die_with_parent()
         if os.getppid() != int(parent):
             return 1
@@ -69,7 +70,7 @@ def host_command(arguments: argparse.Namespace, console: Console) -> int:
         raise ConfigError("cluster='local': a run on one machine has no host daemons; use cluster=hosts hosts=[...]")
     host = arguments.host or own_host(config.hosts)
     if config.hosts and host not in config.hosts:
-        raise ConfigError(f"--host {host}: is none of hosts={list(config.hosts)}")
+        raise ConfigError(f"--host {host}: not in hosts={list(config.hosts)}; use one of these names")
     run_dir = run_directory(config)
 
     def say(text: str) -> None:
@@ -92,13 +93,15 @@ def host_command(arguments: argparse.Namespace, console: Console) -> int:
                 clock=arguments.clock,
             )
             code = daemon.run()
-    say("the run is over" if code == 0 else "stopped")
+    say("the run has ended" if code == 0 else "stopped")
     return code
 
 
 def _join(config: ExperimentConfig, run_dir: Path, say: Callable[[str], None], clock: Clock) -> NameResolver:
-    """Name resolve, as soon as it answers, and in a batch job as soon as the launcher of the same start is there. Waits for: the
-    launcher, which may come later; at most network.hosts_limit_s."""
+    """Open name resolve once it answers and, in a batch job, once it has the launcher of the same start of the job.
+
+    waits for: the launcher, which may start later; at most network.hosts_limit_s. Raises LaunchError after that.
+    """
     limit_s, start = config.network.hosts_limit_s, own_start() if config.cluster == "slurm" else ""
     deadline = clock.monotonic() + limit_s
     met, earlier = f"there is no run in {run_dir} yet", ""
@@ -110,23 +113,23 @@ def _join(config: ExperimentConfig, run_dir: Path, say: Callable[[str], None], c
                 led = _start_led_at(resolver, config) if start else ""
                 if led == start:
                     return resolver
-                resolver.close()  # what it knows is of the job's start before, and may go at any time
-                met = f"that of job {start} (job.restarts) is not there"
+                resolver.close()  # it belongs to the job's previous start, and may end at any time
+                met = f"the launcher of job {start} (job.restarts) has not started"
                 if led not in ("", earlier):
                     earlier = led
-                    say(f"a launcher of job {led} is still there; waiting for that of {start} (job.restarts)")
+                    say(f"the launcher of job {led} is still running; waiting for that of {start} (job.restarts)")
             except (NameResolveError, ValueError) as error:
                 met = str(error)
         if clock.monotonic() > deadline:
             raise LaunchError(
-                f"no launcher within {limit_s:g} s (network.hosts_limit_s): {met}. Without a folder that all hosts share, give "
-                "name_resolve.endpoints=[host:port] to launcher and host daemons"
+                f"found no launcher within {limit_s:g} s (network.hosts_limit_s): {met}. If the hosts share no folder, set "
+                "name_resolve.endpoints=[host:port] for launcher and host daemons"
             )
         clock.sleep(_LOOK_S)
 
 
 def _start_led_at(resolver: NameResolver, config: ExperimentConfig) -> str:
-    """Of which start of a job the launcher is that name resolve knows; "": it knows none, or does not answer."""
+    """The start of the job that the launcher in name resolve belongs to; "" if there is none, or name resolve does not answer."""
     try:
         record = msgspec.json.decode(
             resolver.get(Names(config.experiment, config.trial).launcher()), type=LauncherRecord
@@ -137,7 +140,7 @@ def _start_led_at(resolver: NameResolver, config: ExperimentConfig) -> str:
 
 
 def _names_at(config: ExperimentConfig, run_dir: Path) -> NameResolveConfig | None:
-    """How name resolve is reached; None: it is not known yet."""
+    """Where name resolve is; None if that is not known yet."""
     if config.name_resolve.endpoints:
         return absolute_name_resolve(config.name_resolve)
     record = read_record(run_dir)

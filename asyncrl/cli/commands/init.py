@@ -18,17 +18,17 @@ from asyncrl.config.schema import ConfigError
 _DEFAULT = "sloppy_sorter"
 _CONFIG = "config.yaml"
 
-_DESCRIPTION = """Write a folder with a task that trains: config, prompts, reward and a README.
+_DESCRIPTION = """Write a folder with a task that trains: config, prompts, reward function and a README.
 
-The folder is a copy of an example that comes with asyncrl, by default of the sloppy sorter, which learns within
-minutes on two cores. Nothing in it refers to other folders: change it, and it is your own task."""
+The folder is a copy of an example that comes with asyncrl, by default the sloppy sorter, which learns within
+minutes on two cores. Nothing in it refers to other folders, so you can change it into your own task."""
 
 _EPILOG = """examples:
-  asyncrl-launch init my_task                          a task that learns in minutes, to be changed
+  asyncrl-launch init my_task                          a task that learns within minutes
   asyncrl-launch init my_task --example word_problems  a chat model, a slow judge, two tries
-  asyncrl-launch init --list                           all examples
+  asyncrl-launch init --list                           list all examples
 
-exit codes: 0 the folder is written; 2 it is not: the name, the example or the folder will not do."""
+exit codes: 0 the folder is written; 2 the name, the example or the folder cannot be used."""
 
 
 def add_to(commands: Commands) -> None:
@@ -41,7 +41,7 @@ def add_to(commands: Commands) -> None:
 
 
 def init(arguments: argparse.Namespace, console: Console) -> int:
-    """Write a folder with a task that trains, to be changed into your own."""
+    """Write a folder with a task that trains, as a start for your own."""
     examples = shipped_examples()
     if arguments.list:
         titles = {name: _title(folder) for name, folder in examples.items()}
@@ -51,11 +51,9 @@ def init(arguments: argparse.Namespace, console: Console) -> int:
             _say(console, "\n".join(f"  {name:15s} {title}" for name, title in titles.items()))
         return 0
     if arguments.name is None:
-        raise ConfigError("NAME is missing: say which folder to write, such as `asyncrl-launch init my_task`")
+        raise ConfigError("NAME is missing; name the folder to write, such as `asyncrl-launch init my_task`")
     if arguments.example not in examples:
-        raise ConfigError(
-            f"--example {arguments.example}: there is no such example; choose one of {', '.join(examples)}"
-        )
+        raise ConfigError(f"--example {arguments.example}: no such example; choose one of {', '.join(examples)}")
     target = Path(arguments.name).expanduser()
     written = write_task(examples[arguments.example], target)
     commands = [f"cd {shlex.quote(str(target))}"]
@@ -66,27 +64,27 @@ def init(arguments: argparse.Namespace, console: Console) -> int:
         print_json({"folder": folder, "example": arguments.example, "files": written, "next": commands})
     else:
         _say(console, f"{target} is a copy of the example {arguments.example}: {', '.join(written)}")
-        _say(console, f"README.md says what they are. Next:\n\n  {' && '.join(commands)}\n")
+        _say(console, f"README.md explains the files. Next:\n\n  {' && '.join(commands)}\n")
     return 0
 
 
 def shipped_examples() -> dict[str, Path]:
-    """The folders of the examples, by name. In a checkout asyncrl/examples is a link to examples/; a wheel has the files."""
+    """The folders of the examples, by name. In a checkout asyncrl/examples is a link to examples/; a wheel contains the files."""
     root = Path(str(files("asyncrl"))) / "examples"
     return {file.parent.name: file.parent for file in sorted(root.glob("*/README.md"))}
 
 
 def write_task(example: Path, target: Path) -> list[str]:
-    """Copy an example's files into a new or empty folder, and call the experiment like the folder. Gives the names of the files.
+    """Copy an example's files into a new or empty folder, and name the experiment after the folder. Return the files' names.
 
-    What a run or a `prepare` has made in the example (folders) stays behind.
+    Folders are not copied: a run or `prepare` has made them in the example.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"NAME {str(target)!r}: it exists and is not an empty folder; choose another name")
     try:
         target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"NAME {str(target)!r} cannot be made: {error.strerror}; choose another folder") from error
+        raise ConfigError(f"NAME {str(target)!r} cannot be created: {error.strerror}; choose another folder") from error
     written = sorted(file.name for file in example.iterdir() if file.is_file())
     for name in written:
         shutil.copyfile(example / name, target / name)

@@ -1,7 +1,7 @@
 """`asyncrl-launch inspect`: a recorded trajectory as text, and per token its version, logprobs, mask, reward and advantage.
 
-What the file does not hold is found in the run it was recorded in: the tokenizer, and the config from which the trainer would
-compute advantages, where none are recorded. It works without either: token ids only. No torch, but where advantages are computed.
+The tokenizer comes from the run that recorded the file. If no advantages are recorded, they are computed from that run's config,
+as the trainer would. Without the run, it shows token ids only. torch is imported only to compute advantages.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from asyncrl.protocol.messages import WeightVersion
 from asyncrl.weights.lineage import lineage_of, read_attempts
 
 _TOKENIZER_OF = ("rollout_worker_0", "recorder_0", "model_worker_0")
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what a piece of a character decodes to
-_METASPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a leading space, which decoding one token drops
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # a part of a character decodes to this
+_METASPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's leading space, which decoding a single token drops
 
 
 class TokenRow(Struct, frozen=True, kw_only=True):
-    """One token, everything about it side by side. None: there is no such thing for it."""
+    """One token and all its values. None: the token has no such value."""
 
     position: int
     text: str | None
@@ -71,7 +71,7 @@ class SequenceRow(Struct, frozen=True, kw_only=True):
 
     index: int
     reward: float
-    finish: str  # stop: ended by EOS; length: cut
+    finish: str  # stop: ended by EOS; length: truncated
     prompt_tokens: int
     response_tokens: int
     version_start: str
@@ -81,7 +81,7 @@ class SequenceRow(Struct, frozen=True, kw_only=True):
 
 
 class View(Struct, frozen=True, kw_only=True):
-    """What `asyncrl-launch inspect` shows, and prints with --json."""
+    """The output of `asyncrl-launch inspect`; printed as it is with --json."""
 
     file: str
     ticket: str
@@ -101,12 +101,12 @@ class View(Struct, frozen=True, kw_only=True):
     sequences: list[SequenceRow]
     sequence: int
     tokens: list[TokenRow]
-    notes: list[str]  # what could not be shown, and why
+    notes: list[str]  # what cannot be shown, and why
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What the run knows that the file does not."""
+    """What the run adds to the file: configs and tokenizer. None: not available."""
 
     master: MasterWorkerConfig | None
     rollout: RolloutWorkerConfig | None
@@ -115,7 +115,7 @@ class Surroundings:
 
 
 class Texts:
-    """Token ids to text, without torch."""
+    """Decodes token ids, without torch."""
 
     def __init__(self, path: Path) -> None:
         from tokenizers import Tokenizer
@@ -123,7 +123,7 @@ class Texts:
         self._tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
 
     def piece(self, token: int) -> str:
-        """One token's text, a leading space included. A part of a character is shown as the vocabulary writes it."""
+        """One token's text, including a leading space. A part of a character is shown as the vocabulary writes it."""
         written = self._tokenizer.id_to_token(token) or ""
         text: str = self._tokenizer.decode([token], skip_special_tokens=False)
         if not text or _REPLACEMENT in text:
@@ -135,16 +135,16 @@ class Texts:
 
 
 def visible(text: str, *, lines: bool = False) -> str:
-    """Text that does nothing to a terminal: what is not printable is escaped. lines: line ends stay."""
+    """Escape all characters that are not printable, so that text cannot control the terminal. lines: keep line ends."""
     shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
     return shown.replace("\\n", "\n") if lines and "\\n" not in text else shown
 
 
 def surroundings_of(path: Path) -> Surroundings:
-    """Of a trajectory's file: <run>/trajectories/attempt_N/<file>."""
+    """The surroundings of a trajectory's file, <run>/trajectories/attempt_N/<file>."""
     match = re.fullmatch(r"attempt_(\d+)", path.parent.name)
     if match is None or path.parent.parent.name != FOLDER:
-        return Surroundings(None, None, None, ["the file lies in no run: no text, no advantages"])
+        return Surroundings(None, None, None, ["the file is not in a run's folder: no text, no advantages"])
     run_dir, attempt = path.parents[2], int(match[1])
     configs = {name: _config(configs_dir(run_dir, attempt) / f"{name}.yaml") for name in ("master_0", *_TOKENIZER_OF)}
     master, rollout = configs["master_0"], configs["rollout_worker_0"]
@@ -162,7 +162,7 @@ def surroundings_of(path: Path) -> Surroundings:
 def _config(path: Path) -> ProcessConfig | None:
     try:
         return load_process_config(path) if path.is_file() else None
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException):  # of another release, say
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException):  # for example of another release
         return None
 
 
@@ -176,11 +176,11 @@ def _tokenizer_of_run(run_dir: Path) -> str:
 
 def _texts(tokenizer_path: str, notes: list[str]) -> Texts | None:
     if not tokenizer_path:
-        notes.append("the run's config is not there: token ids only")
+        notes.append("the run's config is missing: token ids only")
         return None
     try:
         return Texts(Path(tokenizer_path).expanduser())
-    except Exception as error:  # tokenizers raises nothing narrower
+    except Exception as error:  # tokenizers raises plain Exception
         notes.append(f"no text: the tokenizer at {tokenizer_path} cannot be read: {error}")
         return None
 
@@ -189,7 +189,7 @@ def _texts(tokenizer_path: str, notes: list[str]) -> Texts | None:
 
 
 def make_view(path: Path, *, sequence: int = 0, advantages: bool = True) -> View:
-    """Read a file and gather what there is about it. Raises TrajectoryError, and IndexError for a sequence it does not have."""
+    """Read a file and what its run adds. Raises TrajectoryError; IndexError if the group has no such sequence."""
     trajectory = read_trajectory(path)
     header, sample = trajectory.header, trajectory.sample
     around = surroundings_of(path.absolute())
@@ -224,7 +224,7 @@ def make_view(path: Path, *, sequence: int = 0, advantages: bool = True) -> View
 
 
 def _task_name(task_id: int, rollout: RolloutWorkerConfig | None) -> str:
-    """Tasks are numbered in the order of their names."""
+    """The name of a task id: ids number the tasks in alphabetical order."""
     names = sorted(rollout.rollout.tasks) if rollout is not None else []
     return names[task_id] if 0 <= task_id < len(names) else str(task_id)
 
@@ -302,15 +302,18 @@ def _at(values: list[float] | None, position: int, there: bool) -> float | None:
 def _advantages(
     path: Path, trajectory: Trajectory, master: MasterWorkerConfig | None, notes: list[str]
 ) -> Array | None:
-    """Per token of the group: as trained on, else (rollout_only) computed from the run's config; None: a note says why."""
+    """Advantages per token of the group: the recorded ones, else (rollout_only) computed from the run's config.
+
+    None if neither is possible; a note gives the reason.
+    """
     if "advantages" in trajectory.sample.keys:
         trained: Array = trajectory.sample.data["advantages"]
         return trained
     if master is None:
-        notes.append("no advantages: the config of the run's master is not there")
+        notes.append("no advantages: the config of the run's master is missing")
         return None
     samples = [trajectory.sample]
-    if master.train.ppo.advantage_norm == "batch":  # which takes the whole batch to normalise over
+    if master.train.ppo.advantage_norm == "batch":  # normalization needs the whole batch
         samples += _others_of_batch(path, trajectory.header)
         if len(samples) < trajectory.header.batch:
             notes.append(
@@ -321,13 +324,13 @@ def _advantages(
     interface = AdvantagesInterface(build_dataflow(master.train).mfcs["advantages"], master.train)
     missing = sorted({key for sample in samples for key in interface.keys if key not in sample.keys})
     if missing:
-        notes.append(f"no advantages: they need the keys {missing}, which are recorded where a train step runs")
+        notes.append(f"no advantages: they need the keys {missing}, which only runs with train steps record")
         return None
     if master.train.ppo.kl_coef > 0 and master.train.ppo.kl_adaptive:
-        notes.append("advantages with the KL coefficient that the run began with (train.ppo.kl_adaptive changes it)")
+        notes.append("advantages use the run's initial KL coefficient (train.ppo.kl_adaptive changes it during a run)")
     if interface.value_norm is not None:
         notes.append(
-            "advantages with values in the units that the run began with (train.critic.value_norm changes them)"
+            "advantages use the run's initial units of values (train.critic.value_norm changes them during a run)"
         )
     batch = LocalBatch.make(
         SequenceSample.gather([sample.select_keys(interface.keys) for sample in samples]), interface.keys
@@ -345,28 +348,28 @@ def _others_of_batch(path: Path, header: TrajectoryHeader) -> list[SequenceSampl
         try:
             others.append(read_trajectory(file).sample)
         except TrajectoryError:
-            continue  # one that is broken: the note says how many there are
+            continue  # a broken file; the note shows how many were read
     return others
 
 
-_LISTED = 20  # files, where --limit says nothing
-_TOKENS = 100
+_LISTED = 20  # files listed without --limit
+_TOKENS = 100  # tokens shown without --limit
 _TEXT_CHARACTERS = 2000
 
-_DESCRIPTION = """Show a recorded trajectory: prompt and responses, then token by token the text, id, weight version,
-logprobs, loss mask, reward and advantage side by side. Given a run, list what it recorded, newest first, too.
+_DESCRIPTION = """Show a recorded trajectory: prompt and responses, then a table with text, id, weight version, logprobs, loss
+mask, reward and advantage of each token. For a run, first list its recorded trajectories, newest first.
 
-A run records with record.trajectories=true; mode=rollout_only always does. Advantages that were not recorded are
-computed as the trainer would, from the run's config."""
+A run records trajectories with record.trajectories=true; mode=rollout_only always records. Advantages that were not
+recorded are computed from the run's config, as the trainer would."""
 
 _EPILOG = """examples:
-  asyncrl-launch inspect runs/mine/t0                          what was recorded, and the newest
+  asyncrl-launch inspect runs/mine/t0                          list the trajectories, and show the newest
   asyncrl-launch inspect runs/mine/t0 --index 3 --sequence 1   the fourth of the list, its second response
-  asyncrl-launch inspect runs/mine/t0 --ticket a1-e0-p17       the group of a prompt (a part of the ticket's id will do)
+  asyncrl-launch inspect runs/mine/t0 --ticket a1-e0-p17       the group of a prompt (part of the ticket's id is enough)
   asyncrl-launch inspect FILE.safetensors --limit 1000         one file, up to 1000 tokens
   asyncrl-launch inspect FILE.safetensors --json | jq '.trajectory.tokens[] | select(.advantage < 0) | .text'
 
-exit codes: 0 shown; 1 nothing is recorded there, or the file is broken; 2 wrong arguments."""
+exit codes: 0 shown; 1 nothing is recorded, or the file is broken; 2 wrong arguments."""
 
 
 def add_to(commands: Commands) -> None:
@@ -374,13 +377,16 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("target", metavar="FILE_OR_RUN", help="a recorded file, a run's folder, or the run's CONFIG")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="the overrides the run was started with")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--ticket", metavar="T", help="the newest one whose ticket id contains T")
-    which.add_argument("--index", metavar="N", type=int, help="number N of the list; 0 is the newest")
+    which.add_argument("--ticket", metavar="T", help="show the newest trajectory whose ticket id contains T")
+    which.add_argument("--index", metavar="N", type=int, help="show number N of the list; 0 is the newest")
     parser.add_argument(
-        "--sequence", metavar="K", type=int, default=0, help="response of the group, from 0 (default 0)"
+        "--sequence", metavar="K", type=int, default=0, help="number of the response in the group (default 0)"
     )
     parser.add_argument(
-        "--limit", metavar="N", type=int, help=f"rows at most (default {_LISTED} files, {_TOKENS} tokens; --json all)"
+        "--limit",
+        metavar="N",
+        type=int,
+        help=f"most rows to show (default {_LISTED} files, {_TOKENS} tokens; with --json all)",
     )
     parser.add_argument("--prompt", action="store_true", help="show the prompt's tokens in the table too")
 
@@ -388,7 +394,7 @@ def add_to(commands: Commands) -> None:
 def inspect(arguments: argparse.Namespace, console: Console) -> int:
     """Show a recorded trajectory: text, tokens, versions, logprobs, rewards and advantages side by side."""
     if arguments.limit is not None and arguments.limit < 1:
-        raise ConfigError(f"--limit {arguments.limit}: show at least one row")
+        raise ConfigError(f"--limit {arguments.limit}: must be at least 1")
     listed: list[tuple[Path, TrajectoryHeader]] = []
     try:
         if arguments.target.endswith(SUFFIX):
@@ -422,7 +428,7 @@ def _folder(arguments: argparse.Namespace) -> Path:
 
 
 def _recorded(folder: Path) -> list[Path]:
-    """What a folder holds; of a run that has gone on from checkpoints what led to its newest weights, without what was void."""
+    """The recorded files of a folder. If the run continued from checkpoints: those of the lineage of its newest weights only."""
     newest = find_recording(folder)
     try:
         lineage = lineage_of(read_attempts(folder))
@@ -435,7 +441,7 @@ def _recorded(folder: Path) -> list[Path]:
         file
         for place, stretch in stretches
         for file in list_recording(place)
-        if stretch.has(step_of(file) + 1)  # recorded under the version that it was trained on
+        if stretch.has(step_of(file) + 1)  # a file is named after the version that its train step began from
     ]
 
 
@@ -444,10 +450,10 @@ def _choose(arguments: argparse.Namespace, files: list[Path]) -> Path:
         for file in files:
             if arguments.ticket in read_header(file).meta.ticket_id:
                 return file
-        raise IndexError(f"--ticket {arguments.ticket}: none of the {len(files)} recorded ones has it")
+        raise IndexError(f"--ticket {arguments.ticket}: none of the {len(files)} recorded trajectories has it")
     index = arguments.index or 0
     if not 0 <= index < len(files):
-        raise IndexError(f"--index {index}: there are 0 to {len(files) - 1}")
+        raise IndexError(f"--index {index}: use 0 to {len(files) - 1}")
     return files[index]
 
 
@@ -455,7 +461,7 @@ def _choose(arguments: argparse.Namespace, files: list[Path]) -> Path:
 
 
 def _entry(index: int, file: Path, header: TrajectoryHeader) -> dict[str, object]:
-    """A line of the list, for machines."""
+    """A line of the list, for JSON."""
     meta = header.meta
     return {
         "index": index,
@@ -503,7 +509,7 @@ def _versions(oldest: WeightVersion, newest: WeightVersion) -> str:
 
 
 def print_view(view: View, console: Console, *, limit: int, with_prompt: bool) -> None:
-    """Show a trajectory, with at most limit tokens, those of the prompt among them if with_prompt."""
+    """Print a trajectory with at most `limit` tokens. with_prompt: include the prompt's tokens."""
     used = f"train step {view.step + 1} (on version {view.step})" if view.trained else f"batch {view.step}, not trained"
     born = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(view.birth_time))
     for label, text in (

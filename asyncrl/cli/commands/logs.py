@@ -1,7 +1,7 @@
-"""`asyncrl-launch logs`: the logs of a run's processes as one sequence in the order of time.
+"""`asyncrl-launch logs`: the logs of a run's processes as one stream in time order.
 
-A log line begins with `YYYY-mm-dd HH:MM:SS.mmm LEVEL worker: `. Lines that do not, such as a traceback's, belong to the entry
-before them. Each poll merges the new entries of all files by time, so everything that is there at the first poll is in order.
+A log line begins with `YYYY-mm-dd HH:MM:SS.mmm LEVEL worker: `. Other lines, such as those of a traceback, belong to the entry
+before them. Each poll merges the new entries of all files by time, so all entries of the first poll are in order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from asyncrl.cli.commands.common import Commands, add_command, print_json, run_d
 from asyncrl.launch.rundir import EXPERIMENT_FILE, LaunchError, configs_dir, is_running, logs_dir
 from asyncrl.runtime.clock import SYSTEM_CLOCK
 
-_MAX_UNDATED = 100  # lines at the beginning of a file that may have no time
+_MAX_UNDATED = 100  # lines at the beginning of a file in which a first time is searched
 _POLL_S = 0.5
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -39,16 +39,16 @@ _LEVEL = rf"(?P<level>{'|'.join(LEVELS)})"
 _HEADERS = tuple(
     re.compile(pattern, re.DOTALL)
     for pattern in (
-        rf"{_DAY} {_SECOND}\.(?P<milli>\d{{3}}) {_LEVEL} +\S+: ?(?P<text>.*)",  # ours
-        rf"{_DAY} {_SECOND}[,.](?P<milli>\d{{3}})\d* - (?P<text>\S+ - {_LEVEL} - .*)",  # of libraries
+        rf"{_DAY} {_SECOND}\.(?P<milli>\d{{3}}) {_LEVEL} +\S+: ?(?P<text>.*)",  # asyncrl
+        rf"{_DAY} {_SECOND}[,.](?P<milli>\d{{3}})\d* - (?P<text>\S+ - {_LEVEL} - .*)",  # libraries
         rf"{_DAY} {_SECOND}\.(?P<milli>\d{{3}})\d* (?P<level>[DIWEC]) \| (?P<text>.*)",  # etcd 3.4 and older
         rf"{_LEVEL}: {_DAY} {_SECOND} (?P<text>.*)",  # gRPC in etcd
-        rf"\[{_DAY} {_SECOND}(?: [A-Z0-9 ]+)?\] (?:{_LEVEL}: )?(?P<text>.*)",  # SGLang, with its rank; it names few levels
+        rf"\[{_DAY} {_SECOND}(?: [A-Z0-9 ]+)?\] (?:{_LEVEL}: )?(?P<text>.*)",  # SGLang, with its rank; few lines have a level
     )
 )
 _LEVEL_OF_LETTER = {level[0]: level for level in LEVELS}
-_ETCD_LEVELS = {"debug": "DEBUG", "info": "INFO", "warn": "WARNING", "error": "ERROR"}  # others are worse
-# What is printed past the logging: it begins an entry of its own, unless the entry before may be what it belongs to
+_ETCD_LEVELS = {"debug": "DEBUG", "info": "INFO", "warn": "WARNING", "error": "ERROR"}  # all others are more severe
+# Output that does not come from a logger. It begins a new entry, unless the entry before is a warning or worse
 _UNANNOUNCED = (
     (
         re.compile(r"Traceback \(most recent call last\):|Fatal Python error|terminate called|Segmentation fault"),
@@ -56,16 +56,16 @@ _UNANNOUNCED = (
     ),
     (re.compile(r"\S+:\d+: \w*Warning: "), "WARNING"),
 )
-# Escape sequences and other control characters of a log must not reach the terminal
+# Escape sequences and other control characters in a log must not reach the terminal
 _CONTROL = {number: f"\\x{number:02x}" for number in (*range(9), *range(10, 32), *range(127, 160))} | {0x1B: "␛"}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of a log, and the lines that belong to it."""
+    """A line of a log, with the lines that belong to it."""
 
-    time: str  # local, as the log has it: sorts like the time
-    level: str  # one of LEVELS; "" where the line has none
+    time: str  # local time as text; sorts by time
+    level: str  # one of LEVELS; "" if the line has none
     worker: str
     text: str  # without time, level and worker; may have several lines
 
@@ -74,12 +74,12 @@ class Entry:
         return self.level in {"ERROR", "CRITICAL"}
 
     def at_least(self, level: str) -> bool:
-        """Whether it is as bad as that. What tells no level may be anything, and counts as a warning."""
+        """Whether the entry has this level or a more severe one. An entry without a level counts as a warning."""
         return LEVELS.index(self.level or "WARNING") >= LEVELS.index(level)
 
 
 class LogFile:
-    """Reads one worker's log, from its beginning, as it grows."""
+    """Reads one worker's log from its beginning, as it grows."""
 
     def __init__(self, path: Path) -> None:
         self._worker = worker_of(path.stem)
@@ -91,9 +91,9 @@ class LogFile:
         self._file.seek(0)
 
     def new_entries(self, *, ended: bool) -> Iterator[Entry]:
-        """The lines that were appended since the last call. Their times never go back.
+        """The entries appended since the last call, with times that never decrease.
 
-        ended: a last line without an end counts too. Lines that belong to an entry of an earlier call are an entry of their own.
+        ended: include a last line without a line end. Lines that belong to an entry of an earlier call become a new entry.
         """
         lines: list[str] = []
         for line in self._lines(ended=ended):
@@ -126,7 +126,7 @@ class LogFile:
 
 
 def _text(line: bytes) -> str:
-    """What a terminal would show in the end: a progress bar writes over itself. What is not UTF-8 is replaced."""
+    """The line as a terminal finally shows it (a progress bar overwrites itself). Bytes that are not UTF-8 are replaced."""
     return line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2].translate(_CONTROL)
 
 
@@ -157,16 +157,16 @@ def _parse_etcd(line: str) -> tuple[str, str, str] | None:
 
 
 class LogFiles:
-    """The files of logs/attempt_N that are wanted, as they come and grow."""
+    """The selected files of logs/attempt_N, as they appear and grow."""
 
     def __init__(self, folder: Path, wanted: Callable[[str], bool]) -> None:
-        """wanted: by the name of a worker."""
-        self.folder = folder  # may change to the next attempt's, which links the logs of processes that go on
+        """wanted: whether to read the log of the worker with this name."""
+        self.folder = folder  # may change to the next attempt's, which links the logs of processes that keep running
         self._wanted = wanted
         self._files: dict[int, LogFile] = {}  # by inode
 
     def new_entries(self, *, ended: bool) -> Iterator[Entry]:
-        """What was written since the last call, in the order of time."""
+        """The entries written since the last call, in time order."""
         for path in sorted(self.folder.glob("*.log")):
             if path.is_file() and self._wanted(worker_of(path.stem)) and path.stat().st_ino not in self._files:
                 self._files[path.stat().st_ino] = LogFile(path)
@@ -186,9 +186,9 @@ def stream_logs(
     goes_on: Callable[[], bool] = lambda: False,
     pause: Callable[[], None] = lambda: SYSTEM_CLOCK.sleep(_POLL_S),
 ) -> Iterator[Entry | None]:
-    """All entries; None once, after those that were there at the beginning.
+    """Yield all entries, and None once, after the entries that existed at the beginning.
 
-    waits for: files to grow. unblocked by: goes_on() being false, after which everything is read once more.
+    waits for: files to grow. unblocked by: goes_on() being false; then all files are read once more.
     """
     follow, first = goes_on(), True
     while follow:
@@ -202,9 +202,9 @@ def stream_logs(
 
 
 def worker_of(stem: str) -> str:
-    """rollout_worker_1 (the name of a file) -> rollout_worker/1 (the name of the worker); others, such as etcd, stay.
+    """The worker of a file: rollout_worker_1 -> rollout_worker/1. Other names, such as etcd, do not change.
 
-    generation_server_0_sglang, what that worker's own SGLang server says, is generation_server/0/sglang.
+    generation_server_0_sglang, the log of that worker's SGLang server, becomes generation_server/0/sglang.
     """
     if stem.endswith("_sglang"):
         return f"{worker_of(stem.removesuffix('_sglang'))}/sglang"
@@ -213,9 +213,9 @@ def worker_of(stem: str) -> str:
 
 
 def select_workers(asked: Sequence[str], known: Collection[str]) -> set[str]:
-    """The workers that are meant by `rollout_worker` (all of a kind), `rollout_worker/1` or `rollout_worker_1`.
+    """The workers named by `rollout_worker` (all of a kind), `rollout_worker/1` or `rollout_worker_1`.
 
-    Raises ValueError that names those that exist.
+    Raises ValueError, which lists the existing workers, if a name matches none.
     """
     selected: set[str] = set()
     for name in asked:
@@ -224,27 +224,27 @@ def select_workers(asked: Sequence[str], known: Collection[str]) -> set[str]:
             kinds = sorted({worker.partition("/")[0] for worker in known})
             nearest = difflib.get_close_matches(name, [*known, *kinds], n=1)
             hint = f"did you mean {nearest[0]}? " if nearest else ""
-            raise ValueError(f"there is no log of {name!r}: {hint}there are {', '.join(sorted(known)) or 'none'}")
+            raise ValueError(f"there is no log of {name!r}: {hint}existing logs: {', '.join(sorted(known)) or 'none'}")
         selected |= matching
     return selected
 
 
-_DESCRIPTION = """Show what the processes of a run said, in one stream, in the order of time.
+_DESCRIPTION = """Show the logs of a run's processes as one stream in time order.
 
-The first error stands out, and is told again at the end with its traceback: it is most often the cause of the others.
+The first error is highlighted, and repeated at the end with its traceback, because it is usually the cause of the others.
 Lines without a time, such as those of a traceback, stay with the line before them."""
 
 _EPILOG = """examples:
-  asyncrl-launch logs runs/sloppy-sorter/t0                       everything of the newest attempt
-  asyncrl-launch logs runs/sloppy-sorter/t0 -f                    and what comes, until the run ends or Ctrl-C
+  asyncrl-launch logs runs/sloppy-sorter/t0                       all logs of the newest attempt
+  asyncrl-launch logs runs/sloppy-sorter/t0 -f                    also new lines, until the run ends or Ctrl-C
   asyncrl-launch logs runs/sloppy-sorter/t0 master rollout_worker/1 --level WARNING
   asyncrl-launch logs runs/sloppy-sorter/t0 --tail 50 --attempt 2
   asyncrl-launch logs runs/sloppy-sorter/t0 --json | jq -r 'select(.level == "ERROR") | .worker'
 
-WORKER is a kind (rollout_worker: all of them), one (rollout_worker/1 or rollout_worker_1), or etcd.
---json prints one object a line: event log (time, level, worker, text, first_error), and end (first_error, counts).
+WORKER is a kind (rollout_worker: all of them), one worker (rollout_worker/1 or rollout_worker_1), or etcd.
+--json prints one object per line: event log (time, level, worker, text, first_error), and end (first_error, counts).
 
-exit codes: 0 all was shown; 1 there are no such logs, those that exist are named; 130 Ctrl-C."""
+exit codes: 0 the logs were shown; 1 there are no such logs, the existing ones are listed; 130 Ctrl-C."""
 
 _COLOURS = ("cyan", "green", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta", "bright_blue")
 _LEVEL_STYLES = {"DEBUG": "dim", "WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red"}
@@ -252,20 +252,25 @@ _LEVEL_STYLES = {"DEBUG": "dim", "WARNING": "yellow", "ERROR": "bold red", "CRIT
 
 def add_to(commands: Commands) -> None:
     parser = add_command(commands, "logs", logs, description=_DESCRIPTION, epilog=_EPILOG)
-    parser.add_argument("run", metavar="RUN", help="folder of the run, or the CONFIG it was started from")
+    parser.add_argument("run", metavar="RUN", help="folder of the run, or the CONFIG that it was started from")
     parser.add_argument(
         "words", metavar="WORKER", nargs="*", help="only these workers (after a CONFIG also key=value overrides)"
     )
     parser.add_argument(
-        "-f", "--follow", action="store_true", help="show what comes too, also of further attempts, until the run ends"
+        "-f",
+        "--follow",
+        action="store_true",
+        help="also show new lines, including those of further attempts, until the run ends",
     )
-    parser.add_argument("--level", choices=LEVELS, default="DEBUG", type=str.upper, help="this level and worse")
-    parser.add_argument("--attempt", type=_positive, metavar="N", help="of this attempt (default: the newest)")
-    parser.add_argument("--tail", type=_positive, metavar="N", help="of what is there only the last N entries")
+    parser.add_argument(
+        "--level", choices=LEVELS, default="DEBUG", type=str.upper, help="only this level and more severe ones"
+    )
+    parser.add_argument("--attempt", type=_positive, metavar="N", help="number of the attempt (default: the newest)")
+    parser.add_argument("--tail", type=_positive, metavar="N", help="only the last N of the existing entries")
 
 
 def logs(arguments: argparse.Namespace, console: Console) -> int:
-    """Show the logs of a run's processes in one stream, in the order of time; the first error stands out."""
+    """Show the logs of a run's processes as one stream in time order; the first error is highlighted."""
     run_dir = run_dir_of(arguments.run, [word for word in arguments.words if "=" in word])
     attempt = arguments.attempt or _newest_attempt(run_dir)
     folder = logs_dir(run_dir, attempt)
@@ -283,7 +288,8 @@ def logs(arguments: argparse.Namespace, console: Console) -> int:
     printer = _JsonPrinter(attempt) if arguments.json else _Printer(console, selected or known)
 
     def goes_on() -> bool:
-        if arguments.follow and not arguments.attempt:  # the next attempt has the logs of those that go on, too
+        # the folder of the next attempt also links the logs of processes that keep running
+        if arguments.follow and not arguments.attempt:
             files.folder = logs_dir(run_dir, _newest_attempt(run_dir))
         return arguments.follow and is_running(run_dir) and files.folder == logs_dir(run_dir, _newest_attempt(run_dir))
 
@@ -314,7 +320,7 @@ def _show_all(last: deque[Entry] | None, printer: _Printer | _JsonPrinter) -> No
 
 
 class _Printer:
-    """For people."""
+    """Prints entries as text."""
 
     def __init__(self, console: Console, workers: set[str]) -> None:
         names = sorted(workers)
@@ -327,7 +333,7 @@ class _Printer:
         self._shown_after = False  # something was shown after the first error
 
     def count(self, entry: Entry) -> None:
-        """Every entry, also those that are not shown."""
+        """Count an entry; called for every entry, including those that are not shown."""
         self._num_errors += entry.is_error
         if self._first_error is None and entry.is_error:
             self._first_error = entry
@@ -364,7 +370,7 @@ class _Printer:
         return text
 
     def _print(self, what: Text | Rule) -> None:
-        if isinstance(what, Text) and not self._console.is_terminal:  # ten times as fast as by way of rich
+        if isinstance(what, Text) and not self._console.is_terminal:  # ten times as fast as through rich
             self._console.file.write(f"{what.plain}\n")
             self._console.file.flush()
         else:
@@ -372,7 +378,7 @@ class _Printer:
 
 
 class _JsonPrinter:
-    """For machines."""
+    """Prints entries as JSON."""
 
     def __init__(self, attempt: int) -> None:
         self._attempt = attempt
@@ -398,7 +404,7 @@ def _object(entry: Entry) -> dict[str, Any]:
 
 
 def _known_workers(run_dir: Path, attempt: int) -> set[str]:
-    """Workers that have a log, or will have one: their config is written first."""
+    """Workers that have a log or a config. The config is written first, so this includes workers that have not started yet."""
     files = [*logs_dir(run_dir, attempt).glob("*.log"), *configs_dir(run_dir, attempt).glob("*.yaml")]
     return {worker_of(file.stem) for file in files if file.name != EXPERIMENT_FILE}
 
@@ -418,5 +424,5 @@ def _newest_attempt(run_dir: Path) -> int:
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return number

@@ -23,26 +23,26 @@ from asyncrl.launch.rundir import LOCK_FILE, RUN_FILE, LaunchError, is_running, 
 from asyncrl.runtime.metrics import METRICS_FILE
 
 _DEPTH = 2  # of a run below fileroot: <experiment>/<trial>
-_TAIL_BYTES = 100_000  # of metrics.jsonl: more than the last records
-_REWARD_STEPS = 5  # whose mean is shown
+_TAIL_BYTES = 100_000  # of metrics.jsonl; holds more than _REWARD_STEPS records
+_REWARD_STEPS = 5  # the reward shown is their mean
 
-_DESCRIPTION = """List all runs under a folder: state, step, reward and start. Reads files only, so it is quick and changes nothing.
+_DESCRIPTION = """List all runs under a folder: state, step, reward and start. It only reads files.
 
-FOLDER is a fileroot, an experiment's folder in it, or a run's; without it, ./runs. States: running; complete; interrupted
-(stopped or failed: `run` and `resume` go on from the newest checkpoint); on HOST (started there; `status RUN` asks it);
-damaged (a file cannot be read, which is told). The reward is the mean of the last 5 train steps."""
+FOLDER is a fileroot, the folder of an experiment or of a run; default: ./runs. States: running; complete; interrupted
+(stopped or failed; `run` and `resume` continue from the newest checkpoint); on HOST (started on another host; see
+`status RUN`); damaged (a file cannot be read; the error is shown). The reward is the mean of the last 5 train steps."""
 
 _EPILOG = """examples:
   asyncrl-launch ls
   asyncrl-launch ls runs/sloppy-sorter                                 the runs of one experiment
   asyncrl-launch ls /data/runs --json | jq -r '.runs[] | select(.state == "interrupted") | .run_dir'
 
-exit codes: 0 the runs are listed, even if there are none; 2 there is no such folder."""
+exit codes: 0 the runs are listed, even if there are none; 2 FOLDER does not exist."""
 
 
 @dataclass(frozen=True)
 class RunEntry:
-    """What the files of a run tell about it. Zeros and None: they tell nothing."""
+    """A run as described by its files. 0 and None: unknown."""
 
     run_dir: str
     name: str  # <experiment>/<trial>
@@ -70,25 +70,25 @@ def ls(arguments: argparse.Namespace, console: Console) -> int:
     elif entries:
         console.print(_table(folder, entries, arguments.clock.time()))
     else:
-        console.print(f"{folder}: no runs; they are in fileroot=... of their configs", highlight=False, soft_wrap=True)
+        console.print(f"{folder}: no runs; name the fileroot of their configs", highlight=False, soft_wrap=True)
     return 0
 
 
 def find_runs(folder: Path, depth: int = _DEPTH) -> Iterator[Path]:
-    """Folders in which a launcher has been, at most `depth` levels below."""
+    """Folders of runs, at most `depth` levels below `folder`: those with a launcher's files."""
     if (folder / RUN_FILE).exists() or (folder / LOCK_FILE).exists():
         yield folder
     elif depth:
         try:
             below = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir())
-        except OSError:  # another user's
+        except OSError:  # for example another user's folder
             return
         for path in below:
             yield from find_runs(Path(path), depth - 1)
 
 
 def read_entry(run_dir: Path) -> RunEntry:
-    """Never raises for what is wrong with the run: that becomes its state."""
+    """Read a run's files. A broken run raises nothing: it gets the state `damaged`."""
     name = f"{run_dir.parent.name}/{run_dir.name}"
     try:
         record = read_record(run_dir)
@@ -108,7 +108,7 @@ def read_entry(run_dir: Path) -> RunEntry:
 
 
 def newest_step(metrics: Path) -> tuple[int, float | None]:
-    """The newest train step, and the mean reward of the last few. Lines that are no records are passed over."""
+    """The newest train step, and the mean reward of the last few. Lines that are not records are skipped."""
     records, _ = read_records(metrics, _TAIL_BYTES)
     rewards = [reward for record in records if math.isfinite(reward := number(record, "reward/mean"))]
     step = max((int(number(record, "step")) for record in records), default=0)

@@ -14,34 +14,40 @@ from asyncrl.cli.plotting import write_picture
 from asyncrl.launch.rundir import LaunchError, is_running
 from asyncrl.runtime.metrics import METRICS_FILE
 
-_DESCRIPTION = """Draw the curves of one or several runs as a picture: reward (train batches, and evaluations sampled and
-greedy), off-policyness, response lengths, entropy, KL, gradient norm, clip share, where the time of a step goes, throughput.
+_DESCRIPTION = """Draw the curves of one or several runs into a picture file: reward (train batches, sampled and greedy
+evaluations), off-policyness, response lengths, entropy, KL, gradient norm, clip share, time of a step, throughput.
 
-It only reads what the runs have written, so it works while they go on and after they have ended."""
+It only reads the files of the runs, so it works while they run and after they have ended."""
 
 _EPILOG = """examples:
-  asyncrl-launch plot runs/sloppy-sorter/t0                         the picture is runs/sloppy-sorter/t0/plot.png
-  asyncrl-launch plot runs/sloppy-sorter/t0 runs/sloppy-sorter/t1   overlaid; the picture is runs/sloppy-sorter/plot.png
+  asyncrl-launch plot runs/sloppy-sorter/t0                         writes runs/sloppy-sorter/t0/plot.png
+  asyncrl-launch plot runs/sloppy-sorter/t0 runs/sloppy-sorter/t1   both in one picture: runs/sloppy-sorter/plot.png
   asyncrl-launch plot runs/sloppy-sorter/* --out compare.svg        .png, .svg or .pdf
-  asyncrl-launch plot configs/quickstart_cpu.yaml trial=b           a run by its config
-  asyncrl-launch plot runs/sloppy-sorter/t0 --json                  the numbers; needs no matplotlib
+  asyncrl-launch plot configs/quickstart_cpu.yaml trial=b           a run named by its config
+  asyncrl-launch plot runs/sloppy-sorter/t0 --json                  prints the numbers; needs no matplotlib
 
-Drawing needs an extra: pip install 'asyncrl[plot]'. A run that went on from a checkpoint is one curve, without the steps
-that were void then; each time that it began anew is a curve of its own. What a run has not written yet is left out, and named.
+Drawing needs an extra: pip install 'asyncrl[plot]'. A run that continued from a checkpoint is one curve, without the
+steps after that checkpoint, which were trained again. A run that began anew has one curve per beginning. Metrics that a
+run has not written are left out; the command lists them.
 
-exit code: 0; 1 there is nothing to draw, or nothing to draw it with; 2 a wrong argument."""
+exit codes: 0 drawn; 1 there is nothing to draw, or matplotlib is missing; 2 a wrong argument."""
 
 
 def add_to(commands: Commands) -> None:
     parser = add_command(commands, "plot", plot, description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument(
-        "runs", metavar="RUN", nargs="+", help="folder of a run, or the CONFIG it was started from (with its overrides)"
+        "runs",
+        metavar="RUN",
+        nargs="+",
+        help="folder of a run, or the CONFIG that it was started from (with its overrides)",
     )
-    parser.add_argument("--out", metavar="FILE", type=Path, help="the picture (default: plot.png in the run's folder)")
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="the picture file (default: plot.png in the run's folder)"
+    )
 
 
 def plot(arguments: argparse.Namespace, console: Console) -> int:
-    """Draw reward, off-policyness, lengths, entropy, KL, time and throughput of runs as a picture."""
+    """Draw reward, off-policyness, lengths, entropy, KL, time and throughput of runs into a picture file."""
     overrides = [target for target in arguments.runs if "=" in target and not Path(target).exists()]
     targets = [target for target in arguments.runs if target not in overrides]
     run_dirs = [run_dir_of(target, overrides) for target in targets]
@@ -49,7 +55,7 @@ def plot(arguments: argparse.Namespace, console: Console) -> int:
     if not shown.panels:
         raise LaunchError(
             f"{', '.join(map(str, run_dirs)) or 'no run'}: nothing to draw: no {METRICS_FILE} with a train step or an "
-            "evaluation in it (yet); `asyncrl-launch status RUN` says what a run is at"
+            "evaluation in it (yet); `asyncrl-launch status RUN` shows the state of a run"
         )
     if arguments.json:
         if arguments.out is not None:
@@ -65,7 +71,7 @@ def plot(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _notes(shown: Picture, run_dirs: list[Path]) -> list[str]:
-    """What is not in the picture."""
+    """Notes about what is not in the picture."""
     notes = [f"left out: {text}" for text in shown.missing]
     drawn = {run.run_dir for run in shown.runs}
     notes += [f"{path}: nothing to draw (yet)" for path in run_dirs if path.resolve() not in drawn]
@@ -75,5 +81,5 @@ def _notes(shown: Picture, run_dirs: list[Path]) -> list[str]:
 
 
 def _default_path(run_dirs: list[Path]) -> Path:
-    """In the folder of the run; of several in the deepest that holds them all."""
+    """plot.png in the folder of the run; for several runs in the deepest folder that contains them all."""
     return Path(os.path.commonpath(run_dirs)) / "plot.png"

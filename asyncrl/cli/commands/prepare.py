@@ -17,23 +17,23 @@ from asyncrl.data.prompts import is_file_name
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.redact import redact_text
 
-_STDERR = 2  # what the command prints is for people
+_STDERR = 2  # stdout is for JSON alone
 
-_DESCRIPTION = """Make or download what a config names and this machine lacks.
+_DESCRIPTION = """Make or download the model and data of a config that this machine does not have.
 
-Where model_path is a folder without a model, or a prompt file is missing, it runs the config's own `prepare` command.
-Where model_path is the name of a model on the Hugging Face Hub, it downloads what the Hub's cache lacks. Does nothing
-where all is there."""
+If model_path is a folder without a model, or a prompt file is missing, it runs the config's `prepare` command. If
+model_path is the name of a model on the Hugging Face Hub, it downloads the files that the Hub's cache does not have. If
+nothing is missing, it does nothing."""
 
 _EPILOG = """
 
 examples:
-  asyncrl-launch prepare configs/quickstart_cpu.yaml           a small model, warm-started; some 20 s
-  asyncrl-launch prepare configs/async_ppo_math.yaml           GSM8K and a Qwen2.5 from the Hub; 3 GB
+  asyncrl-launch prepare configs/quickstart_cpu.yaml           a small model, warm-started; about 20 s
+  asyncrl-launch prepare configs/async_ppo_math.yaml           GSM8K, and a Qwen2.5 from the Hub; 3 GB
   asyncrl-launch prepare my_run.yaml --json
 
-exit codes: 0 all is there; 2 something is not, and the config has no `prepare` or the Hub no such model; otherwise those of the
-command."""
+exit codes: 0 nothing is missing (any more); 2 something is missing, and the config has no `prepare` command or the Hub
+has no such model; otherwise the exit code of the command."""
 
 
 def add_to(commands: Commands) -> None:
@@ -50,11 +50,12 @@ def prepare(arguments: argparse.Namespace, console: Console) -> int:
     lacking = _lacking(config)
     code = 0
     if lacking and config.prepare:
-        say(f"no {' and no '.join(lacking)}: running `{redact_text(config.prepare)}`")
+        say(f"missing: {' and '.join(lacking)}; running `{redact_text(config.prepare)}`")
         code = _run(config.prepare, quiet=arguments.json)
     elif lacking:
         raise ConfigError(
-            f"model_path={config.model_path!r}: there is no model, and the config has no `prepare` command to make it"
+            f"model_path={config.model_path!r}: there is no model, and the config has no `prepare` command to make it; "
+            "set model_path to the folder of a model"
         )
     if code == 0:
         config = with_local_models(config, download=True, say=say)
@@ -65,7 +66,7 @@ def prepare(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _lacking(config: ExperimentConfig) -> list[str]:
-    """What a `prepare` command is there to make: the model's folder, and prompt files (without a command, `check` names those)."""
+    """What the `prepare` command must make: the model, and prompt files. Without a command `check` reports missing prompt files."""
     lacking = []
     if not is_hub_name(config.model_path) and not (Path(config.model_path).expanduser() / "config.json").is_file():
         lacking.append(f"model in {config.model_path}")
@@ -77,7 +78,7 @@ def _lacking(config: ExperimentConfig) -> list[str]:
 
 
 def _run(text: str, *, quiet: bool) -> int:
-    """The command's exit code. quiet: stdout is for machines."""
+    """Run the command and return its exit code. quiet: redirect its stdout to stderr."""
     command = shlex.split(text)
     if command[0] in {"python", "python3"}:
         command[0] = sys.executable

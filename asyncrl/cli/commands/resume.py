@@ -14,58 +14,58 @@ from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.rundir import EXPERIMENT_FILE, newest_experiment, read_record
 
-_DESCRIPTION = """Go on with a run that was stopped or killed, from the newest checkpoint in its folder, with its own config.
+_DESCRIPTION = """Continue a run that was stopped or killed, from the newest checkpoint in its folder, with its own config.
 
-Every prompt is trained once or rejected, as if the run had never been interrupted: what was trained after the checkpoint is
-void and trained again. Layout, numbers of workers, batch size and learning rate may be others than before; the prompts, their
-order (seed) and the models may not."""
+Every prompt is trained once or rejected, as if the run had not been interrupted: steps after the checkpoint are void, and
+their prompts are trained again. You may change layout, numbers of workers, batch size and learning rate, but not the
+prompts, their order (seed) or the models."""
 
 _EPILOG = """examples:
   asyncrl-launch resume runs/sloppy-sorter/t0
   asyncrl-launch resume runs/sloppy-sorter/t0 allocation=transformers.d1+d2      on other devices
-  asyncrl-launch resume runs/sloppy-sorter/t0 train.max_steps=200                a complete run, for longer
+  asyncrl-launch resume runs/sloppy-sorter/t0 train.max_steps=200                extend a complete run
   asyncrl-launch resume runs/sloppy-sorter/t0 cluster=slurm                      as a job, wherever it ran before
-  asyncrl-launch audit  runs/sloppy-sorter/t0                                    was each prompt trained once?
+  asyncrl-launch audit  runs/sloppy-sorter/t0                                    check that each prompt was trained once
 
-The same as `run` with the run's config and recover=required. How often checkpoints are written: checkpoint.every_s (10 minutes
-where nothing is said), checkpoint.every_steps, checkpoint.every_epochs.
+It is the same as `run` with the run's config and recover=required. checkpoint.every_s (default: 10 minutes),
+checkpoint.every_steps and checkpoint.every_epochs set how often checkpoints are written.
 
-exit codes: as of `run`; 2 where there is no checkpoint, it does not fit what the overrides say,
-or the run is complete and the overrides give it no more steps."""
+exit codes: those of `run`; 2 also if there is no checkpoint, if it does not fit the overrides, or if the run is complete
+and the overrides give it no more steps."""
 
 
 def add_to(commands: Commands) -> None:
     parser = add_command(commands, "resume", resume, description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("run", metavar="DIR", type=Path, help="folder of the run")
     add_detach(parser)
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="fields that are to differ from before")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="fields to change")
 
 
 def resume(arguments: argparse.Namespace, console: Console) -> int:
-    """Go on with a run that was stopped or killed, from its newest checkpoint."""
+    """Continue a run that was stopped or killed, from its newest checkpoint."""
     run_dir = Path(arguments.run).expanduser().absolute()
     if not run_dir.is_dir():
         raise ConfigError(
-            f"{str(arguments.run)!r} is not a folder; name that of a run, <fileroot>/<experiment>/<trial>"
+            f"{str(arguments.run)!r} is not a folder; name the folder of a run, <fileroot>/<experiment>/<trial>"
         )
     return start(config_to_resume(run_dir, arguments.overrides), arguments, console)
 
 
 def config_to_resume(run_dir: Path, overrides: Sequence[str]) -> ExperimentConfig:
-    """That of the run's newest attempt, changed by the overrides. Raises ConfigError, or LaunchError for a newer release's run."""
-    read_record(run_dir)  # first: the config of a newer release may have fields that are unknown here
+    """The config of the run's newest attempt, with the overrides. Raises ConfigError; LaunchError for a newer release's run."""
+    read_record(run_dir)  # first, for its clear error: a newer release's config may have fields that are unknown here
     kept = newest_experiment(run_dir)
     if kept is None:
         raise ConfigError(
             f"{run_dir} has no configs/attempt_N/{EXPERIMENT_FILE}: no run was started there; "
-            "`asyncrl-launch run CONFIG recover=required` goes on with the config that you name"
+            "`asyncrl-launch run CONFIG recover=required` continues with a config that you name"
         )
     if not kept.read_bytes().endswith(b"\n"):
         raise ConfigError(
-            f"{kept} is empty or cut short; remove it, and the config of the attempt before is used, or "
-            "`asyncrl-launch run CONFIG recover=required` goes on with the config that you name"
+            f"{kept} is empty or cut short; remove it to use the config of the previous attempt, or use "
+            "`asyncrl-launch run CONFIG recover=required` with a config that you name"
         )
     here = [f"fileroot={run_dir.parent.parent}", f"experiment={run_dir.parent.name}", f"trial={run_dir.name}"]
     if load_experiment(kept).cluster == "slurm" or {"cluster=slurm", "cluster=local"} & set(overrides):
-        here.append("hosts=[]")  # a job's nodes were that job's, and hosts are only for cluster=hosts
+        here.append("hosts=[]")  # these were the nodes of an earlier job, or hosts of cluster=hosts
     return load_experiment(kept, [*here, "recover=required", *overrides])

@@ -1,7 +1,7 @@
-"""`asyncrl-launch run`, with what it writes with --dry-run and prints with --json.
+"""`asyncrl-launch run`, including --dry-run and --json.
 
-A dry run writes every config of the run, resolved, as the processes would get it. --json prints one JSON object a line for
-everything that happens, for machines that watch a run.
+A dry run writes all resolved configs of the run, as its processes would get them. With --json every event is one JSON object on
+a line of its own, for programs that watch a run.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def dry_run_folder(config: ExperimentConfig) -> Path:
 
 
 def write_dry_run(config: ExperimentConfig, specs: Sequence[ProcessSpec], folder: Path) -> None:
-    """config.yaml and <process>.yaml, without secrets. What an earlier dry run left in the folder goes."""
+    """Write config.yaml and <process>.yaml, without secrets. Remove the files of an earlier dry run from the folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file in folder.iterdir():
@@ -66,15 +66,17 @@ def write_dry_run(config: ExperimentConfig, specs: Sequence[ProcessSpec], folder
         for spec in specs:
             save_config(spec.config, folder / f"{spec.file_stem}.yaml", redacted=True)
     except OSError as error:
-        raise LaunchError(f"the dry run cannot be written to {folder}: {error}; choose --output DIR") from error
+        raise LaunchError(
+            f"the dry run cannot be written to {folder}: {error}; choose another folder with --output DIR"
+        ) from error
 
 
 class JsonView:
-    """Every line has `event` and `time` (unix seconds).
+    """Prints events as JSON lines. Every line has `event` and `time` (unix seconds).
 
-    start (run_dir, processes, sizes); worker (name, state, pid, attempt: a process has changed its state); metrics (a record of
-    metrics.jsonl: a train step or an evaluation); notice (text); end (exit_code, and summary or error). Whoever reads may
-    go away: the run goes on in silence.
+    Events: start (run_dir, processes, sizes); worker (name, state, pid, attempt: a process has changed its state); metrics (a
+    record of metrics.jsonl: a train step or an evaluation); notice (text); end (exit_code, and summary or error). If the reader of
+    stdout ends, the run continues without output.
     """
 
     def __init__(self, run_dir: Path, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -113,11 +115,11 @@ class JsonView:
         self.notice(text)
 
     def close(self) -> None:
-        """Emit what is left."""
+        """Emit the remaining metrics."""
         self.turn(())
 
     def _fall_silent(self) -> None:
-        """Also for the interpreter, which flushes stdout at its end."""
+        """Stop printing. Redirect stdout to devnull too, because the interpreter flushes it at exit."""
         self._silent = True
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, sys.stdout.fileno())
@@ -125,33 +127,33 @@ class JsonView:
 
 
 def _without_own_names(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics are named group/name, but for step, attempt and version: they do not meet ours."""
+    """The record without the keys of the event itself. No metric is lost: their names are group/name, step, attempt and version."""
     return {name: value for name, value in record.items() if name not in {"event", "time"}}
 
 
-ACTIVATE_ENV = "ASYNCRL_ACTIVATE"  # launcher/*.sh: the command that puts the environment they made in front
+ACTIVATE_ENV = "ASYNCRL_ACTIVATE"  # set by launcher/*.sh: the command that activates the environment that they made
 
-_DESCRIPTION = """Start all processes of a run on this machine, show a line per train step, and end them all when it ends.
+_DESCRIPTION = """Start all processes of a run on this machine, print a line per train step, and stop them all at the end.
 
-Everything it makes is in <fileroot>/<experiment>/<trial>/: config.yaml, configs/, logs/, metrics.jsonl, weights/,
-checkpoints/final, summary.json. A second `run` of the same config is another attempt in the same folder: it goes on from the
-newest checkpoint of a run that was interrupted, and begins anew after one that came to its end (config field recover)."""
+All files of the run are in <fileroot>/<experiment>/<trial>/: config.yaml, configs/, logs/, metrics.jsonl, weights/,
+checkpoints/final, summary.json. A second `run` of the same config is another attempt in the same folder: it continues
+from the newest checkpoint of an interrupted run, and begins anew after a complete one (config field recover)."""
 
 _EPILOG = """
 
 examples:
   asyncrl-launch run configs/quickstart_cpu.yaml
   asyncrl-launch run configs/quickstart_cpu.yaml trial=sync manager.max_head_offpolicyness=0
-  asyncrl-launch run my_run.yaml --dry-run                     writes every process's resolved config, starts nothing
+  asyncrl-launch run my_run.yaml --dry-run                     write every process's resolved config, start nothing
   asyncrl-launch run my_run.yaml --dry-run --output /tmp/dry
   asyncrl-launch run my_run.yaml cluster=slurm slurm.nodes=4 slurm.gpus_per_node=8    as a job; --dry-run prints its script
   asyncrl-launch run my_run.yaml --json | jq -c 'select(.event == "metrics") | [.step, ."reward/mean"]'
 
---json prints one object a line: event start, worker, metrics, notice, end (exit_code, and summary or error).
+--json prints one object per line: event start, worker, metrics, notice, end (exit_code, and summary or error).
 
 exit codes: 0 the run is complete; 1 it failed, the first cause is printed; 2 the config cannot work;
-130, 143 it was stopped (Ctrl-C, SIGTERM). A second Ctrl-C kills at once. However it ends, no process of it
-is left. In another terminal: asyncrl-launch status|logs|stop RUN."""
+130, 143 it was stopped (Ctrl-C, SIGTERM). A second Ctrl-C kills it at once. However the run ends, none of its
+processes is left. In another terminal: asyncrl-launch status|logs|stop RUN."""
 
 
 def add_to(commands: Commands) -> None:
@@ -161,20 +163,20 @@ def add_to(commands: Commands) -> None:
     )
     add_detach(parser)
     parser.add_argument(
-        "--output", metavar="DIR", type=Path, help="where --dry-run writes (default: dry_run/ in the run's folder)"
+        "--output", metavar="DIR", type=Path, help="folder for --dry-run (default: dry_run/ in the run's folder)"
     )
 
 
 def add_detach(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--detach", action="store_true", help="with cluster=slurm: submit the job, and do not follow it"
+        "--detach", action="store_true", help="with cluster=slurm: submit the job and return, without following it"
     )
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Start a run, show a line per train step, end all its processes."""
+    """Start a run, print a line per train step, and stop all its processes at the end."""
     if arguments.output and not arguments.dry_run:
-        raise ConfigError("--output says where --dry-run writes; a run is in fileroot=.../experiment/trial")
+        raise ConfigError("--output works with --dry-run only; set the folder of a run with fileroot=... and trial=...")
     config = load_experiment(arguments.config, arguments.overrides)
     if not arguments.dry_run:
         return start(config, arguments, console)
@@ -186,7 +188,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def start(config: ExperimentConfig, arguments: argparse.Namespace, console: Console) -> int:
-    """Run a config to its end; for people or, with --json, for machines."""
+    """Run a config to its end, with text output or, with --json, JSON output."""
     config = _with_local_models(config, console, download=True)
     num_prompts = preflight(config)
     if is_to_submit(config):
@@ -202,12 +204,12 @@ def _with_local_models(config: ExperimentConfig, console: Console, *, download: 
 
 
 def _submit(config: ExperimentConfig, arguments: argparse.Namespace, console: Console) -> int:
-    """As a Slurm job, in which the launcher itself runs."""
+    """Submit the run as a Slurm job, in which the launcher itself runs, and follow it unless --detach is set."""
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     run_dir, record = run_directory(config), submit_job(config)
     if arguments.json:
         print_json({"event": "submitted", "run_dir": str(run_dir), "job": record})
-    say(f"{run_dir}: submitted as job {record.job_id}, which prints into {record.output}")
+    say(f"{run_dir}: submitted as job {record.job_id}; its output is in {record.output}")
     if arguments.detach:
         return 0
 
@@ -217,7 +219,7 @@ def _submit(config: ExperimentConfig, arguments: argparse.Namespace, console: Co
     try:
         code = follow(record, write, say)
     except KeyboardInterrupt:
-        say(f"the job goes on without this terminal; asyncrl-launch stop {run_dir} ends it")
+        say(f"the job continues without this terminal; `asyncrl-launch stop {run_dir}` stops it")
         return 130
     if arguments.json:
         print_json({"event": "end", "exit_code": code})
@@ -236,7 +238,7 @@ def _run_for_people(config: ExperimentConfig, num_prompts: int, console: Console
         console.print(_next_steps(run_dir), markup=False, highlight=False, soft_wrap=True)
     else:
         console.print(
-            f"stopped; nothing of the run is left running. Logs: {run_dir}/logs/latest",
+            f"stopped; no process of the run is left. Logs: {run_dir}/logs/latest",
             highlight=False,
             soft_wrap=True,
         )
@@ -266,7 +268,7 @@ def _plan(config: ExperimentConfig, num_prompts: int) -> list[ProcessSpec]:
 
 
 class _ClosableView(Protocol):
-    """A launcher's view that has something to say at the end too."""
+    """A launcher's view that prints something at the end too."""
 
     def turn(self, statuses: Sequence[WorkerStatus]) -> None: ...
 
@@ -305,7 +307,7 @@ def _dry_run(config: ExperimentConfig, num_prompts: int, arguments: argparse.Nam
     console.print(process_table(f"{run_directory(config)}, attempt {attempt}: would start", specs))
     console.print(sizes_text(config, num_prompts), highlight=False)
     if not config.name_resolve.endpoints:
-        console.print("and a private etcd, whose endpoint the processes' configs then name", highlight=False)
+        console.print("and a private etcd, whose endpoint would be in the processes' configs", highlight=False)
     console.print(
         f"config.yaml and {len(specs)} resolved configs are in {folder}; nothing was started",
         markup=False,
@@ -316,26 +318,26 @@ def _dry_run(config: ExperimentConfig, num_prompts: int, arguments: argparse.Nam
 
 
 def _next_steps(run_dir: Path) -> str:
-    """What to do with a run that is complete."""
+    """Commands to try after a complete run."""
     activate = os.environ.get(ACTIVATE_ENV)
     program = "asyncrl-launch" if shutil.which("asyncrl-launch") else f"{sys.executable} -m asyncrl.cli.main"
     folder = os.path.relpath(run_dir) if run_dir.is_relative_to(Path.cwd()) else str(run_dir)
     lines = [f"  {activate}"] if activate else []
     lines += [
         f"  {program} plot {folder}        the curves: reward, off-policyness, lengths, throughput",
-        f"  {program} logs {folder}        what its processes said, in the order of time",
+        f"  {program} logs {folder}        the logs of its processes, in time order",
     ]
     if (run_dir / TRAJECTORIES).is_dir():
         lines.append(f"  {program} inspect {folder}     its trajectories: text, versions, logprobs, rewards")
     else:
         lines.append(
-            "  with record.trajectories=true the next run records what `asyncrl-launch inspect` shows token by token"
+            "  set record.trajectories=true in the next run, and `asyncrl-launch inspect` shows its trajectories token by token"
         )
     return "What next?\n" + "\n".join(lines)
 
 
 class _NoticeHandler(logging.Handler):
-    """Warnings of the launcher's own parts, such as its session with etcd."""
+    """Shows warnings that the launcher logs, for example about its session with etcd."""
 
     def __init__(self, view: _ClosableView) -> None:
         super().__init__(logging.WARNING)

@@ -31,21 +31,22 @@ from asyncrl.runtime.names.interface import NameResolveError, NameResolver
 from asyncrl.runtime.names.open import open_name_resolver
 
 _WHAT = "generation="
-_MOST = 256  # more is a slip of the finger: this launcher starts processes on one machine
+_MOST = 256  # a larger number is a typing error
 
-_DESCRIPTION = """Change how many generation servers a run has while it goes on.
+_DESCRIPTION = """Change the number of generation servers of a run while it runs.
 
-New servers join: each loads the newest verified weights before it gets its first prompt. The last ones leave: they get no new
-prompts, and stop when what they generate is done; what takes longer than manager.drain_timeout_s goes on at another server with the
-tokens it has. No sample is lost. The command says what is wanted and returns; the launcher of the run sees to it, and `status`
-shows how far it is. The newest number counts."""
+New servers join: each loads the newest verified weights before it gets its first prompt. The servers with the highest
+numbers leave: they get no new prompts, finish their responses and stop. A response that takes longer than
+manager.drain_timeout_s moves to another server with its tokens. No sample is lost. The command sets the desired number
+and returns; the launcher of the run starts and stops the servers, and `status` shows the progress. A later number replaces
+an earlier one."""
 
 _EPILOG = """examples:
   asyncrl-launch scale runs/sloppy-sorter/t0 generation=3
-  asyncrl-launch scale configs/quickstart_cpu.yaml trial=second generation=1    by the config it was started from
-  asyncrl-launch scale generation=4 --json                                      the only run that goes on under runs/
+  asyncrl-launch scale configs/quickstart_cpu.yaml trial=second generation=1    a run named by its config
+  asyncrl-launch scale generation=4 --json                                      the only running run under runs/
 
-exit codes: 0 the run knows; 1 its name resolve does not answer; 2 the run cannot have that; 3 no run goes on there."""
+exit codes: 0 the number is set; 1 name resolve does not answer; 2 the run cannot have this number; 3 the run is not running."""
 
 
 def add_to(commands: Commands) -> None:
@@ -55,12 +56,12 @@ def add_to(commands: Commands) -> None:
         "words",
         metavar="RUN generation=N",
         nargs="+",
-        help="folder of the run, or the CONFIG (and overrides) it was started from; and how many servers it is to have",
+        help="folder of the run, or the CONFIG (and overrides) that it was started from; and the desired number of servers",
     )
 
 
 def scale(arguments: argparse.Namespace, console: Console) -> int:
-    """Change the number of generation servers of a run that goes on."""
+    """Change the number of generation servers of a run while it runs."""
     count, target, overrides = _read_words(arguments.words)
     run_dir = run_dir_of(target, overrides) if target else _only_run(Path("runs"))
     record = read_record(run_dir)
@@ -76,15 +77,14 @@ def scale(arguments: argparse.Namespace, console: Console) -> int:
             before, there = _set_desired(resolver, record, count, allocation.num_servers)
     except NameResolveError as error:
         raise LaunchError(
-            f"the run goes on (process {record.pid}), but its name resolve at {record.names_at.where} does not answer: "
+            f"the run is running (process {record.pid}), but its name resolve at {record.names_at.where} does not answer: "
             f"{error}"
         ) from error
     for warning in warnings:
         console.print(f"warning: {warning}", highlight=False, soft_wrap=True)
     change = f"{before} -> {count}" if before != count else f"{count}, as before"
     console.print(
-        f"{run_dir}: generation servers: {change} ({there} there now); `asyncrl-launch status {run_dir}` shows who comes and "
-        "who goes",
+        f"{run_dir}: generation servers: {change} ({there} running now); `asyncrl-launch status {run_dir}` shows the progress",
         highlight=False,
         soft_wrap=True,
     )
@@ -95,27 +95,27 @@ def scale(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def crowding(allocation: Allocation, count: int, num_devices: int, num_cores: int) -> list[str]:
-    """Whether so many servers, beside the trainer, are more than this machine has GPUs or cores for."""
+    """A warning if the servers and the trainer need more GPUs or cores than this machine has; else nothing."""
     each = allocation.generation.tensor * allocation.generation.pipe
     needed = count * each + allocation.num_model_workers
     if num_devices and needed > num_devices:
-        return [f"{count} servers and the trainer want {needed} GPUs, there are {num_devices}: some will be shared"]
+        return [f"{count} servers and the trainer need {needed} GPUs, there are {num_devices}: some will be shared"]
     if not num_devices and needed > num_cores:
-        return [f"{count} servers and the trainer want {needed} cores, there are {num_cores}: each will be slower"]
+        return [f"{count} servers and the trainer need {needed} cores, there are {num_cores}: each will be slower"]
     return []
 
 
 def _read_words(words: Sequence[str]) -> tuple[int, str, list[str]]:
-    """How many servers; which run ("": not said); overrides of its config."""
+    """The number of servers; the run ("" if not given); overrides of its config."""
     counts = [word for word in words if word.startswith(_WHAT)]
     targets = [word for word in words if "=" not in word or Path(word).exists()]
     others = [word for word in words if word not in counts and word not in targets]
     if len(counts) != 1:
-        raise ConfigError("say once how many servers: asyncrl-launch scale RUN generation=N")
+        raise ConfigError("give the number of servers once: asyncrl-launch scale RUN generation=N")
     if len(targets) > 1:
-        raise ConfigError(f"{' and '.join(targets)}: one run at a time")
+        raise ConfigError(f"{' and '.join(targets)}: scale one run at a time")
     if others and not targets:
-        raise ConfigError(f"{' '.join(others)}: overrides come behind the config that the run was started from")
+        raise ConfigError(f"{' '.join(others)}: overrides need the config that the run was started from before them")
     text = counts[0].removeprefix(_WHAT)
     count = int(text) if text.isdecimal() else 0
     if not 1 <= count <= _MOST:
@@ -124,41 +124,45 @@ def _read_words(words: Sequence[str]) -> tuple[int, str, list[str]]:
 
 
 def _only_run(fileroot: Path) -> Path:
-    """The folder of the one run that goes on there."""
+    """The folder of the only run under fileroot that is running. Raises ConfigError if none or several are."""
     found = [lock.parent.absolute() for lock in sorted(fileroot.glob("*/*/launcher.lock")) if is_running(lock.parent)]
     if len(found) == 1:
         return found[0]
-    which = f"several go on: {', '.join(map(str, found))}" if found else f"none goes on under {fileroot.absolute()}"
-    raise ConfigError(f"which run? {which}; say asyncrl-launch scale RUN generation=N")
+    which = (
+        f"several are running: {', '.join(map(str, found))}"
+        if found
+        else f"none is running under {fileroot.absolute()}"
+    )
+    raise ConfigError(f"RUN is missing, and {which}; use asyncrl-launch scale RUN generation=N")
 
 
 def _allocation_of(run_dir: Path, count: int) -> Allocation:
-    """The run's allocation. Raises ConfigError where it cannot have that many servers."""
+    """The run's allocation. Raises ConfigError if the run cannot have that many servers."""
     config = OmegaConf.load(run_dir / "config.yaml")
     if config.mode == "train_only":
-        raise ConfigError(f"mode=train_only: nothing generates in {run_dir}, it trains on what was recorded")
+        raise ConfigError(f"mode=train_only: {run_dir} trains on recorded trajectories and has no servers to scale")
     if config.mode == "sync":
-        raise ConfigError(f"mode=sync: the model workers generate in {run_dir}, there are no servers to scale")
+        raise ConfigError(f"mode=sync: the model workers generate in {run_dir}; there are no servers to scale")
     allocation = Allocation.parse(str(config.allocation))
     if allocation.engine == "external":
         raise ConfigError(
-            f"allocation={config.allocation}: the servers of this run are somebody else's; start or stop them there"
+            f"allocation={config.allocation}: asyncrl does not start the servers of this run; start or stop them yourself"
         )
     for name in config.debug.leave_out:
         kind, _, index = str(name).partition("/")
         if kind == "generation_server" and int(index) >= count:
             raise ConfigError(
-                f"{_WHAT}{count}: {name} was left to you (debug.leave_out), and stays; use at least {int(index) + 1}"
+                f"{_WHAT}{count}: you start {name} yourself (debug.leave_out), so it stays; use at least {int(index) + 1}"
             )
     return allocation
 
 
 def _set_desired(resolver: NameResolver, record: RunRecord, count: int, allocated: int) -> tuple[int, int]:
-    """Set the desired number, unless that is how it is. Returns the one before, and how many servers are there."""
+    """Set the desired number, unless the run already has it. Return the previous number, and the number of running servers."""
     names = Names(record.experiment, record.trial)
     before = desired_servers(resolver, names) or allocated
     there = len(resolver.get_subtree(names.generation_servers()))
-    if not before == count == there:  # the same number again: another try for one that could not join
+    if not before == count == there:  # the same number again retries a server that could not join
         desired = DesiredServers(count=count, id=uuid.uuid4().hex)
         resolver.add(names.desired_generation_servers(), msgspec.json.encode(desired).decode(), replace=True)
     return before, there

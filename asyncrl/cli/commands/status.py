@@ -37,38 +37,37 @@ from asyncrl.runtime.stacks import ask_all
 
 _WATCH_S = 1.0  # the launcher publishes once a second
 _METRICS_BYTES = 1 << 18  # of the end of metrics.jsonl: some 100 steps
-_STACKS_LIMIT_S = 3.0  # a process answers in milliseconds, or is inside a long call
+_STACKS_LIMIT_S = 3.0  # a process answers in milliseconds unless it is inside a long call
 
-_DESCRIPTION = """Show the step, reward and remaining time of a run that goes on, then every worker: its state, the age of its last
-sign of life, the version of its weights, what it waits for, on which process, for how long and until when at most, and how full its
-queues are.
+_DESCRIPTION = """Show step, reward and remaining time of a running run, then for every worker: state, age of its last heartbeat,
+version of its weights, what it waits for (on which process, for how long, with which limit), and the depth of its queues.
 
-With --stacks: what each process on this machine is doing, however it hangs. The stacks of its threads (the innermost call
-first), then its asyncio tasks (the outermost first). It needs no name resolve, and says of a process that is stopped or gone
-that it is."""
+With --stacks: show what each process on this machine is doing, even if it hangs: the stacks of its threads (innermost
+call first), then its asyncio tasks (outermost first). This works without name resolve, and reports processes that are
+stopped or gone."""
 
 _EPILOG = """examples:
   asyncrl-launch status runs/sloppy-sorter/t0
-  asyncrl-launch status configs/quickstart_cpu.yaml trial=second    by the config it was started from
-  asyncrl-launch status runs/sloppy-sorter/t0 --watch               again every second, until the run ends or Ctrl-C
+  asyncrl-launch status configs/quickstart_cpu.yaml trial=second    a run named by its config
+  asyncrl-launch status runs/sloppy-sorter/t0 --watch               update every second, until the run ends or Ctrl-C
   asyncrl-launch status runs/sloppy-sorter/t0 --stacks              where does it hang?
   asyncrl-launch status runs/sloppy-sorter/t0 --json | jq '.workers[] | {worker, waits}'
 
-exit codes: 0 the run goes on; 1 it does, but its name resolve does not answer; 3 no run goes on there."""
+exit codes: 0 the run is running; 1 it is running, but its name resolve does not answer; 3 it is not running."""
 
 
 def add_to(commands: Commands) -> None:
     parser = add_run_command(commands, "status", status, description=_DESCRIPTION, epilog=_EPILOG)
-    parser.add_argument("--watch", action="store_true", help="show it again every second, until the run ends")
+    parser.add_argument("--watch", action="store_true", help="update every second, until the run ends")
     parser.add_argument(
         "--stacks",
         action="store_true",
-        help="show what each process does: the stacks of its threads, and its asyncio tasks",
+        help="show the stacks of each process's threads, and its asyncio tasks",
     )
 
 
 def status(arguments: argparse.Namespace, console: Console) -> int:
-    """Show step, reward and remaining time, then every worker: state, version, what it waits for and how long, queues."""
+    """Show step, reward and remaining time, then every worker: state, version, waits, queues."""
     run_dir = run_dir_of(arguments.run, arguments.overrides)
     record = read_record(run_dir)
     running = goes_on(run_dir, record)
@@ -94,16 +93,16 @@ def status(arguments: argparse.Namespace, console: Console) -> int:
                 )
     except NameResolveError as error:
         raise LaunchError(
-            f"the run goes on (process {record.pid}), but its name resolve at {record.names_at.where} does not answer: "
+            f"the run is running (process {record.pid}), but its name resolve at {record.names_at.where} does not answer: "
             f"{error}"
         ) from error
     return 0
 
 
 def _show_stacks(run_dir: Path, record: RunRecord, console: Console, *, as_json: bool) -> None:
-    """Waits for the processes' answers, with a limit."""
+    """Show the stacks of the run's processes on this machine. waits for: their answers, at most _STACKS_LIMIT_S."""
     found = ask_all(all_logs_dirs(run_dir), _STACKS_LIMIT_S)
-    if record.host:  # of what is not of this machine its numbers say nothing
+    if record.host:  # the process ids of other machines' processes mean nothing here
         found = [stacks for stacks in found if stacks.state != "gone"]
     if as_json:
         print_json({"run_dir": str(run_dir), "running": True, "record": record, "stacks": found})
@@ -119,12 +118,12 @@ def _show_stacks(run_dir: Path, record: RunRecord, console: Console, *, as_json:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What name resolve and metrics.jsonl say of a run."""
+    """The state of a run as read from name resolve and metrics.jsonl."""
 
     training: TrainingProgress
     statuses: list[WorkerStatus]
-    desired: int | None  # number of generation servers, where `scale` was used
-    at: float  # when it was read, unix seconds
+    desired: int | None  # desired number of generation servers; None: `scale` was not used
+    at: float  # time of reading, unix seconds
 
 
 def _show(run_dir: Path, record: RunRecord, seen: _Seen, console: Console, *, as_json: bool) -> None:
@@ -145,7 +144,7 @@ def _show(run_dir: Path, record: RunRecord, seen: _Seen, console: Console, *, as
 def _watch(
     run_dir: Path, record: RunRecord, resolver: NameResolver, console: Console, clock: Clock, *, as_json: bool
 ) -> None:
-    """Unblocked by: the second; the run's end; Ctrl-C."""
+    """Show the state every second. unblocked by: the end of the run, or Ctrl-C."""
     with Live(console=console, auto_refresh=False) as live:
         while goes_on(run_dir, record):
             try:
@@ -154,7 +153,7 @@ def _watch(
             except NameResolveError:
                 if goes_on(run_dir, record):
                     raise
-                break  # it went with the run
+                break  # name resolve ended with the run
             if as_json or not console.is_terminal:
                 _show(run_dir, record, seen, console, as_json=as_json)
             elif seen.statuses:
@@ -164,12 +163,12 @@ def _watch(
 
 
 def _view(run_dir: Path, record: RunRecord, seen: _Seen) -> Group:
-    """The line of the training, then the table of workers."""
+    """A line about training, then the table of workers."""
     title = f"{run_dir}, attempt {record.attempt}, up {seen.at - record.started:.0f} s"
     servers = [status for status in seen.statuses if status.worker.startswith("generation_server/")]
     num_running = sum(status.state == "running" for status in servers)
     if seen.desired not in (None, num_running):
-        title += f"; {seen.desired} generation servers are wanted, {num_running} run"
+        title += f"; {seen.desired} generation servers desired, {num_running} running"
     table = Table(title=title, title_justify="left")
     for column in ("worker", "state", "heartbeat", "version", "waits for", "queues"):
         table.add_column(column)
@@ -199,7 +198,7 @@ def _read(run_dir: Path, record: RunRecord, resolver: NameResolver, now: float) 
 
 
 def training_of(run_dir: Path, record: RunRecord) -> TrainingProgress:
-    """The newest steps of this attempt: an earlier one may have come further."""
+    """Progress by the newest steps of this attempt. An earlier attempt may have trained more steps."""
     training = TrainingProgress(record.total_steps)
     for metrics in read_records(run_dir / METRICS_FILE, _METRICS_BYTES)[0]:
         if metrics.get("attempt") == record.attempt:

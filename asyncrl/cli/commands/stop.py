@@ -23,28 +23,29 @@ from asyncrl.runtime.names.open import open_name_resolver
 _STOP_LIMIT_S = 30.0
 _JOB_LIMIT_S = 60.0
 _LOOK_S = 1.0
-_AGAIN_S = 1.2  # sooner it would count as the same one
+_AGAIN_S = 1.2  # the launcher counts a second signal within a shorter time as the same one
 
-_DESCRIPTION = """Stop a run, as Ctrl-C in its terminal would, and wait until nothing of it is left.
+_DESCRIPTION = """Stop a run, like Ctrl-C in its terminal, and wait until all its processes have ended.
 
-It ends its train step and writes a checkpoint first, if that takes no longer than checkpoint.on_stop_s; --now: it does not."""
+The run first finishes its train step and writes a checkpoint, if both take at most checkpoint.on_stop_s. With --now it
+stops at once."""
 
 _EPILOG = f"""examples:
   asyncrl-launch stop runs/sloppy-sorter/t0
-  asyncrl-launch stop configs/quickstart_cpu.yaml trial=second      by the config it was started from
-  asyncrl-launch stop runs/sloppy-sorter/t0 --now                   at once; it goes on from an older checkpoint, if there is one
+  asyncrl-launch stop configs/quickstart_cpu.yaml trial=second      a run named by its config
+  asyncrl-launch stop runs/sloppy-sorter/t0 --now                   at once; `resume` continues from an older checkpoint
 
-exit codes: 0 nothing of it runs (any more); 1 it did not stop within checkpoint.on_stop_s and {_STOP_LIMIT_S:g} s more,
-what to do is printed."""
+exit codes: 0 the run is not running (any more); 1 it did not stop within checkpoint.on_stop_s plus {_STOP_LIMIT_S:g} s,
+the remedy is printed."""
 
 
 def add_to(commands: Commands) -> None:
     parser = add_run_command(commands, "stop", stop, description=_DESCRIPTION, epilog=_EPILOG)
-    parser.add_argument("--now", action="store_true", help="without a last checkpoint")
+    parser.add_argument("--now", action="store_true", help="stop at once, without a last checkpoint")
 
 
 def stop(arguments: argparse.Namespace, console: Console) -> int:
-    """Stop a run and wait until nothing of it is left."""
+    """Stop a run and wait until all its processes have ended."""
     run_dir = run_dir_of(arguments.run, arguments.overrides)
     job = read_job(run_dir)
     if job is not None and not job_state(job.job_id).ended:
@@ -70,12 +71,12 @@ def stop(arguments: argparse.Namespace, console: Console) -> int:
             else:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
-            # more than twice, if need be: two that a busy launcher finds together are one to it
+            # with --now repeat it as often as needed: a busy launcher that finds two signals together counts them as one
             ask_at = clock.monotonic() + _AGAIN_S if arguments.now else math.inf
         if clock.monotonic() > deadline:
             raise LaunchError(
-                f"the launcher, process {pid}{where}, did not stop within {limit_s:g} s; `kill -9 {pid}`{where} ends it, "
-                "and with it all processes of the run"
+                f"the launcher, process {pid}{where}, did not stop within {limit_s:g} s; `kill -9 {pid}`{where} ends it and "
+                "all processes of the run"
             )
         clock.sleep(0.1)
     console.print(f"{run_dir}: stopped", highlight=False, soft_wrap=True)
@@ -85,7 +86,7 @@ def stop(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _record(run_dir: Path) -> RunRecord | None:
-    """None where it is damaged, and the launcher runs on this machine: its lock names it."""
+    """The run's record; None if it is damaged but the launcher runs on this machine, where the lock file has its process id."""
     try:
         return read_record(run_dir)
     except LaunchError:
@@ -95,7 +96,7 @@ def _record(run_dir: Path) -> RunRecord | None:
 
 
 def _stop_job(run_dir: Path, job: JobRecord, arguments: argparse.Namespace, console: Console) -> int:
-    """A job that runs is asked through Slurm, from whichever host; one that waits, or with --now, is cancelled."""
+    """Ask a running job to stop, through Slurm, which works from any host. Cancel a pending job, and any job with --now."""
     record = read_record(run_dir)
     gently = not arguments.now and job_state(job.job_id).state == "RUNNING"
     if gently:
@@ -114,11 +115,11 @@ def _stop_job(run_dir: Path, job: JobRecord, arguments: argparse.Namespace, cons
 
 
 def _ask_elsewhere(record: RunRecord) -> None:
-    """The launcher is on another host: it is told through name resolve."""
+    """Ask a launcher on another host to stop, through name resolve."""
     try:
         with open_name_resolver(record.names_at) as resolver:
             resolver.add(Names(record.experiment, record.trial).stop_request(), socket.gethostname(), replace=True)
     except NameResolveError as error:
         raise LaunchError(
-            f"the run goes on on {record.host}, but its name resolve at {record.names_at.where} does not answer: {error}"
+            f"the run is running on {record.host}, but its name resolve at {record.names_at.where} does not answer: {error}"
         ) from error

@@ -11,12 +11,12 @@ from asyncrl.cli.commands.common import Commands, add_command, print_json, run_d
 from asyncrl.launch.rundir import LaunchError
 from asyncrl.runtime.trace import merge, trace_dir
 
-_DESCRIPTION = """Put the timelines of a run's processes into one file, which https://ui.perfetto.dev and chrome://tracing open.
+_DESCRIPTION = """Merge the timelines of a run's processes into one file for https://ui.perfetto.dev or chrome://tracing.
 
-A run started with trace=true writes them, and makes this file itself when it ends. This command makes it for a
-run that goes on, that was killed, or for an earlier attempt. What it shows, of all processes, on one clock: the
-passes and weight loads of each generation server; rollouts, their generation and their push; train steps with
-their model function calls; weights being written, verified and loaded; every wait, with whom it was for; and
+A run started with trace=true records timelines, and writes this file itself when it ends. Use this command for a
+run that is still running, that was killed, or for an earlier attempt. The file shows all processes on one clock:
+forward passes and weight loads of each generation server; rollouts with their generation and push; train steps with
+their model function calls; writing, verifying and loading of weights; every wait, with the process waited for; and
 the depth of every queue."""
 
 _EPILOG = """examples:
@@ -24,26 +24,30 @@ _EPILOG = """examples:
   asyncrl-launch trace runs/sloppy-sorter/t0
   asyncrl-launch trace runs/sloppy-sorter/t0 --attempt 2 --out /tmp/second.json
 
-exit code: 0 written; 1 nothing was recorded; 2 there is no such run."""
+exit codes: 0 written; 1 nothing was recorded; 2 there is no such run."""
 
 
 def add_to(commands: Commands) -> None:
     parser = add_command(commands, "trace", trace, description=_DESCRIPTION, epilog=_EPILOG)
-    parser.add_argument("run", metavar="RUN", help="folder of the run, or the CONFIG it was started from")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="the overrides it was started with")
-    parser.add_argument("--attempt", type=int, help="which attempt (default: the newest that recorded something)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: trace/attempt_N.json in the run's folder")
+    parser.add_argument("run", metavar="RUN", help="folder of the run, or the CONFIG that it was started from")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="the overrides that it was started with")
+    parser.add_argument("--attempt", type=int, help="number of the attempt (default: the newest with a recording)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="file to write (default: trace/attempt_N.json in the run's folder)"
+    )
 
 
 def trace(arguments: argparse.Namespace, console: Console) -> int:
-    """Make one timeline of what a run's processes recorded."""
+    """Merge the timelines that a run's processes recorded into one file."""
     run_dir = run_dir_of(arguments.run, arguments.overrides)
     attempts = sorted(int(path.name.removeprefix("attempt_")) for path in run_dir.glob("trace/attempt_*/"))
     if not attempts:
-        raise LaunchError(f"{run_dir}: nothing is recorded here; start the run with trace=true")
+        raise LaunchError(f"{run_dir}: no timelines are recorded here; start the run with trace=true")
     attempt = arguments.attempt or attempts[-1]
     if attempt not in attempts:
-        raise LaunchError(f"{run_dir}: attempt {attempt} recorded nothing; there are {', '.join(map(str, attempts))}")
+        raise LaunchError(
+            f"{run_dir}: attempt {attempt} recorded nothing; attempts with timelines: {', '.join(map(str, attempts))}"
+        )
     out = arguments.out or run_dir / "trace" / f"attempt_{attempt}.json"
     try:
         num_events = merge(trace_dir(run_dir, attempt), out)

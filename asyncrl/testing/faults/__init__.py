@@ -1,12 +1,12 @@
-"""Faults for tests of whole runs, of users' agents and clusters: processes that are killed, frozen and started again by a seed.
+"""Faults for tests of whole runs, users' agents and clusters: kill, freeze and restart processes, determined by a seed.
 
 with launch(config, ...) as run:
     faults = schedule(seed=7, every=(5.0, 15.0), for_s=120.0, kinds=["kill", "stop"], targets=["rollout_worker", "master"])
     with Injector(run.run_dir) as injector:
         injector.run(faults, until=lambda: run.popen.poll() is not None)
 
-`asyncrl-launch chaos` does this with any config. Messages that are lost, doubled, changed or late: runtime.faults, which every
-channel of a run obeys (runtime/transport.py).
+`asyncrl-launch chaos` does this with any config. For messages that are lost, duplicated, corrupted or delayed, use the config
+section runtime.faults, which applies to every channel of a run (runtime/transport.py).
 """
 
 from asyncrl.testing.faults.costs import Costs, cost_lines, read_costs

@@ -1,13 +1,13 @@
-"""Where the throughput of a run under faults went: `costs_of` is pure, `read_costs` reads what the run has written.
+"""The throughput that faults cost a run: `costs_of` is pure, `read_costs` reads the files of the run.
 
 The time after a fault has up to four parts:
   frozen     a process is stopped, and no other can do its work
   detection  from the fault until it is noticed: the launcher has started another process, or the manager has given
              tickets of a frozen rollout worker to another
   restart    until the new process runs (master and model workers: until all of them run)
-  refill     until the run has trained _REFILL_STEPS steps since
-What a part lost is its length, less its train steps at the pace of undisturbed time. It is below 0 where more was
-trained. Where faults overlap, time counts once: for the newest fault, and as refill only where nothing else goes on.
+  refill     until the run has trained _REFILL_STEPS more steps
+The loss of a part is its duration minus the undisturbed duration of the train steps in it. It is negative if more steps
+were trained. If faults overlap, time counts once: for the newest fault, and as refill only if no other part is active.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from asyncrl.weights.lineage import audit_of, read_attempts
 PARTS = ("frozen", "detection", "restart", "refill")
 
 _REFILL_STEPS = 10
-_LEAST_CALM_STEPS = 10  # fewer undisturbed steps say nothing about the pace
+_LEAST_CALM_STEPS = 10  # with fewer undisturbed steps the pace is unknown
 _RUNNING = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}) \w+ +(\S+): running$", re.MULTILINE)
 
 Event: TypeAlias = "Mapping[str, Any]"
@@ -47,20 +47,20 @@ class Stage(Struct, frozen=True, kw_only=True):
 
 
 class Cost(Struct, frozen=True, kw_only=True):
-    """What the faults of one kind cost."""
+    """The cost of all faults of one kind."""
 
-    what: str  # stop rollout_worker
+    what: str  # e.g. stop rollout_worker
     num_faults: int
     lost_s: dict[str, float]  # by part
 
 
 class Costs(Struct, frozen=True, kw_only=True):
-    """What all faults cost, from the first one until the last refill is over."""
+    """The cost of all faults, from the first fault to the end of the last refill."""
 
-    step_s: float  # of a train step, undisturbed
-    time_s: float  # in which a fault was felt
+    step_s: float  # undisturbed duration of a train step
+    time_s: float  # duration of all parts together
     of_faults: list[Cost]
-    again_s: float  # for steps that were trained again, from a checkpoint before them
+    again_s: float  # for steps that were trained again from an earlier checkpoint
 
     @property
     def lost_s(self) -> float:
@@ -68,9 +68,9 @@ class Costs(Struct, frozen=True, kw_only=True):
 
 
 def read_costs(run_dir: Path, *, since: float = 0.0) -> Costs | None:
-    """None where the run was disturbed too often to tell its pace, or never.
+    """The costs of a run. None if it had no faults, or too few undisturbed steps to know its pace.
 
-    since: unix seconds; what came before is left out.
+    since: unix seconds; ignore earlier events.
     """
     journal = run_dir / "journal"
     attempts = read_attempts(run_dir)
@@ -110,9 +110,9 @@ def stages_of(
     issued_again: Iterable[float],
     steps: Sequence[float],
 ) -> list[Stage]:
-    """The stages of each fault. records: of the injector. runs: when a process of which name began to run.
+    """The stages of each fault. records: of the injector. runs: time and name of each process that began to run.
 
-    issued_again: when a prompt was handed out that had been handed out before. steps: ends of train steps, in order.
+    issued_again: times at which a prompt was handed out again. steps: ends of train steps, in order.
     """
     of_fault: defaultdict[int, dict[str, Event]] = defaultdict(dict)
     for record in records:
@@ -150,7 +150,7 @@ def stages_of(
 
 
 def _ready(name: str, struck: float, noticed: float, began: Sequence[tuple[float, str]]) -> float:
-    """When the process that took another's place ran; of a trainer group: when all of it ran."""
+    """The time at which the replacement process ran; for a trainer group: at which all its processes ran."""
     trains = name.partition("/")[0] in TRAINER_KINDS
     names = {other for _, other in began if other.partition("/")[0] in TRAINER_KINDS} if trains else {name}
     first = [min((at for at, other in began if other == member and at > struck), default=noticed) for member in names]
@@ -160,9 +160,9 @@ def _ready(name: str, struck: float, noticed: float, began: Sequence[tuple[float
 def costs_of(
     records: Iterable[Event], stages: Sequence[Stage], *, steps: Sequence[float], voided_steps: int
 ) -> Costs | None:
-    """What was lost in which stage. None where too few steps lie outside all stages.
+    """The costs by kind of fault and part. None if too few steps are outside all stages.
 
-    steps: ends of all train steps, oldest first. voided_steps: of these, those that a later attempt trained again.
+    steps: ends of all train steps, oldest first. voided_steps: how many of them a later attempt trained again.
     """
     if not stages or not steps:
         return None
@@ -202,14 +202,14 @@ def costs_of(
 
 
 def cost_lines(costs: Costs) -> list[str]:
-    """For people: a table."""
+    """The costs as a text table."""
     lines = [f"{'seconds lost':<28}{'faults':>8}" + "".join(f"{part:>11}" for part in PARTS)]
     for cost in costs.of_faults:
         lines.append(f"{cost.what:<28}{cost.num_faults:>8}" + "".join(f"{cost.lost_s[part]:>11.1f}" for part in PARTS))
     total = {part: sum(cost.lost_s[part] for cost in costs.of_faults) for part in PARTS}
     lines.append(f"{'all':<36}" + "".join(f"{total[part]:>11.1f}" for part in PARTS))
     lines.append(
-        f"{costs.lost_s:.1f} s lost of {costs.time_s:.1f} s in which faults were felt, {costs.again_s:.1f} s of it for "
-        f"steps trained again; undisturbed, a step takes {costs.step_s:.2f} s"
+        f"{costs.lost_s:.1f} s lost of {costs.time_s:.1f} s affected by faults, {costs.again_s:.1f} s of it for steps that "
+        f"were trained again; undisturbed, a step takes {costs.step_s:.2f} s"
     )
     return lines

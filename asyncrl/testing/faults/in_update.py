@@ -1,4 +1,4 @@
-"""Faults for tests of whole runs, and what must hold all the same: every trained token has the logprob that its weights give it.
+"""A fault during a weight update, and the check that every trained token still has the logprob of the weights it was sampled with.
 
 run = launch(config, "record.trajectories=true", "weights.keep=1000", env=die_in_update(tmp_path / "fault", server=1, version=8))
 ...
@@ -19,7 +19,7 @@ from asyncrl.data.trajectories import list_recording, read_trajectory, recording
 from asyncrl.protocol.messages import WeightVersion
 from asyncrl.weights.versions import version_dir
 
-# Runs at the start of every interpreter of the run. The fault strikes once: whoever makes the file first.
+# Runs at the start of every interpreter of the run. The fault strikes once, in the first process that creates the file.
 _DIE_IN_UPDATE = """\
 import os, signal, sys
 def die_in_update(event, arguments):
@@ -38,8 +38,8 @@ sys.addaudithook(die_in_update)
 
 
 def die_in_update(folder: Path, *, server: int, version: int) -> dict[str, str]:
-    """Environment of a run in which that generation server kills itself (SIGKILL), once, as it opens the tensors of that version
-    or of a later one to load them."""
+    """Environment of a run in which this generation server kills itself once (SIGKILL), when it opens the tensors of this version
+    or a later one to load them."""
     folder.mkdir()
     text = _DIE_IN_UPDATE.format(
         version=WeightVersion(1, version), config=f"generation_server_{server}.yaml", struck=folder / "struck"
@@ -54,7 +54,7 @@ def has_struck(folder: Path) -> bool:
 
 
 def moved_tickets(run_dir: Path) -> set[str]:
-    """Tickets that lost their server and went on, as the rollout workers' logs say."""
+    """Tickets that lost their server and continued on another, by the rollout workers' logs."""
     logs = sorted((run_dir / "logs" / "attempt_1").glob("rollout_worker_*.log"))
     return {
         ticket for log in logs for ticket in re.findall(r"ticket (\S+): lost generation_server/\d", log.read_text())
@@ -62,10 +62,10 @@ def moved_tickets(run_dir: Path) -> set[str]:
 
 
 def largest_logprob_error(run_dir: Path, tickets: Collection[str] | None = None) -> float:
-    """Over every sampled token of these recorded groups (default: all), how far its logprob is from the one that the weights of
-    its version give it after the tokens before it, at temperature 1. Raises ValueError where none of them was recorded.
+    """The largest difference between a sampled token's logprob and the logprob that the weights of its version give it, at
+    temperature 1, over these recorded groups (default: all). Raises ValueError if none of them was recorded.
 
-    A token that was lost or doubled on the way would show here: all that follow would have other logprobs.
+    A lost or duplicated token would be found here, because all following tokens would have other logprobs.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -73,7 +73,7 @@ def largest_logprob_error(run_dir: Path, tickets: Collection[str] | None = None)
     recorded = [read_trajectory(file).sample for file in list_recording(recording_dir(run_dir, 1))]
     chosen = [sample for sample in recorded if tickets is None or sample.ids[0] in tickets]
     if not chosen:
-        raise ValueError(f"none of {len(recorded)} recorded groups is of the {len(tickets or ())} tickets asked for")
+        raise ValueError(f"none of {len(recorded)} recorded groups belongs to the {len(tickets or ())} given tickets")
     keys = ("packed_input_ids", "packed_logprobs", "versions")
     sequences = [
         sequence for sample in chosen for sequence in zip(*(sample.slices(key)[0] for key in keys), strict=True)

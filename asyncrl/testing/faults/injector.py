@@ -1,8 +1,9 @@
-"""Strikes the processes of a living run, and notes what became of them in <run>/journal/faults.jsonl.
+"""Inject faults into the processes of a live run, and record the results in <run>/journal/faults.jsonl.
 
-One line a strike: {"event": "fault", "number", "kind", "target", "name", "pid", "phase", "in_phase", "time"}; one when a stopped
-process goes on or is found dead: {"event": "continued" | "killed_meanwhile", ...}; one when another process has the name of one
-that was struck: {"event": "recovered", "name", "pid", "after_s", "time"}; {"event": "missed", "why"} where none of it lived.
+One line per fault: {"event": "fault", "number", "kind", "target", "name", "pid", "phase", "in_phase", "time"}; one when a stopped
+process continues or is found dead: {"event": "continued" | "killed_meanwhile", ...}; one when another process has taken the name of
+the struck one: {"event": "recovered", "name", "pid", "after_s", "time"}; {"event": "missed", "why"} if no process of the target
+was alive.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ _POLL_S = 0.05
 
 
 class Strike(Struct, frozen=True, kw_only=True):
-    """A fault that struck."""
+    """A fault that was injected."""
 
     fault: Fault
-    name: str  # of the process: `rollout_worker/1`
+    name: str  # of the process, e.g. `rollout_worker/1`
     pid: int
-    in_phase: bool  # False: the phase did not come within a minute, and the fault struck all the same
+    in_phase: bool  # False: the phase did not come within a minute, and the fault was injected without it
     time: float  # unix seconds
 
 
@@ -48,11 +49,11 @@ class _Stopped:
 
 
 class Injector:
-    """Acts on one run, from a process that is none of it.
+    """Acts on one run, from a process outside it.
 
     consumes: faults. produces: signals, lines of the journal, notices.
     waits for: a fault's time; its phase, for at most phase_limit_s.
-    Whatever it has stopped goes on when it is closed.
+    `close` continues all processes that it has stopped.
     """
 
     def __init__(
@@ -64,19 +65,19 @@ class Injector:
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.strikes: list[Strike] = []
-        self.recovered_s: dict[int, float] = {}  # by the number of the fault: until another process had the name
+        self.recovered_s: dict[int, float] = {}  # by the fault's number: seconds until another process had the name
         self._processes = RunProcesses(run_dir)
         self._phases = PhaseWatch(run_dir, clock)
         self._phase_limit_s = phase_limit_s
         self._notice, self._clock = notice, clock
         self._journal = JsonLinesWriter(run_dir / "journal" / f"{FAULTS_JOURNAL}.jsonl")
         self._stopped: list[_Stopped] = []
-        self._lost: list[Strike] = []  # struck so that another process must come
+        self._lost: list[Strike] = []  # faults after which another process must start
 
     def run(
         self, faults: Sequence[Fault], *, until: Callable[[], bool], after_each: Callable[[], None] = lambda: None
     ) -> None:
-        """Strike each at its time, until the last one's process is back or `until` says that the run is over."""
+        """Inject each fault at its time. Return when the last process is back, or when `until` reports the end of the run."""
         start = self._clock.monotonic()
         for fault in faults:
             while self._clock.monotonic() < start + fault.at:
@@ -91,16 +92,16 @@ class Injector:
             self._clock.sleep(_POLL_S)
 
     def strike(self, fault: Fault) -> Strike | None:
-        """Wait for the fault's phase, and strike. None where no process of the target lives; that is noted."""
+        """Wait for the fault's phase, and inject the fault. None if no process of the target is alive; that is recorded."""
         living = self._processes.of(fault.target)
         if not living:
-            self._note("missed", fault, why=f"no {fault.target} lives")
+            self._note("missed", fault, why=f"no {fault.target} is alive")
             return None
         name = sorted(living)[int(fault.draw * len(living))]
         process = living[name]
         in_phase = not fault.phase or self._phases.wait(fault.phase, process, self._phase_limit_s)
         try:
-            process.send_signal(_SIGNALS[fault.kind])  # looks first whether it is still the same process
+            process.send_signal(_SIGNALS[fault.kind])  # psutil checks that the pid is still the same process
         except psutil.NoSuchProcess:
             self._note("missed", fault, why=f"{name} ended before the phase came")
             return None
@@ -120,11 +121,11 @@ class Injector:
 
     @property
     def num_open(self) -> int:
-        """Strikes whose process is stopped, or not back yet."""
+        """Number of faults whose process is stopped, or not back yet."""
         return len(self._stopped) + len(self._lost)
 
     def turn(self) -> None:
-        """Continue processes that were stopped long enough; note processes that are back. Does not wait."""
+        """Continue processes that were stopped long enough; record processes that are back. Does not wait."""
         now = self._clock.monotonic()
         for stopped in [stopped for stopped in self._stopped if stopped.until <= now or not _lives(stopped.process)]:
             self._stopped.remove(stopped)
@@ -133,7 +134,7 @@ class Injector:
             self._note_recovered()
 
     def close(self) -> None:
-        """Whatever is stopped goes on."""
+        """Continue all stopped processes, and close the journal."""
         for stopped in self._stopped:
             self._go_on(stopped)
         self._stopped.clear()
@@ -155,7 +156,7 @@ class Injector:
             with contextlib.suppress(psutil.NoSuchProcess):
                 stopped.process.send_signal(signal.SIGCONT)
             self._note("continued", strike.fault, name=strike.name, pid=strike.pid)
-        else:  # it was killed because it was silent
+        else:  # the launcher killed it because it did not respond
             self._lost.append(strike)
             self._note("killed_meanwhile", strike.fault, name=strike.name, pid=strike.pid)
 

@@ -1,14 +1,14 @@
-"""In which phase a living run is, seen from outside: by what its processes do and what is in its folder, within milliseconds.
+"""Detect the phase of a live run from outside within milliseconds, by the CPU use of its processes and the files in its folder.
 
 idle          the target computes nothing
 generation    a generation server computes
-push          trajectories are on their way: the master, whose verdict they need, is held still for a moment
+push          trajectories are in flight: the master, whose verdict they need, is stopped for a moment
 train_step    a model worker computes
-weight_write  weights or a checkpoint are half written: a folder with a temporary name
-update        a new version of the weights has just got its name: servers are about to load it
+weight_write  weights or a checkpoint are partly written: a folder with a temporary name exists
+update        a new version of the weights has just got its final name: servers are about to load it
 
-Statuses in etcd are a second old, too old for this. Who computes is seen in what the scheduler counts for a process; waiting for a
-core counts as computing, so that a busy machine changes nothing.
+Statuses in etcd are up to a second old, which is too old for this. The scheduler's counters show whether a process computes. Time
+spent waiting for a core counts as computing, so the result does not depend on the machine's load.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.testing.faults.processes import RunProcesses
 from asyncrl.testing.faults.schedule import Phase
 
-TEMPORARY_SUFFIX = ".writing"  # of weights.py, which checkpoints are written with too
+TEMPORARY_SUFFIX = ".writing"  # of folders of weights and checkpoints that are being written
 
-_LOOK_S = 0.02  # how long a process is looked at
+_LOOK_S = 0.02  # a process is observed for this long
 _POLL_S = 0.001
 _BUSY, _IDLE = 0.6, 0.1  # shares of that time
-_HOLD_S = 0.5  # so long the master is held still: what is finished meanwhile waits for its verdict
+_HOLD_S = 0.5  # the master is stopped for this long; groups that finish meanwhile wait for its verdict
 
 
 class PhaseWatch:
@@ -39,9 +39,9 @@ class PhaseWatch:
         self._processes = RunProcesses(run_dir)
 
     def wait(self, phase: Phase, target: psutil.Process, limit_s: float) -> bool:
-        """Return as soon as the run is in the phase. False: it was not, for limit_s, or the target has ended.
+        """Return True as soon as the run is in the phase; False after limit_s, or if the target has ended.
 
-        In `push` the master is held still (SIGSTOP) on return: let it go with `release`, when the fault has struck.
+        With `push` the master is stopped (SIGSTOP) on return. Continue it with `release` after the fault.
         """
         deadline = self._clock.monotonic() + limit_s
         versions = self._versions()
@@ -54,7 +54,7 @@ class PhaseWatch:
         return False
 
     def release(self, phase: Phase, stopped: psutil.Process | None = None) -> None:
-        """After the fault: let the master go on, where the phase holds it. stopped: by the fault, and to stay so."""
+        """Continue the master after the fault, if the phase stopped it. stopped: the process that the fault keeps stopped."""
         if phase == "push":
             self._signal_master(signal.SIGCONT, but_not=stopped)
 
@@ -75,7 +75,7 @@ class PhaseWatch:
         return True
 
     def _computes(self, kind: str, target: psutil.Process) -> bool:
-        """Whether the target, if it is of this kind, else any process of this kind does. An engine computes for its server."""
+        """Whether the target, if it is of this kind, or else any process of this kind computes. A server's engine counts as it."""
         of_kind = self._processes.of(kind)
         engines = self._processes.of("engine") if kind == "generation_server" else {}
         those = {process.pid: process for process in (of_kind | engines).values()}
@@ -112,7 +112,7 @@ def busy_share(processes: list[psutil.Process], look_s: float = _LOOK_S, clock: 
 
 
 def _counted(processes: list[psutil.Process]) -> dict[str, int]:
-    """By thread, the nanoseconds on a core and waiting for one."""
+    """For each thread, nanoseconds spent on a core or waiting for one."""
     counted: dict[str, int] = {}
     for process in processes:
         for file in Path(f"/proc/{process.pid}/task").glob("*/schedstat"):

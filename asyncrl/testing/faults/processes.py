@@ -1,4 +1,4 @@
-"""Who is who among the processes of a living run: from its folder and the system's table, whatever state etcd is in."""
+"""Find the processes of a live run by name, from its folder and the system's process table. It does not depend on etcd."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class RunProcesses:
         self._configs = run_dir / "configs"
 
     def launcher(self) -> psutil.Process | None:
-        """None where no launcher holds the folder."""
+        """The launcher's process; None if no launcher holds the folder."""
         with contextlib.suppress(LaunchError, ValueError, psutil.NoSuchProcess):
             pid = holder(self._run_dir)
             return None if pid is None else psutil.Process(pid)
         return None
 
     def by_name(self) -> dict[str, psutil.Process]:
-        """All that live now."""
+        """All processes that are alive now."""
         launcher = self.launcher()
         found: dict[str, psutil.Process] = {} if launcher is None else {"launcher": launcher}
         workers = self._workers(launcher)
@@ -46,12 +46,14 @@ class RunProcesses:
         return found
 
     def of(self, target: str) -> dict[str, psutil.Process]:
-        """Those of a kind, or the one of this name."""
+        """The processes of this kind, or the one with this name."""
         return {name: process for name, process in self.by_name().items() if target in (name, name.partition("/")[0])}
 
     def _workers(self, launcher: psutil.Process | None) -> dict[str, psutil.Process]:
-        """Those that the launcher started, those left to a person, and the nurseries of their reward functions. What a worker or a
-        nursery has forked, and the parent of a nursery, show the same command line, and have other parents."""
+        """Workers that the launcher or a user started, and the nurseries of their reward functions.
+
+        Forks of a worker or a nursery, and the parent of a nursery, have the same command line; their parents tell them apart.
+        """
         found: dict[str, psutil.Process] = {}
         nurseries: list[tuple[int, str, psutil.Process]] = []  # parent, reward function
         for pid in processes_with(f"{RUN_DIR_ENV}={self._run_dir}"):
@@ -74,7 +76,7 @@ class RunProcesses:
         return found
 
     def _name_of(self, cmdline: list[str]) -> str:
-        """Of a worker, by the config it was started with; "" of any other process."""
+        """The name of a worker, by the config that it was started with; "" for any other process."""
         path = Path(cmdline[-1]) if cmdline else Path()
         if path.suffix != ".yaml" or not path.is_relative_to(self._configs):
             return ""
@@ -97,6 +99,6 @@ def _children(process: psutil.Process) -> Iterator[psutil.Process]:
 
 def _cmdline(process: psutil.Process) -> list[str]:
     try:
-        return [argument for argument in process.cmdline() if argument]  # a forked worker's is filled up with nothing
+        return [argument for argument in process.cmdline() if argument]  # a forked worker's has empty padding
     except (psutil.Error, OSError):
         return []

@@ -1,4 +1,4 @@
-"""Which fault strikes when: pure. The same seed gives the same faults."""
+"""The schedule of faults (pure). The same seed gives the same faults."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from msgspec import Struct
 Kind = Literal["kill", "stop", "restart"]
 Phase = Literal["", "idle", "generation", "push", "train_step", "weight_write", "update"]
 
-# kill: SIGKILL. stop: SIGSTOP, and stop_s later SIGCONT, by when whoever missed it may have killed it. restart: SIGTERM, which a
-# process may obey in its own time.
+# kill: SIGKILL. stop: SIGSTOP, then SIGCONT after stop_s; the launcher may have killed the process by then. restart: SIGTERM, after
+# which a process may take time to end.
 KINDS: tuple[Kind, ...] = ("kill", "stop", "restart")
 PHASES: tuple[Phase, ...] = ("idle", "generation", "push", "train_step", "weight_write", "update")
-# By kind (one of those that live, by chance) or by name (`rollout_worker/1`). engine: the process that a generation server has for
-# itself (SGLang). nursery: the process that starts a reward function's processes for a worker. launcher: everything ends with it.
+# Kinds of processes (a random live one is chosen); a name such as `rollout_worker/1` is a target too. engine: a generation server's
+# own engine process (SGLang). nursery: the process that starts a reward function's processes for a worker. launcher: all processes
+# end with it.
 TARGETS = (
     "master",
     "model_worker",
@@ -31,23 +32,23 @@ TARGETS = (
 
 
 class Fault(Struct, frozen=True, kw_only=True):
-    """One fault: what, to whom, when."""
+    """One fault: its kind, target and time."""
 
     number: int
     kind: Kind
     target: str  # of TARGETS, or the name of one worker
-    at: float  # seconds after the schedule's start, at the earliest
-    phase: Phase = ""  # strike once the run is in it; "": at once
-    stop_s: float = 20.0  # of `stop`
-    draw: float = 0.0  # in [0, 1): which one, where several live
+    at: float  # earliest time, in seconds after the schedule's start
+    phase: Phase = ""  # wait until the run is in this phase; "": do not wait
+    stop_s: float = 20.0  # duration of `stop`
+    draw: float = 0.0  # in [0, 1): selects the process if several are alive
 
 
 def check_target(target: str) -> None:
-    """Raises ValueError for what cannot be a target."""
+    """Raise ValueError for an invalid target."""
     kind, slash, index = target.partition("/")
     if kind not in TARGETS or (slash and not index.isdecimal()):
         raise ValueError(
-            f"{target!r} is no target; use one of {', '.join(TARGETS)}, or a name such as rollout_worker/1"
+            f"{target!r} is not a target; use one of {', '.join(TARGETS)}, or a name such as rollout_worker/1"
         )
 
 
@@ -62,21 +63,23 @@ def schedule(
     weights: Mapping[str, float] | None = None,
     stop_s: tuple[float, float] = (1.0, 20.0),
 ) -> list[Fault]:
-    """Faults for so many seconds, with `every` = (least, most) seconds between two. weights: of targets (default: 1 each)."""
+    """Faults during for_s seconds, with `every` = (least, most) seconds between two. weights: of targets (default: 1 each)."""
     least, most = every
     if not 0 < least <= most:
-        raise ValueError(f"every is {least:g}-{most:g}; seconds between two faults, the smaller number first, above 0")
+        raise ValueError(
+            f"every is {least:g}-{most:g}; give seconds between two faults, above 0, the smaller number first"
+        )
     for name, given, known in (("kinds", kinds, KINDS), ("phases", phases, ("", *PHASES))):
         if unknown := [word for word in given if word not in known]:
-            raise ValueError(f"{name}: {unknown[0]!r} is none; there are {', '.join(filter(None, known))}")
+            raise ValueError(f"{name}: {unknown[0]!r} is unknown; use {', '.join(filter(None, known))}")
     for name, values in (("kinds", kinds), ("targets", targets), ("phases", phases)):
         if not values:
-            raise ValueError(f"{name} is empty: nothing would ever happen")
+            raise ValueError(f"{name} is empty, so there would be no faults; name at least one")
     for target in targets:
         check_target(target)
     shares = [(weights or {}).get(target, 1.0) for target in targets]
     if min(shares) < 0 or not sum(shares):
-        raise ValueError(f"weights are {shares}; none may be negative, one must be above 0")
+        raise ValueError(f"weights are {shares}; none may be negative, and at least one must be above 0")
     drawn = random.Random(seed)
     faults: list[Fault] = []
     at = drawn.uniform(least, most)
