@@ -283,7 +283,7 @@ def test_the_last_server_of_a_host_takes_its_files_along_and_a_killed_ones_are_s
 def test_a_folder_of_somebody_else_is_not_used(fetcher: Callable[..., WeightFetcher], tmp_path: Path) -> None:
     (tmp_path / "memory" / f"asyncrl-{os.getuid()}").mkdir(parents=True)
     (tmp_path / "memory" / f"asyncrl-{os.getuid()}").chmod(0o777)
-    with pytest.raises(WeightsError, match="not this user's alone"):
+    with pytest.raises(WeightsError, match="accessible to other users"):
         fetcher()
 
 
