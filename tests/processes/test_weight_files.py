@@ -254,7 +254,7 @@ def test_too_little_room_is_told_with_what_helps(
     make_version(actor, FIRST)
     usage = shutil.disk_usage("/")._replace(free=1_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(WeightsError, match=r"room for 1\.0 MB; set weights\.fetch_dir="):
+    with pytest.raises(WeightsError, match=r"has only 1\.0 MB free; set weights\.fetch_dir="):
         fetcher().fetch(Path("/no"), FIRST, source, LIMIT_S)
 
 
