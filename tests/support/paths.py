@@ -8,9 +8,10 @@ chooses the prompt, and ends with the optimizer step that consumes it. The path 
 makes it, and ends when a generation server samples the first token from it. Between these points, a function of asyncrl is on
 the path if
 
-- it *holds* the sample or the version: when it is called or when it returns, one of its arguments or local variables is or contains
-  the ticket's id, the prompt's locator or its text; or the version, as an object, as text or in a path. Strings, bytes, containers,
-  messages and dataclasses are searched. Other objects, such as a worker or a ledger, are not searched, because they hold everything;
+- it *holds* the sample or the version: when it is called or when it returns, one of its arguments or local variables is or
+  contains the ticket's id, the prompt's locator or its text; or the version, as an object, as text or in a path. Strings, bytes,
+  containers, messages and dataclasses are searched. Other objects, such as a worker or a ledger, are not, because they hold
+  everything;
 - or it *carries* it: a function that holds it calls this one, directly or not, and it takes tensors, arrays, bytes or token ids;
 - or it *computes* it in a batch whose parts have no names: it takes tensors, in a generation server, while that server holds one
   of the sample's requests.
