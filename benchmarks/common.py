@@ -340,7 +340,7 @@ class Child:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             while b"\n" not in self._pending:
                 if not selector.select(max(0.0, limit - time.monotonic())):
-                    raise ChildFailed(f"{self._part} said nothing for {timeout_s:g} s")
+                    raise ChildFailed(f"{self._part} sent no message for {timeout_s:g} s")
                 read = os.read(self._process.stdout.fileno(), 1 << 16)
                 if not read:
                     raise ChildFailed(f"{self._part} ended with exit status {self._process.wait(10)}")

@@ -478,8 +478,10 @@ def main() -> None:
     options.add_argument("--seconds", type=float, default=1.0, help="how long each side sends each case (default 1)")
     options.add_argument("--cases", default=",".join(CASES), help="cases, separated by commas")
     options.add_argument("--peers", help=f"peers, separated by commas (default {','.join(PEERS)}; with --curve: plain)")
-    options.add_argument("--curve", action="store_true", help="ours over TCP and encrypted, beside ours plain")
-    options.add_argument("--no-train-step", action="store_true", help="leave out the train step beside the stream")
+    options.add_argument(
+        "--curve", action="store_true", help="compare asyncrl over encrypted TCP with asyncrl over plain TCP"
+    )
+    options.add_argument("--no-train-step", action="store_true", help="do not measure the train step during the stream")
     args = options.parse_args()
     cases, seconds = args.cases.split(","), args.seconds
 

@@ -205,7 +205,9 @@ def main() -> None:
     options = parser(__doc__ or "", quick={"calls": 200})
     options.add_argument("--calls", type=int, default=2000, help="calls a round and side (default 2000)")
     options.add_argument("--peers", help=f"peers, separated by commas (default {','.join(PEERS)}; with --curve: plain)")
-    options.add_argument("--curve", action="store_true", help="ours over TCP and encrypted, beside ours plain")
+    options.add_argument(
+        "--curve", action="store_true", help="compare asyncrl over encrypted TCP with asyncrl over plain TCP"
+    )
     args = options.parse_args()
     makers = {
         "raw_pyzmq_asyncio": lambda: pair("raw_server", "raw_client", args.calls),

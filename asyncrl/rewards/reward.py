@@ -110,7 +110,8 @@ class Reward:
             self._judges.close()
 
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
-        """Judge the completions of one prompt. Waits for the user's function, at most timeout_s per call."""
+        """Judge the completions of one prompt. Waits for the user's function: at most timeout_s for each completion, or for all of
+        them together if one call judges all."""
         calls = [call_arguments(prompt, completion, self._arguments) for completion in completions]
         with self._board.showing("reward", on=self.spec):
             try:

@@ -67,14 +67,14 @@ class Invariants:
         if self.echoed.get(name, {}).get(attempt, -1) < min_version:
             self.broken(
                 "traffic",
-                f"{ticket} goes to {name or server}, which has never said that it serves {min_version} or newer",
+                f"{ticket} is routed to {name or server}, which has never reported version {min_version} or newer",
             )
 
     def _on_answered(self, event: Event, to: str, request: str, tickets: tuple[str, ...]) -> None:
         first = self.answers.setdefault((event.process, to, request), frozenset(tickets))
         # If a worker counted as lost, its tickets were taken back. The same request may then get other tickets
         if not first.issuperset(tickets) and self._run.live_tickets(event.process) & first:
-            self.broken("granted twice", f"request {request} of {to} got {sorted(first)}, and then {sorted(tickets)}")
+            self.broken("granted twice", f"request {request} of {to} got {sorted(first)}, and later {sorted(tickets)}")
 
     def _on_trained(self, event: Event, attempt: int, version: int, tickets: list[str]) -> None:
         prompts = self._run.lineage
@@ -86,7 +86,7 @@ class Invariants:
                 self.broken("attempt", f"{ticket} was trained in attempt {attempt}")
             oldest = self.oldest.get(ticket)
             if oldest is None:
-                self.broken("stored", f"{ticket} was trained, and never stored at the master")
+                self.broken("stored", f"{ticket} was trained, but never stored at the master")
             elif self.scenario.overdue != "train" and version - oldest.version > self.scenario.eta:
                 self.broken(
                     "staleness",
@@ -113,7 +113,7 @@ class Invariants:
         stored = [meta.locator for meta in buffer.metas(buffer.stored_tickets)]
         if len(set(stored)) < len(stored):
             twice = next(where for where, count in Counter(stored).items() if count > 1)
-            self.broken("exactly once", f"prompt {twice} is stored twice: {ticket} came second")
+            self.broken("exactly once", f"prompt {twice} is stored twice; the second ticket is {ticket}")
         if len(buffer) > self.capacity:
             self.broken("queue", f"the master holds {len(buffer)} trajectories; (1 + eta) B is {self.capacity}")
 
@@ -130,7 +130,7 @@ class Invariants:
     def _on_published(self, event: Event, version: str) -> None:
         new = WeightVersion.parse(version)
         if self._run.version_on_disk(new) is None:
-            self.broken("weights", f"model_version {version} was put, and is not on disk")
+            self.broken("weights", f"model_version {version} was published, but is not on disk")
         if self.published is not None and new < self.published:
             self.broken("weights", f"model_version went back from {self.published} to {version}")
         self.published = new
@@ -177,7 +177,9 @@ class Invariants:
         if process.ledger is not None:
             self._look_at_leases(process, process.ledger)
         elif process.kind == "model_worker" and len(worker.store) > worker.store.capacity:
-            self.broken("queue", f"{process.label} holds {len(worker.store)} groups; {worker.store.capacity} fit")
+            self.broken(
+                "queue", f"{process.label} holds {len(worker.store)} groups; its capacity is {worker.store.capacity}"
+            )
 
     def look_at_queue(self, pull: SimPull) -> None:
         """Check a socket's queue. Called whenever a message has to wait in it."""
@@ -217,7 +219,7 @@ class Invariants:
             self.broken("exactly once", f"prompts {sorted(lost)[:5]} ({len(lost)}) were neither trained nor rejected")
         both = trained.keys() & run.rejected.keys()
         if both:
-            self.broken("exactly once", f"prompts {sorted(both)[:5]} were trained, and rejected too")
+            self.broken("exactly once", f"prompts {sorted(both)[:5]} were both trained and rejected")
         if not scenario.faults and scenario.overdue == "wait" and scenario.overdue_wait_s >= 30.0:
             odd = {reason for reason in run.rejected.values() if reason != "simulated"} - (
                 {"max_issues"} if scenario.release_share else set()

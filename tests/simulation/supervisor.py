@@ -80,7 +80,7 @@ class Supervisor:
                 # it was killed during its first start: the launcher gives up, and the user starts the run again
                 self.lose_power(run.network.random())
                 return
-            run.invariants.broken("failed", f"the run ends: {decision.cause}")
+            run.invariants.broken("failed", f"the run ended: {decision.cause}")
             return
         if decision.unit == process.name:
             run.scheduler.at(run.now + decision.pause_s + 0.3 * run.network.random(), self._start, process.name, launch)
