@@ -1,7 +1,7 @@
 """Runs the benchmarks one after the other and writes one table of their figures, with the commit and the machine.
 
-    python benchmarks/all.py                      # the true defaults; the table goes to benchmarks/results.md
-    python benchmarks/all.py --quick              # each with --quick: shows that all of them work; writes nothing
+    python benchmarks/all.py                      # the full defaults; the table is written to benchmarks/results.md
+    python benchmarks/all.py --quick              # each with --quick: checks that all of them work; writes nothing
     python benchmarks/all.py manager startup      # only these; their rows replace those in the table
 
 `soak`, `scale` and `chaos_matrix` take hours and are part of --quick only, unless they are named. A benchmark that fails is
@@ -51,7 +51,7 @@ _TITLE = "| benchmark | value | unit | ratios | rounds | minutes | commit | date
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one benchmark printed as its last line; `result` is empty where it failed."""
+    """The last line of one benchmark's output; `result` is empty if it failed."""
 
     name: str
     result: dict[str, Any]
@@ -98,7 +98,7 @@ def _ratio(found: Any) -> str:
 
 
 def table(outcomes: list[Outcome], written: str) -> str:
-    """Markdown; rows of `written` that were not measured now stay."""
+    """The table in Markdown. Rows of `written` that were not measured now are kept."""
     rows = {line.split("|")[1].strip(): line for line in written.splitlines() if line.startswith("| ")}
     rows |= {outcome.name: row(outcome) for outcome in outcomes if outcome.result}
     machine = next(outcome.result["machine"] for outcome in outcomes if outcome.result)
@@ -127,7 +127,7 @@ def main() -> int:
         outcome = run(name, quick=args.quick, baselines=name not in LONG)
         outcomes.append(outcome)
         print(f"{name}: {outcome.error or row(outcome)} ({outcome.seconds:.0f} s)", file=sys.stderr, flush=True)
-        if not args.quick and outcome.result:  # at once: hours may follow
+        if not args.quick and outcome.result:  # write at once, because the next benchmarks may take hours
             RESULTS.write_text(table([outcome], RESULTS.read_text() if RESULTS.exists() else ""), encoding="utf-8")
     failed = [outcome.name for outcome in outcomes if not outcome.result]
     seconds = sum(outcome.seconds for outcome in outcomes)

@@ -1,14 +1,14 @@
-"""How many untrusted programs a machine judges, in sandboxes of asyncrl/rewards/sandbox/pool.py, beside bare processes.
+"""Untrusted programs per minute in sandboxes of asyncrl/rewards/sandbox/pool.py, compared with bare processes.
 
     python benchmarks/sandbox.py [--rounds 5] [--programs 200] [--inputs 5] [--workers 2]
 
 Each program reads a line and prints a number, as answers to small coding tasks do:
 
-    asyncrl       SandboxPool: a sandbox of its own for every program, one made ahead; threads as many as cores
-    bare_process  subprocess.run of the same interpreter: no isolation, no limits. What Python alone costs
+    asyncrl       SandboxPool: a separate sandbox for every program, one started in advance; one thread per core
+    bare_process  subprocess.run of the same interpreter: no isolation, no limits. The cost of Python alone
 
-Cases: `programs`, one input each; `inputs`, --inputs of them for each program, in its one sandbox. `value` is asyncrl's programs a
-minute, one input each.
+Cases: `programs`, one input each; `inputs`, --inputs inputs for each program, in its one sandbox. `value` is asyncrl's programs per
+minute with one input each.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LIMIT_S = 60.0
 
 
 def cpu_s() -> float:
-    """Of this process and all that it has waited for."""
+    """CPU time of this process and all its reaped descendants."""
     return sum(
         used.ru_utime + used.ru_stime
         for used in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -39,7 +39,7 @@ def cpu_s() -> float:
 
 
 def measured(args: argparse.Namespace, judge: Callable[[int], None]) -> tuple[float, float]:
-    """Programs a minute, and milliseconds of CPU each."""
+    """Programs per minute, and milliseconds of CPU for each."""
     before, start = cpu_s(), time.perf_counter()
     with ThreadPoolExecutor(args.workers) as threads:
         for _ in threads.map(judge, range(args.programs)):

@@ -1,18 +1,18 @@
-"""How large a run the control plane carries: manager and etcd under 1,024 generation servers and 16,384 rollout clients.
+"""Scale of the control plane: manager and etcd with 1,024 generation servers and 16,384 rollout clients.
 
     python benchmarks/scale.py [--clients 1024 16384] [--servers 1024] [--write-baseline]
 
-manager: a real GserverManager in a process of its own. Its servers are 1,024 sockets that answer as servers do (one process); each
-client is a connection of its own that sends what a rollout worker sends (heartbeats, as often as asked for; allocate and finish at
---rate a second among them), from two processes. Open loop: latency counts from when a request was due. The manager has a core of
-its own, all others share the rest.
-names: a real etcd; each client is a gRPC connection of its own with two watches, as a worker's session has. How long one put takes
-to reach them all, and what a client costs etcd. launcher: what it does for each process, a lease that it keeps and a status.
-simulation: a run of 10,000 GPUs as discrete events, with the service times that were measured: what the manager's queue does to
-generation, and where it gives way.
+manager: a real GserverManager in its own process. Its servers are 1,024 sockets of one process that act as servers. Each client
+is a separate connection that sends a rollout worker's requests: heartbeats at the interval that the manager sets, and allocate and
+finish at --rate per second for all clients together. The clients run in two processes. Open loop: latency counts from the time
+when a request is due. The manager has its own core; all others share the rest.
+names: a real etcd; each client is a separate gRPC connection with two watches, like a worker's session. Measures how long one put
+takes to reach all of them, and the cost of a client for etcd. launcher: its work per process, which is keeping a lease and
+publishing a status. simulation: a run of 10,000 GPUs as discrete events, with the measured service times: the effect of the
+manager's queue on generation, and the load at which it saturates.
 
 Each number is the median of --rounds rounds. `value` is the p99 of an allocation at the largest number of clients, in ms (`spread`:
-the least and the most of the rounds); `bottleneck` says what gives way first.
+the minimum and maximum of the rounds). `bottleneck` names the part that saturates first.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from asyncrl.manager import intervals
 CLIENTS = (1024, 16384)
 NUM_SERVERS = 1024
 BATCH_SIZE, ETA = 1024, 2
-HOLDS_S = 5.0  # a client holds a ticket for so long
+HOLDS_S = 5.0  # time for which a client holds a ticket
 WATCHES = 2
 PUTS = 10
 NAME_PROCESSES = 4
@@ -90,7 +90,7 @@ def part_manager(parent: Parent, *, core: int, folder: str, **_: Any) -> None:
 
 
 def part_servers(parent: Parent, *, core: int, num_servers: int, **_: Any) -> None:
-    """Generation servers that only answer: a port each, no HTTP library."""
+    """Simulated generation servers that only answer requests: one port each, without an HTTP library."""
     _prepare(core)
     info = b'{"model_path":"m","weight_version":"%s"}'
     agreed = b'{"success":true,"message":"","num_paused_requests":0}'
@@ -134,7 +134,7 @@ def part_servers(parent: Parent, *, core: int, num_servers: int, **_: Any) -> No
 
 
 def part_clients(parent: Parent, *, core: int, **_: Any) -> None:
-    """Rollout workers, each a connection. The first process also is the master, and allocates for all."""
+    """Rollout workers, one connection each. The first process also acts as the master, and allocates for all."""
     from http_load import Connection, _Rollouts, _ticket_id
 
     _prepare(core)
@@ -168,7 +168,7 @@ def part_clients(parent: Parent, *, core: int, **_: Any) -> None:
             due.append((start, -1, "allocate_rollout", ""))
         heapq.heapify(due)
         held: dict[int, set[str]] = {}
-        waiting: dict[int, deque[tuple[float, str, str]]] = {}  # of a connection that is busy
+        waiting: dict[int, deque[tuple[float, str, str]]] = {}  # requests that wait for a busy connection
         latencies: dict[str, list[float]] = {"heartbeat": [], "allocate_rollout": [], "finish_rollout": []}
         refused = 0
 
@@ -229,7 +229,9 @@ def part_clients(parent: Parent, *, core: int, **_: Any) -> None:
             cpu_share=(time.process_time() - cpu) / spent_s,
             seconds=spent_s,
         )
-        for number, connection in enumerate(connections):  # what is on the way is answered before the next round
+        for number, connection in enumerate(
+            connections
+        ):  # wait for the answers to pending requests before the next round
             limit = time.monotonic() + 30.0
             while connection.kind and time.monotonic() < limit:
                 connection.receive()
@@ -241,7 +243,7 @@ def part_clients(parent: Parent, *, core: int, **_: Any) -> None:
 
 
 def part_watchers(parent: Parent, **_: Any) -> None:
-    """Sessions with etcd: a connection each, a first request, and watches; how late each hears of a put."""
+    """Sessions with etcd: one connection each, a first request, and watches. Measures each watch's delay after a put."""
     from grpc import aio  # type: ignore[import-untyped]
 
     from asyncrl.runtime.names.etcd.api import load_api
@@ -309,12 +311,10 @@ def _prepare(core: int) -> None:
 
 
 def measure_manager(args: argparse.Namespace, folder: Path, num_clients: int) -> dict[str, float]:
-    """One number of clients, and none before: what the servers alone cost is taken off."""
+    """Measure one number of clients, and zero clients before, to subtract the cost of the servers alone."""
     cores = sorted(os.sched_getaffinity(0))
     own, others = (cores[0], cores[-1]) if len(cores) > 1 else (-1, -1)
-    warm_up_s = 2 * max(
-        heartbeat_s(num_clients), 2.5
-    )  # until each client was heard, and what its first request made has been
+    warm_up_s = 2 * max(heartbeat_s(num_clients), 2.5)  # wait until each client's first requests have been handled
     run_dir = folder / str(num_clients)
     run_dir.mkdir()
     publish_version(run_dir)
@@ -364,7 +364,7 @@ def measure_manager(args: argparse.Namespace, folder: Path, num_clients: int) ->
 
 
 def heartbeat_s(num_clients: int) -> float:
-    """As the manager tells them."""
+    """The heartbeat interval that the manager tells its clients."""
     options = ManagerConfig()
     return intervals.heartbeat_s(options.heartbeat_s, num_clients, options.lease_s)
 
@@ -380,7 +380,7 @@ def _ask(child: Child) -> dict[str, Any]:
 
 
 def _spent(child: Child, seconds: float) -> float:
-    """Share of a core."""
+    """Used share of a core."""
     began, cpu = time.monotonic(), _ask(child)["cpu"]
     time.sleep(seconds)
     return float(_ask(child)["cpu"] - cpu) / (time.monotonic() - began)
@@ -455,7 +455,7 @@ def measure_names(folder: Path, num_clients: int) -> dict[str, float]:
 
 
 def measure_launcher(folder: Path, num_processes: int) -> dict[str, float]:
-    """What the launcher does for each process of a run: it keeps a lease, and publishes a status."""
+    """The launcher's work for each process of a run: keep a lease, and publish a status."""
     from asyncrl.config.schema import NameResolveConfig
     from asyncrl.runtime.names.etcd.server import EtcdServer
     from asyncrl.runtime.names.open import open_name_resolver
@@ -475,7 +475,7 @@ def measure_launcher(folder: Path, num_processes: int) -> dict[str, float]:
             share = (time.process_time() - cpu) / (time.monotonic() - began)
             alive = sum(lease.alive for lease in leases[::257])
             expected = len(leases[::257])
-            os.kill(server.pid, 9)  # what revoking them all at the end would take is not measured
+            os.kill(server.pid, 9)  # killed, so that revoking all leases at the end takes no time
     return {
         "grant_us": 1e6 * grant_s / num_processes,
         "status_us": 1e6 * put_s / num_processes,
@@ -489,24 +489,24 @@ def measure_launcher(folder: Path, num_processes: int) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Run:
-    """A run of 10,000 GPUs: 1,024 servers of 8, the rest train. Lengths have a long tail."""
+    """A run of 10,000 GPUs: 1,024 servers of 8 GPUs; the rest train. Lengths have a long tail."""
 
     clients: int = 16384
     servers: int = 1024
-    groups_a_server: int = 16  # at a time
+    groups_a_server: int = 16  # concurrent
     batch: int = 8192  # groups
     eta: int = 2
     step_s: float = 60.0
     group_s: float = 90.0  # median
-    spread: float = 0.8  # of its logarithm
+    spread: float = 0.8  # standard deviation of its logarithm
     heartbeat_s: float = 2.0
     seconds: float = 600.0
 
 
 def simulate(run: Run, service_s: float, idle_share: float, heartbeats_from: float) -> dict[str, float]:
-    """Discrete events. The manager answers one request after another, each in service_s; probes of servers take a share of it.
+    """Discrete-event simulation. The manager answers one request after another, each in service_s; health probes take a share.
 
-    heartbeats_from: they are simulated one by one from here on; before, and in all that follows, they arrive evenly.
+    heartbeats_from: heartbeats are simulated one by one from here on; before, and in all that follows, they arrive evenly.
     """
     rng = random.Random(1)
     service = service_s / max(1.0 - idle_share, 0.01)
@@ -529,11 +529,11 @@ def simulate(run: Run, service_s: float, idle_share: float, heartbeats_from: flo
         heapq.heappush(events, (at, sequence, what))
 
     def ask(at: float) -> float:
-        """A request's answer."""
+        """Handle the answer to a request."""
         nonlocal free_at, busy
         begin = max(at, free_at)
         free_at = begin + service
-        busy += service_s  # probes in between are counted by their share
+        busy += service_s  # probes in between are included as a share
         return free_at
 
     for number in range(run.clients):
@@ -592,11 +592,11 @@ def main() -> None:
     options.add_argument("--clients", type=int, nargs="+", default=list(CLIENTS))
     options.add_argument("--servers", type=int, default=NUM_SERVERS)
     options.add_argument(
-        "--rate", type=float, default=200.0, help="allocations a second, and as many ends (default 200)"
+        "--rate", type=float, default=200.0, help="allocations per second, and the same number of ends (default 200)"
     )
-    options.add_argument("--seconds", type=float, default=8.0, help="of each measurement (default 8)")
+    options.add_argument("--seconds", type=float, default=8.0, help="duration of each measurement (default 8)")
     options.add_argument(
-        "--service-us", type=float, default=0.0, help="simulate with this CPU time of a request (default: as measured)"
+        "--service-us", type=float, default=0.0, help="simulate with this CPU time per request (default: as measured)"
     )
     options.add_argument(
         "--probe-us", type=float, default=0.0, help="... and this one of a probe of a server (default: as measured)"
@@ -664,13 +664,13 @@ def main() -> None:
 
 
 def service_of_baseline() -> float:
-    """Of baselines/manager.json: microseconds of CPU a request."""
+    """CPU microseconds per request, from baselines/manager.json."""
     baseline = json.loads((BASELINES / "manager.json").read_text())
     return float(1e6 * baseline["cpu_shares"]["asyncrl"] / baseline["value"])
 
 
 def _medians(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Of the rounds, number by number."""
+    """The median of the rounds, number by number."""
     return {
         clients: {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
         for clients, rounds in found.items()

@@ -1,15 +1,15 @@
-"""A run that is struck again and again for half an hour, or one that is left alone for 2,000 steps: what is lost, and what grows.
+"""Long runs: throughput lost under repeated faults for half an hour, or growth of resources in 2,000 undisturbed steps.
 
     python benchmarks/soak.py --minutes 30 [--rounds 5] [--seed 1] [--every 5-15] [--kinds kill,stop] [--write-baseline] [key=value]
     python benchmarks/soak.py --steps 2000 [key=value]
 
 --minutes: one run of the config (default: the quickstart without evaluations). In each round it trains undisturbed for a sixth of
-the round's time; then a fault comes every 5 to 15 s, by a seed: SIGKILL, or SIGSTOP for 1 to 20 s, to any worker. The figure is the
-share of the undisturbed rate of steps that is missing, the median of the rounds; only steps of the lineage that survives count. It
-fails where the run ends, or the audit finds something.
---steps: nothing is done to it. Resident memory, file descriptors and threads of each process, and the run folder's bytes, are read
-every few seconds; `slope` is what each grows by in 1,000 steps, by least squares over what comes after the first fifth, and in
-brackets over the second half: what fills and is full then has one of about nothing. --samples FILE: what was read, as JSON lines.
+the round's time. Then a seeded fault follows every 5 to 15 s: SIGKILL, or SIGSTOP for 1 to 20 s, to any worker. The figure is the
+missing share of the undisturbed step rate, the median of the rounds. Only steps of the surviving lineage count. The benchmark fails
+if the run ends or the audit finds a problem.
+--steps: a run without faults. Resident memory, file descriptors and threads of each process, and the run folder's bytes, are
+sampled every few seconds. `slope` is their growth per 1,000 steps, by least squares over the samples after the first fifth, and in
+brackets over the second half; a cache that has filled has a slope of about zero there. --samples FILE: the samples, as JSON lines.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ WEIGHTS = {
     "rollout_worker": 3.0,
     "generation_server": 3.0,
     "gserver_manager": 2.0,
-}  # the trainer group loses steps: half as often as these
+}  # the others have weight 1: faults of the trainer group lose steps, so they are rarer
 KINDS = ("kill", "stop")
 _LIMIT_S = 180.0
 _SAMPLE_S = 5.0
-_CALM = 1 / 6  # of a round
-WARM_UP, LATE = 0.2, 0.5  # of the samples: caches fill
+_CALM = 1 / 6  # undisturbed share of a round
+WARM_UP, LATE = 0.2, 0.5  # shares of the samples that are left out, because caches fill
 _MB = 1e6
 
 
-# ----------------------------------------------------------------------------------------------------------- under fire
+# ---------------------------------------------------------------------------------------------------------- with faults
 
 
 def under_fire(args: argparse.Namespace) -> None:
@@ -103,7 +103,7 @@ def under_fire(args: argparse.Namespace) -> None:
 
 
 def faults_by_round(args: argparse.Namespace) -> list[list[Fault]]:
-    """One schedule, cut into rounds, with times that count from each round's first fault on."""
+    """One schedule, split into rounds. Times count from each round's first fault."""
     least, _, most = args.every.partition("-")
     fire_s = args.minutes * 60 / args.rounds * (1 - _CALM)
     every = (float(least), float(most or least))
@@ -118,7 +118,7 @@ def faults_by_round(args: argparse.Namespace) -> list[list[Fault]]:
 
 
 def rate(run: RunHandle, seconds: float) -> float:
-    """Train steps a second, now."""
+    """Measure the current number of train steps per second."""
     began, first = time.monotonic(), newest_step(run)
     deadline = began + seconds
     run.wait_until(lambda: time.monotonic() > deadline, f"{seconds:.0f} s went by", seconds + _LIMIT_S)
@@ -130,7 +130,7 @@ def rate_since(run: RunHandle, first: int, began: float) -> float:
 
 
 def newest_step(run: RunHandle) -> int:
-    """Of the lineage that lives: after a restart it is lower than before."""
+    """Steps of the current lineage. After a restart from a checkpoint the number is lower than before."""
     return int(train_steps(run.run_dir)[-1]["step"])
 
 
@@ -180,7 +180,7 @@ def undisturbed(args: argparse.Namespace) -> None:
 
 
 def look(run_dir: Path) -> dict[str, dict[str, float]]:
-    """What each process has now, and what is on disk."""
+    """Sample the resources of each process and the bytes on disk."""
     found: dict[str, dict[str, float]] = {}
     for name, process in RunProcesses(run_dir).by_name().items():
         with contextlib.suppress(psutil.Error, OSError), process.oneshot():
@@ -191,7 +191,7 @@ def look(run_dir: Path) -> dict[str, dict[str, float]]:
             }
     for part in sorted(path for path in run_dir.iterdir() if path.is_dir()):
         size = 0
-        for folder, _, files in os.walk(part):  # which passes over what is pruned meanwhile
+        for folder, _, files in os.walk(part):  # ignores folders that are pruned meanwhile
             for file in files:
                 with contextlib.suppress(OSError):
                     size += os.lstat(os.path.join(folder, file)).st_size
@@ -200,7 +200,7 @@ def look(run_dir: Path) -> dict[str, dict[str, float]]:
 
 
 def slopes_of(samples: Sequence[tuple[float, dict[str, float]]], after: float) -> dict[str, float]:
-    """By figure, what it grows by in 1,000 steps, after that share of the samples."""
+    """Growth of each figure per 1,000 steps, without the first share of the samples."""
     later = samples[int(len(samples) * after) :]
     steps = np.array([step for step, _ in later])
     return {
@@ -231,9 +231,11 @@ def main() -> None:
     options.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart_cpu.yaml")
     what = options.add_mutually_exclusive_group()
-    what.add_argument("--minutes", type=float, help="faults for so long")
-    what.add_argument("--steps", type=int, help="so many steps, undisturbed")
-    options.add_argument("--samples", metavar="FILE", default="", help="of --steps: what was read, as JSON lines")
+    what.add_argument("--minutes", type=float, help="inject faults for this time")
+    what.add_argument("--steps", type=int, help="run this number of steps without faults")
+    options.add_argument(
+        "--samples", metavar="FILE", default="", help="with --steps: file for the samples, as JSON lines"
+    )
     options.add_argument("--seed", type=int, default=1, help="of the faults")
     options.add_argument("--every", metavar="A-B", default="5-15", help="seconds between two faults (default 5-15)")
     options.add_argument(

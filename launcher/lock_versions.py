@@ -1,4 +1,4 @@
-"""Print the versions of asyncrl[dev] and all that it needs, as they are installed here, for requirements.lock."""
+"""Print the installed versions of asyncrl[dev] and all its dependencies, for requirements.lock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HEADER = """\
 
 
 def needed(name: str, extras: frozenset[str], found: dict[str, frozenset[str]]) -> None:
-    """Add a package and all that it needs to `found`, each with the extras that are asked for."""
+    """Add a package and all its dependencies to `found`, each with the requested extras."""
     key = canonicalize_name(name)
     if key in found and extras <= found[key]:
         return

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set everything up and run an experiment: bash launcher/run_async_ppo.sh [CONFIG] [key=value ...]
 # Without CONFIG: the CPU quickstart, which makes its own small model and learns in minutes. Paths are relative to the
-# folder this is called from if CONFIG is there, else to the repository. `asyncrl-launch run --help` tells of key=value.
+# current folder if CONFIG is in it, else to the repository. `asyncrl-launch run --help` explains key=value.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
@@ -11,7 +11,7 @@ case "${1:-}" in
     exit 0
     ;;
 esac
-asyncrl_setup "plot${ASYNCRL_EXTRAS:+,$ASYNCRL_EXTRAS}" # plot: what `asyncrl-launch plot` needs
+asyncrl_setup "plot${ASYNCRL_EXTRAS:+,$ASYNCRL_EXTRAS}" # plot: the requirements of `asyncrl-launch plot`
 config=configs/quickstart_cpu.yaml
 if [ $# -gt 0 ] && [[ "$1" != *=* ]]; then
     config="$1"

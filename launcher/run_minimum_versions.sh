@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Test the lowest versions that pyproject.toml allows: bash launcher/run_minimum_versions.sh [PYTEST ARGUMENTS]
-# Makes an environment with the lower bound of each requirement of asyncrl and its extras (test tools: the newest), then runs the unit
-# tests and three steps of the quickstart.
+# Makes an environment with the lower bound of each requirement of asyncrl and its extras (test tools: the newest version), then runs
+# the unit tests and three steps of the quickstart.
 #
-# Environment: ASYNCRL_VENV   where the environment is (default: .venv-minimum in the repository)
-#              ASYNCRL_TORCH  the torch to install (default below)
-#              PYTHON         the interpreter it is made with (default: python3)
+# Environment: ASYNCRL_VENV   folder of the environment (default: .venv-minimum in the repository)
+#              ASYNCRL_TORCH  the torch version to install (default below)
+#              PYTHON         the interpreter that makes the environment (default: python3)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv="${ASYNCRL_VENV:-$PWD/.venv-minimum}"
-unset ASYNCRL_VENV # tests call scripts that would install into it
+unset ASYNCRL_VENV # tests call scripts that would otherwise install into it
 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
 
 folder=$(mktemp -d)

@@ -15,10 +15,10 @@ esac
 began=$SECONDS
 asyncrl_setup dev
 cd "$ASYNCRL_ROOT"
-bash launcher/setup_sandbox.sh || true # else tests/processes/test_sandbox.py fails and says what is missing
+bash launcher/setup_sandbox.sh || true # if it fails, tests/processes/test_sandbox.py fails and names what is missing
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-# The parts, the longest first. Two run at a time. tests/processes are three, so that neither core is left without one at the end.
+# The parts, the longest first. Two run at a time. tests/processes has three parts, so that both cores stay busy until the end.
 processes=('processes/test_[a-f]*' 'processes/test_[g-m]*' 'processes/test_[n-z]*')
 case "${1:-}" in
 "")
@@ -27,9 +27,9 @@ case "${1:-}" in
     echo "== left out (--all has it): another user of this machine (needs root), further whole runs, SGLang, Slurm, hosts, chaos, fuzz"
     ;;
 --all)
-    # tests/sglang run against the real server, in an environment of its own.
+    # tests/sglang run against the real server, which has a separate environment.
     [ -n "${ASYNCRL_SGLANG_PYTHON:-}" ] || bash launcher/setup_sglang.sh --cpu
-    bash launcher/setup_slurm.sh || true # else tests/slurm fail and say what is missing
+    bash launcher/setup_slurm.sh || true # if it fails, tests/slurm fail and name what is missing
     parts=(end_to_end benchmarks "${processes[@]}" sglang unit chaos oracle slurm hosts fuzz mypy gpu)
     export ASYNCRL_TEST_MARKS="not alone"
     ;;
@@ -37,14 +37,14 @@ case "${1:-}" in
 esac
 echo "== set up after $((SECONDS - began)) s"
 
-# Run one part; each line of its output begins with its name. $ASYNCRL_TEST_LOGS keeps the output of the parts that failed.
+# Run one part. Each line of its output begins with the part's name. $ASYNCRL_TEST_LOGS keeps the output of failed parts.
 test_part() {
     set -o pipefail
     local began=$SECONDS status=0 command log="$ASYNCRL_TEST_LOGS/${1##*/}"
     case "$1" in
     mypy) command=(-m mypy) ;;
     oracle) command=(tests/oracle/check.py) ;;
-    *) command=(-m pytest -m "$ASYNCRL_TEST_MARKS" tests/$1) ;; # a pattern becomes its files
+    *) command=(-m pytest -m "$ASYNCRL_TEST_MARKS" tests/$1) ;; # unquoted, so that the shell expands a pattern
     esac
     {
         python "${command[@]}" 2>&1 || status=$?
@@ -67,6 +67,6 @@ fi
 for log in "$ASYNCRL_TEST_LOGS"/*; do
     [ ! -f "$log" ] || { echo "== ${log##*/} failed; all of its output: $log" && tail -n 60 "$log"; }
 done
-rmdir "$ASYNCRL_TEST_LOGS" 2>/dev/null || true # the logs of the parts that failed stay
+rmdir "$ASYNCRL_TEST_LOGS" 2>/dev/null || true # fails if it contains logs of failed parts, which are kept
 echo "== tested in $((SECONDS - began)) s, exit code $status"
 exit "$status"

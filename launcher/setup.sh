@@ -1,21 +1,22 @@
-# Sourced by the other scripts. asyncrl_setup puts a virtual environment with asyncrl and the extras in $1 (may be empty) in front.
+# The other scripts source this file. asyncrl_setup makes a virtual environment with asyncrl and the extras in $1 (may be empty), and
+# puts it first in PATH.
 #
-# Environment: ASYNCRL_VENV  where the environment is (default: .venv in the repository)
-#              ASYNCRL_EXTRAS what a run needs besides, such as gym (pyproject.toml names them)
-#              ASYNCRL_TORCH the torch version to install (default: asyncrl_torch; an open range could pull another build)
-#              PYTHON        the interpreter it is made with (default: python3, 3.11 or newer)
+# Environment: ASYNCRL_VENV   folder of the environment (default: .venv in the repository)
+#              ASYNCRL_EXTRAS further extras that a run needs, such as gym (defined in pyproject.toml)
+#              ASYNCRL_TORCH  the torch version to install (default: asyncrl_torch; an open range could install another build)
+#              PYTHON         the interpreter that makes the environment (default: python3, 3.11 or newer)
 
 ASYNCRL_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
-# What the tested SGLang pins, for both environments of a machine with GPUs (also setup_sglang.sh): weights travel between them by
-# NCCL, which refuses another version than its own.
+# The version that the tested SGLang pins. On a machine with GPUs both environments use it (see setup_sglang.sh): weights are sent
+# between them by NCCL, which refuses a peer of another version.
 ASYNCRL_CUDA_TORCH=2.14.1
 
 asyncrl_torch() {
     if command -v nvidia-smi >/dev/null 2>&1 || compgen -G "/dev/nvidia[0-9]*" >/dev/null; then
         echo "$ASYNCRL_CUDA_TORCH"
     else
-        echo 2.13.0 # of requirements.lock
+        echo 2.13.0 # as in requirements.lock
     fi
 }
 
@@ -23,15 +24,15 @@ asyncrl_setup() {
     local extras="$1" venv="${ASYNCRL_VENV:-$ASYNCRL_ROOT/.venv}" python="${PYTHON:-python3}"
     local torch="${ASYNCRL_TORCH:-$(asyncrl_torch)}" stamp
     [[ "$venv" = /* ]] || venv="$PWD/$venv"
-    # One stamp per set of requirements: a second start installs nothing and needs no network.
+    # One stamp file per set of requirements: a second start installs nothing and needs no network.
     stamp="$venv/.asyncrl-$(cat "$ASYNCRL_ROOT/pyproject.toml" "$ASYNCRL_ROOT/launcher/requirements.lock" - <<<"$extras $torch $ASYNCRL_ROOT" | cksum | cut -d' ' -f1)"
     [ -e "$stamp" ] || _asyncrl_install || return 1
     PATH="$venv/bin:$PATH"
-    ASYNCRL_ACTIVATE="$(printf '. %q' "$venv/bin/activate")" # `asyncrl-launch run` ends with what to do next
+    ASYNCRL_ACTIVATE="$(printf '. %q' "$venv/bin/activate")" # for the next steps that `asyncrl-launch run` prints at its end
     export PATH VIRTUAL_ENV="$venv" ASYNCRL_ACTIVATE
 }
 
-# Uses the variables of asyncrl_setup. Durations are those of a machine with 2 cores and a good network.
+# Uses the variables of asyncrl_setup. Durations were measured on a machine with 2 cores and a fast network.
 _asyncrl_install() {
     local log step=0 steps=2 seconds=150 pip=("$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off)
     _asyncrl_check_python || return 1
@@ -43,7 +44,7 @@ _asyncrl_install() {
     fi
     _asyncrl_step 90 "installing torch $torch, the largest part" "${pip[@]}" "torch==$torch" || return 1
     _asyncrl_step 50 "installing asyncrl and all else that it needs" "${pip[@]}" -e "$ASYNCRL_ROOT${extras:+[$extras]}" \
-        -c <(grep -v "^torch==" "$ASYNCRL_ROOT/launcher/requirements.lock") || return 1 # what was tested; torch is there already
+        -c <(grep -v "^torch==" "$ASYNCRL_ROOT/launcher/requirements.lock") || return 1 # the tested versions; torch is installed already
     touch "$stamp"
     [ "$log" = /dev/null ] || rm -f "$log"
 }
@@ -55,7 +56,7 @@ _asyncrl_check_python() {
     fi
 }
 
-# _asyncrl_step SECONDS WHAT COMMAND...: run the command, its output in $log, showing how long it takes.
+# _asyncrl_step SECONDS WHAT COMMAND...: run the command with its output in $log, and show the elapsed time.
 _asyncrl_step() {
     local typical="$1" what="$2" start=$SECONDS code=0 ticker
     shift 2
@@ -79,7 +80,8 @@ _asyncrl_step() {
     return 1
 }
 
-# On a terminal a line that ticks, with what pip is at; elsewhere a line every half minute. Ends with the script, however that ends.
+# On a terminal, update one line with the elapsed time and pip's last output every second; elsewhere print a line every 30 s. Ends when
+# the script ends.
 _asyncrl_tick() {
     local elapsed
     while sleep 1 >/dev/null 2>&1 && kill -0 "$1" 2>/dev/null; do

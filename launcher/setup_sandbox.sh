@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What untrusted programs of code rewards run in (bubblewrap), installed where it is missing: bash launcher/setup_sandbox.sh
+# Install bubblewrap, the sandbox for untrusted programs of code rewards, if it is missing: bash launcher/setup_sandbox.sh
 set -euo pipefail
 ! command -v bwrap >/dev/null || exit 0
 if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Make SGLang's own environment: bash launcher/setup_sglang.sh [--cpu] [--venv DIR]
-# Without options: for GPUs, in .venv-sglang of the repository, as SGLang's documentation says (several GB). --cpu: for a machine
-# without one, with stand-ins for compiled kernels that have no build for CPUs (launcher/sglang_cpu). What was installed before
-# stays; a second start installs nothing. It ends with the interpreter, which is what generation.python wants.
+# Make a separate environment for SGLang: bash launcher/setup_sglang.sh [--cpu] [--venv DIR]
+# Without options: for GPUs, in .venv-sglang of the repository, as in SGLang's documentation (several GB). --cpu: for a machine
+# without GPUs, with stand-ins for compiled kernels that have no CPU build (launcher/sglang_cpu). Installed packages are kept, and a
+# second start installs nothing. At its end the script prints the interpreter's path for generation.python.
 #
-# Environment: PYTHON  the interpreter it is made with (default: python3, 3.11 or newer)
+# Environment: PYTHON  the interpreter that makes the environment (default: python3, 3.11 or newer)
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
@@ -30,7 +30,7 @@ while [ $# -gt 0 ]; do
 done
 [[ "$venv" = /* ]] || venv="$PWD/$venv"
 
-# Uses venv, python, kind and stamp. Durations are those of a machine with 2 cores and a good network.
+# Uses venv, python, kind and stamp. Durations were measured on a machine with 2 cores and a fast network.
 install_sglang() {
     local log step=0 steps=3 cpu="$ASYNCRL_ROOT/launcher/sglang_cpu"
     local pip=("$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Slurm itself, for tests/slurm: bash launcher/setup_slurm.sh
-# They start a cluster of their own (munged, slurmctld, four slurmd) and touch no other. Debian and Ubuntu, as root; nothing is done
-# where the programs are there already.
+# Install Slurm for tests/slurm: bash launcher/setup_slurm.sh
+# The tests start their own cluster (munged, slurmctld, four slurmd) and touch no other. For Debian and Ubuntu, as root. Installs
+# nothing if the programs exist already.
 set -euo pipefail
 
 programs=(munged slurmctld slurmd sbatch ip nsenter)

@@ -1,4 +1,4 @@
-"""Users' functions and classes by import path: `package.module:name` or `path/to/file.py:name`."""
+"""Imports users' functions and classes by import path: `package.module:name` or `path/to/file.py:name`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 
 def import_object(spec: str, what: str) -> Any:
-    """The named object. Raises ConfigError that says which part of the path is wrong; errors of the user's module pass through.
+    """Return the named object. Raises ConfigError that says which part of the path is wrong. Errors raised by the user's module
+    pass through.
 
-    A file is imported once, however often it is named; its folder is appended to sys.path, so that it may import its neighbours.
+    A file is imported only once. Its folder is appended to sys.path, so that it can import modules beside it.
     """
     location, colon, name = spec.rpartition(":")
     if not colon or not location or not name:
@@ -31,14 +32,14 @@ def import_object(spec: str, what: str) -> Any:
 
 
 def config_error(text: str) -> ConfigError:
-    """To be raised. Imported here: a judge that finds nothing wrong starts in a tenth of the time without."""
+    """Create a ConfigError for the caller to raise. Imports the config schema late: without it a judge starts ten times faster."""
     from asyncrl.config.schema import ConfigError
 
     return ConfigError(text)
 
 
 def no_terminal(*_args: object, **_kwargs: object) -> None:
-    """breakpoint() in a process that the launcher started, or a judge."""
+    """Replacement for breakpoint() in judges and in processes that the launcher started: raises RuntimeError with the remedy."""
     raise RuntimeError(
         "breakpoint(): this process has no terminal; start the run with debug.leave_out=[its name], which prints the command "
         "to start it by hand"
@@ -51,7 +52,7 @@ def _import_module(location: str, what: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and (location == error.name or location.startswith(f"{error.name}.")):
             raise config_error(f"{what}: there is no module {location!r} (looked in sys.path)") from error
-        raise  # the module is there; something it imports is not
+        raise  # the module exists; one of its own imports is missing
 
 
 def _import_file(location: str, what: str) -> ModuleType:

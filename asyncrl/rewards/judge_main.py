@@ -1,16 +1,16 @@
-"""The program in which users' reward functions run: a nursery that forks judges. Started by judges.py, which says why.
+"""The program in which users' reward functions run: a nursery that forks judges. judges.py starts it and explains why.
 
     worker  >  warden  >  nursery  >  guard  >  judge        each the parent of the next; all but the judge are subreapers
     worker  <-- SEQPACKET: hello, start + a socket, kill | ready, started, died -->  nursery
     worker  <-- STREAM: calls | answers -->  judge, one call at a time
 
-The nursery loads the function once, then runs nothing of the user's. Each judge is a fork with limits that the kernel keeps. Its
-parent is a guard, a fork of the nursery in a session of its own: a function that signals its parent ends its own judge, and the
-other judges go on. A process that a judge leaves behind, whatever its session and environment, becomes a child of the guard,
-and of the nursery when the guard has ended. The nursery then kills it. The warden runs nothing of the user's. It kills all
-descendants when the nursery or the worker has ended; when the warden is killed, the nursery does so. Calls come pickled, from
-the worker; what goes back is JSON: what a user's process says is not unpickled. Run as a file, so that what it imports before
-the worker has said where to look is the standard library's alone.
+The nursery imports the function once, then runs no user code. Each judge is a fork with limits that the kernel enforces. Its
+parent is a guard, a fork of the nursery in its own session. A function that signals its parent thus ends its own judge only, and
+the other judges go on. A process that a judge leaves behind, whatever its session and environment, becomes a child of the guard
+and, when the guard has ended, of the nursery, which kills it. The warden runs no user code. It kills all descendants when the
+nursery or the worker has ended. If the warden is killed, the nursery kills them. Calls from the worker are pickled. Answers are
+JSON, because the worker must not unpickle data from a process that runs user code. The program is started as a file, so until the
+worker has sent its sys.path, it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _PR_SET_CHILD_SUBREAPER = 36
 _MAX_MESSAGE = 200_000
 _MAX_TRACEBACK = 20_000
 _LENGTH_BYTES = 8
-_KILL_LIMIT_S = 5.0  # of descendants at the end: they may start others meanwhile
+_KILL_LIMIT_S = 5.0  # to kill all descendants at the end; they may start others meanwhile
 _KILL_TURN_S = 0.001
-_OOM_SCORE = "1000"  # where the machine runs out of memory, judges go first
+_OOM_SCORE = "1000"  # if the machine runs out of memory, the kernel kills judges first
 
 
 def main() -> None:
-    """The warden, and the nursery, its child. Both end, with all descendants, when the worker closes its end or is gone."""
+    """Run the warden, and the nursery as its child. Both end, with all descendants, when the worker closes its socket or ends."""
     signal.signal(signal.SIGTERM, _end_all)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
     _on_parents_death(signal.SIGTERM)
     _adopt_orphans()
     nursery = os.fork()
@@ -64,9 +64,9 @@ def _be_nursery(control: socket.socket) -> NoReturn:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     function = _load(hello["spec"], control)
     if function.is_async:
-        import asyncio  # noqa: F401 - once, for all judges
+        import asyncio  # noqa: F401 - imported once, for all judges
     gc.collect()
-    gc.freeze()  # what is there is never collected, so its pages stay shared
+    gc.freeze()  # the collector never touches existing objects, so judges keep sharing their pages
     wake, ring = os.pipe()
     os.set_blocking(wake, False)
     os.set_blocking(ring, False)
@@ -74,7 +74,7 @@ def _be_nursery(control: socket.socket) -> NoReturn:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     control.send(json.dumps({"ready": [function.is_async, list(function.arguments)]}).encode())
     judges: set[int] = set()
-    helpers = frozenset(_children())  # the user's module has started them, for all judges
+    helpers = frozenset(_children())  # started by the user's module, for all judges
     signal.signal(signal.SIGTERM, _end_all)
     poll = select.poll()
     poll.register(control, select.POLLIN)
@@ -85,14 +85,14 @@ def _be_nursery(control: socket.socket) -> NoReturn:
                 os.read(wake, 4096)
                 _reap(control, judges)
                 for pid in _children():
-                    if pid not in judges and pid not in helpers:  # its judge has ended, and its guard
+                    if pid not in judges and pid not in helpers:  # an orphan: its judge and its guard have ended
                         _kill(pid)
             elif not _obey(control, judges, function, hello["memory_bytes"]):
                 _end_all()
 
 
 def _load(spec: str, control: socket.socket) -> Any:
-    """The user's function; where there is none the worker is told, and this process ends."""
+    """Import the user's function. On failure, report the error to the worker and end this process."""
     from asyncrl.rewards.import_object import no_terminal
     from asyncrl.rewards.reward_function import RewardFunction
 
@@ -107,7 +107,7 @@ def _load(spec: str, control: socket.socket) -> Any:
 
 
 def _obey(control: socket.socket, judges: set[int], function: Any, memory_bytes: int) -> bool:
-    """One order of the worker's. False: it is gone."""
+    """Carry out one order from the worker: start or kill a judge. Returns False if the worker has closed the socket."""
     message, sockets, _, _ = socket.recv_fds(control, _MAX_MESSAGE, 1)
     if not message:
         return False
@@ -143,17 +143,17 @@ def _reap(control: socket.socket, judges: set[int]) -> None:
             return
         if pid == 0:
             return
-        if pid not in judges:  # what a judge has started, or a judge whose guard has ended
+        if pid not in judges:  # a process that a judge started, or a judge whose guard has ended
             continue
         judges.discard(pid)
-        _kill(pid)  # what it has started
+        _kill(pid)  # the rest of its process group
         code = os.waitstatus_to_exitcode(status)
         how = f"it ended with exit code {code}" if code >= 0 else f"it was killed by {signal.Signals(-code).name}"
         control.send(json.dumps({"died": pid, "how": how}).encode())
 
 
 def _kill(pid: int) -> None:
-    for kill in (os.killpg, os.kill):  # the second for one that is not yet a group
+    for kill in (os.killpg, os.kill):  # kill, for a process that does not lead a group yet
         try:
             kill(pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
@@ -161,12 +161,12 @@ def _kill(pid: int) -> None:
 
 
 def _adopt_orphans() -> None:
-    """Become the parent of descendants that lose theirs."""
+    """Become the parent of orphaned descendants (subreaper)."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _children() -> list[int]:
-    """Of this process, zombies included."""
+    """Process ids of this process's children, including zombies."""
     found: list[int] = []
     for thread in os.listdir("/proc/self/task"):
         try:
@@ -178,7 +178,7 @@ def _children() -> list[int]:
 
 
 def _kill_children() -> None:
-    """Kill and reap all descendants: the children of a killed child come here. Takes up to _KILL_LIMIT_S."""
+    """Kill and reap all descendants: children of a killed child become children of this process. Takes up to _KILL_LIMIT_S."""
     deadline = time.monotonic() + _KILL_LIMIT_S
     while time.monotonic() < deadline:
         for pid in _children():
@@ -198,7 +198,7 @@ def _end_all(*_: Any) -> NoReturn:
 
 
 def _wait_for(child: int) -> int:
-    """Its wait status. Reaps adopted processes meanwhile."""
+    """Wait for a child and return its wait status. Reaps adopted processes meanwhile."""
     while True:
         pid, status = os.waitpid(-1, 0)
         if pid == child:
@@ -206,7 +206,7 @@ def _wait_for(child: int) -> int:
 
 
 def _end_as(status: int) -> NoReturn:
-    """End as the process with this wait status did."""
+    """End this process with the same exit code or signal as the given wait status."""
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         if -code != signal.SIGKILL:
@@ -219,7 +219,7 @@ def _end_as(status: int) -> NoReturn:
 
 
 def _guard(connection: int, function: Any, memory_bytes: int) -> NoReturn:
-    """Start a judge in a session of this process, and end as the judge ends."""
+    """Start a judge in a new session, and end as the judge ends."""
     _on_parents_death(signal.SIGKILL)
     _adopt_orphans()
     os.setsid()
@@ -243,7 +243,7 @@ def _be_judge(connection: socket.socket, function: Any, memory_bytes: int) -> No
         with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
             file.write(_OOM_SCORE)
     except OSError:
-        pass  # it is as likely as others then
+        pass  # the kernel then treats judges like other processes
     me = os.getpid()
     loop = None
     if function.is_async:
@@ -257,7 +257,7 @@ def _be_judge(connection: socket.socket, function: Any, memory_bytes: int) -> No
         try:
             reply, fit = _judge(calls, function, loop)
         finally:
-            if os.getpid() != me:  # the function has forked, and this is its child, come back into our code
+            if os.getpid() != me:  # the function forked, and its child returned into this code
                 os._exit(0)
         connection.sendall(_frame(json.dumps(reply if fit else {**reply, "last": True}).encode()))
         if not fit:
@@ -265,7 +265,7 @@ def _be_judge(connection: socket.socket, function: Any, memory_bytes: int) -> No
 
 
 def _judge(calls: bytes, function: Any, loop: Any) -> tuple[dict[str, Any], bool]:
-    """The answer, and whether this process is fit for another call."""
+    """Return the answer, and whether this process can take another call."""
     from asyncrl.rewards.reward_function import as_reward, shown
 
     start = time.perf_counter()
@@ -292,7 +292,7 @@ async def _all(function: Any, arguments: list[Any]) -> list[Any]:
 
 
 def _receive(connection: socket.socket) -> bytes:
-    """A message; at the end of the input this process ends."""
+    """Read one message. At the end of the input, end this process."""
     length = int.from_bytes(_read(connection, _LENGTH_BYTES), "little")
     return _read(connection, length)
 
@@ -312,7 +312,7 @@ def _frame(content: bytes) -> bytes:
 
 
 def _on_parents_death(number: int) -> None:
-    """Have the kernel send this process a signal then."""
+    """Ask the kernel to send this process a signal when its parent ends."""
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:

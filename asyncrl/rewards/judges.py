@@ -1,14 +1,14 @@
-"""Judges: processes next door in which a user's reward function runs, so that nothing it does costs more than its own rollout.
+"""Judges: processes in which a user's reward function runs, so that a failure of the function costs only its own rollout.
 
-A reward function reads what a model wrote: a regular expression that takes for ever (and holds the GIL while it does), a formula
-that takes all memory, `exit()` in generated code. In a thread the first stops the worker's event loop, with all its rollouts, and
-the others end the worker. A judge that outlives its limit is killed and replaced in milliseconds; that is one rejection. A call
-whose judge dies is tried again in another one, a bounded number of times. The death of the nursery is no fault of a call: the
-calls that it interrupts share one restart, and are made again.
+A reward function processes generated text. It may meet a regular expression that never finishes (and holds the GIL meanwhile), a
+formula that takes all memory, or `exit()` in generated code. In a thread, the first would block the worker's event loop with all
+its rollouts, and the others would end the worker. A judge that exceeds its time limit is killed and replaced within milliseconds,
+and the rollout is rejected. If a judge dies, its call is retried in another judge, a bounded number of times. If the nursery dies,
+the interrupted calls are not at fault: they share one restart of the nursery, and are made again.
 
-Judges are forks of a nursery (judge_main.py), which has imported the function once: they share its memory, and start in
-milliseconds. The nursery is a new interpreter and no fork of the worker, which has threads, sockets and maybe a GPU. As many judges
-are started as are needed at the same time; one judges the responses of one call after the other.
+Judges are forks of a nursery (judge_main.py), which has imported the function once. They share its memory and start in
+milliseconds. The nursery is a new interpreter, not a fork of the worker, because the worker has threads, sockets and maybe a GPU.
+Judges are started on demand, one per concurrent call. A judge works on one call at a time, and on that call's responses in turn.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
 Calls = Sequence[Call]
 
-_START_LIMIT_S = 120.0  # of the nursery: it imports the user's module
-_FORK_LIMIT_S = 30.0  # of a judge
-_MAX_TRIES = 3  # of a call whose judge dies in it: in as many judges
-_MAX_LOSSES = 3  # of a call: judges or nurseries that were lost to it through no fault of its own
-_LOSS_PAUSE_S = 0.2  # before a call is made again after one
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0  # before a nursery is started again: see RestartPace
+_START_LIMIT_S = 120.0  # to start the nursery, which imports the user's module
+_FORK_LIMIT_S = 30.0  # to fork a judge
+_MAX_TRIES = 3  # of a call whose judges die during it, each try in another judge
+_MAX_LOSSES = 3  # of a call: judges or nurseries lost through no fault of the call
+_LOSS_PAUSE_S = 0.2  # between such a loss and the next try
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0  # delay before a nursery restarts: see RestartPace
 _CALM_S = 60.0
 _MAX_MESSAGE = 200_000
 _LENGTH_BYTES = 8
@@ -45,17 +45,18 @@ _MAX_ANSWER = 64_000_000
 
 
 class JudgeDied(RuntimeError):
-    """The function has ended its process, in each of several tries; says how."""
+    """The function ended its process in each of several tries. The message says how."""
 
 
 class JudgesLost(RuntimeError):
-    """There is no judge for a call, through no fault of the call: the nursery has died, or cannot fork."""
+    """No judge is available, through no fault of the call: the nursery has died or cannot fork."""
 
 
 class RestartPace:
-    """How long to wait before a nursery is started again (pure).
+    """Delay before a nursery restarts (pure).
 
-    The first death costs no pause. Each one that comes within calm_s of the one before doubles it, from first_s up to longest_s.
+    After the first death there is no delay. Each death within calm_s of the one before doubles the delay, from first_s up to
+    longest_s.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class RestartPace:
         self._pause_s = 0.0
 
     def died(self, now: float) -> float:
-        """A nursery has died. Returns the pause in seconds."""
+        """Record the death of a nursery. Returns the delay in seconds."""
         if self._died_at is None or now - self._died_at >= self._calm_s + self._pause_s:
             self._pause_s = 0.0
         else:
@@ -76,16 +77,16 @@ class RestartPace:
 
 
 class _Judge:
-    """One of them, and the socket to it."""
+    """A judge process, and the socket to it."""
 
     def __init__(self, pid: int, connection: socket.socket) -> None:
         self.pid = pid
         self.connection = connection
-        self.lost = False  # it went with its nursery
-        self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # how
+        self.lost = False  # it ended because its nursery ended
+        self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # result: how it ended
 
     async def ask(self, question: bytes) -> dict[str, Any] | None:
-        """None: it is gone."""
+        """Send a question and return the judge's answer; None if the judge is gone."""
         loop = asyncio.get_running_loop()
         try:
             await loop.sock_sendall(self.connection, len(question).to_bytes(_LENGTH_BYTES, "little") + question)
@@ -104,7 +105,10 @@ class _Judge:
 
 
 class Judges:
-    """At most `most` judges of one function. What waits for one is bounded by the limits of those ahead."""
+    """At most `most` judges of one function.
+
+    waits for: a free judge; the wait is bounded by the time limits of the calls ahead.  unblocked by: the end of a call.
+    """
 
     def __init__(
         self,
@@ -120,11 +124,12 @@ class Judges:
         end_limit_s: float = 10.0,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """Starts the nursery, and waits for it to have imported the function. Raises ConfigError where there is none.
+        """Start the nursery, and block until it has imported the function. Raises ConfigError if the import fails.
 
-        memory_bytes: of a judge; 0: no limit. most_async: in place of `most` for an `async def`, which mostly waits. output: the
-        file descriptor that takes what the function prints; None: this process's stdout. death_limit_s: from the end of a judge's
-        output to the word about its end. end_limit_s: of the nursery, which reads the end of its input, and of all its descendants.
+        memory_bytes: per judge; 0: no limit. most_async: replaces `most` for an `async def`, which mostly waits. output: the file
+        descriptor that receives what the function prints; None: this process's stdout. death_limit_s: from the end of a judge's
+        output to the nursery's report of its death. end_limit_s: for the nursery and all its descendants to end after the
+        nursery's input is closed.
         """
         self.spec = spec
         self._memory_bytes = memory_bytes
@@ -134,10 +139,10 @@ class Judges:
         self._judges: dict[int, _Judge] = {}
         self._starting: deque[asyncio.Future[int]] = deque()
         self._control: socket.socket | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None  # that reads what the nursery says
+        self._loop: asyncio.AbstractEventLoop | None = None  # the loop that reads the nursery's messages
         self._pace = pace or RestartPace()
         self._death_limit_s, self._end_limit_s = death_limit_s, end_limit_s
-        self._restart: asyncio.Task[None] | None = None  # one for all calls that wait for it
+        self._restart: asyncio.Task[None] | None = None  # shared by all calls that wait for it
         self._closed = False
         self.num_started = 0
         self.num_nurseries = 0
@@ -148,25 +153,25 @@ class Judges:
 
     @property
     def warden(self) -> int:
-        """Process id of what has the nursery as its child."""
+        """Process id of the warden, the nursery's parent."""
         return self._nursery.pid
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the judges that live."""
+        """Process ids of the running judges."""
         return tuple(self._judges)
 
     async def ask(self, calls: Calls, limit_s: float) -> dict[str, Any]:
-        """What judge_main answers. Raises TimeoutError (the judge is killed), JudgeDied, JudgesLost, or what pickle has against
-        the arguments. limit_s: of one try.
+        """Run the calls in a judge and return its answer. limit_s: for one try.
 
+        Raises TimeoutError (the judge is killed), JudgeDied, JudgesLost, or pickle's error if the arguments cannot be pickled.
         Cancelling it kills the judge.
         """
         question = pickle.dumps(calls, pickle.HIGHEST_PROTOCOL)
         num_deaths = num_losses = 0
         async with self._places:
             while True:
-                try:  # a second try is in a new judge: an earlier call may have left something behind in those that are free
+                try:  # retry in a new judge: earlier calls may have left a free judge in a bad state
                     judge = self._free.pop() if self._free and not num_deaths else await self._start()
                     answer = await self._ask(judge, question, limit_s)
                     if answer is not None:
@@ -196,7 +201,7 @@ class Judges:
             raise
 
     def close(self) -> None:
-        """End them all."""
+        """End the nursery and all judges."""
         self._closed = True
         self._forget_nursery("the worker has ended")
         if self._restart is not None:
@@ -225,16 +230,18 @@ class Judges:
             self._starting.append(started)
             async with asyncio.timeout(_FORK_LIMIT_S):
                 pid = await asyncio.shield(started)
-        except BaseException as error:  # cancelled: the judge ends when it reads the end of its input
+        except BaseException as error:  # if cancelled: the judge ends when it reads the end of its input
             if mine is not None:
                 mine.close()
             if isinstance(error, (ConnectionError, asyncio.TimeoutError)) and self._control is control:
                 self._nursery.terminate()  # it kills all its descendants first
-                self._forget_nursery(f"the process that starts judges is gone, or forked none in {_FORK_LIMIT_S:g} s")
+                self._forget_nursery(
+                    f"the process that starts judges is gone, or forked no judge in {_FORK_LIMIT_S:g} s"
+                )
             if isinstance(error, (OSError, asyncio.TimeoutError)):
                 raise JudgesLost(f"no process for {self.spec} could be started: {error!r}") from error
             raise
-        if self._control is not control:  # the nursery has died since it said so
+        if self._control is not control:  # the nursery has died since it reported the judge's start
             mine.close()
             raise JudgesLost("the process that starts judges was killed")
         judge = _Judge(pid, mine)
@@ -245,7 +252,7 @@ class Judges:
     def _kill(self, judge: _Judge) -> None:
         judge.connection.close()
         if self._judges.get(judge.pid) is judge and self._control is not None:
-            with contextlib.suppress(OSError):  # the nursery is gone, and its judges with it
+            with contextlib.suppress(OSError):  # the nursery and its judges are gone
                 self._control.send(json.dumps({"kill": judge.pid}).encode())
 
     async def _raise_end_of(self, judge: _Judge) -> NoReturn:
@@ -265,16 +272,16 @@ class Judges:
         program = str(Path(__file__).with_name("judge_main.py"))
         with theirs:
             nursery = subprocess.Popen(
-                [sys.executable, program, str(theirs.fileno()), self.spec],  # the last is for `ps`, and fault injection
+                [sys.executable, program, str(theirs.fileno()), self.spec],  # the spec is for `ps` and fault injection
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # where the worker's group is killed, it lives on to kill what judges have started
+                start_new_session=True,  # if the worker's group is killed, it survives and kills the judges' descendants
             )
         return nursery, mine
 
     def _greet(self, nursery: subprocess.Popen[bytes], control: socket.socket) -> tuple[bool, tuple[str, ...]]:
-        """Blocks until the user's module is imported, as importing it here would."""
+        """Block until the nursery has imported the user's module, as importing it in this process would."""
         hello = {"spec": self.spec, "sys_path": sys.path, "memory_bytes": self._memory_bytes}
         control.settimeout(_START_LIMIT_S)
         try:
@@ -298,14 +305,14 @@ class Judges:
         return is_async, tuple(arguments)
 
     async def _living(self) -> socket.socket:
-        """The socket to a living nursery. Calls that wait for one at the same time share its start."""
+        """Return the socket to a running nursery. Calls that wait for one at the same time share one restart."""
         while self._control is None:
             if self._closed:
                 raise JudgesLost("the worker has ended")
             if self._restart is None:
                 self._restart = asyncio.create_task(self._revive())
             restart = self._restart
-            await asyncio.wait({restart})  # at most a pause and _START_LIMIT_S
+            await asyncio.wait({restart})  # at most a restart delay plus _START_LIMIT_S
             if restart.cancelled():
                 raise JudgesLost("the worker has ended")
             if (error := restart.exception()) is not None:
@@ -320,7 +327,7 @@ class Judges:
                 "the process that starts the judges of %s has died; starting another after %g s", self.spec, pause_s
             )
             await asyncio.sleep(pause_s)
-            nursery, control = self._spawn()  # on this thread: the nursery dies with the thread that made it
+            nursery, control = self._spawn()  # on this thread, because the nursery dies with the thread that started it
             await asyncio.to_thread(self._greet, nursery, control)
             self._nursery, self._control = nursery, control
         except BaseException:
@@ -361,7 +368,7 @@ class Judges:
             judge.died.set_result(how)
 
     def _forget_nursery(self, why: str) -> None:
-        """It is gone, or to go; its judges go with it."""
+        """End the nursery and its judges, or clean up after a nursery that has died."""
         control, self._control = self._control, None
         if control is None:
             return
@@ -377,11 +384,11 @@ class Judges:
             if not started.done():
                 started.set_exception(JudgesLost(why))
         self._starting.clear()
-        _end_of(self._nursery, self._end_limit_s)  # it kills its judges, and what they have started
+        _end_of(self._nursery, self._end_limit_s)  # it kills its judges and their descendants
 
 
 def _end_of(nursery: subprocess.Popen[bytes], limit_s: float) -> int:
-    """Its exit code, once it has ended; after the limit it is killed."""
+    """Wait for the nursery to end and return its exit code; kill it after the limit."""
     try:
         return nursery.wait(limit_s)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""How a rollout ends without a group to train on: rejected (the prompt is done with) or released (it is handed out again)."""
+"""How a rollout ends without a group to train on: rejected (the prompt is finished) or released (it is issued again)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Literal
 
 from asyncrl.config.schema import RolloutConfig
 
-REWARD_LOST = "reward_lost"  # the processes that run a reward function died through no fault of a prompt
+REWARD_LOST = "reward_lost"  # the processes that run the reward function died; the prompt is not at fault
 
 _NOT_A_LABEL = re.compile(r"[^A-Za-z0-9_]+")
 _MAX_REASON_CHARS = 40
 
 
 class RolloutEnded(Exception):
-    """A rollout that gives no trajectory. `reason` is short and of low cardinality: it becomes a metric label."""
+    """The rollout gives no trajectory. `reason` becomes a metric label, so it is short and of low cardinality."""
 
     outcome: Literal["rejected", "released"]
 
@@ -27,19 +27,19 @@ class RolloutEnded(Exception):
 
 
 class RolloutRejected(RolloutEnded):
-    """The prompt itself will not do (too long, a reward that fails, ...): it is not tried again in this epoch."""
+    """The prompt is at fault (too long, its reward fails, ...). It is not tried again in this epoch."""
 
     outcome = "rejected"
 
 
 class RolloutReleased(RolloutEnded):
-    """Not the prompt's fault (a lost server, a stop, ...): its ticket goes back and the prompt is handed out again."""
+    """The prompt is not at fault (lost server, stop, ...). Its ticket is returned, and the prompt is issued again."""
 
     outcome = "released"
 
 
 def objection_to(rewards: Sequence[float], rollout: RolloutConfig) -> str:
-    """Why a group with these rewards is not to be trained: too_hard, too_easy, equal_rewards; "" if it is."""
+    """The reason for not training on a group with these rewards: too_hard, too_easy or equal_rewards; "" to train on it."""
     success = sum(rewards) / len(rewards)
     if success < rollout.success_rate_lb:
         return "too_hard"

@@ -1,9 +1,10 @@
 """Rewards: a user's function (prompt, completion, answer) -> float, judged for a whole group at once.
 
-The function may be sync or async, and may take any of the keyword arguments `finished`, `task`, `row`. It runs in processes next
-door (judges.py), or with rollout.reward_isolation=thread in daemon threads, an async one on the event loop: a fast function judges
-a group in one call, a slow one gets a process or thread a response. What does not come in time, raises, ends its process, or is no
-finite number rejects the rollout, with the reason. Where processes are lost through no fault of a call, it is released.
+The function may be sync or async, and may take any of the keyword arguments `finished`, `task`, `row`. It runs in judge processes
+(judges.py). With rollout.reward_isolation=thread a sync function runs in daemon threads, and an async one on the event loop. A
+fast function judges a group in one call. For a slow one, each response gets its own process or thread. The rollout is rejected,
+with the reason, if the function exceeds its time limit, raises, ends its process or returns anything but a finite number. If
+processes are lost through no fault of the call, the rollout is released.
 """
 
 from __future__ import annotations
@@ -30,25 +31,25 @@ from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 
 _SLOW_CALL_S = 0.01
 _MAX_THREADS = 16  # or judges, of a sync function
-_MAX_ABANDONED = 32  # threads that outlived their limit; past it nothing more is started
+_MAX_ABANDONED = 32  # threads that exceeded their time limit and still run; at this number no call is started
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A response as a reward or an environment sees it."""
+    """A response in the form that reward functions and environments receive."""
 
     text: str  # decoded without special tokens
-    finished: bool  # ended by EOS; False: cut at max_new_tokens
+    finished: bool  # True: ended by EOS; False: cut at max_new_tokens
 
 
 def call_arguments(prompt: Prompt, completion: Completion, taken: Sequence[str]) -> Call:
-    """Arguments of a reward function. taken: the optional ones that it takes."""
+    """Arguments of a reward function. taken: the optional arguments that it accepts."""
     known = {"finished": completion.finished, "task": prompt.task, "row": prompt.row}
     return (prompt.text, completion.text, prompt.answer), {name: known[name] for name in taken}
 
 
 class Reward:
-    """A user's reward function. `await score(...)` gives one finite float a completion or raises RolloutEnded."""
+    """A user's reward function. `await score(...)` returns one finite float per completion or raises RolloutEnded."""
 
     def __init__(
         self,
@@ -61,14 +62,14 @@ class Reward:
         slow_call_s: float = _SLOW_CALL_S,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """judges: processes that run it, ended by `close`; None: it runs in threads of this process. slow_call_s: functions slower
-        than this judge the responses of a group side by side."""
+        """judges: the processes that run the function, ended by `close`; None: it runs in this process. slow_call_s: slower
+        functions judge the responses of a group in parallel."""
         self.spec = spec
         self._timeout_s = timeout_s
         self._board = board
         self._logger, self._clock = logger, clock
         self._slow_call_s = slow_call_s
-        self._call_s = math.inf  # how long a call took last; unknown counts as slow
+        self._call_s = math.inf  # duration of the last call; unknown counts as slow
         self._logged: set[str] = set()
         self._judges = judges
         self._function: Callable[..., Any]
@@ -90,7 +91,7 @@ class Reward:
         logger: logging.Logger,
         clock: Clock = SYSTEM_CLOCK,
     ) -> Reward:
-        """As the config has it."""
+        """Create a Reward with the settings of the config."""
         judges = None
         if rollout.reward_isolation == "process" and sys.platform == "linux":
             judges = Judges(
@@ -104,12 +105,13 @@ class Reward:
         return cls(spec, timeout_s=rollout.reward_timeout_s, board=board, logger=logger, judges=judges, clock=clock)
 
     def close(self) -> None:
-        """End its processes, if it has any."""
+        """End the judges, if there are any."""
         if self._judges is not None:
             self._judges.close()
 
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
-        """Judge the completions of one prompt. Waits for the user's function, at most timeout_s each (a fast one: all together)."""
+        """Judge the completions of one prompt. Waits for the user's function: at most timeout_s for each completion, or for all of
+        them together if one call judges all."""
         calls = [call_arguments(prompt, completion, self._arguments) for completion in completions]
         with self._board.showing("reward", on=self.spec):
             try:
@@ -163,15 +165,15 @@ class Reward:
         async def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             try:
                 return await self._function(*args, **kwargs)
-            except (SystemExit, KeyboardInterrupt) as error:  # it would end the worker
+            except (SystemExit, KeyboardInterrupt) as error:  # these would end the worker
                 raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
         return await asyncio.gather(*(call(args, kwargs) for args, kwargs in calls))
 
     async def _score_in_thread(self, calls: Calls) -> list[float]:
-        """Run the calls one after another in a daemon thread: one that hangs holds up neither the worker nor its end.
+        """Run the calls one after another in a daemon thread. A call that hangs blocks neither the worker nor its shutdown.
 
-        A slot is held for timeout_s at most, so the wait for one is bounded by the rollouts ahead.
+        A slot is held for at most timeout_s, so the number of rollouts ahead bounds the wait for a slot.
         """
 
         def run() -> list[Any]:
@@ -207,7 +209,7 @@ class Reward:
     def _rejected(
         self, reason: str, detail: str, error: BaseException | None = None, told: str = ""
     ) -> RolloutRejected:
-        if reason not in self._logged:  # the first of its kind, in full; all are counted by reason
+        if reason not in self._logged:  # log the first rejection of each reason in full; metrics count all
             self._logged.add(reason)
             self._logger.warning(
                 "rollout rejected, %s: %s (later ones are only counted)%s", reason, detail, told, exc_info=error
@@ -216,7 +218,7 @@ class Reward:
 
 
 def start_thread(run: Callable[[], Any], name: str) -> tuple[threading.Thread, asyncio.Future[Any]]:
-    """Run in a new daemon thread; the future gets what it returns or raises, unless it was cancelled."""
+    """Run a function in a new daemon thread. The future gets its result or exception, unless the future was cancelled."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
@@ -236,12 +238,12 @@ def start_thread(run: Callable[[], Any], name: str) -> tuple[threading.Thread, a
         try:
             value = run()
         except (StopIteration, SystemExit, KeyboardInterrupt) as raised:
-            # A future cannot carry the first; the others, as of generated code that calls exit(), would end the worker.
+            # A future cannot carry StopIteration. The others (generated code may call exit()) would end the worker.
             error = RuntimeError(f"{type(raised).__name__}: {raised}")
             error.__cause__ = raised
         except BaseException as raised:
             error = raised
-        if os.getpid() != process:  # a fork by the user's code, come back into ours
+        if os.getpid() != process:  # the user's code forked, and its child returned into this code
             os._exit(0)
         with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has ended
             loop.call_soon_threadsafe(settle, value, error)

@@ -1,4 +1,4 @@
-"""A user's reward function: found, checked, and what counts as its answer. Imports nothing heavy: judges begin with it."""
+"""Imports a user's reward function, and checks its signature and its answers. Imports nothing heavy, so that judges start fast."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 from asyncrl.rewards.import_object import config_error, import_object
 
 OPTIONAL_ARGUMENTS = ("finished", "task", "row")
-_LARGEST = 3.4028234663852886e38  # rewards travel as float32, where more than this is infinite
-_MAX_SHOWN = 200  # characters of a value that is no reward
+_LARGEST = 3.4028234663852886e38  # the largest float32: rewards travel as float32, where larger ones become infinite
+_MAX_SHOWN = 200  # characters of an invalid reward that a message shows
 
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """(prompt, completion, answer) -> a number, and which of the keywords `finished`, `task`, `row` it takes."""
+    """A function (prompt, completion, answer) -> number, and which of the keywords `finished`, `task`, `row` it accepts."""
 
     spec: str
     call: Callable[..., Any]
@@ -26,26 +26,26 @@ class RewardFunction:
 
     @classmethod
     def import_from(cls, spec: str) -> RewardFunction:
-        """Raises ConfigError where there is no such function; errors of the user's module pass through."""
+        """Raises ConfigError if there is no such function. Errors raised by the user's module pass through."""
         function = import_object(spec, "reward")
         if not callable(function):
-            raise config_error(f"reward {spec!r} is {function!r}, which cannot be called; name a function")
+            raise config_error(f"reward {spec!r} is {function!r}, which is not callable; name a function")
         _check_signature(spec, function)
         is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
         return cls(spec, function, is_async, _optional_arguments(function))
 
 
 def as_reward(value: Any) -> float | None:
-    """The finite number that a value is; None: it is none."""
+    """The value as a float; None if it is not a finite float32 number."""
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
-    except Exception:  # a user's object may raise anything
+    except Exception:  # a user's object may raise any exception
         return None
     return number if abs(number) <= _LARGEST else None
 
 
 def shown(value: Any) -> str:
-    """What is no reward, as its owner is told. Never raises."""
+    """Text of a value for error messages. Never raises."""
     try:
         return repr(value)[:_MAX_SHOWN]
     except BaseException as error:
@@ -61,13 +61,13 @@ def _check_signature(spec: str, function: Callable[..., Any]) -> None:
         signature.bind("prompt", "completion", "answer", **dict.fromkeys(_optional_arguments(function)))
     except TypeError as error:
         raise config_error(
-            f"reward {spec!r} has the signature {signature}: {error}; it is called as (prompt, completion, answer), and may take "
-            f"the keywords {', '.join(OPTIONAL_ARGUMENTS)} besides"
+            f"reward {spec!r} has the signature {signature}: {error}; it is called as (prompt, completion, answer), and may also "
+            f"accept the keywords {', '.join(OPTIONAL_ARGUMENTS)}"
         ) from None
 
 
 def _optional_arguments(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Which of the optional keyword arguments the function takes."""
+    """The optional keyword arguments that the function accepts."""
     try:
         parameters = inspect.signature(function).parameters
     except ValueError:  # a builtin without a signature

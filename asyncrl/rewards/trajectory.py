@@ -1,8 +1,8 @@
 """From generated pieces to a trajectory (pure): responses -> episodes -> the SequenceSample of a group.
 
-The client (rollout/client.py) assembles a Response from the pieces that servers sent; an agent (rollout/agent.py) puts responses
-and what the environment said into Episodes, one a group member; `build_sample` packs the group; `complete_sample` puts the ticket
-on it. With mode=sync model/group_maker.py does all of it.
+The client (rollout/client.py) assembles a Response from the pieces that servers send. An agent (rollout/agent.py) puts responses
+and the environment's observations into Episodes, one per group member. `build_sample` packs the group, and `complete_sample` adds
+the ticket. With mode=sync, model/group_maker.py does all of this.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from asyncrl.data.sequence import KEY_SPECS, SequenceSample
 from asyncrl.dataflow.graph import TRAJECTORY_KEYS
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 
-MAX_LOGPROB = 0.5  # a logprob is 0 at most, but for rounding (to 16 bits, at worst)
+MAX_LOGPROB = 0.5  # a logprob is at most 0, plus the rounding error of 16-bit numbers
 NOT_SAMPLED = -1  # the version of a token that no policy sampled
 _TICKET_KEYS = frozenset({"task_ids", "birth_time"})
 
 
 @dataclass(slots=True)
 class Response:
-    """What a policy answered to input_ids, put together from one or more pieces. Value t of logprobs belongs to output_ids[t]."""
+    """A policy's response to input_ids, assembled from one or more pieces. logprobs[t] belongs to output_ids[t]."""
 
     input_ids: list[int]
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)  # runs: packed WeightVersion, number of tokens
-    finished: bool = False  # ended by EOS; else cut at max_new_tokens
+    finished: bool = False  # True: ended by EOS; False: cut at max_new_tokens
 
     def add_piece(self, output_ids: list[int], logprobs: list[float], versions: Sequence[tuple[int, int]]) -> None:
-        """Append what one request brought. The versions' runs must cover the piece."""
+        """Append the result of one request. The runs in `versions` must cover the piece."""
         assert len(output_ids) == len(logprobs) == sum(count for _, count in versions)
         self.output_ids += output_ids
         self.logprobs += logprobs
@@ -45,7 +45,7 @@ class Response:
                 self.versions.append((version, count))
 
     def truncate(self, count: int) -> None:
-        """Forget all but the first so many tokens."""
+        """Keep only the first `count` tokens."""
         del self.output_ids[count:], self.logprobs[count:]
         left = count
         runs: list[tuple[int, int]] = []
@@ -57,26 +57,28 @@ class Response:
 
     @property
     def oldest_version(self) -> int:
-        """Packed version; NOT_SAMPLED where there is no token."""
+        """Packed version; NOT_SAMPLED if there is no token."""
         return min((version for version, _ in self.versions), default=NOT_SAMPLED)
 
 
-OnPiece = Callable[[Response], bool]  # sees a response after each new piece; may shorten it; True: it is enough
+OnPiece = Callable[
+    [Response], bool
+]  # called with a response after each new piece; may shorten it; True: stop generating
 
 
 class Episode:
-    """One sequence of a group in the making: the prompt, then responses and what the environment said, in turns."""
+    """One sequence of a group under construction: the prompt, then responses and the environment's observations in turn."""
 
     __slots__ = ("input_ids", "prompt_length", "responses", "reward")
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
-        self.input_ids = list(prompt_ids)  # everything said so far: what the next response continues
+        self.input_ids = list(prompt_ids)  # all tokens so far; the next response continues them
         self.prompt_length = len(self.input_ids)
-        self.responses: list[tuple[int, Response]] = []  # where each begins in input_ids
+        self.responses: list[tuple[int, Response]] = []  # (start in input_ids, response)
         self.reward = 0.0
 
     def add_response(self, response: Response) -> None:
-        """The policy's turn. It must continue exactly what was said so far."""
+        """Append the policy's turn. The response must continue all tokens so far."""
         if len(response.input_ids) != len(self.input_ids):
             raise ValueError(
                 f"a response to {len(response.input_ids)} tokens cannot continue an episode of {len(self.input_ids)} tokens"
@@ -85,7 +87,7 @@ class Episode:
         self.input_ids += response.output_ids
 
     def add_observation(self, token_ids: Sequence[int]) -> None:
-        """The environment's turn: these tokens were not sampled, and none is trained."""
+        """Append the environment's turn. These tokens were not sampled and are not trained on."""
         self.input_ids += token_ids
 
     @property
@@ -99,7 +101,7 @@ class Episode:
 
 
 def build_sample(sample_id: str, episodes: Sequence[Episode], *, clock: Clock = SYSTEM_CLOCK) -> SequenceSample:
-    """A group's episodes, packed, with every key of a trajectory. Ticket keys hold defaults until `complete_sample`."""
+    """Pack a group's episodes into a sample with every key of a trajectory. Ticket keys hold defaults until `complete_sample`."""
     lengths = [len(episode.input_ids) for episode in episodes]
     total = sum(lengths)
     input_ids = np.empty(total, np.int64)
@@ -150,10 +152,10 @@ def _version_bounds(episodes: Sequence[Episode]) -> tuple[npt.NDArray[np.int64],
 
 
 def complete_sample(sample: SequenceSample, *, ticket_id: str, task_id: int, birth_time: float) -> SequenceSample:
-    """The agent's sample under its ticket: the ticket's id, and the keys only the worker knows.
+    """Return the agent's sample with the ticket's id and the keys that only the worker knows (task_ids, birth_time).
 
-    Raises ValueError where the agent's sample is not one group with every key of a trajectory and a sampled token in each sequence,
-    or has a key that only MFCs write.
+    Raises ValueError if the agent's sample is not exactly one group with every key of a trajectory and a sampled token in each
+    sequence, if it has a key that only MFCs write, or if a reward or logprob is invalid.
     """
     if sample.num_ids != 1:
         raise ValueError(f"an agent's sample must hold one group, found {sample.num_ids}: {list(sample.ids)[:4]}")
@@ -165,7 +167,7 @@ def complete_sample(sample: SequenceSample, *, ticket_id: str, task_id: int, bir
     unread = [key for key in sample.data if key in KEY_SPECS and key not in TRAJECTORY_KEYS]
     if unread:
         raise ValueError(
-            f"an agent's sample has the keys {unread}, which are not read from an agent; leave them out and put the reward into "
+            f"an agent's sample has the keys {unread}, which an agent must not set; leave them out and put the reward into "
             "`rewards`, or compute them with an MFC of train.extra_mfcs"
         )
     if not sample.num_sequences() or sample.data["version_start"].min() < 0:
@@ -184,7 +186,7 @@ def complete_sample(sample: SequenceSample, *, ticket_id: str, task_id: int, bir
 
 @dataclass(frozen=True)
 class SampleSummary:
-    """What the manager and the master are told of a trajectory, taken from a sample of one group."""
+    """The summary of a trajectory that the manager and the master receive, computed from a sample of one group."""
 
     seqlens: list[int]  # prompt + response, per sequence
     response_lengths: list[int]  # sampled tokens, per sequence
@@ -197,7 +199,7 @@ class SampleSummary:
         starts = sample.cu_seqlens()[:-1]
         sampled = np.add.reduceat(
             sample.data["loss_mask"].astype(np.int64), starts
-        )  # no sequence is empty: it has sampled tokens
+        )  # reduceat needs non-empty sequences; each has sampled tokens
         return cls(
             seqlens=list(sample.seqlens["packed_input_ids"][0]),
             response_lengths=sampled.tolist(),

@@ -1,1 +1,1 @@
-"""Weights on disk: versions and how they travel, checkpoints, and which of them a run descends from."""
+"""Weights on disk and between processes: versions and their transfer, checkpoints, and a run's lineage of checkpoints."""

@@ -1,14 +1,14 @@
-"""What a run goes on from after a crash: `<run>/checkpoints/recover/a0001-s00000010/`, of attempt 1 after its train step 10.
+"""Recovery checkpoints: `<run>/checkpoints/recover/a0001-s00000010/` is the state of attempt 1 after its train step 10.
 
     part-*.safetensors   models, optimizers; state-*.json: random numbers    model/checkpoint.py, at every model worker
-    master.json          MasterState: what the master has to know            the master says it, the committing worker writes it
+    master.json          MasterState: the master's state                     sent by the master, written by the committing worker
     checkpoint.json      Manifest: size and xxh3 of all of these
 
-A checkpoint is written under a temporary name and renamed: one that has its name is complete. `verify` says whether it is still.
-Whoever looks for the newest one gets it verified; a torn one is passed over, with a warning.
+A checkpoint is written under a temporary name and renamed, so one that has its final name was complete. `verify` checks that it
+still is. `newest` verifies the checkpoint that it returns, and skips a torn one with a warning.
 
-A run that begins anew in a folder (recover=off, or the one before came to its end) does not want what is there: `begin_anew`
-says so, in a file, and the first checkpoint of the new run removes the old ones.
+A run that begins anew in a folder (recover=off, or the run before has finished) must not use the checkpoints there. `begin_anew`
+records this in a file, and the first checkpoint of the new run removes the old ones.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ MASTER_FILE = "master.json"
 FORMAT = 1
 _ANEW_FILE = "began_anew.json"
 _NAME = re.compile(r"a(\d{4,})-s(\d{8,})")
-_NUM_READERS = 4  # files are checked side by side: checksums let go of the interpreter's lock
+_NUM_READERS = 4  # threads that check files in parallel: hashing releases the GIL
 
 
 class CheckpointError(WeightsError):
-    """A checkpoint that must not be loaded, or does not fit; says why."""
+    """A checkpoint that must not be loaded, or does not fit the run. The message says why."""
 
 
 class NewerCheckpointError(CheckpointError):
-    """A checkpoint of a release that writes another format. No older checkpoint is taken in its place."""
+    """A checkpoint of a release that writes another format. No older checkpoint is used instead."""
 
 
 class _Written(msgspec.Struct, frozen=True):
-    """What checkpoint.json has in every format."""
+    """The part of checkpoint.json that every format has."""
 
     format: int
 
 
 class Manifest(_Written, frozen=True):
-    """checkpoint.json: the files, the workers that wrote them, what the caller gave."""
+    """checkpoint.json: the files, the workers that wrote them, and the caller's state."""
 
     files: dict[str, FileEntry]
     workers: list[int]
@@ -61,7 +61,7 @@ class Manifest(_Written, frozen=True):
 
 
 class DataIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """Which prompt is where: what `done` means only together with."""
+    """Identifies the prompts and their order. The `done` positions of MasterState are only valid with the same data."""
 
     num_prompts: int
     num_epochs: int
@@ -81,7 +81,7 @@ class DataIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScheduleState(msgspec.Struct, frozen=True, kw_only=True):
-    """When it was last due."""
+    """When a schedule was last due."""
 
     step: int
     epoch: int
@@ -89,14 +89,14 @@ class ScheduleState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MasterState(msgspec.Struct, frozen=True, kw_only=True):
-    """What the master has to know to go on: as of the step, not one event more or less than the models have."""
+    """The state from which the master continues. It contains exactly the events up to the step that the models contain."""
 
     attempt: int
     step: int
     time: float  # seconds since the epoch
     parent: (
         tuple[int, int] | None
-    )  # (attempt, step) of the checkpoint that the attempt went on from; None: it began anew
+    )  # (attempt, step) of the checkpoint that the attempt continued from; None: it began anew
     data: DataIdentity
     done_cursor: Locator
     done_beyond: list[Locator]
@@ -107,9 +107,9 @@ class MasterState(msgspec.Struct, frozen=True, kw_only=True):
     recent_rewards: list[float]
     recent_outcomes: list[bool]
     batch_size: int
-    wall_s: float = 0.0  # since the run began, without the time in which nobody worked at it
-    evaluating: bool = False  # these weights were to be evaluated, and had not been yet
-    shared: dict[str, str] = {}  # of detached models: the folder in shared_dir with their weights
+    wall_s: float = 0.0  # since the run began, without the time between attempts
+    evaluating: bool = False  # an evaluation of these weights was due and not finished
+    shared: dict[str, str] = {}  # detached model -> the folder in shared_dir with its weights
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,13 +120,13 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Anew(msgspec.Struct, frozen=True):
-    """began_anew.json: checkpoints of attempts below this are of another run's lineage."""
+    """began_anew.json: checkpoints of earlier attempts than this one belong to another run's lineage."""
 
     attempt: int
 
 
 class _Shapes(msgspec.Struct, frozen=True):
-    """What is read here of a worker's state file."""
+    """The part of a worker's state file that this module reads."""
 
     shapes: dict[str, tuple[int, ...]]
 
@@ -139,17 +139,17 @@ def recover_dir(run_dir: str | Path) -> Path:
 
 
 def shared_dir(run_dir: str | Path) -> Path:
-    """Where weights are that go from one worker group to another (asyncrl/master/refresh.py)."""
+    """Folder of the weights that one worker group passes to another (asyncrl/master/refresh.py)."""
     return Path(run_dir) / "checkpoints" / "shared"
 
 
 def checkpoint_dir(run_dir: str | Path, attempt: int, step: int) -> Path:
-    """Where a checkpoint is, or will be."""
+    """Path of a checkpoint, whether or not it exists yet."""
     return recover_dir(run_dir) / f"a{attempt:04d}-s{step:08d}"
 
 
 def list_checkpoints(run_dir: str | Path) -> list[tuple[int, int]]:
-    """(attempt, step) of those that have their name, oldest first; whole or torn."""
+    """(attempt, step) of all checkpoints that have their final name, oldest first. They may be torn."""
     folder = recover_dir(run_dir)
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     return sorted((int(match[1]), int(match[2])) for name in names if (match := _NAME.fullmatch(name)))
@@ -159,24 +159,24 @@ def list_checkpoints(run_dir: str | Path) -> list[tuple[int, int]]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Raises CheckpointError where there is none that can be read."""
+    """Read checkpoint.json. Raises CheckpointError if it is missing or cannot be read."""
     try:
         data = (path / MANIFEST).read_bytes()
         written = msgspec.json.decode(data, type=_Written)
         if written.format != FORMAT:
             raise NewerCheckpointError(
-                f"{path} has format {written.format}; this is asyncrl {__version__}, which reads format {FORMAT}: go on with the "
-                "release that wrote it"
+                f"{path} has format {written.format}; this is asyncrl {__version__}, which reads format {FORMAT}: continue with "
+                "the release that wrote it"
             )
         return msgspec.json.decode(data, type=Manifest)
     except FileNotFoundError:
-        raise CheckpointError(f"{path} has no {MANIFEST}: not a checkpoint, or not a complete one") from None
+        raise CheckpointError(f"{path} has no {MANIFEST}: not a checkpoint, or an incomplete one") from None
     except (*DECODE_ERRORS, OSError) as error:
         raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}") from error
 
 
 def check(path: Path, files: Mapping[str, FileEntry]) -> None:
-    """Check these files (size, then xxh3). Raises CheckpointError naming the file and what differs."""
+    """Check these files (size, then xxh3). Raises CheckpointError that names the file and the difference."""
     with ThreadPoolExecutor(_NUM_READERS, "check-files") as pool:
         checks = [pool.submit(check_files, path, {name: entry}) for name, entry in files.items()]
     for done in checks:
@@ -187,14 +187,14 @@ def check(path: Path, files: Mapping[str, FileEntry]) -> None:
 
 
 def verify(path: Path) -> Manifest:
-    """Check every file. Raises CheckpointError naming the file and what differs."""
+    """Check every file. Raises CheckpointError that names the file and the difference."""
     manifest = read_manifest(path)
     check(path, manifest.files)
     return manifest
 
 
 def read_state(path: Path) -> MasterState:
-    """Raises CheckpointError where there is none that can be read."""
+    """Read master.json. Raises CheckpointError if it is missing or cannot be read."""
     try:
         return msgspec.json.decode((path / MASTER_FILE).read_bytes(), type=MasterState)
     except (*DECODE_ERRORS, OSError) as error:
@@ -206,7 +206,7 @@ def state_file(worker: int) -> str:
 
 
 def shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Of all tensors in it, by global name, such as `actor.lm_head.weight`. Raises CheckpointError."""
+    """Shapes of all tensors in a checkpoint, by global name, such as `actor.lm_head.weight`. Raises CheckpointError."""
     found: dict[str, tuple[int, ...]] = {}
     for worker in read_manifest(path).workers:
         file = path / state_file(worker)
@@ -218,9 +218,9 @@ def shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def newest(run_dir: str | Path, notice: Callable[[str], None]) -> Checkpoint | None:
-    """The newest whole checkpoint of the run that goes on here; None: there is none. Reads all of it, to see that it is whole.
+    """The newest complete checkpoint of the current run in this folder; None if there is none. Reads all its files to verify them.
 
-    notice: is told of each torn one that was passed over. Raises NewerCheckpointError.
+    notice: receives a message for each torn checkpoint that is skipped. Raises NewerCheckpointError.
     """
     floor = _first_attempt(run_dir)
     for attempt, step in reversed(list_checkpoints(run_dir)):
@@ -235,7 +235,7 @@ def newest(run_dir: str | Path, notice: Callable[[str], None]) -> Checkpoint | N
         except NewerCheckpointError:
             raise
         except CheckpointError as error:
-            notice(f"the checkpoint of step {step}, attempt {attempt}, is torn, the one before is taken: {error}")
+            notice(f"the checkpoint of step {step}, attempt {attempt}, is torn; using the one before it: {error}")
     return None
 
 
@@ -252,7 +252,8 @@ def _first_attempt(run_dir: str | Path) -> int:
 
 
 def begin_anew(run_dir: str | Path, attempt: int) -> None:
-    """From this attempt on what is here belongs to a run before, and nobody goes on from it. Nothing is removed yet."""
+    """Record that the existing checkpoints belong to an earlier run, so that no attempt from this one on continues from them.
+    Removes nothing yet."""
     folder = recover_dir(run_dir)
     if not list_checkpoints(run_dir):
         return
@@ -262,9 +263,9 @@ def begin_anew(run_dir: str | Path, attempt: int) -> None:
 
 
 def prune(run_dir: str | Path, keep_last: int) -> list[Path]:
-    """Remove all but the newest `keep_last` of the newest one's lineage, and what was left unfinished. Returns what was removed.
+    """Remove unfinished checkpoints, and all but the newest `keep_last` of the newest one's lineage. Returns what was removed.
 
-    To be called when none is being written. Before its files go a checkpoint loses its name.
+    Call it only while no checkpoint is being written. A checkpoint is renamed before its files are removed.
     """
     folder = recover_dir(run_dir)
     there = list_checkpoints(run_dir)
@@ -290,10 +291,10 @@ def prune(run_dir: str | Path, keep_last: int) -> list[Path]:
 
 
 def _void(run_dir: str | Path, there: list[tuple[int, int]]) -> set[tuple[int, int]]:
-    """Those that the newest one does not go back to: between its parent and the beginning of its attempt."""
+    """Checkpoints that are not in the newest one's lineage: those between its parent and the beginning of its attempt."""
     attempt, step = there[-1]
     try:
         parent = read_state(checkpoint_dir(run_dir, attempt, step)).parent or (0, 0)
-    except CheckpointError:  # torn: who knows
+    except CheckpointError:  # torn: its parent is unknown
         return set()
     return {entry for entry in there if parent < entry < (attempt, 0)}

@@ -1,15 +1,16 @@
-"""Weight versions for hosts that do not see the run's folder: served where they are written, fetched once a host, into memory.
+"""Weight versions for hosts that do not see the run's folder: served by the manager's host, fetched once per host into memory.
 
     <run>/weights/actor/a0001-v00000012/ -- WeightFiles, a thread beside the gserver manager: GET, ranges, the run's token
-        -- HTTP --> WeightFetcher, in each generation server; one a host at a time --> /dev/shm/.../a0001-v00000012/
+        -- HTTP --> WeightFetcher, in each generation server; one per host at a time --> /dev/shm/.../a0001-v00000012/
 
-A server is told of a version and where it is to be had (FetchWeightsRequest) while it still generates; it loads once the files are
-there. It compares the manifests first: a host that sees the very same version in the run's folder fetches nothing. What breaks off
-goes on where it broke off, also in another process. Each file is checked against the manifest before the version gets its name, and
-again when it is loaded.
+A FetchWeightsRequest tells a server the version and its URL while the server still generates. The server loads the version once the
+files are complete. It compares the manifests first: a host that sees the same version in the run's folder fetches nothing. An
+interrupted download resumes where it stopped, also in another process. Each file is checked against the manifest before the version
+gets its final name, and again when it is loaded.
 
-Kept on a host: the newest versions, `keep` of them, and what is being loaded. Locks (flock) say who fetches, who loads, and whether
-the servers of a run still live: the kernel drops those of a process that was killed, and the next one removes what it left.
+A host keeps the newest `keep` versions, and any version that is being loaded. File locks (flock) show which process fetches, which
+processes load, and whether servers of a run are still alive. The kernel drops the locks of a killed process, and the next process
+removes the files that it left.
 """
 
 from __future__ import annotations
@@ -45,33 +46,33 @@ MEMORY = Path("/dev/shm")
 _START_LIMIT_S = 10.0
 _STOP_LIMIT_S = 5.0
 _READ_BYTES = 1 << 20
-_SILENT_S = 10.0  # a source that says nothing for so long is asked again
+_SILENT_S = 10.0  # a request is retried if the source sends nothing for this long
 _RETRY_S = 0.2
 _LONGEST_RETRY_S = 3.0
-_MAX_DAMAGED = 3  # times that a file arrives with another checksum
+_MAX_DAMAGED = 3  # downloads of a file with a wrong checksum before the fetch fails
 _MAX_MANIFEST_BYTES = 16_000_000
 _LOCK_POLL_S = 0.05
-_ROOM_LEFT_BYTES = 64 << 20  # of the memory that versions are fetched into
+_ROOM_LEFT_BYTES = 64 << 20  # to leave free in the memory that versions are fetched into
 _IN_USE_LOCK = "in_use.lock"
 _WRITING = ".writing"
 
 
 class WeightFiles:
-    """Serves the versions of a role, read-only: GET /weights/<version>/<file>. On a thread with a loop of its own, so that
-    gigabytes hold up nothing else.
+    """Serves the versions of a role, read-only: GET /weights/<version>/<file>. Runs an event loop on its own thread, so that large
+    transfers do not block anything else.
 
-    waits for: readers.  unblocked by: them, their going away, `close`.
+    waits for: readers.  unblocked by: their reading, their disconnecting, or `close`.
     """
 
     def __init__(self, directory: Path, *, host: str) -> None:
-        """directory: of the role, <run>/weights/actor."""
+        """directory: the role's folder, <run>/weights/actor."""
         self._directory, self._host = directory, host
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="weight files", daemon=True)
         self._runner: web.AppRunner | None = None
 
     def start(self) -> str:
-        """Bind a free port. Returns the URL that a version's name is appended to. Blocks for a moment."""
+        """Bind a free port. Returns the URL to which readers append a version's name. Blocks for a moment."""
         self._thread.start()
         url = asyncio.run_coroutine_threadsafe(self._serve(), self._loop).result(_START_LIMIT_S)
         return f"{url}/weights"
@@ -100,7 +101,7 @@ class WeightFiles:
             await self._runner.cleanup()
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        """A file that the version's manifest lists, or that itself; nothing else there is. FileResponse knows ranges."""
+        """Serve the manifest or a file that it lists, and nothing else. FileResponse supports ranges."""
         name = request.match_info["file"]
         try:
             folder = self._directory / str(WeightVersion.parse(request.match_info["version"]))
@@ -113,16 +114,16 @@ class WeightFiles:
 
 
 class WeightFetcher:
-    """The versions of a run on this host. For any number of processes; not for two threads at once.
+    """The versions of a run on this host. Any number of processes can share them. Not thread-safe.
 
-    consumes: a source's files.  produces: complete versions.  waits for: the source, or another process of this host that
-    fetches the same version; both within limit_s.  unblocked by: them, or `close`.
+    consumes: a source's files.  produces: complete versions.  waits for: the source, or another process on this host that
+    fetches the same version; both within limit_s.  unblocked by: either of them, or `close`.
     """
 
     def __init__(
         self, folder: Path, run: str, *, keep: int = 2, logger: logging.Logger, clock: Clock = SYSTEM_CLOCK
     ) -> None:
-        """folder: where to, all runs of all users. run: names this one on this host (`run_key`)."""
+        """folder: the target folder, shared by all runs of all users. run: the key of this run on this host (`run_key`)."""
         self._keep, self._logger, self._clock = keep, logger, clock
         base = folder / f"asyncrl-{os.getuid()}"
         self._root = base / run
@@ -134,9 +135,10 @@ class WeightFetcher:
         self._move_in()
 
     def fetch(self, path: Path, version: WeightVersion, source: str, limit_s: float) -> Path:
-        """Where this host has the version: path, if that is it, else a folder in memory. source: URL of its files. Blocks.
+        """Make the version available on this host, and return its folder: path if it holds the same version, else a folder in
+        memory. source: URL of the versions. Blocks.
 
-        Raises WeightsError where it cannot be had within limit_s, and says why.
+        Raises WeightsError with the reason if the version is not available within limit_s.
         """
         deadline = self._clock.monotonic() + limit_s
         remote = _Source(f"{source}/{version}", deadline, lambda: self._closed, self._clock)
@@ -163,12 +165,12 @@ class WeightFetcher:
 
     @contextlib.contextmanager
     def loading(self, version: WeightVersion, limit_s: float) -> Iterator[None]:
-        """Nobody removes the version meanwhile."""
+        """Prevent removal of the version inside the `with` block."""
         with self._locked(version, fcntl.LOCK_SH, self._clock.monotonic() + limit_s):
             yield
 
     def close(self) -> None:
-        """The last one on this host takes the files with it. What is being fetched in another thread is broken off."""
+        """Stop fetching, also in another thread. The last fetcher of the run on this host removes the files."""
         self._closed = True
         in_use, self._in_use = self._in_use, None
         if in_use is None:
@@ -194,12 +196,12 @@ class WeightFetcher:
                 if attempt == _MAX_DAMAGED:
                     raise WeightsError(f"{name} arrived with another checksum than the manifest's, {attempt} times")
         (temporary / MANIFEST).write_bytes(text)
-        if target.exists():  # another version of this name: of a run that was begun anew in the same folder
+        if target.exists():  # another version with this name, from an earlier run in the same folder
             shutil.rmtree(target)
         temporary.rename(target)
 
     def _make_room(self, manifest: Manifest, version: WeightVersion) -> None:
-        """Remove what is not needed; raises WeightsError where the version would still not fit."""
+        """Remove versions that are not needed. Raises WeightsError if the new version still does not fit."""
         for there in list_versions(self._root)[: -self._keep + 1 or None]:
             if there != version:
                 self._remove(there)
@@ -218,12 +220,12 @@ class WeightFetcher:
         free = shutil.disk_usage(self._root).free
         if free < needed:
             raise WeightsError(
-                f"they take {size_text(needed)}, and {self._root} has room for {size_text(free)}; set weights.fetch_dir=... to "
-                "a larger folder, in memory or on a fast disk"
+                f"the weights need {size_text(needed)}, but {self._root} has only {size_text(free)} free; set "
+                "weights.fetch_dir=... to a larger folder, in memory or on a fast disk"
             )
 
     def _remove(self, version: WeightVersion) -> None:
-        """Unless somebody is loading or fetching it."""
+        """Remove a version, unless a process is loading or fetching it."""
         path = self._lock_file(version)
         with path.open("ab") as lock:
             if not _try_lock(lock, fcntl.LOCK_EX):
@@ -243,16 +245,16 @@ class WeightFetcher:
             with path.open("ab") as lock:
                 while not _try_lock(lock, how):
                     if self._closed or self._clock.monotonic() > deadline:
-                        raise WeightsError(f"another process of this host still fetches {version}")
+                        raise WeightsError(f"another process on this host is still fetching {version}")
                     self._clock.sleep(_LOCK_POLL_S)
-                if _is_file(lock, path):  # else whoever had it has removed it with the version
+                if _is_file(lock, path):  # else the previous holder removed the lock file with the version: retry
                     yield
                     return
 
     # ---------------------------------------------------------------------------------------------------------------- the host
 
     def _move_in(self) -> None:
-        """Hold the run's folder as long as this process lives. It may be removed by another just before."""
+        """Hold a lock on the run's folder as long as this process lives. Retry if another process removes the folder meanwhile."""
         while True:
             self._root.mkdir(mode=0o700, exist_ok=True)
             try:
@@ -266,22 +268,22 @@ class WeightFetcher:
             self._clock.sleep(_LOCK_POLL_S)
 
     def _sweep(self, base: Path) -> None:
-        """Remove what runs have left whose servers were killed."""
+        """Remove the files of runs whose servers were killed."""
         for folder in base.iterdir():
             with contextlib.suppress(OSError), (folder / _IN_USE_LOCK).open("ab") as in_use:
                 if folder != self._root and _try_lock(in_use, fcntl.LOCK_EX):
                     shutil.rmtree(folder, ignore_errors=True)
-                    self._logger.info("removed weights that %s had left", folder.name)
+                    self._logger.info("removed weights left behind by %s", folder.name)
 
 
 def run_key(experiment: str, trial: str, run_dir: str, host: str) -> str:
-    """Names a run on a host: one folder for all its generation servers there."""
+    """Folder name of a run on a host, shared by all its generation servers there."""
     digest = hashlib.sha256(f"{experiment}\0{trial}\0{run_dir}\0{host}".encode()).hexdigest()[:16]
     return f"{experiment[:40]}-{trial[:40]}-{digest}".replace(os.sep, "_")
 
 
 def fetch_folder(configured: str) -> Path:
-    """weights.fetch_dir; by default memory, where the system has that as a folder."""
+    """weights.fetch_dir. Default: /dev/shm if it is writable, else the system's folder for temporary files."""
     if configured:
         return Path(configured)
     return MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
@@ -291,7 +293,7 @@ def fetch_folder(configured: str) -> Path:
 
 
 class _Source:
-    """A version's files over HTTP, with the run's token. Blocking: it is used on a thread."""
+    """A version's files over HTTP, with the run's token. Its methods block, so it is used on a thread."""
 
     def __init__(self, url: str, deadline: float, broken_off: Callable[[], bool], clock: Clock) -> None:
         self.url, self._deadline, self._broken_off, self._clock = url, deadline, broken_off, clock
@@ -300,7 +302,7 @@ class _Source:
         self.num_bytes = 0
 
     def manifest(self) -> bytes:
-        """Raises WeightsError, OSError, HTTPException."""
+        """Fetch the manifest. Raises WeightsError, OSError, HTTPException."""
         pause_s = _RETRY_S
         while True:
             try:
@@ -310,7 +312,7 @@ class _Source:
                 pause_s = self._pause(pause_s)
 
     def download(self, name: str, target: Path, size: int) -> str:
-        """Fetch what is lacking of a file; returns its checksum. Goes on after whatever breaks off, until the deadline."""
+        """Fetch the missing part of a file, and return its checksum. Retries after interruptions until the deadline."""
         pause_s = _RETRY_S
         digest = xxhash.xxh3_64()
         with target.open("ab+") as file:
@@ -347,7 +349,7 @@ class _Source:
         if unix_sockets.in_use():
             path = unix_sockets.path_of(self.host)
             if not path:
-                raise WeightsError(f"{self.url} is no socket of this run")
+                raise WeightsError(f"{self.url} is not a socket of this run")
             connection = unix_sockets.Connection(path, timeout_s)
         elif self._parts.scheme == "https":
             tls = secured.ask_tls if secured is not None else None
@@ -359,26 +361,26 @@ class _Source:
         try:
             connection.request("GET", f"{self._parts.path}/{name}", headers=headers)
             response = connection.getresponse()
-            if response.status in (401, 403, 404):  # asking again changes nothing
+            if response.status in (401, 403, 404):  # a retry would give the same answer
                 told = response.read(500).decode("utf-8", "replace").strip()
                 raise WeightsError(f"{self.url}/{name} answered {response.status}: {told}")
             wanted = 206 if offset else 200
             if response.status != wanted:
                 raise http.client.HTTPException(f"{self.url}/{name} answered {response.status} instead of {wanted}")
             if offset and not response.headers.get("Content-Range", "").startswith(f"bytes {offset}-"):
-                raise WeightsError(f"{self.url}/{name} gives another range than it was asked for")
+                raise WeightsError(f"{self.url}/{name} sent a different range than requested")
             yield response
         finally:
             connection.close()
 
     def _check(self) -> None:
         if self._broken_off():
-            raise WeightsError("broken off: this server ends")
+            raise WeightsError("fetching was interrupted: this server is shutting down")
         if self._clock.monotonic() > self._deadline:
-            raise WeightsError("not within the limit")
+            raise WeightsError("fetching exceeded its time limit")
 
     def _pause(self, pause_s: float) -> float:
-        """After a failure, from within its handler: re-raises it where no time is left."""
+        """Wait before a retry, and return the next delay. Call it in the exception handler: re-raises if no time is left."""
         if self._clock.monotonic() + pause_s > self._deadline:
             raise
         self._check()
@@ -413,10 +415,10 @@ def _is_file(file: BinaryIO, path: Path) -> bool:
 
 
 def _make_private(folder: Path) -> None:
-    """A folder of ours in one that everybody may write to. Raises WeightsError where somebody else has made it."""
+    """Create a private folder in a world-writable one. Raises WeightsError if the folder belongs to another user."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
     if found.st_uid != os.getuid() or found.st_mode & 0o077 or not folder.is_dir() or folder.is_symlink():
         raise WeightsError(
-            f"{folder} is not this user's alone; remove it, or set weights.fetch_dir=... to another folder"
+            f"{folder} is accessible to other users; remove it, or set weights.fetch_dir=... to another folder"
         )

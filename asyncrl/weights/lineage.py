@@ -1,15 +1,15 @@
-"""Which attempts and steps the newest weights come from, and whether each prompt was trained exactly once on the way (pure, but
-for reading files).
+"""The lineage of the newest weights: the attempts and steps that they come from, and an audit whether each prompt in it was trained
+exactly once (pure, except for reading files).
 
-A run that was interrupted goes on from a checkpoint, in another attempt: what the attempt before did after that checkpoint is
-void, for nothing of it is in the weights. The journals tell all of it, in the order in which each process did it:
+An interrupted run continues from a checkpoint, in a new attempt. Everything that the attempt before did after that checkpoint is
+void, because the weights contain none of it. The journals record everything, in the order of each process's events:
 
     master.jsonl            begun (from which checkpoint), stored, dropped, trained, rejected, snapshot, checkpoint, published,
                             ended
-    gserver_manager.jsonl   admitted; adopted (by a manager that was started again, of one that the manager before had admitted)
+    gserver_manager.jsonl   admitted; adopted (by a restarted manager, for a ticket that its predecessor admitted)
     rollout_worker_N.jsonl  pushed, with the head's verdict
 
-A checkpoint is of the moment of its `snapshot`: of what an attempt wrote, the lineage has the part before that line.
+A checkpoint holds the state at its `snapshot` event. The events of its attempt before that line belong to the lineage.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from asyncrl.runtime.metrics import read_json_lines
 
 Event = Mapping[str, Any]
 Point = tuple[int, int]  # (attempt, step)
-# Of rejections that are no fault of the task: the prompt's tickets were lost as often as manager.max_issues allows
+# Reasons of rejections that are not the task's fault: the prompt's tickets were lost as often as manager.max_issues allows
 INFRASTRUCTURE_REASONS = frozenset({"max_issues"})
-_MAX_NAMED = 10  # prompts or tickets of one kind of problem that are named
+_MAX_NAMED = 10  # prompts or tickets that a message names for each kind of problem
 
 
 class Stretch(Struct, frozen=True, kw_only=True):
@@ -35,14 +35,14 @@ class Stretch(Struct, frozen=True, kw_only=True):
 
     attempt: int
     first: int
-    last: int | None  # None: to the end of the attempt, which is the newest of its lineage
+    last: int | None  # None: to the end of the attempt, which is the newest one of its lineage
 
     def has(self, step: int) -> bool:
         return self.first <= step and (self.last is None or step <= self.last)
 
 
 class Lineage(Struct, frozen=True, kw_only=True):
-    """Oldest stretch first."""
+    """The stretches that weights come from, oldest first."""
 
     stretches: list[Stretch]
 
@@ -51,16 +51,16 @@ class Lineage(Struct, frozen=True, kw_only=True):
         return self.stretches[-1].attempt
 
     def has(self, attempt: int, step: int) -> bool:
-        """Whether a train step of an attempt is part of it."""
+        """Whether a train step of an attempt is part of the lineage."""
         return any(stretch.attempt == attempt and stretch.has(step) for stretch in self.stretches)
 
     def has_weights(self, attempt: int, step: int) -> bool:
-        """Whether what was done with the weights after a step, such as an evaluation, is part of it."""
+        """Whether events that used the weights after a step, such as an evaluation, are part of the lineage."""
         return self.has(attempt, step) or self.has(attempt, step + 1)
 
 
 class Attempt(Struct, frozen=True, kw_only=True):
-    """What an attempt's master wrote of it, up to the end; parent: the checkpoint that it went on from."""
+    """An attempt's events in the master's journal. parent: the checkpoint that the attempt continued from."""
 
     number: int
     parent: Point | None
@@ -68,7 +68,7 @@ class Attempt(Struct, frozen=True, kw_only=True):
     begun: Event
 
     def before(self, step: int | None) -> list[Event]:
-        """The events that a checkpoint of that step is the sum of; None: all."""
+        """The events that a checkpoint of that step contains; step None: all events."""
         if step is None:
             return self.events
         for end, event in enumerate(self.events):
@@ -81,7 +81,7 @@ class Attempt(Struct, frozen=True, kw_only=True):
 
 
 def read_attempts(run_dir: Path) -> list[Attempt]:
-    """Those that have begun to train, oldest first."""
+    """The attempts that began to train, oldest first."""
     return attempts_of(read_json_lines(run_dir / "journal" / "master.jsonl"))
 
 
@@ -99,7 +99,7 @@ def attempts_of(events: Iterable[Event]) -> list[Attempt]:
 
 
 def lineage_of(attempts: Sequence[Attempt], newest: int | None = None) -> Lineage | None:
-    """That of the newest attempt, or of another one. None where nothing has begun."""
+    """The lineage of the newest attempt, or of the attempt `newest`. None if no attempt has begun."""
     known = {attempt.number: attempt for attempt in attempts}
     if not known:
         return None
@@ -117,7 +117,7 @@ def lineage_of(attempts: Sequence[Attempt], newest: int | None = None) -> Lineag
 
 
 def lineages_of(attempts: Sequence[Attempt]) -> list[Lineage]:
-    """A lineage for each beginning: that of the newest attempt which goes back to it. Oldest beginning first."""
+    """One lineage per attempt that began anew: that of the newest attempt that descends from it. Oldest beginning first."""
     by_root: dict[int, Lineage] = {}
     for attempt in attempts:
         lineage = lineage_of(attempts, attempt.number)
@@ -130,23 +130,23 @@ def lineages_of(attempts: Sequence[Attempt]) -> list[Lineage]:
 
 
 class Audit(Struct, frozen=True, kw_only=True):
-    """What became of every prompt, in the lineage of the newest weights."""
+    """The fate of every prompt in the lineage of the newest weights."""
 
     run_dir: str
     lineage: list[Stretch]
     steps: int
     trained: int  # prompts
     rejected: dict[str, int]  # prompts, by reason; those of INFRASTRUCTURE_REASONS are problems
-    complete: bool  # the run came to its end
-    voided_steps: int  # of all attempts: not in the lineage
-    voided_prompts: int  # trained or rejected there
-    unconfirmed: int  # trained groups whose rollout worker did not live to write down that it had pushed them
-    unchecked: list[str]  # what no journal tells
+    complete: bool  # the run has finished
+    voided_steps: int  # steps of all attempts that are not in the lineage
+    voided_prompts: int  # prompts trained or rejected outside the lineage
+    unconfirmed: int  # trained groups whose rollout worker died before it recorded that it had pushed them
+    unchecked: list[str]  # checks that were impossible because a journal is missing
     problems: list[str]
 
 
 class _Problems:
-    """Collects what is wrong, a line a kind of it."""
+    """Collects problems, and reports one line for each kind."""
 
     def __init__(self) -> None:
         self._found: dict[str, list[str]] = {}
@@ -163,10 +163,10 @@ class _Problems:
 
 
 def audit(run_dir: Path) -> Audit:
-    """Check what the journals tell. Raises ValueError for a journal that cannot be read.
+    """Check the journals. Raises ValueError for a journal that cannot be read.
 
-    Each prompt trained once, or rejected with a reason that lies in its task; no step left out; each trained group admitted, pushed
-    and stored once, in the attempt that trained it; none older than the bound.
+    Checks that each prompt was trained once, or rejected for a reason that lies in its task; that no step is missing; that each
+    trained group was admitted, pushed and stored once, in the attempt that trained it; and that none exceeded the staleness bound.
     """
     attempts = read_attempts(run_dir)
     admitted = list(_events_of(run_dir, "gserver_manager", ("admitted", "adopted")))
@@ -180,7 +180,7 @@ def audit_of(run_dir: str, attempts: Sequence[Attempt], admitted: Sequence[Event
     stretches = lineage.stretches if lineage is not None else []
     known = {attempt.number: attempt for attempt in attempts}
     if stretches and (parent := known[stretches[0].attempt].parent) is not None:
-        problems.add("an attempt goes on from one that the journal does not have", f"attempt {parent[0]}")
+        problems.add("an attempt continues from one that is missing in the journal", f"attempt {parent[0]}")
     kept = [(stretch.attempt, event) for stretch in stretches for event in known[stretch.attempt].before(stretch.last)]
     steps = [event for _, event in kept if event["event"] == "trained"]
     numbers = [event["step"] for event in steps]
@@ -220,7 +220,7 @@ def audit_of(run_dir: str, attempts: Sequence[Attempt], admitted: Sequence[Event
 def _trained(
     kept: Sequence[tuple[int, Event]], known: Mapping[int, Attempt], problems: _Problems
 ) -> dict[tuple[int, int], str]:
-    """Prompts and the tickets they were trained by."""
+    """Trained prompts -> the tickets of their groups."""
     trained: dict[tuple[int, int], str] = {}
     for attempt, event in kept:
         if event["event"] != "trained":
@@ -238,14 +238,14 @@ def _trained(
                     f"groups more than {eta} versions old", f"{group['ticket']} ({event['step'] - 1 - oldest})"
                 )
             if newest > event["step"] - 1:
-                problems.add("groups of a version that was yet to be made", group["ticket"])
+                problems.add("groups sampled from a version that did not exist yet", group["ticket"])
     return trained
 
 
 def _rejected(
     kept: Sequence[tuple[int, Event]], trained: Mapping[tuple[int, int], str], problems: _Problems
 ) -> dict[tuple[int, int], str]:
-    """Prompts and the reasons."""
+    """Rejected prompts -> the reasons."""
     rejected: dict[tuple[int, int], str] = {}
     for _, event in kept:
         if event["event"] != "rejected":
@@ -273,9 +273,9 @@ def _check_ways(
     known: Mapping[int, Attempt],
     problems: _Problems,
 ) -> list[str]:
-    """How each trained group came to its step. Returns what cannot be checked."""
+    """Check that each trained group was admitted, pushed and stored. Returns the checks that are impossible."""
     stored = Counter((attempt, event["ticket"]) for attempt, event in kept if event["event"] == "stored")
-    # A manager that is killed may have admitted what it had no time to write down: the next one adopts it
+    # A killed manager may have admitted tickets without recording them: its successor adopts them
     prompts = {event["ticket"]: _prompt(event) for event in admitted}
     num_admitted = Counter(event["ticket"] for event in admitted if event["event"] == "admitted")
     verdicts: dict[str, list[str]] = defaultdict(list)
@@ -290,7 +290,7 @@ def _check_ways(
             if attempt not in rolled_out:
                 continue
             if admitted and ticket not in prompts:
-                problems.add("trained groups that nobody admitted", ticket)
+                problems.add("trained groups that were never admitted", ticket)
             if num_admitted[ticket] > 1:
                 problems.add("trained groups admitted more than once", ticket)
             if ticket in prompts and prompts[ticket] != _prompt(group):

@@ -1,12 +1,12 @@
-"""Weights over the network: what the sender (model/broadcast.py) and the receivers (generation/receive.py, SGLang) agree on.
+"""Weights over the network: the code shared by the sender (model/broadcast.py) and receivers (generation/receive.py, SGLang).
 
-A group is a trainer rank, which is rank 0 and sends, and the generation servers of a wave, each with as many ranks as it has
-tensor parallel ranks. Tensors travel in buckets: those of one dtype one after another in a flat tensor, which is SGLang's
-`load_format=flattened_bucket`. A group stands beside all others of its process: nothing is registered with torch.distributed, and
-its store has the prefixes that SGLang's side makes of the same name.
+An update group consists of one trainer rank, which is rank 0 and sends, and the generation servers of a wave. Each server has one
+rank per tensor parallel rank. Tensors are sent in buckets: tensors of one dtype, one after another in a flat tensor, which is
+SGLang's `load_format=flattened_bucket`. A group is independent of all other process groups of its process: it is not registered
+with torch.distributed, and its store uses the prefixes that SGLang derives from the same name.
 
-Every call that waits for a peer runs on a thread that belongs to the group alone: one that hangs holds up
-neither the event loop nor the end of the process, and ends by its own limit.
+Every call that waits for a peer runs on a thread that only this group uses. A call that hangs blocks neither the event loop nor the
+end of the process, and ends by its own time limit.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ T = TypeVar("T")
 
 BACKENDS = ("gloo", "nccl")
 _BLOCK_BYTES = 1 << 16
-_DIGEST_BYTES = 1 << 24  # read of a bucket, at most
+_DIGEST_BYTES = 1 << 24  # the most that `digest` reads of a bucket
 
 
 # --------------------------------------------------------------------------------------------------------------- ranks
 
 
 def rank_offsets(num_ranks: Sequence[int]) -> tuple[list[int], int]:
-    """First rank of each receiver, which may have different numbers of ranks, and the size of the group. Rank 0 sends."""
+    """First rank of each receiver, and the size of the group. Receivers may have different numbers of ranks. Rank 0 sends."""
     offsets, size = [], 1
     for count in num_ranks:
         if count < 1:
-            raise ValueError(f"a receiver of {count} ranks: each has at least one")
+            raise ValueError(f"a receiver has {count} ranks; it must have at least one")
         offsets.append(size)
         size += count
     return offsets, size
@@ -73,9 +73,9 @@ class Bucket:
 
 
 def plan_buckets(sizes: Sequence[tuple[str, int]], bucket_bytes: int) -> list[list[int]]:
-    """Which tensors go together, given (dtype, bytes) of each: in order, one dtype a bucket, at most bucket_bytes.
+    """Group tensors into buckets, given (dtype, bytes) of each: in order, one dtype per bucket, at most bucket_bytes.
 
-    A tensor that is larger has a bucket of its own. One dtype keeps every tensor aligned within the flat one.
+    A larger tensor gets its own bucket. With one dtype per bucket, every tensor is aligned within the flat tensor.
     """
     buckets: list[list[int]] = []
     filled, kind = 0, ""
@@ -105,7 +105,7 @@ def empty_buckets(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], buc
 
 @torch.no_grad()
 def pack(tensors: Iterable[tuple[str, Tensor, torch.dtype]], bucket_bytes: int) -> list[Bucket]:
-    """A copy of tensors, in buckets on the CPU, each in the dtype that stands with it."""
+    """Copy tensors into buckets on the CPU, each converted to the dtype given with it."""
     given = list(tensors)
     buckets = empty_buckets(((name, dtype, tensor.shape) for name, tensor, dtype in given), bucket_bytes)
     room = (view for bucket in buckets for view in views(bucket.flat, bucket.specs))
@@ -115,22 +115,22 @@ def pack(tensors: Iterable[tuple[str, Tensor, torch.dtype]], bucket_bytes: int) 
 
 
 def views(flat: Tensor, specs: TensorSpecs) -> list[Tensor]:
-    """The tensors of a bucket, as views. Raises ValueError where the specs do not describe it."""
+    """The tensors of a bucket, as views. Raises ValueError if the specs do not match its size."""
     result, start = [], 0
     for dtype, shape in zip(map(dtype_of, specs.dtypes), specs.shapes, strict=True):
         end = start + num_bytes_of(dtype, shape)
         result.append(flat[start:end].view(dtype).view(shape))
         start = end
     if start != flat.numel():
-        raise ValueError(f"a bucket of {flat.numel()} bytes, described as {start}")
+        raise ValueError(f"a bucket has {flat.numel()} bytes, but its specs describe {start}")
     return result
 
 
 def digest(flat: Tensor) -> str:
-    """xxh3 of a bucket on the CPU, or of blocks all over it where it is larger than _DIGEST_BYTES.
+    """xxh3 of a bucket on the CPU, or of blocks spread over it if it is larger than _DIGEST_BYTES.
 
-    Told apart by it: other weights, another order, tensors that were changed while they were sent. Not a single wrong bit in a
-    large bucket, for which the network has checksums: reading everything twice more would take half as long as sending it.
+    Detects different weights, a different order, and tensors that changed while they were sent. Does not detect a single wrong bit
+    in a large bucket; the network has checksums for that, and reading everything twice more would take half as long as sending it.
     """
     data = flat.numpy().data
     stride = max(_BLOCK_BYTES, -(-len(data) * _BLOCK_BYTES // _DIGEST_BYTES))
@@ -142,7 +142,7 @@ def digest(flat: Tensor) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Raises ValueError for what is none."""
+    """The torch dtype of this name. Raises ValueError if there is none."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is no dtype of torch")
@@ -167,13 +167,13 @@ class GroupThread:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def call(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """Its result, on the event loop. One whose future is cancelled runs nevertheless."""
+        """Queue a call. The future gets its result on the event loop. Cancelling the future does not stop the call."""
         future: asyncio.Future[T] = self._loop.create_future()
         self._calls.put((function, future))
         return future
 
     def end(self) -> None:
-        """The thread ends once it is through with what it was given."""
+        """End the thread after all queued calls."""
         self._calls.put(None)
 
     def _run(self) -> None:
@@ -183,9 +183,9 @@ class GroupThread:
                 result, error = function(), None
             except BaseException as caught:
                 result, error = None, caught
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits for the result
                 self._loop.call_soon_threadsafe(_settle, future, result, error)
-            del item, function, future, result, error  # a group must not live on because its thread waits
+            del item, function, future, result, error  # the waiting thread must not keep a group alive
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
@@ -198,11 +198,11 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
 
 
 class GroupMember:
-    """One process's place in a group."""
+    """One process's membership in an update group."""
 
     def __init__(self, name: str, backend: str, clock: Clock = SYSTEM_CLOCK) -> None:
         if backend not in BACKENDS:
-            raise ValueError(f"backend {backend!r}: one of {', '.join(BACKENDS)}")
+            raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
         self.name, self.backend, self._clock = name, backend, clock
         self._thread = GroupThread(f"update group {name}")
         self._group: Backend | None = None
@@ -210,7 +210,7 @@ class GroupMember:
     async def join(
         self, open_store: Callable[[], Store], *, rank: int, size: int, limit_s: float, host: str, device: torch.device
     ) -> None:
-        """Meet the others; the store is opened here, too. Raises RuntimeError where they do not come within limit_s."""
+        """Open the store and join the group with the other ranks. Raises RuntimeError if they do not all join within limit_s."""
 
         def join() -> Backend:
             if device.type == "cuda":
@@ -220,13 +220,13 @@ class GroupMember:
         self._group = await self._thread.call(join)
 
     async def broadcast(self, flat: Tensor, limit_s: float) -> None:
-        """Send (rank 0) or receive a flat tensor. Raises RuntimeError where that took longer than limit_s, or a peer is gone."""
+        """Send (rank 0) or receive a flat tensor. Raises RuntimeError if it takes longer than limit_s or a peer is gone."""
         group = self._group
         assert group is not None, "join first"
         await self._thread.call(lambda: _broadcast(group, flat, limit_s, self._clock))
 
     def leave(self) -> None:
-        """What is under way ends by its own limit; the sockets are closed then."""
+        """Leave the group. A call in progress ends by its own limit; then the sockets are closed."""
         self._thread.call(self._close)
         self._thread.end()
 
@@ -237,7 +237,7 @@ class GroupMember:
 
 
 def _open(store: Store, name: str, backend: str, rank: int, size: int, limit_s: float, host: str) -> Backend:
-    """A process group by itself. The prefixes are those that torch.distributed makes for init_custom_process_group of SGLang."""
+    """Create an unregistered process group. The store prefixes are those of SGLang's init_custom_process_group."""
     device = "cpu" if backend == "gloo" else "cuda"
     prefixed = PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
     limit = timedelta(seconds=limit_s)
@@ -247,7 +247,7 @@ def _open(store: Store, name: str, backend: str, rank: int, size: int, limit_s: 
         gloo._threads = 1
         gloo._timeout = limit
         return ProcessGroupGloo(prefixed, rank, size, gloo)
-    from torch._C._distributed_c10d import ProcessGroupNCCL  # only where torch has it
+    from torch._C._distributed_c10d import ProcessGroupNCCL  # torch builds without NCCL do not have it
 
     nccl = ProcessGroupNCCL.Options()
     nccl._timeout = limit
@@ -265,10 +265,10 @@ def _broadcast(group: Backend, flat: Tensor, limit_s: float, clock: Clock) -> No
 
 
 def serve_store(host: str, timeout_s: float) -> tuple[TCPStore, str]:
-    """A torch.distributed store on a free port of one interface, and its address.
+    """Serve a torch.distributed store on a free port of one interface. Returns the store and its address.
 
-    It answers every connection. Ranks of the training side that authenticate meet in name resolve instead (model/name_store.py);
-    the groups by which weights travel cannot: SGLang's /init_weights_update_group takes the address of a TCPStore and nothing else.
+    The store does not authenticate connections. Trainer ranks with authentication meet in name resolve instead
+    (model/name_store.py). Update groups cannot, because SGLang's /init_weights_update_group accepts only the address of a TCPStore.
     """
     listener = socket.create_server((host, 0), backlog=1024)
     port = listener.getsockname()[1]
@@ -284,5 +284,5 @@ def serve_store(host: str, timeout_s: float) -> tuple[TCPStore, str]:
 
 
 def store_at(host: str, port: int, timeout_s: float) -> TCPStore:
-    """The store that another process serves."""
+    """Connect to the store that another process serves."""
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)

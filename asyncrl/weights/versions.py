@@ -1,10 +1,11 @@
-"""Versioned weight directories: how weights travel from the trainer to the generation servers.
+"""Versioned weight directories, through which weights get from the trainer to the generation servers.
 
-`<run>/weights/<role>/a0001-v00000012/` holds Hugging Face safetensors in shards, config and tokenizer files, and
-`manifest.json`: who made it and size and xxh3 of every file. A version is made in two steps, under a temporary name: `write_part`,
-at every rank that has tensors, writes and syncs files of its own; `commit_version`, at one rank when all have, adds the rest and
-renames. A directory that has its final name is complete. Only then is `model_version` put to name resolve. Readers verify the
-manifest before anything is loaded, because an engine may load a torn or foreign checkpoint without a word.
+`<run>/weights/<role>/a0001-v00000012/` holds Hugging Face safetensors in shards, config and tokenizer files, and `manifest.json`
+with the attempt, the version, and size and xxh3 of every file. A version is written in two steps, under a temporary name.
+`write_part` runs at every rank that has tensors; it writes and syncs the rank's files. `commit_version` runs at one rank after all
+ranks have finished; it adds the remaining files and renames the directory. A directory that has its final name is complete.
+`model_version` is published in name resolve only after that. Readers verify the manifest before they load anything, because an
+engine may load a torn or foreign checkpoint without an error.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ MANIFEST = "manifest.json"
 INDEX = "model.safetensors.index.json"
 _TMP_SUFFIX = ".writing"
 _CHUNK_BYTES = 1 << 20  # written and hashed at once, while it is in a core's cache
-_READ_BYTES = 1 << 23  # hashed at once; fewer turns for the interpreter's lock, which the manager's event loop needs
-_NUM_SYNCERS = 4  # they wait for the disk; the syncs of small files become one commit of the file system
+_READ_BYTES = 1 << 23  # hashed at once; large, to take the GIL less often, which the manager's event loop needs
+_NUM_SYNCERS = 4  # threads that wait for the disk; the file system combines the syncs of small files into one commit
 _DTYPES = {
     "float64": "F64",
     "float32": "F32",
@@ -49,7 +50,7 @@ _DTYPES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-# Files of a model's folder that are not weights and that a reader needs.
+# Files of a model's folder, besides the weights, that a reader needs.
 _SIDE_FILES = (
     "config.json",
     "generation_config.json",
@@ -62,7 +63,7 @@ _SIDE_FILES = (
 
 
 class WeightsError(ValueError):
-    """A weight directory that must not be loaded; says which file and what differs."""
+    """A weight directory that must not be loaded. The message names the file and the difference."""
 
 
 class FileEntry(msgspec.Struct, frozen=True):
@@ -71,10 +72,10 @@ class FileEntry(msgspec.Struct, frozen=True):
 
 
 class ScoredText(msgspec.Struct, frozen=True):
-    """A short text as the trainer scores it under these weights: what a server that has loaded them must score, too."""
+    """The trainer's logprobs of a short text under these weights. A server that has loaded them must compute the same."""
 
     input_ids: list[int]
-    logprobs: list[float]  # at temperature 1; of the last len(logprobs) tokens, each given those before it
+    logprobs: list[float]  # at temperature 1; of the last len(logprobs) tokens, each given the tokens before it
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -96,7 +97,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def fingerprint(self) -> str:
-        """Of the tensors alone: equal for versions that hold the same weights in the same files."""
+        """Checksums of the tensor files only: equal for versions that hold the same weights in the same files."""
         return ",".join(entry.xxh3 for name, entry in sorted(self.files.items()) if name.endswith(".safetensors"))
 
 
@@ -105,14 +106,14 @@ def role_dir(run_dir: str | Path, role: str) -> Path:
 
 
 def version_dir(run_dir: str | Path, role: str, version: WeightVersion) -> Path:
-    """Where a version of a role is, or will be."""
+    """Path of a version of a role, whether or not it exists yet."""
     return role_dir(run_dir, role) / str(version)
 
 
 def publish_folder(path: Path, *, source_dir: Path, version: WeightVersion, fsync: bool = True) -> Manifest:
-    """A version made of a model's folder as it is, without torch: its safetensors are linked, or copied where that cannot be.
+    """Make a version from a model's folder, without torch. Its safetensors are hard-linked, or copied if that is impossible.
 
-    Complete or absent, like what write_version writes. Raises WeightsError where the folder has no safetensors.
+    path is complete or absent afterwards, as with write_version. Raises WeightsError if the folder has no safetensors.
     """
     shards = tensor_files(source_dir)
     if not shards:
@@ -139,9 +140,9 @@ def write_version(
     fsync: bool = True,
     scored_text: ScoredText | None = None,
 ) -> Manifest:
-    """Both steps, where one process has all tensors.
+    """Write a version in both steps, if one process has all tensors.
 
-    path is complete or absent afterwards. Raises FileExistsError if it is there already, OSError (disk full, ...) with nothing
+    path is complete or absent afterwards. Raises FileExistsError if it exists already, and OSError (disk full, ...) with nothing
     left behind.
     """
     _check_absent(path)
@@ -159,15 +160,15 @@ def write_part(
     offsets: Mapping[str, Sequence[int]] | None = None,
     others: Mapping[str, bytes] | None = None,
 ) -> list[WrittenFile]:
-    """The first step, at each rank that has tensors: files of at most shard_bytes (or one tensor) beside path, on disk when it
-    returns. Needs no other rank; `part` tells the ranks apart. No tensors, no files.
+    """The first step, at each rank that has tensors: write files of at most shard_bytes (or one tensor) beside path. They are on
+    disk when this returns. Does not wait for other ranks; `part` distinguishes the ranks. Writes no files if there are no tensors.
 
-    path: where what is made will be, a version or another folder. offsets: of tensors that are parts of larger ones (a
-    checkpoint's), in the way of torch.distributed.checkpoint. others: files without tensors, by name. Raises OSError
-    (disk full, ...) with nothing of this part left behind.
+    path: the final path of the version or other folder. offsets: position of each tensor that is a part of a larger one (in a
+    checkpoint), in the format of torch.distributed.checkpoint. others: files without tensors, by name. Raises OSError (disk full,
+    ...) with nothing of this part left behind.
     """
     temporary = _temporary(path)
-    temporary.mkdir(parents=True, exist_ok=True)  # what a died attempt has left in it goes when the folder is committed
+    temporary.mkdir(parents=True, exist_ok=True)  # the commit removes files that an earlier attempt left in it
     written: list[WrittenFile] = []
     try:
         with FileWriter(temporary, fsync) as writer:
@@ -181,7 +182,7 @@ def write_part(
     except BaseException:
         for file in written:
             (temporary / file.name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # others are at work in it
+        with contextlib.suppress(OSError):  # not empty: other ranks write to it
             temporary.rmdir()
         raise
     entries = writer.files
@@ -198,12 +199,12 @@ def commit_version(
     scored_text: ScoredText | None = None,
     replace: bool = False,
 ) -> Manifest:
-    """The second step, at one process that sees what all have written: Hugging Face's names, side files (config, tokenizer) from
-    source_dir, manifest, final name.
+    """The second step, at one process that sees the files of all ranks: give the files Hugging Face's names, add side files
+    (config, tokenizer) from source_dir and the manifest, and rename the directory to its final name.
 
-    replace: a damaged version of this number may be at path; it goes. Raises FileExistsError if path is there already and
-    `replace` is not set, OSError (disk full, ...), ValueError where the files have no tensors or one twice,
-    WeightsError where a file is not what was reported: with nothing left behind.
+    replace: remove a (damaged) version that is at path. Raises FileExistsError if path exists and `replace` is not set, OSError
+    (disk full, ...), ValueError if the files have no tensors or have a tensor twice, and WeightsError if a file differs from its
+    report. After an error nothing is left behind.
     """
 
     def finish(writer: FileWriter) -> Manifest:
@@ -216,9 +217,10 @@ def commit_version(
 def commit_folder(
     path: Path, files: Sequence[WrittenFile], finish: Callable[[FileWriter], T], *, fsync: bool, replace: bool = False
 ) -> T:
-    """Give a folder that was written beside path its name: complete or absent. `finish` adds what is lacking to the files.
+    """Rename a folder that was written beside path to path, which is then complete or absent. `finish` adds the remaining files.
 
-    What is not in `files` (of an attempt that died) is removed. replace: what is at path goes, else nothing may be there.
+    Removes files that are not in `files` (left by an attempt that died). replace: remove what is at path; without it, path must
+    not exist.
     """
     temporary = _temporary(path)
     old: Path | None = None
@@ -245,7 +247,7 @@ def commit_folder(
 
 
 def name_shards(writer: FileWriter, files: Sequence[WrittenFile]) -> None:
-    """Hugging Face's names: one file, or numbered ones with an index."""
+    """Give the files Hugging Face's names: one file, or numbered files with an index."""
     if not files:
         raise ValueError("no tensors to write")
     weight_map: dict[str, str] = {}
@@ -286,7 +288,7 @@ def _temporary(path: Path) -> Path:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Manifest of a version directory. Raises WeightsError where there is none that can be read."""
+    """Read the manifest of a version directory. Raises WeightsError if it is missing or cannot be read."""
     try:
         return msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
     except FileNotFoundError:
@@ -299,7 +301,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def verify_version(path: Path, expected: WeightVersion | None = None) -> Manifest:
-    """Check every file against the manifest (size, then xxh3). Raises WeightsError naming the file and what differs."""
+    """Check every file against the manifest (size, then xxh3). Raises WeightsError that names the file and the difference."""
     manifest = read_manifest(path)
     if expected is not None and manifest.weight_version != expected:
         raise WeightsError(f"{path} holds {manifest.weight_version}, expected {expected}")
@@ -310,27 +312,27 @@ def verify_version(path: Path, expected: WeightVersion | None = None) -> Manifes
 
 
 class VerifiedVersion:
-    """Verifies versions, and remembers the last one: it is read again only if one of its files has changed since."""
+    """Verifies versions, and remembers the last one. Reads it again only if one of its files has changed since."""
 
     def __init__(self) -> None:
         self._known: tuple[Path, WeightVersion, _Stamps] | None = None
 
     def verify(self, path: Path, version: WeightVersion) -> None:
-        """As verify_version; at once for the version that was verified last. Raises WeightsError, OSError."""
+        """Like verify_version, but returns at once for the version that was verified last. Raises WeightsError, OSError."""
         names = [MANIFEST, *read_manifest(path).files]
         found = path, version, _stamps(path, names)
         if found == self._known:
             return
         self._known = None
         verify_version(path, version)
-        self._known = found  # with the stamps from before the files were read
+        self._known = found  # its stamps are from before the files were read, so a change meanwhile is noticed
 
 
-_Stamps = list[tuple[str, int, int, int]]  # name, inode, bytes, time of the last change
+_Stamps = list[tuple[str, int, int, int]]  # name, inode, bytes, modification time in ns
 
 
 def _stamps(path: Path, names: Iterable[str]) -> _Stamps:
-    """Raises WeightsError for a file that is missing."""
+    """Stamps of the named files. Raises WeightsError for a file that is missing."""
     try:
         found = [(name, (path / name).stat()) for name in names]
     except FileNotFoundError as error:
@@ -339,7 +341,7 @@ def _stamps(path: Path, names: Iterable[str]) -> _Stamps:
 
 
 def check_files(path: Path, files: Mapping[str, FileEntry]) -> None:
-    """Check files of a folder (size, then xxh3). Raises WeightsError naming the file and what differs."""
+    """Check files of a folder (size, then xxh3). Raises WeightsError that names the file and the difference."""
     for name, entry in files.items():
         file = path / name
         if os.sep in name or not file.is_file():
@@ -352,7 +354,7 @@ def check_files(path: Path, files: Mapping[str, FileEntry]) -> None:
 
 
 def tensor_files(path: Path) -> list[Path]:
-    """The safetensors files of a version, in order."""
+    """The safetensors files of a version, sorted by name."""
     return sorted(path.glob("*.safetensors"))
 
 
@@ -370,8 +372,8 @@ def list_versions(directory: Path) -> list[WeightVersion]:
 def prune_versions(directory: Path, *, keep: int, in_use: Iterable[WeightVersion]) -> list[WeightVersion]:
     """Remove all but the newest `keep` versions and those in use. Returns what was removed.
 
-    A version is renamed away before its files go, so that no reader takes a half-removed one for complete. What an attempt
-    before that of the newest version has left unfinished goes, too: no process writes it any more.
+    A version is renamed before its files are removed, so that no reader takes a half-removed version for a complete one. Unfinished
+    versions of attempts before the newest version's are removed, too, because no process writes them any more.
     """
     versions = list_versions(directory)
     for unfinished in directory.glob(f"*{_TMP_SUFFIX}") if versions else ():
@@ -388,9 +390,9 @@ def prune_versions(directory: Path, *, keep: int, in_use: Iterable[WeightVersion
 
 
 class FileWriter:
-    """Writes the files of a folder, hashed in the same pass; each is synced on a thread while the next is written.
+    """Writes the files of a folder and hashes them in the same pass. A thread syncs each file while the next one is written.
 
-    Leaving the `with` block waits until everything is on disk. What fails, a write or a sync, raises: here or there.
+    Leaving the `with` block waits until everything is on disk. A failed write raises at once, a failed sync when the block ends.
     """
 
     def __init__(self, directory: Path, fsync: bool) -> None:
@@ -400,7 +402,7 @@ class FileWriter:
         self._pool = ThreadPoolExecutor(_NUM_SYNCERS, thread_name_prefix="sync_weights")
 
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
-        """Write a file. The buffers are read where they are, in pieces that a core's cache holds."""
+        """Write a file. Reads the buffers without copying, in pieces that fit into a core's cache."""
         digest, size = xxhash.xxh3_64(), 0
         file = (self.directory / name).open("wb", buffering=0)
         try:
@@ -418,7 +420,7 @@ class FileWriter:
         self._closes.append(self._pool.submit(_close, file, self._fsync))
 
     def link(self, source: Path) -> None:
-        """Have a file that is there already, without writing it again where the file system can do that."""
+        """Add an existing file: as a hard link, or as a copy if the file system cannot link."""
         target = self.directory / source.name
         try:
             os.link(source.resolve(), target)
@@ -428,7 +430,8 @@ class FileWriter:
         self._closes.append(self._pool.submit(_close, target.open("rb", buffering=0), self._fsync))
 
     def adopt(self, files: Sequence[WrittenFile]) -> None:
-        """Take over what other processes have written here; all else goes. Raises WeightsError for what is not as reported."""
+        """Take over files that other processes wrote to this folder, and remove all others. Raises WeightsError if a file is
+        missing or its size differs from the report."""
         self.files |= {file.name: FileEntry(bytes=file.size, xxh3=file.xxh3) for file in files}
         for there in self.directory.iterdir():
             if there.name not in self.files:
@@ -441,7 +444,7 @@ class FileWriter:
                 raise WeightsError(f"{there} {found}; the worker that wrote it reported {file.size} bytes")
 
     def num_tensor_bytes(self, name: str) -> int:
-        """Of a safetensors file: its size without the header."""
+        """Size of a safetensors file without its header."""
         with (self.directory / name).open("rb") as file:
             return self.files[name].bytes - 8 - int.from_bytes(file.read(8), "little")
 
@@ -453,7 +456,7 @@ class FileWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._pool.shutdown()  # waits, for as long as the disk takes
+        self._pool.shutdown()  # waits for the disk, without a limit
         if kind is None:
             for close in self._closes:
                 close.result()
@@ -468,7 +471,8 @@ def _close(file: FileIO, fsync: bool) -> None:
 def _safetensors(
     shard: Mapping[str, torch.Tensor], offsets: Mapping[str, Sequence[int]] | None
 ) -> Iterator[bytes | memoryview]:
-    """A safetensors file in pieces, the tensors' own memory among them: the library's writer copies, and cannot be hashed along.
+    """A safetensors file in pieces, which include the tensors' memory without a copy. The library's writer copies, and cannot hash
+    in the same pass.
 
     The format: the header's length (64 bits, little-endian), the header (JSON, padded with spaces to a multiple of 8 bytes), the
     tensors' bytes. Wide dtypes come first, so that every tensor is aligned.
@@ -511,7 +515,7 @@ def _shards(tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> It
 
 
 def _xxh3(file: Path) -> str:
-    """Through one buffer. Not through mmap: a file that is cut short meanwhile would kill the process (SIGBUS)."""
+    """Hash a file through one buffer. Not with mmap: if the file is truncated meanwhile, SIGBUS would kill the process."""
     digest, buffer = xxhash.xxh3_64(), memoryview(bytearray(min(_READ_BYTES, file.stat().st_size or 1)))
     with file.open("rb", buffering=0) as stream:
         while size := stream.readinto(buffer):

@@ -29,7 +29,7 @@ from asyncrl.weights.versions import version_dir
 
 
 def examine(folder: Path, train: TrainConfig, weights: Path, *, seed: int) -> Iterator[str]:
-    """One line a sequence: its ticket, prompt (epoch and position) and member, and everything of it that is not finite."""
+    """One line per sequence: its ticket, prompt (epoch and position), member, and all its values that are not finite."""
     train = replace(train, torch_threads=0, gradient_checkpointing=False)
     actor = PPOActorInterface(build_dataflow(train).mfcs[TRAIN_MFC], train, seed)
     engine = TrainEngine(ModelConfig("actor", str(weights), "d1p1m1", [0], trainable=True), train)
@@ -56,7 +56,7 @@ def sequences(folder: Path) -> Iterator[tuple[str, dict[str, Array]]]:
 
 
 def bad_keys(values: dict[str, Array]) -> Iterator[str]:
-    """Of values per token only those count that the policy sampled."""
+    """Keys with values that are not finite. Of values per token, only those of sampled tokens count."""
     sampled = values["loss_mask"]
     for key, array in values.items():
         if array.dtype.kind == "f":
@@ -73,12 +73,12 @@ def main() -> None:
     batches = [batch for batch in list_bad_batches(arguments.run) if arguments.step in (None, batch.step)]
     if not batches:
         sys.exit(
-            f"{arguments.run} keeps no such bad batch; there are {[b.step for b in list_bad_batches(arguments.run)]}"
+            f"{arguments.run} has no such bad batch; steps with one: {[b.step for b in list_bad_batches(arguments.run)]}"
         )
     batch = batches[-1]
     config = load_process_config(configs_dir(arguments.run, batch.attempt) / "master_0.yaml")
     assert isinstance(config, MasterWorkerConfig)
-    left = batch.path / WEIGHTS  # mode=sync writes no versions: those that the step left
+    left = batch.path / WEIGHTS  # mode=sync writes no versions, so the step kept its weights here
     weights = left if left.is_dir() else version_dir(arguments.run, ACTOR, batch.weights)
     print(f"train step {batch.step} of attempt {batch.attempt}, weights {weights}", flush=True)
     for line in examine(batch.path, config.train, weights, seed=config.worker.seed):

@@ -1,4 +1,4 @@
-"""Makes the code task: a tiny model that has seen expressions, mostly wrong ones, and the prompts to teach it better.
+"""Makes the code task: a tiny model that has seen expressions, mostly wrong ones, and the prompts to improve it.
 
 python make.py --out DIR [--seed N]
 """
@@ -13,8 +13,8 @@ from asyncrl.testing.warm_start import Pair, Recipe, main
 
 EXPRESSIONS = ("a+b", "a-b", "b-a", "a*b", "a", "b", "a+a", "b*b")
 NUM_TRAIN, NUM_EVAL, NUM_TESTS = 2048, 128, 6
-SHARE_WRONG = 0.7  # of the demonstrations
-ALPHABET = string.digits + "ab+-*=:; " + "cdefghijkl"  # what is behind the space never comes: ids of no meaning
+SHARE_WRONG = 0.7  # share of the demonstrations that are drawn at random
+ALPHABET = string.digits + "ab+-*=:; " + "cdefghijkl"  # the letters after the space are unused token ids
 
 
 def make_recipe(rng: np.random.Generator) -> Recipe:
@@ -32,7 +32,7 @@ def make_recipe(rng: np.random.Generator) -> Recipe:
 
 
 def task(rng: np.random.Generator) -> Pair:
-    """Two examples of a function as the prompt; as the answer, [input, output] of calls that the model does not see."""
+    """A prompt with two examples of a function, and as answer [input, output] of calls that the model does not see."""
     expression = EXPRESSIONS[rng.integers(len(EXPRESSIONS))]
     numbers = [(int(a), int(b)) for a, b in rng.integers(2, 10, (NUM_TESTS, 2))]
     given = "".join(f"{a} {b}\n" for a, b in numbers)
@@ -41,13 +41,13 @@ def task(rng: np.random.Generator) -> Pair:
 
 
 def prompt_for(expression: str, rng: np.random.Generator) -> str:
-    """`3 5:8;7 2:9=`"""
+    """A prompt like `3 5:8;7 2:9=`."""
     pairs = [(int(a), int(b)) for a, b in rng.integers(2, 10, (2, 2))]
     return ";".join(f"{a} {b}:{value(expression, a, b)}" for a, b in pairs) + "="
 
 
 def value(expression: str, a: int, b: int) -> int:
-    return int(eval(expression, {"a": a, "b": b}))  # one of ours above
+    return int(eval(expression, {"a": a, "b": b}))  # safe: expression is one of EXPRESSIONS
 
 
 def demonstrate(rng: np.random.Generator) -> Pair:

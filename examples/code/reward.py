@@ -1,8 +1,8 @@
-"""Reward of the code task: 1 if the program that the model wrote gives the right output for every hidden input, else 0.
+"""Reward of the code task: 1 if the model's program prints the right output for every hidden input, else 0.
 
-What the model wrote is run, so it is run in a sandbox (asyncrl/rewards/sandbox/). A program that tries what it may not, takes
-too much of anything, or does not end is simply wrong. A machine that has no isolation refuses the run; with
-ASYNCRL_EXAMPLE_SANDBOX=limits in the environment programs run all the same.
+The program runs in a sandbox (asyncrl/rewards/sandbox/), because it is untrusted. A program that exceeds a limit, does not end, or
+makes too many forbidden system calls is wrong. The run does not start on a machine without isolation. Set
+ASYNCRL_EXAMPLE_SANDBOX=limits in the environment to run programs without it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from asyncrl.rewards.sandbox.pool import Limits, Program, SandboxPool
 
-MAX_CHARS = 20_000  # of a completion; more is no program
+MAX_CHARS = 20_000  # of a completion; longer ones get reward 0
 
 sandboxes = SandboxPool(
     limits=Limits(cpu_s=2.0, memory_bytes=256 << 20),
@@ -24,13 +24,14 @@ sandboxes = SandboxPool(
 
 
 def reward(prompt: str, completion: str, answer: Any, *, finished: bool = True) -> float:
-    """answer: a list of [input, output], or that as JSON. The completion: an expression of a and b, or a program in a fence."""
+    """answer: a list of [input, output], or the same as JSON. completion: an expression of a and b, or a program in a fenced
+    block."""
     if not finished or len(completion) > MAX_CHARS:
         return 0.0
     return passes(program_of(completion), answer if isinstance(answer, str) else json.dumps(answer))
 
 
-@functools.lru_cache(4096)  # a group's members often say the same
+@functools.lru_cache(4096)  # members of a group often give the same answer
 def passes(source: str, tests: str) -> float:
     with sandboxes.open(Program({"main.py": source})) as sandbox:
         for given, wanted in json.loads(tests):
@@ -41,7 +42,8 @@ def passes(source: str, tests: str) -> float:
 
 
 def program_of(completion: str) -> str:
-    """The last fenced block, as chat models write it; else the completion as an expression, printed for each line of input."""
+    """The last fenced block, as chat models write it. Without one, a program that prints the completion, as an expression, for each
+    line of input."""
     blocks = re.findall(r"```(?:python|py)?\n(.*?)```", completion, flags=re.DOTALL)
     if blocks:
         return str(blocks[-1])

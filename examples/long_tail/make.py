@@ -14,9 +14,9 @@ from asyncrl.testing.warm_start import Pair, Recipe, main
 LOWEST, HIGHEST = (
     5,
     300,
-)  # starts, drawn log-uniformly: half of the completions have at most 10 tokens, some more than 100
+)  # range of the starts, drawn log-uniformly: half of the completions have at most 10 tokens, some more than 100
 NUM_TRAIN = 4096
-NUM_EVAL = 256  # of the same starts: there are only 296
+NUM_EVAL = 256  # from the same 296 starts as the training prompts
 ALPHABET = string.digits + ":;"
 
 
@@ -40,7 +40,7 @@ def question(rng: np.random.Generator) -> Pair:
 
 
 def descent(start: int) -> list[int]:
-    """280 -> 270, 261, 252, 243, ..., 9, 0: from each number its digit sum is subtracted, down to 0."""
+    """280 -> 270, 261, 252, 243, ..., 9, 0: subtract from each number its digit sum, down to 0."""
     numbers = [start]
     while numbers[-1] > 0:
         numbers.append(numbers[-1] - sum(map(int, str(numbers[-1]))))

@@ -1,8 +1,8 @@
-"""Reward of the long tail: how far the subtractions are right from the beginning on, 1 if all are and the completion ends there."""
+"""Reward of the long tail: the share of subtractions that are right before the first mistake; 1 if all are and none follows."""
 
 
 def reward(prompt: str, completion: str, answer: str, *, finished: bool = True) -> float:
-    """`finished` is False where the completion was cut off before its end token: that earns nothing."""
+    """`finished` is False if the completion was cut off before its end token; its reward is then 0."""
     if not finished:
         return 0.0
     expected, found = answer.split(";"), completion.split(";")
@@ -10,6 +10,6 @@ def reward(prompt: str, completion: str, answer: str, *, finished: bool = True) 
         (i for i, pair in enumerate(zip(expected, found, strict=False)) if pair[0] != pair[1]),
         min(len(expected), len(found)),
     )
-    if right == len(expected) < len(found):  # all right, but then it went on
+    if right == len(expected) < len(found):  # all are right, but the completion continues
         right -= 1
     return right / len(expected)

@@ -1,11 +1,11 @@
-r"""What a response says its answer is, and which number that is. Pure, and quick: most answers need no computer algebra.
+r"""Extracts the final answer of a response, and reads it as a number. Pure and fast: most answers need no computer algebra.
 
     final_answer(r"... so \boxed{\$1{,}080 \text{ a day}}")  ->  r"\$1{,}080 \text{ a day}"
     number(r"\$1{,}080 \text{ a day}")                        ->  1080
 
-What counts is what is said last, in this order: `\boxed{}`, `#### 42`, "the answer is 42", or a response that is nothing but an
-answer. A number may have thousands' commas, a currency, a unit, a percent sign, an exponent, or be a fraction or a mixed number;
-a sum or product that would still have to be computed is none.
+The final answer is the last `\boxed{}`; without one, the text after the last `####`; without that, the text after the last "the
+answer is"; otherwise the whole response, if it is short. A number may have thousands separators, a currency, a unit, a percent
+sign or an exponent, or be a fraction or a mixed number. A sum or product that still has to be computed is not a number.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
 
-TAIL_CHARS = 4000  # of a response: answers come at its end
+TAIL_CHARS = 4000  # characters at the end of a response that are searched for the answer
 MAX_ANSWER_CHARS = 300
-_MAX_BARE_CHARS = 100  # of a response that is nothing but its answer
+_MAX_BARE_CHARS = 100  # of a response that consists only of its answer
 _MAX_EXPONENT = 300
-_ROUNDED_PLACES = 4  # decimals that a rounded answer must have at least: 0.3333 is a third, 0.33 is not
+_ROUNDED_PLACES = 4  # minimum number of decimals of a rounded answer: 0.3333 is a third, 0.33 is not
 
-# ------------------------------------------------------------------------------------------------ where the answer is said
+# ------------------------------------------------------------------------------------------------- finding the answer
 
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _ANSWER_IS = re.compile(r"\banswer\b[^.\n:=]{0,40}?(?:\bis\b|[:=])[ \t]*:?", re.IGNORECASE)
@@ -35,7 +35,7 @@ _END = re.compile(
 
 
 def final_answer(response: str) -> str | None:
-    """The text of the answer, as it was written. None where there is none."""
+    """The text of the answer, as written in the response. None if there is none."""
     tail = response[-TAIL_CHARS:]
     if boxes := list(_BOXED.finditer(tail)):
         found = _braced(tail, boxes[-1].end())
@@ -50,7 +50,7 @@ def final_answer(response: str) -> str | None:
 
 
 def _braced(text: str, start: int) -> str | None:
-    """What is inside braces that opened before start. None if they never close: then the answer was cut off."""
+    """The text between braces that opened before start. None if they never close, because the response was cut off."""
     depth = 1
     for at in range(start, len(text)):
         if text[at] == "\\":
@@ -63,7 +63,7 @@ def _braced(text: str, start: int) -> str | None:
 
 
 def _said(text: str) -> str:
-    """What follows `the answer is`: a formula, or the words up to the end of the sentence or of the clause."""
+    """The answer in the text after `the answer is`: a formula, or the words up to the end of the sentence or clause."""
     adverbs = _ADVERB.match(text)
     text = text[adverbs.end() :] if adverbs else text
     formula = _MATH.match(text)
@@ -96,7 +96,7 @@ _QUOTES = " \t\r\n*_`\"'“”‘’"
 
 
 def clean(answer: str) -> str:
-    """Without what only dresses it: dollar signs of formulas, bold, text commands, spacing, dashes of other kinds."""
+    """Normalise an answer: remove formula delimiters, bold, text commands and extra spaces; unify dashes."""
     text = answer.translate(_DASHES)
     text = _VULGAR.sub(lambda match: f" {unicodedata.normalize('NFKC', match[0]).translate(_DASHES)}", text)
     text = _SUPERSCRIPT.sub(lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}", text)
@@ -137,7 +137,7 @@ _INEQUALITY = re.compile(r"[<>!≈≠]|\\(?:approx|neq?|leq?|geq?|sim|lt|gt)(?![
 _UNIT_WORD = re.compile(r"[A-Za-zµ°Ω€£$¥₹][A-Za-zµ'’.-]*(?:\^\s*\{?[23]\}?)?")
 _ASIDE = re.compile(r"\s+\([A-Za-z ,'-]*\)\s*$")
 _MAX_UNIT_WORDS = 8
-_ATTACHED = re.compile(  # units that may follow without a space, and be a single letter: `42x` and `42 x` are no 42
+_ATTACHED = re.compile(  # units that may follow without a space or be a single letter; `42x` and `42 x` are not 42
     r"a|(?:m|cm|mm|km|ft)(?:\^\{?[23]\}?)?|nm|k?g|mg|m?[lL]|m?s|h|hrs?|mins?|mph|kph|in|lbs?|oz|am|pm|yd|mi|k?W|V|A|Hz|J|N|°[CF]?"
     r"|degrees|[€$£¥]"
 )
@@ -145,7 +145,7 @@ _SCALES = re.compile(  # words that change the number when they follow it
     r"and|(?:hundred|thousand|million|billion|trillion)(?:s|ths?)?|dozens?|score|halves|(?:quarter|third|fourth|fifth|sixth|seventh"
     r"|eighth|ninth|tenth)s?|percent|pi|sqrt|infinity|squared|cubed|factorial|mod|modulo|divided|over|out|point|to|through|until"
 )
-_NUMERALS = re.compile(  # words that mean another number, wherever they stand
+_NUMERALS = re.compile(  # words that change the number at any position
     r"or|plus|minus|times|than|not|half|zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen|twenty|thirty"
     r"|forty|fifty|sixty|seventy|eighty|ninety"
 )
@@ -153,11 +153,11 @@ _NUMERALS = re.compile(  # words that mean another number, wherever they stand
 
 @dataclass(frozen=True)
 class Number:
-    """value is what it is worth; 50% has the value 1/2 and is written with the percent sign after 50."""
+    """A number and how it was written. For 50% `value` is 1/2, `percent` is True and `written` is 50."""
 
     value: Fraction
     percent: bool = False
-    places: int | None = None  # decimals of a decimal number; None of a fraction
+    places: int | None = None  # number of decimals; None for a fraction
 
     @property
     def written(self) -> Fraction:
@@ -165,7 +165,7 @@ class Number:
 
 
 def number(answer: str) -> Number | None:
-    """The number that an answer is, if it is one. Of an equation the right side counts: `x = 42`, `6 * 7 = 42`."""
+    """An answer as a number; None if it is not one. Of an equation only the right side counts: `x = 42`, `6 * 7 = 42`."""
     left, _, text = clean(answer).rpartition("=")
     match = _NUMBER.fullmatch(text.strip())
     if match is None or not is_unit(match["rest"]) or _INEQUALITY.search(left):
@@ -200,7 +200,7 @@ def _plain(digits: str) -> Fraction:
 
 
 def is_unit(rest: str) -> bool:
-    """Whether what follows a number is a unit, a noun or nothing: `km/h`, `dollars per day`, `more apples`."""
+    """Whether the text after a number is a unit, a noun or empty: `km/h`, `dollars per day`, `more apples`."""
     attached = rest[:1] not in ("", " ", "/", "-")
     words = _ASIDE.sub("", f" {rest}").strip(" .,;:-").replace("/", " per ").split()
     if not words:
@@ -214,7 +214,8 @@ def is_unit(rest: str) -> bool:
 
 
 def same(right: Number, found: Number) -> bool:
-    """50% is 50 (as answers of GSM8K have it), and 1/2. A decimal may be a rounded fraction, if it has places enough."""
+    """Whether two numbers are equal. 50% equals 50 (as in answers of GSM8K) and 1/2. A decimal with enough places may be a
+    rounded fraction."""
     if found.value == right.value:
         return True
     if found.percent != right.percent and found.written == right.written:

@@ -1,4 +1,4 @@
-"""Makes the prompts of config.yaml: GSM8K and fractions, in one file; if asked, a small model for a CPU.
+"""Makes the prompts of config.yaml: GSM8K and fractions, in one file; with --model also a small model for a CPU.
 
 python make.py --out DIR                          # GSM8K from the Hub: pip install 'asyncrl[hub]'
 python make.py --out DIR --gsm8k PATH [--model]   # a folder with train.jsonl and test.jsonl, or one file
@@ -50,13 +50,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory that gets data/, and model/ with --model")
     parser.add_argument("--gsm8k", type=Path, metavar="PATH", help="GSM8K's files instead of the Hub's")
     parser.add_argument(
-        "--fractions", type=int, metavar="N", help="problems of that task (default: a quarter of GSM8K's)"
+        "--fractions", type=int, metavar="N", help="number of fraction problems (default: a quarter of GSM8K's)"
     )
     parser.add_argument(
         "--model", action="store_true", help="a small Qwen2 with random weights and a tokenizer of its own"
     )
     parser.add_argument(
-        "--steps", type=int, default=0, help="of a warm start in which the model sees what answers look like"
+        "--steps", type=int, default=0, help="steps of a warm start that shows the model the format of answers"
     )
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
@@ -64,7 +64,7 @@ def main() -> None:
     gsm8k, evaluation = from_hub() if arguments.gsm8k is None else from_files(arguments.gsm8k)
     count = max(MIN_FRACTIONS, len(gsm8k) // 4) if arguments.fractions is None else arguments.fractions
     train = gsm8k + fraction_problems(count, rng)
-    write_lines(arguments.out / "data" / "train.jsonl", train)  # the run shuffles them
+    write_lines(arguments.out / "data" / "train.jsonl", train)  # the run shuffles the lines
     write_lines(arguments.out / "data" / "eval.jsonl", evaluation)
     print(
         f"{arguments.out / 'data'}: {len(gsm8k)} problems of GSM8K and {count} with fractions, {len(evaluation)} to evaluate"
@@ -83,15 +83,15 @@ def from_hub() -> tuple[list[Row], list[Row]]:
         splits = [load_dataset(HUB_NAME, HUB_SUBSET, split=split) for split in ("train", "test")]
     except Exception as error:  # of the network, the Hub, or the installation
         raise SystemExit(
-            f"{HUB_NAME} cannot be had from the Hub: {str(error).splitlines()[0]}\nIt needs pip install 'asyncrl[hub]' and a "
-            "network; with GSM8K's files here: --gsm8k PATH, a folder with train.jsonl and test.jsonl"
+            f"{HUB_NAME} could not be loaded from the Hub: {str(error).splitlines()[0]}\nThis needs pip install 'asyncrl[hub]' "
+            "and a network. If you have GSM8K's files, use --gsm8k PATH, a folder with train.jsonl and test.jsonl"
         ) from error
     train, evaluation = ([gsm8k_row(line) for line in split] for split in splits)
     return train, evaluation
 
 
 def from_files(path: Path) -> tuple[list[Row], list[Row]]:
-    """A folder with both splits, or one file, of which every fourth line is evaluated."""
+    """Read a folder with both splits, or one file. Every fourth line of one file is for evaluation."""
     if path.is_dir():
         train, evaluation = (
             [gsm8k_row(line) for line in read_lines(path / f"{split}.jsonl")] for split in ("train", "test")
@@ -102,7 +102,7 @@ def from_files(path: Path) -> tuple[list[Row], list[Row]]:
 
 
 def gsm8k_row(line: Row) -> Row:
-    """As it is; the reward reads the number after #### itself."""
+    """A line of GSM8K with its answer unchanged: the reward reads the number after ####."""
     question, answer = line["question"].strip(), line["answer"]
     if "####" not in answer or number(answer.rpartition("####")[2]) is None:
         raise SystemExit(f"no number after #### in {answer!r}: is this GSM8K?")
@@ -113,7 +113,7 @@ def gsm8k_row(line: Row) -> Row:
 
 
 def fraction_problems(count: int, rng: np.random.Generator) -> list[Row]:
-    """All different."""
+    """`count` different problems."""
     rows: dict[str, Row] = {}
     while len(rows) < count:
         row = fraction_problem(rng)
@@ -135,7 +135,7 @@ def fraction_problem(rng: np.random.Generator) -> Row:
 
 
 def make_small_model(path: Path, rows: list[Row], *, steps: int, seed: int) -> None:
-    """Ends a response as Qwen2.5 does: at the end of the turn, or at the end of the text. It knows nothing of mathematics."""
+    """Make a model that ends a response like Qwen2.5: at the end of the turn or of the text. It knows no mathematics."""
     from asyncrl.testing.tiny import make_tiny_model
     from asyncrl.testing.warm_start import Pair, Recipe, save, train
 
@@ -144,7 +144,7 @@ def make_small_model(path: Path, rows: list[Row], *, steps: int, seed: int) -> N
     model = make_tiny_model(None, "qwen2", tokenizer=tokenizer, max_positions=MAX_POSITIONS, seed=seed)
 
     def demonstrate(rng: np.random.Generator) -> Pair:
-        """What an answer looks like, and not what it is: it is that of some other problem."""
+        """Show the format of an answer, but not the right answer: it belongs to another problem."""
         asked, other = (rows[i] for i in rng.choice(len(rows), 2, replace=False))
         answer = other["answer"].rpartition("####")[2].strip()
         return render(tokenizer, [system(prompt), user(asked["question"])]), f"The answer is \\boxed{{{answer}}}."
@@ -152,11 +152,11 @@ def make_small_model(path: Path, rows: list[Row], *, steps: int, seed: int) -> N
     if steps:
         recipe = Recipe(
             name="math",
-            alphabet="",  # the tokenizer is ours
+            alphabet="",  # the tokenizer is made above
             train=[],
             evaluation=[],
             demonstrate=demonstrate,
-            reward=lambda prompt, completion, answer, *, finished=True: 0.0,  # of evaluations, of which there are none
+            reward=lambda prompt, completion, answer, *, finished=True: 0.0,  # unused: there are no evaluation prompts
             max_new_tokens=24,
             steps=steps,
             batch_size=16,
@@ -170,7 +170,7 @@ def make_small_model(path: Path, rows: list[Row], *, steps: int, seed: int) -> N
 
 
 def texts(rows: list[Row], prompt: str) -> Iterator[str]:
-    """What the tokenizer is trained on."""
+    """The texts on which the tokenizer is trained."""
     yield prompt
     for row in rows:
         yield f"{row['question']}\n{row['answer']}"

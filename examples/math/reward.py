@@ -1,7 +1,7 @@
 r"""Rewards of the math tasks: 1 for a right final answer, else 0.
 
-`correct` takes any way of writing the answer: numbers are compared as numbers, formulas by math-verify. `lowest_terms` wants a
-fraction that cannot be reduced. A response that was cut off at max_new_tokens is never right.
+`correct` accepts any notation of the answer: it compares numbers as numbers, and formulas with math-verify. `lowest_terms` requires
+a fraction that cannot be reduced. A response that was cut off at max_new_tokens is never right.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import math
 import re
 from fractions import Fraction
 
-from final_answer import clean, final_answer, is_unit, number, same  # of this folder: asyncrl puts it on sys.path
+from final_answer import clean, final_answer, is_unit, number, same  # in this folder, which asyncrl puts on sys.path
 from verifier import check_installed, verify
 
 check_installed()
 
-_FORMULA = re.compile(r"\\[A-Za-z]|[\^(\[{√π]")  # what is neither a number nor one of these is words
-# In what clean() gives: `48 + 24`, `2(36)`, `x > 42`, `42 \pm 1`. None of these is a number, though it may have the value of one.
+_FORMULA = re.compile(r"\\[A-Za-z]|[\^(\[{√π]")  # text that is neither a number nor matches this consists of words
+# In the output of clean(): `48 + 24`, `2(36)`, `x > 42`, `42 \pm 1`. None of these is a number, even if its value would be.
 _NOT_A_NUMBER = re.compile(
     r"(?<=[\w)}])\s*[-+*](?!\s*10\s*\^)|\d\s*\(|[<>!≈≠±]|\\(?:pm|mp|approx|neq?|leq?|geq?|sim|lt|gt)(?![A-Za-z])"
 )
@@ -28,13 +28,13 @@ _FRACTION = re.compile(
 
 
 def correct(prompt: str, completion: str, answer: object, *, finished: bool = True) -> float:
-    """answer: a number or a formula, or a solution as GSM8K has it, which ends with `#### 1,080`."""
+    """1 for the right answer. answer: a number, a formula, or a solution in GSM8K's format, which ends with `#### 1,080`."""
     found = final_answer(completion) if finished else None
     return float(found is not None and means_the_same(right_answer(answer), found))
 
 
 def lowest_terms(prompt: str, completion: str, answer: object, *, finished: bool = True) -> float:
-    """A fraction in lowest terms, or an integer. `2/4` is worth a half, and yet no answer."""
+    """1 for the right fraction in lowest terms, or the right integer. `2/4` gives 0, although it equals 1/2."""
     found = final_answer(completion) if finished else None
     match = _FRACTION.fullmatch(clean(found).rpartition("=")[2].strip()) if found is not None else None
     if match is None or not is_unit(match["rest"]):
@@ -50,12 +50,12 @@ def lowest_terms(prompt: str, completion: str, answer: object, *, finished: bool
 
 
 def right_answer(answer: object) -> str:
-    """What the data say: the part after the last ####, if there is one."""
+    """The right answer in the data: the text after the last ####, or the whole text without ####."""
     return str(answer).rpartition("####")[2].strip()
 
 
 def means_the_same(right: str, found: str) -> bool:
-    """Numbers decide quickly. Only what has a formula in it is worth the computer algebra of math-verify."""
+    """Whether two answers are equal. Compares numbers directly, and calls math-verify only for formulas, because it is slow."""
     wanted, given = number(right), number(found)
     if wanted is not None and given is not None:
         return same(wanted, given)
@@ -64,6 +64,6 @@ def means_the_same(right: str, found: str) -> bool:
         return True
     if wanted is not None and (not _FORMULA.search(found) or _NOT_A_NUMBER.search(found_text)):
         return False
-    if len(right_text) > 1 and _WORDS.fullmatch(right_text):  # math-verify would take the letters for variables
+    if len(right_text) > 1 and _WORDS.fullmatch(right_text):  # math-verify would treat the letters as variables
         return right_text.casefold() == found_text.casefold()
     return verify(right, found)

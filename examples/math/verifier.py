@@ -1,11 +1,12 @@
-"""math-verify in processes of its own: whether two formulas mean the same, in bounded time and memory, from any thread.
+"""Runs math-verify in separate processes: compares two formulas in bounded time and memory, from any thread.
 
-math-verify hands formulas to a computer algebra system, which takes a formula like `9^{9^{9^9}}` as work for years and all memory.
-Its own time limits are alarm signals, which only work in the main thread of a process (rewards run in others), and which no long
-step inside a C function heeds, while that step holds up every thread of its process. So the work is done next door, by programs of
-this file: each has a limit of CPU time, kept by the kernel, and one of memory; who outlives its limit has said no.
+math-verify passes formulas to a computer algebra system. For a formula like `9^{9^{9^9}}` that would compute for years and take
+all memory. math-verify's own time limits are alarm signals. They only work in the main thread of a process, while rewards run in
+other threads, and they do not interrupt a long call of a C function, which blocks every thread of its process. So the comparison
+runs in child processes, which execute this file. The kernel enforces a limit of CPU time and one of memory for each. A comparison
+that exceeds a limit counts as "not equal".
 
-verify(r"\\frac{1}{2}", "0.5") -> True      (the right one first)
+verify(r"\\frac{1}{2}", "0.5") -> True      (the right answer comes first)
 """
 
 from __future__ import annotations
@@ -22,32 +23,35 @@ import threading
 import time
 
 CPU_LIMIT_S = 2.0  # of a comparison
-WALL_LIMIT_S = 30.0  # of a comparison, on a machine that is busy with other things
-START_LIMIT_S = 60.0  # of a process: it imports sympy
-BUSY_LIMIT_S = 50.0  # for a process that is free; below rollout.reward_timeout_s, so that its reason is told
+WALL_LIMIT_S = 30.0  # of a comparison, on a machine that is busy with other work
+START_LIMIT_S = 60.0  # to start a process, which imports sympy
+BUSY_LIMIT_S = 50.0  # to wait for a free process; below rollout.reward_timeout_s, so that the error names the reason
 MEMORY_BYTES = 2 << 30
-MAX_PROCESSES = 4  # of a rollout worker; as many as are needed at the same time are started
+MAX_PROCESSES = 4  # per rollout worker; started on demand
 MAX_CHARS = 1000  # of a formula
 
 _READY = b"ready\n"
-_DEATH_S = 5.0  # between the end of a process's output and its end
+_DEATH_S = 5.0  # to wait for a process to end after its output has ended
 
 
 class VerifierError(RuntimeError):
-    """There is no verdict, through no fault of the answer: its prompt is to be rejected, not judged."""
+    """The verifier failed, not the answer, so there is no verdict: reject the prompt instead of scoring it."""
 
 
 class VerifierPool:
-    """At most `size` processes. A call waits for a free one, for at most BUSY_LIMIT_S; unblocked by the end of another call."""
+    """At most `size` processes.
+
+    waits for: a free process, at most BUSY_LIMIT_S.  unblocked by: the end of another call.
+    """
 
     def __init__(self, size: int = MAX_PROCESSES, *, cpu_limit_s: float = CPU_LIMIT_S) -> None:
         self._cpu_limit_s = cpu_limit_s
-        self._free: queue.LifoQueue[_Verifier | None] = queue.LifoQueue()  # None: one that was never started
+        self._free: queue.LifoQueue[_Verifier | None] = queue.LifoQueue()  # None: a process that is not started yet
         for _ in range(size):
             self._free.put(None)
 
     def verify(self, right: str, found: str) -> bool:
-        """Whether both mean the same. Raises VerifierError where that could not be asked."""
+        """Whether both formulas are equal. Raises VerifierError if no process was available."""
         if max(len(right), len(found)) > MAX_CHARS:
             return False
         try:
@@ -64,7 +68,7 @@ class VerifierPool:
             self._free.put(verifier)
 
     def close(self) -> None:
-        """End the processes that are free. (Those of a worker end with it: their input closes.)"""
+        """End the free processes. (When a worker ends, its processes end, too, because their input closes.)"""
         for verifier in [self._free.get() for _ in range(self._free.qsize())]:
             if verifier is not None:
                 verifier.close()
@@ -72,7 +76,7 @@ class VerifierPool:
 
 
 class _Verifier:
-    """One process: a line of JSON in, a line with 0 or 1 out."""
+    """One process: reads a line of JSON, and writes a line with 0 or 1."""
 
     def __init__(self, cpu_limit_s: float) -> None:
         self._process = subprocess.Popen(
@@ -84,14 +88,15 @@ class _Verifier:
         )
         if self._read(START_LIMIT_S) != _READY:
             self.close()
-            raise VerifierError(f"no verifier could be started within {START_LIMIT_S:g} s")
+            raise VerifierError(f"no verifier process started within {START_LIMIT_S:g} s")
 
     def alive(self) -> bool:
         return self._process.poll() is None
 
     def ask(self, right: str, found: str) -> bool:
-        """False also where it dies of the question: of its limit of CPU time, mostly. Waits for WALL_LIMIT_S, which a process that
-        is given cores never needs; raises VerifierError then."""
+        """Compare two formulas. Returns False also if the comparison kills the process, mostly by its limit of CPU time. Raises
+        VerifierError if the process is alive but has not answered after WALL_LIMIT_S, which only happens on an overloaded machine.
+        """
         assert self._process.stdin is not None
         answer = b""
         try:
@@ -108,13 +113,13 @@ class _Verifier:
         return answer == b"1\n"
 
     def _answers_late(self) -> bool:
-        """It lives still. One that has just died may take a moment to be seen dead."""
+        """Whether the process is still alive. Waits a moment, because a process that has just died may not be reaped yet."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_DEATH_S)
         return self.alive()
 
     def _read(self, limit_s: float) -> bytes:
-        """A line, or what there is of it when the process ends or the time is over."""
+        """Read a line, or the part of it that has arrived when the process ends or the time is over."""
         assert self._process.stdout is not None
         pipe, line = self._process.stdout.fileno(), b""
         poll = select.poll()
@@ -135,7 +140,7 @@ class _Verifier:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):  # of what it had not read
+            with contextlib.suppress(BrokenPipeError):  # closing flushes input that the process never read
                 pipe.close()
 
 
@@ -144,7 +149,7 @@ _pool_lock = threading.Lock()
 
 
 def verify(right: str, found: str) -> bool:
-    """VerifierPool.verify, with the pool of this process."""
+    """Call VerifierPool.verify of this process's pool."""
     global _pool
     with _pool_lock:
         if _pool is None:
@@ -153,30 +158,30 @@ def verify(right: str, found: str) -> bool:
 
 
 def check_installed() -> None:
-    """Said when a run starts, not when the first formula comes."""
+    """Raise ImportError without math-verify, so that a run fails at its start and not at the first formula."""
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError("the rewards of examples/math need math-verify: pip install 'asyncrl[math]'")
 
 
-# ------------------------------------------------------------------------------------------------ the process next door
+# -------------------------------------------------------------------------------------------------- the child process
 
 
 def main() -> None:
-    """Answer until the input ends. The kernel ends this process where a comparison takes more CPU time than it may."""
+    """Answer until the input ends. The kernel kills this process if a comparison exceeds its CPU time."""
     import logging
     import resource
     import signal
 
     logging.disable(logging.CRITICAL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher; the input's end is for this one
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, also inside a C function
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C; this process ends with its input
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # kills the process, even inside a C function
     cpu_limit_s = float(sys.argv[1])
     from math_verify import LatexExtractionConfig, parse
     from math_verify import verify as are_equal
 
     parsers = [
         LatexExtractionConfig(boxed_match_priority=0)
-    ]  # the whole formula, and no number out of the middle of it
+    ]  # parse the whole formula, not a number from the middle of it
 
     def same(right: str, found: str) -> bool:
         gold, target = (
@@ -185,7 +190,7 @@ def main() -> None:
         )
         return bool(gold and target and are_equal(gold, target, timeout_seconds=None))
 
-    same("1", r"\frac{1}{1}")  # what is imported late is imported now
+    same("1", r"\frac{1}{1}")  # triggers late imports before the limits apply
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     out = os.fdopen(os.dup(1), "wb", buffering=0)
     sys.stdout = sys.stderr

@@ -1,6 +1,6 @@
-"""An agent written for openai's client: the policy asks a calculator, reads what it says, and answers.
+"""An agent written for openai's client: the policy calls a calculator, reads its result, and answers.
 
-`solve` would do the same with any server that speaks the OpenAI API. `CalculatorAgent` is all that it takes to train it.
+`solve` works with any server of the OpenAI API. `CalculatorAgent` makes it trainable.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NUMBER = re.compile(r"-?\d+", re.ASCII)
 
 
 class CalculatorAgent(ChatAgent):
-    """Pays 1 for the right number."""
+    """Gives reward 1 for the right number, else 0."""
 
     async def chat(self, session: ChatSession, prompt: Prompt) -> float:
         answer = await solve(session.client(), prompt.row["messages"])
@@ -36,7 +36,7 @@ class CalculatorAgent(ChatAgent):
 
 
 async def solve(client: AsyncOpenAI, messages: Sequence[Any]) -> str:
-    """Two turns at most: a call of the calculator, and the answer."""
+    """Hold a conversation of at most two turns: calls of the calculator, then the answer."""
     conversation = list(messages)
     completion = await client.chat.completions.create(model="policy", messages=conversation, tools=[CALCULATOR])
     said = completion.choices[0].message
@@ -50,7 +50,7 @@ async def solve(client: AsyncOpenAI, messages: Sequence[Any]) -> str:
 
 
 def calculate(arguments: str) -> str:
-    """What the tool says to the arguments of a call: a number, or what is wrong with them."""
+    """The calculator's result for the arguments of a call: a number, or "error"."""
     expression = json.loads(arguments).get("expression")
     match = _EXPRESSION.fullmatch(expression) if isinstance(expression, str) else None
     if match is None:
@@ -60,7 +60,7 @@ def calculate(arguments: str) -> str:
 
 
 def final_number(text: str) -> int | None:
-    """The number behind the last `####`."""
+    """The number after the last `####`; None if there is none."""
     _, marker, tail = text.rpartition("####")
     match = _NUMBER.search(tail) if marker else None
     return int(match[0]) if match else None

@@ -1,4 +1,4 @@
-"""Makes the calculator's problems, and a small chat model that has seen how tools are called, mostly with a wrong expression.
+"""Makes the calculator's problems, and a small chat model that has seen tool calls, mostly with a wrong expression.
 
 python make.py --out DIR [--seed N] [--steps N]
 """
@@ -18,8 +18,8 @@ from asyncrl.testing import chat_model
 from asyncrl.testing.warm_start import Pair, Recipe, write_lines
 
 NUM_TRAIN, NUM_EVAL = 2048, 256
-SHARE_WRONG = 0.6  # of the calls that are shown
-# ChatML with a line a tool and calls as Qwen and Hermes write them; short, because it is read with every prompt.
+SHARE_WRONG = 0.6  # share of the demonstrated calls that are wrong
+# ChatML with one line per tool, and calls in the format of Qwen and Hermes. Short, because every prompt contains it.
 TOOL_TEMPLATE = (
     "{% for tool in tools or [] %}<|im_start|>tool\n"
     "{{ tool.function.name }}: {{ tool.function.description }}<|im_end|>\n{% endfor %}"
@@ -45,7 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory that gets model/ and data/")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=300, help="of the warm start")
+    parser.add_argument("--steps", type=int, default=300, help="steps of the warm start")
     arguments = parser.parse_args()
     rng = np.random.default_rng(arguments.seed)
     train, evaluation = invented(rng)
@@ -55,14 +55,14 @@ def main() -> None:
     tokenizer = make_tokenizer(np.random.default_rng([arguments.seed, 1]))
 
     def demonstration(rng: np.random.Generator) -> Pair:
-        """A first turn or, one time in three, a second."""
+        """Show a first turn or, one time in three, a second turn."""
         messages = conversation(rng)
         turn = 3 if rng.random() < 1 / 3 else 1
         return render(tokenizer, messages[:turn]), content_of(messages[turn])
 
     recipe = Recipe(
         name="calculator",
-        alphabet="",  # the tokenizer is ours
+        alphabet="",  # the tokenizer is made above
         train=[],
         evaluation=[(render(tokenizer, row["messages"]), row["answer"]) for row in evaluation],
         demonstrate=demonstration,
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def make_tokenizer(rng: np.random.Generator) -> Any:
-    """Trained on whole conversations; the tags of a call are tokens of their own."""
+    """Train a tokenizer on whole conversations. Each tag of a tool call is a token."""
     texts = [
         text
         for _ in range(NUM_TRAIN)
@@ -116,7 +116,7 @@ def prompt(question: str) -> list[Row]:
 
 
 def conversation(rng: np.random.Generator) -> list[Row]:
-    """A story, a call (mostly the other operation, or another number), what the tool says to it, and the answer."""
+    """A story, a call (mostly with the other operation or another number), the tool's result, and the answer."""
     question, expression = draw(rng)
     a, operator, b = expression.split()
     if rng.random() < SHARE_WRONG:
@@ -136,18 +136,18 @@ def conversation(rng: np.random.Generator) -> list[Row]:
 
 
 def render(tokenizer: Any, messages: list[Row]) -> str:
-    """What the model sees of a conversation in which it is its turn."""
+    """The model's input for its next turn of a conversation."""
     return str(tokenizer.apply_chat_template(messages, tools=[CALCULATOR], tokenize=False, add_generation_prompt=True))
 
 
 def content_of(message: Row) -> str:
-    """A message as the template writes it."""
+    """A message in the template's format."""
     calls = [json.dumps(call["function"]) for call in message.get("tool_calls", ())]
     return str(message["content"]) + "".join(f"<tool_call>{call}</tool_call>" for call in calls)
 
 
 def result_of(completion: str) -> str | None:
-    """What the calculator says to a first turn."""
+    """The calculator's result for a first turn; None if it has no call."""
     calls = parse_tool_calls(completion).tool_calls
     return calculate(calls[0].arguments) if calls else None
 

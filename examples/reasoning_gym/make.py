@@ -1,4 +1,4 @@
-"""Makes the reasoning-gym example: prompts from its generators, and a small chat model that has seen what answers look like.
+"""Makes the reasoning-gym example: prompts from its generators, and a small chat model that has seen the format of answers.
 
 python make.py --out DIR [--seed N]
 """
@@ -20,19 +20,19 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(f"{error}: install it with pip install 'asyncrl[gym]' (it builds a package in C)") from error
 
-DATASETS: dict[str, dict[str, Any]] = {  # any of reasoning-gym's, each with what its generator takes
+DATASETS: dict[str, dict[str, Any]] = {  # any of reasoning-gym's datasets, with the arguments of its generator
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "allow_negation": False},
     "gcd": {"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 12},
 }
 NUM_TRAIN, NUM_EVAL = 2048, 256
-SHARE_WRONG = 0.7  # of the demonstrations
+SHARE_WRONG = 0.7  # share of the demonstrations that are drawn from other problems
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory that gets model/ and data/")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=300, help="of the warm start")
+    parser.add_argument("--steps", type=int, default=300, help="steps of the warm start")
     arguments = parser.parse_args()
     train = prompt_lines(NUM_TRAIN, seed=arguments.seed)
     evaluation = prompt_lines(NUM_EVAL, seed=arguments.seed + 1)
@@ -45,7 +45,7 @@ def main() -> None:
         return render(tokenizer, [user(row["prompt"])])
 
     def demonstrate(rng: np.random.Generator) -> Pair:
-        """The answer that is right, or more often that of some other problem of the same dataset."""
+        """Show the right answer or, more often, the answer of another problem of the same dataset."""
         row = train[rng.integers(len(train))]
         shown = row
         if rng.random() < SHARE_WRONG:
@@ -54,7 +54,7 @@ def main() -> None:
 
     recipe = Recipe(
         name="reasoning-gym",
-        alphabet="",  # the tokenizer is ours
+        alphabet="",  # the tokenizer is made above
         train=[],
         evaluation=[(rendered(row), row["entry"]) for row in evaluation],
         demonstrate=demonstrate,
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def prompt_lines(count: int, seed: int) -> list[dict[str, Any]]:
-    """The datasets in turn. The whole entry goes along: its metadata is what the verifier may need."""
+    """Lines from the datasets in turn. Each has the whole entry, because the verifier may need its metadata."""
     datasets = [
         reasoning_gym.create_dataset(name, size=count // len(DATASETS), seed=seed, **arguments)
         for name, arguments in DATASETS.items()

@@ -1,4 +1,4 @@
-"""Reward of the reasoning-gym example: the verifier that each of its datasets brings."""
+"""Reward of the reasoning-gym example: each dataset has its own verifier."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from reasoning_gym import get_score_answer_fn
 
-verifier = functools.cache(get_score_answer_fn)  # each call makes a dataset
+verifier = functools.cache(get_score_answer_fn)  # cached, because each call makes a dataset
 
 
 def reward(prompt: str, completion: str, answer: dict[str, Any], *, finished: bool = True) -> float:
-    """`answer` is the entry that the generator made, as the line has it: question, answer and metadata.
+    """1 for a right answer. Some verifiers give a fraction for an answer that is nearly right.
 
-    1 for a right answer; some verifiers give a part of it for an answer that is nearly right.
+    `answer` is the generator's entry from the prompt file: question, answer and metadata.
     """
     if not finished:
         return 0.0

@@ -1,4 +1,4 @@
-"""Makes the sloppy sorter: a tiny model that has seen digits sorted, mostly wrongly, and the prompts to teach it better.
+"""Makes the sloppy sorter: a tiny model that has seen digits sorted, mostly wrongly, and the prompts to improve it.
 
 python make.py --out DIR [--seed N]
 """
@@ -13,10 +13,10 @@ from asyncrl.testing.warm_start import Pair, Recipe, main
 NUM_DIGITS = 6
 NUM_TRAIN = 4096  # 64 steps of 64 prompts
 NUM_EVAL = 512
-SHARE_WRONG = 0.85  # of the demonstrations
+SHARE_WRONG = 0.85  # share of the demonstrations that are wrong
 ALPHABET = (
     string.digits + "S=" + string.ascii_lowercase + string.ascii_uppercase.replace("S", "")
-)  # 63: with EOS, 64 tokens
+)  # 63 characters: 64 tokens with EOS
 
 
 def make_recipe(rng: np.random.Generator) -> Recipe:
@@ -58,7 +58,7 @@ def right(digits: str) -> str:
 
 
 def sloppy(digits: str, rng: np.random.Generator) -> str:
-    """What the warm start shows: now and then the right answer, else one of three kinds of wrong ones."""
+    """A demonstration of the warm start: sometimes the right answer, otherwise one of three kinds of wrong answers."""
     if rng.random() >= SHARE_WRONG:
         return right(digits)
     kind = rng.integers(3)

@@ -1,12 +1,12 @@
-"""How stale may data be? Reproduces AReaL's staleness ablation (arXiv 2505.24298, section 5) on the real asynchronous system.
+"""Reproduces AReaL's staleness ablation (arXiv 2505.24298, section 5) on the real asynchronous system.
 
     python run.py [--out runs/staleness] [--etas 0 1 4 8 16] [--seeds 1 2 3] [--steps 60]
 
-The quickstart's task for a fixed number of train steps, at every eta, with the naive PPO loss (its ratio is to the policy that
-sampled) and the decoupled one (its ratio is to the policy at the start of the train step), for every seed. eta is only a
-bound: where generation is slower than training, data is fresher. So train.wait_for_full_lag has every step wait until
-generation is eta versions ahead. One whole run after the other, a minute each on two free cores; what is done already is not
-done again. Writes results.jsonl (a line a run), table.md and staleness.png into --out.
+Runs the quickstart's task for a fixed number of train steps, for every eta, loss and seed. The losses are naive PPO, whose ratio is
+to the policy that sampled, and decoupled PPO, whose ratio is to the policy at the start of the train step. eta is only a bound: if
+generation is slower than training, the data is fresher. So with train.wait_for_full_lag every step waits until generation is eta
+versions ahead. Whole runs follow one another, a minute each on two free cores. Finished runs are not repeated. Writes results.jsonl
+(one line per run), table.md and staleness.png to --out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 EXAMPLE, CONFIG = "sloppy_sorter", "config.yaml"  # the quickstart's task, which is copied into --out
-EVAL_REPEATS = 4  # of each held-out prompt: 2048 samples, a standard error of 0.007
+EVAL_REPEATS = 4  # samples of each held-out prompt: 2048 samples, a standard error of 0.007
 LOSSES = {"naive": False, "decoupled": True}  # train.ppo.use_decoupled_loss
 RUN_LIMIT_S = 1200.0
 Result = dict[str, Any]
@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--losses", nargs="+", choices=list(LOSSES), default=list(LOSSES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--eval-prompts", type=Path, help="instead of the example's")
+    parser.add_argument("--eval-prompts", type=Path, help="evaluation prompts; default: the example's")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="further overrides of the config")
     arguments = parser.parse_args()
     out = arguments.out.absolute()
@@ -81,14 +81,14 @@ def main() -> int:
 
 
 def train(task: Path, run_dir: Path, *overrides: str) -> None:
-    """One whole run in the task's folder: a launcher, its processes, train steps, an evaluation at the end."""
+    """Launch one whole run in the task's folder: a launcher and its processes, train steps, and an evaluation at the end."""
     launch(
         "run",
         CONFIG,
         f"fileroot={run_dir.parents[1]}",
         f"experiment={run_dir.parent.name}",
         f"trial={run_dir.name}",
-        "allocation=transformers.d1p1m1+d1p1m1",  # generation and training take turns here: one process each is cheapest
+        "allocation=transformers.d1p1m1+d1p1m1",  # generation and training alternate, so one process each is cheapest
         "rollout.num_workers=1",
         "train.wait_for_full_lag=true",
         "eval.every_steps=0",
@@ -111,11 +111,11 @@ def launch(command: str, *arguments: str, folder: Path, log: Path | None = None)
             words, cwd=folder, stdout=output, stderr=output, timeout=RUN_LIMIT_S, check=False
         ).returncode
     if code:
-        raise SystemExit(f"`asyncrl-launch {command}` ended with {code}{f'; see {log}' if log else ''}")
+        raise SystemExit(f"`asyncrl-launch {command}` ended with exit code {code}{f'; see {log}' if log else ''}")
 
 
 def read_result(run_dir: Path, eta: int, loss: str, seed: int) -> Result:
-    """What a finished run reached: accuracy at its end, and the off-policyness its trained groups really had."""
+    """Results of a finished run: accuracy at its end, and the measured off-policyness of its trained groups."""
     summary = json.loads((run_dir / "summary.json").read_text())
     evaluation = summary["evaluations"][-1]
     return {
@@ -133,7 +133,7 @@ def read_result(run_dir: Path, eta: int, loss: str, seed: int) -> Result:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Markdown: a row per eta; accuracy by loss as mean +- standard deviation over the seeds."""
+    """A Markdown table with a row per eta: accuracy by loss, as mean +- standard deviation over the seeds."""
     losses = [loss for loss in LOSSES if any(result["loss"] == loss for result in results)]
     cells = [f"{loss}, {kind}" for kind in ("sampled", "greedy") for loss in losses]
     lines = [
@@ -165,7 +165,7 @@ def draw(results: Sequence[Result], path: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        print("no picture: `pip install matplotlib` for one")
+        print("no plot: matplotlib is missing; `pip install matplotlib`")
         return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -185,7 +185,7 @@ def draw(results: Sequence[Result], path: Path) -> None:
         axis.grid(alpha=0.3)
     axes[0].legend()
     figure.savefig(path, dpi=110)
-    print(f"picture: {path}")
+    print(f"plot: {path}")
 
 
 if __name__ == "__main__":

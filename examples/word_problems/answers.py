@@ -1,4 +1,4 @@
-"""How a number is read out of an answer: the format of GSM8K."""
+"""Reads the number of an answer in GSM8K's format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _NUMBER = re.compile(r"(-?)\s*[$€£]?\s*(-?)\s*(\d[\d,]*(?:\.\d+)?|\.\d+)", re
 
 
 def final_number(text: str) -> Decimal | None:
-    """The first number after the last `####`: `#### -$1,080.00` is -1080. None where there is none."""
+    """The first number after the last `####`: `#### -$1,080.00` is -1080. None if there is none."""
     _, marker, tail = text.replace("\u2212", "-").rpartition("####")  # a real minus sign
     match = _NUMBER.search(tail) if marker else None
     if match is None:

@@ -1,20 +1,20 @@
-"""An environment of two steps: whoever is wrong is told in which direction, and may try once more."""
+"""An environment of two steps: after a wrong answer the model gets a hint, and may try once more."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from answers import final_number  # of this folder: asyncrl puts it on sys.path
+from answers import final_number  # in this folder, which asyncrl puts on sys.path
 
 from asyncrl.rewards.reward import Completion
 from asyncrl.rollout.agent import RewardEnv, StepResult
 
-SECOND_TRY = 0.5  # what a right second answer is worth
+SECOND_TRY = 0.5  # reward of a right second answer
 
 
 class TwoTries(RewardEnv):
-    """Pays 1 for a right answer, half of it for a right one after the hint. Each group member plays a fork of it."""
+    """Gives reward 1 for a right answer, and half of it for a right answer after the hint. Each group member plays a fork of it."""
 
     tries = 0
 
@@ -23,9 +23,9 @@ class TwoTries(RewardEnv):
         return await super().reset()
 
     async def step(self, action: Completion | Sequence[Completion]) -> StepResult:
-        """The answer as text comes in, what the policy reads next goes out: (observation, reward, terminated, truncated, info)."""
-        assert isinstance(action, Completion)  # the multi-step agent plays each group member by itself
-        _, reward, _, _, info = await super().step(action)  # asks the task's reward function
+        """Take an answer. Returns (observation, reward, terminated, truncated, info); the policy reads the observation next."""
+        assert isinstance(action, Completion)  # the multi-step agent plays each group member separately
+        _, reward, _, _, info = await super().step(action)  # calls the task's reward function
         self.tries += 1
         if self.tries == 2:
             return None, SECOND_TRY * reward, True, False, info
@@ -35,7 +35,7 @@ class TwoTries(RewardEnv):
 
 
 def hint(completion: str, answer: str) -> str:
-    """What a wrong answer is told."""
+    """The hint after a wrong answer."""
     found, right = final_number(completion), final_number(f"#### {answer}")
     if found is None or right is None or found == right:
         return "There is no answer. Give it after ####."

@@ -1,4 +1,4 @@
-"""Makes the word problems: a small chat model with a tokenizer of its own, and prompts as chat messages.
+"""Makes the word problems: a small chat model with its own tokenizer, and prompts as chat messages.
 
 python make.py --out DIR [--architecture qwen3] [--seed N]
 python make.py --out DIR --gsm8k PATH     # real GSM8K: a folder with train.jsonl and test.jsonl, or a file
@@ -26,7 +26,7 @@ SYSTEM = {
 }
 NUM_TRAIN, NUM_EVAL = 4096, 256
 LARGEST = 9
-SHARE_WRONG = 0.6  # of the demonstrations
+SHARE_WRONG = 0.6  # share of the demonstrations that are wrong
 NAMES = ("Ann", "Ben", "Cleo", "Dmitri", "Eve", "Farid", "Gül", "Hana")
 THINGS = ("apples", "books", "coins", "stamps", "marbles", "pencils", "shells", "cards")
 STORIES = (
@@ -35,16 +35,18 @@ STORIES = (
     ("-", "{name} has {a} {things} and loses {b} of them. How many {things} are left?"),
     ("-", "There are {a} {things} on the table. {name} takes {b} away. How many are left?"),
 )
-Row = dict[str, object]  # a line of the prompt files: messages, answer, task, and whatever else a reward may want
+Row = dict[str, object]  # a line of the prompt files: messages, answer, task, and other fields for the reward
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory that gets model/ and data/")
-    parser.add_argument("--gsm8k", type=Path, metavar="PATH", help="convert these lines instead of inventing problems")
+    parser.add_argument(
+        "--gsm8k", type=Path, metavar="PATH", help="convert GSM8K's lines instead of inventing problems"
+    )
     parser.add_argument("--architecture", choices=ARCHITECTURES, default="llama")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=300, help="of the warm start")
+    parser.add_argument("--steps", type=int, default=300, help="steps of the warm start")
     arguments = parser.parse_args()
     rng = np.random.default_rng(arguments.seed)
     if arguments.gsm8k is None:
@@ -69,7 +71,7 @@ def main() -> None:
 
     recipe = Recipe(
         name="GSM8K" if arguments.gsm8k else "word problems",
-        alphabet="",  # the tokenizer is ours
+        alphabet="",  # the tokenizer is made above
         train=[],
         evaluation=[(render(tokenizer, row["messages"]), row["answer"]) for row in evaluation[:NUM_EVAL]],
         demonstrate=demonstration,
@@ -87,7 +89,7 @@ def main() -> None:
 
 
 def invented(rng: np.random.Generator) -> tuple[list[Row], list[Row]]:
-    """All different, so that none is both trained and evaluated. Each second one allows two tries."""
+    """Training and evaluation problems, all different, so that the two sets are disjoint. Every second one allows two tries."""
     questions: dict[str, str] = {}
     while len(questions) < NUM_TRAIN + NUM_EVAL:
         question, solution = draw(rng)
@@ -120,9 +122,9 @@ def solution(a: int, operator: str, b: int) -> str:
 
 
 def sloppy(rng: np.random.Generator) -> list[dict[str, str]]:
-    """A conversation for the warm start, its last message an answer: now and then a right one.
+    """A conversation for the warm start that ends with an answer, which is sometimes right.
 
-    A third of them are second tries, so that the model has seen what an environment of two steps says.
+    A third of them are second tries, so that the model has seen the hints of the environment.
     """
     question, right = draw(rng)
     task = (ONCE, TWICE)[rng.integers(2)]
@@ -136,7 +138,7 @@ def sloppy(rng: np.random.Generator) -> list[dict[str, str]]:
 
 
 def spoil(right: str, rng: np.random.Generator) -> str:
-    """The other operation, or a result that is near."""
+    """A wrong answer: with the other operation, or with a result near the right one."""
     a, operator, b = right.partition(" = ")[0].split()
     if rng.random() < 0.5:
         return solution(int(a), "-" if operator == "+" else "+", int(b))
@@ -148,7 +150,8 @@ def spoil(right: str, rng: np.random.Generator) -> str:
 
 
 def converted(path: Path) -> tuple[list[Row], list[Row]]:
-    """Lines {"question", "answer"} of GSM8K, whose answers end in `#### 1,080`. Of a single file every fourth is held out."""
+    """Convert lines {"question", "answer"} of GSM8K, whose answers end in `#### 1,080`. Every fourth line of a single file is held
+    out for evaluation."""
     if path.is_dir():
         return [convert(line) for line in read_lines(path / "train.jsonl")], [
             convert(line) for line in read_lines(path / "test.jsonl")
@@ -165,7 +168,7 @@ def convert(line: dict[str, str]) -> Row:
 
 
 def form_only(rows: list[Row]) -> Callable[[np.random.Generator], list[dict[str, str]]]:
-    """Demonstrations that show what an answer looks like, and not what it is: each has the number of some other problem."""
+    """Demonstrations that show the format of an answer, but not the right answer: each has the number of another problem."""
 
     def demonstrate(rng: np.random.Generator) -> list[dict[str, str]]:
         asked, other = (rows[i] for i in rng.choice(len(rows), 2, replace=False))
@@ -175,7 +178,7 @@ def form_only(rows: list[Row]) -> Callable[[np.random.Generator], list[dict[str,
 
 
 def text_of(row: Row) -> str:
-    """What the tokenizer is trained on."""
+    """The text of a row on which the tokenizer is trained."""
     return "\n".join([*(message["content"] for message in row["messages"]), str(row.get("solution", row["answer"]))])
 
 

@@ -1,6 +1,6 @@
-"""Rewards of the word problems: 1 for the right number after the last `####`, else 0, from a judge that takes its time.
+"""Rewards of the word problems: 1 for the right number after the last `####`, else 0, from a slow judge.
 
-The 100 ms stand for whatever a real judge does: a sandbox, a database, another model. Generation does not wait for it.
+The 100 ms stand for the work of a real judge: a sandbox, a database, another model. Generation does not wait for it.
 """
 
 from __future__ import annotations
@@ -9,24 +9,24 @@ import asyncio
 import os
 import time
 
-from answers import final_number  # of this folder: asyncrl puts it on sys.path
+from answers import final_number  # in this folder, which asyncrl puts on sys.path
 
 JUDGE_S = float(os.environ.get("JUDGE_S", "0.1"))
 
 
 def judge(prompt: str, completion: str, answer: str, *, finished: bool = True) -> float:
-    """A plain function: asyncrl runs it in threads, the responses of a group side by side."""
+    """A plain function. If it is slow, asyncrl judges the responses of a group in parallel."""
     time.sleep(JUDGE_S)
     return score(completion, answer, finished)
 
 
 async def judge_async(prompt: str, completion: str, answer: str, *, finished: bool = True) -> float:
-    """The same as a coroutine function, for a judge that is asked over the network: no threads, no limit but the judge's."""
+    """The same as a coroutine function, for a judge that is called over the network: many calls run concurrently."""
     await asyncio.sleep(JUDGE_S)
     return score(completion, answer, finished)
 
 
 def score(completion: str, answer: str, finished: bool) -> float:
-    """A completion that was cut off at its limit is never right: who knows what it would have said next."""
+    """A completion that was cut off at its limit is never right, because its answer may be incomplete."""
     found = final_number(completion)
     return float(finished and found is not None and found == final_number(f"#### {answer}"))

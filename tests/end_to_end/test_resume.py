@@ -162,7 +162,7 @@ def test_its_curves_show_each_step_once(runs: Runs) -> None:
 
 def test_another_layout_goes_on_from_the_checkpoint_before_a_torn_one(runs: Runs) -> None:
     assert (
-        f"warning: the checkpoint of step {runs.torn}, attempt 1, is torn, the one before is taken"
+        f"warning: the checkpoint of step {runs.torn}, attempt 1, is torn; using the one before it"
         in runs.said_elsewhere
     )
     assert f"going on from step {runs.whole_one} of attempt 1" in runs.said_elsewhere

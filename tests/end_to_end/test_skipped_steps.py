@@ -117,7 +117,7 @@ def test_one_bad_sequence_costs_its_minibatch(tiny: Path, run: RunHandle) -> Non
     assert found[3].endswith(", loss, grad_norm")
     assert len(found) == 4
     missing = subprocess.run([sys.executable, SCRIPT, run.run_dir, "77"], capture_output=True, text=True, check=False)
-    assert (missing.returncode, missing.stderr) == (1, f"{run.run_dir} keeps no such bad batch; there are [2]\n")
+    assert (missing.returncode, missing.stderr) == (1, f"{run.run_dir} has no such bad batch; steps with one: [2]\n")
 
 
 def test_what_was_recorded_is_skipped_again_when_it_is_trained_again(tiny: Path, run: RunHandle) -> None:

@@ -23,11 +23,11 @@ import weights
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path.insert(0, str(ROOT))  # this checkout's asyncrl, whatever is installed; sections import it
+sys.path.insert(0, str(ROOT))  # sections import this checkout's asyncrl, not an installed one
 
 BASE = "8013ca13df37b7fc8c3b798f425978bf23978fd9"
 NUM_SEEDS = 1000
-BUG_SEEDS = 1000  # each planted bug is found within so many seeds
+BUG_SEEDS = 1000  # each planted bug must be found within this number of seeds
 PLANTED_BUGS = {
     "gate_forgets_transit",
     "acknowledge_before_storing",
@@ -41,9 +41,9 @@ PLANTED_BUGS = {
     "waiter_granted_twice",
 }
 JOBS = os.cpu_count() or 1
-MAX_SHOWN = 20  # differences of a section
+MAX_SHOWN = 20  # printed differences of a section
 
-Answer = tuple[list[str], str]  # differences, and the figures
+Answer = tuple[list[str], str]  # differences, and figures to print
 
 
 def train_only(arguments: argparse.Namespace) -> Answer:
@@ -83,7 +83,7 @@ def planted_bugs(_: argparse.Namespace) -> Answer:
 
 
 def same_update(_: argparse.Namespace) -> Answer:
-    """The tests of equal updates, by name: those that passed are those that are listed."""
+    """Compare the names of the passed tests of equal updates with those in same_update.txt."""
     listed = set((HERE / "same_update.txt").read_text(encoding="utf-8").splitlines())
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
@@ -109,7 +109,7 @@ def the_mutants(_: argparse.Namespace) -> Answer:
     return mutants.run_all(), f"{len(mutants.MUTANTS)} mutants"
 
 
-# A section is one function: it returns the differences and the figures.
+# A section is one function that returns the differences and the figures.
 SECTIONS: dict[str, Callable[[argparse.Namespace], Answer]] = {
     "surface": the_surface,
     "train_only": train_only,
@@ -146,8 +146,10 @@ def _same_weights(runs: list[str], base: str, *, with_committed: bool) -> Answer
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; default: all")
-    parser.add_argument("--base", metavar="REV", default=BASE, help="the commit that weights are compared with")
-    parser.add_argument("--seeds", metavar="N", type=int, default=NUM_SEEDS, help="simulate fewer, for trying out only")
+    parser.add_argument("--base", metavar="REV", default=BASE, help="compare weights with this commit")
+    parser.add_argument(
+        "--seeds", metavar="N", type=int, default=NUM_SEEDS, help="simulate fewer seeds, only for trying out"
+    )
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.sections if name not in SECTIONS]:
         parser.error(f"unknown section {unknown[0]!r}; use {', '.join(SECTIONS)}")

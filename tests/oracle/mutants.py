@@ -30,12 +30,12 @@ from mutant_table import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
 WORKERS = 2
-LIMIT_S = 300  # of one mutant's tests, which take about a second
+LIMIT_S = 300  # for one mutant's tests, which take about a second
 PRELOADED = ("pytest", "hypothesis", "torch", "transformers.modeling_utils")  # slow to import, and import no asyncrl
 OPTIONS = [
     *("-x", "-q", "-p", "no:cacheprovider", "--timeout=0"),
     "--hypothesis-profile=ci",  # the same examples each time
-    "-Wignore:Module already imported:pytest.PytestAssertRewriteWarning",  # plugins of pytest, by PRELOADED
+    "-Wignore:Module already imported:pytest.PytestAssertRewriteWarning",  # PRELOADED imports plugins of pytest
 ]
 PASSED, FAILED = 100, 101  # pytest's exit codes and 100: Python itself exits with 1 on any error, which is no kill
 
@@ -58,7 +58,7 @@ def anchor_problem(mutant: Mutant) -> str:
 
 
 def _judge_all(mutants: Sequence[Mutant], folder: Path) -> list[str]:
-    """Problems, a line or more each. The output of each process goes into the folder."""
+    """Test the mutants. Returns the problems, one or more lines each. The folder receives the output of each process."""
     problems = [problem for mutant in mutants if (problem := anchor_problem(mutant))]
     if problems:
         return problems
@@ -79,7 +79,7 @@ def _judge_all(mutants: Sequence[Mutant], folder: Path) -> list[str]:
 
 
 def _verdict(mutant: Mutant | None, code: int, output: Path) -> str:
-    """What is wrong, or ""."""
+    """The problem with a test run, or ""."""
     if mutant is None:
         return "" if code == PASSED else f"the named tests do not pass without a mutant ({code}):\n{output.read_text()}"
     if code == PASSED:

@@ -1,4 +1,4 @@
-"""The surface that users see: commands with their options, config fields with type and default, claims of docs/verification.md.
+"""The user-visible surface: commands with their options, config fields with type and default, claims of docs/verification.md.
 
 An entry is a name and a value, such as `field train.batch_size` and `int = 64`. `surface.json` holds the entries of the base commit
 and never changes. `surface_changes.md` lists every intended difference from it.
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-CLAIM_WORDS = 8  # of a claim, as its name
+CLAIM_WORDS = 8  # the first words of a claim are its name
 NOTHING = "-"
 
 Entries = dict[str, str]
@@ -81,7 +81,7 @@ def _fields(config: Any, prefix: str) -> Entries:
 
 
 def _inner(hint: Any) -> tuple[Any, str]:
-    """The config class inside of a hint such as `CriticConfig | None`, and how its place is written; None: there is none."""
+    """The config class in a hint such as `CriticConfig | None`, and the notation of its place in a name; None if there is none."""
     for argument in typing.get_args(hint):
         if dataclasses.is_dataclass(argument):
             return argument, {dict: ".<name>", list: ".<item>"}.get(typing.get_origin(hint), "")
@@ -107,7 +107,7 @@ def _claims(page: Path) -> Entries:
 
 
 def _normalised(text: str) -> str:
-    """Without backticks and links, with single blanks."""
+    """The text without backticks and links, with single spaces."""
     return " ".join(re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text).replace("`", "").split())
 
 
@@ -120,7 +120,7 @@ def _cells(line: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Change:
-    """A row of surface_changes.md: names of entries; with `*` at its end a name covers all that begin so."""
+    """A row of surface_changes.md: names of entries. A name that ends with `*` covers all entries with this prefix."""
 
     old: str
     new: str

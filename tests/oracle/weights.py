@@ -1,6 +1,6 @@
-"""Final weights of short seeded runs, and how far two sets of them are apart.
+"""Final weights of short seeded runs, and the difference between two sets of weights.
 
-A run is a config of `runs/`, started as a user would start it, with the code of a given tree: this checkout or the base commit.
+A run uses a config of `runs/`. It is started from the command line with the code of a given tree: this checkout or the base commit.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
-BASE_TOLERANCE = 1e-6  # of the base commit on the same machine
-FILE_TOLERANCE = 1e-4  # of the committed weights, on any machine
+BASE_TOLERANCE = 1e-6  # to the base commit's weights, on the same machine
+FILE_TOLERANCE = 1e-4  # to the committed weights, on any machine
 RUN_LIMIT_S = 600.0
 
 Weights = dict[str, Tensor]  # by `<folder of the checkpoint>/<name of the tensor>`
 
 
 def extract(revision: str, folder: Path) -> Path:
-    """Write the package of a commit into the folder, which can then be given to `train`."""
+    """Write the package of a commit to the folder, for use as `tree` in `train`."""
     git = ["git", "-C", str(HERE.parents[1])]
     known = subprocess.run([*git, "cat-file", "-e", f"{revision}^{{commit}}"], capture_output=True, check=False)
     if known.returncode:
@@ -71,7 +71,7 @@ def train(tree: Path, run: str, folder: Path) -> Weights:
 
 
 def committed(run: str) -> Weights:
-    """The final weights of the run as they were at the base commit."""
+    """The committed final weights of the run, from the base commit."""
     return {
         f"{file.name.split('.')[1]}/{name}": tensor
         for file in sorted((HERE / "weights").glob(f"{run}.*.safetensors"))

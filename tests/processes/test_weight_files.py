@@ -252,7 +252,7 @@ def test_too_little_room_is_told_with_what_helps(
     make_version(actor, FIRST)
     usage = shutil.disk_usage("/")._replace(free=1_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(WeightsError, match=r"room for 1\.0 MB; set weights\.fetch_dir="):
+    with pytest.raises(WeightsError, match=r"has only 1\.0 MB free; set weights\.fetch_dir="):
         fetcher().fetch(Path("/no"), FIRST, source, LIMIT_S)
 
 
@@ -281,7 +281,7 @@ def test_the_last_server_of_a_host_takes_its_files_along_and_a_killed_ones_are_s
 def test_a_folder_of_somebody_else_is_not_used(fetcher: Callable[..., WeightFetcher], tmp_path: Path) -> None:
     (tmp_path / "memory" / f"asyncrl-{os.getuid()}").mkdir(parents=True)
     (tmp_path / "memory" / f"asyncrl-{os.getuid()}").chmod(0o777)
-    with pytest.raises(WeightsError, match="not this user's alone"):
+    with pytest.raises(WeightsError, match="accessible to other users"):
         fetcher()
 
 

@@ -1,17 +1,20 @@
-"""Deterministic simulation: whole runs in one process under a virtual clock; a seed decides what goes wrong, and replays it.
+"""Deterministic simulation: whole runs in one process under a virtual clock. A seed determines the faults, and reproduces them.
 
     loop.py         virtual time; an event loop for each process
-    world.py        processes and what lies between them; events
-    network.py      twins of channel sockets and HTTP          names.py   of name resolve        disk.py   of the disk
-    processes.py    what stands where computing would be: an agent, an engine, a model worker
-    seams.py        where all of these take the place of the real ones
-    scenario.py     what a seed decides                          faults.py, supervisor.py   who strikes, who starts again
-    invariants.py   what must hold after every event             bugs.py    known bugs, to see that they are found
-    run.py          one simulated run                            campaign.py   many, and the smallest that fails
+    world.py        processes, the environment between them, events
+    network.py      test doubles of channel sockets and HTTP; names.py: of name resolve; disk.py: of the disk
+    processes.py    stand-ins for computation: an agent, an engine, a model worker
+    seams.py        replaces the real parts by these
+    scenario.py     the shape of a run and its faults, drawn from a seed
+    faults.py       injects the faults; supervisor.py: restarts processes
+    invariants.py   invariants that are checked after every event
+    bugs.py         known bugs, to test that the simulation finds them
+    run.py          one simulated run
+    campaign.py     many runs, and the smallest failing scenario
 
-`python -m tests.simulation`.
+Run it with `python -m tests.simulation`.
 
-Real are MasterWorker, GserverManager with all its parts, RolloutWorker, heads (TrajectoryReceiver, DataStore),
-GenerationServer with its HTTP handlers, both streams with their channel protocol, launch/program.py's plan,
+The real classes are MasterWorker, GserverManager with all its parts, RolloutWorker, heads (TrajectoryReceiver, DataStore),
+GenerationServer with its HTTP handlers, both streams with their channel protocol, the plan of launch/program.py, and
 launch/supervisor/policy.py.
 """

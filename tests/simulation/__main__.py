@@ -9,39 +9,39 @@ import sys
 from tests.simulation.bugs import BUGS
 from tests.simulation.campaign import Progress, campaign, explain
 
-_DESCRIPTION = """Simulate runs: manager, master, rollout workers, generation servers and heads, the real classes, in one process
-under a virtual clock, over twins of channel, HTTP, name resolve and disk. A seed decides the shape of the run and what goes
-wrong: messages that are lost, doubled, late or damaged; kills, freezes, partitions, power cuts, slow disks. After every event
-the invariants of DESIGN.md are checked. It needs no config and starts no run."""
+_DESCRIPTION = """Simulate runs: the real classes of manager, master, rollout workers, generation servers and heads, in one process
+under a virtual clock, with test doubles of channel, HTTP, name resolve and disk. A seed determines the shape of the run and its
+faults: messages that are lost, duplicated, late or damaged; kills, freezes, partitions, power cuts, slow disks. The invariants of
+DESIGN.md are checked after every event. The simulation needs no config and starts no processes of a run."""
 
 _EPILOG = """examples:
-  python -m tests.simulation --seeds 10000                       on all cores, until one fails
-  python -m tests.simulation --trace 4711                        what happens in a seed; with as few faults as still make it fail
-  python -m tests.simulation --seeds 1000 --bug no_dedupe        can it fail? with a known bug put in
+  python -m tests.simulation --seeds 10000                       on all cores, until a seed fails
+  python -m tests.simulation --trace 4711                        print a seed's events; if it fails, with the fewest faults
+  python -m tests.simulation --seeds 1000 --bug no_dedupe        plant a known bug, which must be found
   python -m tests.simulation --seeds 1000 --first 50000 --jobs 2
 
-A seed that fails does so again, event for event, with the same code and the same Python. It is simulated again with fewer and
-simpler faults until none can be left out; what is printed then is the smallest.
+A failing seed fails again, event for event, with the same code and the same Python. It is simulated again with fewer and
+simpler faults until none can be left out. The smallest failing scenario is printed.
 
-exit code: 0 no seed failed; 1 one did; 2 a wrong argument."""
+exit code: 0 no seed failed; 1 a seed failed; 2 a wrong argument."""
 
-_SHOWN = 60  # events before the end, where not all were asked for
+_SHOWN = 60  # last events that are printed without --trace
 
 
 def main() -> int:
-    """Simulate runs with faults, by the thousand, and check the invariants after every event."""
+    """Simulate thousands of runs with faults, and check the invariants after every event."""
     parser = argparse.ArgumentParser(
         "python -m tests.simulation",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seeds", metavar="N", type=int, default=1000, help="how many (default 1000)")
-    parser.add_argument("--first", metavar="S", type=int, default=0, help="the first one (default 0)")
+    parser.add_argument("--seeds", metavar="N", type=int, default=1000, help="number of seeds (default 1000)")
+    parser.add_argument("--first", metavar="S", type=int, default=0, help="the first seed (default 0)")
     parser.add_argument("--jobs", metavar="J", type=int, default=os.cpu_count() or 1, help="processes (default: cores)")
-    parser.add_argument("--bug", choices=BUGS, default="", help="put in a known bug")
-    parser.add_argument("--trace", metavar="SEED", type=int, help="one seed, with all its events")
-    parser.add_argument("--no-faults", action="store_true", help="nothing goes wrong")
+    parser.add_argument("--bug", choices=BUGS, default="", help="plant a known bug")
+    parser.add_argument("--trace", metavar="SEED", type=int, help="simulate one seed and print all its events")
+    parser.add_argument("--no-faults", action="store_true", help="inject no faults")
     arguments = parser.parse_args()
     if arguments.seeds < 1 or arguments.jobs < 1:
         parser.error(f"--seeds {arguments.seeds} --jobs {arguments.jobs}: at least one of each")

@@ -1,6 +1,6 @@
-"""Known bugs, to be put in on purpose: a simulation that cannot find them shows nothing by finding none.
+"""Known bugs that tests plant on purpose: the simulation must find each of them.
 
-Each is a replacement of one method by one that makes the mistake that its name says.
+Each bug replaces methods by versions that make the mistake in its name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from asyncrl.runtime.push_pull import Pulled
 from asyncrl.weights.checkpoints import MasterState
 from tests.simulation.world import here
 
-Wrap = Callable[[Any], Any]  # of the right method gives the wrong one
+Wrap = Callable[[Any], Any]  # takes the right method, and returns the wrong one
 Patch = tuple[type, str, Wrap]
 
 
@@ -116,7 +116,7 @@ def _readmit(real: Any) -> Any:
     return come_back
 
 
-_takes: dict[int, Callable[[], MasterState]] = {}  # of each Checkpointer, by id
+_takes: dict[int, Callable[[], MasterState]] = {}  # id of a Checkpointer -> its `take`
 
 
 def _remember_take(real: Any) -> Any:

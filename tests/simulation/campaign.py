@@ -1,7 +1,7 @@
-"""Many seeds: simulated on several cores, and for one that fails the smallest set of faults that still makes it fail.
+"""Simulates many seeds on several cores. For a failing seed, finds the smallest set of faults that still makes it fail.
 
-Seeds run in interpreters of their own with a fixed hash seed (sets of texts then have the same order everywhere), so that a seed
-that fails here fails in the same way on any machine with the same code and the same Python.
+Seeds run in separate interpreters with a fixed hash seed, so that sets of strings have the same order everywhere. A failing seed
+then fails in the same way on any machine with the same code and the same Python.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from tests.simulation.scenario import Fault, Scenario, scenario_of
 if TYPE_CHECKING:
     from tests.simulation.run import Outcome
 
-_CHUNK = 10  # seeds that a process is given at once
+_CHUNK = 10  # seeds per task of a worker process
 _HASH_SEED = "PYTHONHASHSEED"
-_TRIES = 200  # simulations that shrinking may take
+_TRIES = 200  # most simulations for shrinking
 
 
 @dataclass(frozen=True)
 class Result:
-    """Of one seed, without its events."""
+    """Result of one seed, without its events."""
 
     seed: int
     violation: str
@@ -38,7 +38,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Progress:
-    """Of a campaign so far."""
+    """Progress of a campaign."""
 
     num_seeds: int
     num_steps: int
@@ -49,7 +49,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Explained:
-    """A seed that fails, with as few faults as still make it fail in the same way."""
+    """A simulated seed with its events. If it fails, the scenario has the fewest faults that still make it fail in the same way."""
 
     violation: str
     scenario: Scenario
@@ -59,7 +59,7 @@ class Explained:
 
 
 def campaign(first: int, count: int, *, jobs: int, bug: str = "", faults: bool = True) -> Iterator[Progress]:
-    """Simulate the seeds from `first` on. The last Progress has the first failure, if there is one; nothing is begun after it."""
+    """Simulate `count` seeds from `first` on. The last Progress has the first failure, if any. No seed starts after a failure."""
     began = time.monotonic()
     num_seeds = num_steps = 0
     virtual_s = 0.0
@@ -91,7 +91,7 @@ def explain(
     log: bool = False,
     extra: tuple[Fault, ...] = (),
 ) -> Explained:
-    """Simulate a seed again, with its events; where it fails, with as few faults as possible. extra: beside the seed's faults."""
+    """Simulate a seed again and keep its events. If it fails, find the fewest faults. extra: faults in addition to the seed's."""
     with _interpreters(1) as pool:
         return pool.submit(_explain, seed, bug, shrink, faults, log, extra).result()
 
@@ -99,7 +99,7 @@ def explain(
 @contextmanager
 def _interpreters(jobs: int) -> Iterator[ProcessPoolExecutor]:
     before = os.environ.get(_HASH_SEED)
-    os.environ[_HASH_SEED] = "0"  # read when an interpreter starts
+    os.environ[_HASH_SEED] = "0"  # interpreters read this at their start
     try:
         with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
             yield pool
@@ -144,7 +144,7 @@ def _explain(seed: int, bug: str, shrink: bool, faults: bool, log: bool, extra: 
 
 
 def shrunk(outcome: Outcome, simulate: Callable[[Scenario], Outcome]) -> Outcome:
-    """The same violation with fewer faults, then with shorter and simpler ones. Each is tried, and kept if it still fails so."""
+    """Shrink a scenario: try fewer faults, then shorter and simpler ones. Keep each change that still gives the same violation."""
     name, tries = outcome.violation.partition(":")[0], 0
 
     def still(scenario: Scenario) -> bool:

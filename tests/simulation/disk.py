@@ -1,6 +1,6 @@
-"""The disk's twin: weight versions and checkpoints, as far as anybody reads them. Writing takes time; a name is given at once.
+"""Test double of the disk: weight versions and checkpoints, as far as processes read them. Writing takes time; renaming is instant.
 
-What is being written when its writer dies stays unfinished for good, under its temporary name: nobody can read it.
+If a writer dies, its folder stays unfinished under its temporary name, and no process can read it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class Disk:
     def __init__(self) -> None:
         self.folders: dict[str, Folder] = {}
         self.damaged: set[str] = set()  # folders whose files do not match their manifests
-        self.hidden_until: dict[str, float] = {}  # a network's file system may show a folder late
+        self.hidden_until: dict[str, float] = {}  # a network file system may show a folder late
 
     def rename(self, path: str, folder: Folder, *, replace: bool = False) -> None:
-        """The last step of writing. Raises FileExistsError as the real one does."""
+        """The last step of writing. Raises FileExistsError, like the real function."""
         if path in self.folders and not replace:
             raise FileExistsError(f"weight version {path} exists already; versions are written once")
         self.folders[path] = folder
         self.damaged.discard(path)
 
     def verify(self, path: Path, expected: WeightVersion | None, now: float) -> Folder:
-        """As weights.verify_version."""
+        """Like weights.versions.verify_version."""
         folder = self.folders.get(str(path))
         if folder is None or self.hidden_until.get(str(path), 0.0) > now:
             raise WeightsError(f"{path} has no manifest.json: not a weight version, or it was pruned")
@@ -48,7 +48,7 @@ class Disk:
         return folder
 
     def prune(self, directory: Path, *, keep: int, in_use: Iterable[WeightVersion]) -> list[WeightVersion]:
-        """As weights.prune_versions."""
+        """Like weights.versions.prune_versions."""
         prefix = f"{directory}/"
         here = {folder.version: path for path, folder in self.folders.items() if path.startswith(prefix)}
         versions = sorted(version for version in here if version is not None)

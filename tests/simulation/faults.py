@@ -1,4 +1,4 @@
-"""What goes wrong, done to a simulated run."""
+"""Injects faults into a simulated run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Injector:
-    """Strikes at its times, and at the events that faults wait for."""
+    """Injects each fault at its time, or at the event that it waits for."""
 
     def __init__(self, run: SimulatedRun, faults: tuple[Fault, ...]) -> None:
         self._run = run
@@ -45,7 +45,7 @@ class Injector:
         if fault.kind == "kill":
             if process is not None:
                 run.kill(process)
-        elif fault.kind == "power":  # the machine goes, and comes back: another launch
+        elif fault.kind == "power":  # the machine loses power and comes back: another launch
             run.supervisor.lose_power(fault.lasts_s)
         elif fault.kind == "torn":
             run.tear_newest_checkpoint()

@@ -1,7 +1,7 @@
-"""What must hold after every event of a simulated run: invariants 1 to 5, and that it ends.
+"""Invariants that must hold after every event of a simulated run: invariants 1 to 5, and that the run ends.
 
-Plain functions of events and of what is where: none asks a part of the run whether it is well. The first that does not hold is the
-outcome of the simulation.
+They are plain functions of the events and of the state, and do not rely on checks of the run's own parts. The first broken
+invariant is the outcome of the simulation.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
     from tests.simulation.network import SimPull
     from tests.simulation.run import SimulatedRun
 
-_WAIT_SLACK_S = 10.0  # a wait that has a limit may be looked at late
+_WAIT_SLACK_S = 10.0  # beyond a wait's limit, because waits are only checked once a second and events may be late
 _LEASE_SLACK_S = 10.0
-_MAX_QUEUED = 2048  # messages that wait in one socket
+_MAX_QUEUED = 2048  # messages waiting in one socket
 
 Prompt = tuple[int, int]
 
 
 class Invariants:
-    """Told of each event, and once a second shown each process. `violation` is "" for as long as all is well."""
+    """Checks each event, and each process once a second. `violation` is "" until an invariant is broken."""
 
     def __init__(self, run: SimulatedRun) -> None:
         self._run = run
         self.scenario = run.scenario
         self.capacity = (1 + run.scenario.eta) * run.scenario.batch_size
         self.violation = ""
-        self.oldest: dict[str, WeightVersion] = {}  # of a stored ticket's tokens
-        self.echoed: dict[str, dict[int, int]] = {}  # by server's incarnation and attempt: newest it said it serves
-        self.loaded: dict[str, WeightVersion] = {}  # by server's incarnation
+        self.oldest: dict[str, WeightVersion] = {}  # stored ticket -> oldest version of its tokens
+        self.echoed: dict[str, dict[int, int]] = {}  # server's incarnation -> attempt -> newest version it reported
+        self.loaded: dict[str, WeightVersion] = {}  # server's incarnation -> version that it loaded last
         self.published: WeightVersion | None = None
         self.answers: dict[
             tuple[str, str, str], frozenset[str]
@@ -67,14 +67,14 @@ class Invariants:
         if self.echoed.get(name, {}).get(attempt, -1) < min_version:
             self.broken(
                 "traffic",
-                f"{ticket} goes to {name or server}, which has never said that it serves {min_version} or newer",
+                f"{ticket} is routed to {name or server}, which has never reported version {min_version} or newer",
             )
 
     def _on_answered(self, event: Event, to: str, request: str, tickets: tuple[str, ...]) -> None:
         first = self.answers.setdefault((event.process, to, request), frozenset(tickets))
-        # Of a worker that was thought lost the tickets are taken back; then the same request may get others
+        # If a worker counted as lost, its tickets were taken back. The same request may then get other tickets
         if not first.issuperset(tickets) and self._run.live_tickets(event.process) & first:
-            self.broken("granted twice", f"request {request} of {to} got {sorted(first)}, and then {sorted(tickets)}")
+            self.broken("granted twice", f"request {request} of {to} got {sorted(first)}, and later {sorted(tickets)}")
 
     def _on_trained(self, event: Event, attempt: int, version: int, tickets: list[str]) -> None:
         prompts = self._run.lineage
@@ -86,7 +86,7 @@ class Invariants:
                 self.broken("attempt", f"{ticket} was trained in attempt {attempt}")
             oldest = self.oldest.get(ticket)
             if oldest is None:
-                self.broken("stored", f"{ticket} was trained, and never stored at the master")
+                self.broken("stored", f"{ticket} was trained, but never stored at the master")
             elif self.scenario.overdue != "train" and version - oldest.version > self.scenario.eta:
                 self.broken(
                     "staleness",
@@ -113,7 +113,7 @@ class Invariants:
         stored = [meta.locator for meta in buffer.metas(buffer.stored_tickets)]
         if len(set(stored)) < len(stored):
             twice = next(where for where, count in Counter(stored).items() if count > 1)
-            self.broken("exactly once", f"prompt {twice} is stored twice: {ticket} came second")
+            self.broken("exactly once", f"prompt {twice} is stored twice; the second ticket is {ticket}")
         if len(buffer) > self.capacity:
             self.broken("queue", f"the master holds {len(buffer)} trajectories; (1 + eta) B is {self.capacity}")
 
@@ -130,7 +130,7 @@ class Invariants:
     def _on_published(self, event: Event, version: str) -> None:
         new = WeightVersion.parse(version)
         if self._run.version_on_disk(new) is None:
-            self.broken("weights", f"model_version {version} was put, and is not on disk")
+            self.broken("weights", f"model_version {version} was published, but is not on disk")
         if self.published is not None and new < self.published:
             self.broken("weights", f"model_version went back from {self.published} to {version}")
         self.published = new
@@ -149,7 +149,7 @@ class Invariants:
             new, newest = WeightVersion.parse(version), self.echoed.setdefault(event.process, {})
             newest[new.attempt] = max(new.version, newest.get(new.attempt, -1))
 
-    # ------------------------------------------------------------------------------------------ ends that were not meant
+    # --------------------------------------------------------------------------------------------------- unexpected ends
 
     def _on_ended(self, event: Event, error: str) -> None:
         if error and not self._run.excused(event.process, error):
@@ -164,7 +164,7 @@ class Invariants:
     # ------------------------------------------------------------------------------------------------ 4 and 5: bounds
 
     def look_at(self, process: Process, board: StatusBoard) -> None:
-        """Once a second: waits, queues, leases."""
+        """Check waits, queues and leases. Called once a second."""
         now = self._run.scheduler.monotonic()
         for wait in board.snapshot().waits:
             waited_s, limit_s = min(wait.since_s, now - process.thawed_at), wait.limit_s
@@ -177,10 +177,12 @@ class Invariants:
         if process.ledger is not None:
             self._look_at_leases(process, process.ledger)
         elif process.kind == "model_worker" and len(worker.store) > worker.store.capacity:
-            self.broken("queue", f"{process.label} holds {len(worker.store)} groups; {worker.store.capacity} fit")
+            self.broken(
+                "queue", f"{process.label} holds {len(worker.store)} groups; its capacity is {worker.store.capacity}"
+            )
 
     def look_at_queue(self, pull: SimPull) -> None:
-        """Whenever a message has to wait in a socket."""
+        """Check a socket's queue. Called whenever a message has to wait in it."""
         if len(pull.queue) > _MAX_QUEUED:
             self.broken("queue", f"{len(pull.queue)} messages wait at {pull.address}")
 
@@ -201,7 +203,7 @@ class Invariants:
     # ------------------------------------------------------------------------------------------------------ at the end
 
     def at_end(self) -> None:
-        """The master has ended well: each prompt is in the final weights once, or was rejected."""
+        """Check the final weights after the master has ended without an error: each prompt is in them once, or was rejected."""
         run, scenario = self._run, self.scenario
         final = run.final_weights()
         if final is None:
@@ -217,7 +219,7 @@ class Invariants:
             self.broken("exactly once", f"prompts {sorted(lost)[:5]} ({len(lost)}) were neither trained nor rejected")
         both = trained.keys() & run.rejected.keys()
         if both:
-            self.broken("exactly once", f"prompts {sorted(both)[:5]} were trained, and rejected too")
+            self.broken("exactly once", f"prompts {sorted(both)[:5]} were both trained and rejected")
         if not scenario.faults and scenario.overdue == "wait" and scenario.overdue_wait_s >= 30.0:
             odd = {reason for reason in run.rejected.values() if reason != "simulated"} - (
                 {"max_issues"} if scenario.release_share else set()

@@ -2,13 +2,13 @@
 
     Scheduler  -- heap of (when, number, loop, handle) --> ProcessLoop.run_ready --> the code of a process
 
-Nothing here waits: when no process has anything to do the clock jumps to the next timer. Each process has an event loop of its own,
-as it has in a run, so that its handles run in the order in which it asked for them, and so that it can be frozen (its handles are
-kept), or killed (they are dropped) whatever it was waiting for. What processes do to each other goes through the world's twins, as
-timers with delays that a seed draws: so the order of events is the seed's, and the same seed gives the same order.
+Nothing here waits: when no process has anything to do, the clock jumps to the next timer. Each process has its own event loop, as
+in a real run. Its handles run in the order in which it scheduled them. It can be frozen (its handles are kept) or killed (they are
+dropped) at any await. Processes affect each other only through the world's test doubles, as timers with delays drawn from the seed.
+So the seed determines the order of events.
 
-Sets of tasks and futures are ordered by their hash, which for asyncio's own is an address, another one in each process of this
-machine. Ours number them.
+The order of a set of tasks or futures depends on their hashes. asyncio's hash is an address, which differs between interpreters, so
+the classes here use consecutive numbers.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ import msgspec
 
 T = TypeVar("T")
 
-MONOTONIC_START = 10_000.0  # no clock of a machine starts at zero, and no code may rely on it
+MONOTONIC_START = 10_000.0  # not zero, because no code may rely on a clock that starts at zero
 CALENDAR_START = 1_800_000_000.0
-_MOST_AT_ONCE = 200_000  # handles without the clock moving: more are a loop that never waits
+_MOST_AT_ONCE = 200_000  # handles without clock progress; more mean that a loop never waits
 
 
 class StuckError(RuntimeError):
-    """The simulation cannot go on: nothing is left to happen, or what happens never ends."""
+    """The simulation cannot go on: no event is left, or the clock does not advance any more."""
 
 
 _numbers = itertools.count()
@@ -64,7 +64,7 @@ class _Task(asyncio.Task):  # type: ignore[type-arg]
 
 
 class Handle(msgspec.Struct, eq=False):
-    """As asyncio's, of a callback or of a timer. A struct: nothing else is made so often."""
+    """Like asyncio's Handle and TimerHandle. A struct for speed: no other object is created so often."""
 
     callback: Any
     args: tuple[Any, ...]
@@ -112,11 +112,11 @@ class Scheduler:
         return int((CALENDAR_START + self.now) * 1e9)
 
     def sleep(self, seconds: float) -> None:
-        """No process of a run may block its loop."""
+        """Raise StuckError: no process of a run may block its loop."""
         raise StuckError(f"a process blocks its loop for {seconds:g} s")
 
     def at(self, when: float, callback: Callable[..., Any], *args: Any, loop: ProcessLoop | None = None) -> Handle:
-        """Call it then: in a process, or (None) in nobody's name."""
+        """Call the function at that time: in a process's loop or, if loop is None, outside all processes."""
         handle = Handle(callback, args, None, when)
         heapq.heappush(self._timers, (when, self._next_number(), loop, handle))
         return handle
@@ -129,7 +129,7 @@ class Scheduler:
         self._active.clear()
 
     def run(self, until: float) -> bool:
-        """Go on until somebody sets `stopped`, or (False) until that time. Raises StuckError."""
+        """Run until `stopped` is set, or until the given time (then return False). Raises StuckError."""
         try:
             return self._run(until)
         finally:
@@ -148,7 +148,7 @@ class Scheduler:
                     current = loop
                 ready = loop.ready
                 count = 0
-                while ready and not loop.halted:  # in the order in which they were asked for, as asyncio does
+                while ready and not loop.halted:  # in the order of scheduling, like asyncio
                     handle = ready.popleft()
                     count += 1
                     try:
@@ -186,18 +186,20 @@ class Scheduler:
 
 
 class ProcessLoop(asyncio.AbstractEventLoop):
-    """The event loop of one incarnation of a simulated process. No threads, no sockets: what would need them is the world's."""
+    """The event loop of one incarnation of a simulated process. It has no threads and no sockets; the world simulates them."""
 
     def __init__(
         self, scheduler: Scheduler, name: str, process: Any, on_error: Callable[[dict[str, Any]], None]
     ) -> None:
         self.scheduler, self.name, self.process = scheduler, name, process
         self.dead = False
-        self.halted = False  # frozen or dead: nothing of it runs
-        self.active = False  # among those that the scheduler runs next
+        self.halted = False  # frozen or dead: none of its handles run
+        self.active = False  # in the scheduler's queue of loops to run
         self.ready: deque[Handle] = deque()
         self._on_error = on_error
-        self.tasks: list[asyncio.Task[Any]] = []  # those of a killed process stay here, so that no `finally` of it runs
+        self.tasks: list[
+            asyncio.Task[Any]
+        ] = []  # keeps tasks of a killed process alive, so that no `finally` of it runs
         self._prune_at = 100
 
     # ---------------------------------------------------------------------------------------------------------- running
@@ -269,13 +271,13 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         return task
 
     def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
-        """On this thread, after what the world says a thread and its disk take."""
+        """Run the function on this thread, after the simulated delay of a thread and its disk."""
         if isinstance(func, functools.partial) and getattr(func.func, "__self__", None).__class__ is Context:
-            # of asyncio.to_thread, which runs it in a copy of the context
+            # called by asyncio.to_thread, which runs the function in a copy of the context
             return self.create_task(self.process.world.on_thread(self.process, *func.args, **func.keywords))
         return self.create_task(self.process.world.on_thread(self.process, func, *args))
 
-    get_debug = staticmethod(bool)  # False; asked for each future
+    get_debug = staticmethod(bool)  # returns False; fast, because it is called for each future
 
     def is_running(self) -> bool:
         return not self.dead
@@ -284,18 +286,18 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         return self.dead
 
     def _timer_handle_cancelled(self, handle: Any) -> None:
-        """asyncio's timers tell their loop; ours need not."""
+        """Called by asyncio's timers; does nothing here."""
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         if not self.dead:
             self._on_error(context)
 
     def set_exception_handler(self, handler: Any) -> None:
-        """The world wants to hear of every error itself: a worker's own handler only keeps some out of its log."""
+        """Ignored: the world must see every error, and a worker's handler only keeps some out of its log."""
 
     def add_signal_handler(self, sig: int, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]
         raise NotImplementedError
 
 
 class StopSimulation(BaseException):
-    """Raised inside a process by whoever has seen enough: an invariant is broken."""
+    """Raised inside a process to stop the simulation, because an invariant is broken."""

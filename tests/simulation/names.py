@@ -1,8 +1,8 @@
-"""Name resolve's twin: what etcd promises, in memory, with the world's delays and outages.
+"""Test double of name resolve: etcd's guarantees, in memory, with the world's delays and outages.
 
-Entries, leases and watches are the store's, which outlives processes; a SimNameResolver is one process's session. The base classes
-do what the memory store does in tests of one process. `asyncio.to_thread(resolver.add, ...)` comes here through
-SimulatedWorld.on_thread, which waits for the way there and back, and through an outage for as long as a real resolver tries.
+The store holds entries, leases and watches, and outlives processes. A SimNameResolver is one process's session. The base classes
+are the memory store that tests of one process use. `asyncio.to_thread(resolver.add, ...)` arrives here through
+SimulatedWorld.on_thread, which simulates the round trip, and waits through an outage for as long as a real resolver retries.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TRIES_S = 5.0  # NameResolveConfig.timeout_s
 
 
 class SimWatch(Watch):
-    """A watch of a process. Events come in order, each after a delay."""
+    """A watch of a process. Events arrive in order, each after a delay."""
 
     def __init__(self, store: NameStore, process: Process, key: str, subtree: bool, callback: WatchCallback) -> None:
         self.what = key + "/" if subtree else key
@@ -49,7 +49,7 @@ class SimWatch(Watch):
 
 
 class NameStore(MemoryStore):
-    """etcd."""
+    """The simulated etcd."""
 
     def __init__(self, world: SimulatedWorld) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class NameStore(MemoryStore):
         self._world.on_put(key, value)
 
     def grant_kept(self, ttl_s: float, lease_id: int | None = None) -> int:
-        """A lease that lives until it is revoked."""
+        """Grant a lease that never expires, until it is revoked."""
         if lease_id is None:
             lease_id, self._next_lease = self._next_lease, self._next_lease + 1
         if lease_id in self.leases:
@@ -76,7 +76,7 @@ class NameStore(MemoryStore):
         return lease_id
 
     def forget(self) -> None:
-        """It comes back without its data."""
+        """Drop all data, as after a restart without the data folder."""
         self.entries.clear()
         self.leases.clear()
         self.watches.clear()
@@ -120,7 +120,7 @@ class SimNameResolver(MemoryNameResolver):
     # ------------------------------------------------------------------------------------------------- on a thread
 
     async def on_thread(self, world: SimulatedWorld, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a thread that calls the resolver would see."""
+        """Simulate a call of the resolver on a thread."""
         if call.__name__ == "wait":
             return await self._wait_until(world, *args, **kwargs)
         if call.__name__ == "publish":
@@ -144,7 +144,7 @@ class SimNameResolver(MemoryNameResolver):
     async def _publish(
         self, world: SimulatedWorld, name: str, value: str, *, lease: int | None = None, limit_s: float
     ) -> None:
-        """As NameResolver.publish, whose pauses are a thread's."""
+        """Like NameResolver.publish, which sleeps on a thread."""
         deadline = world.now + limit_s
         while True:
             try:

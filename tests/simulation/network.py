@@ -1,9 +1,9 @@
-"""Twins of what lies between processes: channel sockets and HTTP.
+"""Test doubles of the connections between processes: channel sockets and HTTP.
 
-They promise what the real ones do and no more. Channel (runtime/transport.py): a message arrives whole or not at all; in order, but
-for what faults reorder; what was under way to a process that dies is lost. HTTP (aiohttp on both sides): refused where nobody
-listens, reset where the server dies, cancelled at the server where the client goes away; an answer may be lost although the request
-was handled. Handlers are the servers' own.
+They give the same guarantees as the real ones and no more. Channel (runtime/transport.py): a message arrives whole or not at all.
+Messages arrive in order, unless a fault reorders them. Messages in transit to a process that dies are lost. HTTP (aiohttp on both
+sides): a connection is refused if no process listens, and reset if the server dies. If the client goes away, the server's handler
+is cancelled. An answer may be lost although the request was handled. The handlers are the servers' real ones.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SimTransport(Transport):
 
     def bind_pull(self, host: str, *, queue_messages: int, max_frame_bytes: int) -> PullSocket:
         world = self.world
-        world.num_pulls += 1  # of all that ever were: an address is nobody else's later
+        world.num_pulls += 1  # never reuse an address
         address = f"sim://{self.process.name}:{world.num_pulls}"
         pull = world.pulls[address] = SimPull(self.process, address, queue_messages)
         return pull
@@ -99,13 +99,13 @@ class SimPush(PushSocket):
     def __init__(self, transport: SimTransport, address: str, queue_messages: int) -> None:
         self._world, self._process, self._address = transport.world, transport.process, address
         self._queue_messages = queue_messages
-        self._last_at = 0.0  # nothing overtakes what was sent before it, on one connection
+        self._last_at = 0.0  # on one connection, a message never overtakes an earlier one
 
     def send_nowait(self, frames: Sequence[Buffer]) -> bool:
         world, process = self._world, self._process
         pull = world.pulls.get(self._address)
         if pull is None or pull.closed or pull.process.dead or process.dead:
-            return True  # nobody there: lost, as on a dead connection
+            return True  # no receiver: the message is lost, as on a dead connection
         if pull.under_way + len(pull.queue) >= pull.queue_messages + self._queue_messages:
             return False
         message = [bytes(frame) for frame in frames]
@@ -124,7 +124,7 @@ class SimPush(PushSocket):
                 message[0] = _flip(message[0], world.network.getrandbits(30))
             if draw() < faults.double:
                 self._put(pull, message, at + draw() * faults.delay_s)
-            if draw() < faults.delay:  # overtaken by what comes after it
+            if draw() < faults.delay:  # later messages overtake it
                 self._put(pull, message, at + draw() * faults.delay_s)
                 return True
         at = max(at, self._last_at + _SHORTEST)
@@ -153,7 +153,7 @@ Handler = Callable[[Any], Awaitable[web.StreamResponse]]
 
 
 class SimRequest:
-    """What a handler reads of a request, and a StreamResponse writes to."""
+    """The part of a request that handlers read and a StreamResponse writes to."""
 
     keep_alive = True
     query_string = ""
@@ -184,11 +184,11 @@ class SimRequest:
 
 
 class Site:
-    """Something that listens: a process, its handlers by method and path (or one for all)."""
+    """A listening server: a process and its handler."""
 
     def __init__(self, process: Process, handler: Handler) -> None:
         self.process, self.handler = process, handler
-        self.calls: dict[_Exchange, None] = {}  # under way here
+        self.calls: dict[_Exchange, None] = {}  # requests in progress
 
 
 class SimResponse:
@@ -206,7 +206,7 @@ class SimResponse:
 
 
 class SimSession:
-    """As aiohttp.ClientSession, as far as the clients in asyncrl use it."""
+    """Like aiohttp.ClientSession, as far as the clients in asyncrl use it."""
 
     def __init__(self, world: SimulatedWorld, process: Process, options: dict[str, Any]) -> None:
         self._world, self._process = world, process
@@ -243,7 +243,7 @@ class SimSession:
 
 
 class _Exchange:
-    """One request and its answer. `async with` it at the client."""
+    """One request and its answer. The client uses it with `async with`."""
 
     def __init__(
         self, world: SimulatedWorld, client: Process, method: str, url: str, body: bytes, total_s: float | None
@@ -281,7 +281,7 @@ class _Exchange:
         pass
 
     def _travel(self, site: Site | None, then: Callable[[], None]) -> None:
-        """One way, towards a site (in whose process `then` runs) or from it (None: back to the client)."""
+        """Simulate one way: to a site, where `then` runs in its process; or, if site is None, back to the client."""
         world = self._world
         at = world.now + world.draw_delay()
         other = self._peer.process if self._peer is not None else None
@@ -333,7 +333,7 @@ class _Exchange:
         self._travel(None, lambda: self._settle(result))
 
     def server_died(self) -> None:
-        """The site's process is gone: its connections are reset."""
+        """Reset the connection, because the site's process is gone."""
         world = self._world
         world.scheduler.at(world.now + world.draw_delay(), self._broken, loop=self._client.loop)
 
@@ -347,7 +347,7 @@ class _Exchange:
         return self._client
 
     def _hang_up(self, site: Site) -> None:
-        """The client waits no more: the server notices, and cancels the handler."""
+        """The client stops waiting. The server notices this, and cancels the handler."""
         del site.calls[self]
         if self._task is not None and not site.process.dead:
             world = self._world

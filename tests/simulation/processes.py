@@ -1,7 +1,7 @@
-"""What stands in a simulated run where computing would be: an agent, an engine, a model worker. Everything else is the real class.
+"""Stand-ins for the computing parts of a simulated run: an agent, an engine, a model worker. Everything else is the real class.
 
-A model worker's weights are the list of what they were trained on. They are written with each version and each checkpoint, and
-loaded again: so at the end of a run the final weights say themselves which prompts are in them, and how often.
+A model worker's weights are the list of the groups that they were trained on. Each version and each checkpoint contains the list,
+and a restart loads it. So the final weights of a run show which prompts they contain, and how often.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _LAST_WORDS_S = 0.2
 
 @dataclass(eq=False)
 class SimSample:
-    """A trajectory without tensors: what decides of it, and its id."""
+    """A trajectory without tensors: its id and the values on which decisions depend."""
 
     ids: tuple[str, ...]
     length: int
@@ -74,7 +74,7 @@ class SimSample:
 
 @dataclass(frozen=True)
 class SimSummary:
-    """As rewards.trajectory.SampleSummary."""
+    """Like rewards.trajectory.SampleSummary."""
 
     seqlens: list[int]
     response_lengths: list[int]
@@ -114,7 +114,7 @@ class SimTokenizer:
 
 
 class SimPrompts:
-    """As data.prompts.PromptSource: so many, each three tokens that say which one it is."""
+    """Like data.prompts.PromptSource: num_prompts prompts of three tokens each, which encode epoch and position."""
 
     def __init__(self, config: Any, tokenizer: Any = None, seed: int = 1) -> None:
         self._count, self.config, self.seed = here().world.scenario.num_prompts, config, seed
@@ -139,7 +139,7 @@ class SimEnv(Env):
 
 
 class SimAgent(Agent):
-    """One response. Some prompts are refused, some take long to judge: the scenario says which."""
+    """Collects one response. The scenario determines which prompts are rejected or released, and which are judged slowly."""
 
     async def collect_trajectory(self, prompt: Prompt, env: Env, obs_queue: ObsQueue, act_queue: ActQueue) -> list[Any]:
         process = here()
@@ -161,7 +161,7 @@ class SimAgent(Agent):
 
 
 class _Tail(LongTail):
-    """Lengths by a cheap hash."""
+    """Response lengths from a cheap hash."""
 
     def length(self, input_ids: Sequence[int]) -> int:
         drawn = zlib.crc32(bytes(input_ids[: self.prompt_tokens]), self.seed) / 2**32
@@ -169,7 +169,7 @@ class _Tail(LongTail):
 
 
 class SimEngine(PacedEngine):
-    """Says what it loads and what it serves."""
+    """Notes each version that it loads."""
 
     async def load_weights(self, path: Path, version: WeightVersion, *, abort_running: bool = False) -> int:
         count = await super().load_weights(path, version, abort_running=abort_running)
@@ -187,7 +187,7 @@ verify_version.on_disk = True  # type: ignore[attr-defined]
 
 
 class SimEngines(Engines):
-    """One engine, which is paced."""
+    """Makes one paced engine."""
 
     def __init__(self, config: GenerationServerConfig) -> None:
         self._config = config
@@ -214,7 +214,7 @@ class SimEngines(Engines):
 
 
 class NoJournal:
-    """As generation.journal.TokenJournal: nobody reads it."""
+    """Like generation.journal.TokenJournal, but writes nothing."""
 
     def __init__(self, *args: Any) -> None:
         pass
@@ -234,14 +234,14 @@ class NoJournal:
 
 @dataclass
 class Weights:
-    """What a model was trained on: (prompt, ticket, version at which it was trained), in order."""
+    """The groups that a model was trained on, in order: (prompt, ticket, version at which it was trained)."""
 
     trained: list[tuple[Locator, str, int]] = field(default_factory=list)
     version: int = 0
 
 
 class SimModelWorker(Worker):
-    """A rank that computes nothing. Its receiver, its store and its calls are real; what it would train is noted.
+    """A rank that computes nothing. Its receiver, its store and its calls are real. It notes the groups that it would train on.
 
     consumes: trajectories, calls.  produces: metadata, replies, versions and checkpoints on the simulated disk.
     waits for: the next call.  unblocked by: the master.
@@ -294,7 +294,7 @@ class SimModelWorker(Worker):
         await self._work(server)
 
     async def _work(self, server: NameResolvingReplyServer) -> None:
-        """Execute calls in order, for ever; what is written is written beside what follows."""
+        """Execute calls in order, for ever. Writing runs concurrently with the next calls."""
         while True:
             call = await server.receive()
             self.board.progress()
@@ -360,18 +360,18 @@ class SimModelWorker(Worker):
             )
 
     def _path(self, folder: str) -> str:
-        """On the disk's twin."""
+        """Path on the simulated disk."""
         return f"{self.info.run_dir}/{folder}"
 
     async def _write(self, call: Call, weights: Weights) -> None:
-        """As the exporter: files beside the path, then, by the first worker, the name."""
+        """Like the exporter: write files beside the path; then the first worker renames the folder."""
         world, process = here().world, here()
         body: Any = call.body
         path = self._path(body.folder)
         slow_s = world.slow_disk.get(process.name, 0.0)
         await asyncio.sleep(world.scenario.write_s * (0.5 + world.network.random()) + slow_s * world.network.random())
         if isinstance(body, WriteWeights | SaveModel | SaveCheckpoint):
-            # of what is committed later: the snapshot is that of the call
+            # a later call commits these weights, with the state at this call
             world.snapshots[path] = weights
             call.reply(CallResult(files=[WrittenFile(f"part-{self.info.index}", 1, "", [])]))
             return

@@ -44,11 +44,11 @@ _MAKERS: dict[str, Callable[[Any, System], Worker]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a simulation showed. violation: "" or the invariant that was broken, and how."""
+    """The result of a simulation. violation: the broken invariant and the details; "" if none was broken."""
 
     scenario: Scenario
     violation: str
-    digest: str  # of the events: the same scenario gives the same
+    digest: str  # hash of the events: the same scenario always gives the same digest
     num_events: int
     num_handles: int
     num_steps: int
@@ -57,7 +57,7 @@ class Outcome:
 
 
 class SimulatedRun(SimulatedWorld):
-    """The world of one scenario: its processes, its faults, and who looks."""
+    """The world of one scenario: its processes, its faults, its supervisor and its invariants."""
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario.seed, latency_s=scenario.latency_s)
@@ -66,15 +66,15 @@ class SimulatedRun(SimulatedWorld):
         self.run_dir = f"/simulated/simulated/s{scenario.seed}"
         self.is_over = False
         self.attempt = 1
-        self.lineage: dict[Prompt, str] = {}  # prompt -> the ticket by which the weights have been trained on it
-        self.rejected: dict[Prompt, str] = {}  # prompt -> why, in the lineage
-        self._rejected_at: dict[tuple[int, int], dict[Prompt, str]] = {}  # at each checkpoint's snapshot
-        self._torn: set[str] = set()  # checkpoints
+        self.lineage: dict[Prompt, str] = {}  # prompt -> the ticket whose group the weights were trained on
+        self.rejected: dict[Prompt, str] = {}  # prompt -> reason, in the lineage
+        self._rejected_at: dict[tuple[int, int], dict[Prompt, str]] = {}  # `rejected` at each checkpoint's snapshot
+        self._torn: set[str] = set()  # torn checkpoints
         self.committed: set[str] = set()  # folders that are or were complete
         self._num_starts = 0
-        self.died_at: dict[str, float] = {}  # by a worker's incarnation
+        self.died_at: dict[str, float] = {}  # a worker's incarnation -> time of its death
         self.num_dropped = 0
-        self.quiet_since = 0.0  # the last fault is over
+        self.quiet_since = 0.0  # end of the last fault
         self.late_disk_until = self.late_disk_s = 0.0
         self.specs = self._plan("")
         self.invariants = Invariants(self)
@@ -89,7 +89,7 @@ class SimulatedRun(SimulatedWorld):
         self.scheduler.stopped = True
 
     def go(self) -> None:
-        """To its end, or to the first invariant that does not hold."""
+        """Run to the end, or to the first broken invariant."""
         self.supervisor.start_everything()
         try:
             if not self.scheduler.run(self.scenario.limit_s):
@@ -102,7 +102,7 @@ class SimulatedRun(SimulatedWorld):
         return {spec.name: spec for spec in specs}
 
     def start_again(self, name: str) -> None:
-        """A process of the newest attempt."""
+        """Start a process of the newest attempt."""
         spec = self.specs[name]
         config = spec.config
         if isinstance(config, MasterWorkerConfig | ModelWorkerConfig) and self.scenario.one_mfc:
@@ -115,7 +115,7 @@ class SimulatedRun(SimulatedWorld):
     # -------------------------------------------------------------------------------------------------- attempts, checkpoints
 
     def begin_attempt(self) -> None:
-        """The next one, from the newest checkpoint: what came after that is void."""
+        """Begin the next attempt, from the newest checkpoint. Everything after that checkpoint is void."""
         self.attempt += 1
         path = self._newest_checkpoint()
         self.specs = self._plan(path)
@@ -125,7 +125,7 @@ class SimulatedRun(SimulatedWorld):
         self.note(None, "attempt", number=self.attempt, path=path, trained=len(self.lineage))
 
     def _checkpoints(self) -> list[str]:
-        """Complete ones, oldest first."""
+        """Paths of the complete checkpoints, oldest first."""
         prefix = f"{self.run_dir}/checkpoints/recover/"
         return sorted((path for path in self.disk.folders if path.startswith(prefix)), key=_of_checkpoint)
 
@@ -133,18 +133,18 @@ class SimulatedRun(SimulatedWorld):
         return next((path for path in reversed(self._checkpoints()) if path not in self._torn), "")
 
     def tear_newest_checkpoint(self) -> None:
-        """It cannot be read any more."""
+        """Make the newest checkpoint unreadable, if it is not the only one."""
         there = self._checkpoints()
         if len(there) > 1:
             self._torn.add(there[-1])
 
     def damage_newest_weights(self) -> None:
-        """The files of the version that is published do not match their manifest any more."""
+        """Damage the published version: its files do not match their manifest any more."""
         if self.invariants.published is not None:
             self.disk.damaged.add(str(version_dir(self.run_dir, ACTOR, self.invariants.published)))
 
     def prune_checkpoints(self, keep_last: int) -> None:
-        """As checkpoints.prune: the newest of the newest one's lineage stay."""
+        """Like checkpoints.prune: keep the newest checkpoints of the newest one's lineage."""
         there = self._checkpoints()
         if not there:
             return
@@ -155,17 +155,17 @@ class SimulatedRun(SimulatedWorld):
         for path in set(there) - set(alive[-keep_last:]):
             del self.disk.folders[path]
 
-    # ------------------------------------------------------------------------------------------------ what invariants ask
+    # ----------------------------------------------------------------------------------------------- used by invariants
 
     def attempt_of(self, label: str) -> int:
-        """Of an incarnation that goes on."""
+        """The attempt of a running incarnation."""
         return int(self.processes[label.partition("#")[0]].config.worker.attempt)
 
     def master_buffer(self, label: str) -> Any:
         return self.processes[label.partition("#")[0]].buffer
 
     def live_tickets(self, label: str) -> set[str]:
-        """By the ledger of this manager."""
+        """Tickets that are live in this manager's ledger."""
         process = self.processes[label.partition("#")[0]]
         return process.ledger._live.keys() | process.ledger._evals.keys() if process.ledger is not None else set()
 
@@ -177,7 +177,7 @@ class SimulatedRun(SimulatedWorld):
         return folder.content if folder is not None else None
 
     def excused(self, label: str, error: str) -> bool:
-        """Whether this end is what a fault had to bring about."""
+        """Whether a fault explains this end."""
         return False
 
     def note_death(self, process: Process) -> None:
@@ -215,7 +215,7 @@ class SimulatedRun(SimulatedWorld):
             self.num_dropped = event.fields["dropped"]
 
     def _waits(self) -> str:
-        """Who waits for what."""
+        """The named waits of all processes, as text."""
         told = []
         for process in self.processes.values():
             state = "dead" if process.dead else "frozen" if process.loop.halted else ""
@@ -232,7 +232,7 @@ def _of_checkpoint(path: str) -> tuple[int, int]:
 
 
 def simulate(scenario: Scenario, *, keep_events: bool = False) -> Outcome:
-    """Run it to its end. Call it where seams are installed."""
+    """Simulate a scenario to its end. Call it while seams are installed."""
     world = SimulatedRun(scenario)
     seams.use(world)
     try:

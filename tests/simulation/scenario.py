@@ -1,4 +1,4 @@
-"""What a seed decides: the shape of the run, its pace, and what goes wrong when."""
+"""The scenario of a seed: the shape of the run, its speed, and its faults with their times."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _HERE = "tests.simulation.processes"
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that goes wrong: at a time, or some time after the nth event of a kind."""
+    """A fault: at a time, or some time after the nth event of a kind."""
 
     kind: str  # kill | power | torn | freeze | cut | messages | requests | outage | slow_disk | late_disk | damage
-    target: str = ""  # a process; of a cut "one other"
-    at: float = 0.0  # seconds; after the event, if there is one
+    target: str = ""  # a process; for a cut, two processes: "one other"
+    at: float = 0.0  # seconds; after the event, if `event` is set
     event: str = ""  # kind of event
-    count: int = 0  # the nth one
+    count: int = 0  # the fault waits for the nth event of this kind
     lasts_s: float = 0.0
     strength: float = 0.0
 
@@ -89,11 +89,11 @@ class Scenario:
 
     @property
     def limit_s(self) -> float:
-        """Past it the run stands still. Every fault may cost what its consequences cost at most."""
+        """Time after which the run counts as stuck. Each fault adds the longest delay that it can cause."""
         return 400.0 + 120.0 * len(self.faults)
 
     def config(self) -> ExperimentConfig:
-        """As a user would write it."""
+        """The config, as a user would write it."""
         return ExperimentConfig(
             experiment="simulated",
             trial=f"s{self.seed}",
@@ -186,7 +186,7 @@ _EVENTS = ("granted", "pushed", "stored", "acked", "trained", "committed", "publ
 
 
 def _with_faults(scenario: Scenario, draw: random.Random) -> Scenario:
-    """Some seeds have none: there invariants are at their strictest."""
+    """Add faults to a scenario. Some seeds get none; there the invariants are strictest."""
     scenario = replace(
         scenario,
         reject_share=draw.choice((0.0, 0.0, 0.02)),
@@ -194,7 +194,7 @@ def _with_faults(scenario: Scenario, draw: random.Random) -> Scenario:
         slow_share=draw.choice((0.0, 0.0, 0.1)),
         slow_s=draw.choice((0.1, 1.0, 5.0)),
     )
-    if scenario.reject_share:  # what is rejected makes no step
+    if scenario.reject_share:  # rejected prompts are not trained: add prompts to keep the number of steps
         scenario = replace(scenario, num_prompts=scenario.num_prompts + -(-scenario.num_prompts // 8))
     count = draw.choice((0, 1, 2, 3, 4, 6))
     return replace(scenario, faults=tuple(_draw_fault(scenario, draw) for _ in range(count)))
@@ -238,7 +238,7 @@ def _draw_fault(scenario: Scenario, draw: random.Random) -> Fault:
         if draw.random() < 0.1:
             lasts_s = 45.0
     elif kind == "cut":
-        target = " ".join(sorted(draw.sample(alone + training, draw.choice((1, 2, 2)))))  # one: from all others
+        target = " ".join(sorted(draw.sample(alone + training, draw.choice((1, 2, 2)))))  # one: cut off from all others
         lasts_s, strength = draw.choice((0.2, 2.0, 10.0, 25.0)), draw.random()
     elif kind in ("messages", "requests"):
         lasts_s, strength = draw.choice((0.5, 5.0, 20.0)), draw.random()

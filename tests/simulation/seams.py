@@ -1,7 +1,7 @@
-"""Where the simulation takes the place of what is outside a process: time, threads, identities, sockets, HTTP, name resolve, disk.
+"""Replaces everything outside a process: time, threads, ids, sockets, HTTP, name resolve, disk.
 
-`installed()` holds for a whole series of simulations. Each stand-in asks `here()` whose code is running. A seam that is not there
-any more (somebody renamed it) is an error here, not a simulation of something else.
+`installed()` is active for a whole series of simulations. Each stand-in calls `here()` to find the process whose code is running. A
+seam that does not exist any more, for example because it was renamed, is an error here and not a wrong simulation.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _STATUS_INTERVAL_S = 1.0
 
 
 def use(world: SimulatedWorld) -> None:
-    """From here on time is this world's."""
+    """Make the functions of `time` return this world's time from now on."""
     time.monotonic = world.scheduler.monotonic
     time.time = world.scheduler.time
     time.time_ns = world.scheduler.time_ns
@@ -55,7 +55,7 @@ def use(world: SimulatedWorld) -> None:
 
 
 def _wait(fs: Any, *, timeout: float | None = None, return_when: str = asyncio.ALL_COMPLETED) -> Any:
-    """asyncio.wait, without asking of each whether it is a coroutine."""
+    """asyncio.wait without its check of each argument for coroutines, which is slow."""
     return asyncio.tasks._wait(set(fs), timeout, return_when, asyncio.get_running_loop())  # type: ignore[attr-defined]
 
 
@@ -64,7 +64,7 @@ def _session(max_connections: int, options: dict[str, Any]) -> SimSession:
     return SimSession(process.world, process, options)
 
 
-_version_dir = functools.lru_cache(512)(version_dir)  # the same few over and over
+_version_dir = functools.lru_cache(512)(version_dir)  # cached, because the same few calls repeat often
 
 
 def _ticket_key(run_dir: Path) -> bytes:
@@ -72,7 +72,7 @@ def _ticket_key(run_dir: Path) -> bytes:
 
 
 class _Launcher:
-    """In the place of the status pipe: the lease, and the launcher's sight of a process."""
+    """Replaces the status pipe: provides the lease, and shows the process's board to the launcher."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -83,7 +83,7 @@ class _Launcher:
 
 
 class SimManagerFiles(ManagerFiles):
-    """On the disk's twin."""
+    """ManagerFiles on the simulated disk."""
 
     def __init__(self, config: GserverManagerConfig) -> None:
         self._config = config
@@ -104,7 +104,7 @@ class SimManagerFiles(ManagerFiles):
 
 
 class SimMasterFiles(MasterFiles):
-    """On the disk's twin."""
+    """MasterFiles on the simulated disk."""
 
     def __init__(self, config: MasterWorkerConfig) -> None:
         self._config = config
@@ -146,7 +146,7 @@ class SimMasterFiles(MasterFiles):
 
 
 class SimRolloutData(RolloutData):
-    """Prompts without a file, trajectories without tensors."""
+    """RolloutData with prompts that need no file, and trajectories without tensors."""
 
     sample_type = processes.SimSample
     complete = staticmethod(processes.complete_sample)  # type: ignore[assignment]
@@ -170,7 +170,7 @@ async def _listen(process: Process, answer: Any, host: str, *, max_body_bytes: i
 
 
 def system_of(process: Process) -> System:
-    """What this process takes from its machine."""
+    """The machine as this process sees it: clock, ids, name resolve, sockets, HTTP, launcher."""
     return System(
         clock=process.world.scheduler,
         new_id=process.transport.new_id,
@@ -184,12 +184,12 @@ def system_of(process: Process) -> System:
 
 
 class _Journal:
-    """JsonLinesWriter's twin: records become events."""
+    """Test double of JsonLinesWriter: records become events."""
 
     def __init__(self, path: Path) -> None:
         self._name = path.name
 
-        self.last = here().world.journals.get(self._name)  # of a BackgroundJournal
+        self.last = here().world.journals.get(self._name)  # attribute of BackgroundJournal
 
     def write(self, record: dict[str, Any]) -> None:
         process = here()
@@ -219,7 +219,7 @@ class _NoMetrics:
 # ---------------------------------------------------------------------------------------------------------------- HTTP servers
 
 
-# --------------------------------------------------------------------------------------------------------------- what is noted
+# ------------------------------------------------------------------------------------------------------------- noting events
 
 
 def _noting_allocate(real: Any) -> Any:
@@ -324,24 +324,25 @@ def _patches() -> list[tuple[Any, str, Any]]:
 
 @contextlib.contextmanager
 def installed(wraps: Sequence[tuple[type, str, Callable[[Any], Any]]] = (), *, log: bool = False) -> Iterator[None]:
-    """Simulations may run. wraps: what else is replaced (owner, name, what makes the new one of the old one), such as a bug."""
+    """Install the seams; simulations may run inside this block. wraps: further replacements, such as a bug: (owner, name, function
+    that makes the new attribute from the old one)."""
     replaced: list[tuple[Any, str, Any]] = []
     registry = asyncio.tasks._all_tasks  # type: ignore[attr-defined]
-    registry.add = lambda task: None  # loops keep their own: a weak set of Python's costs more than a task
+    registry.add = lambda task: None  # loops keep their own list, because Python's weak set costs more than a task
     disabled = logging.root.manager.disable
     if not log:
         logging.disable(logging.CRITICAL)
     try:
         with http_client.replaced(_session):
-            for owner, name, wrap in wraps:  # below what is noted: a bug must not hide what it does
+            for owner, name, wrap in wraps:  # below the noting wrappers, so that a bug's effects are noted
                 replaced.append((owner, name, owner.__dict__[name]))
                 setattr(owner, name, wrap(getattr(owner, name)))
             for owner, name, value in _patches():
                 replaced.append((owner, name, owner.__dict__[name]))
                 setattr(owner, name, value)
             gc.collect()
-            gc.freeze()  # what is there now stays: only a simulation's own objects are looked through after it
-            gc.disable()  # what a destructor does would come at a time that is not the seed's
+            gc.freeze()  # existing objects stay, so later collections only search a simulation's own objects
+            gc.disable()  # a collection would run destructors at a time that the seed does not determine
             yield
     finally:
         del registry.add

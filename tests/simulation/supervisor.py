@@ -1,6 +1,7 @@
-"""The launcher's twin: it sees ends and frozen processes, and starts again who is to be, as launch/supervisor/policy.py decides.
+"""Test double of the launcher: notices ended and frozen processes, and restarts processes as launch/supervisor/policy.py decides.
 
-Doing is instant but for pauses that the seed draws: until an end is seen, for a start, for the newest checkpoint to be read.
+Actions are instant, except for delays drawn from the seed: until an end is noticed, for a start, and for reading the newest
+checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Supervisor:
         self._run, self._runtime = run, runtime
         self._supervision = Supervision(runtime.max_restarts)
         self._freezes = FreezeWatch(runtime.frozen_after_s, runtime.start_timeout_s)
-        self._renewing = ""  # what is being started again together, "" if nothing is
+        self._renewing = ""  # unit that is restarting as a whole; "" if none is
         self._launch = 1
         self._coming: set[str] = set()
         run.scheduler.at(_TURN_S, self._turn)
@@ -64,7 +65,7 @@ class Supervisor:
             run.scheduler.at(run.now + _TURN_S, self._turn)
 
     def _concerns(self, name: str) -> bool:
-        """Whether it is started again with others already."""
+        """Whether the process belongs to the unit that is restarting."""
         return self._renewing == EVERYTHING or (bool(self._renewing) and name.partition("/")[0] in TRAINER_KINDS)
 
     def _see_to(self, process: Process, how: str, launch: int) -> None:
@@ -76,10 +77,10 @@ class Supervisor:
         decision = self._supervision.decide(end, run.scheduler.time(), run.scheduler.monotonic())
         if isinstance(decision, EndRun):
             if how == _KILLED and not self._supervision.outlives(process.name):
-                # in its very first start: the launcher gives up, and the user starts the run again
+                # it was killed during its first start: the launcher gives up, and the user starts the run again
                 self.lose_power(run.network.random())
                 return
-            run.invariants.broken("failed", f"the run ends: {decision.cause}")
+            run.invariants.broken("failed", f"the run ended: {decision.cause}")
             return
         if decision.unit == process.name:
             run.scheduler.at(run.now + decision.pause_s + 0.3 * run.network.random(), self._start, process.name, launch)
@@ -87,7 +88,7 @@ class Supervisor:
         self._renew(decision.unit, decision.pause_s)
 
     def _renew(self, unit: str, pause_s: float) -> None:
-        """Kill all of it; then, not sooner than after the pause, the next attempt."""
+        """Kill the whole unit. After the pause at the earliest, begin the next attempt."""
         run = self._run
         self._renewing = unit
         for process in list(run.processes.values()):
@@ -106,7 +107,7 @@ class Supervisor:
             self._start(name, launch)
 
     def lose_power(self, pause_s: float) -> None:
-        """Everything is gone, name resolve's data too; a while later somebody resumes the run."""
+        """Lose all processes and the data of name resolve. After the pause, the run resumes."""
         run = self._run
         self._launch += 1
         self._renewing = EVERYTHING
@@ -119,7 +120,7 @@ class Supervisor:
         run.scheduler.at(run.now + pause_s, self._next_attempt, self._launch)
 
     def _start(self, name: str, launch: int) -> None:
-        """As soon as name resolve grants a lease."""
+        """Start a process, as soon as name resolve can grant a lease."""
         run = self._run
         if run.is_over or launch != self._launch or (name in run.processes and not run.processes[name].dead):
             return
@@ -132,7 +133,7 @@ class Supervisor:
         run.start_again(name)
 
     def _start_late(self, name: str, launch: int) -> None:
-        """When the outage was to be over, which may have been prolonged."""
+        """Try again at the planned end of an outage, which may have been prolonged meanwhile."""
         if launch == self._launch:
             self._coming.discard(name)
         self._start(name, launch)

@@ -1,7 +1,7 @@
-"""A simulated run: its processes, and what lies between them.
+"""A simulated run: its processes, and the environment between them.
 
-Code of the run finds its own process through its event loop (`here()`), so the world needs no global name. Whatever matters is
-noted as an Event; invariants (invariants.py) look at each, and faults may wait for one (faults.py).
+Code of the run finds its own process through its event loop (`here()`), so the world needs no global variable. Everything relevant
+is noted as an Event. The invariants (invariants.py) check each event, and faults may wait for one (faults.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Event(msgspec.Struct, frozen=True):
-    """Something that happened, in whose process (name#incarnation)."""
+    """An event, with the process in which it happened (name#incarnation)."""
 
     time: float
     process: str
@@ -46,22 +46,22 @@ class Event(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class ChannelFaults:
-    """What becomes of messages of channels: probabilities, drawn for each."""
+    """Faults of channel messages: a probability of each kind, drawn for each message."""
 
     lose: float = 0.0
     double: float = 0.0
     delay: float = 0.0
     corrupt: float = 0.0
-    delay_s: float = 1.0  # at most
+    delay_s: float = 1.0  # the longest delay
 
 
 @dataclass(frozen=True)
 class HTTPFaults:
-    """What becomes of requests: lost before they are handled, or their answers."""
+    """Faults of HTTP requests: the request is lost before it is handled, or its answer is lost."""
 
     lose: float = 0.0
     lose_answer: float = 0.0
-    delay_s: float = 0.1  # until the client sees that its connection is gone
+    delay_s: float = 0.1  # until the client notices that its connection is gone
 
 
 @dataclass
@@ -77,22 +77,22 @@ class Process:
     worker: Worker | None = None
     lease: int | None = None
     config: Any = None
-    ledger: Any = None  # of a manager that was asked for tickets
-    buffer: Any = None  # of a master that was told of a trajectory
+    ledger: Any = None  # of a manager, set by the first request for tickets
+    buffer: Any = None  # of a master, set by the first trajectory
     main: asyncio.Task[Any] | None = None
     watches: list[Watch | SimWatch] = field(default_factory=list)
     frozen_until: float = 0.0
     dead: bool = False
-    ended: bool = False  # by itself
+    ended: bool = False  # it ended by itself
     thawed_at: float = 0.0  # on the monotonic clock
     started_at: float = 0.0
-    number: int = 0  # of all incarnations of all processes
+    number: int = 0  # counts all incarnations of all processes
     label: str = field(init=False)
     kind: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.label, self.kind = f"{self.name}#{self.incarnation}", self.name.partition("/")[0]
-        # of asyncio's loop only what has no sockets is there
+        # ProcessLoop implements only the methods of asyncio's loop that need no sockets
         self.loop = ProcessLoop(self.world.scheduler, self.name, self, self._failed)  # type: ignore[abstract]
         self.transport = SimTransport(self.world, self)
         self.resolver = SimNameResolver(self.world.names, self)
@@ -115,24 +115,24 @@ class SimulatedWorld:
 
     def __init__(self, seed: int, *, latency_s: float = 0.0005) -> None:
         self.scheduler = Scheduler()
-        self.network = random.Random(f"network {seed}")  # what a message meets
-        self.chance = random.Random(f"chance {seed}")  # identities
+        self.network = random.Random(f"network {seed}")  # draws delays and faults of messages
+        self.chance = random.Random(f"chance {seed}")  # draws ids
         self.latency_s = latency_s
         self.names = NameStore(self)
         self.disk = Disk()
         self.pulls: dict[str, SimPull] = {}
         self.sites: dict[str, Site] = {}
-        self.urls: dict[str, str] = {}  # of all sites that ever were -> the incarnation that listened there
+        self.urls: dict[str, str] = {}  # URL of every site, also of past ones -> the incarnation that listened there
         self.processes: dict[str, Process] = {}  # the newest incarnation of each
         self.graveyard: list[Process] = []
-        self.partitions: dict[frozenset[str], float] = {}  # two processes -> until when
-        self.partition_loses = False  # what is sent meanwhile is lost; else it comes afterwards
+        self.partitions: dict[frozenset[str], float] = {}  # two processes -> end of their partition
+        self.partition_loses = False  # True: messages sent meanwhile are lost; False: they arrive afterwards
         self.channel_faults: ChannelFaults | None = None
         self.http_faults: HTTPFaults | None = None
-        self.slow_disk: dict[str, float] = {}  # process -> seconds an operation takes at most
-        self.journals: dict[str, dict[str, Any]] = {}  # the last record of each
-        self.snapshots: dict[str, Any] = {}  # of weights that are being written
-        self.masters: dict[str, str] = {}  # what the master said to a checkpoint
+        self.slow_disk: dict[str, float] = {}  # process -> longest duration of a disk operation in seconds
+        self.journals: dict[str, dict[str, Any]] = {}  # the last record of each journal
+        self.snapshots: dict[str, Any] = {}  # weights that are being written
+        self.masters: dict[str, str] = {}  # path of a checkpoint -> the master's state
         self.events: list[Event] = []
         self.listeners: list[Callable[[Event], None]] = []
         self.count: Counter[str] = Counter()
@@ -145,7 +145,7 @@ class SimulatedWorld:
         return self.scheduler.now
 
     def draw_delay(self) -> float:
-        """One way of a message: mostly short, sometimes long."""
+        """Draw the one-way delay of a message: mostly short, sometimes long."""
         drawn = self.network.random()
         return self.latency_s * (0.2 + drawn if drawn < 0.97 else 30.0 * (drawn - 0.96))
 
@@ -159,26 +159,26 @@ class SimulatedWorld:
             listener(event)
 
     def on_put(self, key: str, value: str) -> None:
-        """An entry of name resolve was put."""
+        """Called when an entry of name resolve is put."""
         if "/model_version/" in key:
             self.note(None, "published", version=value)
 
     def on_journal(self, process: Process, record: dict[str, Any]) -> None:
-        """A line of a journal."""
+        """Called for each line of a journal."""
 
     def prune_checkpoints(self, keep_last: int) -> None:
-        """As checkpoints.prune."""
+        """Simulates checkpoints.prune."""
 
     def look_at(self, process: Process, board: StatusBoard) -> None:
-        """What the launcher sees of a process, about once a second."""
+        """Called about once a second with the board that a process shows to the launcher."""
 
     def look_at_queue(self, pull: SimPull) -> None:
-        """A message waits in a socket."""
+        """Called when a message has to wait in a socket."""
 
     # ------------------------------------------------------------------------------------------------------- processes
 
     def start(self, name: str, config: Any, make: Callable[[Process], Worker]) -> Process:
-        """A new incarnation of this name."""
+        """Start a new incarnation of the process with this name."""
         self._num_incarnations[name] += 1
         process = Process(self, name, self._num_incarnations[name], config=config, started_at=self.now)
         process.lease = self.names.grant_kept(30.0)
@@ -209,7 +209,7 @@ class SimulatedWorld:
         self.note(process, "ended", error=text)
 
     def kill(self, process: Process) -> None:
-        """SIGKILL. What it had sent is on its way; nothing else of it is left."""
+        """Simulate SIGKILL. Messages that the process has sent still arrive; everything else of it is lost."""
         if process.dead:
             return
         self._bury(process)
@@ -235,7 +235,7 @@ class SimulatedWorld:
             del self.pulls[address]
 
     def freeze(self, process: Process, until: float) -> None:
-        """SIGSTOP."""
+        """Simulate SIGSTOP until the given time, then SIGCONT."""
         if process.dead:
             return
         process.frozen_until = max(process.frozen_until, until)
@@ -250,7 +250,7 @@ class SimulatedWorld:
             self.note(process, "thawed")
 
     def listen(self, process: Process, handler: Any) -> str:
-        """A site of this process; returns its URL."""
+        """Start a site of this process. Returns its URL."""
         self._num_sites += 1
         base = f"{process.name.replace('/', '-')}:{self._num_sites}"
         self.sites[base] = Site(process, handler)
@@ -258,24 +258,24 @@ class SimulatedWorld:
         return f"http://{base}"
 
     def heal(self, pair: frozenset[str]) -> None:
-        """A partition is over, unless it was made longer."""
+        """End a partition, unless it was prolonged."""
         if self.partitions.get(pair, 0.0) <= self.now:
             self.partitions.pop(pair, None)
 
     def calm(self, name: str, faults: ChannelFaults | HTTPFaults) -> None:
-        """What was put in is taken out, unless something else is there by now."""
+        """Remove injected faults, unless newer ones have replaced them."""
         if getattr(self, name) is faults:
             setattr(self, name, None)
 
     def cut_until(self, one: Process, other: Process) -> float:
-        """Until when nothing passes between these two."""
+        """The time until which no message passes between these two processes."""
         until = self.partitions.get(frozenset((one.name, other.name)), 0.0)
         return max(
             until, self.partitions.get(frozenset((one.name,)), 0.0), self.partitions.get(frozenset((other.name,)), 0.0)
         )
 
     def tear_down(self) -> None:
-        """Forget all processes. Their coroutines are closed: what those do in their `finally` reaches nobody any more."""
+        """Forget all processes, and close their coroutines. Their `finally` blocks run, but cannot reach other processes."""
         for process in [*self.graveyard, *self.processes.values()]:
             process.dead = True
             process.loop.kill()
@@ -284,7 +284,7 @@ class SimulatedWorld:
             for process in [*self.graveyard, *self.processes.values()]:
                 for task in process.loop.tasks:
                     task._log_destroy_pending = False  # type: ignore[attr-defined]
-                    with contextlib.suppress(RuntimeError):  # it awaits something in a `finally`
+                    with contextlib.suppress(RuntimeError):  # the coroutine awaits in a `finally`
                         task.get_coro().close()
                 process.loop.tasks.clear()
             self.processes.clear()
@@ -299,8 +299,8 @@ class SimulatedWorld:
     # --------------------------------------------------------------------------------------------------------- threads
 
     async def on_thread(self, process: Process, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """asyncio.to_thread and run_in_executor: of name resolve what a thread would see, of all else the result, after what the
-        disk takes."""
+        """Simulates asyncio.to_thread and run_in_executor. Calls of name resolve see its delays and outages. All other calls return
+        after the disk's delay."""
         owner = getattr(func, "__self__", None)
         if isinstance(owner, SimNameResolver):
             return await owner.on_thread(self, func, args, kwargs)
@@ -312,6 +312,6 @@ class SimulatedWorld:
             await asyncio.sleep(0)
         try:
             return func(*args, **kwargs)
-        except NameResolveTimeout:  # it has asked in between, on its thread
+        except NameResolveTimeout:  # the function called name resolve on its thread
             await asyncio.sleep(5.0)
             raise

@@ -1,1 +1,1 @@
-"""Tools of the tests: hosts in network namespaces, groups of ranks, a scanner of sockets, the table of endpoints."""
+"""Test tools: hosts in network namespaces, groups of ranks, a socket scanner, the table of endpoints."""

@@ -1,10 +1,10 @@
-"""A clock that a test turns by hand."""
+"""A manual clock for tests."""
 
 from __future__ import annotations
 
 
 class ManualClock:
-    """As runtime.clock.Clock. Both clocks show `now`; a sleep moves it."""
+    """Test double of runtime.clock.Clock. monotonic() and time() return `now`, and sleep() advances it."""
 
     def __init__(self, now: float = 1000.0) -> None:
         self.now = now

@@ -1,15 +1,15 @@
-"""Every endpoint of a run, and which processes may use it. tests/unit/test_endpoints.py holds it against the code, and
-tests/end_to_end/test_strangers_here.py has another user and another run refused at each.
+"""Every endpoint of a run, and which processes may use it. tests/unit/test_endpoints.py compares this table with the code.
+tests/end_to_end/test_strangers_here.py checks that each endpoint refuses another user and another run.
 
-How they are refused: on Unix sockets by the folder's mode; on TCP HTTP by the run's token, behind TLS with the run's certificate;
-streams by CURVE keys; etcd by client certificates; SGLang by an API key of its server's; the OpenAI API by session ids.
+Access control: Unix sockets by the folder's mode; HTTP over TCP by the run's token, behind TLS with the run's certificate; streams
+by CURVE keys; etcd by client certificates; SGLang by its server's API key; the OpenAI API by session ids.
 """
 
 from __future__ import annotations
 
 from asyncrl.protocol import messages
 
-# Owner -> route -> callers. `user`: asks with the token.
+# Owner -> route -> callers. `user`: a person's client that sends the token.
 HTTP: dict[str, dict[str, str]] = {
     "generation_server": {
         "POST /generate": "rollout_worker",
@@ -55,7 +55,7 @@ HTTP: dict[str, dict[str, str]] = {
     },
 }
 
-# The stream's owner -> what it takes -> senders.
+# The stream's owner -> accepted messages -> senders.
 STREAMS: dict[str, dict[str, str]] = {
     "model_worker: puller<head>": {"TrajectoryMeta": "rollout_worker, replayer"},
     "master: master_meta": {"TrajectoryMeta": "model_worker"},
@@ -66,7 +66,7 @@ STREAMS: dict[str, dict[str, str]] = {
     },
 }
 
-# What is written to name resolve -> writers. All processes of the run read; other clients are let in to nothing.
+# Key of name resolve -> writers. All processes of the run can read; other clients have no access.
 NAMES: dict[str, str] = {
     "owner": "launcher",
     "model_version": "master",

@@ -1,4 +1,4 @@
-"""The parts of a master, between a gserver manager and model workers that the test plays."""
+"""The parts of a master, between test doubles of the gserver manager and the model workers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def master_config(
     num_prompts: int = 8,
     **fields: Any,
 ) -> MasterWorkerConfig:
-    """Batches of 2; the first model worker has the actor. The prompts are written."""
+    """A config with batches of 2 and the actor on the first model worker. Writes the prompt file."""
     prompts = run_dir / "p.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": str(i), "answer": ""}) + "\n" for i in range(num_prompts)))
     name_resolve = NameResolveConfig(endpoints=[f"memory://{run_dir}"])
@@ -87,7 +87,7 @@ def master_config(
 
 
 def make_meta(position: int, ticket: str = "", **fields: Any) -> TrajectoryMeta:
-    """A group of one response, of version 0."""
+    """Metadata of a group with one response, sampled from version 0."""
     given: dict[str, Any] = {
         "ticket_id": ticket or f"a1-e0-p{position}-i1-v0",
         "locator": Locator(0, position),
@@ -107,7 +107,7 @@ def make_meta(position: int, ticket: str = "", **fields: Any) -> TrajectoryMeta:
 def make_books(
     config: MasterWorkerConfig, opened: AsyncExitStack, *, clock: Any = SYSTEM_CLOCK, state: MasterState | None = None
 ) -> Books:
-    """On the run's disk."""
+    """Books that write to the run's folder."""
     files, logger = MasterFiles(config), logging.getLogger("asyncrl.master")
     metrics, journal = files.metrics(None), files.journal()
     opened.callback(metrics.close)
@@ -125,11 +125,11 @@ def ledger(*, rejected: list[RejectedPrompt] | None = None, exhausted: bool = Fa
 
 
 class PlayedManager:
-    """Answers reports with `view`; begins evaluations, which end when the test lets them."""
+    """Answers reports with `view`. Begins evaluations, which end when the test sets `may_end`."""
 
     def __init__(self) -> None:
         self.view = ledger()
-        self.later: dict[int, LedgerView] = {}  # what the report of this number is answered
+        self.later: dict[int, LedgerView] = {}  # number of a report -> its answer
         self.reports = 0
         self.evaluating = asyncio.Event()
         self.evaluations: list[str] = []
@@ -162,7 +162,7 @@ class PlayedManager:
 
 
 class PlayedWorkers:
-    """Model workers that do what they are told."""
+    """Model workers that record all calls and answer them with success."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -182,7 +182,7 @@ class PlayedWorkers:
 
 
 class MasterParts:
-    """As MasterWorker.run makes them."""
+    """The parts of a master, wired as in MasterWorker.run."""
 
     def __init__(
         self,
@@ -196,8 +196,8 @@ class MasterParts:
         state: MasterState | None = None,
         source: Callable[[MasterParts], Any] | None = None,
     ) -> None:
-        """manager: has `post`, as a ServiceClient. caller: has `call` and `start`, as a WorkerCaller.
-        source: makes what takes the place of the rollouts."""
+        """manager: has `post`, like a ServiceClient. caller: has `call` and `start`, like a WorkerCaller.
+        source: makes a replacement for the rollouts."""
         logger = logging.getLogger("asyncrl.master")
         self.manager, self.caller, self.files = manager, caller, MasterFiles(config)
         self.board, self.tasks = StatusBoard(config.worker, logger), BackgroundTasks("master", logger)

@@ -1,12 +1,12 @@
-"""Hosts on one machine, for tests: each has a network, a host name, addresses and process numbers of its own. Needs root and `ip`.
+"""Hosts on one machine, for tests. Each has its own network, host name, addresses and process ids. Needs root and `ip`.
 
 with Hosts.make(3) as hosts:
     hosts[0].run(["hostname"])                  # node1; each knows the others by name
-    hosts[1].unplug(); hosts[1].plug()          # its cable
-    hosts[2].kill()                             # the host: all of its processes at once
+    hosts[1].unplug(); hosts[1].plug()          # its network cable
+    hosts[2].kill()                             # kills the host: all of its processes at once
 
-They share file system, memory and cores. Nothing outside reaches them, and they reach nothing outside: every `Hosts` is a
-network by itself, so that test runs beside one another do not meet.
+They share file system, memory and cores. They are isolated from all other networks. Every `Hosts` object has its own network, so
+concurrent test runs do not interfere.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _LIMIT_S = 20.0
 
 
 class NamespacesUnavailable(RuntimeError):
-    """This user may not make namespaces, or a tool is missing; says which."""
+    """This user may not create namespaces, or a tool is missing. The message says which."""
 
 
 class NetworkHost:
-    """One of them. Its processes live in the namespaces of a process that does nothing, and end with it."""
+    """One host. Its processes run in the namespaces of an idle process, and end with it."""
 
     def __init__(self, tag: str, number: int, names: Path) -> None:
-        """names: what is to be /etc/hosts there."""
+        """names: file that becomes the host's /etc/hosts."""
         self.name = f"node{number}"
         self.address = f"10.77.0.{number}"
         self._namespace = f"{tag}-{number}"
-        self._cable = f"{tag}v{number}"  # its end in the switch
+        self._cable = f"{tag}v{number}"  # the interface at the switch
         self._names = names
         self._holder: subprocess.Popen[bytes] | None = None
 
@@ -54,20 +54,20 @@ class NetworkHost:
         self.boot()
 
     def boot(self) -> None:
-        """Start it, for the first time or after `kill`."""
+        """Start the host, for the first time or after `kill`."""
         ready = (
             f"hostname {self.name} && mount --bind {self._names} /etc/hosts && echo && exec sleep infinity >/dev/null"
         )
         self._holder = subprocess.Popen(
             [
-                *("setpriv", "--pdeathsig", "KILL", "--"),  # a test that is killed leaves no host behind
+                *("setpriv", "--pdeathsig", "KILL", "--"),  # the host ends if the test process is killed
                 *("ip", "netns", "exec", self._namespace),
                 *("unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"),
                 *("sh", "-c", ready),
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # unshare tells of a signal mask that it need not restore
+            stderr=subprocess.DEVNULL,  # unshare warns about the signal mask
             start_new_session=True,
         )
         assert self._holder.stdout is not None
@@ -76,13 +76,13 @@ class NetworkHost:
                 raise NamespacesUnavailable(f"the namespaces of {self.name} could not be entered: are you root?")
 
     def command(self, words: Sequence[str]) -> list[str]:
-        """What to start to have a command run on this host. Signals are to go to its process group, not to this one alone."""
+        """The command line that runs a command on this host. Send signals to its process group, not only to its first process."""
         return ["nsenter", f"--target={self._init()}", "--net", "--uts", "--pid", "--mount", "--", *words]
 
     def run(
         self, words: Sequence[str], *, env: Mapping[str, str] | None = None, limit_s: float = 60.0
     ) -> subprocess.CompletedProcess[str]:
-        """A command on this host, to its end."""
+        """Run a command on this host and wait for its end."""
         return subprocess.run(
             self.command(words),
             env={**os.environ, **(env or {})},
@@ -94,17 +94,17 @@ class NetworkHost:
         )
 
     def unplug(self) -> None:
-        """Its cable is pulled: what is sent is lost, and nobody is told."""
+        """Pull its cable: packets are lost, and no peer is notified."""
         _ip("link", "set", self._cable, "down")
 
     def plug(self) -> None:
         _ip("link", "set", self._cable, "up")
 
     def kill(self) -> None:
-        """Its power is cut."""
+        """Cut its power: kill all its processes."""
         if self._holder is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._init(), 9)  # the kernel ends all others of its namespace
+                os.kill(self._init(), 9)  # the kernel then kills all others of the namespace
             self._holder.wait(_LIMIT_S)
             self._holder = None
 
@@ -116,7 +116,7 @@ class NetworkHost:
                 _ip(*words)
 
     def _init(self) -> int:
-        """Number, outside, of the first process of its namespace."""
+        """Process id, in the outer namespace, of the first process of its namespace."""
         assert self._holder is not None, f"{self.name} is not up"
         children = f"/proc/{self._holder.pid}/task/{self._holder.pid}/children"
         deadline = time.monotonic() + _LIMIT_S
@@ -129,7 +129,7 @@ class NetworkHost:
 
 
 class Hosts(list[NetworkHost]):
-    """Some hosts on one switch."""
+    """Hosts on one switch."""
 
     def __init__(self, hosts: Sequence[NetworkHost], switch: str, names: Path | None = None) -> None:
         super().__init__(hosts)
@@ -137,11 +137,11 @@ class Hosts(list[NetworkHost]):
 
     @classmethod
     def make(cls, count: int) -> Hosts:
-        """Raises NamespacesUnavailable where that is not permitted."""
+        """Start `count` hosts. Raises NamespacesUnavailable if that is not permitted."""
         for tool in ("ip", "nsenter", "setpriv", "unshare"):
             if shutil.which(tool) is None:
                 raise NamespacesUnavailable(f"there is no `{tool}`; on Debian: apt-get install iproute2 util-linux")
-        tag = f"a{secrets.token_hex(4)}"  # names of interfaces have 15 characters at most
+        tag = f"a{secrets.token_hex(4)}"  # short, because interface names have at most 15 characters
         switch = f"{tag}s"
         names = Path(tempfile.gettempdir(), f"{tag}.hosts")
         hosts = cls([NetworkHost(tag, number + 1, names) for number in range(count)], switch, names)

@@ -1,26 +1,28 @@
-"""Which files and functions a sample, and a weight version, pass through: counted from a real run's executed functions.
+"""Counts the files and functions that a sample and a weight version pass through, from the functions that a real run executes.
 
-    python -m tests.support.paths            # runs the smallest run there is, prints both paths and their numbers of files
+    python -m tests.support.paths            # runs the smallest possible run, prints both paths and their numbers of files
     python -m tests.support.paths --write    # and writes the lists of docs/design/path-of-a-sample.md and path-of-a-version.md
 
-One prompt and one version are followed, from process to process. The path of the sample begins when the gserver manager chooses
-the prompt, and ends with the optimizer step that consumes it. The path of the version begins with the optimizer step that makes
-it, and ends when a generation server samples the first token under it. Between the two, a function of asyncrl is on the path if
+The recorder follows one prompt and one version from process to process. The path of the sample begins when the gserver manager
+chooses the prompt, and ends with the optimizer step that consumes it. The path of the version begins with the optimizer step that
+makes it, and ends when a generation server samples the first token from it. Between these points, a function of asyncrl is on
+the path if
 
-- it *holds* the sample or the version: one of its arguments or local variables, when it is called or when it returns, is or
+- it *holds* the sample or the version: when it is called or when it returns, one of its arguments or local variables is or
   contains the ticket's id, the prompt's locator or its text; or the version, as an object, as text or in a path. Strings, bytes,
-  containers, messages and dataclasses are searched. Other objects, such as a worker or a ledger, are not: they hold everything;
-- or it *carries* it: it is called, directly or not, from a function that holds it, and takes tensors, arrays, bytes or token ids;
+  containers, messages and dataclasses are searched. Other objects, such as a worker or a ledger, are not, because they hold
+  everything;
+- or it *carries* it: a function that holds it calls this one, directly or not, and it takes tensors, arrays, bytes or token ids;
 - or it *computes* it in a batch whose parts have no names: it takes tensors, in a generation server, while that server holds one
   of the sample's requests.
 
-`BESIDE` lists the files that are not on a path though a function there holds what is followed, each with the reason: metrics,
-traces and books, the base of all workers, and the drivers of ZeroMQ, HTTP and etcd below an interface of ours. Their number is
-printed too.
+`BESIDE` lists files that are not counted although a function in them holds the sample or the version, each with the reason:
+metrics, traces and journals, the base of all workers, and the drivers of ZeroMQ, HTTP and etcd below our interfaces. The output
+includes their number.
 
-A file is counted once, however many of its functions run. The run is `asyncrl.testing.runs.make_tiny_run`: one process of each
-kind on this machine, Unix sockets, weights through files. What other layouts add (SGLang, fetching, broadcast, several ranks,
-agents of OpenAI's client) is not on these paths.
+A file counts once, no matter how many of its functions run. The run is `asyncrl.testing.runs.make_tiny_run`: one process of each
+kind on this machine, Unix sockets, weights through files. The paths do not contain the additions of other layouts (SGLang,
+fetching, broadcast, several ranks, agents of OpenAI's client).
 """
 
 from __future__ import annotations
@@ -46,14 +48,14 @@ BEGIN, END = "<!-- tests/support/paths.py writes from here -->", "<!-- to here -
 PROMPT, EPOCH, POSITION = "314159265358", 0, 3
 ATTEMPT, VERSION = 1, 1
 STEP = ("asyncrl/model/engine.py", "TrainEngine._step")  # its return is an optimizer step
-LOAD = ("asyncrl/generation/transformers.py", "LiveTensors.load_version")  # it returns when the engine has them
+LOAD = ("asyncrl/generation/transformers.py", "LiveTensors.load_version")  # returns when the engine has the tensors
 SAMPLE_TOKENS = ("asyncrl/generation/transformers.py", "sample_tokens")
 _FOLDER_ENV = "ASYNCRL_TEST_PATHS"
 _MOST_ELEMENTS, _DEEPEST = 64, 5
-_BUCKET_S = 0.01  # of one function's events, the first in so long is kept
+_BUCKET_S = 0.01  # only the first of a function's events within this time is written
 
 _BESIDE_BOTH = {
-    "asyncrl/config/": "what a process is given",
+    "asyncrl/config/": "the configuration of a process",
     "asyncrl/launch/": "starts the processes",
     "asyncrl/runtime/metrics.py": "metrics",
     "asyncrl/runtime/trace.py": "the timeline",
@@ -62,7 +64,7 @@ _BESIDE_BOTH = {
     "asyncrl/runtime/background.py": "the base of all workers: tasks",
     "asyncrl/runtime/board.py": "the base of all workers: named waits, the status board",
     "asyncrl/runtime/system.py": "the base of all workers: the pipe of statuses",
-    "asyncrl/runtime/disk.py": "what is told when a file cannot be written",
+    "asyncrl/runtime/disk.py": "the message for a file that cannot be written",
     "asyncrl/runtime/transport.py": "the driver of ZeroMQ, below the channel",
     "asyncrl/runtime/http_client.py": "the driver of HTTP, below service_client.py",
     "asyncrl/runtime/names/etcd/": "the driver of etcd, below names/interface.py",
@@ -87,10 +89,10 @@ BESIDE: Mapping[str, Mapping[str, str]] = {  # path -> file or folder -> why it 
 
 
 class Recorder:
-    """Writes down the functions of asyncrl that hold or carry the sample or the version. One a process; all its threads."""
+    """Records the functions of asyncrl that hold or carry the sample or the version. One per process, for all its threads."""
 
     def __init__(self, file: Path, *, records_all_data: bool) -> None:
-        """records_all_data: also calls with tensors that no function holding the sample or the version has made."""
+        """records_all_data: also record calls with tensors whose callers hold neither the sample nor the version."""
         self._output = file.open("a", buffering=1)
         self._records_all_data = records_all_data
         self._names: dict[CodeType, tuple[str, str] | None] = {}
@@ -131,7 +133,8 @@ class Recorder:
             self._write("step of the sample" if "sample" in self._held_above(frame) else "step", event, name)
 
     def _held_above(self, frame: FrameType) -> set[str]:
-        """What callers of the frame hold. The nearest one of asyncrl may have come to it since it was called."""
+        """What the callers of the frame hold. The variables of the nearest caller in asyncrl are searched again, because they may
+        have changed since its call."""
         found: set[str] = set()
         above, looked = frame.f_back, False
         while above is not None:
@@ -153,7 +156,7 @@ class Recorder:
 
 
 def install() -> None:
-    """Called by sitecustomize in every interpreter of the run: follow, where this one is a worker or its judges."""
+    """Start a recorder if this interpreter is a worker or runs judges. sitecustomize calls this in every interpreter of the run."""
     program = " ".join(sys.orig_argv)
     if "asyncrl.launch.worker_main" in program:
         process = Path(sys.orig_argv[-1]).stem
@@ -166,7 +169,7 @@ def install() -> None:
 
 
 def _name_of(code: CodeType) -> tuple[str, str] | None:
-    """File, from the root of the repository, and function; None for code that is not asyncrl's."""
+    """File, relative to the root of the repository, and function; None for code outside asyncrl."""
     file = code.co_filename
     if not file.startswith(f"{ROOT}/asyncrl/"):
         return None
@@ -210,7 +213,7 @@ def _contains(value: object, wanted: Any, depth: int) -> bool:
 
 
 def _parts(value: object) -> Iterable[object]:
-    """What a container, a message or a dataclass consists of. A config holds no sample: what it has of numbers are no tokens."""
+    """The parts of a container, a message or a dataclass. A config has none: it holds no sample, and its numbers are not tokens."""
     if isinstance(value, str | bytes | int | float | type | None) or type(value).__module__ == "asyncrl.config.schema":
         return ()
     if isinstance(value, dict):
@@ -247,7 +250,7 @@ def _is_tensor(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Visit:
-    """A function on a path, when it first ran there."""
+    """A function on a path, with the time of its first run there."""
 
     time: float
     process: str
@@ -266,7 +269,7 @@ class _Event:
 
 
 def record(folder: Path) -> Path:
-    """Run the smallest run with recorders in its processes. Returns the folder of what they wrote."""
+    """Run the smallest run with recorders in its processes. Returns the folder with their files."""
     from asyncrl.testing.runs import launch, make_tiny_run
 
     config = make_tiny_run(folder / "tiny", num_prompts=32)
@@ -286,16 +289,16 @@ def record(folder: Path) -> Path:
 
 
 def paths(events: Path) -> dict[str, list[Visit]]:
-    """Both paths, from what `record` has written: every function with the time when it first ran on the path, in that order.
+    """Both paths, from the files of `record`: every function with the time of its first run on the path, in that order.
 
-    What stands `BESIDE` a path is still there.
+    Files in `BESIDE` are still included.
     """
     found = sorted(_read(events), key=lambda event: event.time)
     return {"sample": _path_of_sample(found), "version": _path_of_version(found)}
 
 
 def is_beside(kind: str, file: str) -> bool:
-    """Whether a file is none of the path of this kind: sample or version."""
+    """Whether a file is not counted on the path of this kind: sample or version."""
     return any(file == entry or (entry.endswith("/") and file.startswith(entry)) for entry in BESIDE[kind])
 
 
@@ -307,7 +310,7 @@ def summary(kind: str, visits: Sequence[Visit]) -> str:
 
 
 def as_list(kind: str, visits: Sequence[Visit]) -> str:
-    """The path as a numbered list in Markdown: a process and a file, with its functions in the order of their first calls."""
+    """The path as a numbered list in Markdown. Each item has a process, a file, and its functions in order of their first calls."""
     functions: dict[tuple[str, str], list[str]] = {}
     for visit in visits:
         if not is_beside(kind, visit.file):
@@ -325,7 +328,7 @@ def as_list(kind: str, visits: Sequence[Visit]) -> str:
 
 
 def write_page(page: Path, text: str) -> None:
-    """Put the text between the page's two markers."""
+    """Write the text between the page's two markers."""
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
     page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
@@ -374,8 +377,8 @@ def _read(folder: Path) -> Iterator[_Event]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.support.paths", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", action="store_true", help="write the lists of the pages in docs/design")
-    parser.add_argument("--events", type=Path, help="read what an earlier recording has left in this folder")
-    parser.add_argument("--keep", type=Path, help="record in this new folder, and leave it")
+    parser.add_argument("--events", type=Path, help="read an earlier recording from this folder")
+    parser.add_argument("--keep", type=Path, help="record to this new folder, and keep it")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         found = paths(arguments.events or record(arguments.keep or Path(temporary)))

@@ -1,12 +1,12 @@
-"""N processes that are the ranks of one torch.distributed world, kept for many calls. For tests of several ranks.
+"""N processes that are the ranks of one torch.distributed process group, kept for many calls. For tests with several ranks.
 
     with RankProcesses(8) as ranks:
         results = ranks.run(function, argument)                # function(rank, argument) on every rank; results in rank order
         results = ranks.run(function, argument, num_ranks=2)   # on the first two
 
-Processes are forked from a server that has torch and the training engine loaded, so that eight ranks are there in seconds.
-Functions are sent by name: module-level, in a module that can be imported; a script that makes them guards its main. What a
-function leaves in module globals is there for the next call.
+Processes are forked from a server that has torch and the training engine loaded, so eight ranks start within seconds. Functions are
+sent by name, so they must be at module level in an importable module. A script that uses this class must guard its main. Module
+globals that a function sets are still there in the next call.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-# Loaded before the fork, which is most of a rank's start; importing them starts no threads.
+# Imported before the fork, because importing them takes most of a rank's start. Importing them starts no threads.
 PRELOAD = ["asyncrl.model.engine", "transformers.models.qwen2.modeling_qwen2", "torch.testing"]
-_END_LIMIT_S = 30.0  # of a process whose pipe has ended
-_GRACE_S = 2.0  # after the first failure: time for the other ranks to fail too, before they are taken to be stuck
+_END_LIMIT_S = 30.0  # for a process to end after its pipe has ended
+_GRACE_S = 2.0  # after the first failure: time for the other ranks to fail, too, before they count as stuck
 
 
 class RankError(RuntimeError):
-    """A call failed: what each failed rank said. `errors` holds their exceptions, where those could be sent."""
+    """A call failed. The message has the error of each failed rank; `errors` has their exceptions, if they could be pickled."""
 
     def __init__(self, message: str, errors: dict[int, BaseException]) -> None:
         super().__init__(message)
@@ -41,16 +41,17 @@ class RankError(RuntimeError):
 
 
 class RankProcesses:
-    """N ranks. A call waits for them at most its limit; if a rank fails, dies or is late, the call raises RankError.
+    """N ranks. A call waits for them up to its limit. If a rank fails, dies or is late, the call raises RankError.
 
-    Where every rank has answered, also with errors, the processes go on. Else those that wait in a collective for a rank that will
-    not come are killed, and the next call starts new processes.
+    If every rank has answered, even with errors, the processes stay. Otherwise some may wait in a collective for a rank that never
+    joins it; all are killed, and the next call starts new processes.
     """
 
     def __init__(
         self, num_ranks: int, *, backend: str = "gloo", limit_s: float = 60.0, preload: tuple[str, ...] = ()
     ) -> None:
-        """limit_s: of a call, and of each collective. preload: more modules for the server to load, if it is not running yet."""
+        """limit_s: of a call, and of each collective. preload: additional modules for the server to import, if it is not running
+        yet."""
         self.num_ranks = num_ranks
         self.backend = backend
         self.limit_s = limit_s
@@ -69,12 +70,12 @@ class RankProcesses:
         self.close()
 
     def start(self) -> None:
-        """Called by run where needed."""
+        """Start the processes if they are not running. `run` calls this."""
         if self._processes:
             return
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        # Here and not in rank 0: the port is chosen by binding, and known before anyone connects.
+        # The store runs here and not in rank 0: binding chooses the port, which must be known before any rank connects.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.num_ranks):
             ours, theirs = self._context.Pipe()
@@ -97,15 +98,15 @@ class RankProcesses:
         limit_s: float | None = None,
         grace_s: float = _GRACE_S,
     ) -> list[T]:
-        """function(rank, *args) on the first num_ranks ranks (default: all); what they return, in rank order.
+        """Call function(rank, *args) on the first num_ranks ranks (default: all). Returns their results in rank order.
 
-        grace_s: what the other ranks are given once one has failed. More for a call that all are to fail: on a busy machine
-        they do not fail together.
+        grace_s: time for the other ranks after one has failed. Use more for a call that must fail on all ranks: on a busy machine
+        they do not fail at the same time.
         """
         self.start()
         count = self.num_ranks if num_ranks is None else num_ranks
         for rank in range(count):
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died: seen below
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a dead rank is reported below
                 self._connections[rank].send((function, args))
         limit_s = self.limit_s if limit_s is None else limit_s
         deadline = time.monotonic() + limit_s
@@ -145,7 +146,7 @@ class RankProcesses:
         return [results[rank] for rank in range(count)]
 
     def close(self) -> None:
-        """Ends the processes."""
+        """End the processes."""
         for connection in self._connections:
             connection.close()
         for process in self._processes:
@@ -157,7 +158,7 @@ class RankProcesses:
 
 
 def _serve(connection: Connection, rank: int, num_ranks: int, port: int, backend: str, limit_s: float) -> None:
-    """A rank: calls until the connection closes."""
+    """Main function of a rank: execute calls until the connection closes."""
     import torch
     import torch.distributed as dist
 
@@ -184,7 +185,7 @@ def _serve(connection: Connection, rank: int, num_ranks: int, port: int, backend
             break
         except Exception:
             connection.send((False, f"its result cannot be sent\n{traceback.format_exc()}", None))
-    os._exit(0)  # without the farewells of the process group: the others may be gone
+    os._exit(0)  # skip the shutdown of the process group, because other ranks may be gone
 
 
 def _sendable(error: BaseException) -> BaseException | None:

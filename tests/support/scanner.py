@@ -1,12 +1,12 @@
-"""A stranger: connects to listening sockets, speaks whatever might be spoken there, and says what answered.
+"""A socket scanner without credentials: connects to listening sockets, tries the possible protocols, and prints the answers.
 
     python -m tests.support.scanner 10.77.0.1:4711 10.77.0.1:4712
     {"10.77.0.1:4711": [], "10.77.0.1:4712": ["HTTP /health: 200"]}
-    python -m tests.support.scanner       where it is run (on a host, say): what listens there, and whose that is
+    python -m tests.support.scanner       lists the listening sockets of the host it runs on, with their processes
 
-It knows no secret, only where the sockets are (`listening` finds them), and may be run on another host or in another network
-namespace. An empty list is a port that gave nothing away: it refused, closed, or said nothing. A greeting that comes before any
-question is let pass where it tells no more than which protocol and mechanism is wanted (ZeroMQ's).
+It knows no secret, only the addresses of the sockets (`listening` finds them). It can run on another host or in another network
+namespace. An empty list means that the port revealed nothing: it refused, closed the connection, or did not answer. A greeting that
+names only the protocol and mechanism (ZeroMQ's) does not count as an answer.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import psutil
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-LIMIT_S = 1.0  # of each question
-HANDSHAKE_S = 1.0  # ZeroMQ's; one that is refused ends before
-STORE_S = 1.0  # of each question to what may be a store of torch
-_SILENCE_S = 0.3  # after which nothing more is said
+LIMIT_S = 1.0  # per request
+HANDSHAKE_S = 1.0  # of ZeroMQ; a refused handshake ends earlier
+STORE_S = 1.0  # per request to a possible TCPStore of torch
+_SILENCE_S = 0.3  # without data, after which an answer counts as complete
 _AT_ONCE = 32
 _REFUSALS = (400, 401, 403, 404, 405, 408, 411, 413, 415, 426, 431, 501, 505)
 _PATHS = (
@@ -49,16 +49,16 @@ _REFUSED = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_DISCONNECTED
 )
-# torch's TCPStore: "I am a client" (a magic number), then "how many keys are there?" and "are you there?"
+# torch's TCPStore: a client hello (a magic number), then the requests "number of keys" and "ping"
 _TCP_STORE_HELLO = b"\x00" + struct.pack("<I", 0x3C85F7CE)
 _TCP_STORE_QUESTIONS = {"number of keys": b"\x0a", "ping": b"\x0d" + struct.pack("<I", 7)}
 
 
 @dataclass(frozen=True)
 class Listener:
-    """A socket that waits for connections."""
+    """A listening socket."""
 
-    process: str  # its name and arguments, shortened
+    process: str  # the end of its command line
     pid: int
     host: str
     port: int
@@ -79,7 +79,7 @@ def listening(processes: Iterable[psutil.Process]) -> Iterator[Listener]:
 
 
 def scan(addresses: Iterable[str]) -> dict[str, list[str]]:
-    """What each address gave to a stranger."""
+    """The answers of each address to an unauthenticated client."""
     addresses = list(addresses)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         return dict(zip(addresses, pool.map(answers_of, addresses), strict=True))
@@ -102,7 +102,7 @@ def _accepts(host: str, port: int) -> bool:
 
 
 def _http_answers(host: str, port: int) -> Iterator[str]:
-    """Plain, and over TLS whoever the other end says that it is."""
+    """Try HTTP, and HTTPS without verifying the certificate."""
     tls = ssl.create_default_context()
     tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
     for kind in ("HTTP", "HTTPS"):
@@ -119,14 +119,14 @@ def _http_answers(host: str, port: int) -> Iterator[str]:
                 if status not in _REFUSALS:
                     yield f"{kind} {path}: {status}"
             except http.client.RemoteDisconnected:
-                continue  # closed without a word; another question may be answered
+                continue  # closed without an answer; another request may be answered
             except http.client.BadStatusLine as error:
                 line = str(error.args[0]) if error.args else ""
                 if line.strip("'\" \r\n") and not line.encode("latin-1").startswith(b"\xff"):
                     yield f"something for {path}: {line!r}"
-                break  # it speaks no HTTP
+                break  # not an HTTP server
             except (OSError, http.client.HTTPException):
-                break  # nor does one that says nothing within the limit
+                break  # no answer within the limit: not an HTTP server either
             finally:
                 connection.close()
 
@@ -141,7 +141,7 @@ def _store_answers(host: str, port: int) -> Iterator[str]:
 
 
 def _zmq_answers(host: str, port: int) -> Iterator[str]:
-    """ZeroMQ without a key, with a user's name, and with a key of our own for a receiver whose key we guess."""
+    """Try ZeroMQ without a key, with a user name, and with our own key and a guessed server key."""
     for name in ("NULL", "PLAIN", "CURVE"):
         context = zmq.Context()
         push = context.socket(zmq.PUSH)
@@ -162,7 +162,7 @@ def _zmq_answers(host: str, port: int) -> Iterator[str]:
 
 
 def _told(host: str, port: int) -> Iterator[str]:
-    """What is said to whoever connects, or says something that nobody understands."""
+    """Answers to a connection without data, and to data that belongs to no protocol."""
     for noise in (b"", b"\x00" * 64, b"hello\r\n\r\n"):
         got = b""
         with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=LIMIT_S) as connection:

@@ -50,7 +50,7 @@ def test_wrong_dtypes_name_key_and_both_dtypes(key, dtype):
 @pytest.mark.parametrize(
     ("source", "told"),
     [
-        ("reward = 3", r"reward '.*:reward' is 3, which cannot be called; name a function"),
+        ("reward = 3", r"reward '.*:reward' is 3, which is not callable; name a function"),
         (
             "def reward(prompt): pass",
             r"signature \(prompt\): too many .*; it is called as \(prompt, completion, answer\)",
@@ -58,7 +58,7 @@ def test_wrong_dtypes_name_key_and_both_dtypes(key, dtype):
         ("def reward(p, c, a, extra): pass", r"signature \(p, c, a, extra\): missing a required argument: 'extra'"),
         (
             "def reward(p, c, a, *, extra): pass",
-            r"missing a required .*'extra'; .* keywords finished, task, row besides",
+            r"missing a required .*'extra'; .* may also accept the keywords finished, task, row",
         ),
     ],
 )

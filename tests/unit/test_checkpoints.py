@@ -99,7 +99,7 @@ class TestNewest:
         assert found is not None
         assert found.step == 10
         (notice,) = notices
-        assert notice.startswith("the checkpoint of step 20, attempt 1, is torn, the one before is taken: ")
+        assert notice.startswith("the checkpoint of step 20, attempt 1, is torn; using the one before it: ")
         assert told in notice
 
     def test_one_without_the_masters_part_is_none(self, tmp_path):

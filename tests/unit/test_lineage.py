@@ -138,7 +138,7 @@ class TestAudit:
         events = [begun(1, max_head_offpolicyness=None), *events[1:]]
         assert audit_events(events).problems == []  # overdue=train waits for nobody
         events = [begun(1), *stored(1, 0), trained(1, 1, 0, version=1)]
-        assert audit_events(events).problems == ["groups of a version that was yet to be made: a1-0"]
+        assert audit_events(events).problems == ["groups sampled from a version that did not exist yet: a1-0"]
 
     def test_a_group_is_as_old_as_its_oldest_token(self):
         mixed = trained(1, 2, 1)
@@ -167,7 +167,7 @@ class TestAudit:
             "pushes: there is no journal of a rollout worker",
         ]
         (problem,) = audit_events(INTERRUPTED, (admitted[:-1], pushed)).problems
-        assert problem == "trained groups that nobody admitted: a2-6"
+        assert problem == "trained groups that were never admitted: a2-6"
         adopted = {**admitted[-1], "event": "adopted"}
         assert audit_events(INTERRUPTED, ([*admitted[:-1], adopted], pushed)).problems == []
         assert audit_events(INTERRUPTED, ([*admitted, adopted, adopted], pushed)).problems == []

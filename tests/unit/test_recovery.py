@@ -375,7 +375,7 @@ class TestDamagedFiles:
         found, notices = start(config, run_dir)
         assert found is not None
         assert found.step == 1
-        assert notices[0].startswith("the checkpoint of step 2, attempt 1, is torn, the one before is taken: ")
+        assert notices[0].startswith("the checkpoint of step 2, attempt 1, is torn; using the one before it: ")
         assert name in notices[0]
 
     def test_which_run_the_checkpoints_are_of_cannot_be_read(self, config, run_dir, save, damage):

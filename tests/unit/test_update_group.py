@@ -68,7 +68,7 @@ def test_a_large_tensor_has_a_bucket_of_its_own():
 @pytest.mark.parametrize(
     ("specs", "reason"),
     [
-        ({"dtypes": ["float32"], "shapes": [[3]]}, "16 bytes, described as 12"),
+        ({"dtypes": ["float32"], "shapes": [[3]]}, "16 bytes, but its specs describe 12"),
         ({"dtypes": ["nn"], "shapes": [[4]]}, "'nn' is no dtype"),
         ({"dtypes": ["float32"], "shapes": [[-4]]}, "negative"),
     ],

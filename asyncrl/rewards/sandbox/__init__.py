@@ -1,1 +1,1 @@
-"""Runs programs that are not trusted. Imports nothing else of asyncrl."""
+"""Runs untrusted programs in isolation. Imports nothing else from asyncrl."""

@@ -1,16 +1,16 @@
-"""The first process of a sandbox: starts a program for each input, watches it, and tells what came of it. Started by sandbox.py.
+"""The first process of a sandbox: runs the program on each input, enforces the limits, and reports the result. Started by pool.py.
 
-It is number 1 of its own process namespace: when it ends, the kernel ends whatever is left in there, and the signals of a program
-do not reach it. It cannot be read or written by the program (it is not dumpable), and the program cannot change its limits or its
-priority (syscalls.py). Yet nothing is built on its honesty: it lives under the same filter, sees no expected answer, and what it
-says is read as bytes of a bounded length.
+It is process 1 of its own PID namespace. When it ends, the kernel kills everything left in the namespace. Signals from the program
+do not reach it. The program cannot read or write its memory (it is not dumpable), and cannot change its limits or its priority
+(syscalls.py). The pool still does not trust it: it runs under the same filter, never sees an expected answer, and the pool reads
+its output as bytes of a bounded length.
 
-Without isolation ("limits", sandbox.py) it is an ordinary process, and ends what a program has started by looking for it.
+Without isolation (isolation="limits" in pool.py) it is an ordinary process. It finds and kills the program's descendants itself.
 
-Runs in an interpreter without `site`, and imports little: it starts some dozens of times a second. ctypes and signal would take a
-third of that time; so what lies beneath them is used.
+Runs in an interpreter without `site`, and imports little, because it starts dozens of times a second. Importing ctypes and signal
+would take a third of the start-up time, so it uses the C modules below them.
 """
-# ruff: noqa: SIM105, SIM115 - contextlib is dear to import, and the program's streams stay open
+# ruff: noqa: SIM105, SIM115 - contextlib is slow to import, and the program's streams stay open
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ import select
 import sys
 import time
 
-TYPE_CHECKING = False  # typing is dear to import
+TYPE_CHECKING = False  # typing is slow to import
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any, NoReturn
 
-    Job = Mapping[str, Any]  # what sandbox.py says of a program
+    Job = Mapping[str, Any]  # pool.py's description of a program
     Processes = list[tuple[int, list[bytes]]]
 
 _POLL_S = 0.02
@@ -37,24 +37,25 @@ _SET_FILTER, _NEW_LISTENER = 1, 8
 _HEADER_BYTES = 8
 _MAX_JOB = 256_000_000
 _CHUNK = 1 << 16
-_FIRST_UID = 0x60000000  # with the process's number behind it: nobody's, and no two sandboxes at once have the same
+_FIRST_UID = 0x60000000  # plus the PID namespace's number: an unused user id, different for each concurrent sandbox
 _NOBODY = 65534
 _KILL_ROUNDS = 50
 _TICK = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _SHARED = "/dev/shm"
-# net.core.wmem_default, unless the kernel says another. The filter refuses a larger one; one message may lie above it
+# The usual net.core.wmem_default, if the kernel's value cannot be read. The filter refuses larger buffers. A queue may exceed its
+# buffer by one message
 _QUEUE_BYTES = 212_992
-_INODE_BYTES = 1024  # that a file without content takes in the kernel
+_INODE_BYTES = 1024  # kernel memory of a file without content
 
 ENDED, CPU_TIME, WALL_TIME, MEMORY, PROCESSES, OUTPUT = range(6)
 
 
 def main(control: int) -> None:
-    """Serve one program: set up once, then an input after the other until the other end closes."""
+    """Serve one program: set up once, then run one input after another until the other end closes the socket."""
     signal.signal(
         signal.SIGINT, signal.SIG_DFL
-    )  # Python's own handler would hear it; by default the first process does not
+    )  # the kernel does not deliver SIGINT to process 1 of a namespace unless it has a handler: remove Python's
     setup = marshal.loads(read_message(control))
     alone = setup["alone"]
     if alone and os.getuid() == 0:
@@ -77,9 +78,10 @@ def main(control: int) -> None:
 
 
 def run(control: int, program: Job, given: bytes, alone: bool) -> tuple[tuple[float, ...], bytes, bytes]:
-    """One input. Returns (what ended it, exit code, number of processes left, microseconds of CPU and of time), stdout, stderr."""
+    """Run the program on one input. Returns (what ended it, exit code, number of processes left running, CPU time and wall time
+    in microseconds), stdout, stderr."""
     fresh_scratch(program["scratch"], program["files"])
-    if alone:  # else it is the machine's
+    if alone:  # without isolation this is the machine's own folder
         empty(_SHARED)
     spent = children_cpu_s()
     start = time.monotonic()
@@ -95,7 +97,7 @@ def run(control: int, program: Job, given: bytes, alone: bool) -> tuple[tuple[fl
             os.dup2(out_write, 1)
             os.dup2(err_write, 2)
             os.closerange(3, 1024)
-            call("prctl", _PR_SET_DUMPABLE, 1, 0, 0, 0)  # else its own files of /proc were not its own
+            call("prctl", _PR_SET_DUMPABLE, 1, 0, 0, 0)  # otherwise root would own the program's files in /proc
             be_program(program)
         finally:
             os._exit(125)
@@ -122,7 +124,7 @@ def run(control: int, program: Job, given: bytes, alone: bool) -> tuple[tuple[fl
         for fd, event in watch.poll(_POLL_S * 1000):
             if fd == control:
                 if event & (select.POLLHUP | select.POLLERR):
-                    os._exit(0)  # nobody waits for an answer: all of this sandbox ends with us
+                    os._exit(0)  # the pool has closed the socket: end the whole sandbox
             elif fd == exited:
                 alive = False
             elif fd == in_write:
@@ -140,7 +142,7 @@ def run(control: int, program: Job, given: bytes, alone: bool) -> tuple[tuple[fl
         os.close(in_write)
     left, status = end_all(child, alone)
     for fd, found in outputs.items():
-        while len(found) <= room and drain(fd, found, room):  # all writers are gone: this ends
+        while len(found) <= room and drain(fd, found, room):  # terminates, because all writers are gone
             pass
         if why == ENDED and len(found) > room:
             why = OUTPUT
@@ -158,7 +160,7 @@ def run(control: int, program: Job, given: bytes, alone: bool) -> tuple[tuple[fl
 
 
 def over_limit(program: Job, alone: bool, wall_s: float, spent: float) -> int:
-    """Which limit the processes of this input have passed together, if any."""
+    """The limit that the processes of this input together have exceeded, or ENDED if none."""
     if wall_s > program["wall_s"]:
         return WALL_TIME
     tasks, pages, cpu_s = 0, 0, children_cpu_s() - spent
@@ -177,15 +179,15 @@ def over_limit(program: Job, alone: bool, wall_s: float, spent: float) -> int:
 
 
 def kernel_bytes(scratch: str) -> int:
-    """At most so much the kernel holds for this sandbox: in the queues of its sockets, and for its files besides their content."""
+    """Upper bound of the kernel memory that this sandbox uses: queues of its sockets, and its files besides their content."""
     with open("/proc/self/net/unix", "rb") as file:
-        sockets = sum(1 for _ in file) - 1  # a line each, below the names of the columns
+        sockets = sum(1 for _ in file) - 1  # one line per socket, after a header line
     each = 2 * _QUEUE_BYTES
     try:
         with open("/proc/sys/net/core/wmem_default", "rb") as file:
             each = 2 * int(file.read())
     except OSError:
-        pass  # a kernel that shows it to its first network namespace alone
+        pass  # some kernels show it in the initial network namespace only
     files = 0
     for folder in (scratch, _SHARED):
         about = os.statvfs(folder)
@@ -194,7 +196,7 @@ def kernel_bytes(scratch: str) -> int:
 
 
 def held_bytes(alone: bool) -> int:
-    """What shared pages are counted once in; dear, so asked only where the plain sum is too much."""
+    """Memory of all processes, with shared pages counted once. Expensive, so only called if the plain sum exceeds the limit."""
     total = 0
     for pid, fields in others(alone):
         try:
@@ -202,13 +204,13 @@ def held_bytes(alone: bool) -> int:
                 for line in file:
                     if line.startswith(b"Pss:"):
                         total += int(line.split()[1]) * 1024
-        except (OSError, ValueError):  # not ours to read: what it shares counts in full
+        except (OSError, ValueError):  # not readable for this process: count shared pages in full
             total += int(fields[21]) * _PAGE
     return total
 
 
 def others(alone: bool) -> Processes:
-    """(number, fields of /proc/N/stat behind the name) of all processes here but this one; not alone: of its descendants."""
+    """(pid, fields of /proc/PID/stat after the name) of all other processes in the namespace; if not alone, of all descendants."""
     me = os.getpid()
     found = {}
     for entry in os.listdir("/proc"):
@@ -229,13 +231,13 @@ def others(alone: bool) -> Processes:
 
 
 def end_all(child: int, alone: bool) -> tuple[int, int]:
-    """Kill what lives; returns how many the program had left behind, and its own end."""
+    """Kill all remaining processes. Returns how many the program left running, and the program's wait status."""
     left = sum(1 for pid, fields in others(alone) if pid != child and fields[0] not in (b"Z", b"X"))
     status = None
     for _ in range(_KILL_ROUNDS):
         if alone:
             try:
-                os.kill(-1, signal.SIGKILL)  # in one go, whatever they fork
+                os.kill(-1, signal.SIGKILL)  # all at once, so that none escapes by forking
             except ProcessLookupError:
                 pass
         else:
@@ -264,7 +266,7 @@ def feed(watch: select.poll, fd: int, given: bytes) -> bytes:
         given = given[os.write(fd, given[:_CHUNK]) :]
     except BlockingIOError:
         return given
-    except BrokenPipeError:  # it reads no more
+    except BrokenPipeError:  # the program has closed its stdin
         given = b""
     if not given:
         watch.unregister(fd)
@@ -273,7 +275,7 @@ def feed(watch: select.poll, fd: int, given: bytes) -> bytes:
 
 
 def drain(fd: int, found: bytearray, room: int) -> bool:
-    """Take what there is; False: no more to come, or more than there is room for."""
+    """Read what is available. Returns False at the end of the output, or if it exceeds `room`."""
     try:
         some = os.read(fd, _CHUNK)
     except BlockingIOError:
@@ -311,7 +313,7 @@ def be_program(program: Job) -> None:
 
 
 def be_python(program: Job) -> NoReturn:
-    """main.py as `python main.py` would run it, without starting another interpreter."""
+    """Run main.py as `python main.py` would, without starting another interpreter."""
     import atexit
     import builtins
 
@@ -354,7 +356,7 @@ def be_python(program: Job) -> NoReturn:
 
 
 def fresh_scratch(scratch: str, files: Mapping[str, bytes]) -> None:
-    """Empty but for the program's files. Links are not followed; what cannot be removed is a program's own loss."""
+    """Empty the scratch folder and write the program's files to it. Does not follow links."""
     empty(scratch)
     for name, content in files.items():
         path = os.path.join(scratch, name)
@@ -368,7 +370,7 @@ def empty(folder: str) -> None:
     try:
         os.chmod(folder, 0o700)
     except OSError:
-        pass  # the scratch folder itself, where it is not ours
+        pass  # the scratch folder itself may belong to another user
     with os.scandir(folder) as entries:
         for entry in list(entries):
             if entry.is_dir(follow_symlinks=False):
@@ -389,16 +391,16 @@ def become_nobody() -> None:
             os.setresuid(uid, uid, uid)
             return
         except OSError:
-            continue  # not a number of this container
+            continue  # this container's user namespace does not map the user id
     os._exit(99)
 
 
 def install(setup: Job) -> int:
-    """The filter, for this process and all that it starts. Returns the listener's descriptor, or -1 where nobody can listen."""
+    """Install the filter for this process and its descendants. Returns the listener's descriptor; -1: none available."""
     if call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         os._exit(98)
     for code, flags in ((setup["told"], _NEW_LISTENER), (setup["untold"], 0)):
-        # struct sock_fprog: a length and, aligned, where the code is, which is behind the head of a bytes object
+        # struct sock_fprog: a length and, aligned, the address of the code, which follows the header of the bytes object
         where = id(code) + bytes.__basicsize__ - 1
         program = (len(code) // 8).to_bytes(8, sys.byteorder) + where.to_bytes(8, sys.byteorder)
         fd = call("syscall", setup["seccomp"], _SET_FILTER, flags, program)
@@ -408,7 +410,7 @@ def install(setup: Job) -> int:
 
 
 def call(name: str, *arguments: int | bytes) -> int:
-    """A function of the C library."""
+    """Call a function of the C library."""
     result: int = _ctypes.call_function(_ctypes.dlsym(_ctypes.dlopen(None, 0), name), arguments)  # type: ignore[arg-type]
     return result
 
@@ -433,7 +435,7 @@ def read_exactly(fd: int, count: int) -> bytes:
     while len(data) < count:
         some = os.read(fd, min(count - len(data), 1 << 20))
         if not some:
-            os._exit(0)  # nobody wants this sandbox any more
+            os._exit(0)  # the pool has closed the socket
         data += some
     return bytes(data)
 

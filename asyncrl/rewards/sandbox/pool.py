@@ -1,4 +1,4 @@
-"""Untrusted programs, as models write them: run with nothing around them that they could harm, within limits, from a reward.
+"""Sandboxes in which a reward function runs untrusted programs, such as generated code, isolated and within limits.
 
     sandboxes = SandboxPool()                                   # once, in the module of the reward function
 
@@ -6,16 +6,18 @@
         with sandboxes.open(Program({"main.py": completion})) as sandbox:
             return float(all(sandbox.run(given).stdout == wanted for given, wanted in answer))
 
-A program gets namespaces of its own through bubblewrap (`bwrap`): no network, no process of others, no file but the system's
-programs and this Python's, all read-only, and a scratch folder in memory that goes with it. A seccomp filter (syscalls.py) refuses
-what it could work at that with, and tells. Time, memory, processes, files and output are limited, for all its processes together;
-what it leaves running is killed and counted. Its environment is empty. Each program has a sandbox of its own, made before it is
-needed (a pool keeps `spare` of them) and used once, for any number of inputs.
+bubblewrap (`bwrap`) gives each program its own namespaces. The program has no network and sees no other processes. Its only files
+are the system's programs and this Python's, all read-only, and a scratch folder in memory that is removed with the sandbox. A
+seccomp filter (syscalls.py) refuses the system calls that could weaken the isolation, and reports them. Time, memory, processes,
+files and output are limited for all processes of the program together. Processes that the program leaves running are killed and
+counted. Its environment holds only a few fixed variables. Each program has its own sandbox, started in advance (a pool keeps
+`spare` of them ready) and used for one program only, with any number of inputs.
 
     reward function --socket: program, inputs-->  main.py, first process in the sandbox  --fork, pipes-->  program
 
-Where that cannot be had (no bwrap, user namespaces forbidden) IsolationMissing says why, when the pool is made: a run does not
-start. isolation="limits" runs programs all the same, with the filter and the limits, as this user and with this user's files.
+If the machine cannot isolate programs (no bwrap, user namespaces forbidden), creating the pool raises IsolationMissing with the
+reason, and the run does not start. isolation="limits" runs programs anyway, with the filter and the limits, but as this user and
+with access to this user's files.
 """
 
 from __future__ import annotations
@@ -47,17 +49,17 @@ from asyncrl.rewards.sandbox.syscalls import SECCOMP_NUMBERS, NoFilter, build_fi
 
 Outcome = Literal["ended", "cpu_time", "wall_time", "memory", "processes", "output", "forbidden", "killed"]
 
-START_LIMIT_S = 30.0  # of a sandbox; it takes hundredths of a second on a machine that is free
-BUSY_LIMIT_S = 50.0  # for a sandbox that is free; below rollout.reward_timeout_s, so that its reason is told
-ANSWER_SLACK_S = 15.0  # beyond the wall time, which the sandbox keeps itself
-MAX_REFUSED = 100  # system calls of one input; a program that goes on trying is ended
+START_LIMIT_S = 30.0  # to start a sandbox; on an idle machine this takes hundredths of a second
+BUSY_LIMIT_S = 50.0  # to wait for a free sandbox; below rollout.reward_timeout_s, so that the error names the reason
+ANSWER_SLACK_S = 15.0  # beyond the wall time limit, which the sandbox enforces itself
+MAX_REFUSED = 100  # refused system calls of one input, after which the program is killed
 
 _OUTCOMES: tuple[Outcome, ...] = ("ended", "cpu_time", "wall_time", "memory", "processes", "output")
 _SCRATCH = "/tmp"  # in the sandbox
 _SHM_BYTES = 8 << 20
-_AS_SLACK = 64 << 20  # the interpreter's own
+_AS_SLACK = 64 << 20  # for the interpreter itself
 _MAX_PROGRAM = 64_000_000
-_PROC_COUNTED_APART = (5, 14)  # Linux from which on RLIMIT_NPROC counts a user namespace by itself
+_PROC_COUNTED_APART = (5, 14)  # the first Linux version in which RLIMIT_NPROC counts each user namespace separately
 _NOTIF_RECV, _NOTIF_SEND = 0xC0502100, 0xC0182101
 _NOTIF_BYTES, _RESPONSE_BYTES = 80, 24
 _EPERM = 1
@@ -65,9 +67,9 @@ _REPORT_NUMBERS = 7
 _SYSTEM_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 _REMEDY = (
-    "bubblewrap needs namespaces: in a container give it user namespaces or CAP_SYS_ADMIN; on Debian and Ubuntu see sysctl "
+    "bubblewrap needs namespaces: in a container allow user namespaces or CAP_SYS_ADMIN; on Debian and Ubuntu see sysctl "
     "kernel.unprivileged_userns_clone and kernel.apparmor_restrict_unprivileged_userns. To run untrusted programs without "
-    "isolation, as this user and with this user's files: isolation='limits'"
+    "isolation, as this user and with this user's files, set isolation='limits'"
 )
 _BOOTSTRAP = """
 import marshal, os
@@ -87,37 +89,39 @@ names["main"](fd)
 
 
 class SandboxError(RuntimeError):
-    """There is no verdict, through no fault of the program: its prompt is to be rejected, not judged."""
+    """The sandbox failed, not the program, so there is no result: reject the prompt instead of scoring it."""
 
 
 class IsolationMissing(SandboxError):
-    """This machine cannot keep an untrusted program from doing harm; says what is missing."""
+    """This machine cannot isolate untrusted programs. The message says what is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one input, for all processes of the program together, where nothing else is said."""
+    """Limits for one input. Unless noted otherwise, a limit covers all processes of the program together."""
 
     cpu_s: float = 5.0
-    wall_s: float = 30.0  # what a machine that is busy with others may take; the CPU time is the program's
+    wall_s: float = 30.0  # larger than cpu_s, because other work may keep the machine busy
     memory_bytes: int = 512 << 20
-    address_bytes: int = 0  # of one process; 0: memory_bytes. Node and Java reserve far more than they use
-    processes: int = 16  # and threads; a program that has so many at once is ended
-    scratch_bytes: int = 64 << 20  # also of one file, there or anywhere
-    open_files: int = 64  # of a process
-    output_bytes: int = 64_000  # of stdout, and of stderr
+    address_bytes: int = 0  # per process; 0: memory_bytes. Node and Java reserve far more than they use
+    processes: int = 16  # processes and threads; a program that reaches this number is killed
+    scratch_bytes: int = 64 << 20  # also the size limit of any single file
+    open_files: int = 64  # per process
+    output_bytes: int = 64_000  # for stdout and stderr each
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
             if getattr(self, name) < 0 or (getattr(self, name) == 0 and name != "address_bytes"):
                 raise ValueError(f"Limits.{name} is {getattr(self, name)}; it must be above 0")
         if self.processes < 2:
-            raise ValueError(f"Limits.processes is {self.processes}; a program is one, so give 2 or more")
+            raise ValueError(
+                f"Limits.processes is {self.processes}; the program itself counts as one, so set 2 or more"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Files (path below the scratch folder -> content) and how to start them; without a command `main.py`, in this Python."""
+    """Files (path below the scratch folder -> content) and the command to run. No command: run `main.py` in this Python."""
 
     files: Mapping[str, str | bytes]
     command: Sequence[str] = ()
@@ -127,7 +131,7 @@ class Program:
             parts = Path(name).parts
             if not parts or name.startswith("/") or ".." in parts or "\0" in name:
                 raise ValueError(
-                    f"file {name!r} of a program is not below its folder; give a relative path without `..`"
+                    f"file {name!r} of a program is not below its folder; use a relative path without `..`"
                 )
         if not self.command and "main.py" not in self.files:
             raise ValueError(f"a program without a command needs main.py among its files; it has {sorted(self.files)}")
@@ -135,27 +139,27 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of a program with one input."""
+    """The result of running a program on one input."""
 
-    outcome: (
-        Outcome  # ended: by itself; a limit: by us; forbidden: it tried too often; killed: it took the sandbox with it
-    )
-    exit_code: int | None  # negative: by a signal; None where it was not by itself
+    # ended: the program exited. cpu_time ... output: it exceeded that limit and was killed.
+    # forbidden: too many refused system calls. killed: the sandbox died with the program.
+    outcome: Outcome
+    exit_code: int | None  # negative: killed by that signal; None unless outcome is "ended"
     stdout: str
     stderr: str
-    refused: Mapping[str, int]  # system calls that were refused, by name -> how often
-    left_running: int  # processes it had not waited for; they were killed
+    refused: Mapping[str, int]  # name of a refused system call -> number of attempts
+    left_running: int  # processes that the program left running; they were killed
     cpu_s: float
     wall_s: float
 
     @property
     def ok(self) -> bool:
-        """It ended by itself, and said that all was well."""
+        """Whether the program ended by itself with exit code 0."""
         return self.outcome == "ended" and self.exit_code == 0
 
     @property
     def report(self) -> str:
-        """In a line, for people; what the program did within its rights is not mentioned."""
+        """One line for people: how the program ended, refused system calls, and processes left running."""
         told = {"ended": f"ended with code {self.exit_code}"}.get(self.outcome, self.outcome.replace("_", " "))
         if self.outcome == "ended" and self.exit_code and _out_of_memory(self.stderr):
             told += ", out of memory"
@@ -172,9 +176,9 @@ def _out_of_memory(stderr: str) -> bool:
 
 
 class SandboxPool:
-    """At most `size` sandboxes at once; `spare` of them are made ahead. Usable from any thread, and in any fork of this process.
+    """At most `size` sandboxes at once, `spare` of them started in advance. Usable from any thread and in any fork of this process.
 
-    Waits for one that is free, for at most BUSY_LIMIT_S; unblocked by the end of another.
+    waits for: a free sandbox, at most BUSY_LIMIT_S.  unblocked by: the end of another one.
     """
 
     def __init__(
@@ -189,12 +193,13 @@ class SandboxPool:
         logger: logging.Logger | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """read_only: more folders that programs see. packages: such ones that Python looks for modules in. now: monotonic seconds.
+        """read_only: additional folders that programs can read. packages: the same, and also on Python's module search path.
+        now: monotonic seconds.
 
-        Tries a sandbox. Raises IsolationMissing where there can be none, unless isolation is "limits".
+        Runs a trial program. Raises IsolationMissing if programs cannot be isolated, unless isolation is "limits".
         """
         if isolation not in ("required", "limits"):
-            raise ValueError(f"isolation is {isolation!r}; it is 'required' or 'limits'")
+            raise ValueError(f"isolation is {isolation!r}; it must be 'required' or 'limits'")
         self.limits = limits or Limits()
         self._size = size or max(2, len(os.sched_getaffinity(0)))
         self._spare = min(spare, self._size)
@@ -206,15 +211,15 @@ class SandboxPool:
         self._try()
         if isolation == "limits":
             self._logger.warning(
-                "isolation=limits: untrusted programs run as this user, who may read and write all files of this user"
+                "isolation=limits: untrusted programs run as this user and can read and write all files of this user"
             )
         elif not self._recipe.told:
-            self._logger.warning("refused system calls are not told on this machine (they are refused all the same)")
+            self._logger.warning("refused system calls are not reported on this machine (they are still refused)")
 
     @contextlib.contextmanager
     def open(self, program: Program) -> Iterator[Sandbox]:
-        """A sandbox with this program in it, for any number of inputs. It is gone afterwards."""
-        if os.getpid() != self._pid:  # what was made ahead belongs to the process this one was forked from
+        """A sandbox that holds this program, for any number of inputs. Closed at the end of the `with` block."""
+        if os.getpid() != self._pid:  # this is a fork, and the spare sandboxes belong to its parent
             for theirs in self._ready:
                 theirs.forget()
             self._renew()
@@ -223,7 +228,7 @@ class SandboxPool:
         try:
             sandbox = self._take(program)
             try:
-                self._make_spare()  # it starts beside the program
+                self._make_spare()  # starts while the program runs
                 yield sandbox
             finally:
                 sandbox.close()
@@ -231,19 +236,19 @@ class SandboxPool:
             self._places.release()
 
     def run(self, program: Program, given: str | bytes = b"") -> Result:
-        """A program with one input."""
+        """Run a program on one input, in a sandbox of its own."""
         with self.open(program) as sandbox:
             return sandbox.run(given)
 
     def close(self) -> None:
-        """End those that were made ahead."""
+        """End the spare sandboxes."""
         with self._lock:
             while self._ready:
                 self._ready.popleft().close()
 
     def _try(self) -> None:
         recipe, limits = self._recipe, self._recipe.limits
-        # How long a program may take is no word on isolation: a machine that is busy for a moment has it all the same
+        # Use a generous time limit here: a busy machine can be slow and still isolate programs
         self._recipe = replace(recipe, limits=replace(limits, wall_s=max(limits.wall_s, START_LIMIT_S)))
         try:
             result = self.run(Program({"main.py": "print(6 * 7)"}))
@@ -255,10 +260,10 @@ class SandboxPool:
             raise IsolationMissing(f"{error}. {_REMEDY}") from error
         finally:
             self._recipe = recipe
-            self.close()  # nothing made ahead is for the processes that are forked from this one
+            self.close()  # forks of this process cannot use its spare sandboxes
         if not result.ok or result.stdout != "42\n":
             raise IsolationMissing(
-                f"a sandbox came up, but a program in it {result.report} {result.stderr[-500:]}. {_REMEDY}"
+                f"a sandbox started, but the trial program in it {result.report} {result.stderr[-500:]}. {_REMEDY}"
             )
 
     def _renew(self) -> None:
@@ -268,7 +273,7 @@ class SandboxPool:
         self._ready: deque[Sandbox] = deque()
 
     def _take(self, program: Program) -> Sandbox:
-        """One that has the program, made ahead or now."""
+        """Load the program into a spare sandbox, or into a new one."""
         while True:
             with self._lock:
                 spare = self._ready.popleft() if self._ready else None
@@ -279,7 +284,7 @@ class SandboxPool:
                 return sandbox
             except SandboxError:
                 sandbox.close()
-                if spare is None:  # else it was killed meanwhile, for memory
+                if spare is None:  # a spare one may have been killed meanwhile, for memory: try again
                     raise
 
     def _make_spare(self) -> None:
@@ -293,9 +298,9 @@ class SandboxPool:
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """How sandboxes of a pool are made."""
+    """How a pool starts its sandboxes."""
 
-    command: tuple[str, ...]  # up to the interpreter
+    command: tuple[str, ...]  # everything before the interpreter
     alone: bool  # isolated
     limits: Limits
     told: bool
@@ -308,7 +313,7 @@ class _Recipe:
         except NoFilter as error:
             raise IsolationMissing(str(error)) from None
         if sys.platform != "linux":
-            raise IsolationMissing(f"untrusted programs are kept in by means of Linux; this is {sys.platform}")
+            raise IsolationMissing(f"isolating untrusted programs requires Linux; this is {sys.platform}")
         setup = {
             "alone": isolated,
             "told": told,
@@ -320,7 +325,7 @@ class _Recipe:
 
 
 class Sandbox:
-    """One of them. Not for two threads at once."""
+    """One sandbox. Not thread-safe."""
 
     def __init__(self, recipe: _Recipe, now: Callable[[], float]) -> None:
         self._recipe, self._now = recipe, now
@@ -349,14 +354,14 @@ class Sandbox:
                 os.close(info_theirs)
                 os.close(errors_theirs)
             self._info = os.dup(told.fileno())
-        self._inner = -1  # a descriptor of the first process inside
+        self._inner = -1  # pidfd of the first process in the sandbox
         code = marshal.dumps(_stage_code())
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # wait_until_ready says what it was
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # wait_until_ready reports the cause
             self._control.settimeout(START_LIMIT_S)
             self._control.sendall(_framed(code) + self._recipe.setup)
 
     def wait_until_ready(self) -> None:
-        """Raises SandboxError where it has not come up."""
+        """Raises SandboxError if the sandbox has not started."""
         deadline = self._now() + START_LIMIT_S
         try:
             self._control.settimeout(max(0.1, deadline - self._now()))
@@ -371,7 +376,8 @@ class Sandbox:
         self._find_inner()
 
     def load(self, program: Program, packages: Sequence[str]) -> None:
-        """Raises SandboxError where the program is too large, or the sandbox has ended; that is no word on the program."""
+        """Send the program to the sandbox. Raises SandboxError if it is too large or the sandbox has ended; neither is the
+        program's verdict."""
         files = {
             n: c.encode("utf-8", "surrogatepass") if isinstance(c, str) else bytes(c) for n, c in program.files.items()
         }
@@ -388,7 +394,7 @@ class Sandbox:
             "RLIMIT_MEMLOCK": 0,
         }
         if self._recipe.alone and (os.getuid() == 0 or _kernel() >= _PROC_COUNTED_APART):
-            # The first process counts. A program that reaches the limit is seen, and ended.
+            # The sandbox's first process counts, too. main.py notices a program that reaches the limit, and kills it.
             rlimits["RLIMIT_NPROC"] = limits.processes + 1
         job = {
             "files": files,
@@ -421,12 +427,12 @@ class Sandbox:
             raise self._not_started("it ended")
 
     def run(self, given: str | bytes = b"") -> Result:
-        """The program with this input. Raises SandboxError where nothing can be said about it."""
+        """Run the program on this input. Raises SandboxError if it cannot be run: input too large, or sandbox closed."""
         data = given.encode("utf-8", "surrogatepass") if isinstance(given, str) else given
         if len(data) > _MAX_PROGRAM:
-            raise SandboxError(f"an input of {len(data)} bytes is too large; at most {_MAX_PROGRAM}")
+            raise SandboxError(f"an input of {len(data)} bytes is too large; at most {_MAX_PROGRAM} are allowed")
         if self._closed:
-            raise SandboxError("this sandbox has ended, with the program or its `with` block")
+            raise SandboxError("this sandbox has ended: the program killed it, or its `with` block is over")
         refused: dict[str, int] = {}
         start = self._now()
         deadline = start + self._recipe.limits.wall_s + ANSWER_SLACK_S
@@ -454,10 +460,10 @@ class Sandbox:
         )
 
     def close(self) -> None:
-        """End it, and all that is in it."""
+        """End the sandbox and all its processes."""
         if self._closed:
             return
-        self._control.close()  # its first process ends when it reads that; the next lines are for one that cannot
+        self._control.close()  # the first process ends when it reads the end of file; kill it in case it cannot
         if self._inner >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._inner, signal.SIGKILL)
@@ -469,7 +475,7 @@ class Sandbox:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     def forget(self) -> None:
-        """It is not this process's: that of a process this one was forked from, or it has ended."""
+        """Release this process's descriptors: the sandbox has ended, or belongs to the process this one was forked from."""
         self._closed = True
         self._control.close()
         for fd in (self._inner, self._listener, self._info):
@@ -481,7 +487,8 @@ class Sandbox:
     # ---------------------------------------------------------------------------------------------------------- the answer
 
     def _answer(self, deadline: float, refused: dict[str, int]) -> tuple[tuple[int, ...], bytes, bytes]:
-        """Reads what the sandbox says, and lets refused calls fail meanwhile. What it says is not believed further than it fits."""
+        """Read the sandbox's answer, and meanwhile fail the system calls that the filter holds. The answer is untrusted: its
+        length and ranges are checked."""
         data = bytearray()
         most = 2 * self._recipe.limits.output_bytes + 8 * _REPORT_NUMBERS
         wanted = 8 * _REPORT_NUMBERS
@@ -520,7 +527,7 @@ class Sandbox:
         return numbers[:5], bytes(data[at : at + numbers[5]]), bytes(data[at + numbers[5] : wanted])
 
     def _refuse(self, refused: dict[str, int]) -> None:
-        """One call that the filter holds up: noted, and failed."""
+        """Count one system call that the filter holds, and let it fail."""
         held = bytearray(_NOTIF_BYTES)
         try:
             fcntl.ioctl(self._listener, _NOTIF_RECV, held)
@@ -539,7 +546,7 @@ class Sandbox:
     # ----------------------------------------------------------------------------------------------------------- start, end
 
     def _find_inner(self) -> None:
-        """bwrap tells the id of the first process inside. From then on this process can send it a signal."""
+        """Read the id of the first process in the sandbox from bwrap, and open a pidfd for signals."""
         if not self._recipe.alone:
             self._inner = os.pidfd_open(self._process.pid)
             return
@@ -547,7 +554,7 @@ class Sandbox:
         while b"}" not in told:
             some = os.read(self._info, 4096)
             if not some:
-                raise self._not_started("bwrap did not say what it had started")
+                raise self._not_started("bwrap did not report the process that it started")
             told += some
         number = int(told.partition(b'"child-pid":')[2].lstrip().partition(b",")[0].partition(b"\n")[0])
         try:
@@ -567,7 +574,7 @@ class Sandbox:
 
 
 class _Forbidden(Exception):
-    """A program has tried what it may not so often that it is ended."""
+    """The program made MAX_REFUSED refused system calls and is killed."""
 
 
 _code: CodeType | None = None
@@ -595,12 +602,12 @@ def _bwrap(limits: Limits, folders: Sequence[str]) -> list[str]:
     if program is None:
         raise IsolationMissing(
             "untrusted programs need bubblewrap, and there is no `bwrap` in PATH: apt-get install bubblewrap (dnf, apk: the same "
-            "name). To run them without isolation, as this user and with this user's files: isolation='limits'"
+            "name). To run them without isolation, as this user and with this user's files, set isolation='limits'"
         )
     command = [program, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     if (
         os.getuid() == 0
-    ):  # as root limits of processes do not hold: its first process becomes nobody, and has no right but that
+    ):  # RLIMIT_NPROC does not bind root: the first process may only change its user, and becomes an unprivileged one
         command += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         command += ["--unshare-user", "--uid", "1000", "--gid", "1000", "--cap-drop", "ALL"]
@@ -615,9 +622,9 @@ def _bwrap(limits: Limits, folders: Sequence[str]) -> list[str]:
         command += ["--ro-bind-try", file, file]
     for folder in dict.fromkeys([os.path.realpath(sys.base_prefix), *folders]):
         if folder == "/":
-            raise IsolationMissing("a folder that programs may read is /, where everything is; name smaller ones")
+            raise IsolationMissing("programs would be able to read /, which contains everything; name smaller folders")
         if not folder.startswith("/usr/") and folder != "/usr":
-            for above in reversed(Path(folder).parents[:-1]):  # else they were its maker's alone
+            for above in reversed(Path(folder).parents[:-1]):  # bwrap would create them readable by their owner only
                 command += ["--perms", "0755", "--dir", str(above)]
             command += ["--ro-bind", folder, folder]
     command += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(_SHM_BYTES), "--tmpfs", "/dev/shm"]

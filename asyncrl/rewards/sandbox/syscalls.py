@@ -1,11 +1,14 @@
-"""Which system calls an untrusted program may not make, as a seccomp filter (pure). pool.py hands it to main.py.
+"""The seccomp filter of untrusted programs: which system calls it refuses (pure). pool.py sends it to main.py, which installs it.
 
-What is refused is what isolation rests on (mounts, namespaces, keys, tracing), what reaches the network, what holds memory that no
-limit counts (memfd, System V segments, longer queues of sockets), what would change the limits or the priority of the process that
-watches, and everything newer than this list: the kernel's calls from number 424 on are the same on all machines, and only the named
-ones pass.
+The filter refuses
+- calls that isolation depends on (mounts, namespaces, keys, tracing),
+- access to the network,
+- memory that no limit counts (memfd, System V segments, larger socket buffers),
+- changes to the limits or the priority of the watching process,
+- everything newer than this list: system calls from number 424 on have the same number on all architectures, and only the named
+  ones pass.
 
-A refused call fails with "not permitted" and is told to whoever listens (`told`), or fails alone.
+A refused call fails with "not permitted". With `told`, the listener is notified, too.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import platform
 import struct
 from collections.abc import Mapping
 
-# name -> number; of x86-64 and of the machines that came later (aarch64), None where there is no such call
+# name -> number on x86-64 and on newer architectures (aarch64); None: no such call
 _REFUSED: Mapping[str, tuple[int | None, int | None]] = {
     "ptrace": (101, 117),
     "mount": (165, 40),
@@ -69,19 +72,19 @@ _REFUSED: Mapping[str, tuple[int | None, int | None]] = {
     "modify_ldt": (154, None),
     "uselib": (134, None),
     "seccomp": (317, 277),
-    "socket": (41, 198),  # but for AF_UNIX
-    "setsockopt": (54, 208),  # of a socket's send buffer
-    "clone": (56, 220),  # with a new user namespace
-    "prlimit64": (302, 261),  # of another process, as the next ones
+    "socket": (41, 198),  # except for AF_UNIX
+    "setsockopt": (54, 208),  # only for the size of a send buffer
+    "clone": (56, 220),  # only with a new user namespace
+    "prlimit64": (302, 261),  # this one to ioprio_set: only for another process
     "setpriority": (141, 140),
     "sched_setaffinity": (203, 122),
     "sched_setscheduler": (144, 119),
     "sched_setparam": (142, 118),
     "sched_setattr": (314, 274),
     "ioprio_set": (251, 30),
-    "ioctl": (16, 29),  # that types into a terminal
+    "ioctl": (16, 29),  # only requests that type into a terminal
 }
-_FIRST_OF_ALL = 424  # from here on numbers are the same everywhere
+_FIRST_OF_ALL = 424  # from here on the numbers are the same on all architectures
 _NEWER_THAT_PASS = {434: "pidfd_open", 436: "close_range", 437: "openat2", 439: "faccessat2", 441: "epoll_pwait2"} | {
     449: "futex_waitv",
     452: "fchmodat2",
@@ -92,7 +95,7 @@ _CLONE_NEWUSER = 0x10000000
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 _X32 = 0x40000000
 
-_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH
+_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of _REFUSED, AUDIT_ARCH
 SECCOMP_NUMBERS = {"x86_64": 317, "aarch64": 277}
 
 _KILL_PROCESS, _USER_NOTIF, _ERRNO, _ALLOW = 0x80000000, 0x7FC00000, 0x00050000, 0x7FFF0000
@@ -101,11 +104,11 @@ _NR, _ARCH, _ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data; arguments ha
 
 
 class NoFilter(RuntimeError):
-    """There is no list of system calls for this machine."""
+    """This module has no list of system calls for this machine's architecture."""
 
 
 def call_name(number: int, argument: int) -> str:
-    """What was refused, for people."""
+    """Name of a refused call, for people."""
     column, _ = _machine()
     for name, numbers in _REFUSED.items():
         if numbers[column] == number:
@@ -114,7 +117,7 @@ def call_name(number: int, argument: int) -> str:
 
 
 def build_filter(*, told: bool) -> bytes:
-    """struct sock_filter[]. told: refused calls go to the listener, which lets them fail; else they fail by themselves."""
+    """The filter as struct sock_filter[]. told: refused calls go to the listener, which makes them fail; else the kernel does."""
     column, arch = _machine()
     refuse = _USER_NOTIF if told else _ERRNO | errno.EPERM
     code = [
@@ -122,7 +125,7 @@ def build_filter(*, told: bool) -> bytes:
         *_unless(_EQUAL, arch, _op(_RETURN, _KILL_PROCESS)),
         _op(_LOAD, _NR),
     ]
-    if column == 0:  # the other way of calling on this machine, with numbers of its own
+    if column == 0:  # x32, the other system call interface of x86-64, has its own numbers
         code += _when(_AT_LEAST, _X32, _op(_RETURN, _KILL_PROCESS))
     number = {name: numbers[column] for name, numbers in _REFUSED.items() if numbers[column] is not None}
     code += _on(number.pop("socket"), _argument_unless(0, _AF_UNIX, refuse))
@@ -133,7 +136,10 @@ def build_filter(*, told: bool) -> bytes:
     code += _on(number.pop("clone"), [_argument(0), *_when(_ANY_BIT, _CLONE_NEWUSER, _op(_RETURN, refuse)), _allow()])
     for name in ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"):
         code += _on(number.pop(name), _argument_unless(0, 0, refuse))
-    for name in ("setpriority", "ioprio_set"):  # PRIO_PROCESS is 0, IOPRIO_WHO_PROCESS 1; whose is the second argument
+    for name in (
+        "setpriority",
+        "ioprio_set",
+    ):  # PRIO_PROCESS is 0, IOPRIO_WHO_PROCESS 1; the second argument is the process
         which = 0 if name == "setpriority" else 1
         only_me = [_argument(0), *_unless(_EQUAL, which, _op(_RETURN, refuse)), *_argument_unless(1, 0, refuse)]
         code += _on(number.pop(name), only_me)
@@ -146,7 +152,7 @@ def build_filter(*, told: bool) -> bytes:
         code += _when(_EQUAL, refused or 0, _op(_RETURN, refuse))
     for newer in _NEWER_THAT_PASS:
         code += _when(_EQUAL, newer, _allow())
-    # Unknown rather than forbidden: the C library then does without, as with clone3, whose flags no filter sees.
+    # ENOSYS instead of EPERM: the C library then uses an older call. Needed for clone3, whose flags a filter cannot see.
     code += _when(_AT_LEAST, _FIRST_OF_ALL, _op(_RETURN, _ERRNO | errno.ENOSYS))
     code.append(_allow())
     return b"".join(code)
@@ -155,7 +161,7 @@ def build_filter(*, told: bool) -> bytes:
 def _machine() -> tuple[int, int]:
     name = platform.machine()
     if name not in _MACHINES:
-        raise NoFilter(f"there is no list of system calls for a {name}; there is one for {', '.join(_MACHINES)}")
+        raise NoFilter(f"no seccomp filter for the architecture {name}; supported: {', '.join(_MACHINES)}")
     return _MACHINES[name]
 
 
@@ -168,7 +174,7 @@ def _allow() -> bytes:
 
 
 def _argument(index: int) -> bytes:
-    """The low half: the kernel looks at no more of these, which are ints."""
+    """Load the low half of an argument. These arguments are ints, and the kernel ignores their high half."""
     return _op(_LOAD, _ARGUMENT + 8 * index)
 
 
@@ -181,7 +187,7 @@ def _unless(test: int, value: int, *then: bytes) -> list[bytes]:
 
 
 def _on(number: int | None, then: list[bytes]) -> list[bytes]:
-    """For one call; `then` ends with a return, so that what is loaded stays the number for all others."""
+    """Code for one system call. `then` ends with a return, so for other calls the loaded value is still the call number."""
     assert number is not None
     return _when(_EQUAL, number, *then)
 
