@@ -107,7 +107,7 @@ class TaskConfig:
 class RolloutConfig:
     """Rollout workers: their requests to the generation servers, and the judging of trajectories."""
 
-    num_workers: int = limited(2, at_least=1, at_most=65_536)
+    num_workers: int = limited(2, at_least=1, at_most=65_536)  # rollout worker processes
     group_size: int = limited(8, at_least=1, at_most=65_536)  # responses per prompt
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     # Most tokens that one request asks for; a longer response takes several requests. auto: 1024; on a GPU a quarter of the
@@ -201,10 +201,10 @@ class OptimizerConfig:
     """AdamW and its learning rate."""
 
     lr: float = limited(2e-4, above=0, at_most=1)  # learning rate after warm-up
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    beta1: float = 0.9  # Adam's decay of the mean of gradients
+    beta2: float = 0.95  # Adam's decay of the mean of squared gradients
+    eps: float = 1e-8  # Adam's epsilon, added to the root of that mean
+    weight_decay: float = 0.0  # decoupled, as in AdamW; 0: none
     grad_clip: float = 1.0  # largest norm of the gradient; 0: no clipping
     warmup_steps: int = 5  # train steps of linear warm-up
     min_lr_ratio: float = 0.1  # the decay ends at min_lr_ratio * lr, at train.total_steps
@@ -226,21 +226,21 @@ class PPOConfig:
     # Bounds of the decoupled loss's weight proximal / behaviour, above 0; null: no bound. A weight beyond a bound becomes 0 (mask)
     # or the bound (clamp)
     behav_imp_weight_cap: float | None = 5.0
-    behav_imp_weight_floor: float | None = None
+    behav_imp_weight_floor: float | None = None  # lower bound of the same weight; null: no bound
     behav_imp_weight_mode: str = "mask"  # mask | clamp
     # Skip the optimizer step of a minibatch whose mean importance ratio is above this (above 1); null: off
     early_stop_imp_ratio: float | None = None
     early_stop_kl: float | None = None  # ... whose mean KL to the start of the step is above this (nats per token)
     minibatches: int = limited(4, at_most=65_536)  # optimizer steps per train step; at least 1
     discount: float = 1.0  # of rewards to come, per token
-    gae_lambda: float = 1.0
+    gae_lambda: float = 1.0  # lambda of GAE (arXiv:1506.02438), 0 to 1
     # Subtracted from a response's reward. none | group_mean (Dr.GRPO) | leave_one_out (RLOO: mean of the others in the group).
     # advantage_norm=group always subtracts the mean of the group
     baseline: str = "none"
     # group | batch | none: over which advantages are normalized to mean 0 and standard deviation 1
     advantage_norm: str = "group"
     reward_scaling: float = 1.0  # rewards become (reward - reward_bias) * reward_scaling
-    reward_bias: float = 0.0
+    reward_bias: float = 0.0  # see reward_scaling
     max_reward_clip: float = 20.0  # then they are clipped to +- this
     mask_no_eos_with_zero: bool = False  # the reward of a truncated response is 0
     mask_too_long: bool = False  # truncated responses are not in the loss
@@ -341,8 +341,8 @@ class TrainConfig:
     data_timeout_s: float = 3600.0  # without any trajectory for this long the run fails; the error names the cause
     # Write the model for the user every N steps, epochs or seconds; 0: only at the end
     save_every_steps: int = limited(0, at_least=0)
-    save_every_epochs: int = limited(0, at_least=0)
-    save_every_s: float = limited(0.0, at_least=0)
+    save_every_epochs: int = limited(0, at_least=0)  # the same by epochs
+    save_every_s: float = limited(0.0, at_least=0)  # the same by seconds
     torch_threads: int = limited(1, at_most=1_024)  # per process; 0: torch's default
 
 
@@ -357,8 +357,8 @@ class EvalConfig:
     at_end: bool = True  # evaluate the final weights
     # Evaluate every N steps, epochs or seconds; 0: not by this count
     every_steps: int = limited(0, at_least=0)
-    every_epochs: int = limited(0, at_least=0)
-    every_s: float = limited(0.0, at_least=0)
+    every_epochs: int = limited(0, at_least=0)  # the same by epochs
+    every_s: float = limited(0.0, at_least=0)  # the same by seconds
     timeout_s: float = 600.0  # one evaluation
 
 
@@ -400,8 +400,8 @@ class CheckpointConfig:
 
     # Write a checkpoint every N steps, epochs or seconds; 0: not by this count
     every_steps: int = limited(0, at_least=0)
-    every_epochs: int = limited(0, at_least=0)
-    every_s: float = limited(600.0, at_least=0)
+    every_epochs: int = limited(0, at_least=0)  # the same by epochs
+    every_s: float = limited(600.0, at_least=0)  # the same by seconds
     keep_last: int = limited(2, at_least=1)  # newest checkpoints that are kept
     # A run that is asked to stop (Ctrl-C, SIGTERM, a time limit) finishes its step and writes a checkpoint if both take at most
     # this long. A second signal stops it at once. 0: the first signal stops it at once
@@ -445,11 +445,11 @@ class FaultsConfig:
     delayed, because TCP neither duplicates nor changes data.
     """
 
-    seed: int = 0
-    drop: float = 0.0
-    duplicate: float = 0.0
+    seed: int = 0  # determines which messages are hit
+    drop: float = 0.0  # share of messages that are lost
+    duplicate: float = 0.0  # share of messages that arrive twice
     corrupt: float = 0.0  # one byte is changed
-    delay: float = 0.0
+    delay: float = 0.0  # share of messages that arrive late
     delay_s: float = limited(0.5, at_least=0, remedy="must not be negative")  # longest delay
 
 
@@ -513,19 +513,19 @@ class SlurmConfig:
     With cpu_nodes it is heterogeneous: GPU nodes for training and generation, CPU nodes for rollout workers.
     """
 
-    nodes: int = limited(1, at_least=1, at_most=65_536)
+    nodes: int = limited(1, at_least=1, at_most=65_536)  # nodes of the job (GPU nodes, if cpu_nodes is set)
     partition: str = ""  # "": the cluster's default
-    gpus_per_node: int = limited(0, at_least=0)
+    gpus_per_node: int = limited(0, at_least=0)  # --gres=gpu:N; 0: no GPUs
     cpus_per_node: int = limited(0, at_least=0)  # 0: whole nodes (--exclusive)
     memory_per_node: str = ""  # e.g. 500G; "": Slurm's default for the cores, or all memory of a whole node
     time_s: float = limited(0.0, at_least=0)  # time limit; YAML reads 24:00:00 as seconds. 0: the partition's
-    account: str = ""
-    qos: str = ""
+    account: str = ""  # --account; "": the user's default
+    qos: str = ""  # --qos; "": the account's default
     options: list[str] = field(default_factory=list)  # further options of sbatch, e.g. --constraint=h100
     cpu_nodes: int = limited(0, at_least=0, at_most=65_536)  # 0: no CPU nodes
-    cpu_partition: str = ""
-    cpu_cpus_per_node: int = limited(0, at_least=0)
-    cpu_memory_per_node: str = ""
+    cpu_partition: str = ""  # partition of the CPU nodes; "": the cluster's default
+    cpu_cpus_per_node: int = limited(0, at_least=0)  # cores of a CPU node; 0: whole nodes (--exclusive)
+    cpu_memory_per_node: str = ""  # memory of a CPU node, as memory_per_node
     cpu_options: list[str] = field(default_factory=list)  # options of sbatch for the CPU nodes
     srun_options: list[str] = field(default_factory=list)  # of the step of host daemons, e.g. --container-image=...
     prelude: str = ""  # shell lines that run first: `module load cuda`, `source .venv/bin/activate`
@@ -568,8 +568,8 @@ class WandbConfig:
     mode: str = "disabled"  # disabled | offline (files in <run>/wandb, for `wandb sync`) | online
     project: str = ""  # "": the experiment's name
     entity: str = ""  # a user or team; "": that of the API key
-    group: str = ""
-    tags: list[str] = field(default_factory=list)
+    group: str = ""  # group of the run in W&B; "": none
+    tags: list[str] = field(default_factory=list)  # tags of the run in W&B
     init_timeout_s: float = limited(60.0, above=0)  # past it training goes on without W&B, with a warning
     finish_timeout_s: float = limited(30.0, above=0)  # to send the remaining data at the end of the run
 
@@ -580,9 +580,9 @@ class ExperimentConfig:
 
     # The run's folder is <fileroot>/<experiment>/<trial>
     experiment: str = "asyncrl"
-    trial: str = "t0"
-    fileroot: str = "runs"
-    seed: int = 1
+    trial: str = "t0"  # names the run within the experiment: its folder is <fileroot>/<experiment>/<trial>
+    fileroot: str = "runs"  # folder of all runs
+    seed: int = 1  # of prompt order, sampling and minibatches
     # engine.<generation>+<training>, each d(ata)p(ipe)m(tensor); <training> may name MFCs or roles, and have several sets of
     # devices, e.g. sglang.d4p1m1+d2p2m1+ref_inf:d1p1m1 (topology.Allocation). mode=sync needs only <training>
     allocation: str = "transformers.d1p1m1+d1p1m1"
@@ -617,7 +617,7 @@ class ExperimentConfig:
     record: RecordConfig = field(default_factory=RecordConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
-    tensorboard: bool = True
+    tensorboard: bool = True  # write TensorBoard events into <run>/tensorboard
     wandb: WandbConfig = field(default_factory=WandbConfig)
     trace: bool = False  # write a timeline of all processes: trace/attempt_N.json, for ui.perfetto.dev
     # Command that makes model and data; `asyncrl-launch prepare` and launcher/run_async_ppo.sh run it if something is missing
