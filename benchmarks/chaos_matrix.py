@@ -128,17 +128,22 @@ def write(rows: Sequence[Row], targets: Sequence[str], *, sglang: bool) -> None:
     size = f"{num_rows * len(targets)} cells in {num_rows} runs"
     text = f"""# Chaos matrix
 
-What `python benchmarks/chaos_matrix.py --write{extra}` found: {size}. In each run every kind of process is
-struck in turn, in the phase named, and the next one only when the run trains again. `ok 3.1 s`: the process came back, or lived,
-and a further train step was done 3.1 s after the signal (20 s of them frozen, for SIGSTOP). `the run`: it was complete, with exit
-code 0 and nothing of it left, each prompt trained exactly once in the lineage of the final weights (`asyncrl-launch audit`), none
-beyond `manager.max_head_offpolicyness`, the reward reached. Of a killed launcher everything ended within 10 s, and
-`asyncrl-launch resume` went on.
+`python benchmarks/chaos_matrix.py --write{extra}` measured:
+{size}. In each run every kind of process receives the signal once, in the named phase. The
+next signal is sent after the run trains again. `ok 3.1 s`: the process restarted or survived, and a further train step
+ended 3.1 s after the signal. For SIGSTOP this time includes the freeze of at most 20 s.
+
+`the run` is ok if all of these hold: it completed with exit code 0 and left no process behind, the lineage of the final
+weights trained each prompt exactly once (`asyncrl-launch audit`), no group was beyond
+`manager.max_head_offpolicyness`, and the reward was reached. A launcher that receives SIGKILL or SIGTERM ends the
+run: all its processes end within 10 s, and `asyncrl-launch resume` continues the run.
 
 {measured}
 
 {where["cpu"]}, {where["cores"]} cores, Python {where["python"]}, torch {where["torch"]}, {where["date"]}, commit {where["commit"]}.
-The phases, and how they are seen from outside: asyncrl/testing/faults/phases.py. About ten of these cells run in CI (tests/chaos).
+
+The six phases and their detection from outside are in asyncrl/testing/faults/phases.py. About ten of these cells run in
+CI (tests/chaos).
 """
     path.write_text(text, encoding="utf-8")
 
