@@ -1,13 +1,13 @@
-"""The whole matrix of faults: each kind of process x {SIGKILL, SIGSTOP 20 s, restart} x {phase of the run}, in whole runs.
+"""The whole fault matrix: {kind of process} x {SIGKILL, SIGSTOP 20 s, SIGTERM} x {phase of the run}, in whole runs.
 
     python benchmarks/chaos_matrix.py [--kinds kill,stop,restart] [--phases ...] [--targets ...] [--write] [key=value ...]
     python benchmarks/chaos_matrix.py --targets engine,generation_server --sglang-python .venv-sglang/bin/python
 
-A run for each signal and phase; in it each target is struck in turn, the launcher last, and the next one only when the run trains
-again. A cell is `ok` when the process came back (or lived) and the run trained on; a run when it is complete, with exit code 0,
-nothing of it left, the audit clean, off-policyness within its bound, and the reward reached. Seconds: from the signal until a
-further train step was done. --write puts the table into docs/chaos-matrix.md (with SGLang: chaos-matrix-sglang.md); rows that are
-there and were not measured now stay. 45 minutes on two cores.
+There is one run for each signal and phase. In it each target receives the signal in turn, the launcher last. The next target is
+struck after the run trains again. A cell is `ok` if the process restarted or survived and the run trained on. A run is `ok` if it
+completed with exit code 0 and left no process behind, its audit is clean, its off-policyness is within the bound, and the reward
+was reached. Seconds: from the signal to the end of a further train step. --write puts the table into docs/chaos-matrix.md (with
+SGLang: chaos-matrix-sglang.md). Rows of the page that were not measured now are kept. 45 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ TARGETS = (
     "launcher",
 )
 SIGNALS = {"kill": "SIGKILL", "stop": "SIGSTOP 20 s", "restart": "SIGTERM"}
-# Enough for all cells of a run: of those who are frozen most do not stop it
+# Enough steps for all cells of a run. With `stop` the run trains on while most kinds of process are frozen.
 _STEPS = {"kill": 90, "stop": 300, "restart": 90}
 
 
 @dataclass
 class Row:
-    """One run: a signal in a phase, for all targets."""
+    """One run: one signal in one phase, for all targets."""
 
     kind: Kind
     phase: Phase
@@ -60,7 +60,7 @@ class Row:
 
 
 def measure(config: Path, kind: Kind, phase: Phase, targets: Sequence[str], overrides: Sequence[str]) -> Row:
-    """A run of all cells of a signal and a phase."""
+    """Run all cells of one signal and phase in one run."""
     row = Row(kind, phase)
     with tempfile.TemporaryDirectory(prefix="asyncrl-chaos-", ignore_cleanup_errors=True) as folder:
         with ChaosRun(config, f"fileroot={folder}", *overrides) as run:
@@ -86,7 +86,7 @@ def text_of(outcome: Outcome | None) -> str:
         return "-"
     if outcome.problem:
         return "FAILED"
-    late = "" if outcome.in_phase else " (at another time: the phase did not come)"
+    late = "" if outcome.in_phase else " (at another time: the phase did not occur)"
     return f"ok {outcome.useful_s or 0.0:.1f} s{late}"
 
 
@@ -99,7 +99,7 @@ def header(targets: Sequence[str]) -> str:
 
 
 def table(rows: Sequence[Row], targets: Sequence[str], written: str = "") -> str:
-    """written: where rows of the same targets may be that were not measured now; those stay."""
+    """The table as Markdown. written: the page so far; its rows of the same targets that were not measured now are kept."""
     lines = {}
     for row in rows:
         cells = [text_of(row.outcomes.get(target)) for target in targets]
@@ -163,12 +163,14 @@ def main() -> None:
     options.add_argument("--phases", default=",".join(PHASES))
     options.add_argument("--targets", default=",".join(TARGETS))
     options.add_argument(
-        "--sglang-python", default="", help="generate with SGLang, whose own process can be struck: engine"
+        "--sglang-python",
+        default="",
+        help="generate with SGLang of this interpreter; its own process is the target `engine`",
     )
     options.add_argument("--write", action="store_true", help="write the table into docs/")
     options.add_argument("overrides", metavar="key=value", nargs="*", help="overrides of the small run's config")
     args = options.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what it has started ends with it
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the processes that it started end with it
     targets, rows, began = words(args.targets), [], time.monotonic()
     overrides = [*args.overrides]
     if args.sglang_python:
@@ -178,11 +180,11 @@ def main() -> None:
         for kind in words(args.kinds):
             ours = [f"train.max_steps={_STEPS[kind]}"]
             if kind == "stop":
-                ours.append("runtime.frozen_after_s=30")  # they live, and wake up in a run that has gone on
+                ours.append("runtime.frozen_after_s=30")  # frozen processes survive and continue after SIGCONT
             for phase in words(args.phases):
                 say(f"{SIGNALS[kind]} in {phase}, {time.monotonic() - began:.0f} s after the start")
                 rows.append(measure(config, kind, phase, targets, [*ours, *overrides]))  # type: ignore[arg-type]
-                if args.write:  # after each, so that what was found so far is there whatever comes
+                if args.write:  # after each run, so that a later failure loses no results
                     write(rows, targets, sglang=bool(args.sglang_python))
     say(table(rows, targets))
     seconds = [o.useful_s for row in rows for o in row.outcomes.values() if o.useful_s and row.kind != "stop"]

@@ -1,11 +1,11 @@
-"""What the benchmarks share: rounds in alternation, medians, processes with limits, and the shape of a result.
+"""Shared parts of the benchmarks: alternating rounds, medians, processes with limits, and the format of a result.
 
-A benchmark measures `sides`: asyncrl and the peers it is compared with. A side is a function that measures once, from fresh
-processes where processes matter, and returns one number per case. `alternate` runs them in turn, round after round, so that
-whatever else the machine does falls on all of them. `finish` prints the last line of stdout, one JSON object: name, value, unit,
-ratio (ours over the peer's, of medians), and what a benchmark adds. Tables for people go to stderr.
+A benchmark measures `sides`: asyncrl and the peers that it is compared with. A side is a function that measures once and returns
+one number per case. It starts fresh processes where processes matter. `alternate` runs the sides in turn, round after round, so
+that disturbances of the machine affect all sides. `finish` prints the last line of stdout, one JSON object: name, value, unit,
+ratio (ours over the peer's, of medians), and further fields of the benchmark. Tables for people go to stderr.
 
-Peers are optional: one that is not installed is named in `peers_missing` and left out.
+Peers are optional. A peer that is not installed is left out and named in `peers_missing`.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ if TYPE_CHECKING:
     from asyncrl.manager.worker import ManagerFiles
 
 BASELINES = Path(__file__).parent / "baselines"
-PART = "--part"  # a benchmark started with this is one of its own processes
+PART = "--part"  # marks a process that the benchmark itself started
 _PR_SET_PDEATHSIG = 1
 
-Numbers = Mapping[str, float]  # case -> what was measured
+Numbers = Mapping[str, float]  # case -> measured value
 
 
 # ------------------------------------------------------------------------------------------------------------ the command
 
 
 class BenchmarkParser(argparse.ArgumentParser):
-    """Adds `--quick`, which replaces the defaults of other options. Options on the command line still win."""
+    """Adds `--quick`, which replaces the defaults of other options. Explicit options override it."""
 
     def __init__(self, description: str, quick: Mapping[str, Any]) -> None:
         super().__init__(description=description)
         self._quick = {"rounds": 2, **quick}
         values = ", ".join(f"{name}={value}" for name, value in self._quick.items())
-        self.add_argument("--quick", action="store_true", help=f"see that it works: no warm-up, {values}")
+        self.add_argument("--quick", action="store_true", help=f"check that the benchmark works: no warm-up, {values}")
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
         words = sys.argv[1:] if args is None else args
@@ -66,9 +66,9 @@ class BenchmarkParser(argparse.ArgumentParser):
 
 
 def parser(description: str, *, rounds: int = 5, quick: Mapping[str, Any] | None = None) -> argparse.ArgumentParser:
-    """The options that all benchmarks have; `quick`: defaults that --quick replaces, by the names of their options.
+    """The options that all benchmarks have. `quick`: the defaults under --quick, by option name.
 
-    From here on SIGTERM acts as Ctrl-C, so that every process which a benchmark has started ends with it.
+    From this call on SIGTERM acts like Ctrl-C, so that the processes that a benchmark has started end with it.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     parser = BenchmarkParser(description, quick or {})
@@ -87,12 +87,12 @@ def say(args: argparse.Namespace, text: str) -> None:
 
 
 def missing_peers(modules: Mapping[str, str]) -> list[str]:
-    """Those peers (peer -> the module it needs) that are not installed."""
+    """The peers that are not installed. modules: peer -> the module that it needs."""
     return sorted(peer for peer, module in modules.items() if importlib.util.find_spec(module) is None)
 
 
 def worker_info(kind: str, folder: str) -> Any:
-    """Who a worker of ours is that a benchmark runs by itself, with name resolve in memory."""
+    """Identity of an asyncrl worker that a benchmark runs without a launcher, with name resolve in memory."""
     from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, WorkerInfo
 
     return WorkerInfo(
@@ -110,7 +110,7 @@ def worker_info(kind: str, folder: str) -> Any:
 
 
 def seen_manager(config: GserverManagerConfig, files: ManagerFiles | None = None) -> Any:
-    """A gserver manager whose `seen` has its parts, as soon as everything is open."""
+    """A gserver manager whose future `seen` resolves to its Management once all its parts are open."""
     from asyncrl.manager.worker import GserverManager, Management
 
     class SeenManager(GserverManager):
@@ -128,7 +128,7 @@ def seen_manager(config: GserverManagerConfig, files: ManagerFiles | None = None
 def make_manager(
     folder: str, servers: Sequence[str], *, eta: int, batch_size: int, num_clients: int
 ) -> tuple[Any, Any]:
-    """The manager, as the launcher would run it, but for name resolve in memory, where its servers' URLs are; and that."""
+    """(manager, name resolver): configured as by the launcher, but with name resolve in memory, which holds the servers' URLs."""
     from asyncrl.config.schema import GserverManagerConfig, ManagerConfig
     from asyncrl.runtime.names.open import open_name_resolver
 
@@ -153,7 +153,7 @@ def make_manager(
 
 @dataclass
 class Rounds:
-    """What was measured: by side, by case, one number a round."""
+    """Measured values: by side, by case, one number per round."""
 
     values: dict[str, dict[str, list[float]]]
 
@@ -189,11 +189,14 @@ class Rounds:
 
 
 def alternate(args: argparse.Namespace, sides: Mapping[str, Callable[[], Numbers]], *, warm_up: int = 1) -> Rounds:
-    """Each side once a round, in the order given, for warm_up + args.rounds rounds. A warm-up does not count; --quick has none."""
+    """Run each side once per round, in the given order, for warm_up + args.rounds rounds.
+
+    Warm-up rounds do not count. --quick has none.
+    """
     if args.quick:
         warm_up = 0
     if args.rounds < 1:
-        raise SystemExit(f"--rounds is {args.rounds}; at least 1 is needed (5 for a figure to quote)")
+        raise SystemExit(f"--rounds is {args.rounds}; use at least 1 (5 for a figure to quote)")
     values: dict[str, dict[str, list[float]]] = {side: {} for side in sides}
     for number in range(-warm_up, args.rounds):
         for side, measure in sides.items():
@@ -252,7 +255,7 @@ _MEASURED = (":/", ":(top,exclude)*.md", ":(top,exclude)benchmarks/baselines")
 
 
 def _commit() -> str:
-    """The commit that was measured; "+" where the working tree differs from it by more than pages and results."""
+    """The measured commit, with "+" if the working tree differs from it in more than pages and results."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=10)
@@ -273,13 +276,17 @@ def finish(
     variant: str = "",
     **more: Any,
 ) -> None:
-    """Print the result as the last line of stdout; write it as the baseline if asked to: of a variant under its own name
-    (name_variant). `more` are further fields."""
-    figure = None if value is None else _digits(value)  # None: there is none, and the result says why
+    """Print the result as the last line of stdout. With --write-baseline also write it as the baseline.
+
+    The baseline of a variant is named name_variant. `more` are further fields.
+    """
+    figure = None if value is None else _digits(value)  # None: no figure; the other fields of the result say why
     result = {"name": name, "value": figure, "unit": unit, "ratio": ratio, "rounds": args.rounds, **more}
     result["machine"] = machine()
     if args.write_baseline and args.quick:
-        raise SystemExit("--write-baseline: the figures of --quick are no baseline; leave one of the two out")
+        raise SystemExit(
+            "--write-baseline cannot be combined with --quick, whose figures mean nothing; remove one of the two"
+        )
     if args.write_baseline:
         kept = f"{name}_{variant}" if variant else name
         BASELINES.mkdir(exist_ok=True)
@@ -305,13 +312,13 @@ def table(args: argparse.Namespace, title: str, header: Sequence[str], rows: Seq
 
 
 class ChildFailed(Exception):
-    """A process of a benchmark ended, or did not answer in time."""
+    """A process of a benchmark ended or did not answer within its time limit."""
 
 
 class Child:
-    """One process of a side: this script, started again with PART. It and what it has started are killed at the end.
+    """One process of a side: the same script, started with PART. `close` ends it and kills its session.
 
-    They talk in lines of JSON: `send` and `receive` here, `Parent` there.
+    Both processes exchange lines of JSON: `send` and `receive` here, `Parent` in the child.
     """
 
     def __init__(self, script: str, part: str, **settings: Any) -> None:
@@ -331,14 +338,14 @@ class Child:
         self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
     def receive(self, timeout_s: float) -> dict[str, Any]:
-        """The next line. Raises ChildFailed after timeout_s, or when the process has ended."""
+        """The next message. Raises ChildFailed after timeout_s, or if the process has ended."""
         assert self._process.stdout is not None
         limit = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             while b"\n" not in self._pending:
                 if not selector.select(max(0.0, limit - time.monotonic())):
-                    raise ChildFailed(f"{self._part} said nothing for {timeout_s:g} s")
+                    raise ChildFailed(f"{self._part} sent no message within {timeout_s:g} s")
                 read = os.read(self._process.stdout.fileno(), 1 << 16)
                 if not read:
                     raise ChildFailed(f"{self._part} ended with exit status {self._process.wait(10)}")
@@ -348,7 +355,7 @@ class Child:
         return message
 
     def close(self, grace_s: float = 5.0) -> None:
-        """End its standard input, which asks it to end; kill its session after grace_s."""
+        """Close its standard input, which makes it end. Kill its session after grace_s at the latest."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(OSError):
@@ -363,7 +370,7 @@ class Child:
 
 @contextlib.contextmanager
 def children(script: str, *parts: str, grace_s: float = 5.0, **settings: Any) -> Iterator[list[Child]]:
-    """One child a part, all with the same settings; all gone afterwards."""
+    """One child per part, all with the same settings. All are closed at exit."""
     started: list[Child] = []
     try:
         for part in parts:
@@ -375,10 +382,10 @@ def children(script: str, *parts: str, grace_s: float = 5.0, **settings: Any) ->
 
 
 class Parent:
-    """The benchmark, as seen by one of its processes."""
+    """Connection of a child process to the benchmark."""
 
     def __init__(self) -> None:
-        # Libraries print to stdout too: they get stderr, and the pipe is ours.
+        # Libraries print to stdout too. Redirect them to stderr, so that only messages go through the pipe.
         self._out = os.fdopen(os.dup(1), "wb", buffering=0)
         os.dup2(2, 1)
 
@@ -386,23 +393,28 @@ class Parent:
         self._out.write(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> dict[str, Any] | None:
-        """The next message; None when the benchmark wants no more. The benchmark limits this wait: it closes the pipe."""
+        """The next message, or None when the benchmark has closed the pipe, which also limits this wait."""
         line = sys.stdin.buffer.readline()
         return json.loads(line) if line else None
 
 
 def run_part(parts: Mapping[str, Callable[..., None]]) -> bool:
-    """In a script's main: run the part that it was started for, if any. A part is called with a Parent and its settings."""
+    """Call in a script's main: run the part that this process was started for. False if it was not started as a part.
+
+    A part is called with a Parent and its settings.
+    """
     if len(sys.argv) != 4 or sys.argv[1] != PART:
         return False
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # never outlive the benchmark
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # end with the benchmark
     parts[sys.argv[2]](Parent(), **json.loads(sys.argv[3]))
     return True
 
 
 def network_of(way: str, other: dict[str, str] | None = None) -> dict[str, str]:
-    """In a part: have its streams on Unix sockets (way="unix"), on TCP unchecked ("plain"), or on TCP encrypted ("curve"). Returns
-    what the other part is to be given as `other`."""
+    """Call in a part: select Unix sockets (way="unix"), unauthenticated TCP ("plain") or encrypted TCP ("curve") for its streams.
+
+    Returns the value of `other` for the other part.
+    """
     import msgspec
 
     from asyncrl.runtime import security, unix_sockets
@@ -420,18 +432,18 @@ def network_of(way: str, other: dict[str, str] | None = None) -> dict[str, str]:
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process, all its threads."""
+    """CPU time of this process, of all its threads."""
     return time.process_time()
 
 
 def reset_peak_memory() -> int:
-    """Resident bytes of this process; its peak begins there again. Linux."""
+    """Resident bytes of this process. Resets its peak to this value. Linux only."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status_bytes("VmRSS")
 
 
 def peak_memory() -> int:
-    """The most resident bytes since reset_peak_memory."""
+    """Highest resident bytes since reset_peak_memory."""
     return _status_bytes("VmHWM")
 
 

@@ -1,28 +1,28 @@
-"""How fast trajectories go from a rollout worker to a head, beside raw pyzmq, Ray and TransferQueue; and what that costs the head.
+"""Throughput of trajectories from a rollout worker to a head beside raw pyzmq, Ray and TransferQueue, and its cost to the head.
 
     python benchmarks/push_pull.py [--rounds 5] [--seconds 1] [--cases 4x4096,8x512,1x128] [--peers raw_pyzmq,ray]
-    python benchmarks/push_pull.py --curve      what encryption costs: asyncrl's streams over TCP with CURVE beside `plain`
+    python benchmarks/push_pull.py --curve      the cost of encryption: asyncrl's streams over TCP with CURVE beside `plain`
 
-A case NxL is a group of N sequences of L tokens, built before the clock starts, with all keys of a real trajectory. Every side
-has the same number of groups on the way. A group counts when the sender knows that it is stored. The sides:
+A case NxL is a group of N sequences of L tokens with all keys of a real trajectory, built before the clock starts. Every side
+keeps the same number of groups in flight. A group counts when the sender knows that it is stored. The sides:
 
-    asyncrl               NameResolvingZmqPusher to NameResolvingZmqPuller, a process each: validated, decoded into arrays of
-                          their own, stored, acknowledged with a verdict
-    raw_pyzmq             the very frames that asyncrl puts on the wire (the small ones joined before the clock starts), over a
+    asyncrl               NameResolvingZmqPusher to NameResolvingZmqPuller, one process each: validated, decoded into separate
+                          arrays, stored, acknowledged with a verdict
+    raw_pyzmq             exactly the frames that asyncrl puts on the wire (the small ones joined before the clock starts), over a
                           blocking PUSH/PULL pair, large ones not copied when sent; the same arrays copied out of them and
-                          stored; 8 bytes over a second pair acknowledge a group. No validation, nothing is ever sent again
+                          stored; 8 bytes over a second pair acknowledge a group. No validation, no resending
     ray                   an actor call with the same numpy arrays; the actor copies them (Ray's are read-only views), stores
                           them and returns a verdict
-    transfer_queue        TransferQueue 0.1.11 (SimpleStorage): kv_put of one group's tensors, kv_batch_get, a copy of what came
-    transfer_queue_batch  the same by 32: stacked, kv_batch_put, kv_batch_get, a copy of each group
+    transfer_queue        TransferQueue 0.1.11 (SimpleStorage): kv_put of one group's tensors, kv_batch_get, a copy of the result
+    transfer_queue_batch  the same for 32 groups at once: stacked, kv_batch_put, kv_batch_get, a copy of each group
 
     plain                 asyncrl over TCP, neither authenticated nor encrypted (network.authenticate=off)
 
-asyncrl is on Unix sockets, as in a run on one machine; with --curve it is as between hosts.
+asyncrl uses Unix sockets, as in a run on one machine. With --curve it uses encrypted TCP, as between hosts.
 
-TransferQueue's client puts and gets in turn; removing groups from it is not counted. Further fields: CPU microseconds per
-group of the sending and the receiving process, and how much slower a train step gets (`slow_down`, 1 = not at all) while the
-stream runs beside it in the same process, at the rate of a real run.
+TransferQueue's client alternates puts and gets. Removing groups from it is not counted. Further fields: CPU microseconds per group
+of the sending and the receiving process, and the slowdown of a train step (`slow_down`, 1 = none) while the stream runs beside it
+in the same process, at the rate of a real run.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ PEERS = {
     "transfer_queue": "transfer_queue",
     "transfer_queue_batch": "transfer_queue",
 }
-IN_FLIGHT = 32  # groups sent and not acknowledged
-BATCH = 32  # TransferQueue's
-STORED = 64  # groups that a receiver keeps
-POOL = 8  # different groups that are sent in turn
+IN_FLIGHT = 32  # groups sent but not yet acknowledged
+BATCH = 32  # groups per batch of transfer_queue_batch
+STORED = 64  # number of groups that a receiver keeps
+POOL = 8  # number of different groups, sent in rotation
 START_S, CALL_S = 120.0, 60.0  # limits of waits
 # What the quickstart pushes to one head: 64 groups of 8 sequences a train step of 0.7 s, over two heads; and ten times its lengths.
 TRAIN_CASES = {"8x17": 45.0, "8x170": 45.0}
@@ -65,7 +65,7 @@ TRAIN_STEPS = 20
 
 
 def make_sample(case: str, number: int) -> Any:
-    """A group as a rollout worker pushes it: a quarter of each sequence is prompt, and it was sampled by two versions."""
+    """A group in the form that a rollout worker pushes: a quarter of each sequence is prompt; two versions sampled it."""
     from asyncrl.data.sequence import SequenceSample
 
     sequences, length = map(int, case.split("x"))
@@ -120,7 +120,7 @@ def make_meta(sample: Any) -> Any:
 
 
 def asyncrl_receiver(parent: Parent, trainer: bool = False, way: str = "unix") -> None:
-    """A head: pulls, stores, acknowledges. With `trainer`, a train step runs beside it on a thread, when asked to."""
+    """A head: pulls, stores, acknowledges. With `trainer` it also runs train steps on a thread when the parent asks."""
     asyncio.run(_receive(parent, trainer, network_of(way)))
 
 
@@ -146,7 +146,7 @@ async def _receive(parent: Parent, trainer: bool, keys: dict[str, str]) -> None:
     taking = asyncio.create_task(take_in())
     parent.send(endpoint=resolver.get(names.stream(puller_stream(0))), keys=keys)
     step = await asyncio.to_thread(_train_step) if trainer else None
-    while await asyncio.to_thread(parent.receive) is not None:  # the parent bounds this wait: it ends the pipe
+    while await asyncio.to_thread(parent.receive) is not None:  # the parent bounds this wait by closing the pipe
         assert step is not None
         parent.send(step_s=await asyncio.to_thread(_median_step_s, step))
     taking.cancel()
@@ -222,7 +222,7 @@ def _train_step() -> Callable[[], None]:
 def _median_step_s(step: Callable[[], None]) -> float:
     import torch
 
-    torch.set_num_threads(1)  # counts per thread
+    torch.set_num_threads(1)  # the setting is per thread
     seconds = []
     for _ in range(TRAIN_STEPS):
         start = time.perf_counter()
@@ -394,7 +394,7 @@ def groups_per_s(sender: Child, seconds: float) -> float:
 
 
 class Pair:
-    """A side with one sending and one receiving process. Also notes the CPU time of both per group, in microseconds."""
+    """A side with one sending and one receiving process. Also records the CPU microseconds per group of both."""
 
     def __init__(self, receiver: str, sender: str, cases: list[str], seconds: float, **settings: Any) -> None:
         self._parts = receiver, sender
@@ -409,7 +409,7 @@ class Pair:
             sender.send(**receiver.receive(START_S))
             processes = {"receiver": psutil.Process(receiver.pid), "sender": psutil.Process(sender.pid)}
             for case in self._cases:
-                order(sender, case, self._seconds / 5)  # connections, allocators and caches are warm
+                order(sender, case, self._seconds / 5)  # warms up connections, allocators and caches
                 groups_per_s(sender, self._seconds)
                 before = {name: sum(process.cpu_times()[:2]) for name, process in processes.items()}
                 order(sender, case, self._seconds)
@@ -420,7 +420,7 @@ class Pair:
         return rates
 
     def cpu(self) -> dict[str, dict[str, float]]:
-        """Medians. The first, of the warm-up round, does not count."""
+        """Medians without the first value, which is from the warm-up round."""
         return {
             name: {case: round(statistics.median(values[1:] or values), 1) for case, values in cases.items()}
             for name, cases in self.cpu_us.items()
@@ -428,7 +428,7 @@ class Pair:
 
 
 def single(part: str, cases: list[str], seconds: float, batch: int = 1) -> Callable[[], dict[str, float]]:
-    """A side that starts its other processes by itself."""
+    """A side that starts its other processes itself."""
 
     def measure() -> dict[str, float]:
         with children(__file__, part, grace_s=30.0) as (side,):
@@ -445,7 +445,7 @@ def single(part: str, cases: list[str], seconds: float, batch: int = 1) -> Calla
 
 
 def train_steps(rounds: int) -> dict[str, dict[str, float]]:
-    """A train step's median milliseconds without the stream and beside it, in alternation."""
+    """Median milliseconds of a train step without and with the stream, in alternation."""
     found: dict[str, dict[str, list[float]]] = {case: {"alone": [], "beside": []} for case in TRAIN_CASES}
     with children(__file__, "asyncrl_receiver", "asyncrl_sender", trainer=True) as (trainer, sender):
         sender.send(**trainer.receive(START_S))
@@ -475,11 +475,17 @@ def train_steps(rounds: int) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     options = parser(__doc__ or "", quick={"seconds": 0.2})
-    options.add_argument("--seconds", type=float, default=1.0, help="how long each side sends each case (default 1)")
-    options.add_argument("--cases", default=",".join(CASES), help="cases, separated by commas")
-    options.add_argument("--peers", help=f"peers, separated by commas (default {','.join(PEERS)}; with --curve: plain)")
-    options.add_argument("--curve", action="store_true", help="ours over TCP and encrypted, beside ours plain")
-    options.add_argument("--no-train-step", action="store_true", help="leave out the train step beside the stream")
+    options.add_argument(
+        "--seconds", type=float, default=1.0, help="duration of one measurement, per side and case (default 1)"
+    )
+    options.add_argument("--cases", default=",".join(CASES), help="comma-separated cases")
+    options.add_argument("--peers", help=f"comma-separated peers (default {','.join(PEERS)}; with --curve: plain)")
+    options.add_argument(
+        "--curve", action="store_true", help="compare asyncrl over encrypted TCP with asyncrl over plain TCP"
+    )
+    options.add_argument(
+        "--no-train-step", action="store_true", help="skip the measurement of the train step beside the stream"
+    )
     args = options.parse_args()
     cases, seconds = args.cases.split(","), args.seconds
 

@@ -1,18 +1,18 @@
-"""How large a run the control plane carries: manager and etcd under 1,024 generation servers and 16,384 rollout clients.
+"""Largest run that the control plane carries: manager and etcd under 1,024 generation servers and 16,384 rollout clients.
 
     python benchmarks/scale.py [--clients 1024 16384] [--servers 1024] [--write-baseline]
 
-manager: a real GserverManager in a process of its own. Its servers are 1,024 sockets that answer as servers do (one process); each
-client is a connection of its own that sends what a rollout worker sends (heartbeats, as often as asked for; allocate and finish at
---rate a second among them), from two processes. Open loop: latency counts from when a request was due. The manager has a core of
-its own, all others share the rest.
-names: a real etcd; each client is a gRPC connection of its own with two watches, as a worker's session has. How long one put takes
-to reach them all, and what a client costs etcd. launcher: what it does for each process, a lease that it keeps and a status.
-simulation: a run of 10,000 GPUs as discrete events, with the service times that were measured: what the manager's queue does to
-generation, and where it gives way.
+manager: a real GserverManager in its own process. Its servers are 1,024 sockets that answer as generation servers do (one
+process). Each client is a separate connection that sends the requests of a rollout worker: heartbeats, as often as the manager
+asks, and allocate and finish at --rate per second among all clients. Two processes run the clients. Open loop: latency counts from
+the time at which a request was due. The manager has its own core, all other processes share the rest.
+names: a real etcd. Each client is a separate gRPC connection with two watches, like a worker's session. Measures the time until one
+put has reached all clients, and etcd's cost per client. launcher: its work for each process, keeping a lease and putting a status.
+simulation: discrete events of a run of 10,000 GPUs with the measured service times. It shows the effect of the manager's queue on
+generation, and the load at which the manager saturates.
 
 Each number is the median of --rounds rounds. `value` is the p99 of an allocation at the largest number of clients, in ms (`spread`:
-the least and the most of the rounds); `bottleneck` says what gives way first.
+minimum and maximum of the rounds). `bottleneck` describes the first bottleneck.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from asyncrl.manager import intervals
 CLIENTS = (1024, 16384)
 NUM_SERVERS = 1024
 BATCH_SIZE, ETA = 1024, 2
-HOLDS_S = 5.0  # a client holds a ticket for so long
+HOLDS_S = 5.0  # time for which a client holds a ticket
 WATCHES = 2
 PUTS = 10
 NAME_PROCESSES = 4
@@ -79,7 +79,7 @@ def part_manager(parent: Parent, *, core: int, folder: str, **_: Any) -> None:
         began = time.monotonic()
         resolver.add(manager.names.model_version("actor"), str(version), replace=True)
         while sum(server.version == version for server in list(table.servers.values())) < len(urls):
-            time.sleep(0.1)  # the benchmark limits this wait
+            time.sleep(0.1)  # bounded by the benchmark
         parent.send(url=url, all_serve_s=time.monotonic() - began)
         while parent.receive() is not None:
             parent.send(cpu=cpu_seconds(), rss=psutil.Process().memory_info().rss)
@@ -90,7 +90,7 @@ def part_manager(parent: Parent, *, core: int, folder: str, **_: Any) -> None:
 
 
 def part_servers(parent: Parent, *, core: int, num_servers: int, **_: Any) -> None:
-    """Generation servers that only answer: a port each, no HTTP library."""
+    """Stub generation servers: one port each, no HTTP library."""
     _prepare(core)
     info = b'{"model_path":"m","weight_version":"%s"}'
     agreed = b'{"success":true,"message":"","num_paused_requests":0}'
@@ -134,7 +134,7 @@ def part_servers(parent: Parent, *, core: int, num_servers: int, **_: Any) -> No
 
 
 def part_clients(parent: Parent, *, core: int, **_: Any) -> None:
-    """Rollout workers, each a connection. The first process also is the master, and allocates for all."""
+    """Rollout workers, one connection each. The first process also acts as the master and sends all allocations."""
     from http_load import Connection, _Rollouts, _ticket_id
 
     _prepare(core)
@@ -168,7 +168,7 @@ def part_clients(parent: Parent, *, core: int, **_: Any) -> None:
             due.append((start, -1, "allocate_rollout", ""))
         heapq.heapify(due)
         held: dict[int, set[str]] = {}
-        waiting: dict[int, deque[tuple[float, str, str]]] = {}  # of a connection that is busy
+        waiting: dict[int, deque[tuple[float, str, str]]] = {}  # requests that wait for a busy connection
         latencies: dict[str, list[float]] = {"heartbeat": [], "allocate_rollout": [], "finish_rollout": []}
         refused = 0
 
@@ -229,7 +229,7 @@ def part_clients(parent: Parent, *, core: int, **_: Any) -> None:
             cpu_share=(time.process_time() - cpu) / spent_s,
             seconds=spent_s,
         )
-        for number, connection in enumerate(connections):  # what is on the way is answered before the next round
+        for number, connection in enumerate(connections):  # requests in flight are answered before the next round
             limit = time.monotonic() + 30.0
             while connection.kind and time.monotonic() < limit:
                 connection.receive()
@@ -241,7 +241,7 @@ def part_clients(parent: Parent, *, core: int, **_: Any) -> None:
 
 
 def part_watchers(parent: Parent, **_: Any) -> None:
-    """Sessions with etcd: a connection each, a first request, and watches; how late each hears of a put."""
+    """Sessions with etcd: one connection each, a first request, and watches. Reports when each watch sees a put."""
     from grpc import aio  # type: ignore[import-untyped]
 
     from asyncrl.runtime.names.etcd.api import load_api
@@ -281,7 +281,7 @@ def part_watchers(parent: Parent, **_: Any) -> None:
                 channels.append(channel)
                 tasks.append(asyncio.create_task(watch(channel, key)))
                 tasks += [asyncio.create_task(watch(channel, key + b"/other%d" % n)) for n in range(1, WATCHES)]
-            while watching < min(begin + 64, count) * WATCHES:  # noqa: ASYNC110 (the benchmark limits this wait)
+            while watching < min(begin + 64, count) * WATCHES:  # noqa: ASYNC110 (bounded by the benchmark)
                 await asyncio.sleep(0.01)
         parent.send(connected=count)
         while await asyncio.to_thread(parent.receive) is not None:
@@ -309,12 +309,11 @@ def _prepare(core: int) -> None:
 
 
 def measure_manager(args: argparse.Namespace, folder: Path, num_clients: int) -> dict[str, float]:
-    """One number of clients, and none before: what the servers alone cost is taken off."""
+    """Measure one number of clients. The cost of the servers alone, measured before without clients, is subtracted."""
     cores = sorted(os.sched_getaffinity(0))
     own, others = (cores[0], cores[-1]) if len(cores) > 1 else (-1, -1)
-    warm_up_s = 2 * max(
-        heartbeat_s(num_clients), 2.5
-    )  # until each client was heard, and what its first request made has been
+    # Until each client was heard, and the effects of its first request are over
+    warm_up_s = 2 * max(heartbeat_s(num_clients), 2.5)
     run_dir = folder / str(num_clients)
     run_dir.mkdir()
     publish_version(run_dir)
@@ -342,8 +341,8 @@ def measure_manager(args: argparse.Namespace, folder: Path, num_clients: int) ->
     allocations = seen[0]["latencies"]["allocate_rollout"]
     if not allocations or not heartbeats:
         raise SystemExit(
-            f"of {num_clients} clients none was answered within {args.seconds:g} s (load average {os.getloadavg()[0]:.0f}): the "
-            "machine is too busy to measure anything; run it when it is quiet, or with a larger --seconds"
+            f"none of {num_clients} clients was answered within {args.seconds:g} s (load average {os.getloadavg()[0]:.0f}): "
+            "the machine is too busy for a measurement; repeat it on a quiet machine, or increase --seconds"
         )
     requests_a_s = sum(sum(one["counts"].values()) / one["seconds"] for one in seen)
     return {
@@ -364,7 +363,7 @@ def measure_manager(args: argparse.Namespace, folder: Path, num_clients: int) ->
 
 
 def heartbeat_s(num_clients: int) -> float:
-    """As the manager tells them."""
+    """The interval that the manager gives to its clients."""
     options = ManagerConfig()
     return intervals.heartbeat_s(options.heartbeat_s, num_clients, options.lease_s)
 
@@ -380,7 +379,7 @@ def _ask(child: Child) -> dict[str, Any]:
 
 
 def _spent(child: Child, seconds: float) -> float:
-    """Share of a core."""
+    """Share of a core that the child uses over `seconds`."""
     began, cpu = time.monotonic(), _ask(child)["cpu"]
     time.sleep(seconds)
     return float(_ask(child)["cpu"] - cpu) / (time.monotonic() - began)
@@ -437,9 +436,7 @@ def measure_names(folder: Path, num_clients: int) -> dict[str, float]:
             puts.append(time.monotonic() - at)
             heard = [moment - at for child in watchers for moment in child.receive(_START_LIMIT_S)["heard"]]
             if len(heard) != num_clients:
-                raise SystemExit(
-                    f"{num_clients - len(heard)} of {num_clients} watchers did not hear of a put within 60 s"
-                )
+                raise SystemExit(f"{num_clients - len(heard)} of {num_clients} watchers did not see a put within 60 s")
             late += heard
         cpu = sum(process.cpu_times()[:2]) - cpu
         latest = max(late)
@@ -455,7 +452,7 @@ def measure_names(folder: Path, num_clients: int) -> dict[str, float]:
 
 
 def measure_launcher(folder: Path, num_processes: int) -> dict[str, float]:
-    """What the launcher does for each process of a run: it keeps a lease, and publishes a status."""
+    """The launcher's work for each process of a run: keep a lease, put a status."""
     from asyncrl.config.schema import NameResolveConfig
     from asyncrl.runtime.names.etcd.server import EtcdServer
     from asyncrl.runtime.names.open import open_name_resolver
@@ -475,7 +472,7 @@ def measure_launcher(folder: Path, num_processes: int) -> dict[str, float]:
             share = (time.process_time() - cpu) / (time.monotonic() - began)
             alive = sum(lease.alive for lease in leases[::257])
             expected = len(leases[::257])
-            os.kill(server.pid, 9)  # what revoking them all at the end would take is not measured
+            os.kill(server.pid, 9)  # revoking all leases at the end is not measured
     return {
         "grant_us": 1e6 * grant_s / num_processes,
         "status_us": 1e6 * put_s / num_processes,
@@ -489,24 +486,25 @@ def measure_launcher(folder: Path, num_processes: int) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Run:
-    """A run of 10,000 GPUs: 1,024 servers of 8, the rest train. Lengths have a long tail."""
+    """A run of 10,000 GPUs: 1,024 servers with 8 GPUs each, the other GPUs train. Lengths have a long tail."""
 
     clients: int = 16384
     servers: int = 1024
-    groups_a_server: int = 16  # at a time
-    batch: int = 8192  # groups
+    groups_a_server: int = 16  # concurrent groups
+    batch: int = 8192  # groups per train step
     eta: int = 2
     step_s: float = 60.0
     group_s: float = 90.0  # median
-    spread: float = 0.8  # of its logarithm
+    spread: float = 0.8  # standard deviation of its logarithm
     heartbeat_s: float = 2.0
     seconds: float = 600.0
 
 
 def simulate(run: Run, service_s: float, idle_share: float, heartbeats_from: float) -> dict[str, float]:
-    """Discrete events. The manager answers one request after another, each in service_s; probes of servers take a share of it.
+    """Simulate a run by discrete events.
 
-    heartbeats_from: they are simulated one by one from here on; before, and in all that follows, they arrive evenly.
+    The manager answers requests one after another, each in service_s. Health probes of servers take idle_share of its time.
+    heartbeats_from: time in seconds from which heartbeats arrive, evenly spaced, and from which waiting times count.
     """
     rng = random.Random(1)
     service = service_s / max(1.0 - idle_share, 0.01)
@@ -529,17 +527,17 @@ def simulate(run: Run, service_s: float, idle_share: float, heartbeats_from: flo
         heapq.heappush(events, (at, sequence, what))
 
     def ask(at: float) -> float:
-        """A request's answer."""
+        """The time at which the manager answers a request that arrives at `at`."""
         nonlocal free_at, busy
         begin = max(at, free_at)
         free_at = begin + service
-        busy += service_s  # probes in between are counted by their share
+        busy += service_s  # idle_share accounts for the health probes in between
         return free_at
 
     for number in range(run.clients):
         push(heartbeats_from + run.heartbeat_s * number / run.clients, "heartbeat")
     for _number in range(slots):
-        push(rng.random() * 10.0, "want")  # they start within ten seconds
+        push(rng.random() * 10.0, "want")  # slots start within ten seconds
     while events:
         at, _, what = heapq.heappop(events)
         if at > run.seconds:
@@ -592,14 +590,17 @@ def main() -> None:
     options.add_argument("--clients", type=int, nargs="+", default=list(CLIENTS))
     options.add_argument("--servers", type=int, default=NUM_SERVERS)
     options.add_argument(
-        "--rate", type=float, default=200.0, help="allocations a second, and as many ends (default 200)"
+        "--rate", type=float, default=200.0, help="allocations per second, and as many finished rollouts (default 200)"
     )
-    options.add_argument("--seconds", type=float, default=8.0, help="of each measurement (default 8)")
+    options.add_argument("--seconds", type=float, default=8.0, help="duration of each measurement (default 8)")
     options.add_argument(
-        "--service-us", type=float, default=0.0, help="simulate with this CPU time of a request (default: as measured)"
+        "--service-us", type=float, default=0.0, help="CPU time of a request in the simulation (default: as measured)"
     )
     options.add_argument(
-        "--probe-us", type=float, default=0.0, help="... and this one of a probe of a server (default: as measured)"
+        "--probe-us",
+        type=float,
+        default=0.0,
+        help="CPU time of a health probe in the simulation (default: as measured)",
     )
     options.add_argument("--without", nargs="+", default=[], choices=["manager", "names", "launcher", "simulation"])
     args = options.parse_args()
@@ -639,8 +640,8 @@ def main() -> None:
             say(args, f"simulation {clients}: {_short(simulated[str(clients)])}")
         carries = (1.0 - idle) / service_s
         bottleneck = (
-            f"the gserver manager's one core: a request takes {1e6 * service_s:.0f} us of it, probes of {args.servers} servers "
-            f"{100 * idle:.0f} %, so it carries {carries:.0f} requests/s; {max(args.clients)} clients send "
+            f"the gserver manager's one core: a request takes {1e6 * service_s:.0f} us of it and health probes of "
+            f"{args.servers} servers {100 * idle:.0f} %, so it carries {carries:.0f} requests/s; {max(args.clients)} clients send "
             f"{max(args.clients) / heartbeat_s(max(args.clients)):.0f} heartbeats/s"
         )
     show(args, "Gserver manager", manager)
@@ -664,13 +665,13 @@ def main() -> None:
 
 
 def service_of_baseline() -> float:
-    """Of baselines/manager.json: microseconds of CPU a request."""
+    """CPU microseconds per request, from baselines/manager.json."""
     baseline = json.loads((BASELINES / "manager.json").read_text())
     return float(1e6 * baseline["cpu_shares"]["asyncrl"] / baseline["value"])
 
 
 def _medians(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Of the rounds, number by number."""
+    """The median of each number over the rounds."""
     return {
         clients: {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
         for clients, rounds in found.items()
