@@ -1,11 +1,11 @@
-"""Runs the benchmarks one after the other and writes one table of their figures, with the commit and the machine.
+"""Run the benchmarks one after another and write one table of their figures, with the commit and the machine.
 
-    python benchmarks/all.py                      # the full defaults; the table is written to benchmarks/results.md
-    python benchmarks/all.py --quick              # each with --quick: checks that all of them work; writes nothing
-    python benchmarks/all.py manager startup      # only these; their rows replace those in the table
+    python benchmarks/all.py                      # with their defaults; writes the table to benchmarks/results.md
+    python benchmarks/all.py --quick              # each with --quick: shows that all work; writes nothing
+    python benchmarks/all.py manager startup      # only these; replaces their rows of the table
 
-`soak`, `scale` and `chaos_matrix` take hours and are part of --quick only, unless they are named. A benchmark that fails is
-reported with the end of its output; the others still run, and the exit code is 1.
+`soak`, `scale` and `chaos_matrix` take hours. They run only with --quick or when they are named. For a benchmark that
+fails, the end of its output is printed. The others still run, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _TITLE = "| benchmark | value | unit | ratios | rounds | minutes | commit | date
 
 @dataclass(frozen=True)
 class Outcome:
-    """The last line of one benchmark's output; `result` is empty if it failed."""
+    """The result that one benchmark printed as its last line. `result` is empty if it failed."""
 
     name: str
     result: dict[str, Any]
@@ -69,7 +69,7 @@ def run(name: str, *, quick: bool, baselines: bool) -> Outcome:
     try:
         output, _ = process.communicate(timeout=_QUICK_LIMIT_S if quick else _LIMIT_S)
     except subprocess.TimeoutExpired:
-        output = f"{name} did not end in time"
+        output = f"{name} did not end within its time limit"
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)  # a benchmark ends its own processes on SIGTERM
@@ -81,7 +81,7 @@ def run(name: str, *, quick: bool, baselines: bool) -> Outcome:
 
 
 def row(outcome: Outcome) -> str:
-    """A line of the table."""
+    """One row of the table."""
     result = outcome.result
     ratios = ", ".join(f"{peer} {_ratio(found)}" for peer, found in result.get("ratio", {}).items())
     machine = result["machine"]
@@ -98,7 +98,7 @@ def _ratio(found: Any) -> str:
 
 
 def table(outcomes: list[Outcome], written: str) -> str:
-    """The table in Markdown. Rows of `written` that were not measured now are kept."""
+    """The table as Markdown. Rows of `written` that were not measured now are kept."""
     rows = {line.split("|")[1].strip(): line for line in written.splitlines() if line.startswith("| ")}
     rows |= {outcome.name: row(outcome) for outcome in outcomes if outcome.result}
     machine = next(outcome.result["machine"] for outcome in outcomes if outcome.result)
@@ -116,18 +116,20 @@ def table(outcomes: list[Outcome], written: str) -> str:
 
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("names", nargs="*", metavar="BENCHMARK", help=f"default: all; of {', '.join(COMMANDS)}")
-    options.add_argument("--quick", action="store_true", help="each benchmark with --quick; nothing is written")
+    options.add_argument(
+        "names", nargs="*", metavar="BENCHMARK", help=f"benchmarks to run (default: all): {', '.join(COMMANDS)}"
+    )
+    options.add_argument("--quick", action="store_true", help="run each benchmark with --quick; write nothing")
     args = options.parse_args()
     if unknown := [name for name in args.names if name not in COMMANDS]:
-        options.error(f"there is no benchmark {unknown[0]}; there are {', '.join(COMMANDS)}")
+        options.error(f"unknown benchmark {unknown[0]}; use one of {', '.join(COMMANDS)}")
     names = args.names or [name for name in COMMANDS if args.quick or name not in LONG]
     outcomes = []
     for name in names:
         outcome = run(name, quick=args.quick, baselines=name not in LONG)
         outcomes.append(outcome)
         print(f"{name}: {outcome.error or row(outcome)} ({outcome.seconds:.0f} s)", file=sys.stderr, flush=True)
-        if not args.quick and outcome.result:  # write at once, because the next benchmarks may take hours
+        if not args.quick and outcome.result:  # written at once: later benchmarks may take hours
             RESULTS.write_text(table([outcome], RESULTS.read_text() if RESULTS.exists() else ""), encoding="utf-8")
     failed = [outcome.name for outcome in outcomes if not outcome.result]
     seconds = sum(outcome.seconds for outcome in outcomes)

@@ -1,13 +1,13 @@
-"""The full matrix of faults: each kind of process x {SIGKILL, SIGSTOP 20 s, restart} x {phase of the run}, in whole runs.
+"""The whole fault matrix: {kind of process} x {SIGKILL, SIGSTOP 20 s, SIGTERM} x {phase of the run}, in whole runs.
 
     python benchmarks/chaos_matrix.py [--kinds kill,stop,restart] [--phases ...] [--targets ...] [--write] [key=value ...]
     python benchmarks/chaos_matrix.py --targets engine,generation_server --sglang-python .venv-sglang/bin/python
 
-There is one run for each signal and phase. In it the signal hits one target after another, the launcher last; the next target
-follows only when the run trains again. A cell is `ok` if the process came back (or survived) and the run continued training. A run
-is ok if it is complete, its exit code is 0, none of its processes is left, the audit finds no problem, off-policyness is within its
-bound, and the reward is reached. Seconds: from the signal to the end of a further train step. --write writes the table to
-docs/chaos-matrix.md (with SGLang: chaos-matrix-sglang.md); rows that were not measured now are kept. 45 minutes on two cores.
+There is one run for each signal and phase. In it each target receives the signal in turn, the launcher last. The next target is
+struck after the run trains again. A cell is `ok` if the process restarted or survived and the run trained on. A run is `ok` if it
+completed with exit code 0 and left no process behind, its audit is clean, its off-policyness is within the bound, and the reward
+was reached. Seconds: from the signal to the end of a further train step. --write puts the table into docs/chaos-matrix.md (with
+SGLang: chaos-matrix-sglang.md). Rows of the page that were not measured now are kept. 45 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ TARGETS = (
     "launcher",
 )
 SIGNALS = {"kill": "SIGKILL", "stop": "SIGSTOP 20 s", "restart": "SIGTERM"}
-# Enough for all cells of a run: most frozen processes do not stop it
+# Enough steps for all cells of a run. With `stop` the run trains on while most kinds of process are frozen.
 _STEPS = {"kill": 90, "stop": 300, "restart": 90}
 
 
 @dataclass
 class Row:
-    """Run once with a signal in a phase, for all targets."""
+    """One run: one signal in one phase, for all targets."""
 
     kind: Kind
     phase: Phase
@@ -60,7 +60,7 @@ class Row:
 
 
 def measure(config: Path, kind: Kind, phase: Phase, targets: Sequence[str], overrides: Sequence[str]) -> Row:
-    """Measure all cells of a signal and a phase in one run."""
+    """Run all cells of one signal and phase in one run."""
     row = Row(kind, phase)
     with tempfile.TemporaryDirectory(prefix="asyncrl-chaos-", ignore_cleanup_errors=True) as folder:
         with ChaosRun(config, f"fileroot={folder}", *overrides) as run:
@@ -86,7 +86,7 @@ def text_of(outcome: Outcome | None) -> str:
         return "-"
     if outcome.problem:
         return "FAILED"
-    late = "" if outcome.in_phase else " (at another time: the phase did not come)"
+    late = "" if outcome.in_phase else " (at another time: the phase did not occur)"
     return f"ok {outcome.useful_s or 0.0:.1f} s{late}"
 
 
@@ -99,7 +99,7 @@ def header(targets: Sequence[str]) -> str:
 
 
 def table(rows: Sequence[Row], targets: Sequence[str], written: str = "") -> str:
-    """written: an existing page; its rows of the same targets that were not measured now are kept."""
+    """The table as Markdown. written: the page so far; its rows of the same targets that were not measured now are kept."""
     lines = {}
     for row in rows:
         cells = [text_of(row.outcomes.get(target)) for target in targets]
@@ -128,17 +128,22 @@ def write(rows: Sequence[Row], targets: Sequence[str], *, sglang: bool) -> None:
     size = f"{num_rows * len(targets)} cells in {num_rows} runs"
     text = f"""# Chaos matrix
 
-What `python benchmarks/chaos_matrix.py --write{extra}` found: {size}. In each run every kind of process is
-struck in turn, in the phase named, and the next one only when the run trains again. `ok 3.1 s`: the process came back, or lived,
-and a further train step was done 3.1 s after the signal (20 s of them frozen, for SIGSTOP). `the run`: it was complete, with exit
-code 0 and nothing of it left, each prompt trained exactly once in the lineage of the final weights (`asyncrl-launch audit`), none
-beyond `manager.max_head_offpolicyness`, the reward reached. Of a killed launcher everything ended within 10 s, and
-`asyncrl-launch resume` went on.
+`python benchmarks/chaos_matrix.py --write{extra}` measured:
+{size}. In each run every kind of process receives the signal once, in the named phase. The
+next signal is sent after the run trains again. `ok 3.1 s`: the process restarted or survived, and a further train step
+ended 3.1 s after the signal. For SIGSTOP this time includes the freeze of at most 20 s.
+
+`the run` is ok if all of these hold: it completed with exit code 0 and left no process behind, the lineage of the final
+weights trained each prompt exactly once (`asyncrl-launch audit`), no group was beyond
+`manager.max_head_offpolicyness`, and the reward was reached. A launcher that receives SIGKILL or SIGTERM ends the
+run: all its processes end within 10 s, and `asyncrl-launch resume` continues the run.
 
 {measured}
 
 {where["cpu"]}, {where["cores"]} cores, Python {where["python"]}, torch {where["torch"]}, {where["date"]}, commit {where["commit"]}.
-The phases, and how they are seen from outside: asyncrl/testing/faults/phases.py. About ten of these cells run in CI (tests/chaos).
+
+The six phases and their detection from outside are in asyncrl/testing/faults/phases.py. About ten of these cells run in
+CI (tests/chaos).
 """
     path.write_text(text, encoding="utf-8")
 
@@ -158,12 +163,14 @@ def main() -> None:
     options.add_argument("--phases", default=",".join(PHASES))
     options.add_argument("--targets", default=",".join(TARGETS))
     options.add_argument(
-        "--sglang-python", default="", help="generate with SGLang, which adds the target `engine`, its own process"
+        "--sglang-python",
+        default="",
+        help="generate with SGLang of this interpreter; its own process is the target `engine`",
     )
     options.add_argument("--write", action="store_true", help="write the table into docs/")
     options.add_argument("overrides", metavar="key=value", nargs="*", help="overrides of the small run's config")
     args = options.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that its child processes end with it
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the processes that it started end with it
     targets, rows, began = words(args.targets), [], time.monotonic()
     overrides = [*args.overrides]
     if args.sglang_python:
@@ -173,9 +180,7 @@ def main() -> None:
         for kind in words(args.kinds):
             ours = [f"train.max_steps={_STEPS[kind]}"]
             if kind == "stop":
-                ours.append(
-                    "runtime.frozen_after_s=30"
-                )  # frozen processes survive, and resume in a run that has continued
+                ours.append("runtime.frozen_after_s=30")  # frozen processes survive and continue after SIGCONT
             for phase in words(args.phases):
                 say(f"{SIGNALS[kind]} in {phase}, {time.monotonic() - began:.0f} s after the start")
                 rows.append(measure(config, kind, phase, targets, [*ours, *overrides]))  # type: ignore[arg-type]

@@ -1,11 +1,11 @@
-"""Shared code of the benchmarks: alternating rounds, medians, processes with time limits, and the format of a result.
+"""Shared parts of the benchmarks: alternating rounds, medians, processes with limits, and the format of a result.
 
-A benchmark measures `sides`: asyncrl and the peers it is compared with. A side is a function that measures once and returns one
-number per case. It starts fresh processes if processes matter. `alternate` runs the sides in turn, round after round, so that other
-load on the machine affects all of them. `finish` prints the last line of stdout, one JSON object: name, value, unit, ratio (ours
-over the peer's, of medians), and further fields of the benchmark. Tables for people go to stderr.
+A benchmark measures `sides`: asyncrl and the peers that it is compared with. A side is a function that measures once and returns
+one number per case. It starts fresh processes where processes matter. `alternate` runs the sides in turn, round after round, so
+that disturbances of the machine affect all sides. `finish` prints the last line of stdout, one JSON object: name, value, unit,
+ratio (ours over the peer's, of medians), and further fields of the benchmark. Tables for people go to stderr.
 
-Peers are optional: a peer that is not installed is named in `peers_missing` and left out.
+Peers are optional. A peer that is not installed is left out and named in `peers_missing`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from asyncrl.manager.worker import ManagerFiles
 
 BASELINES = Path(__file__).parent / "baselines"
-PART = "--part"  # starts a benchmark's script as one of its child processes
+PART = "--part"  # marks a process that the benchmark itself started
 _PR_SET_PDEATHSIG = 1
 
 Numbers = Mapping[str, float]  # case -> measured value
@@ -50,13 +50,13 @@ Numbers = Mapping[str, float]  # case -> measured value
 
 
 class BenchmarkParser(argparse.ArgumentParser):
-    """Adds `--quick`, which replaces the defaults of other options. Options on the command line still win."""
+    """Adds `--quick`, which replaces the defaults of other options. Explicit options override it."""
 
     def __init__(self, description: str, quick: Mapping[str, Any]) -> None:
         super().__init__(description=description)
         self._quick = {"rounds": 2, **quick}
         values = ", ".join(f"{name}={value}" for name, value in self._quick.items())
-        self.add_argument("--quick", action="store_true", help=f"only check that it works: no warm-up, {values}")
+        self.add_argument("--quick", action="store_true", help=f"check that the benchmark works: no warm-up, {values}")
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
         words = sys.argv[1:] if args is None else args
@@ -66,9 +66,9 @@ class BenchmarkParser(argparse.ArgumentParser):
 
 
 def parser(description: str, *, rounds: int = 5, quick: Mapping[str, Any] | None = None) -> argparse.ArgumentParser:
-    """A parser with the common options of all benchmarks. quick: option name -> default that --quick sets instead.
+    """The options that all benchmarks have. `quick`: the defaults under --quick, by option name.
 
-    Also makes SIGTERM act like Ctrl-C, so that all processes that a benchmark has started end with it.
+    From this call on SIGTERM acts like Ctrl-C, so that the processes that a benchmark has started end with it.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     parser = BenchmarkParser(description, quick or {})
@@ -81,7 +81,7 @@ def parser(description: str, *, rounds: int = 5, quick: Mapping[str, Any] | None
 
 
 def say(args: argparse.Namespace, text: str) -> None:
-    """Print progress for people to stderr."""
+    """Progress, for people."""
     if not args.json_only:
         print(text, file=sys.stderr, flush=True)
 
@@ -92,7 +92,7 @@ def missing_peers(modules: Mapping[str, str]) -> list[str]:
 
 
 def worker_info(kind: str, folder: str) -> Any:
-    """The identity of a worker that a benchmark runs alone, with name resolve in memory."""
+    """Identity of an asyncrl worker that a benchmark runs without a launcher, with name resolve in memory."""
     from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, WorkerInfo
 
     return WorkerInfo(
@@ -110,7 +110,7 @@ def worker_info(kind: str, folder: str) -> Any:
 
 
 def seen_manager(config: GserverManagerConfig, files: ManagerFiles | None = None) -> Any:
-    """A gserver manager whose future `seen` gets its parts as soon as they are open."""
+    """A gserver manager whose future `seen` resolves to its Management once all its parts are open."""
     from asyncrl.manager.worker import GserverManager, Management
 
     class SeenManager(GserverManager):
@@ -128,8 +128,7 @@ def seen_manager(config: GserverManagerConfig, files: ManagerFiles | None = None
 def make_manager(
     folder: str, servers: Sequence[str], *, eta: int, batch_size: int, num_clients: int
 ) -> tuple[Any, Any]:
-    """Make a manager as the launcher would, but with name resolve in memory, which contains its servers' URLs. Returns the manager
-    and the resolver."""
+    """(manager, name resolver): configured as by the launcher, but with name resolve in memory, which holds the servers' URLs."""
     from asyncrl.config.schema import GserverManagerConfig, ManagerConfig
     from asyncrl.runtime.names.open import open_name_resolver
 
@@ -154,7 +153,7 @@ def make_manager(
 
 @dataclass
 class Rounds:
-    """The measured values: side -> case -> one number per round."""
+    """Measured values: by side, by case, one number per round."""
 
     values: dict[str, dict[str, list[float]]]
 
@@ -173,11 +172,11 @@ class Rounds:
         return list(self.values[side])
 
     def ratio(self, ours: str, peer: str, case: str) -> float:
-        """Our median over the peer's median."""
+        """Median of ours over median of the peer's."""
         return round(self.median(ours, case) / self.median(peer, case), 4)
 
     def ratios(self, ours: str, peers: Sequence[str], cases: Sequence[str]) -> dict[str, dict[str, float]]:
-        """peer -> case -> ratio, for the cases that both sides have."""
+        """peer -> case -> ratio, for the cases that both have."""
         both = {peer: [c for c in cases if c in self.values[peer] and c in self.values[ours]] for peer in peers}
         return {peer: {case: self.ratio(ours, peer, case) for case in found} for peer, found in both.items()}
 
@@ -190,12 +189,14 @@ class Rounds:
 
 
 def alternate(args: argparse.Namespace, sides: Mapping[str, Callable[[], Numbers]], *, warm_up: int = 1) -> Rounds:
-    """Run each side once per round, in the given order, for warm_up + args.rounds rounds. Warm-up rounds do not count; with --quick
-    there are none."""
+    """Run each side once per round, in the given order, for warm_up + args.rounds rounds.
+
+    Warm-up rounds do not count. --quick has none.
+    """
     if args.quick:
         warm_up = 0
     if args.rounds < 1:
-        raise SystemExit(f"--rounds is {args.rounds}; it must be at least 1 (5 for a figure to quote)")
+        raise SystemExit(f"--rounds is {args.rounds}; use at least 1 (5 for a figure to quote)")
     values: dict[str, dict[str, list[float]]] = {side: {} for side in sides}
     for number in range(-warm_up, args.rounds):
         for side, measure in sides.items():
@@ -218,7 +219,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def _digits(value: float) -> float:
-    """Round to four significant digits: no measurement here is more precise."""
+    """Four significant digits: no measurement here has more."""
     return float(f"{value:.4g}")
 
 
@@ -226,7 +227,7 @@ def _digits(value: float) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """The machine, the versions and the commit of a measurement."""
+    """Where a figure comes from."""
     cpu = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -254,7 +255,7 @@ _MEASURED = (":/", ":(top,exclude)*.md", ":(top,exclude)benchmarks/baselines")
 
 
 def _commit() -> str:
-    """The measured commit, followed by "+" if the working tree differs from it by more than Markdown pages and results."""
+    """The measured commit, with "+" if the working tree differs from it in more than pages and results."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=10)
@@ -275,13 +276,17 @@ def finish(
     variant: str = "",
     **more: Any,
 ) -> None:
-    """Print the result as the last line of stdout. With --write-baseline also write it as the baseline; a variant has its own name
-    (name_variant). more: further fields."""
-    figure = None if value is None else _digits(value)  # None: nothing was measured, and the result says why
+    """Print the result as the last line of stdout. With --write-baseline also write it as the baseline.
+
+    The baseline of a variant is named name_variant. `more` are further fields.
+    """
+    figure = None if value is None else _digits(value)  # None: no figure; the other fields of the result say why
     result = {"name": name, "value": figure, "unit": unit, "ratio": ratio, "rounds": args.rounds, **more}
     result["machine"] = machine()
     if args.write_baseline and args.quick:
-        raise SystemExit("--write-baseline: results of --quick cannot be a baseline; leave out one of the two options")
+        raise SystemExit(
+            "--write-baseline cannot be combined with --quick, whose figures mean nothing; remove one of the two"
+        )
     if args.write_baseline:
         kept = f"{name}_{variant}" if variant else name
         BASELINES.mkdir(exist_ok=True)
@@ -291,7 +296,7 @@ def finish(
 
 
 def table(args: argparse.Namespace, title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Print a table to stderr. The first column is text, the others are numbers or text."""
+    """A table on stderr. The first column is text, the others are numbers or text."""
     cells = [[f"{_digits(cell):g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in [list(header), *cells]) for i in range(len(header))]
     say(args, f"\n{title}")
@@ -307,13 +312,13 @@ def table(args: argparse.Namespace, title: str, header: Sequence[str], rows: Seq
 
 
 class ChildFailed(Exception):
-    """A child process of a benchmark ended, or did not answer in time."""
+    """A process of a benchmark ended or did not answer within its time limit."""
 
 
 class Child:
-    """One process of a side: this script, started again with PART. It is killed at the end, with all processes that it started.
+    """One process of a side: the same script, started with PART. `close` ends it and kills its session.
 
-    They exchange lines of JSON: `send` and `receive` in the benchmark, `Parent` in the child.
+    Both processes exchange lines of JSON: `send` and `receive` here, `Parent` in the child.
     """
 
     def __init__(self, script: str, part: str, **settings: Any) -> None:
@@ -333,14 +338,14 @@ class Child:
         self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
     def receive(self, timeout_s: float) -> dict[str, Any]:
-        """Return the next line. Raises ChildFailed after timeout_s, or when the process has ended."""
+        """The next message. Raises ChildFailed after timeout_s, or if the process has ended."""
         assert self._process.stdout is not None
         limit = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             while b"\n" not in self._pending:
                 if not selector.select(max(0.0, limit - time.monotonic())):
-                    raise ChildFailed(f"{self._part} sent no message for {timeout_s:g} s")
+                    raise ChildFailed(f"{self._part} sent no message within {timeout_s:g} s")
                 read = os.read(self._process.stdout.fileno(), 1 << 16)
                 if not read:
                     raise ChildFailed(f"{self._part} ended with exit status {self._process.wait(10)}")
@@ -350,7 +355,7 @@ class Child:
         return message
 
     def close(self, grace_s: float = 5.0) -> None:
-        """Close its standard input, after which it should end. Kill its session after grace_s."""
+        """Close its standard input, which makes it end. Kill its session after grace_s at the latest."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(OSError):
@@ -365,7 +370,7 @@ class Child:
 
 @contextlib.contextmanager
 def children(script: str, *parts: str, grace_s: float = 5.0, **settings: Any) -> Iterator[list[Child]]:
-    """Start one child per part, all with the same settings. All are ended at the end of the block."""
+    """One child per part, all with the same settings. All are closed at exit."""
     started: list[Child] = []
     try:
         for part in parts:
@@ -377,10 +382,10 @@ def children(script: str, *parts: str, grace_s: float = 5.0, **settings: Any) ->
 
 
 class Parent:
-    """A child's connection to the benchmark."""
+    """Connection of a child process to the benchmark."""
 
     def __init__(self) -> None:
-        # Libraries may print to stdout. Redirect stdout to stderr, and keep the pipe for messages.
+        # Libraries print to stdout too. Redirect them to stderr, so that only messages go through the pipe.
         self._out = os.fdopen(os.dup(1), "wb", buffering=0)
         os.dup2(2, 1)
 
@@ -388,24 +393,28 @@ class Parent:
         self._out.write(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> dict[str, Any] | None:
-        """Return the next message; None at the end of the benchmark. The benchmark limits this wait by closing the pipe."""
+        """The next message, or None when the benchmark has closed the pipe, which also limits this wait."""
         line = sys.stdin.buffer.readline()
         return json.loads(line) if line else None
 
 
 def run_part(parts: Mapping[str, Callable[..., None]]) -> bool:
-    """Call this in a script's main: run the part that the script was started for, if any. A part is called with a Parent and its
-    settings."""
+    """Call in a script's main: run the part that this process was started for. False if it was not started as a part.
+
+    A part is called with a Parent and its settings.
+    """
     if len(sys.argv) != 4 or sys.argv[1] != PART:
         return False
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # never outlive the benchmark
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # end with the benchmark
     parts[sys.argv[2]](Parent(), **json.loads(sys.argv[3]))
     return True
 
 
 def network_of(way: str, other: dict[str, str] | None = None) -> dict[str, str]:
-    """Call this in a part: use Unix sockets (way="unix"), plain TCP ("plain"), or encrypted TCP ("curve") for its streams. Returns
-    the value that the other part must pass as `other`."""
+    """Call in a part: select Unix sockets (way="unix"), unauthenticated TCP ("plain") or encrypted TCP ("curve") for its streams.
+
+    Returns the value of `other` for the other part.
+    """
     import msgspec
 
     from asyncrl.runtime import security, unix_sockets
@@ -423,18 +432,18 @@ def network_of(way: str, other: dict[str, str] | None = None) -> dict[str, str]:
 
 
 def cpu_seconds() -> float:
-    """CPU time of all threads of this process."""
+    """CPU time of this process, of all its threads."""
     return time.process_time()
 
 
 def reset_peak_memory() -> int:
-    """Reset this process's peak memory. Returns its current resident bytes. Linux only."""
+    """Resident bytes of this process. Resets its peak to this value. Linux only."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status_bytes("VmRSS")
 
 
 def peak_memory() -> int:
-    """Peak resident bytes since reset_peak_memory."""
+    """Highest resident bytes since reset_peak_memory."""
     return _status_bytes("VmHWM")
 
 

@@ -1,18 +1,19 @@
-"""Whole runs at eta = 0, 1, 2, 4: benefits and costs of asynchrony.
+"""Whole runs at eta = 0, 1, 2, 4: gain and cost of asynchrony.
 
     python benchmarks/end_to_end.py [--rounds 5] [--write-baseline]
-    python benchmarks/end_to_end.py --steps 6 --rounds 1                       # a quick try
-    python benchmarks/end_to_end.py --config configs/long_tail_cpu.yaml        # a config dominated by generation
+    python benchmarks/end_to_end.py --steps 6 --rounds 1                       # a quick trial
+    python benchmarks/end_to_end.py --config configs/long_tail_cpu.yaml        # a run in which generation dominates
 
-Each run is `asyncrl-launch run CONFIG manager.max_head_offpolicyness=ETA` in a scratch folder, one after the other, without
-evaluations. Round r runs all etas with seed r. All values come from the files of the run: metrics, journals, summary.
+Each run is `asyncrl-launch run CONFIG manager.max_head_offpolicyness=ETA` in a scratch folder, without evaluations. Runs do not
+overlap. Round r runs all etas with seed r. All figures come from files of the finished run: metrics, journals, summary.
 
-- seconds to the target: from the publication of the first weights, when training can begin, to the end of the first step whose
-  sampled reward, averaged over it and the two steps before, is at least --target. `value` is the time at eta = 2. With --target 0
-  it is the time of all steps (the default for configs other than the quickstart, where the steps are the same work for all etas).
-- ratio.eta0: this time over the synchronous run's, by eta.
+- seconds to the target: from the possible start of training (the first weights are published) to the end of the first step whose
+  sampled reward, averaged over it and the two steps before, is at least --target. `value` is this time at eta = 2. With --target 0
+  it is the time of all steps. That is the default for configs other than the quickstart: there the steps are the same work at
+  every eta.
+- ratio.eta0: these seconds over those of the synchronous run, by eta.
 - idle: shares of training time in which the trainer waited for data, and in which a server generated nothing (mean of the servers).
-- bias: mean length of the trained responses over that of all finished responses; 1: short responses are not favoured.
+- bias: mean response length of trained data over that of all finished responses. 1 means that short responses are not favoured.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ QUICKSTART = "configs/quickstart_cpu.yaml"
 ETAS = (0, 1, 2, 4)
 QUOTED_ETA = 2
 TARGET = 0.8
-WINDOW = 3  # number of steps over which the reward is averaged
+WINDOW = 3  # number of steps that the reward is averaged over
 _RUN_LIMIT_S = 1800.0
 _PREPARE_LIMIT_S = 600.0
 
@@ -59,7 +60,7 @@ COLUMNS = {
 
 
 class EndToEnd:
-    """Runs of one config."""
+    """Runs one config at several etas."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self._args, self._folder = args, folder
@@ -71,7 +72,7 @@ class EndToEnd:
         subprocess.run(command, check=True, timeout=_PREPARE_LIMIT_S, stdout=sys.stderr)
 
     def run(self, eta: int) -> dict[str, float]:
-        """Run to the end. Returns the measurements from the run's files."""
+        """Run once to the end. Returns the numbers of `measure`."""
         self._seeds[eta] += 1
         overrides = [
             f"fileroot={self._folder}",
@@ -91,7 +92,7 @@ class EndToEnd:
 
 
 def measure(run: RunHandle, target: float) -> dict[str, float]:
-    """Numbers of a finished run. `to_target_s` is infinite if the target was not reached, so that medians include this case."""
+    """Numbers of a finished run. `to_target_s` is infinite if the target was not reached, so that medians count such runs."""
     steps = train_steps(run.run_dir)
     summary: dict[str, Any] = json.loads((run.run_dir / "summary.json").read_text())
     began, ended = steps[0]["time"] - steps[0]["time/step_s"], steps[-1]["time"]
@@ -112,7 +113,7 @@ def measure(run: RunHandle, target: float) -> dict[str, float]:
 
 
 def reached_at(steps: Sequence[dict[str, Any]], target: float) -> float | None:
-    """End of the first step at which the mean reward of the last WINDOW steps is at least the target."""
+    """End time of the first step at which the mean reward of WINDOW steps was at least the target, or None."""
     means = moving_mean([step["reward/mean"] for step in steps])
     for step, mean in zip(steps[WINDOW - 1 :], means[WINDOW - 1 :], strict=True):
         if mean >= target:
@@ -121,13 +122,13 @@ def reached_at(steps: Sequence[dict[str, Any]], target: float) -> float | None:
 
 
 def moving_mean(values: Sequence[float]) -> list[float]:
-    """Moving average of each value and up to WINDOW - 1 values before it."""
+    """Each value averaged with up to WINDOW - 1 values before it."""
     parts = [values[max(0, end - WINDOW) : end] for end in range(1, len(values) + 1)]
     return [sum(part) / len(part) for part in parts]
 
 
 def servers_idle(run_dir: Path, began: float, ended: float) -> float:
-    """Share of the time in which a server sampled no token, by the buckets of its journal; mean of the servers."""
+    """Share of the time in which a server sampled no token, mean of the servers. Resolution: one bucket of the journal."""
     num_buckets = max(1, math.floor((ended - began) / JOURNAL_BUCKET_S))
     shares = []
     for path in sorted((run_dir / "journal").glob("generation_server_*.jsonl")):
@@ -142,21 +143,24 @@ def main() -> None:
     options.add_argument("--config", default=QUICKSTART, help=f"default {QUICKSTART}")
     options.add_argument("--etas", type=int, nargs="+", default=list(ETAS), help="default 0 1 2 4")
     options.add_argument(
-        "--steps", type=int, default=0, help="train.max_steps; the learning rate schedule depends on it"
+        "--steps", type=int, default=0, help="train.max_steps; the schedule of the learning rate also depends on it"
     )
     options.add_argument(
-        "--target", type=float, default=None, help=f"sampled reward; default {TARGET} (quickstart) or 0"
+        "--target",
+        type=float,
+        default=None,
+        help=f"target of the sampled reward (default: {TARGET} for the quickstart, else 0)",
     )
-    options.add_argument("--folder", default=None, help="folder for the runs (default: a temporary folder)")
+    options.add_argument("--folder", default=None, help="folder of the runs (default: a temporary folder)")
     options.add_argument("--set", dest="overrides", nargs="*", default=[], help="further overrides, key=value")
     args = options.parse_args()
-    os.chdir(ROOT)  # paths in the configs are relative to it
+    os.chdir(ROOT)  # the configs' paths are relative to it
     if args.target is None:
         args.target = TARGET if args.config == QUICKSTART else 0.0
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         bench = EndToEnd(args, Path(folder))
         bench.prepare()
-        # No warm-up: each run starts new processes anyway.
+        # No warm-up: every run starts fresh processes.
         rounds = alternate(args, {f"eta{eta}": lambda eta=eta: bench.run(eta) for eta in args.etas}, warm_up=0)
     report(args, rounds)
 
@@ -190,7 +194,7 @@ def report(args: argparse.Namespace, rounds: Rounds) -> None:
 
 
 def _seconds(value: float) -> float | None:
-    """None instead of infinity (not reached), which JSON does not have."""
+    """Rounded seconds. None if the target was not reached, because JSON has no infinity."""
     return round(value, 2) if math.isfinite(value) else None
 
 

@@ -2,12 +2,12 @@
 
     python benchmarks/generation.py [--rounds 5] [--sglang-python .../bin/python] [--seconds 5] [--write-baseline]
 
-The task is examples/long_tail: prompts of a few tokens, half of the responses at most 10 tokens long, a few over 100. The server is
-a whole GenerationServer in its own process, used over HTTP. The clients are those of rollout workers, which resume requests that an
-update interrupts. An update is the gserver manager's sequence: pause, load a new version from disk (verified, cache flushed),
-continue.
+The long-tail task (examples/long_tail): prompts of a few tokens; half of the responses have at most 10 tokens, a few over 100. The
+server is a whole GenerationServer in its own process, reached over HTTP. The clients are those of rollout workers, which resume
+responses that an update interrupts. An update does the same as the gserver manager's: pause, load a new version from disk
+(verified, cache flushed), continue.
 
-`value` is the tokens/s at the highest load, with sglang, or with transformers if there is no SGLang environment.
+`value` is the tokens/s at the highest load of the engine in use (sglang, or transformers if there is no environment of SGLang).
 `ratio.no_updates` is its throughput with an update every 1, 2, 5 s over that without updates. `ratio.transformers` is SGLang's
 throughput over the transformers engine's at each load. `lost` is the share of the tokens that updates cost, for both engines.
 `update_ms` is the duration of an update. Only tokens that reach the clients count.
@@ -41,9 +41,9 @@ GOAL = "at most 5 % of the tokens lost to an update every 5 s"
 LONG_TAIL = Path(__file__).parents[1] / "examples" / "long_tail"
 PYTHON_ENV = "ASYNCRL_SGLANG_PYTHON"
 MAX_NEW_TOKENS = 128
-_START_LIMIT_S = 600.0  # SGLang needs 15 s on an idle machine
+_START_LIMIT_S = 600.0  # SGLang needs 15 s on a quiet machine
 _REQUEST_LIMIT_S = 120.0
-_SETTLE_S = 0.5  # minimum time before tokens are counted
+_SETTLE_S = 0.5  # minimum time before counting starts
 _LEAST_UPDATES = 3  # minimum number of updates per measurement
 
 
@@ -53,7 +53,7 @@ _LEAST_UPDATES = 3  # minimum number of updates per measurement
 def part_server(
     parent: Parent, *, folder: str, model: str, engine: str, python: str, interrupt: str, load: int
 ) -> None:
-    """A generation server as the launcher would run it."""
+    """A generation server, configured as by the launcher."""
     from asyncrl.config.schema import GenerationConfig, GenerationServerConfig
     from asyncrl.generation.worker import GenerationServer
     from asyncrl.runtime.names.open import open_name_resolver
@@ -89,7 +89,7 @@ def part_server(
 
 
 class Versions:
-    """Makes any number of new versions of the same weights. They are links, so writing them does not slow the server down."""
+    """Makes new versions of the same weights. They are links, so that writing them does not slow the server down."""
 
     def __init__(self, folder: Path, model: Path) -> None:
         self._folder, self._model = folder, model
@@ -107,7 +107,7 @@ class Versions:
 
 
 class Served:
-    """A server with weights, and its measurements."""
+    """Measures a server that has weights."""
 
     def __init__(self, url: str, versions: Versions, prompts: list[list[int]], interrupt: str) -> None:
         self._url, self._versions, self._prompts, self._interrupt = url, versions, prompts, interrupt
@@ -115,7 +115,7 @@ class Served:
         self._num_responses = 0
 
     def measure(self, args: argparse.Namespace) -> Numbers:
-        """Tokens per second: by load, then at the highest load by the seconds between updates."""
+        """Tokens per second: by load, then by the seconds between updates at the highest load."""
         found = {str(load): asyncio.run(self._tokens_per_s(load, args.seconds, None)) for load in args.loads}
         for every_s in args.intervals:
             seconds = max(args.seconds, _LEAST_UPDATES * every_s)
@@ -146,7 +146,7 @@ class Served:
             await self._settle(tasks, 2 * load)
             before, began = client.counts.tokens, time.monotonic()
             await _unless_failed(tasks, seconds)
-            while client.counts.tokens == before:  # the machine is slow; the time limit of requests bounds this loop
+            while client.counts.tokens == before:  # on a slow machine; the limit of a request ends this wait
                 await _unless_failed(tasks, 0.1)
             return (client.counts.tokens - before) / (time.monotonic() - began)
         finally:
@@ -156,7 +156,7 @@ class Served:
             await client.close()
 
     async def _generate(self, client: Any, prompts: Iterator[list[int]], sampling: Any, number: int) -> None:
-        """Generate one response after another, for ever."""
+        """Generate one response after another."""
         from asyncrl.protocol.messages import Locator, Ticket
         from asyncrl.rollout.client import Route
 
@@ -177,7 +177,7 @@ class Served:
             self._num_responses += 1
 
     async def _settle(self, tasks: list[asyncio.Task[None]], num_responses: int) -> None:
-        """Wait until this many responses have ended. All requests start together, so at first few end, and these are short."""
+        """Wait for num_responses responses. All clients begin at once, so at first too few responses end, and those are short."""
         enough, until = self._num_responses + num_responses, time.monotonic() + _REQUEST_LIMIT_S
         await _unless_failed(tasks, _SETTLE_S)
         while self._num_responses < enough:
@@ -197,7 +197,7 @@ class Served:
             await asyncio.sleep(max(0.0, due - time.monotonic()))
 
     async def update(self, path: Path, version: str) -> None:
-        """Update the server's weights like the gserver manager."""
+        """Update the server with the calls of the gserver manager."""
         import aiohttp
 
         body = {"model_path": str(path), "weight_version": version}
@@ -214,21 +214,21 @@ class Served:
 
 class _NoOtherServer:
     async def schedule(self, ticket_id: str, lost_server: str, **_: Any) -> Any:
-        raise RuntimeError(f"{lost_server} failed; see its log")
+        raise RuntimeError(f"{lost_server} failed to answer a request correctly; see its log")
 
 
 async def _unless_failed(tasks: list[asyncio.Task[None]], seconds: float) -> None:
-    """Wait for this time, or until a task fails. Raises the task's error."""
+    """Wait `seconds`. Raises the error of a task that failed."""
     done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
-        task.result()  # tasks end only by failing
+        task.result()  # a task ends only by failing
 
 
 # ------------------------------------------------------------------------------------------------------------------- main
 
 
 def sglang_python(given: str) -> str:
-    """The interpreter of SGLang's environment: the given one, else that of launcher/setup_sglang.sh. "" if SGLang is not there."""
+    """The interpreter of SGLang's environment, or "" without one. Default: the one that launcher/setup_sglang.sh makes."""
     from asyncrl.generation.sglang_environment import find_sglang
 
     python = given or os.environ.get(PYTHON_ENV) or str(Path(__file__).parents[1] / ".venv-sglang" / "bin" / "python")
@@ -236,7 +236,7 @@ def sglang_python(given: str) -> str:
 
 
 def example_model(folder: Path) -> Path:
-    """Folder with the example's model and prompts. Makes them if they do not exist, which takes half a minute."""
+    """The folder of the example's model and prompts. Makes them if they do not exist, which takes half a minute."""
     if (LONG_TAIL / "model" / "config.json").is_file() and (LONG_TAIL / "data" / "train.jsonl").is_file():
         return LONG_TAIL
     command = [sys.executable, str(LONG_TAIL / "make.py"), "--out", str(folder)]
@@ -258,7 +258,7 @@ def read_prompts(example: Path, limit: int = 1024) -> list[list[int]]:
 def served(
     args: argparse.Namespace, folder: Path, model: Path, prompts: list[list[int]], engine: str, python: str
 ) -> Iterator[Served]:
-    """Start a server with this engine, and load weights."""
+    """A server of this engine, with weights."""
     folder.mkdir()
     settings = {
         "folder": str(folder),
@@ -290,7 +290,9 @@ def main() -> None:
     options.add_argument(
         "--seconds", type=float, default=5.0, help="duration of one measurement; longer if updates are rare"
     )
-    options.add_argument("--interrupt", default="abort", help="what an update does to running requests (default abort)")
+    options.add_argument(
+        "--interrupt", default="abort", help="mode of the pause of an update, for running requests (default abort)"
+    )
     options.add_argument(
         "--sglang-python",
         default="",
@@ -302,7 +304,7 @@ def main() -> None:
     engines = [engine for engine in args.engines if engine != "sglang" or python]
     if not engines:
         raise SystemExit(
-            "there is no SGLang environment: make one with launcher/setup_sglang.sh, or set --sglang-python"
+            "no environment of SGLang was found; create one with launcher/setup_sglang.sh, or set --sglang-python"
         )
     with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
         folder = Path(temporary)
@@ -318,7 +320,7 @@ def main() -> None:
 
 
 def report(args: argparse.Namespace, rounds: Any, update_ms: Mapping[str, list[float]]) -> None:
-    """Print the result. rounds has, for each engine, tokens/s by load ("64") and by interval ("every_5s")."""
+    """Print the result. rounds: tokens/s by engine, and by load ("64") or interval ("every_5s")."""
     engines = list(update_ms)
     main_engine = "sglang" if "sglang" in engines else engines[0]
     top = str(max(args.loads))

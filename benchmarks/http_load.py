@@ -1,13 +1,12 @@
-"""A load generator for the gserver manager: rollout workers and a master, as cheap as Python allows.
+"""A load generator for the gserver manager: simulates rollout workers and a master, at the least cost possible in Python.
 
-It uses one thread, one epoll and raw sockets with keep-alive, without an HTTP library. A request costs it a fraction of the CPU
-time that a server in Python needs, so the server is the bottleneck. It sends the requests of rollout workers
-(asyncrl/rollout/tickets.py): allocate_rollout, finish_rollout, and a heartbeat every two seconds from each worker. It also sends a
-master's report for every batch of finished rollouts.
+One thread, one epoll, raw sockets with keep-alive, no HTTP library: a request costs the generator a fraction of its cost to a
+server in Python, so the measurement shows the server. It sends the requests of rollout workers (asyncrl/rollout/tickets.py):
+allocate_rollout, finish_rollout, a heartbeat every two seconds each, and a master's report for every batch of finished rollouts.
 
-- `closed_loop`: every connection is a rollout worker that sends its next request as soon as it has an answer. Measures requests/s.
-- `open_loop`: requests are due at a fixed rate that does not depend on the server. Latency counts from the time when a request is
-  due, so a stall of the server delays all requests that are due meanwhile.
+- `closed_loop`: every connection is a rollout worker that sends the next request as soon as it has an answer. Gives requests/s.
+- `open_loop`: requests are due at a fixed rate, regardless of the server. Latency counts from the time at which a request was due,
+  so a server that stalls is charged for all requests that were due meanwhile.
 """
 
 from __future__ import annotations
@@ -33,19 +32,19 @@ from asyncrl.protocol.messages import (
 )
 
 HEARTBEAT_S = 2.0
-_LIMIT_S = 30.0  # without an answer, after which the measurement fails
-_WAIT_S = 5.0  # for which the manager may hold an answer back, as in requests of rollout workers
+_LIMIT_S = 30.0  # without an answer for this long the measurement fails
+_WAIT_S = 5.0  # how long rollout workers allow the manager to delay an answer
 _NUM_PROMPTS = 1 << 40  # never exhausted
 _KINDS = ("allocate_rollout", "finish_rollout", "heartbeat", "report")
 _encode = msgspec.json.Encoder().encode
 
 
 class LoadFailed(Exception):
-    """The server refused a request, closed the connection or stopped answering."""
+    """The server refused a request, closed a connection or did not answer in time."""
 
 
 class Connection:
-    """One keep-alive connection with at most one pending request."""
+    """One keep-alive connection with at most one request in flight."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -55,8 +54,8 @@ class Connection:
         self.fileno = self._sock.fileno()
         self._received = b""
         self._unsent = b""
-        self.kind = ""  # of the pending request
-        self.since = 0.0  # when the pending request was sent, or was due
+        self.kind = ""  # of the request in flight
+        self.since = 0.0  # time at which it was sent, or was due
         self._heads = {
             kind: (
                 f"POST /{kind} HTTP/1.1\r\nHost: {parts.netloc}\r\nAccept: */*\r\nAccept-Encoding: gzip, deflate\r\n"
@@ -66,7 +65,7 @@ class Connection:
         }
 
     def send(self, kind: str, message: msgspec.Struct, since: float) -> None:
-        assert not self.kind, "one request at a time"
+        assert not self.kind, "a connection sends one request at a time"
         body = _encode(message)
         data = b"%b%d\r\n\r\n%b" % (self._heads[kind], len(body), body)
         self.kind, self.since = kind, since
@@ -90,13 +89,13 @@ class Connection:
         return bool(self._unsent)
 
     def receive(self) -> bytes | None:
-        """Read from the socket. Returns the body of the answer once it is complete."""
+        """The body of the answer, or None if it is not complete yet."""
         try:
             data = self._sock.recv(1 << 18)
         except BlockingIOError:
             return None
         if not data:
-            raise LoadFailed(f"the server hung up during /{self.kind}")
+            raise LoadFailed(f"the server closed the connection during /{self.kind}")
         self._received += data
         head = self._received.find(b"\r\n\r\n")
         if head < 0:
@@ -119,17 +118,17 @@ class Connection:
 
 @dataclass
 class Load:
-    """The measured values. Times are time.monotonic(), which all processes of a machine share."""
+    """The measurements. Times are time.monotonic(), which all processes of a machine share."""
 
     duration_s: float = 0.0
     num_requests: int = 0
-    all_s: float = 0.0  # including the warm-up
+    all_s: float = 0.0  # warm-up included
     num_all: int = 0
     num_rollouts: int = 0
-    num_refused: int = 0  # allocate requests that were answered without a ticket
-    cpu_share: float = 0.0  # share of one core that the generator used
+    num_refused: int = 0  # allocate requests answered without a ticket
+    cpu_share: float = 0.0  # of the generator, in cores
     latencies: list[tuple[float, float]] = field(default_factory=list)  # (due, seconds)
-    samples: dict[str, str] = field(default_factory=dict)  # kind of request -> one answer
+    samples: dict[str, str] = field(default_factory=dict)  # kind of request -> one of its answers
 
 
 class _Rollouts:
@@ -177,7 +176,7 @@ class _Rollouts:
         self._stored.append(ticket_id)
 
     def report(self, *, full: bool = False, also: Sequence[str] = ()) -> MasterReport | None:
-        """The report of a consumed batch, one for every full batch; None if no batch is full."""
+        """A report that one full batch was consumed. None without a full batch, unless `full`."""
         if len(self._stored) < self._batch_size and not full:
             return None
         consumed = [self._stored.popleft() for _ in range(min(self._batch_size, len(self._stored)))]
@@ -204,13 +203,13 @@ class Generator:
         for number, connection in enumerate([*self._clients, self._master]):
             self._by_fd[connection.fileno] = (number, connection)
             self._epoll.register(connection.fileno, select.EPOLLIN)
-        self._held: list[str] = [""] * num_clients  # closed loop: each worker's ticket
+        self._held: list[str] = [""] * num_clients  # closed loop: the ticket of each worker
         self._to_finish: deque[tuple[int, str]] = deque()  # open loop: (worker, ticket)
-        self._asked = ""  # kind of the request that the current answer belongs to
+        self._asked = ""  # kind of the request of the current answer
         self._load = Load()
-        self._samples: dict[str, bytes] = {}  # kind -> the last answer to it
+        self._samples: dict[str, bytes] = {}  # kind -> its latest answer
         self._call_master(self._rollouts.report(full=True))
-        # Report the rollouts left over from the previous load as consumed: they would count against admission.
+        # Consume the tickets that an earlier load left: they would count against admission.
         left = msgspec.json.decode(self._samples["report"], type=LedgerView)
         self._call_master(self._rollouts.report(full=True, also=[live.ticket_id for live in left.live]))
 
@@ -234,7 +233,7 @@ class Generator:
             if not began and now >= counting_from:
                 warm = self._load
                 self._load, began, cpu = Load(num_all=warm.num_requests), now, time.process_time()
-                end = began + duration_s  # recomputed here, because this process may have been paused
+                end = began + duration_s  # from the actual start: this process may have been suspended
             if now > end + _LIMIT_S:
                 raise LoadFailed(f"no request was answered within {now - began:.0f} s")
             next_s = (end if began else counting_from) - now
@@ -255,7 +254,7 @@ class Generator:
     def _continue(
         self, number: int, client: Connection, asked: str, body: bytes, beat_at: list[float], now: float
     ) -> None:
-        """Send a rollout worker's next request after an answer: ticket -> result -> next ticket; a heartbeat if one is due."""
+        """Send the next request of a rollout worker: ticket -> result -> next ticket, or a heartbeat if one is due."""
         if asked == "allocate_rollout":
             self._held[number] = _ticket_id(body)
             self._load.num_refused += not self._held[number]
@@ -274,7 +273,7 @@ class Generator:
     # --------------------------------------------------------------------------------------------------- open loop
 
     def open_loop(self, rate: float, warm_up_s: float, duration_s: float) -> Load:
-        """Send a request every 1/rate seconds on any free connection: allocate and finish in turn, and heartbeats."""
+        """A request every 1/rate seconds, on any free connection: allocate and finish in alternation, and the heartbeats."""
         start = time.monotonic()
         cpu = time.process_time()
         free = deque(range(len(self._clients)))
@@ -303,7 +302,9 @@ class Generator:
                     else:
                         self._load.num_refused += 1
             if now > end:
-                raise LoadFailed(f"{num_due - num_answered} of {num_due} requests were not answered in time")
+                raise LoadFailed(
+                    f"{num_due - num_answered} of {num_due} requests were not answered within their time limit"
+                )
         self._load.duration_s = time.monotonic() - start
         self._load.cpu_share = (time.process_time() - cpu) / self._load.duration_s
         return self._load
@@ -324,7 +325,7 @@ class Generator:
     # ------------------------------------------------------------------------------------------------------ inside
 
     def _answers(self, wait_s: float) -> Iterator[tuple[int, Connection, bytes]]:
-        """Yield (number, connection, body) of the answers within wait_s; `_asked` is the kind of each request."""
+        """(number, connection, body) of each answer within wait_s. `_asked` is the kind of its request."""
         if self._master.unsent:
             self._master.flush()
             wait_s = min(wait_s, 0.001)
@@ -360,6 +361,6 @@ class Generator:
 
 
 def _ticket_id(body: bytes) -> str:
-    """The first ticket of an AllocateReply; "" if it has none. Decoding the whole reply would double the cost of this generator."""
+    """The first ticket of an AllocateReply, or "". Decoding the whole reply would cost as much as all other work here."""
     start = body.find(b'"ticket_id":"')
     return body[start + 13 : body.find(b'"', start + 13)].decode() if start >= 0 else ""

@@ -1,13 +1,13 @@
-"""Logprobs without logits: peak memory and time of forward and backward over a large vocabulary, compared with a plain softmax.
+"""Logprobs without logits: peak memory and time of forward and backward over a large vocabulary, beside the plain softmax.
 
-Both sides compute the logprob of each target, its gradient with respect to hidden states and output layer, and the entropy (without
+Both sides compute the logprob of each target, its gradient to hidden states and to the output layer, and the entropy (without
 gradient), in float32 on one thread. asyncrl: asyncrl/model/logprobs.py with the default train.logprob_chunk_tokens. plain: all
-logits, log_softmax, gather. A round starts a new process for each side and case. Memory: the peak resident size of the process
-minus its size before the call (hidden states and weights already exist, so they do not count; gradients do). Time: CPU seconds of
-the call, including page faults; other load on the machine disturbs CPU time less than wall time.
+logits, log_softmax, gather. A round uses a fresh process for each side and case. Memory: the highest resident size of the process
+minus the size before the call. Hidden states and weights exist before the call and do not count; gradients count. Time: CPU
+seconds of the call, including page faults. Other load on the machine disturbs them less than the wall clock.
 
-`ratio.memory` and `ratio.time` are those of the middle case; `cases` has all. Both sides must return the gradient of the output
-layer. It is the share `gradient_share` of the plain side's memory, so no memory ratio can be lower.
+`ratio.memory` and `ratio.time` are those of the middle case; `cases` has all. Either side must return the gradient of the output
+layer. Its share of the plain side's memory is `gradient_share`: no ratio can be lower.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def part(parent: Parent, side: str, tokens: int, vocab: int, hidden: int) -> Non
 
     sides = {"asyncrl": asyncrl, "plain": plain}
     torch.set_num_threads(1)
-    step(*inputs(64, 512))  # triggers initialisation that libraries do at their first call
+    step(*inputs(64, 512))  # trigger the libraries' work at their first call
     given = inputs(tokens, vocab)
     before, start = reset_peak_memory(), time.process_time()
     logprobs, entropy = step(*given)
@@ -85,7 +85,7 @@ def part(parent: Parent, side: str, tokens: int, vocab: int, hidden: int) -> Non
 class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.checks: dict[str, list[float]] = {}  # case -> values of the side that was measured first
+        self.checks: dict[str, list[float]] = {}  # by case, from the first side measured
 
     def measure(self, side: str) -> Numbers:
         numbers: dict[str, float] = {}
@@ -96,7 +96,7 @@ class Bench:
                 result = child.receive(_LIMIT_S)
             expected = self.checks.setdefault(case, result["check"])
             if not all(math.isclose(*pair, rel_tol=1e-4) for pair in zip(result["check"], expected, strict=True)):
-                raise ChildFailed(f"{case}: the sides computed different values: {result['check']}, {expected}")
+                raise ChildFailed(f"{case}: the sides compute different results: {result['check']}, {expected}")
             numbers |= {f"{case}: memory": result["memory"], f"{case}: time": result["time"]}
         return numbers
 

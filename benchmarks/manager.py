@@ -1,15 +1,15 @@
-"""The gserver manager's HTTP server: requests per second compared with a bare aiohttp handler, and p99 during weight updates.
+"""The gserver manager's HTTP side: requests per second beside a bare aiohttp handler, and p99 during weight updates.
 
     python benchmarks/manager.py [--rounds 5] [--write-baseline]
 
-asyncrl: a real GserverManager (ledger, servers, updates) in its own process, with simulated generation servers.
+asyncrl: a real GserverManager (ledger, servers, updates) in its own process, with stub generation servers.
 bare_aiohttp: an aiohttp application in its own process that reads the same bodies and answers with bodies of the same size.
-Both get the load of http_load.py, with one connection per rollout worker. The load generator has its own core. The server has its
-own core, too, while capacity is measured; for latency the system schedules it.
+Both get the load of http_load.py, from rollout workers with one connection each. The generator has its own core, and so has the
+server while capacity is measured. While latency is measured, the operating system places the server.
 
 - capacity: closed loop, requests/s, at 1, 16, 64 and 256 clients. `value` is asyncrl's at 64.
-- latency: open loop at half of that rate, p99 from the time when a request is due: idle, and while one version of the weights after
-  another is verified and loaded. Waiting for admission is not part of the latency: these requests do not wait.
+- latency: open loop at half of that, p99 from the time at which a request was due: idle, and while one version of the weights after
+  another is verified and loaded. Delays of admission do not count as latency: these requests ask for an immediate answer.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from common import (
 )
 
 CLIENTS = (1, 16, 64, 256)
-AT = 64  # number of clients for `value` and for the open loop
+AT = 64  # number of clients of the quoted figure and of the open loop
 BATCH_SIZE, ETA = 512, 2
 NUM_SERVERS = 4
 SERVER_LOADS_S = 0.2
 UPDATE_PAUSE_S = 0.1
 _START_LIMIT_S = 60.0
-_SERVED_POLL_S = 0.02  # rarely, because polling takes the GIL from the measured code
+_SERVED_POLL_S = 0.02  # rarely: polling takes the interpreter's lock from the measured work
 
 
 # ------------------------------------------------------------------------------------------------------ parts: the server
@@ -71,7 +71,7 @@ def part_asyncrl(parent: Parent, *, core: int, folder: str, servers: list[str], 
                 version = str(WeightVersion(1, message["publish"]))
                 resolver.add(names.model_version("actor"), version, replace=True)
                 while {str(server.version) for server in list(table.servers.values())} != {version}:
-                    time.sleep(_SERVED_POLL_S)  # the benchmark limits this wait
+                    time.sleep(_SERVED_POLL_S)  # bounded by the benchmark
             parent.send(cpu=cpu_seconds())
         os._exit(0)
 
@@ -80,7 +80,7 @@ def part_asyncrl(parent: Parent, *, core: int, folder: str, servers: list[str], 
 
 
 def part_bare_aiohttp(parent: Parent, *, core: int, **_: Any) -> None:
-    """Reads the body, and answers with a recorded answer of the manager."""
+    """Only reads the body and answers with a recorded answer of the manager."""
     from aiohttp import web
 
     _pin(core)
@@ -109,7 +109,7 @@ def part_bare_aiohttp(parent: Parent, *, core: int, **_: Any) -> None:
 
 
 def part_generation_servers(parent: Parent, *, core: int, **_: Any) -> None:
-    """The manager's simulated generation servers, which load any version within SERVER_LOADS_S."""
+    """Stub generation servers for the manager. They load any version within SERVER_LOADS_S."""
     from aiohttp import web
 
     from asyncrl.protocol.messages import UpdateWeightsRequest
@@ -155,7 +155,7 @@ def part_generation_servers(parent: Parent, *, core: int, **_: Any) -> None:
 
 
 def part_load(parent: Parent, *, core: int, **_: Any) -> None:
-    """Runs http_load.py on the benchmark's requests."""
+    """Run http_load.py as the benchmark's messages request."""
     from http_load import Generator
 
     _pin(core)
@@ -179,7 +179,7 @@ def _pin(core: int) -> None:
 
 
 class Bench:
-    """Keeps the load generator's process. A manager and its generation servers start anew for each measurement."""
+    """The sides. The load generator stays; each measurement starts a fresh manager and fresh generation servers."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.args = args
@@ -227,7 +227,7 @@ class Bench:
     # ------------------------------------------------------------------------------------------------- latency
 
     def latency(self) -> dict[str, float]:
-        """Latency in milliseconds in an open loop at half of the capacity: half of the time idle, half during updates."""
+        """Milliseconds in an open loop at half of the capacity: first idle, then equally long under updates."""
         with self._manager(version_bytes=self.args.version_mb * 1_000_000, core=-1) as (manager, url):
             rate = self.capacity / 2
             idle = self._measure(
@@ -248,7 +248,10 @@ class Bench:
     def _while_updating(
         self, manager: Child, url: str, rate: float
     ) -> tuple[dict[str, Any], list[tuple[float, float]]]:
-        """Run the open loop while versions are published. Returns when each was published and when all servers served it."""
+        """Run the open loop while versions are published one after another.
+
+        Returns the load, and for each version the times of its publication and of all servers serving it.
+        """
         spans: list[tuple[float, float]] = []
         done = threading.Event()
 
@@ -275,12 +278,12 @@ class Bench:
 
     @contextlib.contextmanager
     def _manager(self, version_bytes: int, *, core: int) -> Any:
-        """Start a manager whose servers all serve version 0, on the given core or (-1) without pinning."""
+        """A manager whose servers all serve version 0. It runs on `core`, or (-1) where the system places its threads."""
         self._num_started += 1
         folder = self._folder / str(self._num_started)
         folder.mkdir()
         with contextlib.ExitStack() as stack:
-            # A manager never moves servers back, so each one gets servers that have no version yet.
+            # A manager never moves servers to an older version, so each manager gets servers without a version.
             (servers,) = stack.enter_context(children(__file__, "generation_servers", core=self.load_core))
             urls = servers.receive(_START_LIMIT_S)["urls"]
             settings = {"core": core, "folder": str(folder), "servers": urls}
@@ -296,7 +299,7 @@ class Bench:
             path.rmdir() if path.is_dir() else path.unlink()
 
     def _publish(self, manager: Child, number: int) -> None:
-        """Publish a version whose weights are a link to the same file. Returns when all servers serve it."""
+        """Publish a version directory whose weights link to the same file. Returns when all servers serve it."""
         from asyncrl.protocol.messages import WeightVersion
         from asyncrl.weights.versions import FileEntry, Manifest, version_dir
 
@@ -329,7 +332,7 @@ def main() -> None:
     options.add_argument("--seconds", type=float, default=2.0, help="duration of each closed loop (default 2)")
     options.add_argument("--open-seconds", type=float, default=6.0, help="duration of each open loop (default 6)")
     options.add_argument("--version-mb", type=int, default=200, help="size of a published version (default 200)")
-    options.add_argument("--folder", default=None, help="folder for the versions (default: a temporary folder)")
+    options.add_argument("--folder", default=None, help="folder of the versions (default: a temporary folder)")
     args = options.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         bench = Bench(args, Path(folder))

@@ -1,28 +1,29 @@
-"""Overlap of generation and training: how close they come to never waiting for each other, at each eta.
+"""Asynchrony in isolation: how close generation and training come to full overlap, without waits, at each eta.
 
     python benchmarks/overlap.py [--rounds 5] [--write-baseline]                                # eta 0 and 4, balanced
     python benchmarks/overlap.py --rounds 1 --etas 0 1 2 4 8 --scenarios balanced generation training abort default
 
 Whole runs by the real launcher, with real manager, master, rollout workers, streams, etcd and weight versions. Only the computing
-parts are replaced by paced ones (asyncrl/testing/paced_workers.py): generation servers emit tokens at a fixed rate in a fixed
-number of slots, and the trainer sleeps for a train step. Lengths are those of the long-tail task, drawn by a seeded hash of prompt
-and member: the same at every eta, different in every round. So a busy machine has little influence; `cpu_share` is the share of the
-machine that the run used.
+parts keep a fixed pace instead (asyncrl/testing/paced_workers.py): generation servers emit tokens at a fixed rate in a fixed
+number of slots, and a trainer sleeps for the duration of a train step. Lengths are those of the long-tail task, drawn by a seeded
+hash of prompt and member: the same at every eta, different in every round. Thus a busy machine has little influence. `cpu_share`
+is the share of the machine's CPU that the run used.
 
-- share of ideal: ideal time over measured time of --steps train steps. Ideal: the slower side never idles; the time is the longer
-  of steps * step_s and tokens / (slots * tokens_per_s), with the tokens that these steps train. Only the steady state is measured:
-  not the first 2 + eta steps, in which the pipeline fills, and the run continues after the last measured step. trainer busy, slots
-  busy: the same for each side (slots: by the servers' journals; more than is trained while a stock of responses still grows).
-- scenarios: balanced (both sides need step_s for a batch), generation (generation needs twice as long as training), training (half
-  as long). In these, the number of concurrent prompts fills the slots 1.5 times (manager.max_concurrent_rollouts), and servers keep
-  their requests during an update (generation.interrupt=retract). Two further scenarios differ from balanced in one respect: abort
-  (servers return the requests to the rollout workers, which send them again) and default (a config that sets neither: abort, and as
-  many concurrent prompts as eta allows, which wait in the servers' queues and become stale there).
-- ratio.ideal.etaN: the share, balanced; `value` is that of eta 4 in percent. ratio.eta0.etaN: steps/s over those of eta 0. AReaL's
-  headline, 2.77, is such a ratio: a 1.5B model's hours for 250 steps on 128 GPUs, and its tokens/s at eta 4 over those at eta 0.
-- updating: share of the time in which updates interrupted servers. off-policy: trained version minus that of a group's oldest first
-  token. dropped: groups too old to be trained. bias: mean length of the trained responses over that of all finished responses; 1:
-  short ones are not favoured.
+- share of ideal: ideal time over measured time of --steps train steps. In the ideal pipeline the slower side never idles. The ideal
+  time is the longer of steps * step_s and tokens / (slots * tokens_per_s), with the tokens that these steps train. Only the steady
+  state is measured: the first 2 + eta steps, in which the pipeline fills, are skipped, and the run continues after the last
+  measured step. trainer busy, slots busy: each side separately. Slots are counted from the servers' journals, which include more
+  than is trained while a stock of responses still grows.
+- scenarios: balanced (both sides need step_s for a batch), generation (needs twice as long as training), training (generation needs
+  half as long). In these, manager.max_concurrent_rollouts lets the prompts in flight fill the slots 1.5 times, and servers keep
+  their requests through an update (generation.interrupt=retract). Two scenarios differ from balanced in one respect each: abort
+  (servers return their requests to the rollout workers, which send them again) and default (a config that sets neither: abort, and
+  as many prompts in flight as eta allows; they wait in the servers' queues and grow old there).
+- ratio.ideal.etaN: the share, balanced. `value` is that of eta 4 in percent. ratio.eta0.etaN: steps/s over those of eta 0. AReaL's
+  headline figure, 2.77, is such a ratio: for a 1.5B model on 128 GPUs, the hours of 250 steps, and tokens/s at eta 4 over eta 0.
+- updating: share of the time in which servers were interrupted by updates. off-policy: trained version minus the version of a
+  group's oldest first token. dropped: too old to be trained. bias: mean response length of trained data over that of all finished
+  responses. 1 means that short responses are not favoured.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ from asyncrl.testing.runs import journal, processes_of, train_steps
 ETAS = (0, 4)
 QUOTED_ETA = 4
 AREAL_HEADLINE = 2.77
-# Generation time of a batch over training time
+# Ratio of generation's time for a batch to training's
 SCENARIOS = {"balanced": 1.0, "generation": 2.0, "training": 0.5, "abort": 1.0, "default": 1.0}
-_FILLED = 1.5  # concurrent rollouts over slots
-_FILL_STEPS = 2  # the first _FILL_STEPS + eta steps are not measured
+_FILLED = 1.5  # prompts in flight fill the slots so many times
+_FILL_STEPS = 2  # plus eta: steps at the start that are not measured
 _SPARE_STEPS = 1  # steps after the last measured one
-_SLACK = 20.0  # time limit of a run: this multiple of its ideal time, plus _START_S
+_SLACK = 20.0  # limit of a run: this multiple of its ideal time, plus _START_S
 _START_S = 180.0
 
 COLUMNS = {
@@ -74,7 +75,7 @@ COLUMNS = {
 
 
 class Overlap:
-    """Runs of one size."""
+    """Runs the pipeline at one size."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.args = args
@@ -106,13 +107,13 @@ class Overlap:
         )
 
     def run(self, scenario: str, eta: int) -> dict[str, float]:
-        """Run to the end. Returns the measurements from the run's files."""
+        """Run once to the end. Returns the numbers of `measure`."""
         name = side(scenario, eta)
         self._num_runs[name] += 1
         first = _FILL_STEPS + eta
         last = first + self.args.steps
         pace = self.pace(scenario, seed=self._num_runs[name])
-        unbounded = scenario == "default" or eta == 0  # at eta 0 there is at most one batch
+        unbounded = scenario == "default" or eta == 0  # at eta 0 at most one batch is in flight
         concurrent = 0 if unbounded else math.ceil(_FILLED * self.slots / self.args.group)
         interrupt = "abort" if scenario in ("abort", "default") else "retract"
         limit_s = _START_S + _SLACK * self.args.step_s * max(1.0, SCENARIOS[scenario]) * last
@@ -135,7 +136,7 @@ class Overlap:
 
 
 def cpu_seconds(process: psutil.Process) -> float:
-    """CPU time of a process so far; 0 if it is gone. The run may end during the measurement; our own children can still be read."""
+    """CPU time of a process so far, or 0 if it is gone: the run may end during the call."""
     try:
         times = process.cpu_times()
     except psutil.Error:
@@ -144,7 +145,7 @@ def cpu_seconds(process: psutil.Process) -> float:
 
 
 def measure(run_dir: Path, first: int, last: int, pace: Pace, slots: int) -> dict[str, float]:
-    """Numbers of the steps first + 1 to last. Drops, rejections and bias are of the whole run."""
+    """Numbers of steps first + 1 to last. Drops, rejections and bias are of the whole run."""
     every = train_steps(run_dir)
     steps = every[first:last]
     began, ended = every[first - 1]["time"], every[last - 1]["time"]
@@ -171,7 +172,7 @@ def measure(run_dir: Path, first: int, last: int, pace: Pace, slots: int) -> dic
 
 
 def sampled_tokens(run_dir: Path, began: float, ended: float) -> int:
-    """Number of tokens that the servers sampled in a time span."""
+    """Tokens that the servers sampled in a span of time."""
     journals = (run_dir / "journal").glob("generation_server_*.jsonl")
     records = [record for path in journals for record in journal(run_dir, path.stem)]
     return sum(record["tokens"] for record in records if began <= record["time"] < ended)
@@ -182,33 +183,35 @@ def main() -> None:
         __doc__.split("\n")[0],
         quick={"rounds": 1, "etas": [0, 4], "scenarios": ["balanced", "generation"], "steps": 2, "step_s": 0.5},
     )
-    options.add_argument("--etas", type=int, nargs="+", default=list(ETAS), help="of the balanced scenario")
+    options.add_argument("--etas", type=int, nargs="+", default=list(ETAS), help="etas of the balanced scenario")
     options.add_argument(
         "--scenarios", nargs="+", choices=list(SCENARIOS), default=["balanced"], help="default: balanced"
     )
     options.add_argument(
-        "--steps", type=int, default=20, help="measured steps, after the pipeline has filled (default 20)"
+        "--steps", type=int, default=20, help="number of measured steps, after the pipeline has filled (default 20)"
     )
-    options.add_argument("--step-s", type=float, default=2.5, help="seconds of a train step (default 2.5)")
+    options.add_argument("--step-s", type=float, default=2.5, help="duration of a train step (default 2.5)")
     options.add_argument(
         "--load-s", type=float, default=0.0, help="duration of a server's load of new weights (default 0)"
     )
-    options.add_argument("--batch", type=int, default=32, help="prompts a train step (default 32)")
-    options.add_argument("--group", type=int, default=4, help="responses a prompt (default 4)")
-    options.add_argument("--servers", type=int, default=2, help="generation servers (default 2)")
-    options.add_argument("--slots", type=int, default=32, help="of each server (default 32)")
-    options.add_argument("--folder", default="", help="folder in which the runs are kept (default: a temporary folder)")
+    options.add_argument("--batch", type=int, default=32, help="prompts per train step (default 32)")
+    options.add_argument("--group", type=int, default=4, help="responses per prompt (default 4)")
+    options.add_argument("--servers", type=int, default=2, help="number of generation servers (default 2)")
+    options.add_argument("--slots", type=int, default=32, help="slots of each server (default 32)")
+    options.add_argument(
+        "--folder", default="", help="folder in which the runs are written and kept (default: a temporary folder)"
+    )
     options.add_argument("--set", dest="overrides", nargs="*", default=[], help="further overrides, key=value")
     args = options.parse_args()
     with contextlib.nullcontext(args.folder) if args.folder else tempfile.TemporaryDirectory() as folder:
         bench = Overlap(args, Path(folder))
-        # No warm-up: each run starts new processes anyway.
+        # No warm-up: every run starts fresh processes.
         rounds = alternate(args, sides(args, bench), warm_up=0)
     report(args, bench, rounds)
 
 
 def sides(args: argparse.Namespace, bench: Overlap) -> dict[str, Callable[[], dict[str, float]]]:
-    """Every eta in the balanced scenario, only the quoted eta in the others."""
+    """(scenario, eta) pairs: every eta in the balanced scenario, the quoted eta in the others."""
     found: dict[str, Callable[[], dict[str, float]]] = {}
     for scenario in args.scenarios:
         for eta in args.etas:

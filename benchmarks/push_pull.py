@@ -1,28 +1,28 @@
-"""Throughput of trajectories from a rollout worker to a head, beside raw pyzmq, Ray and TransferQueue; and its cost at the head.
+"""Throughput of trajectories from a rollout worker to a head beside raw pyzmq, Ray and TransferQueue, and its cost to the head.
 
     python benchmarks/push_pull.py [--rounds 5] [--seconds 1] [--cases 4x4096,8x512,1x128] [--peers raw_pyzmq,ray]
-    python benchmarks/push_pull.py --curve      the cost of encryption: asyncrl's streams over TCP with CURVE compared with `plain`
+    python benchmarks/push_pull.py --curve      the cost of encryption: asyncrl's streams over TCP with CURVE beside `plain`
 
-A case NxL is a group of N sequences of L tokens, built before the clock starts, with all keys of a real trajectory. Every side
-has the same number of groups in flight. A group counts when the sender knows that it is stored. The sides:
+A case NxL is a group of N sequences of L tokens with all keys of a real trajectory, built before the clock starts. Every side
+keeps the same number of groups in flight. A group counts when the sender knows that it is stored. The sides:
 
     asyncrl               NameResolvingZmqPusher to NameResolvingZmqPuller, one process each: validated, decoded into separate
                           arrays, stored, acknowledged with a verdict
-    raw_pyzmq             the same frames that asyncrl sends (the small ones joined before the clock starts), over a blocking
-                          PUSH/PULL pair; large ones are not copied when sent; the same arrays are copied out of them and
-                          stored; 8 bytes over a second pair acknowledge a group. No validation and no retries
+    raw_pyzmq             exactly the frames that asyncrl puts on the wire (the small ones joined before the clock starts), over a
+                          blocking PUSH/PULL pair, large ones not copied when sent; the same arrays copied out of them and
+                          stored; 8 bytes over a second pair acknowledge a group. No validation, no resending
     ray                   an actor call with the same numpy arrays; the actor copies them (Ray's are read-only views), stores
                           them and returns a verdict
     transfer_queue        TransferQueue 0.1.11 (SimpleStorage): kv_put of one group's tensors, kv_batch_get, a copy of the result
-    transfer_queue_batch  the same in batches of 32: stacked, kv_batch_put, kv_batch_get, a copy of each group
+    transfer_queue_batch  the same for 32 groups at once: stacked, kv_batch_put, kv_batch_get, a copy of each group
 
     plain                 asyncrl over TCP, neither authenticated nor encrypted (network.authenticate=off)
 
-asyncrl uses Unix sockets, as in a run on one machine; with --curve it uses TCP, as between hosts.
+asyncrl uses Unix sockets, as in a run on one machine. With --curve it uses encrypted TCP, as between hosts.
 
-TransferQueue's client puts and gets in turn; removing groups from it is not counted. Further fields: CPU microseconds per
-group of the sending and the receiving process, and the slow-down of a train step (`slow_down`, 1 = none) while the stream runs in
-the same process at the rate of a real run.
+TransferQueue's client alternates puts and gets. Removing groups from it is not counted. Further fields: CPU microseconds per group
+of the sending and the receiving process, and the slowdown of a train step (`slow_down`, 1 = none) while the stream runs beside it
+in the same process, at the rate of a real run.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ PEERS = {
     "transfer_queue": "transfer_queue",
     "transfer_queue_batch": "transfer_queue",
 }
-IN_FLIGHT = 32  # groups sent and not yet acknowledged
-BATCH = 32  # of transfer_queue_batch
-STORED = 64  # most groups that a receiver keeps
-POOL = 8  # different groups that are sent in turn
+IN_FLIGHT = 32  # groups sent but not yet acknowledged
+BATCH = 32  # groups per batch of transfer_queue_batch
+STORED = 64  # number of groups that a receiver keeps
+POOL = 8  # number of different groups, sent in rotation
 START_S, CALL_S = 120.0, 60.0  # limits of waits
-# The quickstart's load of one head: 64 groups of 8 sequences per train step of 0.7 s, over two heads; and ten times its lengths.
+# What the quickstart pushes to one head: 64 groups of 8 sequences a train step of 0.7 s, over two heads; and ten times its lengths.
 TRAIN_CASES = {"8x17": 45.0, "8x170": 45.0}
 TRAIN_STEPS = 20
 
@@ -65,7 +65,7 @@ TRAIN_STEPS = 20
 
 
 def make_sample(case: str, number: int) -> Any:
-    """A group as a rollout worker pushes it. A quarter of each sequence is prompt, and two versions sampled the rest."""
+    """A group in the form that a rollout worker pushes: a quarter of each sequence is prompt; two versions sampled it."""
     from asyncrl.data.sequence import SequenceSample
 
     sequences, length = map(int, case.split("x"))
@@ -120,7 +120,7 @@ def make_meta(sample: Any) -> Any:
 
 
 def asyncrl_receiver(parent: Parent, trainer: bool = False, way: str = "unix") -> None:
-    """A head: pulls, stores, acknowledges. With `trainer`, train steps run on another thread on request."""
+    """A head: pulls, stores, acknowledges. With `trainer` it also runs train steps on a thread when the parent asks."""
     asyncio.run(_receive(parent, trainer, network_of(way)))
 
 
@@ -222,7 +222,7 @@ def _train_step() -> Callable[[], None]:
 def _median_step_s(step: Callable[[], None]) -> float:
     import torch
 
-    torch.set_num_threads(1)  # counts per thread
+    torch.set_num_threads(1)  # the setting is per thread
     seconds = []
     for _ in range(TRAIN_STEPS):
         start = time.perf_counter()
@@ -246,7 +246,7 @@ def raw_receiver(parent: Parent) -> None:
     parent.send(port=port, back=back)
     stored: deque[Any] = deque(maxlen=STORED)
     sizes_by_header: dict[bytes, list[int]] = {}
-    while True:  # ends when the benchmark kills this process
+    while True:  # until the benchmark kills it
         first, *frames = pull.recv_multipart(copy=False)
         header = first.bytes
         sizes = sizes_by_header.get(header)
@@ -322,7 +322,7 @@ def ray_side(parent: Parent) -> None:
         while (order := parent.receive()) is not None:
             samples = [make_sample(order["case"], number) for number in range(POOL)]
             messages = [(msgspec.msgpack.encode(make_meta(sample)), sample.data) for sample in samples]
-            ray.get(head.store.remote(*messages[0]), timeout=CALL_S)  # wait until the actor has started
+            ray.get(head.store.remote(*messages[0]), timeout=CALL_S)  # the actor is up
             start = time.perf_counter()
             end = start + order["seconds"]
             sent, pending = 0, []
@@ -394,7 +394,7 @@ def groups_per_s(sender: Child, seconds: float) -> float:
 
 
 class Pair:
-    """A side with one sending and one receiving process. Also notes the CPU time of both per group, in microseconds."""
+    """A side with one sending and one receiving process. Also records the CPU microseconds per group of both."""
 
     def __init__(self, receiver: str, sender: str, cases: list[str], seconds: float, **settings: Any) -> None:
         self._parts = receiver, sender
@@ -445,7 +445,7 @@ def single(part: str, cases: list[str], seconds: float, batch: int = 1) -> Calla
 
 
 def train_steps(rounds: int) -> dict[str, dict[str, float]]:
-    """Median milliseconds of a train step without the stream and with it, measured in alternation."""
+    """Median milliseconds of a train step without and with the stream, in alternation."""
     found: dict[str, dict[str, list[float]]] = {case: {"alone": [], "beside": []} for case in TRAIN_CASES}
     with children(__file__, "asyncrl_receiver", "asyncrl_sender", trainer=True) as (trainer, sender):
         sender.send(**trainer.receive(START_S))
@@ -475,13 +475,17 @@ def train_steps(rounds: int) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     options = parser(__doc__ or "", quick={"seconds": 0.2})
-    options.add_argument("--seconds", type=float, default=1.0, help="how long each side sends each case (default 1)")
-    options.add_argument("--cases", default=",".join(CASES), help="cases, separated by commas")
-    options.add_argument("--peers", help=f"peers, separated by commas (default {','.join(PEERS)}; with --curve: plain)")
+    options.add_argument(
+        "--seconds", type=float, default=1.0, help="duration of one measurement, per side and case (default 1)"
+    )
+    options.add_argument("--cases", default=",".join(CASES), help="comma-separated cases")
+    options.add_argument("--peers", help=f"comma-separated peers (default {','.join(PEERS)}; with --curve: plain)")
     options.add_argument(
         "--curve", action="store_true", help="compare asyncrl over encrypted TCP with asyncrl over plain TCP"
     )
-    options.add_argument("--no-train-step", action="store_true", help="do not measure the train step during the stream")
+    options.add_argument(
+        "--no-train-step", action="store_true", help="skip the measurement of the train step beside the stream"
+    )
     args = options.parse_args()
     cases, seconds = args.cases.split(","), args.seconds
 

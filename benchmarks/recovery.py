@@ -1,16 +1,16 @@
-"""Seconds from a process's death to the next useful work of its replacement, by kind of process.
+"""Seconds from the death of a process to the next useful work of its replacement, by kind.
 
     python benchmarks/recovery.py [--rounds 5] [--config CONFIG] [--write-baseline] [key=value ...]
 
-A round is a run of the config (evaluations off, a scratch folder, a checkpoint every 5 steps). In it one process of each kind is
-killed (SIGKILL) in turn, during generation or a train step, each when the run trains again. Useful work is
-  rollout_worker      the grant of the next ticket for which it later pushes a trajectory
+A round is one run of the config (evaluations off, a scratch folder, a checkpoint every 5 steps). One process of each kind in turn
+is killed (SIGKILL) during generation or a train step. Each kill waits until the run trains again. Useful work is
+  rollout_worker      the next ticket granted to it for which it later pushes a trajectory
   gserver_manager     the next ticket that it grants
-  generation_server   the next token that it samples; `engine_start`: from the new process's first log line until it serves
-  model_worker,       the start of the next train step: they restart together as one trainer group, and a whole batch is
-  master              generated before the step; `trainer_group_start`: from their first log line until they have formed the process
-                      group and loaded the model
-The trainer group dies twice in a run. By design it restarts at once after the first death, and 1 s after the second.
+  generation_server   the next token that it samples; `engine_start`: from the first line of the new process until it serves
+  model_worker,       the start of the next train step. They restart together as one trainer group, and a whole batch is
+  master              generated before the step; `trainer_group_start`: from the first line of the first of them until they are
+                      connected and have loaded the model
+A run has two deaths of the trainer group. The first restart is immediate; the second is delayed by 1 s, by design.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ KINDS = {
 GOALS = {"rollout_worker": 3.0, "gserver_manager": 3.0, "generation_server": 2.0, "model_worker": 5.0, "master": 5.0}
 _LIMIT_S = 120.0
 _STEPS_BETWEEN = 3
-_BUCKET_S = 0.1  # of the token journal
+_BUCKET_S = 0.1  # resolution of the journal of tokens
 _LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}) \w+ +(\S+): (.*)$", re.MULTILINE)
 
 
 def measure(args: argparse.Namespace) -> Numbers:
-    """One run, one death of each kind."""
+    """Run once and kill one process of each kind."""
     with tempfile.TemporaryDirectory(prefix="asyncrl-recovery-", ignore_cleanup_errors=True) as folder:
         overrides = [
             f"fileroot={folder}",
@@ -64,7 +64,7 @@ def measure(args: argparse.Namespace) -> Numbers:
                 for number, (kind, phase) in enumerate(KINDS.items()):
                     strike = injector.strike(Fault(number=number, kind="kill", target=kind, at=0.0, phase=phase))  # type: ignore[arg-type]
                     if strike is None:
-                        raise SystemExit(f"there is no {kind} to kill in {run.run_dir}:\n{run.output()}")
+                        raise SystemExit(f"no running {kind} to kill was found in {run.run_dir}:\n{run.output()}")
                     found |= _recovery(run, kind, strike.name, strike.time)
                     injector.turn()
                     steps = len(train_steps(run.run_dir))
@@ -80,7 +80,7 @@ def measure(args: argparse.Namespace) -> Numbers:
 
 
 def _recovery(run: RunHandle, kind: str, name: str, struck: float) -> dict[str, float]:
-    """The measurements of one death."""
+    """Seconds until the process's replacement does useful work, and its start time for some kinds."""
     at = run.wait_until(lambda: useful(run.run_dir, kind, name, struck), f"{name} worked again", _LIMIT_S)
     found = {kind: at - struck}
     if kind == "generation_server":
@@ -91,7 +91,7 @@ def _recovery(run: RunHandle, kind: str, name: str, struck: float) -> dict[str, 
 
 
 def useful(run_dir: Path, kind: str, name: str, struck: float) -> float | None:
-    """Time of the next useful work; None if there was none yet."""
+    """Time of the next useful work, or None if there is none yet."""
     if kind == "rollout_worker":
         mine = {event["ticket"] for event in journal(run_dir, name.replace("/", "_")) if event["time"] > struck}
         return _first(run_dir, "gserver_manager", lambda event: event["ticket"] in mine, struck)
@@ -110,7 +110,10 @@ def _first(run_dir: Path, worker: str, fits: Callable[[dict[str, Any]], bool], a
 
 
 def between(run_dir: Path, first: str, name: str, struck: float, last: str) -> float:
-    """Seconds, by the logs, from the first line of any process of kind `first` after the death to a line of a worker."""
+    """Seconds from the first log line of any process of kind `first` after the death to a line of worker `name`.
+
+    last: regular expression of that line.
+    """
     said = [
         (datetime.strptime(when, "%Y-%m-%d %H:%M:%S.%f").timestamp(), who, text)
         for log in run_dir.glob("logs/attempt_*/*.log")

@@ -1,14 +1,14 @@
-"""Bytes that model workers send one another in a train step, over the minimum that its MFCs need at their placement.
+"""Bytes that model workers send one another in a train step, over the minimum that its MFCs need on their workers.
 
     python benchmarks/redistribute.py [--rounds 5] [--prompts 32] [--group-size 4] [--longest 2000] [--write-baseline]
 
-A live run: real model workers (gloo, real streams, a tiny model), and the benchmark acts as the master with its executor. PPO with
+A live run: real model workers (gloo, real streams, a tiny model). The benchmark acts as the master with its executor. PPO with
 critic and reference on disjoint meshes: the actor on d2p1m1, the critic on d1p1m2, the reference on d1p1m1. A round is a train
 step on new groups, whose lengths have a long tail.
 
-asyncrl: all bytes that the workers report as sent, including headers. minimum: computed here from the groups and the calls that the
-workers receive: a worker that runs an MFC must receive each (id, key) that it reads and does not have, once, without headers.
-unpruned: the bytes if every MFC's input were sent to each of its workers, even if they have it.
+asyncrl: all bytes that the workers report as sent, including headers. minimum: computed here from the groups and from the calls
+that the workers received. A worker that runs an MFC must be sent once each (id, key) that it reads and lacks; only the data
+counts. unpruned: the bytes of sending every MFC's input to each of its workers, even if the worker already has it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.testing.training_side import TrainingSide, training_side
 
 GRIDS = {"actor": ("d2p1m1", [0, 1]), "critic": ("d1p1m2", [2, 3]), "ref": ("d1p1m1", [4])}
-_PROMPT = 16  # tokens
+_PROMPT = 16  # prompt tokens
 _VOCAB = 64
 
 
@@ -58,7 +58,7 @@ def models(path: Path) -> list[ModelConfig]:
 
 
 def make_group(ticket: str, position: int, head: int, size: int, longest: int) -> tuple[TrajectoryMeta, SequenceSample]:
-    """A trajectory of random tokens; response lengths are log-uniform from 5 on."""
+    """A trajectory of random tokens. Response lengths are log-uniform, at least 5."""
     rng = np.random.default_rng([position])
     lengths = (_PROMPT + np.exp(rng.uniform(np.log(5), np.log(longest), size)).astype(int)).tolist()
     sampled = [np.arange(n) >= _PROMPT for n in lengths]
@@ -96,7 +96,7 @@ def make_group(ticket: str, position: int, head: int, size: int, longest: int) -
 
 @dataclass
 class Account:
-    """Tracks which worker holds which data, from the calls alone and independently of the planner."""
+    """Location of each datum, derived from the calls alone. Independent of the planner."""
 
     graph: DataflowGraph
     placements: Mapping[str, ModelPlacement]
@@ -123,13 +123,13 @@ class Account:
         sample = self.sizes[group]
         if key in sample.data:
             return sample.data[key].nbytes
-        spec = KEY_SPECS[key]  # keys that an MFC computes
+        spec = KEY_SPECS[key]  # a key that an MFC outputs
         count = {"token": sample.total_tokens(), "sequence": sample.num_sequences(), "group": 1}[spec.layout]
         return count * spec.dtype.itemsize
 
 
 async def measure(args: argparse.Namespace, folder: Path) -> tuple[Rounds, list[int]]:
-    """Run a warm-up step, then one step per round. Returns bytes, and the tokens of each step."""
+    """Run a warm-up step, then one step per round. Returns the bytes, and the tokens of each step."""
     transformers.logging.disable_progress_bar()
     make_tiny_model(folder / "model", hidden_size=32, intermediate_size=64, max_positions=_PROMPT + args.longest)
     train, given = train_config(), models(folder / "model")
@@ -174,7 +174,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> tuple[Rounds, list[
 
 
 def _overhear(side: TrainingSide) -> list[ExecuteMFC]:
-    """Record the MFC calls that the executor sends from now on, each once."""
+    """A list to which each MFC call that the executor sends from now on is added once."""
     calls: list[ExecuteMFC] = []
     send = side.client.call_nowait
 
@@ -189,15 +189,15 @@ def _overhear(side: TrainingSide) -> list[ExecuteMFC]:
 def main() -> None:
     options = parser(__doc__ or "", quick={"prompts": 8})
     options.formatter_class = argparse.RawDescriptionHelpFormatter
-    options.add_argument("--prompts", type=int, default=32, help="groups per step")
-    options.add_argument("--group-size", type=int, default=4, help="sequences per group")
-    options.add_argument("--longest", type=int, default=2000, help="most tokens of a response")
+    options.add_argument("--prompts", type=int, default=32, help="groups per step (default 32)")
+    options.add_argument("--group-size", type=int, default=4, help="sequences per group (default 4)")
+    options.add_argument("--longest", type=int, default=2000, help="maximum tokens of a response (default 2000)")
     args = options.parse_args()
     with tempfile.TemporaryDirectory(prefix="asyncrl-redistribute-") as folder:
         rounds, tokens = asyncio.run(measure(args, Path(folder)))
     sides = list(rounds.values)
     rows = [[side, rounds.median(side, "bytes"), rounds.ratio("asyncrl", side, "bytes")] for side in sides]
-    table(args, "bytes a step", ["", "bytes", "asyncrl / this"], rows)
+    table(args, "bytes per step", ["", "bytes", "asyncrl / this"], rows)
     finish(
         args,
         name="redistribute",

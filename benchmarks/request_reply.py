@@ -1,17 +1,17 @@
-"""Round-trip time of a master's call and its reply, compared with raw pyzmq under asyncio and with Ray.
+"""Round-trip time of a call of the master and its reply, beside raw pyzmq under asyncio and Ray.
 
     python benchmarks/request_reply.py [--rounds 5] [--calls 2000] [--peers raw_pyzmq_asyncio,ray]
-    python benchmarks/request_reply.py --curve      the cost of encryption: TCP with CURVE compared with `plain`
+    python benchmarks/request_reply.py --curve      the cost of encryption: over TCP with CURVE beside `plain`
 
-One call at a time, from process to process: an MFC on a batch of 64 ids (1 kB), answered with the ids and ten statistics:
+One call at a time between two processes: an MFC on a batch of 64 ids (1 kB), answered with the ids and ten statistics:
 
     asyncrl            NameResolvingRequestClient to NameResolvingReplyServer: typed, in order, at most once
     raw_pyzmq_asyncio  the same bytes both ways over zmq.asyncio DEALER sockets, without encoding, decoding or checks
     plain              asyncrl over TCP, neither authenticated nor encrypted (network.authenticate=off)
-    ray                a method of an actor, with the same ids, returning the same ids and statistics
+    ray                a method of an actor, called with the same ids, that returns the same ids and statistics
 
-asyncrl uses Unix sockets, as in a run on one machine; with --curve it uses TCP, as between hosts.
-`value` is asyncrl's median round trip in microseconds; the cases are `median` and `p99`.
+asyncrl uses Unix sockets, as in a run on one machine. With --curve it uses encrypted TCP, as between hosts.
+`value` is asyncrl's median round trip in microseconds. The cases are `median` and `p99`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PLAIN = "plain"
 PEERS = {"raw_pyzmq_asyncio": "zmq", PLAIN: "zmq", "ray": "ray"}
 IDS = [f"a1.t{number:06d}" for number in range(64)]
 STATS = {f"statistic_{number}": number / 7 for number in range(10)}
-WARM_UP = 200  # uncounted calls at the start
+WARM_UP = 200  # warm-up calls, which do not count
 START_S, CALL_S = 120.0, 60.0  # limits of waits
 
 
@@ -63,7 +63,7 @@ async def _serve(parent: Parent, keys: dict[str, str]) -> None:
 
     answering = asyncio.create_task(answer())
     parent.send(endpoint=resolver.get(names.stream(request_stream(0))), keys=keys)
-    await asyncio.to_thread(parent.receive)  # ends with the benchmark's pipe
+    await asyncio.to_thread(parent.receive)  # until the benchmark closes the pipe
     answering.cancel()
     await server.close()
 
@@ -123,7 +123,7 @@ async def _raw_serve(parent: Parent) -> None:
     port = socket.bind_to_random_port("tcp://127.0.0.1")
     parent.send(port=port)
     reply = _bodies()[1]
-    while True:  # ends when the benchmark kills this process
+    while True:  # until the benchmark kills it
         await socket.recv()
         await socket.send(reply)
 
@@ -203,8 +203,8 @@ def alone(part: str, calls: int) -> Callable[[], dict[str, float]]:
 
 def main() -> None:
     options = parser(__doc__ or "", quick={"calls": 200})
-    options.add_argument("--calls", type=int, default=2000, help="calls a round and side (default 2000)")
-    options.add_argument("--peers", help=f"peers, separated by commas (default {','.join(PEERS)}; with --curve: plain)")
+    options.add_argument("--calls", type=int, default=2000, help="calls per round and side (default 2000)")
+    options.add_argument("--peers", help=f"comma-separated peers (default {','.join(PEERS)}; with --curve: plain)")
     options.add_argument(
         "--curve", action="store_true", help="compare asyncrl over encrypted TCP with asyncrl over plain TCP"
     )

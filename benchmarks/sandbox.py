@@ -1,14 +1,14 @@
-"""Untrusted programs per minute in sandboxes of asyncrl/rewards/sandbox/pool.py, compared with bare processes.
+"""Throughput of judging untrusted programs in sandboxes of asyncrl/rewards/sandbox/pool.py, beside bare processes.
 
     python benchmarks/sandbox.py [--rounds 5] [--programs 200] [--inputs 5] [--workers 2]
 
-Each program reads a line and prints a number, as answers to small coding tasks do:
+Each program reads a line and prints a number, like an answer to a small coding task:
 
-    asyncrl       SandboxPool: a separate sandbox for every program, one started in advance; one thread per core
-    bare_process  subprocess.run of the same interpreter: no isolation, no limits. The cost of Python alone
+    asyncrl       SandboxPool: a separate sandbox for every program, one prepared in advance; as many threads as cores
+    bare_process  subprocess.run of the same interpreter, without isolation or limits: the cost of Python alone
 
-Cases: `programs`, one input each; `inputs`, --inputs inputs for each program, in its one sandbox. `value` is asyncrl's programs per
-minute with one input each.
+Cases: `programs` has one input for each program; `inputs` has --inputs of them for each program, in its one sandbox. `value` is
+asyncrl's programs per minute with one input each.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LIMIT_S = 60.0
 
 
 def cpu_s() -> float:
-    """CPU time of this process and all its reaped descendants."""
+    """CPU seconds of this process and of all children that it has waited for."""
     return sum(
         used.ru_utime + used.ru_stime
         for used in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -39,7 +39,7 @@ def cpu_s() -> float:
 
 
 def measured(args: argparse.Namespace, judge: Callable[[int], None]) -> tuple[float, float]:
-    """Programs per minute, and milliseconds of CPU for each."""
+    """Programs per minute, and CPU milliseconds per program."""
     before, start = cpu_s(), time.perf_counter()
     with ThreadPoolExecutor(args.workers) as threads:
         for _ in threads.map(judge, range(args.programs)):
@@ -92,10 +92,15 @@ def sides(args: argparse.Namespace, cpu_ms: dict[str, dict[str, float]]) -> dict
 
 def main() -> None:
     options = parser(__doc__ or "", quick={"programs": 20})
-    options.add_argument("--programs", type=int, default=200, help="a round and case (default 200)")
-    options.add_argument("--inputs", type=int, default=5, help="of each program in the case `inputs` (default 5)")
+    options.add_argument("--programs", type=int, default=200, help="programs per round and case (default 200)")
     options.add_argument(
-        "--workers", type=int, default=len(os.sched_getaffinity(0)), help="programs at once (default: one a core)"
+        "--inputs", type=int, default=5, help="inputs of each program in the case `inputs` (default 5)"
+    )
+    options.add_argument(
+        "--workers",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="programs that run at once (default: one per core)",
     )
     args = options.parse_args()
     cpu_ms: dict[str, dict[str, float]] = {"asyncrl": {}, "bare_process": {}}
@@ -103,8 +108,8 @@ def main() -> None:
     cases = rounds.cases("asyncrl")
     table(
         args,
-        "programs a minute",
-        ["case", "asyncrl", "bare_process", "ours / bare", "CPU ms a program: ours", "bare"],
+        "programs per minute",
+        ["case", "asyncrl", "bare_process", "ours / bare", "CPU ms per program: ours", "bare"],
         [
             [
                 case,

@@ -1,18 +1,18 @@
-"""Scale of the control plane: manager and etcd with 1,024 generation servers and 16,384 rollout clients.
+"""Largest run that the control plane carries: manager and etcd under 1,024 generation servers and 16,384 rollout clients.
 
     python benchmarks/scale.py [--clients 1024 16384] [--servers 1024] [--write-baseline]
 
-manager: a real GserverManager in its own process. Its servers are 1,024 sockets of one process that act as servers. Each client
-is a separate connection that sends a rollout worker's requests: heartbeats at the interval that the manager sets, and allocate and
-finish at --rate per second for all clients together. The clients run in two processes. Open loop: latency counts from the time
-when a request is due. The manager has its own core; all others share the rest.
-names: a real etcd; each client is a separate gRPC connection with two watches, like a worker's session. Measures how long one put
-takes to reach all of them, and the cost of a client for etcd. launcher: its work per process, which is keeping a lease and
-publishing a status. simulation: a run of 10,000 GPUs as discrete events, with the measured service times: the effect of the
-manager's queue on generation, and the load at which it saturates.
+manager: a real GserverManager in its own process. Its servers are 1,024 sockets that answer as generation servers do (one
+process). Each client is a separate connection that sends the requests of a rollout worker: heartbeats, as often as the manager
+asks, and allocate and finish at --rate per second among all clients. Two processes run the clients. Open loop: latency counts from
+the time at which a request was due. The manager has its own core, all other processes share the rest.
+names: a real etcd. Each client is a separate gRPC connection with two watches, like a worker's session. Measures the time until one
+put has reached all clients, and etcd's cost per client. launcher: its work for each process, keeping a lease and putting a status.
+simulation: discrete events of a run of 10,000 GPUs with the measured service times. It shows the effect of the manager's queue on
+generation, and the load at which the manager saturates.
 
 Each number is the median of --rounds rounds. `value` is the p99 of an allocation at the largest number of clients, in ms (`spread`:
-the minimum and maximum of the rounds). `bottleneck` names the part that saturates first.
+minimum and maximum of the rounds). `bottleneck` describes the first bottleneck.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def part_manager(parent: Parent, *, core: int, folder: str, **_: Any) -> None:
         began = time.monotonic()
         resolver.add(manager.names.model_version("actor"), str(version), replace=True)
         while sum(server.version == version for server in list(table.servers.values())) < len(urls):
-            time.sleep(0.1)  # the benchmark limits this wait
+            time.sleep(0.1)  # bounded by the benchmark
         parent.send(url=url, all_serve_s=time.monotonic() - began)
         while parent.receive() is not None:
             parent.send(cpu=cpu_seconds(), rss=psutil.Process().memory_info().rss)
@@ -90,7 +90,7 @@ def part_manager(parent: Parent, *, core: int, folder: str, **_: Any) -> None:
 
 
 def part_servers(parent: Parent, *, core: int, num_servers: int, **_: Any) -> None:
-    """Simulated generation servers that only answer requests: one port each, without an HTTP library."""
+    """Stub generation servers: one port each, no HTTP library."""
     _prepare(core)
     info = b'{"model_path":"m","weight_version":"%s"}'
     agreed = b'{"success":true,"message":"","num_paused_requests":0}'
@@ -134,7 +134,7 @@ def part_servers(parent: Parent, *, core: int, num_servers: int, **_: Any) -> No
 
 
 def part_clients(parent: Parent, *, core: int, **_: Any) -> None:
-    """Rollout workers, one connection each. The first process also acts as the master, and allocates for all."""
+    """Rollout workers, one connection each. The first process also acts as the master and sends all allocations."""
     from http_load import Connection, _Rollouts, _ticket_id
 
     _prepare(core)
@@ -229,9 +229,7 @@ def part_clients(parent: Parent, *, core: int, **_: Any) -> None:
             cpu_share=(time.process_time() - cpu) / spent_s,
             seconds=spent_s,
         )
-        for number, connection in enumerate(
-            connections
-        ):  # wait for the answers to pending requests before the next round
+        for number, connection in enumerate(connections):  # requests in flight are answered before the next round
             limit = time.monotonic() + 30.0
             while connection.kind and time.monotonic() < limit:
                 connection.receive()
@@ -243,7 +241,7 @@ def part_clients(parent: Parent, *, core: int, **_: Any) -> None:
 
 
 def part_watchers(parent: Parent, **_: Any) -> None:
-    """Sessions with etcd: one connection each, a first request, and watches. Measures each watch's delay after a put."""
+    """Sessions with etcd: one connection each, a first request, and watches. Reports when each watch sees a put."""
     from grpc import aio  # type: ignore[import-untyped]
 
     from asyncrl.runtime.names.etcd.api import load_api
@@ -283,7 +281,7 @@ def part_watchers(parent: Parent, **_: Any) -> None:
                 channels.append(channel)
                 tasks.append(asyncio.create_task(watch(channel, key)))
                 tasks += [asyncio.create_task(watch(channel, key + b"/other%d" % n)) for n in range(1, WATCHES)]
-            while watching < min(begin + 64, count) * WATCHES:  # noqa: ASYNC110 (the benchmark limits this wait)
+            while watching < min(begin + 64, count) * WATCHES:  # noqa: ASYNC110 (bounded by the benchmark)
                 await asyncio.sleep(0.01)
         parent.send(connected=count)
         while await asyncio.to_thread(parent.receive) is not None:
@@ -311,10 +309,11 @@ def _prepare(core: int) -> None:
 
 
 def measure_manager(args: argparse.Namespace, folder: Path, num_clients: int) -> dict[str, float]:
-    """Measure one number of clients, and zero clients before, to subtract the cost of the servers alone."""
+    """Measure one number of clients. The cost of the servers alone, measured before without clients, is subtracted."""
     cores = sorted(os.sched_getaffinity(0))
     own, others = (cores[0], cores[-1]) if len(cores) > 1 else (-1, -1)
-    warm_up_s = 2 * max(heartbeat_s(num_clients), 2.5)  # wait until each client's first requests have been handled
+    # Until each client was heard, and the effects of its first request are over
+    warm_up_s = 2 * max(heartbeat_s(num_clients), 2.5)
     run_dir = folder / str(num_clients)
     run_dir.mkdir()
     publish_version(run_dir)
@@ -342,8 +341,8 @@ def measure_manager(args: argparse.Namespace, folder: Path, num_clients: int) ->
     allocations = seen[0]["latencies"]["allocate_rollout"]
     if not allocations or not heartbeats:
         raise SystemExit(
-            f"of {num_clients} clients none was answered within {args.seconds:g} s (load average {os.getloadavg()[0]:.0f}): the "
-            "machine is too busy to measure anything; run it when it is quiet, or with a larger --seconds"
+            f"none of {num_clients} clients was answered within {args.seconds:g} s (load average {os.getloadavg()[0]:.0f}): "
+            "the machine is too busy for a measurement; repeat it on a quiet machine, or increase --seconds"
         )
     requests_a_s = sum(sum(one["counts"].values()) / one["seconds"] for one in seen)
     return {
@@ -364,7 +363,7 @@ def measure_manager(args: argparse.Namespace, folder: Path, num_clients: int) ->
 
 
 def heartbeat_s(num_clients: int) -> float:
-    """The heartbeat interval that the manager tells its clients."""
+    """The interval that the manager gives to its clients."""
     options = ManagerConfig()
     return intervals.heartbeat_s(options.heartbeat_s, num_clients, options.lease_s)
 
@@ -380,7 +379,7 @@ def _ask(child: Child) -> dict[str, Any]:
 
 
 def _spent(child: Child, seconds: float) -> float:
-    """Used share of a core."""
+    """Share of a core that the child uses over `seconds`."""
     began, cpu = time.monotonic(), _ask(child)["cpu"]
     time.sleep(seconds)
     return float(_ask(child)["cpu"] - cpu) / (time.monotonic() - began)
@@ -437,9 +436,7 @@ def measure_names(folder: Path, num_clients: int) -> dict[str, float]:
             puts.append(time.monotonic() - at)
             heard = [moment - at for child in watchers for moment in child.receive(_START_LIMIT_S)["heard"]]
             if len(heard) != num_clients:
-                raise SystemExit(
-                    f"{num_clients - len(heard)} of {num_clients} watchers did not hear of a put within 60 s"
-                )
+                raise SystemExit(f"{num_clients - len(heard)} of {num_clients} watchers did not see a put within 60 s")
             late += heard
         cpu = sum(process.cpu_times()[:2]) - cpu
         latest = max(late)
@@ -455,7 +452,7 @@ def measure_names(folder: Path, num_clients: int) -> dict[str, float]:
 
 
 def measure_launcher(folder: Path, num_processes: int) -> dict[str, float]:
-    """The launcher's work for each process of a run: keep a lease, and publish a status."""
+    """The launcher's work for each process of a run: keep a lease, put a status."""
     from asyncrl.config.schema import NameResolveConfig
     from asyncrl.runtime.names.etcd.server import EtcdServer
     from asyncrl.runtime.names.open import open_name_resolver
@@ -475,7 +472,7 @@ def measure_launcher(folder: Path, num_processes: int) -> dict[str, float]:
             share = (time.process_time() - cpu) / (time.monotonic() - began)
             alive = sum(lease.alive for lease in leases[::257])
             expected = len(leases[::257])
-            os.kill(server.pid, 9)  # killed, so that revoking all leases at the end takes no time
+            os.kill(server.pid, 9)  # revoking all leases at the end is not measured
     return {
         "grant_us": 1e6 * grant_s / num_processes,
         "status_us": 1e6 * put_s / num_processes,
@@ -489,12 +486,12 @@ def measure_launcher(folder: Path, num_processes: int) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Run:
-    """A run of 10,000 GPUs: 1,024 servers of 8 GPUs; the rest train. Lengths have a long tail."""
+    """A run of 10,000 GPUs: 1,024 servers with 8 GPUs each, the other GPUs train. Lengths have a long tail."""
 
     clients: int = 16384
     servers: int = 1024
-    groups_a_server: int = 16  # concurrent
-    batch: int = 8192  # groups
+    groups_a_server: int = 16  # concurrent groups
+    batch: int = 8192  # groups per train step
     eta: int = 2
     step_s: float = 60.0
     group_s: float = 90.0  # median
@@ -504,9 +501,10 @@ class Run:
 
 
 def simulate(run: Run, service_s: float, idle_share: float, heartbeats_from: float) -> dict[str, float]:
-    """Discrete-event simulation. The manager answers one request after another, each in service_s; health probes take a share.
+    """Simulate a run by discrete events.
 
-    heartbeats_from: heartbeats are simulated one by one from here on; before, and in all that follows, they arrive evenly.
+    The manager answers requests one after another, each in service_s. Health probes of servers take idle_share of its time.
+    heartbeats_from: time in seconds from which heartbeats arrive, evenly spaced, and from which waiting times count.
     """
     rng = random.Random(1)
     service = service_s / max(1.0 - idle_share, 0.01)
@@ -529,17 +527,17 @@ def simulate(run: Run, service_s: float, idle_share: float, heartbeats_from: flo
         heapq.heappush(events, (at, sequence, what))
 
     def ask(at: float) -> float:
-        """Handle the answer to a request."""
+        """The time at which the manager answers a request that arrives at `at`."""
         nonlocal free_at, busy
         begin = max(at, free_at)
         free_at = begin + service
-        busy += service_s  # probes in between are included as a share
+        busy += service_s  # idle_share accounts for the health probes in between
         return free_at
 
     for number in range(run.clients):
         push(heartbeats_from + run.heartbeat_s * number / run.clients, "heartbeat")
     for _number in range(slots):
-        push(rng.random() * 10.0, "want")  # they start within ten seconds
+        push(rng.random() * 10.0, "want")  # slots start within ten seconds
     while events:
         at, _, what = heapq.heappop(events)
         if at > run.seconds:
@@ -592,14 +590,17 @@ def main() -> None:
     options.add_argument("--clients", type=int, nargs="+", default=list(CLIENTS))
     options.add_argument("--servers", type=int, default=NUM_SERVERS)
     options.add_argument(
-        "--rate", type=float, default=200.0, help="allocations per second, and the same number of ends (default 200)"
+        "--rate", type=float, default=200.0, help="allocations per second, and as many finished rollouts (default 200)"
     )
     options.add_argument("--seconds", type=float, default=8.0, help="duration of each measurement (default 8)")
     options.add_argument(
-        "--service-us", type=float, default=0.0, help="simulate with this CPU time per request (default: as measured)"
+        "--service-us", type=float, default=0.0, help="CPU time of a request in the simulation (default: as measured)"
     )
     options.add_argument(
-        "--probe-us", type=float, default=0.0, help="... and this one of a probe of a server (default: as measured)"
+        "--probe-us",
+        type=float,
+        default=0.0,
+        help="CPU time of a health probe in the simulation (default: as measured)",
     )
     options.add_argument("--without", nargs="+", default=[], choices=["manager", "names", "launcher", "simulation"])
     args = options.parse_args()
@@ -639,8 +640,8 @@ def main() -> None:
             say(args, f"simulation {clients}: {_short(simulated[str(clients)])}")
         carries = (1.0 - idle) / service_s
         bottleneck = (
-            f"the gserver manager's one core: a request takes {1e6 * service_s:.0f} us of it, probes of {args.servers} servers "
-            f"{100 * idle:.0f} %, so it carries {carries:.0f} requests/s; {max(args.clients)} clients send "
+            f"the gserver manager's one core: a request takes {1e6 * service_s:.0f} us of it and health probes of "
+            f"{args.servers} servers {100 * idle:.0f} %, so it carries {carries:.0f} requests/s; {max(args.clients)} clients send "
             f"{max(args.clients) / heartbeat_s(max(args.clients)):.0f} heartbeats/s"
         )
     show(args, "Gserver manager", manager)
@@ -670,7 +671,7 @@ def service_of_baseline() -> float:
 
 
 def _medians(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """The median of the rounds, number by number."""
+    """The median of each number over the rounds."""
     return {
         clients: {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
         for clients, rounds in found.items()

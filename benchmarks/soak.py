@@ -1,15 +1,16 @@
-"""Long runs: throughput lost under repeated faults for half an hour, or growth of resources in 2,000 undisturbed steps.
+"""Long runs: half an hour under faults, which measures lost throughput, or 2,000 steps without faults, which measures growth.
 
     python benchmarks/soak.py --minutes 30 [--rounds 5] [--seed 1] [--every 5-15] [--kinds kill,stop] [--write-baseline] [key=value]
     python benchmarks/soak.py --steps 2000 [key=value]
 
 --minutes: one run of the config (default: the quickstart without evaluations). In each round it trains undisturbed for a sixth of
-the round's time. Then a seeded fault follows every 5 to 15 s: SIGKILL, or SIGSTOP for 1 to 20 s, to any worker. The figure is the
-missing share of the undisturbed step rate, the median of the rounds. Only steps of the surviving lineage count. The benchmark fails
-if the run ends or the audit finds a problem.
---steps: a run without faults. Resident memory, file descriptors and threads of each process, and the run folder's bytes, are
-sampled every few seconds. `slope` is their growth per 1,000 steps, by least squares over the samples after the first fifth, and in
-brackets over the second half; a cache that has filled has a slope of about zero there. --samples FILE: the samples, as JSON lines.
+the round's time. Then a fault follows every 5 to 15 s, by a seed: SIGKILL, or SIGSTOP for 1 to 20 s, to any worker. The figure is
+the lost share of the undisturbed step rate, the median of the rounds. Only steps of the surviving lineage count. The benchmark
+fails if the run ends or the audit finds a problem.
+--steps: a run without faults. Resident memory, file descriptors and threads of each process and the bytes of the run folder are
+sampled every few seconds. `slope` is the growth of each in 1,000 steps, by least squares over the samples after the first fifth,
+and in brackets over the second half: a cache that fills up and stays full has a late slope of about zero. --samples FILE: the
+samples, as JSON lines.
 """
 
 from __future__ import annotations
@@ -37,20 +38,17 @@ from asyncrl.testing.runs import RunHandle, assert_nothing_left, launch, train_s
 from asyncrl.weights.lineage import audit
 
 TARGETS = ("rollout_worker", "generation_server", "gserver_manager", "model_worker", "master")
-WEIGHTS = {
-    "rollout_worker": 3.0,
-    "generation_server": 3.0,
-    "gserver_manager": 2.0,
-}  # the others have weight 1: faults of the trainer group lose steps, so they are rarer
+# Default 1: faults of the trainer group cost steps, so they are less frequent
+WEIGHTS = {"rollout_worker": 3.0, "generation_server": 3.0, "gserver_manager": 2.0}
 KINDS = ("kill", "stop")
 _LIMIT_S = 180.0
 _SAMPLE_S = 5.0
-_CALM = 1 / 6  # undisturbed share of a round
-WARM_UP, LATE = 0.2, 0.5  # shares of the samples that are left out, because caches fill
+_CALM = 1 / 6  # share of a round
+WARM_UP, LATE = 0.2, 0.5  # shares of the samples that are left out, because caches fill first
 _MB = 1e6
 
 
-# ---------------------------------------------------------------------------------------------------------- with faults
+# ----------------------------------------------------------------------------------------------------------- under fire
 
 
 def under_fire(args: argparse.Namespace) -> None:
@@ -66,12 +64,15 @@ def under_fire(args: argparse.Namespace) -> None:
                 struck = rate_since(run, first, began)
                 rates["undisturbed"]["steps/s"].append(calm)
                 rates["under fire"]["steps/s"].append(struck)
-                say(args, f"{calm:.3f} steps/s undisturbed, {struck:.3f} under fire: {1 - struck / calm:.0%} lost")
+                say(args, f"{calm:.3f} steps/s undisturbed, {struck:.3f} under faults: {1 - struck / calm:.0%} lost")
         ended = run.popen.poll()
         stop(run)
         found, costs = audit(run.run_dir), read_costs(run.run_dir)
         if ended is not None or found.problems:
-            raise SystemExit(f"the run ended ({ended}): {run.output()[-4000:]}\n" + "\n".join(found.problems))
+            raise SystemExit(
+                f"the run ended, or its audit found problems (exit code {ended}): {run.output()[-4000:]}\n"
+                + "\n".join(found.problems)
+            )
     rounds = Rounds(rates)
     lost = [
         1 - struck / calm for struck, calm in zip(*(rates[side]["steps/s"] for side in reversed(rates)), strict=True)
@@ -81,7 +82,7 @@ def under_fire(args: argparse.Namespace) -> None:
     table(args, "faults", ["", "number"], sorted(by.items()))
     for line in cost_lines(costs) if costs is not None else ():
         say(args, line)
-    say(args, f"{statistics.median(lost):.0%} lost, the median of {args.rounds} rounds (goal: less than 15 %)")
+    say(args, f"{statistics.median(lost):.0%} lost, median of {args.rounds} rounds (goal: less than 15 %)")
     finish(
         args,
         name="soak_faults",
@@ -103,7 +104,7 @@ def under_fire(args: argparse.Namespace) -> None:
 
 
 def faults_by_round(args: argparse.Namespace) -> list[list[Fault]]:
-    """One schedule, split into rounds. Times count from each round's first fault."""
+    """One schedule of faults, cut into rounds. Times count from the start of the faults of a round."""
     least, _, most = args.every.partition("-")
     fire_s = args.minutes * 60 / args.rounds * (1 - _CALM)
     every = (float(least), float(most or least))
@@ -118,10 +119,10 @@ def faults_by_round(args: argparse.Namespace) -> list[list[Fault]]:
 
 
 def rate(run: RunHandle, seconds: float) -> float:
-    """Measure the current number of train steps per second."""
+    """Train steps per second, measured over the next `seconds`."""
     began, first = time.monotonic(), newest_step(run)
     deadline = began + seconds
-    run.wait_until(lambda: time.monotonic() > deadline, f"{seconds:.0f} s went by", seconds + _LIMIT_S)
+    run.wait_until(lambda: time.monotonic() > deadline, f"the end of {seconds:.0f} s", seconds + _LIMIT_S)
     return rate_since(run, first, began)
 
 
@@ -130,7 +131,7 @@ def rate_since(run: RunHandle, first: int, began: float) -> float:
 
 
 def newest_step(run: RunHandle) -> int:
-    """Steps of the current lineage. After a restart from a checkpoint the number is lower than before."""
+    """The latest step of the surviving lineage. After a restart it may be lower than before."""
     return int(train_steps(run.run_dir)[-1]["step"])
 
 
@@ -164,7 +165,7 @@ def undisturbed(args: argparse.Namespace) -> None:
         [name, *(f"{slope[figure]:.2f} ({late[name][figure]:.2f})" if figure in slope else "" for figure in figures)]
         for name, slope in slopes.items()
     ]
-    table(args, "grows by, in 1,000 steps (in the second half)", ["", *figures], rows)
+    table(args, "growth per 1,000 steps (in the second half)", ["", *figures], rows)
     finish(
         args,
         name="soak_steps",
@@ -180,7 +181,7 @@ def undisturbed(args: argparse.Namespace) -> None:
 
 
 def look(run_dir: Path) -> dict[str, dict[str, float]]:
-    """Sample the resources of each process and the bytes on disk."""
+    """Current resources of each process, and the bytes on disk by folder."""
     found: dict[str, dict[str, float]] = {}
     for name, process in RunProcesses(run_dir).by_name().items():
         with contextlib.suppress(psutil.Error, OSError), process.oneshot():
@@ -191,7 +192,7 @@ def look(run_dir: Path) -> dict[str, dict[str, float]]:
             }
     for part in sorted(path for path in run_dir.iterdir() if path.is_dir()):
         size = 0
-        for folder, _, files in os.walk(part):  # ignores folders that are pruned meanwhile
+        for folder, _, files in os.walk(part):  # os.walk skips folders that are pruned meanwhile
             for file in files:
                 with contextlib.suppress(OSError):
                     size += os.lstat(os.path.join(folder, file)).st_size
@@ -200,7 +201,7 @@ def look(run_dir: Path) -> dict[str, dict[str, float]]:
 
 
 def slopes_of(samples: Sequence[tuple[float, dict[str, float]]], after: float) -> dict[str, float]:
-    """Growth of each figure per 1,000 steps, without the first share of the samples."""
+    """Growth of each figure per 1,000 steps, without the first `after` (a share) of the samples."""
     later = samples[int(len(samples) * after) :]
     steps = np.array([step for step, _ in later])
     return {
@@ -231,23 +232,23 @@ def main() -> None:
     options.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart_cpu.yaml")
     what = options.add_mutually_exclusive_group()
-    what.add_argument("--minutes", type=float, help="inject faults for this time")
-    what.add_argument("--steps", type=int, help="run this number of steps without faults")
+    what.add_argument("--minutes", type=float, help="duration of the run with faults")
+    what.add_argument("--steps", type=int, help="number of steps of the run without faults")
+    options.add_argument("--samples", metavar="FILE", default="", help="with --steps: write the samples as JSON lines")
+    options.add_argument("--seed", type=int, default=1, help="seed of the faults")
     options.add_argument(
-        "--samples", metavar="FILE", default="", help="with --steps: file for the samples, as JSON lines"
+        "--every", metavar="A-B", default="5-15", help="range of seconds between two faults (default 5-15)"
     )
-    options.add_argument("--seed", type=int, default=1, help="of the faults")
-    options.add_argument("--every", metavar="A-B", default="5-15", help="seconds between two faults (default 5-15)")
     options.add_argument(
-        "--kinds", default=KINDS, metavar="KIND,KIND", type=lambda text: tuple(text.split(",")), help="of faults"
+        "--kinds", default=KINDS, metavar="KIND,KIND", type=lambda text: tuple(text.split(",")), help="kinds of faults"
     )
     options.add_argument("overrides", metavar="key=value", nargs="*", help="overrides of the config's fields")
     args = options.parse_args()
     if not args.minutes and not args.steps:
-        options.error("give --minutes or --steps (or --quick)")
+        options.error("set --minutes or --steps (or --quick)")
     args.config = args.config.absolute()
     if args.write_baseline and args.steps:
-        raise SystemExit("--write-baseline: --steps is one run, and no baseline")
+        raise SystemExit("--write-baseline cannot be combined with --steps, which is a single run; use --minutes")
     if args.steps:
         args.rounds = 1
     prepare(args)

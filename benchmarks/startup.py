@@ -2,18 +2,18 @@
 
     python benchmarks/startup.py [--rounds 5] [--config CONFIG] [--steps 2] [--write-baseline] [key=value ...]
 
-asyncrl: the config, but without evaluations and in a scratch folder. The model is made beforehand if it is missing.
-separate_interpreters: the same with runtime.fork_server=false, where each process imports its modules itself. The two alternate, so
-that both see the same load on the machine, with warm file caches.
+asyncrl: the config as it is, except for evaluations (off) and its folder (a scratch one). The model is made beforehand if it is
+missing. separate_interpreters: the same with runtime.fork_server=false, where each process imports for itself. The sides alternate,
+so that both see the same machine, with warm file caches.
 
-Phases follow one another and add up to the total. Each ends when the last process has reached its end:
-  launcher       imports of the launcher, the config, the preflight
-  name_service   etcd answers
-  imports        the computing processes are forked or started, and have imported their modules
-  loading        they have formed the process group and loaded the model
-  weights_0      the initial weights are written, verified, loaded and echoed: generation may begin
+Phases follow one another and add up. Each ends when the last process has finished it:
+  launcher       its imports, the config, the preflight
+  name_service   until etcd answers
+  imports        the computing processes are forked or started, and import all that they need
+  loading        they connect to one another and load the model
+  weights_0      the initial weights are written, verified, loaded and echoed; then generation may begin
   first_batch    the first train batch is generated, judged, stored
-  first_step     it is trained on
+  first_step     the first train step
 `cpu` is the CPU time of all processes of the run, from its command to its end.
 """
 
@@ -47,11 +47,11 @@ _LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}) \w+ +(\w+)/\d+: (.
 
 
 class RunFailedError(RuntimeError):
-    """A measured run did not finish."""
+    """A measured run failed before its end."""
 
 
 def measure(args: argparse.Namespace, *, fork_server: bool) -> Numbers:
-    """Measure one run from start to end: seconds by phase, `total` to the first train step, and `cpu`."""
+    """Run once, from the command to the end. Returns seconds by phase, `total` to the first train step, and `cpu`."""
     with tempfile.TemporaryDirectory(prefix="asyncrl-startup-") as folder:
         overrides = [
             *args.overrides,
@@ -70,7 +70,7 @@ def measure(args: argparse.Namespace, *, fork_server: bool) -> Numbers:
             output.seek(0)
             if code != 0:
                 raise RunFailedError(f"`{' '.join(command)}` ended with {code}:\n{output.read().decode()}")
-        cpu = os.times()  # includes all reaped children: the launcher and, through it, the run
+        cpu = os.times()  # of all children waited for: the launcher and, through it, the run
         cpu_s = cpu.children_user + cpu.children_system - cpu_before.children_user - cpu_before.children_system
         return {**phases(run_dir, began), "cpu": cpu_s}
 
@@ -86,7 +86,7 @@ def _stopped_at_the_end(launcher: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def phases(run_dir: Path, began: float) -> dict[str, float]:
-    """The phases of a finished run, from its folder: files, logs, journal."""
+    """Seconds by phase, from a finished run's files, logs and journal."""
     record = read_record(run_dir)
     assert record is not None
     said = _log_lines(logs_dir(run_dir, record.attempt))
@@ -112,7 +112,7 @@ def phases(run_dir: Path, began: float) -> dict[str, float]:
     return {"total": last - began, **seconds, **of_kinds}
 
 
-# The log message of a process that has imported its modules.
+# The line that a process logs after its imports.
 _IMPORTED = {**dict.fromkeys(KINDS, "setting up"), "generation_server": "loading the model"}
 
 

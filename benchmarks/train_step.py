@@ -1,15 +1,15 @@
 """One PPO step on sequences with a long tail of lengths: useful tokens per second and peak memory, packed, padded, and in TRL.
 
-The same model, sequences, loss (clipped, mean over response tokens), AdamW, clipping of the gradient and token budget, float32 on
-one thread:
+The same model, sequences, loss (clipped, mean over response tokens), AdamW, gradient clipping and token budget, float32 on one
+thread:
 
     asyncrl   TrainEngine.train_step with PPOLoss: packed rows, balanced micro-batches, logprobs without logits
-    padded    the usual way: rows padded to the longest of the batch, transformers' model with sdpa, all logits, log_softmax
-    trl       GRPOTrainer's loss (its fused output layer), prompts and responses padded to the longest of the batch, as in TRL
+    padded    the common way: rows padded to the longest of the batch, transformers' model with sdpa, all logits, log_softmax
+    trl       GRPOTrainer's loss (its fused output layer), with TRL's padding of prompts and responses to the longest of the batch
 
-Each side runs in a new process in each round: one uncounted step, then --steps steps. Tokens per second: tokens of the sequences
-without padding, over CPU seconds. Memory: the peak resident size minus the size before the first step; gradients and the state of
-AdamW count. The gradient norms of all steps must agree to 1e-3, so that all sides compute the same update.
+A side runs in its own process, a fresh one each round: one step that is not counted, then --steps steps. Tokens per second: tokens
+of the sequences, without padding, per CPU second. Memory: the highest resident size minus the size before the first step;
+gradients and the state of AdamW count. The gradient norms of all steps must agree to 1e-3, so all sides compute the same update.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PEERS = {"trl": "trl"}  # pip install -e '.[bench]'
 EPS_CLIP = 0.2
 _LIMIT_S = 900.0
 
-Step = Callable[[], float]  # one optimizer step; the gradient norm before clipping
+Step = Callable[[], float]  # takes one optimizer step; returns the gradient norm before clipping
 
 
 # ---------------------------------------------------------------------------------------------------------------- the batch
@@ -67,7 +67,7 @@ def long_tail(num_prompts: int) -> list[tuple[str, str]]:
 
 
 def make_batch(num_prompts: int, group_size: int) -> list[dict[str, Any]]:
-    """One entry per sequence: prompt and response ids, an advantage of the whole response, old logprobs of its tokens."""
+    """One dict per sequence: prompt and response ids, one advantage of the response, old logprobs of its tokens."""
     import numpy as np
 
     from asyncrl.testing.tiny import make_char_tokenizer
@@ -99,7 +99,7 @@ def num_response_tokens(sequences: list[dict[str, Any]]) -> int:
 
 
 def rows_of(values: list[Any], width: int, *, left: bool = False) -> tuple[Any, Any]:
-    """(values padded to width with 0, mask of the values)."""
+    """(values padded with 0 to width, mask of the values)."""
     import torch
 
     rows = torch.zeros(len(values), width, dtype=torch.as_tensor(values[0]).dtype)
@@ -151,7 +151,7 @@ def asyncrl_step(model: str, sequences: list[dict[str, Any]], max_tokens: int) -
 
 
 def optimizer_of(module: Any) -> Callable[[], float]:
-    """Clip the gradient, take a step, clear the gradient. Returns the gradient norm."""
+    """A function that clips the gradient, steps, clears the gradients, and returns the gradient norm."""
     import torch
 
     from asyncrl.config.schema import OptimizerConfig
@@ -182,7 +182,7 @@ def padded_step(model: str, sequences: list[dict[str, Any]], max_tokens: int) ->
 
     def step() -> float:
         for part in parts_of(sequences, max_tokens // width):
-            # Pad on the right only: attention then takes its causal path, the fastest one for padded rows
+            # Pad on the right only, so that attention takes its causal path, the fastest one for rows
             ids, real = rows_of([s["prompt"] + s["response"] for s in part], width)
             old, _ = rows_of([np.concatenate([np.zeros(len(s["prompt"]), np.float32), s["old"]]) for s in part], width)
             starts = torch.tensor([len(s["prompt"]) for s in part])
@@ -210,7 +210,7 @@ def trl_step(model: str, sequences: list[dict[str, Any]], max_tokens: int) -> St
 
     from asyncrl.data.prompts import load_tokenizer
 
-    warnings.simplefilter("ignore", FutureWarning)  # about its own configuration
+    warnings.simplefilter("ignore", FutureWarning)  # raised by TRL's own configuration
     widths = {key: max(len(s[key]) for s in sequences) for key in ("prompt", "response")}
     num_rows = max(1, max_tokens // sum(widths.values()))
     num_parts = math.ceil(len(sequences) / num_rows)
@@ -219,7 +219,7 @@ def trl_step(model: str, sequences: list[dict[str, Any]], max_tokens: int) -> St
         use_cpu=True,
         bf16=False,
         report_to="none",
-        per_device_train_batch_size=2 * num_rows,  # twice, because it must be a multiple of the group size
+        per_device_train_batch_size=2 * num_rows,  # 2 rows per unit: it must be a multiple of a group
         gradient_accumulation_steps=num_parts,
         num_generations=2,
         loss_type="dapo",  # mean over response tokens of the batch
@@ -268,9 +268,8 @@ def part(parent: Parent, side: str, model: str, prompts: int, group_size: int, m
     sequences = make_batch(prompts, group_size)
     makers = {"asyncrl": asyncrl_step, "padded": padded_step, "trl": trl_step}
     step = makers[side](model, sequences, max_tokens)
-    before = (
-        reset_peak_memory()
-    )  # before the first step: memory that it frees stays resident, so later steps would not show it
+    # Before the first step: memory that this step frees stays resident and would hide the use of later steps
+    before = reset_peak_memory()
     norms = [step()]
     start = time.process_time()
     norms += [step() for _ in range(steps)]
@@ -282,7 +281,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace, model: str) -> None:
         self.args = args
         self.model = model
-        self.norms: list[float] = []  # of the side that was measured first
+        self.norms: list[float] = []  # from the first side measured
 
     def measure(self, side: str) -> Numbers:
         args = self.args
@@ -291,7 +290,7 @@ class Bench:
             result = child.receive(_LIMIT_S)
         self.norms = self.norms or result["norms"]
         if not all(math.isclose(*pair, rel_tol=1e-3) for pair in zip(result["norms"], self.norms, strict=True)):
-            raise ChildFailed(f"{side} makes another update: gradient norms {result['norms']}, {self.norms}")
+            raise ChildFailed(f"{side} computes a different update: gradient norms {result['norms']}, {self.norms}")
         return {"tokens_per_s": result["tokens_per_s"], "memory": result["memory"]}
 
 
@@ -299,13 +298,15 @@ def main() -> None:
     options = parser(__doc__.split("\n")[0], quick={"prompts": 8, "steps": 1})
     options.add_argument("--prompts", type=int, default=32)
     options.add_argument("--group-size", type=int, default=8)
-    options.add_argument("--max-tokens", type=int, default=4096, help="budget of a micro-batch, including padding")
+    options.add_argument(
+        "--max-tokens", type=int, default=4096, help="token budget of a micro-batch, including padding"
+    )
     options.add_argument("--hidden", type=int, default=128)
     options.add_argument("--layers", type=int, default=4)
     options.add_argument("--steps", type=int, default=1, help="counted steps per round")
     options.add_argument("--peers", nargs="*", default=SIDES[1:], choices=SIDES[1:])
     args = options.parse_args()
-    os.environ["TQDM_DISABLE"] = "1"  # disables progress bars of loading, here and in the sides
+    os.environ["TQDM_DISABLE"] = "1"  # no progress bars of loading, here and in the sides
     missing = [peer for peer in missing_peers(PEERS) if peer in args.peers]
     if missing:
         say(args, f"not installed, left out: {', '.join(missing)} (pip install -e '.[bench]')")

@@ -1,13 +1,13 @@
-"""Weights from the trainer to serving, over the disk and over the network, compared with only moving the same bytes.
+"""Weights from the trainer to serving, over the disk and over the network, beside moving the same bytes without further work.
 
     python benchmarks/weights.py [--rounds 5] [--sizes 64 256 1024] [--folder DIR] [--write-baseline]
 
-asyncrl: from the call that writes a version (shards, checksums, fsync, rename) through the gserver manager, which verifies it and
-makes the generation server load it, until the server has echoed it and serves it. Manager and server are real, in separate
-processes; the server holds a Qwen2 model of that size in the transformers engine. Warm: the first version is not measured.
+asyncrl: from the call that writes a version (shards, checksums, fsync, rename) until the server serves it. The gserver manager
+verifies the version and has the generation server load and echo it. Manager and server are real, in their own processes; the
+server holds a Qwen2 model of that size in the transformers engine. Warm: not the first version.
 copy_fsync: the version's files copied one by one to another folder, each synced.
 broadcast: weights.transport=broadcast; from the snapshot in the trainer's memory, through the same manager and server, to the echo.
-raw_gloo: one broadcast of the same bytes in torch.distributed's gloo, between two processes that do nothing else.
+raw_gloo: one broadcast of the same bytes in torch.distributed's gloo, between two otherwise idle processes.
 
 `value` is asyncrl's seconds per GB at the largest size, over the disk. `phases` splits them: write (trainer), verify (manager),
 load (server: verify again, copy into the model, echo), rest (messages between them).
@@ -61,7 +61,7 @@ _SCRATCH_BYTES = 1 << 24
 
 
 def part_server(parent: Parent, *, folder: str, model: str, dtype: str) -> None:
-    """Run a generation server with the transformers engine, as the launcher would."""
+    """A generation server with the transformers engine, configured as by the launcher."""
     from asyncrl.config.schema import GenerationConfig, GenerationServerConfig
     from asyncrl.generation.worker import GenerationServer
     from asyncrl.protocol.messages import WeightVersion
@@ -81,9 +81,8 @@ def part_server(parent: Parent, *, folder: str, model: str, dtype: str) -> None:
     resolver = open_name_resolver(info.name_resolve)
 
     def obey() -> None:
-        resolver.add(
-            server.names.weights_held("actor"), str(WeightVersion(1, 1 << 30))
-        )  # set here, because there is no trainer
+        # Stands for the trainer, which is in another process
+        resolver.add(server.names.weights_held("actor"), str(WeightVersion(1, 1 << 30)))
         parent.send(url=resolver.wait(server.names.generation_server(0), _START_LIMIT_S))
         while parent.receive() is not None:
             pass
@@ -94,7 +93,7 @@ def part_server(parent: Parent, *, folder: str, model: str, dtype: str) -> None:
 
 
 def part_manager(parent: Parent, *, folder: str, server: str, sender: str, **_: Any) -> None:
-    """The gserver manager. After a version's message it answers when the version is served, with the durations of the phases."""
+    """The gserver manager. Publishes each version that it receives; answers, when it is served, with the phases' durations."""
     from asyncrl.config.schema import GserverManagerConfig, ManagerConfig
     from asyncrl.manager.worker import ManagerFiles
     from asyncrl.protocol.messages import WeightVersion
@@ -130,7 +129,7 @@ def part_manager(parent: Parent, *, folder: str, server: str, sender: str, **_: 
             before = seen.fleet.update_seconds["generation_server/0"]
             key = manager.names.weights_held if message["in_memory"] else manager.names.model_version
             resolver.add(key("actor"), str(version), replace=True)
-            while seen.table.served < version.version:  # the benchmark limits this wait
+            while seen.table.served < version.version:  # bounded by the benchmark
                 time.sleep(_POLL_S)
             load_s = seen.fleet.update_seconds["generation_server/0"] - before
             parent.send(served_at=time.monotonic(), verify=files.verify_s, load=load_s)
@@ -141,7 +140,7 @@ def part_manager(parent: Parent, *, folder: str, server: str, sender: str, **_: 
 
 
 def part_raw_receiver(parent: Parent, *, address: str, num_bytes: int) -> None:
-    """Receive raw broadcasts, one per message."""
+    """The receiving end of a raw broadcast, once per message."""
     import torch
 
     torch.set_num_threads(1)
@@ -152,7 +151,7 @@ def part_raw_receiver(parent: Parent, *, address: str, num_bytes: int) -> None:
 
 
 def raw_group(address: str, rank: int) -> Any:
-    """Join a gloo group of two. Rank 0 serves the store at the address."""
+    """A gloo group of two. Rank 0 serves the store at the address."""
     from datetime import timedelta
 
     from torch.distributed import ProcessGroupGloo, TCPStore
@@ -168,7 +167,7 @@ def raw_group(address: str, rank: int) -> Any:
 
 
 class Trainer:
-    """A sender of weights on a thread with its own event loop, as in rank 0 of the trainer."""
+    """A sender of weights on a thread with its own event loop, like that of rank 0 of the training side."""
 
     def __init__(self) -> None:
         import torch
@@ -206,7 +205,7 @@ class Trainer:
 
 
 class Publisher:
-    """The trainer at one size, with a manager and a server that wait for versions."""
+    """The trainer's side at one size, with a manager and a server that wait for versions."""
 
     def __init__(self, folder: Path, model: Path, trainer: Trainer, manager: Child) -> None:
         from safetensors.torch import load_file
@@ -214,7 +213,7 @@ class Publisher:
         from asyncrl.weights.update_group import pack
 
         self._folder, self._model, self._trainer, self._manager = folder, model, trainer, manager
-        # Copies, like a trainer's snapshot: load_file returns tensors that map the file.
+        # Copies, like a trainer's snapshot: load_file returns the mapped file.
         self._tensors = [(name, tensor.clone()) for name, tensor in load_file(model / "model.safetensors").items()]
         self.num_bytes = sum(tensor.nbytes for _, tensor in self._tensors)
         bucket_bytes = trainer.sender.bucket_bytes
@@ -244,7 +243,7 @@ class Publisher:
         return total_s
 
     def broadcast(self) -> float:
-        """Seconds until the next version, sent from memory, is served."""
+        """Seconds until the next version is served, sent from memory."""
         from asyncrl.model.broadcast import HeldSnapshot
         from asyncrl.protocol.messages import WeightVersion
 
@@ -257,7 +256,7 @@ class Publisher:
         return float(told["served_at"] - start)
 
     def raw_gloo(self) -> float:
-        """Seconds for broadcasting the same bytes."""
+        """Seconds of one broadcast of the same bytes."""
         self._receiver.send(go=True)
         start = time.monotonic()
         self._group.broadcast([self._bytes]).wait()
@@ -265,20 +264,23 @@ class Publisher:
 
     @contextlib.contextmanager
     def raw_receiver(self) -> Iterator[None]:
-        """Start another process, and form a group with it."""
+        """A second process and a gloo group with it."""
         import torch
 
         with socket.create_server(("127.0.0.1", 0)) as listener:
             address = f"127.0.0.1:{listener.getsockname()[1]}"
-        # Use the weights themselves. Zeros that were never written share a single page, so reading them costs nothing.
+        # The actual weights: untouched zeros would all map to one page and cost nothing to read.
         self._bytes = torch.cat([bucket.flat for bucket in self._buckets])
         with children(__file__, "raw_receiver", address=address, num_bytes=self.num_bytes) as (self._receiver,):
             self._group = raw_group(address, 0)
             yield
 
     def with_warm_pages(self, measure: Callable[[], float]) -> float:
-        """Make the kernel own as many free pages as the files need, outside the measurement. A virtual machine is slow to get back
-        pages that it returned to its host (3 s per GB were seen), which would count against the side that runs first."""
+        """Measure after a scratch file has given the kernel as many free pages as the version's files need.
+
+        Writing the scratch file is not measured. A virtual machine is slow to regain pages that it has returned to its host (3 s
+        per GB were seen), which would count against the side that runs first.
+        """
         scratch = self._folder / "scratch"
         with scratch.open("wb") as file:
             for _ in range(-(-self.num_bytes // _SCRATCH_BYTES)):
@@ -287,7 +289,7 @@ class Publisher:
         return measure()
 
     def copy_fsync(self) -> float:
-        """Seconds for copying the files of the last version."""
+        """Seconds of copying and syncing the files of the latest version."""
         target = self._folder / "copy"
         target.mkdir()
         files = sorted(self._path.iterdir())
@@ -323,7 +325,7 @@ def make_model(folder: Path, size_mb: int, dtype: str) -> None:
 
 @contextlib.contextmanager
 def publisher(args: argparse.Namespace, folder: Path, size_mb: int) -> Iterator[Publisher]:
-    """Start all parts for one size, and wait until version 0 is served."""
+    """All processes for one size, ready to serve versions."""
     model = folder / "model"
     make_model(model, size_mb, args.dtype)
     common = {"folder": str(folder), "model": str(model), "dtype": args.dtype}
@@ -369,7 +371,7 @@ def report(args: argparse.Namespace, found: dict[int, tuple[Rounds, Publisher]])
         gb, case = side.num_bytes / 1e9, f"{size_mb}MB"
         ratio["copy_fsync"][case] = rounds.ratio("asyncrl", "copy_fsync", "s")
         ratio["raw_gloo"][case] = rounds.ratio("broadcast", "raw_gloo", "s")
-        # Leave out the warm-up here, too, if there was one.
+        # A warm-up round, if any, is not counted here either.
         counted = {phase: statistics.median(values[-args.rounds :]) / gb for phase, values in side.phases.items()}
         phases[case] = {phase: round(seconds, 4) for phase, seconds in counted.items()}
         medians = {f"{name}_s_per_gb": round(rounds.median(name, "s") / gb, 4) for name in SIDES}
