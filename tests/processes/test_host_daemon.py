@@ -219,7 +219,7 @@ def test_a_host_daemon_of_a_job_that_was_queued_again_does_not_end_with_the_laun
     bench.lead(earlier, start="7.0")
 
     bench.daemon = bench.start_daemon("cluster=slurm", SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1")
-    wait_for(lambda: "a launcher of job 7.0 is still there" in bench.said(), "it has met the one before")
+    wait_for(lambda: "the launcher of job 7.0 is still running" in bench.said(), "it has met the one before")
     assert bench.record() is None
     bench.lead(earlier, start="7.0", ends=True)
     bench.lead(launcher, start="7.1")

@@ -138,7 +138,7 @@ def test_prepare_makes_the_data_that_are_missing(made: Path, capfd: pytest.Captu
     words = [str(CONFIG), *overrides(made), f"prompts.path={missing}", f"prepare=python {make} {missing}"]
     assert cli.main(["prepare", *words]) == 0
     assert missing.is_file()
-    assert f"no {missing}: running" in capfd.readouterr().out.replace("\n", " ")
+    assert f"missing: {missing}; running" in capfd.readouterr().out.replace("\n", " ")
     assert cli.main(["prepare", *words]) == 0
     assert "running" not in capfd.readouterr().out
 
