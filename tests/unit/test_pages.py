@@ -124,6 +124,12 @@ def test_the_commands_of_a_page_exist(page: Path) -> None:
                 assert (pages.ROOT / word).exists(), word
 
 
+@pytest.mark.parametrize(("name", "least"), [("running", 10), ("your-own-task", 8), ("hosts", 5), ("slurm", 4)])
+def test_the_pages_of_users_show_commands(name: str, least: int) -> None:
+    shown = shown_commands(pages.ROOT / "docs" / f"{name}.md")
+    assert sum(program == "asyncrl-launch" for program, *_ in shown) >= least
+
+
 def test_a_command_that_is_none_is_found(tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text("```bash\nasyncrl-launch none-such RUN   # no command\n```\n")
     with pytest.raises(UsageError):
