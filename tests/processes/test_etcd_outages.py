@@ -30,7 +30,7 @@ from asyncrl.protocol.messages import WorkerStatus
 from asyncrl.protocol.names import Names
 from asyncrl.runtime import unix_sockets
 from asyncrl.runtime.names.etcd import watch as etcd_watch
-from asyncrl.runtime.names.etcd.access import EVERYBODY
+from asyncrl.runtime.names.etcd.access import UNRESTRICTED
 from asyncrl.runtime.names.etcd.api import load_api
 from asyncrl.runtime.names.etcd.leases import USUAL, LeaseIntervals
 from asyncrl.runtime.names.etcd.resolver import EtcdNameResolver
@@ -64,7 +64,7 @@ def open_etcd(server: EtcdServer) -> Iterator[OpenSession]:
 @contextmanager
 def bare_store(server: EtcdServer) -> Iterator[EtcdStore]:
     """The server's data, read without a session."""
-    store = EtcdStore([server.endpoint], LIMIT_S, threading.Event(), EVERYBODY)
+    store = EtcdStore([server.endpoint], LIMIT_S, threading.Event(), UNRESTRICTED)
     try:
         yield store
     finally:

@@ -39,7 +39,7 @@ NAME = "rollout_worker/0"
         (desired(state="kill"), observed(asked=True), ["kill"]),
         (desired(state="stop"), None, ["skip"]),
         (desired(state="kill"), observed(ended=True), []),  # its end is told until it has no desired state any more
-        (desired(), observed(ended=True), []),  # who is started again decides the launcher
+        (desired(), observed(ended=True), []),  # the launcher decides whether it restarts
         (None, observed(), ["kill"]),
         (None, observed(ended=True), ["forget"]),
         (

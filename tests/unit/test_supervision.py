@@ -1,4 +1,4 @@
-"""Who is started again how: alone, with its group, everything once, or nobody any more. And who is frozen."""
+"""Restart policy: a process restarts alone, with its group, with everything once, or not at all; and which one is frozen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Worker groups and their incarnations, what is fetched from whom, and what is done again. All of it pure."""
+"""Worker groups and their incarnations: which worker fetches from which, and which work is repeated (pure rules)."""
 
 from __future__ import annotations
 

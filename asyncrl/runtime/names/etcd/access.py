@@ -74,7 +74,7 @@ class EtcdAccess:
         return api.grpc.secure_channel(endpoint, credentials, options=options)
 
 
-EVERYBODY = EtcdAccess()  # an etcd without access control
+UNRESTRICTED = EtcdAccess()  # an etcd without access control
 
 
 @dataclass

@@ -11,7 +11,7 @@ import math
 import secrets
 from collections.abc import Sequence
 
-from asyncrl.runtime.names.etcd.access import EVERYBODY, EtcdAccess
+from asyncrl.runtime.names.etcd.access import UNRESTRICTED, EtcdAccess
 from asyncrl.runtime.names.etcd.leases import USUAL, LeaseIntervals, LeaseKeeper
 from asyncrl.runtime.names.etcd.store import EtcdStore, below, one_key
 from asyncrl.runtime.names.etcd.watch import EtcdWatch
@@ -28,7 +28,7 @@ class EtcdNameResolver(NameResolver):
         endpoints: Sequence[str],
         timeout_s: float = 5.0,
         open_limit_s: float | None = None,
-        access: EtcdAccess = EVERYBODY,
+        access: EtcdAccess = UNRESTRICTED,
         intervals: LeaseIntervals = USUAL,
     ) -> None:
         """open_limit_s: limit for reaching a server initially; default: timeout_s."""
