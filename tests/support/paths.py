@@ -63,7 +63,6 @@ _BESIDE_BOTH = {
     "asyncrl/runtime/worker.py": "the base of all workers",
     "asyncrl/runtime/background.py": "the base of all workers: tasks",
     "asyncrl/runtime/board.py": "the base of all workers: named waits, the status board",
-    "asyncrl/runtime/system.py": "the base of all workers: the pipe of statuses",
     "asyncrl/runtime/disk.py": "the message for a file that cannot be written",
     "asyncrl/runtime/transport.py": "the driver of ZeroMQ, below the channel",
     "asyncrl/runtime/http_client.py": "the driver of HTTP, below service_client.py",
@@ -213,8 +212,8 @@ def _contains(value: object, wanted: Any, depth: int) -> bool:
 
 
 def _parts(value: object) -> Iterable[object]:
-    """The parts of a container, a message or a dataclass. A config has none: it holds no sample, and its numbers are not tokens."""
-    if isinstance(value, str | bytes | int | float | type | None) or type(value).__module__ == "asyncrl.config.schema":
+    """The parts of a container, a message or a dataclass."""
+    if isinstance(value, str | bytes | int | float | type | None):
         return ()
     if isinstance(value, dict):
         return [part for pair in _first(value.items()) for part in pair]
