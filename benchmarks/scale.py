@@ -531,7 +531,8 @@ def simulate(run: Run, service_s: float, idle_share: float, heartbeats_from: flo
         nonlocal free_at, busy
         begin = max(at, free_at)
         free_at = begin + service
-        busy += service_s  # idle_share accounts for the health probes in between
+        if at >= heartbeats_from:
+            busy += service_s  # idle_share accounts for the health probes in between
         return free_at
 
     for number in range(run.clients):

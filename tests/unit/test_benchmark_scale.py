@@ -48,3 +48,12 @@ def test_training_is_not_outrun(scale: Any, run: Any) -> None:
     )
     assert found["steps"] <= 10
     assert found["allocations_a_s"] * 600.0 <= (found["steps"] + 1 + run.eta + 1) * run.batch
+
+
+@pytest.mark.parametrize("heartbeats_from", [20.0, 60.0, 100.0])
+def test_utilisation_counts_the_requests_of_the_measured_time_only(
+    scale: Any, run: Any, heartbeats_from: float
+) -> None:
+    found = scale.simulate(run, service_s=0.001, idle_share=0.0, heartbeats_from=heartbeats_from)
+    requests_a_s = run.clients / run.heartbeat_s + 2 * found["allocations_a_s"]
+    assert found["utilisation"] == pytest.approx(0.001 * requests_a_s, rel=0.01)
