@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from asyncrl.cli.main import UsageError, main, parse
 from asyncrl.config.schema import ExperimentConfig, NameResolveConfig, RuntimeConfig, WorkerInfo
@@ -136,13 +137,23 @@ def test_a_command_that_is_none_is_found(tmp_path: Path) -> None:
         test_the_commands_of_a_page_exist(tmp_path / "page.md")
 
 
-def test_the_config_of_the_readme_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_check_accepts_the_config_of_the_readme(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a small model, and the reward that its comment describes."""
     (block,) = pages.blocks(pages.ROOT / "README.md", "yaml")
-    (tmp_path / "my_run.yaml").write_text(block)
-    config = load_experiment(tmp_path / "my_run.yaml")
-    assert config.rollout.tasks["default"].reward == "my_task.py:reward"
+    (folder / "my_run.yaml").write_text(block.replace("/path/to/a/hugging/face/model", "model"))
+    (folder / "my_task.py").write_text("def reward(prompt, completion, answer):\n    return len(completion)\n")
+    assert main(["check", "my_run.yaml"]) == 0, capsys.readouterr().out
     assert len(block.splitlines()) <= 15
+
+
+def test_the_preset_of_the_algorithms_page_is_applied() -> None:
+    (block,) = pages.blocks(pages.ROOT / "docs" / "algorithms.md", "yaml")
+    shown = OmegaConf.create(block)
+    overrides = [f"train.{key}={value}" for key, value in shown.train.items() if key != "ppo"]
+    overrides += [f"train.ppo.{key}={value}" for key, value in shown.train.ppo.items()]
+    config = load_experiment(pages.ROOT / "configs" / "quickstart_cpu.yaml", overrides)
+    assert config.train.ppo.eps_clip_higher == shown.train.ppo.eps_clip_higher
+    assert config.rollout.reject_equal_rewards  # of dapo
 
 
 @pytest.mark.parametrize("name", ["hosts", "slurm"])
