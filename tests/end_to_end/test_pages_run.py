@@ -1,0 +1,104 @@
+"""The commands of the pages, run as a user types them.
+
+docs/running.md is one session: a run is started, watched, scaled and stopped. Only overrides that shorten a run are added.
+tests/hosts and tests/slurm run the commands of docs/hosts.md and docs/slurm.md. tests/unit/test_pages.py parses the others.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.testing.runs import RunHandle, assert_nothing_left, journal
+from tests import pages
+
+PROGRAM = Path(sys.executable).parent / "asyncrl-launch"
+RUNS = Path("runs", "sloppy-sorter")
+SMALL = (
+    "train.batch_size=8",
+    "train.ppo.minibatches=1",
+    "rollout.group_size=4",
+    "eval.prompts=null",
+    "weights.fsync=false",
+)
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def place(sorter: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the repository's configs and the sloppy sorter, whose warm start has run."""
+    folder = tmp_path_factory.mktemp("place")
+    (folder / "configs").symlink_to(pages.ROOT / "configs")
+    example = folder / "examples" / "sloppy_sorter"
+    shutil.copytree(pages.ROOT / "examples" / "sloppy_sorter", example, ignore=shutil.ignore_patterns("model", "data"))
+    for made in ("model", "data"):
+        (example / made).symlink_to(sorter / made)
+    return folder
+
+
+def words(line: str, *overrides: str) -> list[str]:
+    """The command of a page's line."""
+    program, *arguments = shlex.split(line, comments=True)
+    assert program == "asyncrl-launch"
+    return [str(PROGRAM), *arguments, *overrides]
+
+
+def done(place: Path, line: str, *overrides: str) -> str:
+    """The output of a command that ends with exit code 0."""
+    found = subprocess.run(words(line, *overrides), cwd=place, capture_output=True, text=True, timeout=300, check=False)
+    assert found.returncode == 0, f"{line}\n{found.stdout}{found.stderr}"
+    return found.stdout + found.stderr
+
+
+def begun(place: Path, line: str, *overrides: str) -> RunHandle:
+    """A command that goes on while others run."""
+    return RunHandle(words(line, *overrides), place / RUNS / "b", cwd=place)
+
+
+def test_the_session_of_running_and_watching(place: Path) -> None:
+    """Every line of docs/running.md, in its order. A short run `t0` comes first: the page plots it beside `b`."""
+    page = Path(pages.ROOT, "docs", "running.md")
+    lines = iter(pages.commands(page))
+    assert next(lines).startswith(". .venv/bin/activate")
+    done(place, next(lines))
+    assert (place / "my_task" / "config.yaml").is_file()
+    done(place, next(lines))
+    done(place, next(lines))
+    done(place, next(lines), f"fileroot={place / 'dry'}")
+    assert list(place.glob("dry/sloppy-sorter/t0/dry_run/*"))
+    done(place, "asyncrl-launch run configs/quickstart_cpu.yaml", *SMALL, "train.max_steps=2")
+    shown = ("record.trajectories=true", "trace=true", "train.max_steps=0")
+    with begun(place, next(lines), *SMALL, *shown) as run:
+        run.wait_for_step(2, 120)
+        table = done(place, next(lines))
+        assert "t0" in table
+        assert "running" in table
+        with begun(place, next(lines)) as watch, begun(place, next(lines)) as follow:
+            watch.wait_for_output("generation_server/1", 30)
+            done(place, next(lines))
+            assert list(place.glob("runs/**/plot.png")) or list(place.glob("plot.png"))
+            assert "reward" in done(place, next(lines))
+            done(place, next(lines))
+            done(place, next(lines))
+            run.wait_until(lambda: journal(run.run_dir, "generation_server_2"), "the third server sampled tokens", 60)
+            done(place, next(lines))
+            assert run.wait(60) == 130, run.output()
+            assert watch.wait(30) == 0, watch.output()
+            follow.wait(30)
+            assert "generation_server/2" in watch.output()
+    assert list(lines) == []
+    assert_nothing_left(place / RUNS / "b")
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["actor_critic", "sync"])
+def test_a_layout_of_the_page_trains(place: Path, number: int) -> None:
+    page = Path(pages.ROOT, "docs", "layouts.md")
+    (line,) = pages.blocks(page, "bash")[number].splitlines()
+    said = done(place, line, *SMALL, "train.max_steps=2", f"trial=layout{number}")
+    assert "step 2" in said
