@@ -136,7 +136,8 @@ class Overlap:
 
 
 def cpu_seconds(process: psutil.Process) -> float:
-    """CPU time of a process so far, or 0 if it is gone: the run may end during the call."""
+    """CPU time of a process so far, or 0 if it is gone: the run may end during the call. The launcher, which is this process's
+    child, can still be read after its end."""
     try:
         times = process.cpu_times()
     except psutil.Error:

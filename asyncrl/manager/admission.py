@@ -42,7 +42,7 @@ class Gate:
         if self.eta < 0:
             raise ValueError(f"max_head_offpolicyness is {self.eta}; use 0 (synchronous) or more")
         if self.max_concurrent < 1:
-            raise ValueError(f"max_concurrent_rollouts is {self.max_concurrent}; use at least 1")
+            raise ValueError(f"max_concurrent_rollouts is {self.max_concurrent}; less admits nothing, use at least 1")
 
     def room(self, *, live: int, running: int, trained: int, served: int) -> tuple[int, str]:
         """How many more tickets are admitted, and the refusal's reason if that is 0."""

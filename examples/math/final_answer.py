@@ -3,9 +3,10 @@ r"""Extracts the final answer of a response, and reads it as a number. Pure and 
     final_answer(r"... so \boxed{\$1{,}080 \text{ a day}}")  ->  r"\$1{,}080 \text{ a day}"
     number(r"\$1{,}080 \text{ a day}")                        ->  1080
 
-The final answer is the last `\boxed{}`; without one, the text after the last `####`; without that, the text after the last "the
-answer is"; otherwise the whole response, if it is short. A number may have thousands separators, a currency, a unit, a percent
-sign or an exponent, or be a fraction or a mixed number. A sum or product that still has to be computed is not a number.
+The final answer is the last `\boxed{}`; without one, the text after the last `####` (`#### 42`); without that, the text after the
+last "the answer is" ("the answer is 42"); otherwise the whole response, if it is short. A number may have thousands separators, a
+currency, a unit, a percent sign or an exponent, or be a fraction or a mixed number. A sum or product that still has to be computed
+is not a number: `48 + 24` is not 72.
 """
 
 from __future__ import annotations

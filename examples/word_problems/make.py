@@ -124,7 +124,7 @@ def solution(a: int, operator: str, b: int) -> str:
 def sloppy(rng: np.random.Generator) -> list[dict[str, str]]:
     """A conversation for the warm start that ends with an answer, which is sometimes right.
 
-    A third of them are second tries, so that the model has seen the hints of the environment.
+    A third of them are second tries, so that the model has seen the hints of an environment of two steps.
     """
     question, right = draw(rng)
     task = (ONCE, TWICE)[rng.integers(2)]

@@ -1,8 +1,8 @@
 """Forks workers from a process that has already imported their modules, so that a run imports torch once and not once per process.
 
-The launcher starts one fork server for each set of imports (`PRELOADS`), before it starts etcd. It requests workers over a socket
-pair. Each request carries two file descriptors: the worker's log and the write end of its status pipe. A forked worker behaves like
-a process with its own interpreter:
+The launcher starts one fork server for each set of imports (`PRELOADS`), before it starts etcd. It requests workers one after
+another over a socket pair. Each request carries two file descriptors: the worker's log and the write end of its status pipe. A
+forked worker behaves like a process with its own interpreter:
 - It is a child of the launcher, which sees its exit with waitpid. The parent-death signal ends it with the launcher.
 - It leads its own session and has its own environment and command line.
 
