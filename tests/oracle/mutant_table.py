@@ -475,7 +475,7 @@ MUTANTS = [
             "the-checkpoint-step-is-counted-twice",
             "first = attempt.parent[1] + 1 if",
             "first = attempt.parent[1] if",
-            "TestLineage::test_of_a_chain",
+            "TestLineage::test_a_chain_of_attempts_is_one_lineage",
         ),
         (
             "without-a-snapshot-the-last-step-is-lost",
@@ -487,7 +487,7 @@ MUTANTS = [
             "a-group-at-its-bound-is-too-old",
             'if eta is not None and event["step"] - 1 - oldest > eta:',
             'if eta is not None and event["step"] - 1 - oldest >= eta:',
-            "TestAudit::test_the_bound_on_age",
+            "TestAudit::test_groups_beyond_the_bound_on_offpolicyness_are_found",
         ),
         (
             "a-group-is-as-old-as-its-newest-token",
@@ -499,13 +499,13 @@ MUTANTS = [
             "a-group-stored-twice-is-fine",
             "if stored[attempt, ticket] != 1:",
             "if stored[attempt, ticket] < 1:",
-            "TestAudit::test_what_is_wrong_is_found",
+            "TestAudit::test_each_problem_is_found",
         ),
         (
             "an-adopted-ticket-was-admitted-twice",
             'for event in admitted if event["event"] == "admitted")',
             "for event in admitted)",
-            "TestAudit::test_how_groups_came",
+            "TestAudit::test_the_admission_and_the_push_of_each_trained_group_are_checked",
         ),
     ),
 ]
