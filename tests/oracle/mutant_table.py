@@ -37,7 +37,7 @@ MUTANTS = [
             "gate-grants-the-larger-of-both-rooms",
             'return min(fresh, idle), ""',
             'return max(fresh, idle), ""',
-            "test_the_gate_has_room_for_what_both_bounds_allow",
+            "test_the_room_of_the_gate_is_the_smaller_of_its_bounds",
         ),
     ),
     *_of(

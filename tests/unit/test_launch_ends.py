@@ -1,4 +1,4 @@
-"""A launch whose process has failed ends with the first cause, even if a signal or the end of the run comes before it decides."""
+"""A launch ends with the cause of the first failure, even if a signal or the end of the run comes before the launch decides."""
 
 from __future__ import annotations
 

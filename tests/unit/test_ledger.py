@@ -132,7 +132,7 @@ def test_gate(live: int, running: int, trained: int, served: int, refusal: str) 
 
 
 @pytest.mark.parametrize(("live", "running", "room"), [(0, 0, 6), (6, 1, 2), (3, 3, 3), (7, 0, 1)])
-def test_the_gate_has_room_for_what_both_bounds_allow(live: int, running: int, room: int) -> None:
+def test_the_room_of_the_gate_is_the_smaller_of_its_bounds(live: int, running: int, room: int) -> None:
     gate = Gate(batch_size=4, eta=1, max_concurrent=6)
     assert gate.room(live=live, running=running, trained=5, served=5) == (room, "")
 
@@ -458,7 +458,7 @@ def test_a_restarted_worker_loses_its_tickets_and_its_old_process_is_refused() -
 
 
 def test_an_old_process_of_a_worker_cannot_replace_the_new_one() -> None:
-    """This also holds for a new manager that hears the new process first, and then the old one, which was frozen until then."""
+    """This also holds for a new manager that hears the new process first, and later the old one, which was frozen."""
     ghost = incarnation("rollout_worker/0", attempt=1, start=9)
     (old,) = Desk().take(1, incarnation=ghost)
     worker = incarnation("rollout_worker/0", attempt=1, start=10)

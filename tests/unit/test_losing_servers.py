@@ -1,4 +1,4 @@
-"""Tickets whose server is lost move to another server, to the same one after it has recovered, or to its replacement process."""
+"""Tickets of a lost server move to another server, to the same one after it has recovered, or to its replacement process."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ async def until_tokens(engine: PacedEngine, count: int) -> None:
 
 
 def prompt(length_at_least: int = 1, start: int = 0) -> list[int]:
-    """Return a prompt whose response has at least this many tokens."""
+    """Return a prompt with a response of at least this many tokens."""
     return next(ids for n in range(start, 10_000) if TAIL.length(ids := [5, n, 2]) >= length_at_least)
 
 

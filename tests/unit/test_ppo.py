@@ -267,7 +267,7 @@ def test_a_capped_behaviour_weight_masks_the_whole_sequence() -> None:
 
 
 def test_kl_in_the_loss_by_hand() -> None:
-    """k3 with d = 0.5 is e^-0.5 - 0.5 = 0.1065, times 0.2, added to -A r = -1. It also counts for tokens whose weight is masked."""
+    """k3 with d = 0.5 is e^-0.5 - 0.5 = 0.1065, times 0.2, added to -A r = -1. It also counts for tokens with a masked weight."""
     data = {
         "packed_logprobs": torch.tensor([-1.0, -9.0]),
         "proximal_logprobs": torch.tensor([-1.0, -1.0]),
@@ -363,7 +363,7 @@ def test_micro_batches_add_up(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if config.policy_loss == "clip"])
 def test_gradient_against_finite_differences(name: str) -> None:
-    """Not for CISPO, whose gradient is not that of its value. Tests above check it by hand."""
+    """CISPO is left out because its gradient is not that of its value. Tests above check it by hand."""
     config, (data, lengths) = CONFIGS[name], random_batch(3)
     data = {key: value.double() if value.is_floating_point() else value for key, value in data.items()}
     loss_fn = PPOLoss(config, 10.0)
