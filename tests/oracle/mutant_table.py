@@ -37,7 +37,7 @@ MUTANTS = [
             "gate-grants-the-larger-of-both-rooms",
             'return min(fresh, idle), ""',
             'return max(fresh, idle), ""',
-            "test_the_gate_has_room_for_what_both_bounds_allow",
+            "test_the_room_of_the_gate_is_the_smaller_of_its_bounds",
         ),
     ),
     *_of(
@@ -305,13 +305,13 @@ MUTANTS = [
             "a-sequence-that-fits-exactly-opens-another-part",
             "if lengths[i] <= room[at]:",
             "if lengths[i] < room[at]:",
-            "test_what_balances_worse_than_it_fits_is_kept_within_the_budget",
+            "test_the_budget_takes_precedence_over_balance",
         ),
         (
             "ranks-have-different-numbers-of-micro-batches",
             "count = max(len(fitted), min_count)",
             "count = len(fitted)",
-            "test_every_rank_can_have_as_many_as_the_rank_that_has_most",
+            "test_every_rank_can_have_as_many_micro_batches_as_the_rank_with_most",
         ),
         (
             "parts-are-balanced-by-sequences",
@@ -335,7 +335,7 @@ MUTANTS = [
             "keys-of-groups-come-into-micro-batches",
             'KEY_SPECS[key].layout in ("token", "sequence")',
             "KEY_SPECS[key].layout",
-            "test_keys_of_groups_have_no_place_where_each_group_is_one_sequence_either",
+            "test_keys_of_groups_are_dropped_even_if_each_group_has_one_sequence",
         ),
     ),
     *_of(
@@ -409,7 +409,7 @@ MUTANTS = [
             "cispo-has-a-gradient-through-its-ratio",
             "    ratio_T = ratio_T.detach()\n    weight_T = ratio_T.clamp",
             "    weight_T = ratio_T.clamp",
-            "test_gradient_on_policy_is_that_of_the_policy_gradient",
+            "test_the_gradient_on_policy_is_the_policy_gradient",
         ),
         (
             "a-sequence-is-as-long-as-its-prompt-and-response",
@@ -421,7 +421,7 @@ MUTANTS = [
             "the-kl-that-stops-a-step-has-the-wrong-sign",
             "masked_sum(anchor_T - logprobs_T, mask_T)",
             "masked_sum(logprobs_T - anchor_T, mask_T)",
-            "test_early_stop_by_what_the_loss_itself_counts",
+            "test_early_stop_by_the_statistics_of_the_loss",
         ),
     ),
     *_of(
@@ -475,7 +475,7 @@ MUTANTS = [
             "the-checkpoint-step-is-counted-twice",
             "first = attempt.parent[1] + 1 if",
             "first = attempt.parent[1] if",
-            "TestLineage::test_of_a_chain",
+            "TestLineage::test_a_chain_of_attempts_is_one_lineage",
         ),
         (
             "without-a-snapshot-the-last-step-is-lost",
@@ -487,7 +487,7 @@ MUTANTS = [
             "a-group-at-its-bound-is-too-old",
             'if eta is not None and event["step"] - 1 - oldest > eta:',
             'if eta is not None and event["step"] - 1 - oldest >= eta:',
-            "TestAudit::test_the_bound_on_age",
+            "TestAudit::test_groups_beyond_the_bound_on_offpolicyness_are_found",
         ),
         (
             "a-group-is-as-old-as-its-newest-token",
@@ -499,13 +499,13 @@ MUTANTS = [
             "a-group-stored-twice-is-fine",
             "if stored[attempt, ticket] != 1:",
             "if stored[attempt, ticket] < 1:",
-            "TestAudit::test_what_is_wrong_is_found",
+            "TestAudit::test_each_problem_is_found",
         ),
         (
             "an-adopted-ticket-was-admitted-twice",
             'for event in admitted if event["event"] == "admitted")',
             "for event in admitted)",
-            "TestAudit::test_how_groups_came",
+            "TestAudit::test_the_admission_and_the_push_of_each_trained_group_are_checked",
         ),
     ),
 ]

@@ -1,4 +1,4 @@
-"""The fence: what is earlier than the newest is refused, what is later is adopted, and the newest never goes back."""
+"""The fence refuses places earlier than the newest, adopts later ones, and never goes back to an earlier place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asyncrl.protocol.names import incarnation
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1))
-def test_the_newest_is_the_highest_so_far_and_what_is_lower_is_over(places: list[tuple[int, int]]) -> None:
+def test_the_newest_is_the_highest_place_so_far_and_lower_places_are_over(places: list[tuple[int, int]]) -> None:
     fence = Fence[tuple[int, int] | None](None)
     seen: list[tuple[int, int]] = []
     for place in places:
@@ -22,7 +22,7 @@ def test_the_newest_is_the_highest_so_far_and_what_is_lower_is_over(places: list
         assert fence.is_current(max(seen))
 
 
-def test_before_anything_is_seen_nothing_is_over() -> None:
+def test_no_place_is_over_before_one_is_seen() -> None:
     fence = Fence[WeightVersion | None](None)
     assert not fence.is_over(WeightVersion(0, 0))
     assert fence.adopt(WeightVersion(1, 5))
@@ -32,7 +32,7 @@ def test_before_anything_is_seen_nothing_is_over() -> None:
     assert fence.adopt(WeightVersion(2, 0))
 
 
-def test_incarnations_go_by_their_names() -> None:
+def test_incarnations_are_ordered_by_their_names() -> None:
     first, second = (incarnation("worker", start=start) for start in (1, 2))
     fence = IncarnationFence(second)
     assert fence.is_over(first)
@@ -40,7 +40,7 @@ def test_incarnations_go_by_their_names() -> None:
     assert fence.newest == second
 
 
-def test_incarnations_without_an_order_go_by_when_they_were_heard() -> None:
+def test_incarnations_whose_names_have_no_order_are_ordered_by_arrival() -> None:
     fence = IncarnationFence("a")
     assert fence.adopt("b")
     assert fence.is_over("a")

@@ -1,4 +1,4 @@
-"""Of several processes that failed: which was the first, and what is told of it."""
+"""When several processes have failed, the launcher finds the first failure and describes it."""
 
 import signal
 
@@ -38,7 +38,7 @@ def child(specs, tmp_path):
     return make
 
 
-def test_the_first_error_is_told_whoever_is_first_to_exit(child):
+def test_the_earliest_error_is_reported_even_if_another_process_exits_first(child):
     text = first_cause(
         [
             child("master/0", code=1, ended=11.0, error="Traceback\nLostError: gone\n", error_time=10.2),
@@ -51,7 +51,7 @@ def test_the_first_error_is_told_whoever_is_first_to_exit(child):
     assert text.endswith("\nFailed after it: master/0")
 
 
-def test_an_error_that_came_as_the_answer_to_a_call_is_its_makers(child):
+def test_an_error_returned_by_a_remote_call_is_attributed_to_the_callee(child):
     passed_on = (
         "Traceback\nasyncrl.RemoteCallError: model_worker/0: OSError: disk full\n\nTraceback at model_worker/0:\n"
     )
@@ -59,11 +59,11 @@ def test_an_error_that_came_as_the_answer_to_a_call_is_its_makers(child):
     text = first_cause([master, child("model_worker/0", error="Traceback\nOSError: disk full\n", error_time=10.3)])
     assert text.startswith("model_worker/0 failed\n\nTraceback\nOSError: disk full\n\nIts log: ")
     assert text.endswith("Failed after it: master/0")
-    assert first_cause([master, child("model_worker/0")]).startswith("master/0 failed")  # nobody else to ask
+    assert first_cause([master, child("model_worker/0")]).startswith("master/0 failed")  # no error from the callee
 
 
 @pytest.mark.parametrize(("ended", "first"), [(10.4, "model_worker/0"), (10.6, "master/0")])
-def test_a_killed_process_is_noticed_late(child, ended, first):
+def test_a_kill_counts_as_earlier_if_it_is_noticed_shortly_after_another_error(child, ended, first):
     text = first_cause(
         [
             child("master/0", code=1, ended=10.1, error="ConnectionLost", error_time=10.0),
@@ -73,8 +73,8 @@ def test_a_killed_process_is_noticed_late(child, ended, first):
     assert text.startswith(first)
 
 
-def test_an_abort_of_its_own_is_not(child):
-    """A collective's library aborts the process whose peer has failed."""
+def test_an_abort_is_not_assumed_to_be_earlier(child):
+    """A communication library aborts its own process after a peer has failed, so the abort is not the first cause."""
     text = first_cause(
         [
             child("master/0", code=1, ended=10.1, error="the cause", error_time=10.0),
@@ -84,7 +84,7 @@ def test_an_abort_of_its_own_is_not(child):
     assert text.startswith("master/0 failed")
 
 
-def test_one_that_could_not_speak_is_told_with_the_end_of_its_log(child):
+def test_a_process_without_an_error_report_is_described_by_the_end_of_its_log(child):
     text = first_cause([child("rollout_worker/0", code=3, ended=1.0)])
     assert text.startswith(
         "rollout_worker/0 ended with exit code 3; its log ends with\n\nline 75 of rollout_worker/0\n"
@@ -96,7 +96,7 @@ def test_one_that_could_not_speak_is_told_with_the_end_of_its_log(child):
     assert "signal SIGKILL (by a person or another process, or because memory ran out: see `dmesg`)" in by_hand
 
 
-def test_a_log_that_is_gone(child):
+def test_a_missing_log_is_mentioned(child):
     silent = child("rollout_worker/0", code=3, ended=1.0)
     silent.log.unlink()
     assert "(the log cannot be read: " in first_cause([silent])

@@ -1,4 +1,4 @@
-"""Groups of mode=sync: what a model worker does beside sampling."""
+"""The model worker's group maker in mode=sync: tasks other than sampling."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.protocol.messages import ExecuteMFC, Locator
 from asyncrl.runtime.worker import StatusBoard
 from asyncrl.testing.runs import make_tiny_run
 
-# As Reward raises it where the processes that run a reward function are lost
+# Reward raises this error when the processes that run a reward function are lost
 REWARD = """
 from asyncrl.rewards.outcome import REWARD_LOST, RolloutReleased
 
@@ -28,7 +28,7 @@ async def reward(prompt, completion, answer):
 """
 
 
-async def test_a_group_whose_reward_processes_are_lost_is_judged_again(tmp_path: Path) -> None:
+async def test_a_group_is_rewarded_again_after_its_reward_processes_are_lost(tmp_path: Path) -> None:
     tiny = make_tiny_run(tmp_path, num_prompts=20)
     (tmp_path / "lost.py").write_text(REWARD)
     overrides = ["mode=sync", "prompts.shuffle=false", "rollout.reward_isolation=thread"]

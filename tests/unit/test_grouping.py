@@ -18,23 +18,23 @@ from asyncrl.runtime.push_pull import grouping
         (2, 5, {0: [0], 1: [1], 2: [0], 3: [1], 4: [0]}),
     ],
 )
-def test_table(num_pushers, num_pullers, expected):
+def test_assignments_of_small_layouts(num_pushers, num_pullers, expected):
     assert grouping(num_pushers, num_pullers) == expected
 
 
 @pytest.mark.parametrize("num_pushers", range(1, 12))
 @pytest.mark.parametrize("num_pullers", range(1, 12))
-def test_nobody_is_left_out_and_the_load_is_even(num_pushers, num_pullers):
+def test_every_pusher_is_assigned_and_the_load_is_even(num_pushers, num_pullers):
     groups = grouping(num_pushers, num_pullers)
     assert list(groups) == list(range(num_pullers))
     assert {pusher for pushers in groups.values() for pusher in pushers} == set(range(num_pushers))
     sizes = [len(pushers) for pushers in groups.values()]
     assert max(sizes) - min(sizes) <= 1
-    if num_pushers >= num_pullers:  # then each pusher has one puller
+    if num_pushers >= num_pullers:  # each pusher has exactly one puller
         assert sum(sizes) == num_pushers
 
 
 @pytest.mark.parametrize(("num_pushers", "num_pullers"), [(0, 1), (1, 0), (-1, 2)])
-def test_refuses_nobody(num_pushers, num_pullers):
+def test_counts_below_one_are_refused(num_pushers, num_pullers):
     with pytest.raises(ValueError, match="at least one"):
         grouping(num_pushers, num_pullers)

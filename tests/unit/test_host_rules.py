@@ -1,4 +1,4 @@
-"""What a host daemon does with what it sees, and when it lets go."""
+"""The host daemon's rules: which actions follow from desired and observed state, and when its processes must end."""
 
 import pytest
 
@@ -38,7 +38,7 @@ NAME = "rollout_worker/0"
         (desired(state="stop"), observed(asked=True), []),
         (desired(state="kill"), observed(asked=True), ["kill"]),
         (desired(state="stop"), None, ["skip"]),
-        (desired(state="kill"), observed(ended=True), []),  # its end is told until it has no desired state any more
+        (desired(state="kill"), observed(ended=True), []),  # its end is reported until its desired state is removed
         (desired(), observed(ended=True), []),  # the launcher decides whether it restarts
         (None, observed(), ["kill"]),
         (None, observed(ended=True), ["forget"]),
@@ -46,9 +46,9 @@ NAME = "rollout_worker/0"
             desired(incarnation=2),
             observed(incarnation=1),
             ["kill"],
-        ),  # the next incarnation waits for the end of this one
+        ),  # the next incarnation starts after this one has ended
         (desired(incarnation=2), observed(incarnation=1, ended=True), ["forget"]),
-        (desired(incarnation=1), observed(incarnation=2), []),  # an older state, late
+        (desired(incarnation=1), observed(incarnation=2), []),  # an outdated desired state that arrived late
     ],
 )
 def test_decisions(goal, process, verbs):
@@ -56,7 +56,7 @@ def test_decisions(goal, process, verbs):
     assert list(found) == [Action(verb, NAME) for verb in verbs]
 
 
-def test_what_another_launcher_or_an_earlier_daemon_was_told_is_refused():
+def test_entries_of_another_launcher_or_for_an_earlier_daemon_are_ignored():
     published = [
         desired(),
         desired(launcher="old", name="master/0"),
@@ -73,7 +73,7 @@ def tether():
     return Tether(0.0, cut_off_limit_s=60, wait_s=300)
 
 
-def test_before_a_launcher_came_a_host_daemon_waits_for_it_and_no_longer_than_it_should():
+def test_a_host_daemon_waits_for_the_first_launcher_until_its_limit():
     rope = tether()
     rope.sees(None, 1)
     rope.unreachable(200, refused=True)
@@ -81,34 +81,34 @@ def test_before_a_launcher_came_a_host_daemon_waits_for_it_and_no_longer_than_it
     assert "no launcher has appeared within 300 s" in rope.broken(301)
 
 
-def test_an_outage_is_outlived_and_a_dead_launcher_is_not():
+def test_processes_survive_a_short_outage_but_not_a_dead_launcher():
     rope = tether()
     rope.sees(record(), 1)
     rope.unreachable(10, refused=False)
     assert rope.broken(69) == ""
     assert "could not be reached for 60 s" in rope.broken(71)
-    rope.sees(record(), 72)  # the cable is back
+    rope.sees(record(), 72)  # the network is back
     assert rope.broken(1000) == ""
     rope.sees(None, 1001)
     assert rope.broken(1005) == ""
     assert rope.broken(1010) == "the launcher is gone"
 
 
-def test_where_name_resolve_is_gone_with_the_launcher_the_end_comes_sooner():
+def test_refused_connections_to_name_resolve_end_the_processes_sooner():
     rope = tether()
     rope.sees(record(), 1)
     rope.unreachable(10, refused=True)
     rope.unreachable(29, refused=True)
     assert rope.broken(29) == ""
     assert "are gone" in rope.broken(31)
-    rope.unreachable(32, refused=False)  # now it is the network: refused counts from its start
+    rope.unreachable(32, refused=False)  # a network failure now: the time of refused connections starts again
     assert rope.broken(33) == ""
 
 
-def test_the_word_of_an_earlier_launcher_counts_for_nothing():
+def test_the_record_of_an_earlier_launcher_is_ignored():
     rope = tether()
     rope.sees(record(ends=True), 0)
-    assert not rope.is_over  # a run that was over before the host daemon came
+    assert not rope.is_over  # that run ended before the host daemon started
     now = record(time_ns=3 * 10**18)
     rope.sees(now, 1)
     rope.sees(record(ends=True), 2)
@@ -118,13 +118,13 @@ def test_the_word_of_an_earlier_launcher_counts_for_nothing():
     assert rope.is_over
 
 
-def test_a_mirror_believes_what_two_reads_in_a_row_say():
+def test_the_watch_cache_adopts_a_difference_shown_by_two_reads_in_a_row():
     told = []
     mirror = WatchCache(told.append)
     mirror.observe(WatchEvent("put", "a", "1"))
     mirror.read({"a": "1", "b": "1"})
     assert told == [WatchEvent("put", "a", "1")]
-    mirror.observe(WatchEvent("put", "b", "2"))  # the read was older than this
+    mirror.observe(WatchEvent("put", "b", "2"))  # newer than the read
     mirror.read({"a": "1", "b": "2"})
     assert len(told) == 2
     mirror.read({"b": "3"})

@@ -1,4 +1,4 @@
-"""Connections between processes: as many as are needed now, not as many as ever were."""
+"""HTTP connections between processes: a session keeps as many connections as it needs now, not as many as it once needed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from aiohttp.test_utils import TestServer
 from asyncrl.runtime.http_client import open_session
 
 
-async def test_calls_one_after_the_other_use_one_connection_however_many_there_are() -> None:
-    """So the others fall idle, and are closed by aiohttp."""
+async def test_sequential_calls_reuse_one_of_many_open_connections() -> None:
+    """The other connections become idle, and aiohttp closes them."""
     num_calls, all_there = 0, asyncio.Event()
     ports: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Models by name: the Hub's cache as it lies on disk, a Hub that is a small server, and each way of not getting a model."""
+"""Models by name: the Hub's cache on disk, a small server that stands in for the Hub, and each failure to get a model."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ NOT_WANTED = {"pytorch_model.bin": b"old", "original/consolidated.safetensors": 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of the Hub; whoever asks the network fails."""
+    """An empty cache of the Hub. Any request to the network fails the test."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(HfApi, "repo_info", lambda *args, **kwargs: pytest.fail("the network was asked"))
+    monkeypatch.setattr(HfApi, "repo_info", lambda *args, **kwargs: pytest.fail("there was a request to the network"))
     return tmp_path / "hub"
 
 
 def put_into(cache: Path, files: dict[str, bytes], *, commit: str = COMMIT, refs: tuple[str, ...] = ("main",)) -> Path:
-    """A model as huggingface_hub keeps it: blobs, links to them, and which commit a branch is at."""
+    """Write a model as huggingface_hub caches it: blobs, links to them, and the commit of each branch."""
     folder = cache / f"models--{NAME.replace('/', '--')}"
     snapshot = folder / "snapshots" / commit
     snapshot.mkdir(parents=True)
@@ -76,11 +76,11 @@ def config_of(model: str, tokenizer: str = "") -> ExperimentConfig:
         ("", False),
     ],
 )
-def test_what_is_a_name(path: str, expected: bool) -> None:
+def test_hub_names_are_distinguished_from_paths(path: str, expected: bool) -> None:
     assert is_hub_name(path) is expected
 
 
-def test_a_folder_comes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+def test_a_folder_takes_precedence_over_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.chdir(tmp_path)
     Path(NAME).mkdir(parents=True)
     config = config_of(NAME)
@@ -88,7 +88,7 @@ def test_a_folder_comes_before_a_name(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("download", [False, True])
-def test_what_is_in_the_cache_is_taken_without_a_question_to_the_hub(cache: Path, download: bool) -> None:
+def test_a_cached_model_is_used_without_a_request_to_the_hub(cache: Path, download: bool) -> None:
     snapshot, older = put_into(cache, FILES), put_into(cache, FILES, commit=OLDER, refs=("v1",))
     config = with_local_models(config_of(NAME), download=download)
     assert (config.model_path, config.tokenizer_path) == (str(snapshot), "")
@@ -96,8 +96,8 @@ def test_what_is_in_the_cache_is_taken_without_a_question_to_the_hub(cache: Path
         assert with_local_models(config_of("/models/other", name), download=download).tokenizer_path == str(older)
 
 
-def test_what_is_missing_is_named_with_its_remedy(cache: Path) -> None:
-    """check looks, and leaves everything as it is."""
+def test_a_missing_model_is_named_with_its_remedy(cache: Path) -> None:
+    """`asyncrl-launch check` only reads: it creates no cache folder."""
     with pytest.raises(ConfigError) as error:
         with_local_models(config_of(NAME), download=False)
     text = str(error.value)
@@ -120,19 +120,19 @@ def test_what_is_missing_is_named_with_its_remedy(cache: Path) -> None:
 @pytest.mark.parametrize(
     ("lost", "complaint"), [("config.json", "has no config.json"), ("model.safetensors", "there are no weights")]
 )
-def test_a_part_of_a_model_is_none(cache: Path, lost: str, complaint: str) -> None:
+def test_an_incomplete_model_is_refused(cache: Path, lost: str, complaint: str) -> None:
     put_into(cache, {name: content for name, content in FILES.items() if name != lost})
     with pytest.raises(ConfigError, match=rf"has only part of it: .*{complaint}.*asyncrl-launch prepare"):
         with_local_models(config_of(NAME), download=False)
 
 
-def test_a_file_that_was_cut_short(cache: Path) -> None:
+def test_a_truncated_file_is_refused(cache: Path) -> None:
     put_into(cache, FILES | {"model.safetensors": FILES["model.safetensors"][:-1]})
     with pytest.raises(ConfigError, match=r"has only part of it: .*cut short"):
         with_local_models(config_of(NAME), download=False)
 
 
-def test_offline_by_order(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_mode_uses_the_cache_and_downloads_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE forbids to download it"):
         with_local_models(config_of(NAME), download=True)
@@ -140,11 +140,11 @@ def test_offline_by_order(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert with_local_models(config_of(NAME), download=True).model_path == str(snapshot)
 
 
-# ------------------------------------------------------------------------------------------------------- a Hub of one's own
+# ------------------------------------------------------------------------------------------------- a server instead of the Hub
 
 
 class StandIn(http.server.BaseHTTPRequestHandler):
-    """What huggingface_hub asks of the Hub for a snapshot: the commit of a revision, its list of files, and the files."""
+    """The requests of huggingface_hub for a snapshot: the commit of a revision, its list of files, and the files."""
 
     served: list[str]
 
@@ -191,7 +191,7 @@ class StandIn(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub() -> Iterator[tuple[str, list[str]]]:
-    """Its address, and the names of the files that were fetched."""
+    """The server's address, and a list that receives the names of the files that were fetched."""
     served: list[str] = []
     handler = type("Handler", (StandIn,), {"served": served})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -217,13 +217,16 @@ print(json.dumps([answers, said]))
 
 
 def ask(endpoint: str, home: Path, *names: str) -> tuple[dict[str, str], list[str], str]:
-    """(folder or error by name, what was said, stderr), of a process: huggingface_hub reads its environment when it is imported."""
+    """Run with_local_models in a new process, because huggingface_hub reads its environment when it is imported.
+
+    Returns (folder or error by name, messages given to `say`, stderr).
+    """
     hidden = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN")
     env = {
         name: value for name, value in os.environ.items() if name not in hidden and not name.lower().endswith("_proxy")
     }
     env |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    # A file that comes late is not asked for again
+    # The timeouts are long, so that a slow answer causes no second request
     env |= {"HF_HUB_ETAG_TIMEOUT": "60", "HF_HUB_DOWNLOAD_TIMEOUT": "60"}
     done = subprocess.run(
         [sys.executable, "-c", ASK, *names], env=env, capture_output=True, text=True, timeout=100, check=False
@@ -241,8 +244,8 @@ def test_a_model_is_downloaded_once(hub: tuple[str, list[str]], tmp_path: Path) 
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == FILES
     assert sorted(served) == sorted(
         name for name, data in FILES.items() if data
-    )  # each once, and nothing that is not read
-    assert "6/6" in progress  # a bar
+    )  # each file once, and no file that is not needed
+    assert "6/6" in progress  # the progress bar
     assert len(said) == 4
     assert said[0].endswith(f"downloading it from {endpoint} to {tmp_path / 'hub'}")
     assert "the Hub has no model of that name" in answers["No/Such"]
@@ -251,7 +254,7 @@ def test_a_model_is_downloaded_once(hub: tuple[str, list[str]], tmp_path: Path) 
     assert all("model_path=/path/to/model" in answers[name] for name in answers if name != NAME)
 
 
-def test_a_hub_that_cannot_be_reached(tmp_path: Path) -> None:
+def test_an_unreachable_hub_is_reported_for_models_that_are_not_cached(tmp_path: Path) -> None:
     put_into(tmp_path / "hub", FILES)
     answers, _, _ = ask("http://127.0.0.1:9", tmp_path, NAME, "Some/Other")
     assert answers[NAME].endswith(COMMIT)

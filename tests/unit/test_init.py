@@ -1,4 +1,4 @@
-"""`asyncrl-launch init`: what it writes is complete and valid. (tests/end_to_end/test_wheel.py runs it.)"""
+"""`asyncrl-launch init` writes complete and valid files. (tests/end_to_end/test_wheel.py runs them.)"""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def names(folder: Path) -> set[str]:
     return {file.name for file in folder.iterdir()}
 
 
-def test_the_task_passes_check_once_model_and_prompts_are_there(
+def test_the_new_task_passes_check_once_it_has_a_model_and_prompts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["init", "my_task"]) == 0
@@ -52,7 +52,7 @@ def test_all_examples_are_shipped_and_listed(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize("example", sorted(shipped_examples()))
 def test_files_of_each_example_are_copied(example: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Folders are not: they hold what a run has made."""
+    """Folders are not copied, because they hold the results of runs."""
     assert main(["init", "deep/copy", "--example", example, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["example"] == example
@@ -64,12 +64,12 @@ def test_files_of_each_example_are_copied(example: str, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("name", ["my_task", "007", "on", "a b"])
-def test_the_experiment_is_called_like_the_folder(name: str) -> None:
+def test_the_experiment_is_named_after_the_folder(name: str) -> None:
     assert main(["init", name]) == 0
     assert load_experiment(Path(name) / "config.yaml").experiment == name
 
 
-def test_an_empty_folder_is_used_and_another_one_is_not(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_an_empty_folder_is_used_and_any_other_path_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert main(["init", "empty"]) == 0
     (tmp_path / "full").mkdir()
@@ -83,7 +83,7 @@ def test_an_empty_folder_is_used_and_another_one_is_not(capsys: pytest.CaptureFi
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_what_is_missing_or_unknown_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_name_and_an_unknown_example_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init"]) == 2
     assert "NAME is missing; name the folder to write" in capsys.readouterr().out
     assert main(["init", "x", "--example", "maths"]) == 2
@@ -92,7 +92,7 @@ def test_what_is_missing_or_unknown_is_told(capsys: pytest.CaptureFixture[str]) 
     assert not Path("x").exists()
 
 
-def test_a_folder_that_cannot_be_made_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_created_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     Path("file").write_text("")
     assert main(["init", "file/task"]) == 2
     assert "NAME 'file/task' cannot be created: Not a directory; choose another folder" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What `asyncrl-launch inspect` shows, from files alone and from files in a run."""
+"""The output of `asyncrl-launch inspect`, for single files and for files in a run's folder."""
 
 import io
 import json
@@ -24,7 +24,7 @@ def tiny(tmp_path_factory):
 
 
 def write_configs(tiny, run_dir, *overrides):
-    """What the launcher leaves of an attempt."""
+    """Write the configs that the launcher leaves in the folder of an attempt."""
     for spec in plan(load_experiment(tiny, overrides), attempt=1, num_prompts=20):
         save_config(spec.config, configs_dir(run_dir, 1) / f"{spec.file_stem}.yaml")
 
@@ -33,7 +33,7 @@ def first_file(run_dir):
     return list_recording(recording_dir(run_dir, 1))[0]
 
 
-def test_a_file_alone_shows_ids(tmp_path):
+def test_a_file_outside_a_run_shows_token_ids_only(tmp_path):
     record_batches(tmp_path, batches=1, size=1, trained=True)
     file = tmp_path / "moved.safetensors"
     first_file(tmp_path).rename(file)
@@ -73,7 +73,7 @@ def test_text_and_advantages_come_from_the_run(tiny, tmp_path):
     assert view.task == "default"
 
 
-def test_advantages_are_normalised_over_the_batch_where_the_trainer_does(tiny, tmp_path):
+def test_advantages_are_normalised_over_the_batch_if_the_trainer_does_so(tiny, tmp_path):
     write_configs(tiny, tmp_path, "train.ppo.advantage_norm=batch")
     store = make_store(tmp_path, trained=True)
     groups = [make_group(0, rewards=(1.0, 1.0), lengths=(2, 2)), make_group(1, rewards=(0.0, 0.0), lengths=(2, 2))]
@@ -87,7 +87,7 @@ def test_advantages_are_normalised_over_the_batch_where_the_trainer_does(tiny, t
     assert make_view(files[0]).notes == ["advantages are normalised over 1 of the batch's 2 groups"]
 
 
-def test_keys_that_only_training_makes_are_asked_for(tiny, tmp_path):
+def test_missing_keys_that_only_training_adds_are_named(tiny, tmp_path):
     write_configs(tiny, tmp_path, "train.ppo.kl_coef=0.1")
     record_batches(tmp_path, batches=1, size=1)
     view = make_view(first_file(tmp_path))
@@ -97,7 +97,7 @@ def test_keys_that_only_training_makes_are_asked_for(tiny, tmp_path):
     assert {row.advantage for row in view.tokens} == {None}
 
 
-def test_proximal_logprobs_are_shown_where_they_are(tiny, tmp_path):
+def test_recorded_proximal_logprobs_are_shown(tiny, tmp_path):
     meta, sample = make_group(0)
     logprobs = np.arange(sample.total_tokens(), dtype=np.float32)
     made = sample.update(sample.derive({"proximal_logprobs": logprobs}))
@@ -106,7 +106,7 @@ def test_proximal_logprobs_are_shown_where_they_are(tiny, tmp_path):
     assert [row.proximal_logprob for row in view.tokens] == [None, None, 6.0, 7.0, 8.0]
 
 
-def test_advantages_that_were_trained_on_are_shown_as_they_are(tmp_path):
+def test_recorded_advantages_are_shown_unchanged(tmp_path):
     meta, sample = make_group(0)
     trained_on = np.arange(sample.total_tokens(), dtype=np.float32)
     made = sample.update(sample.derive({"advantages": trained_on}))
@@ -115,14 +115,14 @@ def test_advantages_that_were_trained_on_are_shown_as_they_are(tmp_path):
     assert [row.advantage for row in view.tokens] == [None, None, 6.0, 7.0, 8.0]
 
 
-def test_nothing_in_a_text_reaches_the_terminal():
+def test_control_characters_of_a_text_are_escaped():
     hostile = "a\x1b[2Jb\r\n\tc\u202ed\x00[bold]e\N{ZERO WIDTH SPACE}\\n"
     assert visible(hostile) == "a\\x1b[2Jb\\r\\n\\tc\\u202ed\\x00[bold]e\\u200b\\n"
     assert visible("two\nlines\x07", lines=True) == "two\nlines\\x07"
     assert visible("größer 你好 🙂") == "größer 你好 🙂"
 
 
-def test_markup_is_shown_and_not_obeyed(tiny, tmp_path):
+def test_markup_in_a_text_is_shown_literally(tiny, tmp_path):
     write_configs(tiny, tmp_path)
     record_batches(tmp_path, batches=1, size=1)
     view = make_view(first_file(tmp_path))
@@ -140,7 +140,7 @@ def test_markup_is_shown_and_not_obeyed(tiny, tmp_path):
     assert output.getvalue().count("[red]x[/]\\x1b[31m") == 1 + 1 + 2 + 1 + 4  # ticket, prompt, group, response, tokens
 
 
-def test_the_command_lists_and_chooses(tiny, tmp_path, capsys):
+def test_the_command_lists_and_selects_trajectories(tiny, tmp_path, capsys):
     write_configs(tiny, tmp_path)
     record_batches(tmp_path, batches=3, size=2, trained=True, lag=1)
 
@@ -175,7 +175,7 @@ def test_the_command_lists_and_chooses(tiny, tmp_path, capsys):
         assert (code, message in printed) == (2, True), printed
 
 
-def test_a_run_that_recorded_nothing_says_how_to(tmp_path, capsys):
+def test_a_run_without_recordings_names_the_option_that_records(tmp_path, capsys):
     assert main(["inspect", str(tmp_path)]) == 1
     assert "record.trajectories=true" in capsys.readouterr().out
     (tmp_path / "torn.safetensors").write_bytes(b"1234")
@@ -183,8 +183,8 @@ def test_a_run_that_recorded_nothing_says_how_to(tmp_path, capsys):
     assert "cut short" in capsys.readouterr().out
 
 
-def test_a_run_that_went_on_from_a_checkpoint_lists_what_led_to_its_weights(tmp_path, capsys):
-    """Attempt 2 went on from step 2: the third batch of attempt 1 is void."""
+def test_a_run_that_resumed_from_a_checkpoint_lists_only_the_batches_behind_its_weights(tmp_path, capsys):
+    """Attempt 2 resumed from step 2, so the third batch of attempt 1 is void."""
     record_batches(tmp_path, batches=3, size=1, trained=True)
     record_batches(tmp_path, batches=2, size=1, first_step=2, trained=True, attempt=2)
     lines = [{"event": "begun", "attempt": 1, "from": None}, {"event": "begun", "attempt": 2, "from": [1, 2]}]

@@ -1,7 +1,7 @@
-"""Interfaces of MFCs on fake engines: one rank, and ranks that are threads and meet at a barrier in every collective call.
+"""MFC interfaces on fake engines, with one rank and with several. Ranks are threads and meet at a barrier in every collective call.
 
-A fake's model is a table by token (no context) of logits, of values or of scores, trained by plain SGD: enough to see whether two
-updates are the same. Real engines: tests/processes/test_mfcs_on_engines.py.
+A fake's model is a table of logits, values or scores by token (no context). Plain SGD trains it. That suffices to show whether two
+updates are equal. tests/processes/test_mfcs_on_engines.py tests real engines.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Exchange = Callable[[str, Any], list[Any]]
 
 
 class FakeEngine:
-    """The documented engine API. Each rank has its own copy of the model; `exchange` gives what all ranks brought."""
+    """Implements the documented engine API. Each rank has its own copy of the model. `exchange` returns the values of all ranks."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class FakeEngine:
         self.calls: list[str] = []  # collective calls, in order
         self.batches: list[tuple[str, ...]] = []  # ids of each train_step
         self.losses: list[Any] = []
-        self.trained: SequenceSample | None = None  # what the last train_step was given
+        self.trained: SequenceSample | None = None  # the sample of the last train_step
         self.temperature = 0.0
 
     def _all(self, what: str, value: object) -> list[Any]:
@@ -92,7 +92,7 @@ class FakeEngine:
         self.losses.append(loss_fn)
         grad, stats = torch.zeros(VOCABULARY), {}
         if sample is not None:
-            for part in sample.unpack():  # a micro-batch a group
+            for part in sample.unpack():  # one micro-batch per group
                 data = {key: torch.tensor(array) for key, array in part.data.items()}
                 outputs = self._outputs(data["packed_input_ids"], temperature)
                 loss, part_stats = loss_fn(outputs, data, torch.tensor(part.cu_seqlens()))
@@ -126,7 +126,7 @@ Engines = dict[str, FakeEngine]  # by role
 
 
 def fake_ranks(n: int) -> list[Engines]:
-    """Ranks that are threads: they must make the same collective calls, or it fails here."""
+    """Return ranks that are threads. If they make different collective calls, an assertion here fails."""
     barrier, slots = Barrier(n, timeout=60), [("", None)] * n
 
     def make(rank: int) -> Engines:
@@ -144,7 +144,7 @@ def fake_ranks(n: int) -> list[Engines]:
 
 
 def make_batch(num_groups: int = 7, seed: int = 0) -> SequenceSample:
-    """Groups of 1 to 5 responses with all keys; some truncated, one with a gap in its loss mask, one with an empty response."""
+    """Return groups of 1 to 5 responses with all keys. Some are truncated, one loss mask has a gap, and one response is empty."""
     random = np.random.default_rng(seed)
     groups = []
     for g in range(num_groups):
@@ -175,13 +175,13 @@ def make_batch(num_groups: int = 7, seed: int = 0) -> SequenceSample:
 
 
 def train_config(**ppo: object) -> TrainConfig:
-    """Fields of TrainConfig by their name, all others are of its ppo."""
+    """Build a TrainConfig. Names that are fields of TrainConfig are set there, all others in its ppo."""
     own = {name: ppo.pop(name) for name in list(ppo) if name in TrainConfig.__dataclass_fields__}
     return TrainConfig(ppo=PPOConfig(**({"temperature": 1.0} | ppo)), **own)  # type: ignore[arg-type]
 
 
 def interfaces(train: TrainConfig, extra_keys: Sequence[str] = (), seed: int = 5) -> dict[str, Interface]:
-    """By MFC, in the order of the graph. extra_keys: that `advantages` reads besides its own."""
+    """Return the interfaces by MFC, in the order of the graph. extra_keys: keys that `advantages` reads besides its own."""
     graph = build_dataflow(train)
     advantages = graph.mfcs["advantages"]
     mfcs = graph.mfcs | {
@@ -198,7 +198,7 @@ def run_mfcs(
     batch_ids: Sequence[str],
     version: int = 0,
 ) -> tuple[SequenceSample | None, dict[str, float]]:
-    """All MFCs on one rank: what it then holds, and the statistics of the step."""
+    """Run all MFCs on one rank. Return the rank's sample afterwards, and the statistics of the step."""
     graph, stats = build_dataflow(train), {}
     for name, interface in mfcs.items():
         made, mfc_stats = interface.run(engines[graph.mfcs[name].role], sample, batch_ids=batch_ids, version=version)
@@ -218,7 +218,10 @@ def run_step(
     extra_keys: Sequence[str] = (),
     steps: int = 2,
 ) -> tuple[list[Engines], list[list[dict[str, float]]]]:
-    """Train steps with the groups spread over ranks as `layout` says; engines and, by rank, the statistics of each step."""
+    """Run train steps with the groups placed on ranks as in `layout`.
+
+    Returns the engines and, by rank, the statistics of each step.
+    """
 
     def run_rank(rank: int) -> list[dict[str, float]]:
         mfcs = interfaces(train, extra_keys)
@@ -295,7 +298,7 @@ def test_fewer_groups_than_minibatches_and_ranks() -> None:
     torch.testing.assert_close(engines[0]["actor"].table, single["actor"].table, rtol=0, atol=1e-6)
 
 
-def test_a_batch_without_trained_tokens_steps_nowhere() -> None:
+def test_a_batch_without_trained_tokens_causes_no_optimizer_step() -> None:
     batch = make_batch()
     truncated = SequenceSample(
         batch.ids, batch.seqlens, batch.data | {"seq_no_eos_mask": np.ones_like(batch.data["seq_no_eos_mask"])}
@@ -309,8 +312,8 @@ def test_a_batch_without_trained_tokens_steps_nowhere() -> None:
     assert (again["critic/norm_mean"], again["critic/norm_std"], stats["critic/explained_variance"]) == (0, 1, 0)
 
 
-def test_ranks_before_the_last_stage_take_part_and_give_nothing() -> None:
-    """They make the same calls with the same sample, and what depends on the engine's outputs is left to the last stage."""
+def test_ranks_before_the_last_stage_take_part_and_return_no_outputs() -> None:
+    """They make the same calls with the same sample. Only the last stage returns results that depend on the engine's outputs."""
     train = train_config(critic=CriticConfig(value_norm=True), advantage_norm="batch", kl_coef=0.1)
     mfcs, graph = interfaces(train), build_dataflow(train)
     last = {role: FakeEngine(kind) for role, kind in KINDS.items()}
@@ -350,7 +353,7 @@ def test_minibatches_cover_the_batch_once_in_sizes_that_differ_by_one() -> None:
     assert split_minibatches([], 4, seed=1, version=0) == []
 
 
-def test_denominators_are_of_the_minibatch() -> None:
+def test_denominators_are_counted_over_the_minibatch() -> None:
     train, batch = train_config(minibatches=3), make_batch()
     ((engine, *_),) = [list(rank.values()) for rank in run_step(train, batch, [range(7)], steps=1)[0]]
     for ids, loss_fn in zip(engine.batches, engine.losses, strict=True):
@@ -366,7 +369,7 @@ def test_denominators_are_of_the_minibatch() -> None:
 
 
 def tiny_batch() -> SequenceSample:
-    """Two groups of two: prompt of 1, responses of 2 and 1 tokens. Rewards 1, 0 and 1, 1."""
+    """Two groups of two sequences. Prompts have 1 token, responses 2 and 1. The rewards are 1, 0 and 1, 1."""
     groups = [
         {
             "packed_input_ids": [[1, 2, 3], [1, 4]],
@@ -384,7 +387,7 @@ def tiny_batch() -> SequenceSample:
 
 
 def trained_on(**ppo: object) -> tuple[SequenceSample, dict[str, float]]:
-    """What an engine is given to train on, in one minibatch; the statistics of the step."""
+    """Train in one minibatch. Return the sample that the engine received, and the statistics of the step."""
     engines, train = {"actor": FakeEngine()}, train_config(minibatches=1, **ppo)
     mfcs = {name: mfc for name, mfc in interfaces(train).items() if not name.endswith("_inf")}
     _, stats = run_mfcs(mfcs, train, engines, tiny_batch(), ("a", "b"))
@@ -413,7 +416,7 @@ def test_group_advantages() -> None:
 
 
 def test_batch_advantages() -> None:
-    """Per token 1, 1, 0, 1, 1, 1: mean 5/6, std sqrt(5)/6."""
+    """The advantages per token are 1, 1, 0, 1, 1, 1: mean 5/6, standard deviation sqrt(5)/6."""
     sample, _ = trained_on(advantage_norm="batch")
     high, low = 1 / math.sqrt(5), -math.sqrt(5)
     assert sample.data["advantages"].tolist() == pytest.approx(
@@ -432,8 +435,10 @@ def test_shaped_rewards_and_masks() -> None:
     assert stats["batch/num_trained_tokens"] == 4
 
 
-def test_kl_is_charged_from_a_token_on_backwards() -> None:
-    """k1 of the proximal policy to the reference: 0.5 and 0; 0.2. In group mode beside the normalised reward, else before."""
+def test_the_kl_of_a_token_lowers_the_advantages_up_to_that_token() -> None:
+    """k1 of the proximal policy to the reference is 0.5 and 0 in the first response, 0.2 in the second. With
+    advantage_norm=group the KL penalty is added after the reward is normalised, otherwise before.
+    """
     sample, stats = trained_on(kl_coef=0.1, advantage_norm="none")
     assert sample.data["advantages"][:5].tolist() == pytest.approx([0, 0.95, 1, 0, -0.02], abs=1e-6)
     assert stats["kl/coef"] == 0.1
@@ -443,7 +448,7 @@ def test_kl_is_charged_from_a_token_on_backwards() -> None:
     assert sample.data["advantages"].tolist() == pytest.approx([0, 0.95, 1, 0, -1.02, 0, -0.05, 0, 0, -0.02], abs=1e-5)
 
 
-def test_adaptive_kl_moves_once_a_step_and_is_remembered() -> None:
+def test_the_adaptive_kl_coefficient_changes_once_per_step_and_is_restored() -> None:
     train = train_config(kl_coef=0.1, kl_adaptive=True, kl_horizon=40.0)
     interface = interfaces(train)["advantages"]
     assert isinstance(interface, AdvantagesInterface)
@@ -458,7 +463,7 @@ def test_adaptive_kl_moves_once_a_step_and_is_remembered() -> None:
     assert again.run(FakeEngine(), tiny_batch(), batch_ids=("a", "b"), version=1)[1] == stats
 
 
-def test_dense_rewards_count_from_their_token_on() -> None:
+def test_a_dense_reward_counts_at_its_token_and_earlier() -> None:
     batch = tiny_batch()
     dense = np.array([0, 0.25, 0, 0, 0.5, 0, 0, 0, 0, 0], np.float32)
     batch = batch.update(batch.derive({"dense_rewards": dense}))
@@ -472,7 +477,7 @@ def test_dense_rewards_count_from_their_token_on() -> None:
 
 
 def judged(train: TrainConfig, steps: int = 1, **keys: list[float]) -> tuple[SequenceSample, dict[str, float]]:
-    """What `advantages` makes of the tiny batch with more keys, the last time of `steps`."""
+    """Run `advantages` `steps` times on the tiny batch with these additional keys. Return the last result."""
     batch = tiny_batch()
     for key, values in keys.items():
         lengths = [[1, 1], [1, 1]] if KEY_SPECS[key].layout == "sequence" else batch.seqlens["packed_input_ids"]
@@ -484,14 +489,16 @@ def judged(train: TrainConfig, steps: int = 1, **keys: list[float]) -> tuple[Seq
     return made, stats
 
 
-def test_scores_of_a_reward_model_add_to_the_rewards() -> None:
-    """Rewards 1, 0, 1, 1 + 0.5 * scores, before they are shaped: halved, cut at 0.75, truncated ones 0."""
+def test_scores_of_a_reward_model_are_added_to_the_rewards() -> None:
+    """The rewards before shaping are 1, 0, 1, 1 plus 0.5 * scores. Shaping halves them, clips them at 0.75 and sets those
+    of truncated responses to 0.
+    """
     model = RewardModelConfig(scale=0.5)
     shape = {"reward_scaling": 0.5, "max_reward_clip": 0.75, "mask_no_eos_with_zero": True}
     train = train_config(reward_model=model, advantage_norm="none", **shape)
     made, stats = judged(train, model_rewards=[0.5, -2.0, 3.0, 4.0])
     assert made.data["advantages"].tolist() == pytest.approx([0, 0.625, 0.625, 0, 0, 0, 0.75, 0.75, 0, 0])
-    assert stats["reward/mean"] == 0.75  # of the functions, as without the model
+    assert stats["reward/mean"] == 0.75  # of the reward functions alone, as without a reward model
     assert stats["reward/model_mean"] == pytest.approx(5.5 / 4)
     assert stats["reward/shaped_mean"] == pytest.approx((0.625 + 0.75) / 4)
 
@@ -499,8 +506,10 @@ def test_scores_of_a_reward_model_add_to_the_rewards() -> None:
 VALUES = [0.5, 0.25, 9.0, 0.125, 0.75, 0.0, 0.5, 9.0, 0.25, 1.0]
 
 
-def test_returns_stand_where_their_values_do() -> None:
-    """GAE by hand: 'prompt, a, b' with a reward at b, and the truncated 'prompt, a', which bootstraps from the value after a."""
+def test_returns_are_stored_at_the_positions_of_their_values() -> None:
+    """GAE by hand, for 'prompt, a, b' with a reward at b, and for the truncated 'prompt, a', which bootstraps from the
+    value after a.
+    """
     train = train_config(critic=CriticConfig(), advantage_norm="none", discount=0.5, gae_lambda=0.5)
     made, stats = judged(train, values=VALUES)
     b, a = 1 - 0.25, 0 + 0.5 * 0.25 - 0.5  # deltas
@@ -520,11 +529,13 @@ def test_returns_stand_where_their_values_do() -> None:
 
 
 def test_value_norm_keeps_the_units_of_rewards_in_the_advantages() -> None:
-    """Second step: values are read in the units of after the first; returns are given in those of after the second."""
+    """In the second step, values are read in the units after the first step, and returns are written in the units after
+    the second step.
+    """
     plain = train_config(critic=CriticConfig(), advantage_norm="none", gae_lambda=0.5)
-    norm = CriticConfig(value_norm=True, value_norm_beta=0.0)  # the units are those of the last batch
+    norm = CriticConfig(value_norm=True, value_norm_beta=0.0)  # the units come from the last batch alone
     train = dataclasses.replace(plain, critic=norm)
-    first, stats = judged(train, values=VALUES)  # nothing seen yet: units of rewards
+    first, stats = judged(train, values=VALUES)  # no batch seen yet: values are in units of rewards
     in_rewards, _ = judged(plain, values=VALUES)
     assert first.data["advantages"].tolist() == in_rewards.data["advantages"].tolist()
     assert (stats["critic/norm_mean"], stats["critic/norm_std"]) == (0, 1)
@@ -540,7 +551,7 @@ def test_value_norm_keeps_the_units_of_rewards_in_the_advantages() -> None:
     assert second.data["advantages"].tolist() == pytest.approx(expected.data["advantages"].tolist(), abs=1e-5)
 
 
-def test_the_units_of_values_are_remembered() -> None:
+def test_the_units_of_values_are_saved_and_restored() -> None:
     train = train_config(critic=CriticConfig(value_norm=True), advantage_norm="batch", kl_coef=0.1, kl_adaptive=True)
     batch, _ = run_mfcs(interfaces(train), train, fake_ranks(1)[0], make_batch(), make_batch().ids)
     one, other = interfaces(train)["advantages"], interfaces(train)["advantages"]
@@ -553,8 +564,8 @@ def test_the_units_of_values_are_remembered() -> None:
 
 
 @pytest.mark.parametrize("eps_clip", [0.0, 0.02])
-def test_a_critic_step_is_the_hand_written_one(eps_clip: float) -> None:
-    """Twice on the same groups: the second time the values have moved away from the old ones, and the clip matters."""
+def test_a_critic_step_equals_the_hand_written_one(eps_clip: float) -> None:
+    """Two steps train on the same groups. By the second, the values have moved away from the old ones, so that the clip applies."""
     train = train_config(critic=CriticConfig(eps_clip=eps_clip, minibatches=1), advantage_norm="batch")
     mfcs, batch, engine = interfaces(train), make_batch(), FakeEngine("value")
     whole, _ = run_mfcs(mfcs, train, fake_ranks(1)[0], batch, batch.ids)
@@ -581,8 +592,8 @@ def test_a_critic_step_is_the_hand_written_one(eps_clip: float) -> None:
     assert (clipped > 0) == (eps_clip > 0)
 
 
-def test_a_policy_that_moved_too_far_takes_no_step() -> None:
-    """The first minibatch is at the proximal policy, as which it was written down; the second is not."""
+def test_a_policy_that_moved_too_far_makes_no_optimizer_step() -> None:
+    """In the first step the policy equals the recorded proximal policy. In the second it does not."""
     train, batch, engine = train_config(early_stop_kl=1e-3, minibatches=1), make_batch(seed=3), FakeEngine()
     mfcs = interfaces(train)
     whole, first = run_mfcs(mfcs, train, {"actor": engine}, batch, batch.ids)
@@ -596,8 +607,8 @@ def test_a_policy_that_moved_too_far_takes_no_step() -> None:
     assert torch.equal(engine.table, moved)
 
 
-def test_learns_values() -> None:
-    """A token's value comes to be the reward that follows it: 1 after a prompt of 2, else 0."""
+def test_the_critic_learns_values() -> None:
+    """The value of a token converges to the reward that follows it: 1 after the prompt 2, otherwise 0."""
     engines = {"actor": FakeEngine(), "critic": FakeEngine("value")}
     train = train_config(critic=CriticConfig(eps_clip=0.0), advantage_norm="none")
     mfcs, random = interfaces(train), np.random.default_rng(0)
@@ -623,8 +634,8 @@ def test_learns_values() -> None:
     assert engines["critic"].table[:4].tolist() == pytest.approx([0, 0, 1, 0], abs=0.1)
 
 
-def test_learns() -> None:
-    """Rewarded for token 2 only, the fake comes to prefer it."""
+def test_the_actor_learns_a_rewarded_token() -> None:
+    """Only token 2 is rewarded, and the fake learns to prefer it."""
     engine, train = FakeEngine(), train_config(minibatches=1, advantage_norm="batch", temperature=1.0)
     mfcs = interfaces(train)
     random = np.random.default_rng(0)
@@ -683,11 +694,11 @@ def test_values_and_scores() -> None:
     for name, engine in (("critic_inf", critic), ("rew_inf", reward)):
         before = list(engine.calls)
         assert mfcs[name].run(engine, None, batch_ids=batch.ids, version=0) == (None, {})
-        assert engine.calls == before * 2  # a rank without groups makes the same call
+        assert engine.calls == before * 2  # a rank without groups makes the same collective call
 
 
 def shout(engine: FakeEngine, sample: SequenceSample, train: TrainConfig) -> SequenceSample:
-    """An MFC of a user: one value a sequence."""
+    """A user's MFC that returns one value per sequence."""
     sizes = [len(lengths) for lengths in sample.seqlens["packed_input_ids"]]
     return SequenceSample(
         sample.ids,
@@ -701,7 +712,7 @@ def whisper(engine: FakeEngine, sample: SequenceSample, train: TrainConfig) -> S
 
 
 def surprise(engine: FakeEngine, sample: SequenceSample, train: TrainConfig) -> SequenceSample | None:
-    """One that runs the model."""
+    """A user's MFC that runs the model."""
     logprobs = engine.logprobs(sample, temperature=1.0)
     return None if logprobs is None else sample.derive({"surprise": -logprobs})
 
@@ -719,7 +730,7 @@ def extra(function: str, **fields: object) -> Interface:
     return make_interface(build_dataflow(train).mfcs["extra"], train)
 
 
-def test_a_function_by_config() -> None:
+def test_a_user_function_named_in_the_config_is_an_interface() -> None:
     batch = make_batch()
     interface = extra("shout", output_keys=["loudness"])
     made, _ = interface.run(FakeEngine(), batch, batch_ids=batch.ids, version=0)
@@ -748,7 +759,7 @@ def test_a_function_that_runs_the_model_is_called_on_every_rank() -> None:
     assert made[1:] == [None, None]
 
 
-def test_a_function_is_given_a_sample_of_nothing_where_there_is_nothing() -> None:
+def test_a_function_on_a_rank_without_groups_receives_an_empty_sample() -> None:
     SEEN.clear()
     batch = make_batch()
     keys = ["packed_input_ids", "packed_prompts", "rewards", "birth_time", "of_a_user"]
@@ -807,8 +818,10 @@ def test_refused_configs() -> None:
 
 @pytest.mark.parametrize("key", ["rewards", "model_rewards"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_reward_that_is_not_finite_becomes_no_advantage(key: str, value: float) -> None:
-    """So that its step is skipped: clipping must not make a reward of it, and no other group pays."""
+def test_a_reward_that_is_not_finite_makes_its_advantages_nan(key: str, value: float) -> None:
+    """A NaN advantage makes the trainer skip the step. Clipping must not turn such a reward into a number, and other groups stay
+    finite.
+    """
     mfcs, batch = interfaces(train_config(kl_coef=0.1, reward_model=RewardModelConfig())), tiny_batch()
     scores = {
         "model_rewards": np.zeros(4, np.float32),

@@ -1,4 +1,4 @@
-"""Journals that are written beside the work: complete, whatever the disk does, and nobody waits for it."""
+"""Journals are written in the background: they stay complete despite disk faults, and the work does not wait for the disk."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def until_written(journal: BackgroundJournal) -> None:
     raise AssertionError(f"{journal.num_unwritten} records are not written")
 
 
-async def test_records_are_written_beside_the_work_in_order(tmp_path: Path) -> None:
+async def test_records_are_written_in_the_background_in_order(tmp_path: Path) -> None:
     path = tmp_path / "journal" / "x.jsonl"
     journal = BackgroundJournal(path)
     assert journal.last is None
@@ -39,13 +39,13 @@ async def test_records_are_written_beside_the_work_in_order(tmp_path: Path) -> N
     assert numbers(path) == list(range(2500))
     writing.cancel()
     journal.add({"n": 2500})
-    journal.close()  # what is left goes with the end
+    journal.close()  # close writes the remaining records
     again = BackgroundJournal(path)
     assert again.last == {"n": 2500}
     again.close()
 
 
-# ------------------------------------------------------------------------------------------------- what a crash leaves
+# ------------------------------------------------------------------------------------------------- files after a crash
 
 TORN_ENDS = [b'{"n": 3', b"\0" * 70_000, b'{"n": 3\0\0\0', b"\xff\xfe\x00"]
 
@@ -69,7 +69,7 @@ def test_a_torn_end_is_cut_off_with_one_warning(
 
 
 @pytest.mark.parametrize("line", [b"{broken", b"\0\0\0\0", b"[1]", b"", b"\xff"])
-def test_a_torn_line_in_the_middle_is_named_or_skipped(tmp_path: Path, line: bytes) -> None:
+def test_a_torn_line_in_the_middle_is_reported_or_skipped(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"n":1}\n' + line + b'\n{"n":3}\n')
     with pytest.raises(ValueError, match=rf"{path}:2: not a JSON object: .*; delete the line"):
@@ -90,11 +90,11 @@ def test_the_last_record_is_found_before_a_torn_line(tmp_path: Path) -> None:
 
 
 class FullDisk:
-    """Refuses what it is given; or hangs."""
+    """Makes each write fail with ENOSPC, or block."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.full = True
-        self.hangs = threading.Event()  # set: it does not
+        self.hangs = threading.Event()  # cleared: writes block
         self.hangs.set()
         whole = JsonLinesWriter.write_lines
 
@@ -107,7 +107,7 @@ class FullDisk:
         monkeypatch.setattr(JsonLinesWriter, "write_lines", write_lines)
 
 
-async def test_a_full_disk_is_waited_for_while_the_work_goes_on(
+async def test_writes_are_retried_on_a_full_disk_while_the_work_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = FullDisk(monkeypatch)
@@ -132,7 +132,7 @@ async def test_a_disk_that_stays_full_or_hangs_ends_the_work_in_bounded_memory(
     disk = FullDisk(monkeypatch)
     if hangs:
         disk.hangs.clear()
-    retry_s = 0.01 if hangs else 60.0  # a thread that is slow to say so is no disk that hangs
+    retry_s = 0.01 if hangs else 60.0  # long: a slow thread must not look like a disk that hangs
     journal = BackgroundJournal(tmp_path / "x.jsonl", max_unwritten=10, retry_s=retry_s)
     writing = asyncio.create_task(journal.run())
     for n in range(11):
@@ -143,16 +143,16 @@ async def test_a_disk_that_stays_full_or_hangs_ends_the_work_in_bounded_memory(
     journal.close()
 
 
-async def test_a_disk_that_is_slower_than_the_work_ends_it_in_bounded_memory(
+async def test_a_disk_that_is_too_slow_ends_the_work_in_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Slower than the work, but not silent
+    # The disk is slower than the work, but it responds
     journal = BackgroundJournal(tmp_path / "x.jsonl", max_unwritten=20, most_at_once=5, retry_s=60.0)
     write = JsonLinesWriter.write_lines
 
     def write_few(writer: JsonLinesWriter, lines: Sequence[bytes]) -> None:
         write(writer, lines)
-        for n in range(10):  # the work has gone on meanwhile
+        for n in range(10):  # the work adds records meanwhile
             journal.add({"n": n})
 
     with monkeypatch.context() as patch:
@@ -165,7 +165,9 @@ async def test_a_disk_that_is_slower_than_the_work_ends_it_in_bounded_memory(
 
 @pytest.mark.parametrize("torn", [b"", b'{"n": 2', b"x" * 200_000])
 @pytest.mark.parametrize("long", [1, 70_000, 131_072])
-def test_a_torn_line_is_cut_off_however_long_the_lines_are(tmp_path: Path, torn: bytes, long: int) -> None:
+def test_a_torn_line_of_any_length_is_cut_off_after_a_line_of_any_length(
+    tmp_path: Path, torn: bytes, long: int
+) -> None:
     path = tmp_path / "x.jsonl"
     whole = b'{"n":0}\n{"n":1,"text":"' + b"y" * long + b'"}\n'
     path.write_bytes(whole + torn)
@@ -186,7 +188,7 @@ def test_lines_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
     writer = JsonLinesWriter(tmp_path / "x.jsonl")
     writer.write({"n": 0})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))  # the first of two lines, and half of the second one
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))  # room for one of the two lines and half of the other
     try:
         with pytest.raises(StorageError, match="File too large"):
             writer.write_lines([b'{"n":1}\n', b'{"n":2}\n'])

@@ -22,7 +22,7 @@ def test_estimates_by_hand(estimator: str, expected: list[float]) -> None:
 
 @pytest.mark.parametrize(("estimator", "unbiased"), [("k1", True), ("k2", False), ("k3", True)])
 def test_estimates_against_the_exact_divergence(estimator: str, unbiased: bool) -> None:
-    """The expectation over the policy, computed exactly."""
+    """The expectation over the policy is computed exactly."""
     policy, ref = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.3, 0.3, 0.4])
     exact = float((policy * (policy / ref).log()).sum())
     expectation = float((policy * kl_estimate(policy.log(), ref.log(), estimator)).sum())
@@ -36,12 +36,12 @@ def test_k2_and_k3_are_never_negative_and_k3_stays_finite() -> None:
     assert kl_estimate(torch.tensor([-1000.0]), torch.tensor([0.0]), "k3").isfinite().all()
 
 
-def test_unknown_estimator() -> None:
+def test_an_unknown_estimator_is_refused() -> None:
     with pytest.raises(ValueError, match="'k4'; use one of k1, k2, k3"):
         kl_estimate(torch.zeros(1), torch.zeros(1), "k4")
 
 
-def test_fixed() -> None:
+def test_a_fixed_coefficient_does_not_change() -> None:
     controller = make_kl_controller(PPOConfig(kl_coef=0.1))
     assert isinstance(controller, FixedKLController)
     controller.update(100.0, 100)
@@ -53,7 +53,7 @@ def test_fixed() -> None:
     [
         (6.0, 0.1),  # on target
         (6.6, 0.1 * (1 + 0.1 * 512 / 10000)),  # 10 % above
-        (60.0, 0.1 * (1 + 0.2 * 512 / 10000)),  # far above: error clipped
+        (60.0, 0.1 * (1 + 0.2 * 512 / 10000)),  # far above: the error is clipped
         (0.0, 0.1 * (1 - 0.2 * 512 / 10000)),  # far below
         (math.nan, 0.1),
     ],
@@ -65,13 +65,13 @@ def test_adaptive_by_hand(kl: float, expected: float) -> None:
     assert controller.coef == pytest.approx(expected, rel=1e-9)
 
 
-def test_adaptive_never_turns_negative() -> None:
+def test_the_adaptive_coefficient_is_never_negative() -> None:
     controller = AdaptiveKLController(0.1, target=6.0, horizon=10.0)
     controller.update(0.0, 1000)  # 1 - 0.2 * 100 would be -19
     assert controller.coef == 0.0
 
 
 @pytest.mark.parametrize("name", ["kl_target", "kl_horizon"])
-def test_adaptive_refuses(name: str) -> None:
+def test_adaptive_settings_of_zero_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"train.ppo.{name} is 0.0"):
         make_kl_controller(PPOConfig(kl_coef=0.1, kl_adaptive=True, **{name: 0.0}))

@@ -1,4 +1,4 @@
-"""How a launch ends whose last words are being heard: by its first cause, whatever comes meanwhile."""
+"""A launch ends with the cause of the first failure, even if a signal or the end of the run comes before the launch decides."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.launch.rundir import LaunchError
 
 
 class Pool:
-    """Has the children of a world; tells what happens in each turn."""
+    """Holds the children of a world. Runs the event planned for each turn."""
 
     def __init__(self, world: World) -> None:
         self.world, self.turns = world, 0
@@ -51,7 +51,7 @@ def launch(world: World, pool: Pool, stop: StopRequest) -> Launch:
 
 
 @pytest.mark.parametrize("meanwhile", ["signal", "master done"])
-def test_the_first_cause_wins(world: World, meanwhile: str) -> None:
+def test_the_first_cause_decides_how_the_launch_ends(world: World, meanwhile: str) -> None:
     pool, stop = Pool(world), StopRequest(MagicMock(), world.clock)
     made = launch(world, pool, stop)
 
@@ -66,4 +66,4 @@ def test_the_first_cause_wins(world: World, meanwhile: str) -> None:
     }
     with pytest.raises(LaunchError, match="no such model"):
         made.watch_over()
-    assert (pool.turns < 8) == (meanwhile == "signal")  # last words are not waited for then
+    assert (pool.turns < 8) == (meanwhile == "signal")  # after a signal the launch does not wait for further errors

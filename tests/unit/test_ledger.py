@@ -1,4 +1,4 @@
-"""The gate, the ledger of tickets, leases, repeated calls, evaluation."""
+"""The manager's ledger: the gate, tickets, leases, repeated calls, evaluation, new attempts, and the successor of a manager."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from asyncrl.runtime.worker import Worker
 
 
 class Desk:
-    """A ledger with healthy servers, a clock, and short ways to call it."""
+    """A ledger with healthy servers, a manual clock, and short methods to call it."""
 
     def __init__(self, *, num_servers: int = 1, register: bool = True, **options: Any) -> None:
         self.now = 0.0
@@ -122,8 +122,8 @@ def locators(tickets: list[Ticket]) -> list[tuple[int, int]]:
         (4, 3, 6, 5, "staleness"),
         (0, 0, 7, 5, "staleness"),
         (7, 6, 5, 5, "capacity"),
-        (7, 3, 5, 6, ""),  # the report of version 6 is still on its way
-        (8, 3, 5, 6, "staleness"),  # ... which must not open the gate
+        (7, 3, 5, 6, ""),  # the report of version 6 has not arrived yet
+        (8, 3, 5, 6, "staleness"),  # and its absence must not open the gate
     ],
 )
 def test_gate(live: int, running: int, trained: int, served: int, refusal: str) -> None:
@@ -132,20 +132,20 @@ def test_gate(live: int, running: int, trained: int, served: int, refusal: str) 
 
 
 @pytest.mark.parametrize(("live", "running", "room"), [(0, 0, 6), (6, 1, 2), (3, 3, 3), (7, 0, 1)])
-def test_the_gate_has_room_for_what_both_bounds_allow(live: int, running: int, room: int) -> None:
+def test_the_room_of_the_gate_is_the_smaller_of_its_bounds(live: int, running: int, room: int) -> None:
     gate = Gate(batch_size=4, eta=1, max_concurrent=6)
     assert gate.room(live=live, running=running, trained=5, served=5) == (room, "")
 
 
 @pytest.mark.parametrize("field", [{"batch_size": 0}, {"eta": -1}, {"max_concurrent": 0}])
-def test_gate_refuses_what_would_admit_nothing(field: dict[str, int]) -> None:
+def test_a_gate_that_would_admit_nothing_is_refused(field: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=next(iter(field)).replace("eta", "max_head_offpolicyness")):
         Gate(**{"batch_size": 1, "eta": 0, "max_concurrent": 1, **field})
 
 
 @pytest.mark.parametrize("eta", [0, 1, 3])
-def test_allocating_and_finishing_without_training_stops(eta: int) -> None:
-    """AReaL v0.3 leaks here: a finished rollout is in nobody's count until the master fetches it."""
+def test_allocation_stops_if_groups_finish_and_none_is_trained(eta: int) -> None:
+    """AReaL v0.3 leaks here: it does not count a finished rollout until the master fetches it."""
     desk = Desk(eta=eta)
     admitted = 0
     while tickets := desk.ask().tickets:
@@ -198,7 +198,7 @@ def test_refusals_name_the_reason() -> None:
     assert desk.ledger.view(desk.now).exhausted
 
 
-def test_stop_admits_nothing_more_and_stays() -> None:
+def test_after_a_stop_the_ledger_admits_nothing_for_good() -> None:
     desk = Desk()
     desk.report(stop=True)
     desk.report()
@@ -214,20 +214,20 @@ def test_a_full_report_without_prompts_is_refused() -> None:
 # ------------------------------------------------------------------------------------------------------------- prompts
 
 
-def test_prompts_go_out_in_order_and_epochs_stream_into_each_other() -> None:
+def test_prompts_are_issued_in_order_and_the_next_epoch_follows_without_a_pause() -> None:
     desk = Desk(register=False, batch_size=5)
     desk.report(full=True, num_prompts=3, num_epochs=2)
     assert locators(desk.take(6)) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
 
 
-def test_a_cursor_begins_where_the_master_says() -> None:
+def test_prompts_start_at_the_cursor_that_the_master_reports() -> None:
     desk = Desk(register=False)
     done = [Locator(0, 4), Locator(0, 6), Locator(0, 7)]
     desk.report(full=True, num_prompts=8, num_epochs=2, done_cursor=Locator(0, 3), done=done)
     assert locators(desk.take(4)) == [(0, 3), (0, 5), (1, 0), (1, 1)]
 
 
-def test_cursor_past_the_end_of_an_epoch() -> None:
+def test_a_cursor_past_the_end_of_an_epoch_continues_with_the_next() -> None:
     cursor = PromptCursor(2, 2, start=Locator(0, 2))
     assert cursor.take() == (Locator(1, 0), 1)
     assert cursor.take() == (Locator(1, 1), 1)
@@ -236,7 +236,7 @@ def test_cursor_past_the_end_of_an_epoch() -> None:
     assert not cursor.is_waiting(Locator(2, 0))
 
 
-def test_ticket_ids_can_be_read_again() -> None:
+def test_ticket_ids_can_be_parsed() -> None:
     name = TicketId(3, Locator(1, 17), 2, 40, 1, "abc")
     assert TicketId.parse(str(name)) == name
     for other in ("", "x", str(name) + "/", str(name).replace("p17", "p"), "eval-a1-3-abc", "a1" * 500):
@@ -261,7 +261,7 @@ def test_released_prompts_go_first_and_at_most_max_issues_times() -> None:
     assert desk.ledger.counters["released", "server_lost"] == 3
 
 
-def test_a_prompt_whose_reward_processes_are_lost_is_handed_out_however_often() -> None:
+def test_a_prompt_released_because_of_lost_reward_processes_is_issued_without_limit() -> None:
     desk = Desk(max_issues=1)
     (ticket,) = desk.take(1)
     for issue in range(2, 6):
@@ -272,7 +272,7 @@ def test_a_prompt_whose_reward_processes_are_lost_is_handed_out_however_often() 
     assert desk.ledger.view(desk.now).rejected == []
 
 
-def test_rejections_free_room_and_are_handed_over_until_seen() -> None:
+def test_rejections_free_room_and_are_reported_until_the_master_has_seen_them() -> None:
     desk = Desk(eta=0)
     tickets = desk.take(4)
     desk.finish(*tickets[:3], outcome="rejected", reason="too_hard", lengths=[3, 200], num_tokens=203)
@@ -280,14 +280,14 @@ def test_rejections_free_room_and_are_handed_over_until_seen() -> None:
     assert [rejected.locator for rejected in view.rejected] == [ticket.locator for ticket in tickets[:3]]
     assert view.rejected[0].lengths == [3, 200]
     assert len(desk.report(rejected_seen=2).rejected) == 1
-    assert len(desk.report(rejected_seen=2).rejected) == 1  # told again: the same
-    assert len(desk.report(rejected_seen=1).rejected) == 1  # late
+    assert len(desk.report(rejected_seen=2).rejected) == 1  # repeated: the same
+    assert len(desk.report(rejected_seen=1).rejected) == 1  # a late report
     assert desk.report(rejected_seen=3).rejected == []
     assert len(desk.take(3)) == 3
     assert desk.ledger.rejected_lengths == {("too_hard", 2): 3, ("too_hard", 8): 3}
 
 
-def test_reasons_are_few_as_metric_labels() -> None:
+def test_the_number_of_reasons_in_metric_labels_is_bounded() -> None:
     desk = Desk(batch_size=200)
     for number, ticket in enumerate(desk.take(100)):
         desk.finish(ticket, outcome="rejected", reason=f"reason {number}" + "!" * 1000)
@@ -303,7 +303,7 @@ def test_the_same_request_gets_the_same_tickets() -> None:
     tickets = desk.take(3, request_id="r")
     assert desk.ask(3, request_id="r").tickets == tickets
     assert desk.ledger.num_live == 3
-    assert desk.ask(3, request_id="r", worker="rollout_worker/1").tickets != tickets  # ids are a worker's own
+    assert desk.ask(3, request_id="r", worker="rollout_worker/1").tickets != tickets  # request ids are scoped by worker
     desk.finish(tickets[1])
     assert desk.ask(3, request_id="r").tickets == [tickets[0], tickets[2]]
     desk.finish(tickets[0], tickets[2])
@@ -311,9 +311,9 @@ def test_the_same_request_gets_the_same_tickets() -> None:
     assert (reply.tickets, reply.refusal) == ([], "expired")
 
 
-def test_answers_are_remembered_for_as_long_as_somebody_may_ask_again() -> None:
-    """Not their tickets, nor all that there ever were: a thousand workers get millions of them."""
-    remembered = 16  # answers to a worker
+def test_replies_are_kept_as_long_as_their_requests_may_be_repeated() -> None:
+    """The ledger keeps neither the tickets of old replies nor all replies: a thousand workers get millions of them."""
+    remembered = 16  # replies per worker
     desk = Desk(batch_size=100, eta=1)
     tickets = [desk.take(1, request_id=f"r{number}")[0] for number in range(60)]
     for number in range(60 - remembered, 60):
@@ -322,10 +322,10 @@ def test_answers_are_remembered_for_as_long_as_somebody_may_ask_again() -> None:
         assert desk.ask(1, request_id=f"r{number}").tickets[0] not in tickets
     desk.finish(tickets[-1], outcome="rejected")
     references = sys.getrefcount(tickets[-1])
-    assert references == 2  # the list's and this call's: the ledger keeps no ticket that has ended
+    assert references == 2  # the list and this call: the ledger keeps no ended ticket
 
 
-def test_a_request_that_got_nothing_may_be_repeated() -> None:
+def test_a_refused_request_may_be_repeated() -> None:
     desk = Desk(eta=0)
     tickets = desk.take(4)
     assert desk.ask(request_id="again").refusal == "staleness"
@@ -333,13 +333,13 @@ def test_a_request_that_got_nothing_may_be_repeated() -> None:
     assert len(desk.ask(request_id="again").tickets) == 1
 
 
-def test_finishing_twice_or_what_is_unknown_changes_nothing() -> None:
+def test_a_repeated_result_or_one_of_an_unknown_ticket_changes_nothing() -> None:
     desk = Desk()
     (ticket,) = desk.take(1)
     assert desk.finish(ticket) == []
     revision = desk.ledger.revision
     assert desk.finish(ticket) == []
-    assert desk.finish(ticket, outcome="released") == []  # the word came before
+    assert desk.finish(ticket, outcome="released") == []  # an outcome is already recorded
     assert desk.ledger.num_stored == 1
     desk.report(stored=ids([ticket]))
     desk.version = 1
@@ -351,18 +351,18 @@ def test_finishing_twice_or_what_is_unknown_changes_nothing() -> None:
     assert desk.ledger.revision > revision
 
 
-def test_an_old_report_that_comes_late_changes_nothing() -> None:
+def test_an_outdated_report_changes_nothing() -> None:
     desk = Desk()
     tickets = desk.take(4)
     desk.report(stored=ids(tickets))
     desk.version = 1
     desk.report(consumed=ids(tickets))
     desk.report(trained_version=0, stored=ids(tickets))
-    desk.report(trained_version=1, stored=ids(tickets))  # even if it claims to be new
+    desk.report(trained_version=1, stored=ids(tickets))  # outdated, although its version is the newest
     assert desk.ledger.num_live == 0
 
 
-def test_room_is_dealt_out_in_turn() -> None:
+def test_room_is_shared_out_round_robin() -> None:
     desk = Desk()
     requests = [
         AllocateRequest(request_id=f"r{index}", worker=f"rollout_worker/{index}", incarnation="a", count=count)
@@ -373,7 +373,7 @@ def test_room_is_dealt_out_in_turn() -> None:
 
 
 @pytest.mark.parametrize(("kind", "outcome"), [("train", "evaluated"), ("eval", "stored")])
-def test_outcomes_that_cannot_be_change_nothing(kind: str, outcome: str) -> None:
+def test_an_outcome_of_the_wrong_kind_is_refused_and_changes_nothing(kind: str, outcome: str) -> None:
     desk = Desk()
     if kind == "eval":
         desk.ledger.evaluate(EvaluateRequest(eval_id="e", modes=["greedy"], num_prompts=1))
@@ -385,11 +385,11 @@ def test_outcomes_that_cannot_be_change_nothing(kind: str, outcome: str) -> None
     assert desk.ledger.num_running + desk.ledger.num_evals_running == 2
 
 
-# ------------------------------------------------------------------------------------------------ workers that are lost
+# --------------------------------------------------------------------------------------------------------- lost workers
 
 
-def test_a_manager_that_stood_still_first_listens() -> None:
-    """Nobody could be heard meanwhile: all get half a lease to speak."""
+def test_a_manager_that_was_suspended_gives_workers_time_to_report() -> None:
+    """It could receive no heartbeat meanwhile, so every worker has half a lease to send one."""
     desk = Desk(eta=0)
     (ticket,) = desk.take(1)
     desk.ledger.expire(1.0)
@@ -400,7 +400,7 @@ def test_a_manager_that_stood_still_first_listens() -> None:
     assert desk.ledger.num_live == 0
 
 
-def test_an_id_is_never_given_twice() -> None:
+def test_a_ticket_id_is_never_used_twice() -> None:
     desk = Desk(eta=0)
     seen = set()
     for _ in range(3):
@@ -424,11 +424,11 @@ def test_a_silent_worker_loses_its_running_tickets() -> None:
     desk.now = 15.1
     again = desk.take(2, worker="rollout_worker/1")
     assert [ticket.locator for ticket in again] == [running.locator, other.locator]
-    assert desk.beat(running, stored, other) == ids([running, other])  # it was only slow: it hears that they are gone
+    assert desk.beat(running, stored, other) == ids([running, other])  # it was only slow: both are revoked
 
 
 def test_tickets_not_listed_twice_are_released() -> None:
-    """The answer that granted them was lost with its client."""
+    """The reply that granted them was lost together with the request."""
     desk = Desk()
     kept, lost = desk.take(2)
     assert desk.beat(kept) == []
@@ -439,7 +439,7 @@ def test_tickets_not_listed_twice_are_released() -> None:
     assert desk.take(1)[0].locator == lost.locator
 
 
-def test_listing_it_again_in_between_keeps_a_ticket() -> None:
+def test_a_ticket_is_kept_if_every_second_heartbeat_lists_it() -> None:
     desk = Desk()
     (ticket,) = desk.take(1)
     for held in ([], [ticket], [], [ticket], []):
@@ -447,7 +447,7 @@ def test_listing_it_again_in_between_keeps_a_ticket() -> None:
     assert desk.ledger.num_live == 1
 
 
-def test_a_restarted_worker_loses_what_it_held_and_its_ghost_is_told() -> None:
+def test_a_restarted_worker_loses_its_tickets_and_its_old_process_is_refused() -> None:
     desk = Desk()
     (ticket,) = desk.take(1, incarnation="a")
     assert desk.beat(incarnation="b") == []
@@ -457,8 +457,8 @@ def test_a_restarted_worker_loses_what_it_held_and_its_ghost_is_told() -> None:
     assert len(desk.ask(incarnation="b").tickets) == 1
 
 
-def test_the_ghost_of_a_worker_cannot_take_its_place_again() -> None:
-    """Not even at a new manager, which hears the worker first, and then the process that was frozen since before."""
+def test_an_old_process_of_a_worker_cannot_replace_the_new_one() -> None:
+    """This also holds for a new manager that hears the new process first, and later the old one, which was frozen."""
     ghost = incarnation("rollout_worker/0", attempt=1, start=9)
     (old,) = Desk().take(1, incarnation=ghost)
     worker = incarnation("rollout_worker/0", attempt=1, start=10)
@@ -476,7 +476,7 @@ def test_the_ghost_of_a_worker_cannot_take_its_place_again() -> None:
 
 
 def started(number: int) -> str:
-    """The incarnation of a rollout worker that a launcher starts now."""
+    """Return the incarnation of a rollout worker that a launcher starts now."""
     info = WorkerInfo(
         kind="rollout_worker",
         index=0,
@@ -493,7 +493,7 @@ def started(number: int) -> str:
     return Worker(info).incarnation
 
 
-def test_a_worker_that_is_started_after_the_clock_went_back_is_no_ghost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_started_after_the_clock_went_back_counts_as_the_newer_one(monkeypatch: pytest.MonkeyPatch) -> None:
     before = started(4)
     now = time.time_ns()
     monkeypatch.setattr(time, "time_ns", lambda: now - 2 * 3600 * 10**9)
@@ -505,7 +505,7 @@ def test_a_worker_that_is_started_after_the_clock_went_back_is_no_ghost(monkeypa
     assert desk.ask(incarnation=before).refusal == "superseded"
 
 
-def test_which_incarnation_is_the_earlier_one_is_not_known_where_one_was_started_by_hand() -> None:
+def test_a_worker_started_by_hand_has_no_order_within_its_attempt() -> None:
     by_hand, second = (incarnation("rollout_worker/0", attempt=1, start=start) for start in (0, 2))
     next_attempt = incarnation("rollout_worker/0", attempt=2, start=1)
     assert not is_earlier(by_hand, second)
@@ -514,8 +514,8 @@ def test_which_incarnation_is_the_earlier_one_is_not_known_where_one_was_started
     assert not is_earlier(next_attempt, second)
 
 
-def test_a_trajectory_that_came_although_its_worker_was_lost_wins() -> None:
-    """First while the prompt waits, then while its next ticket runs: never two tickets of a prompt."""
+def test_a_stored_trajectory_of_a_lost_worker_supersedes_a_new_ticket() -> None:
+    """It arrives first while the prompt waits to be issued again, then while its next ticket runs. No prompt has two tickets."""
     desk = Desk()
     (lost,) = desk.take(1)
     desk.finish(lost, outcome="released")
@@ -534,7 +534,7 @@ def test_a_trajectory_that_came_although_its_worker_was_lost_wins() -> None:
     assert desk.take(1)[0].locator.position == 3
 
 
-def test_consumed_by_a_ticket_we_had_given_up() -> None:
+def test_a_prompt_consumed_by_a_released_ticket_is_not_issued_again() -> None:
     desk = Desk()
     (lost,) = desk.take(1)
     desk.finish(lost, outcome="released")
@@ -543,7 +543,7 @@ def test_consumed_by_a_ticket_we_had_given_up() -> None:
     assert desk.take(1)[0].locator.position == 1
 
 
-def test_overdue_tickets_are_revoked_unless_they_have_come() -> None:
+def test_overdue_tickets_are_revoked_unless_their_groups_are_stored() -> None:
     desk = Desk()
     late, came = desk.take(2)
     desk.report(stored=ids([came]), revoke=ids([late, came]))
@@ -588,7 +588,7 @@ def test_new_tickets_go_to_servers_of_the_served_version() -> None:
     assert {ticket.server for ticket in desk.take(4)} == {"generation_server/1"}
 
 
-def test_another_server_for_a_ticket_whose_server_is_lost() -> None:
+def test_a_ticket_whose_server_is_lost_gets_another_server() -> None:
     desk = Desk(num_servers=2)
     (ticket,) = desk.take(1)
     other = {"generation_server/0": "generation_server/1", "generation_server/1": "generation_server/0"}[ticket.server]
@@ -606,13 +606,13 @@ def test_another_server_for_a_ticket_whose_server_is_lost() -> None:
 
 
 def moved_of(desk: Desk, *held: Ticket) -> dict[str, str]:
-    """Ticket -> server, as the next heartbeat tells."""
+    """Return ticket -> new server, from the reply to the next heartbeat."""
     desk.now += 2.0
     request = HeartbeatRequest(worker="rollout_worker/0", incarnation="a", held=[ticket.ticket_id for ticket in held])
     return {moved.ticket_id: moved.server for moved in desk.ledger.heartbeat(request, desk.now).moved}
 
 
-def test_full_servers_are_a_refusal_of_its_own() -> None:
+def test_full_servers_have_their_own_refusal() -> None:
     desk = Desk(num_servers=2, eval_share=1.0)
     desk.table.max_groups = 2
     tickets = desk.take(4)
@@ -621,7 +621,7 @@ def test_full_servers_are_a_refusal_of_its_own() -> None:
     desk.ledger.evaluate(EvaluateRequest(eval_id="e", modes=["greedy"], num_prompts=3))
     assert (desk.ask().refusal, desk.ledger.room(desk.now)) == ("servers_full", 0)
     desk.finish(tickets[0])
-    (evaluated,) = desk.take(1)  # evaluations are groups like others
+    (evaluated,) = desk.take(1)  # groups of evaluations count too
     assert (evaluated.kind, evaluated.server) == ("eval", tickets[0].server)
     assert desk.ask(5).refusal == "servers_full"
     desk.finish(evaluated, outcome="evaluated")
@@ -647,10 +647,10 @@ def test_a_ticket_leaves_a_full_queue_for_a_server_with_room_or_stays() -> None:
     back = ScheduleRequest(ticket_id=ticket.ticket_id, worker="rollout_worker/0", lost_server=other, busy=True)
     assert desk.ledger.schedule(back, 0.0).server == other  # no room elsewhere
     lost = ScheduleRequest(ticket_id=ticket.ticket_id, worker="rollout_worker/0", lost_server=other)
-    assert desk.ledger.schedule(lost, 0.0).server == here  # rather too many than nowhere
+    assert desk.ledger.schedule(lost, 0.0).server == here  # an overloaded server is better than none
 
 
-def test_what_a_leaving_server_does_not_end_in_time_is_moved_and_its_worker_told() -> None:
+def test_tickets_that_a_leaving_server_does_not_finish_in_time_are_moved() -> None:
     desk = Desk(num_servers=3, num_heads=1)
     desk.table.drain_timeout_s = 10.0
     tickets = desk.take(6)
@@ -663,18 +663,18 @@ def test_what_a_leaving_server_does_not_end_in_time_is_moved_and_its_worker_told
     assert desk.ledger.move_leavers(10.0) == 1
     assert desk.table.servers[leaver].running == 0
     assert desk.ledger.counters["moved", "drained"] == 1
-    for _ in range(2):  # an answer may be lost
+    for _ in range(2):  # a reply may be lost
         (told,) = moved_of(desk, left[0], *stay).items()
         assert told[0] == left[0].ticket_id
         assert told[1] not in (leaver, "")
-    # the worker has not heard of it yet, and finds the server gone
+    # the worker has not learned of the move yet, and finds the server gone
     lost = ScheduleRequest(ticket_id=left[0].ticket_id, worker="rollout_worker/0", lost_server=leaver)
     assert desk.ledger.schedule(lost, desk.now).server == told[1]
     desk.finish(left[0])
     assert moved_of(desk, *stay) == {}
 
 
-def test_a_ticket_that_nobody_else_can_serve_stays_until_somebody_can() -> None:
+def test_a_ticket_stays_at_a_leaving_server_until_another_one_can_serve_it() -> None:
     desk = Desk(num_servers=2)
     desk.table.drain_timeout_s = 0.0
     (ticket,) = desk.take(1)
@@ -689,7 +689,7 @@ def test_a_ticket_that_nobody_else_can_serve_stays_until_somebody_can() -> None:
     assert moved_of(desk, ticket) == {ticket.ticket_id: other}
 
 
-def test_evaluation_passes_beside_the_gate_within_its_share() -> None:
+def test_evaluation_bypasses_the_gate_within_its_share() -> None:
     desk = Desk(eta=1, eval_share=0.25)  # 2 of 8
     for _ in range(2):
         reply = desk.ledger.evaluate(EvaluateRequest(eval_id="e", modes=["sampled", "greedy"], num_prompts=3))
@@ -718,7 +718,7 @@ def test_evaluation_passes_beside_the_gate_within_its_share() -> None:
     assert desk.ask().refusal == "staleness"
 
 
-def test_evaluation_needs_no_master_but_a_server_and_lost_tickets_come_again() -> None:
+def test_evaluation_needs_no_master_and_its_lost_tickets_are_issued_again() -> None:
     desk = Desk(register=False, max_issues=2)
     desk.ledger.evaluate(EvaluateRequest(eval_id="e", modes=["greedy"], num_prompts=2))
     first, second = desk.take(2, worker="rollout_worker/1")
@@ -742,7 +742,7 @@ def test_evaluation_needs_no_master_but_a_server_and_lost_tickets_come_again() -
         EvaluateRequest(eval_id="e", modes=["greedy"], num_prompts=0),
     ],
 )
-def test_broken_evaluations_are_refused(request_: EvaluateRequest) -> None:
+def test_invalid_evaluations_are_refused(request_: EvaluateRequest) -> None:
     with pytest.raises(ValueError, match="evaluation"):
         Desk().ledger.evaluate(request_)
 
@@ -750,7 +750,7 @@ def test_broken_evaluations_are_refused(request_: EvaluateRequest) -> None:
 # ------------------------------------------------------------------------------------- new attempts and new managers
 
 
-def test_a_new_attempt_voids_what_was_live() -> None:
+def test_a_new_attempt_voids_the_live_tickets() -> None:
     desk = Desk()
     tickets = desk.take(8)
     desk.attempt = 2
@@ -770,18 +770,18 @@ def test_a_new_attempt_voids_what_was_live() -> None:
         desk.report()
 
 
-# ---------------------------------------------------------------------------------------------------- a manager's successor
+# ---------------------------------------------------------------------------------------------- the successor of a manager
 
 
 def successor(**options: Any) -> Desk:
-    """A manager that has taken another's place. The master has not reported yet."""
+    """A manager that replaces another one. The master has not reported to it yet."""
     return Desk(register=False, grace_s=15.0, **options)
 
 
-def test_a_new_manager_admits_nothing_for_a_lease_and_adopts_what_is_held() -> None:
+def test_a_new_manager_admits_nothing_for_a_lease_and_adopts_the_held_tickets() -> None:
     running, stored, consumed, lost = Desk().take(4)
     desk = successor()
-    assert desk.beat(running) == []  # before the master has reported: judged then
+    assert desk.beat(running) == []  # judged after the master's first report
     desk.version = 1
     view = desk.report(full=True, stored=ids([stored]), done_cursor=Locator(0, 0), done=[consumed.locator])
     states = {live.ticket_id: (live.state, live.deadline) for live in view.live}
@@ -792,14 +792,14 @@ def test_a_new_manager_admits_nothing_for_a_lease_and_adopts_what_is_held() -> N
     assert desk.beat(running, stored) == []
     desk.beat(running, after_s=14.0)
     assert desk.report().settled
-    assert locators(desk.take(2)) == [(0, 3), (0, 4)]  # the lost one's prompt first, then new ones
+    assert locators(desk.take(2)) == [(0, 3), (0, 4)]  # first the prompt of the lost ticket, then new ones
     assert desk.beat(running, lost) == ids([lost])
     assert desk.finish(running) == []
     assert desk.finish(lost) == ids([lost])
 
 
 @pytest.mark.parametrize("master_first", [True, False])
-def test_a_new_manager_admits_as_soon_as_it_has_heard_everybody(master_first: bool) -> None:
+def test_a_new_manager_admits_as_soon_as_the_master_and_all_workers_have_reported(master_first: bool) -> None:
     mine, theirs = Desk().take(2)
     desk = successor(num_workers=2)
     revision = -1
@@ -812,7 +812,7 @@ def test_a_new_manager_admits_as_soon_as_it_has_heard_everybody(master_first: bo
     assert desk.beat(theirs, worker="rollout_worker/1") == []
     view = desk.report(full=True)
     assert view.settled
-    assert view.revision > revision  # a master that waits for news is told
+    assert view.revision > revision  # wakes a master that waits for a change
     assert {live.ticket_id: live.worker for live in view.live} == {
         mine.ticket_id: "rollout_worker/0",
         theirs.ticket_id: "rollout_worker/1",
@@ -820,8 +820,8 @@ def test_a_new_manager_admits_as_soon_as_it_has_heard_everybody(master_first: bo
     assert locators(desk.take(1)) == [(0, 2)]
 
 
-def test_results_that_come_to_a_new_manager_count() -> None:
-    """Whether they come before the master's report, or before their worker's heartbeat."""
+def test_results_that_arrive_at_a_new_manager_count() -> None:
+    """They count even if they arrive before the master's report, or before their worker's heartbeat."""
     early, rejected, late, released, last = Desk(batch_size=5).take(5)
     desk = successor(num_workers=2, batch_size=5)
     assert desk.finish(early) == []
@@ -850,19 +850,19 @@ def test_a_first_manager_adopts_nothing() -> None:
     assert view.live == []
 
 
-def test_a_result_of_what_is_done_or_live_by_another_ticket_changes_nothing() -> None:
+def test_a_result_for_a_prompt_that_is_done_or_live_in_another_ticket_changes_nothing() -> None:
     done, doubled = Desk().take(2)
     (other,) = Desk(nonce="y").take(2)[1:]
     desk = successor()
-    assert desk.finish(done) == []  # judged with the master's report
+    assert desk.finish(done) == []  # judged after the master's first report
     view = desk.report(full=True, stored=ids([other]), done=[done.locator])
     assert [live.ticket_id for live in view.live] == ids([other])
     assert desk.finish(doubled) == ids([doubled])
     assert desk.finish(done) == ids([done])
 
 
-def test_an_attempt_may_begin_before_its_master_has_reported() -> None:
-    """Its weights are known first. Versions may go back."""
+def test_an_attempt_may_begin_before_its_master_reports() -> None:
+    """The manager may learn of the attempt from its weights first. The version may decrease."""
     desk = Desk(register=False)
     desk.version = 27
     desk.report(full=True)
@@ -875,14 +875,14 @@ def test_an_attempt_may_begin_before_its_master_has_reported() -> None:
         desk.report()
     desk.attempt, desk.version = 2, 20
     assert not desk.report().known
-    assert desk.report(full=True).settled  # nobody can hold a ticket of this attempt
+    assert desk.report(full=True).settled  # no worker can hold a ticket of this attempt
     assert desk.ask().refusal == "no_server"
     desk.serve(20, attempt=2)
     assert desk.take(1)[0].min_version == 20
     assert all(server.running == 1 for server in desk.table.servers.values())
 
 
-def test_an_attempt_that_the_run_has_not_begun_is_refused_and_changes_nothing() -> None:
+def test_a_report_of_an_attempt_that_has_not_begun_is_refused_and_changes_nothing() -> None:
     desk = Desk()
     (ticket,) = desk.take(1)
     for _ in range(2):
@@ -894,18 +894,18 @@ def test_an_attempt_that_the_run_has_not_begun_is_refused_and_changes_nothing() 
     assert desk.ledger.attempt == 2
 
 
-def test_a_trained_version_that_cannot_be_reached_is_refused_and_locks_nothing_out() -> None:
+def test_a_report_of_an_impossible_version_is_refused_and_later_reports_are_accepted() -> None:
     desk = Desk()
     tickets = desk.take(4)
     with pytest.raises(UnreachedError, match="trained_version is 99999; the highest possible one is 1"):
         desk.report(trained_version=99_999)
     assert desk.ledger.trained_version == 0
-    desk.report(trained_version=2, consumed=ids(tickets))  # two steps, of which the first was not told
+    desk.report(trained_version=2, consumed=ids(tickets))  # two steps, the first without a report of its own
     assert desk.ledger.trained_version == 2
 
 
-def test_tickets_that_no_manager_of_the_run_has_granted_are_not_known() -> None:
-    """From a worker that says that it holds them, and from a master."""
+def test_tickets_that_no_manager_of_this_run_granted_are_unknown() -> None:
+    """Both a worker and the master may report such tickets."""
     forged = str(TicketId(1, Locator(0, 0), 1, 0, 0, "x_1"))
     later = forged.replace("a1-", "a999-")
     for desk in (Desk(), successor()):
@@ -919,13 +919,13 @@ def test_tickets_that_no_manager_of_the_run_has_granted_are_not_known() -> None:
     assert desk.beat(ticket) == ids([ticket])
 
 
-def test_tickets_of_an_attempt_that_is_over_are_taken_back_at_once() -> None:
+def test_tickets_of_an_earlier_attempt_are_revoked_at_once() -> None:
     (ticket,) = Desk().take(1)
     desk = successor(attempt=2)
     assert desk.beat(ticket) == ids([ticket])
 
 
-def test_a_manager_whose_config_is_old_learns_the_attempt_from_what_is_held() -> None:
+def test_a_manager_with_an_old_config_learns_the_attempt_from_held_tickets() -> None:
     old = Desk()
     old.attempt = 2
     old.report(full=True)
@@ -942,7 +942,7 @@ def test_a_manager_whose_config_is_old_learns_the_attempt_from_what_is_held() ->
     assert not view.settled
 
 
-def test_every_grant_and_every_ticket_that_is_known_again_is_told_to_the_journal() -> None:
+def test_every_granted_and_every_adopted_ticket_is_recorded_in_the_journal() -> None:
     told: list[tuple[str, str]] = []
     desk = Desk(journal=lambda event, ticket: told.append((event, ticket.ticket_id)))
     held, stored = desk.take(2)
@@ -958,15 +958,15 @@ def test_every_grant_and_every_ticket_that_is_known_again_is_told_to_the_journal
     "options",
     [{"max_issues": 0}, {"eval_share": 1.5}, {"lease_s": 3.0, "heartbeat_s": 2.0}, {"eta": -1}],
 )
-def test_options_that_cannot_work_are_refused(options: dict[str, float]) -> None:
+def test_invalid_options_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"manager\.|max_head"):
         Desk(register=False, **options)
 
 
 @pytest.mark.parametrize("max_concurrent", [3, 100])
 @pytest.mark.parametrize("num_evals", [0, 2])
-def test_room_is_what_would_be_granted(max_concurrent: int, num_evals: int) -> None:
-    """Whoever deals out room to those who wait looks at no more of them: nothing may be granted beyond it."""
+def test_room_is_an_upper_bound_of_the_grants(max_concurrent: int, num_evals: int) -> None:
+    """A caller that serves waiting requests looks at no more of them than there is room for. So no grant may exceed the room."""
     desk = Desk(max_concurrent=max_concurrent, eval_share=1.0)
     if num_evals:
         desk.ledger.evaluate(EvaluateRequest(eval_id="e", modes=["greedy"], num_prompts=num_evals))

@@ -1,4 +1,4 @@
-"""A process that somebody else starts, as the launcher sees it: by what is in name resolve."""
+"""A process that the user starts, as the launcher observes it: through name resolve."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def put(state: str, error: str = "", pid: int = 7) -> WatchEvent:
 GONE = WatchEvent("delete", "status", "")
 
 
-def test_a_life_that_is_over_between_two_looks_is_told(left_out: ExternalProcess, told: list[str]) -> None:
+def test_a_process_that_ends_between_two_turns_is_reported(left_out: ExternalProcess, told: list[str]) -> None:
     for event in (put("starting"), put("running"), put("done"), GONE):
         left_out.observe(event)
     left_out.turn()
     assert told == [f"{NAME} has started (process 7)"]
 
 
-def test_one_that_ends_too_early_is_waited_for(left_out: ExternalProcess, told: list[str]) -> None:
+def test_the_run_waits_for_a_process_that_ends_too_early(left_out: ExternalProcess, told: list[str]) -> None:
     for event in (put("running"), GONE):
         left_out.observe(event)
         left_out.turn()
@@ -60,20 +60,20 @@ def test_one_that_ends_too_early_is_waited_for(left_out: ExternalProcess, told: 
     ]
 
 
-def test_its_failure_is_told_even_if_it_is_gone_by_then(left_out: ExternalProcess) -> None:
+def test_a_failure_is_reported_even_if_the_process_is_already_gone(left_out: ExternalProcess) -> None:
     left_out.observe(put("error", "ValueError: no"))
     left_out.observe(GONE)
     with pytest.raises(LaunchError, match="which you started, failed\n\nValueError: no"):
         left_out.turn()
 
 
-def test_it_is_asked_to_stop_and_seen_to_be_gone(left_out: ExternalProcess) -> None:
+def test_a_process_can_be_stopped_and_is_then_seen_to_be_gone(left_out: ExternalProcess) -> None:
     command = [sys.executable, "-c", "import time; time.sleep(600)", str(left_out.config_path)]
     with subprocess.Popen(command) as process:
         try:
             left_out.observe(put("running", pid=process.pid))
             left_out.turn()
-            process.send_signal(signal.SIGSTOP)  # so that it does not end before it was looked at
+            process.send_signal(signal.SIGSTOP)  # it must not end before is_gone is read
             left_out.ask_to_stop()
             assert not left_out.is_gone
             process.send_signal(signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""Which steps the newest weights come from, and what the audit finds wrong in journals."""
+"""The lineage of the newest weights, and the problems that the audit finds in journals."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def ended(attempt: int, done: int, of: int = 8) -> Event:
 
 
 def of_tickets(*tickets: str) -> tuple[list[Event], list[Event]]:
-    """Admissions and pushes of `a1-0` and so on."""
+    """Return the events of admitting and of pushing tickets such as `a1-0`."""
     admitted = [{"event": "admitted", "ticket": name, "prompt": [0, int(name[3:])]} for name in tickets]
     return admitted, [{"event": "pushed", "ticket": name, "verdict": "stored"} for name in tickets]
 
 
-# Step 2 and the rejection of 4 come after the checkpoint of step 1, though the rejection was before step 2 was over
+# Step 2 and the rejection of prompt 4 come after the checkpoint of step 1, although that rejection precedes the end of step 2
 INTERRUPTED = [
     begun(1),
     *stored(1, 0, 1),
@@ -74,7 +74,7 @@ def audit_events(events: list[Event], ways: tuple[list[Event], list[Event]] = WA
 
 
 class TestLineage:
-    def test_of_a_chain(self):
+    def test_a_chain_of_attempts_is_one_lineage(self):
         lineage = lineage_of(attempts_of([begun(1), begun(2, (1, 6)), begun(3, (1, 6)), begun(4, (3, 8))]))
         assert lineage is not None
         assert [(s.attempt, s.first, s.last) for s in lineage.stretches] == [(1, 1, 6), (3, 7, 8), (4, 9, None)]
@@ -84,11 +84,11 @@ class TestLineage:
         assert [lineage.has_weights(4, step) for step in (7, 8, 9)] == [False, True, True]
         assert lineage.newest == 4
 
-    def test_each_new_beginning_is_one(self):
+    def test_each_attempt_without_a_parent_begins_a_lineage(self):
         found = lineages_of(attempts_of([begun(1), begun(2, (1, 6)), begun(3), begun(4, (3, 2))]))
         assert [[s.attempt for s in lineage.stretches] for lineage in found] == [[1, 2], [3, 4]]
 
-    def test_of_nothing(self):
+    def test_no_attempts_have_no_lineage(self):
         assert lineage_of([]) is None
         assert lineages_of([]) == []
 
@@ -118,25 +118,25 @@ class TestAudit:
             ),
         ],
     )
-    def test_what_is_wrong_is_found(self, change, problem):
+    def test_each_problem_is_found(self, change, problem):
         events = list(INTERRUPTED)
         change(events)
         found = audit_events(events)
         assert problem in found.problems
 
-    def test_a_done_that_was_written_after_the_checkpoint_is_found(self):
-        """The checkpoint's master knew of prompt 3, trained after it: nobody trains it in the lineage."""
+    def test_a_prompt_counted_as_done_but_trained_after_the_checkpoint_is_found(self):
+        """The checkpoint counts prompt 3 as done, but only the discarded step 2 trained it, so the lineage never trains it."""
         events = [event for event in INTERRUPTED if event not in (trained(2, 2, 3, 4), *stored(2, 3))]
         events.insert(events.index(stored(2, 4)[0]) + 1, trained(2, 2, 4))
         assert audit_events(events).problems == ["prompts neither trained nor rejected: 1"]
 
-    def test_the_bound_on_age(self):
+    def test_groups_beyond_the_bound_on_offpolicyness_are_found(self):
         events = [begun(1), *stored(1, 0, 1), trained(1, 1, 0), trained(1, 2, 1, version=0), snapshot(1, 2)]
         assert audit_events(events).problems == []
         events = [begun(1, max_head_offpolicyness=0), *events[1:]]
         assert audit_events(events).problems == ["groups more than 0 versions old: a1-1 (1)"]
         events = [begun(1, max_head_offpolicyness=None), *events[1:]]
-        assert audit_events(events).problems == []  # overdue=train waits for nobody
+        assert audit_events(events).problems == []  # with overdue=train there is no bound
         events = [begun(1), *stored(1, 0), trained(1, 1, 0, version=1)]
         assert audit_events(events).problems == ["groups sampled from a version that did not exist yet: a1-0"]
 
@@ -160,7 +160,7 @@ class TestAudit:
         found = audit_events(events)
         assert (found.problems, found.steps, found.trained, found.voided_steps) == ([], 2, 4, 1)
 
-    def test_how_groups_came(self):
+    def test_the_admission_and_the_push_of_each_trained_group_are_checked(self):
         admitted, pushed = WAYS
         assert audit_events(INTERRUPTED, ([], [])).unchecked == [
             "admissions: there is no journal of the gserver manager",
@@ -181,7 +181,7 @@ class TestAudit:
             INTERRUPTED, (admitted, [*pushed[:-1], {**pushed[-1], "verdict": "refused"}])
         ).problems
         assert problem == "trained groups that were refused: a2-6"
-        killed = audit_events(INTERRUPTED, (admitted, pushed[:-1]))  # before it could write it down
+        killed = audit_events(INTERRUPTED, (admitted, pushed[:-1]))  # the worker was killed before it recorded the push
         assert (killed.problems, killed.unconfirmed) == ([], 1)
 
     def test_mode_sync_has_no_admissions(self):

@@ -1,4 +1,4 @@
-"""weights.verify_logprobs: which figures let a version pass, and what is told of those that do not."""
+"""weights.verify_logprobs: which logprobs let a version pass, and the error message about those that do not."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ BEFORE, AFTER = ScoredText(IDS, [-1.0, -2.0, -3.0]), ScoredText(IDS, [-1.1, -1.9
 
 
 def scored(scored_text: ScoredText, *shifts: float) -> list[float]:
-    """What a server says: a logprob a token, 0 for the first."""
+    """Return a server's reply: one logprob per token, and 0 for the first token."""
     shifts = shifts or (0.0,) * len(scored_text.logprobs)
     return [0.0, -5.0, *(logprob + shift for logprob, shift in zip(scored_text.logprobs, shifts, strict=True))]
 
 
-def test_what_is_near_passes() -> None:
+def test_logprobs_within_the_tolerance_pass() -> None:
     check = LogprobCheck(0.3)
     assert check.check(V0, BEFORE, "a", scored(BEFORE)) == 0.0
     assert check.check(V1, AFTER, "b", scored(AFTER, 0.0, 0.14, 0.0)) == pytest.approx(
         0.14
-    )  # noise, on average below 0.05
+    )  # noise: below 0.05 on average
 
 
 @pytest.mark.parametrize(
@@ -38,12 +38,12 @@ def test_what_is_near_passes() -> None:
     [(0.0, 0.31, 0.0), (0.06, 0.06, -0.06), (0.0, math.nan, 0.0), (0.0, -math.inf, 0.0)],
     ids=["one", "all", "nan", "inf"],
 )
-def test_what_is_far_is_refused_with_its_figures(shifts: tuple[float, ...]) -> None:
+def test_logprobs_beyond_the_tolerance_are_refused_with_their_difference(shifts: tuple[float, ...]) -> None:
     with pytest.raises(LogprobMismatch, match=f"weights {V1} were loaded, .*differ by .*weights.verify_tolerance"):
         LogprobCheck(0.3).check(V1, AFTER, "b", scored(AFTER, *shifts))
 
 
-def test_old_weights_are_called_by_their_name() -> None:
+def test_old_weights_are_named_in_the_error() -> None:
     check = LogprobCheck(1e-3)
     check.check(V0, BEFORE, "a", scored(BEFORE, 1e-5, 0.0, 0.0))
     with pytest.raises(
@@ -51,11 +51,11 @@ def test_old_weights_are_called_by_their_name() -> None:
         match=f"they are bit-identical to those of {V0}: the engine still computes with the old weights",
     ):
         check.check(V1, AFTER, "b", scored(BEFORE, 1e-5, 0.0, 0.0))
-    check.check(V1, AFTER, "b", scored(AFTER))  # it tries again, and has them now
+    check.check(V1, AFTER, "b", scored(AFTER))  # after a retry the new weights are loaded
 
 
 def test_old_weights_are_found_within_the_tolerance() -> None:
-    """A small step in a coarse dtype: further from the trainer than the step is long, but the figures did not move at all."""
+    """A small step in a coarse dtype: the tolerance is larger than the step, but the server's logprobs did not change at all."""
     small = ScoredText(IDS, [logprob + 1e-4 for logprob in BEFORE.logprobs])
     noise = (0.02, -0.03, 0.01)
     check = LogprobCheck(0.3)
@@ -65,23 +65,23 @@ def test_old_weights_are_found_within_the_tolerance() -> None:
     check.check(V1, small, "b", scored(BEFORE, 0.02, -0.03, 0.0101))
 
 
-def test_figures_may_stand_still_where_the_weights_do() -> None:
+def test_logprobs_may_stay_equal_if_the_weights_do() -> None:
     near = ScoredText(IDS, [logprob + 1e-3 for logprob in BEFORE.logprobs])
     check = LogprobCheck(0.3)
     check.check(V0, BEFORE, "a", scored(BEFORE))
-    check.check(V1, near, "a", scored(BEFORE))  # the same files: bfloat16 swallowed the step
-    check.check(V2, near, "b", scored(BEFORE))  # the trainer's did not move either
+    check.check(V1, near, "a", scored(BEFORE))  # the same files: the step is lost in bfloat16's rounding
+    check.check(V2, near, "b", scored(BEFORE))  # the trainer's logprobs did not change either
 
 
-def test_another_text_is_not_compared_with() -> None:
-    """A trainer that was started again."""
+def test_logprobs_of_different_texts_are_not_compared() -> None:
+    """A restarted trainer scores another text."""
     check = LogprobCheck(0.3)
     check.check(V0, BEFORE, "a", scored(BEFORE))
     other = ScoredText([1, 2, 3, 4, 5], [logprob + 1e-3 for logprob in BEFORE.logprobs])
     check.check(V1, other, "b", scored(BEFORE))
 
 
-def test_too_few_figures_are_refused() -> None:
+def test_too_few_logprobs_are_refused() -> None:
     with pytest.raises(LogprobMismatch, match="2 logprobs for the text's 3 tokens"):
         LogprobCheck(0.3).check(V0, BEFORE, "a", [0.0, -1.0])
 
@@ -96,7 +96,7 @@ rollout: {tasks: {default: {reward: "rewards.py:reward"}}}
 
 
 def tolerance(folder: Path, *overrides: str, devices: tuple[str, ...] = ()) -> float:
-    """What a generation server is given."""
+    """Return the tolerance in the config of a generation server."""
     file = folder / "run.yaml"
     file.write_text(CONFIG)
     specs = plan(load_experiment(file, overrides), attempt=1, num_prompts=100, devices=devices)
@@ -105,7 +105,7 @@ def tolerance(folder: Path, *overrides: str, devices: tuple[str, ...] = ()) -> f
     return config.verify_tolerance
 
 
-def test_the_tolerance_follows_the_dtypes(tmp_path: Path) -> None:
+def test_the_default_tolerance_depends_on_the_dtypes(tmp_path: Path) -> None:
     on = "weights.verify_logprobs=true"
     assert tolerance(tmp_path) == 0.0
     assert tolerance(tmp_path, on) == 1e-3
@@ -130,7 +130,7 @@ def test_the_tolerance_follows_the_dtypes(tmp_path: Path) -> None:
         (["runtime.max_restarts=-1"], "runtime.max_restarts=-1: must not be negative"),
     ],
 )
-def test_what_cannot_be_verified_is_refused(tmp_path: Path, overrides: list[str], told: str) -> None:
+def test_configs_that_cannot_be_verified_are_refused(tmp_path: Path, overrides: list[str], told: str) -> None:
     with pytest.raises(ConfigError) as caught:
         tolerance(tmp_path, "weights.verify_logprobs=true", *overrides)
     assert told in str(caught.value)

@@ -1,4 +1,4 @@
-"""Logs of many processes as one sequence: lines and entries, their order, files that come and grow."""
+"""Logs of many processes in one sequence: parsing of lines and entries, their order, and files that appear and grow."""
 
 import itertools
 import json
@@ -23,7 +23,7 @@ def line(second, worker="master/0", text="hello", level="INFO", milli=0):
 
 
 def parse(*pieces, name="master_0"):
-    """Entries of a file that is read after each piece is written."""
+    """Return the entries of a file that is read each time another piece has been appended."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"{name}.log")
         log, entries = None, []
@@ -43,7 +43,7 @@ def texts(entries):
 # ------------------------------------------------------------------------------------------------------- lines and entries
 
 
-def test_a_line_of_ours():
+def test_a_line_of_an_asyncrl_process():
     assert parse(line(7, milli=45, level="WARNING", text="a: b")) == [
         Entry(at(7, 45), "WARNING", "master/0", "a: b"),
     ]
@@ -57,7 +57,7 @@ def test_a_traceback_belongs_to_its_line():
     assert second.text == "hello"
 
 
-def test_what_is_printed_past_the_logging_stands_for_itself():
+def test_output_that_bypasses_the_logging_is_an_entry_of_its_own():
     data = line(1, text="running") + b"x.py:3: UserWarning: old\n  warn()\nTraceback (most recent call last):\nE\n"
     assert [(entry.time, entry.level, entry.text) for entry in parse(data)] == [
         (at(1), "INFO", "running"),
@@ -68,7 +68,7 @@ def test_what_is_printed_past_the_logging_stands_for_itself():
     assert crash[1].text == "Fatal Python error: Segmentation fault\n\nThread 1"
 
 
-def test_what_stands_before_the_first_time_gets_that_time(tmp_path):
+def test_lines_before_the_first_time_get_that_time(tmp_path):
     assert [(entry.time, entry.text) for entry in parse(b"import warning\n more\n" + line(5))] == [
         (at(5), "import warning\n more"),
         (at(5), "hello"),
@@ -110,29 +110,29 @@ def test_lines_of_etcd_and_of_libraries(text, expected, monkeypatch):
 @pytest.mark.parametrize(
     "text", ['{"ts": 1', '{"ts":"x","level":1,"msg":"m"}', '{"ts":"","msg":2}', '["ts"]', '{"ts":' * 99]
 )
-def test_what_only_looks_like_etcd(text):
+def test_lines_that_only_resemble_those_of_etcd_are_plain_text(text):
     assert texts(parse(text.encode())) == [text]
 
 
-def test_a_clock_that_goes_back_does_not_change_the_order():
+def test_a_clock_that_goes_back_does_not_change_the_order_of_lines():
     assert [(entry.time, entry.text) for entry in parse(line(9, text="a") + line(3, text="b"))] == [
         (at(9), "a"),
         (at(9), "b"),
     ]
 
 
-def test_bytes_that_are_no_text_and_escapes_that_a_terminal_would_obey():
+def test_invalid_utf8_and_terminal_escapes_are_made_visible():
     (entry,) = parse(line(1, text="x")[:-1] + b"\xff\xfe \x1b[31m\x07\x00\n")
     assert entry.text == "x�� ␛[31m\\x07\\x00"
 
 
-def test_a_progress_bar_is_what_is_left_of_it():
+def test_only_the_last_state_of_a_progress_bar_is_kept():
     (entry,) = parse(line(1) + b"  0%\r 50%\r100%\nnext\r\n")
     assert entry.text == "hello\n100%\nnext"
 
 
-def test_lines_that_come_later_are_an_entry_of_their_own():
-    """Half a line is read when it is whole."""
+def test_lines_that_arrive_after_their_entry_was_read_are_entries_of_their_own():
+    """Half a line is read only after the rest of it has arrived."""
     pieces = [line(1, level="ERROR", text="failed"), b"  File x\nVal", b"ueError: no\n" + line(2)]
     assert [(entry.time, entry.level, entry.text) for entry in parse(*pieces)] == [
         (at(1), "ERROR", "failed"),
@@ -156,7 +156,7 @@ pieces = st.lists(
 
 @settings(max_examples=60)
 @given(pieces, st.randoms(use_true_random=False))
-def test_where_the_bytes_are_cut_no_line_is_lost(parts, random):
+def test_no_line_is_lost_wherever_the_bytes_are_cut(parts, random):
     data = b"".join(parts)
     cuts = sorted(random.randint(0, len(data)) for _ in range(random.randint(0, 8)))
     cut = parse(*(data[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(data)])))
@@ -172,7 +172,7 @@ def test_where_the_bytes_are_cut_no_line_is_lost(parts, random):
 
 
 class Folder:
-    """A folder of logs that changes at every pause of the reader; ends after the last change."""
+    """A folder of logs that changes in every pause of the reader. The stream ends after the last change."""
 
     def __init__(self, path, *changes):
         self.path = path
@@ -204,7 +204,7 @@ def nothing(folder):
     pass
 
 
-def test_a_folder_that_is_read_once(tmp_path):
+def test_a_folder_is_read_in_order_of_time(tmp_path):
     append("master_0.log", line(1, text="a") + line(3, text="c") + b"  cut sho")(tmp_path)
     append("etcd.log", line(2, text="b"))(tmp_path)
     append("model_worker_0.log", b"")(tmp_path)
@@ -213,7 +213,7 @@ def test_a_folder_that_is_read_once(tmp_path):
     assert Folder(tmp_path).stream(lambda worker: worker == "master/0") == ["a", "c\n  cut sho"]
 
 
-def test_a_folder_that_grows(tmp_path):
+def test_a_growing_folder_is_followed(tmp_path):
     append("a_0.log", line(1, text="old"))(tmp_path)
     folder = Folder(
         tmp_path,
@@ -226,7 +226,7 @@ def test_a_folder_that_grows(tmp_path):
     assert folder.stream() == ["old", None, "four", "a new file", "last"]
 
 
-def test_what_is_new_in_all_files_is_in_the_order_of_time(tmp_path):
+def test_new_entries_of_all_files_are_in_order_of_time(tmp_path):
     def two(folder):
         append("a_0.log", line(5, text="five") + line(7, text="seven"))(folder)
         append("b_0.log", line(4, text="four") + line(6, text="six"))(folder)
@@ -234,13 +234,13 @@ def test_what_is_new_in_all_files_is_in_the_order_of_time(tmp_path):
     assert Folder(tmp_path, nothing, two).stream() == [None, "four", "five", "six", "seven"]
 
 
-def test_a_log_that_the_next_attempt_links_is_read_once(tmp_path):
+def test_a_log_linked_by_the_next_attempt_is_read_once(tmp_path):
     first, second = tmp_path / "attempt_1", tmp_path / "attempt_2"
     for folder in (first, second):
         folder.mkdir()
     append("rollout_worker_0.log", line(1, text="old"))(first)
     (second / "rollout_worker_0.log").symlink_to("../attempt_1/rollout_worker_0.log")
-    (second / "etcd.log").symlink_to("../attempt_1/etcd.log")  # which was deleted
+    (second / "etcd.log").symlink_to("../attempt_1/etcd.log")  # the target does not exist
     files = LogFiles(first, lambda worker: True)
     assert texts(files.new_entries(ended=False)) == ["old"]
     files.folder = second
@@ -251,8 +251,8 @@ def test_a_log_that_the_next_attempt_links_is_read_once(tmp_path):
 
 @settings(max_examples=60)
 @given(st.lists(st.lists(st.integers(0, 500), max_size=12), max_size=4))
-def test_the_order_is_that_of_time(seconds_of_files):
-    """Nothing is lost, and nothing comes twice."""
+def test_merged_entries_are_in_order_of_time(seconds_of_files):
+    """No entry is lost, and none is repeated."""
     expected = []
     with tempfile.TemporaryDirectory() as folder:
         for index, seconds in enumerate(seconds_of_files):
@@ -265,8 +265,8 @@ def test_the_order_is_that_of_time(seconds_of_files):
     assert merged == sorted(expected, key=lambda entry: (entry[0], entry[1], int(entry[2])))
 
 
-def test_a_long_log_is_read_in_order_before_what_follows(tmp_path):
-    """Also where one file's first piece reaches far beyond what was read of the other."""
+def test_a_long_log_is_merged_in_order(tmp_path):
+    """This holds even if the first block read from one file extends far beyond what has been read of the other."""
     append("busy_0.log", b"".join(line(second % 3000, text=f"{second} {'x' * 200}") for second in range(3000)))(
         tmp_path
     )
@@ -282,11 +282,11 @@ def test_a_long_log_is_read_in_order_before_what_follows(tmp_path):
 @pytest.mark.parametrize(
     ("stem", "worker"), [("rollout_worker_12", "rollout_worker/12"), ("etcd", "etcd"), ("x_y", "x_y"), ("_1", "/1")]
 )
-def test_file_names_are_workers(stem, worker):
+def test_file_names_are_mapped_to_workers(stem, worker):
     assert worker_of(stem) == worker
 
 
-def test_workers_are_asked_for_in_three_ways():
+def test_workers_are_selected_by_kind_by_name_or_by_file_name():
     known = {"rollout_worker/0", "rollout_worker/1", "master/0", "etcd"}
     assert select_workers(["rollout_worker"], known) == {"rollout_worker/0", "rollout_worker/1"}
     assert select_workers(["rollout_worker/1", "etcd"], known) == {"rollout_worker/1", "etcd"}
@@ -297,6 +297,6 @@ def test_workers_are_asked_for_in_three_ways():
         select_workers(["zzz"], known)
 
 
-def test_entries_are_json():
+def test_entries_can_be_written_as_json():
     (entry,) = parse(line(1))
     assert json.loads(json.dumps(entry.__dict__))["worker"] == "master/0"

@@ -1,4 +1,4 @@
-"""A ticket whose server is lost: to another one, to the same one once that is well again, to the process that took its place."""
+"""Tickets of a lost server move to another server, to the same one after it has recovered, or to its replacement process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def dead(desk: Desk) -> list[str]:
     return desk.ledger.heartbeat(request, desk.now).dead
 
 
-def test_the_process_that_takes_its_place_gets_its_tickets() -> None:
+def test_a_replacement_process_gets_the_tickets_of_its_predecessor() -> None:
     desk = Desk()
     (ticket,) = desk.take(1)
     assert ask(desk, ticket).reason == "no_server"
@@ -33,11 +33,11 @@ def test_the_process_that_takes_its_place_gets_its_tickets() -> None:
     desk.serve(0)
     reply = ask(desk, ticket)
     assert (reply.server, reply.server_url) == (NAME, NEW_URL)
-    assert desk.table.servers[NAME].state.value == "healthy"  # what was said of the old process is not said of it
+    assert desk.table.servers[NAME].state.value == "healthy"  # reports about the old process do not count
     assert desk.table.servers[NAME].running == 1
 
 
-def test_a_late_word_about_the_old_process_moves_no_other_ticket() -> None:
+def test_a_late_report_about_the_old_process_moves_no_other_ticket() -> None:
     desk = Desk(num_servers=2)
     tickets = {ticket.server: ticket for ticket in desk.take(2)}
     desk.table.announce(NAME, NEW_URL, desk.now)
@@ -47,7 +47,7 @@ def test_a_late_word_about_the_old_process_moves_no_other_ticket() -> None:
     assert [desk.table.servers[name].running for name in sorted(tickets)] == [1, 1]
 
 
-def test_the_only_server_is_named_again_once_it_has_answered_a_probe() -> None:
+def test_the_only_server_is_offered_again_after_it_has_answered_a_health_probe() -> None:
     desk = Desk()
     (ticket,) = desk.take(1)
     assert ask(desk, ticket).reason == "no_server"
@@ -59,7 +59,7 @@ def test_the_only_server_is_named_again_once_it_has_answered_a_probe() -> None:
     assert desk.table.servers[NAME].state.value == "suspect"
 
 
-def test_another_server_is_preferred_to_one_that_was_lost() -> None:
+def test_another_server_is_preferred_to_the_lost_one() -> None:
     desk = Desk(num_servers=2)
     ticket = next(ticket for ticket in desk.take(2) if ticket.server == NAME)
     desk.table.silent("generation_server/1", "busy", desk.now)
@@ -69,7 +69,7 @@ def test_another_server_is_preferred_to_one_that_was_lost() -> None:
     assert ask(desk, ticket).server == "generation_server/1"
 
 
-def test_workers_are_told_where_nothing_more_comes_from() -> None:
+def test_heartbeat_replies_list_the_addresses_of_dead_servers() -> None:
     desk = Desk(num_servers=2)
     assert dead(desk) == []
     desk.table.silent(NAME, "no answer", desk.now)
@@ -77,22 +77,22 @@ def test_workers_are_told_where_nothing_more_comes_from() -> None:
     desk.now += 16.0
     desk.table.silent(NAME, "no answer", desk.now)
     assert dead(desk) == [URL]
-    desk.table.answered(NAME, str(V0), desk.now)  # it was frozen, and is back at its old place
+    desk.table.answered(NAME, str(V0), desk.now)  # it was frozen, and answers again at the same address
     assert dead(desk) == []
     desk.table.withdraw(NAME)
     assert dead(desk) == [URL]
     desk.table.announce(NAME, NEW_URL, desk.now)
-    assert dead(desk) == [URL]  # who still waits there waits in vain
+    assert dead(desk) == [URL]  # the old address will never answer
     for number in range(40):
         desk.table.announce(NAME, f"http://{number}", desk.now)
         desk.serve(0, NAME)
     assert len(dead(desk)) == 16
 
 
-def test_workers_leave_a_server_that_stays_interrupted_after_a_failed_load() -> None:
+def test_a_server_that_stays_interrupted_after_a_failed_load_counts_as_dead() -> None:
     desk = Desk(num_servers=2)
     incarnation = desk.table.begin_update(NAME, WeightVersion(1, 1))
-    assert dead(desk) == []  # interrupted for a moment
+    assert dead(desk) == []  # interrupted briefly
     desk.table.load_failed(NAME, incarnation, "refused")
     assert dead(desk) == [URL]
     desk.serve(1, NAME)

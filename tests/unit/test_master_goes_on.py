@@ -1,4 +1,4 @@
-"""What a master remembers across a restart: all that its state has, and whether there is anything left to do."""
+"""A restarted master restores its whole state from the checkpoint and continues the run, or ends it if no step is left."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def after_two_steps(config: MasterWorkerConfig, opened: AsyncExitStack, clock: M
     return books.state(evaluating=False, shared={"ref": "kept"})
 
 
-async def test_it_remembers_all_of_it(config, opened, clock):
+async def test_a_restarted_master_restores_its_whole_state(config, opened, clock):
     state = after_two_steps(config, opened, clock)
     clock.now += 7.0  # between the attempts
     books = make_books(next_attempt(config), opened, clock=clock, state=state)
@@ -111,13 +111,13 @@ async def test_it_remembers_all_of_it(config, opened, clock):
     assert again.wall_s == 100.0
     assert books.summarize(clock.now + 1.0, None)["wall_s"] == 101.0
     books.step = 3
-    assert not books.is_due("save")  # that of step 2 was due at step 2
+    assert not books.is_due("save")  # the save of step 2 was due at step 2
     books.step = 4
     assert books.is_due("save")
 
 
 class Source:
-    """Batches of two prompts that are there at once."""
+    """Forms batches of two prompts without waiting."""
 
     seconds: dict[str, float] = {}  # noqa: RUF012
     servers = ()
@@ -139,7 +139,7 @@ class Source:
 
 
 async def live(config: MasterWorkerConfig, opened: AsyncExitStack, state: MasterState | None) -> list[str]:
-    """Runs a master up to its last step, between model workers and a manager that listen. Returns what they were told."""
+    """Run a master until its last step, with model workers and a manager that record their calls. Return the recorded calls."""
     manager, caller = PlayedManager(), PlayedWorkers()
     manager.may_end.set()
     parts = MasterParts(config, opened, manager=manager, caller=caller, state=state, source=Source)
@@ -158,7 +158,7 @@ def _told(body: Any) -> str:
     return f"write {body.weight_version}" if isinstance(body, WriteWeights) else type(body).__name__
 
 
-async def test_it_loads_then_publishes_the_same_weights_as_a_new_attempts(config, opened, clock, tmp_path):
+async def test_a_new_attempt_loads_the_weights_and_publishes_them_as_its_own(config, opened, clock, tmp_path):
     state = after_two_steps(config, opened, clock)
     told = ["Ping", "load c", "write a0002-v00000002", "CommitWeights", "train from 2"]
     assert await live(next_attempt(config), opened, state) == told
@@ -167,18 +167,18 @@ async def test_it_loads_then_publishes_the_same_weights_as_a_new_attempts(config
     assert (begun["num_prompts"], begun["num_epochs"], begun["max_head_offpolicyness"]) == (8, 1, 1)
 
 
-async def test_weights_whose_evaluation_was_cut_off_are_evaluated_again(config, opened, clock):
+async def test_an_interrupted_evaluation_is_repeated(config, opened, clock):
     state = msgspec.structs.replace(after_two_steps(config, opened, clock), evaluating=True)
     assert (await live(next_attempt(config), opened, state))[-2:] == ["train from 2", "evaluate a2-s2"]
 
 
-async def test_after_the_last_step_only_the_end_is_left(config, opened, clock):
+async def test_a_restart_after_the_last_step_trains_no_further_step(config, opened, clock):
     state = msgspec.structs.replace(after_two_steps(config, opened, clock), step=3)
     told = ["Ping", "load c", "write a0002-v00000003", "CommitWeights"]
     assert await live(next_attempt(config), opened, state) == told
 
 
-async def test_a_run_that_begins_has_no_parent(config, opened, clock, tmp_path):
+async def test_the_first_attempt_has_no_parent(config, opened, clock, tmp_path):
     told = ["Ping", "write a0001-v00000000", "CommitWeights", *(f"train from {step}" for step in range(3))]
     assert await live(config, opened, None) == [*told, "evaluate a1-s0"]
     (begun,) = [event for event in read_json_lines(tmp_path / "journal" / "master.jsonl") if event["event"] == "begun"]

@@ -1,4 +1,4 @@
-"""Pure parts of the master: prompt progress, schedules, the buffer, who holds what, hooks."""
+"""Pure parts of the master: prompt progress, schedules, the buffer, the tracker of holders, parameter hooks, and step metrics."""
 
 import asyncio
 
@@ -32,7 +32,7 @@ def make_meta(ticket, position=0, *, epoch=0, attempt=1, versions=((0, 0),), rew
 
 
 class TestPromptProgress:
-    def test_cursor_moves_over_what_is_done(self):
+    def test_the_cursor_moves_past_prompts_that_are_done(self):
         progress = PromptProgress(num_prompts=3, num_epochs=2)
         progress.mark_trained([Locator(0, 1), Locator(0, 2)])
         assert (progress.cursor, progress.beyond_cursor) == (Locator(0, 0), [Locator(0, 1), Locator(0, 2)])
@@ -40,13 +40,13 @@ class TestPromptProgress:
         assert (progress.cursor, progress.beyond_cursor) == (Locator(1, 0), [])
         assert (progress.num_done, progress.num_trained, dict(progress.rejected)) == (3, 2, {"too_hard": 1})
 
-    def test_twice_is_an_error(self):
+    def test_finishing_a_prompt_twice_is_an_error(self):
         progress = PromptProgress(num_prompts=3, num_epochs=1)
         progress.mark_trained([Locator(0, 1)])
         with pytest.raises(ValueError, match="done already"):
             progress.mark_rejected(Locator(0, 1), "late")
 
-    def test_it_goes_on_from_what_a_checkpoint_holds(self):
+    def test_progress_is_restored_from_a_checkpoint(self):
         progress = PromptProgress(num_prompts=3, num_epochs=2)
         progress.mark_trained([Locator(0, 0), Locator(0, 2)])
         progress.mark_rejected(Locator(1, 1), "too_hard")
@@ -57,7 +57,7 @@ class TestPromptProgress:
             assert (each.cursor, each.beyond_cursor) == (Locator(1, 0), [Locator(1, 1)])
             assert (each.num_done, each.num_trained, dict(each.rejected)) == (4, 3, {"too_hard": 1})
 
-    def test_outside_is_an_error(self):
+    def test_a_prompt_outside_the_run_is_an_error(self):
         progress = PromptProgress(num_prompts=3, num_epochs=1)
         assert not progress.contains(Locator(1, 0))
         with pytest.raises(ValueError, match="outside"):
@@ -65,7 +65,7 @@ class TestPromptProgress:
 
 
 class TestSchedule:
-    def test_each_counter_makes_it_due(self):
+    def test_steps_epochs_and_seconds_each_make_it_due(self):
         schedule = Schedule(every_steps=3, every_epochs=1, every_s=10.0, now=0.0)
         assert not schedule.check(step=2, epochs=0.9, now=9.0)
         assert schedule.check(step=3, epochs=0.9, now=9.0)
@@ -73,8 +73,8 @@ class TestSchedule:
         assert not schedule.check(step=5, epochs=1.2, now=18.0)
         assert schedule.check(step=5, epochs=1.2, now=19.0)
 
-    def test_it_goes_on_where_it_was(self):
-        """The time in between does not count."""
+    def test_a_restored_schedule_continues_its_intervals(self):
+        """The time between saving and restoring does not count."""
         schedule = Schedule(every_steps=3, every_s=10.0, now=100.0)
         assert schedule.check(step=3, epochs=1.5, now=104.0)
         other = Schedule(every_steps=3, every_s=10.0, now=0.0)
@@ -84,7 +84,7 @@ class TestSchedule:
         other.restore(schedule.state(now=108.0), now=1000.0)
         assert other.check(step=6, epochs=1.5, now=1000.0)
 
-    def test_switched_off(self):
+    def test_a_schedule_without_intervals_is_never_due(self):
         assert not Schedule().check(step=100, epochs=9.0, now=1e9)
 
 
@@ -92,23 +92,23 @@ class TestBuffer:
     def make(self, capacity=4):
         return AsyncIOSequenceBuffer(PromptProgress(4, 1), capacity=capacity, attempt=1)
 
-    def test_first_of_a_prompt_wins(self):
+    def test_the_first_trajectory_of_a_prompt_is_kept(self):
         buffer = self.make()
         assert buffer.put(make_meta("t1", 0)).verdict == "stored"
-        assert buffer.put(make_meta("t1", 0)).verdict == "stored"  # told again: nothing changes
+        assert buffer.put(make_meta("t1", 0)).verdict == "stored"  # repeated: no change
         assert buffer.put(make_meta("t2", 0)).verdict == "duplicate"
         assert len(buffer) == 1
         assert buffer.holds(Locator(0, 0))
         assert not buffer.holds(Locator(0, 1))
 
-    def test_what_is_refused(self):
+    def test_trajectories_are_refused_for_an_old_attempt_an_unknown_prompt_or_lack_of_room(self):
         buffer = self.make(capacity=1)
         assert buffer.put(make_meta("old", 0, attempt=0)).reason == "attempt 0 is over; the current attempt is 1"
         assert buffer.put(make_meta("nowhere", 9)).verdict == "refused"
         buffer.put(make_meta("t1", 0))
         assert "holds 1 trajectories" in buffer.put(make_meta("t2", 1)).reason
 
-    async def test_a_trained_prompt_is_a_duplicate(self):
+    async def test_a_trajectory_of_a_trained_prompt_is_a_duplicate(self):
         progress = PromptProgress(4, 1)
         buffer = AsyncIOSequenceBuffer(progress, capacity=4, attempt=1)
         buffer.put(make_meta("t1", 0))
@@ -134,7 +134,7 @@ class TestBuffer:
         buffer.end_batch()
         assert len(buffer) == 0
 
-    async def test_stored_are_those_in_no_batch(self):
+    async def test_stored_trajectories_are_those_outside_the_batch(self):
         buffer = self.make()
         buffer.put(make_meta("t1", 0))
         buffer.put(make_meta("t2", 1))
@@ -144,7 +144,7 @@ class TestBuffer:
 
 
 class TestTracker:
-    def test_who_holds_what(self):
+    def test_the_holders_of_each_key_are_tracked(self):
         tracker = StorageTracker()
         tracker.add(0, ["a", "b"], ["ids", "rewards"])
         tracker.apply(
@@ -168,22 +168,22 @@ class TestHooks:
         mfcs = [self.inf, self.ref_inf, mfc("other", "critic"), mfc("actor_train", "actor", "train_step")]
         return ParameterHooks(mfcs, TrainConfig(**train))
 
-    def test_another_layout_gets_weights_once_after_they_changed(self):
+    def test_a_replica_in_another_layout_gets_weights_once_per_change(self):
         hooks = self.make()
-        assert hooks.before(self.inf) == []  # all begin with the same
+        assert hooks.before(self.inf) == []  # all replicas start with the same weights
         assert hooks.after_step(1) == []
         assert hooks.before(self.inf) == [Reallocate(source="actor", target="actor@1")]
         assert hooks.before(self.inf) == []
         assert hooks.before(self.ref_inf) == []
 
-    def test_a_checkpoint_is_loaded_into_the_trained_model_alone(self):
+    def test_replicas_are_updated_after_a_checkpoint_is_loaded_into_the_trained_model(self):
         hooks = self.make()
         hooks.loaded()
         assert hooks.before(self.inf) == [Reallocate(source="actor", target="actor@1")]
         assert hooks.before(self.inf) == []
         assert hooks.before(self.ref_inf) == []
 
-    def test_the_first_steps_train_the_critic_alone(self):
+    def test_the_first_steps_train_only_the_critic(self):
         hooks = self.make(num_critic_only_steps=2)
         assert [hooks.left_out(version) for version in range(3)] == [{"actor_train"}, {"actor_train"}, set()]
         hooks.after_step(2)
@@ -191,13 +191,13 @@ class TestHooks:
         hooks.after_step(3)
         assert len(hooks.before(self.inf)) == 1
 
-    def test_the_reference_is_refreshed(self):
+    def test_the_reference_is_updated_at_its_interval(self):
         hooks = self.make(ref=RefConfig(update_interval=3, update_share=0.25))
         refresh = [Reallocate(source="actor", target="ref", share=0.25)]
         assert [hooks.after_step(version) for version in range(1, 7)] == [[], [], refresh, [], [], refresh]
 
 
-def test_step_metrics():
+def test_step_metrics_of_a_batch():
     metas = [
         make_meta("a", 0, versions=((3, 4), (4, 4)), rewards=(1.0, 0.0)),
         make_meta("b", 1, versions=((5, 5), (5, 5)), rewards=(1.0, 1.0)),
@@ -216,7 +216,7 @@ def test_step_metrics():
     assert (metrics["offpolicy/head_count/0"], metrics["offpolicy/head_count/2"]) == (1.0, 1.0)
 
 
-def test_half_a_line_of_a_crash_is_cut_off(tmp_path):
+def test_a_line_torn_by_a_crash_is_cut_off(tmp_path):
     file = tmp_path / "lines.jsonl"
     file.write_text('{"a":1}\n{"a":')
     assert read_json_lines(file) == [{"a": 1}]
@@ -226,7 +226,7 @@ def test_half_a_line_of_a_crash_is_cut_off(tmp_path):
     assert read_json_lines(tmp_path / "none") == []
 
 
-def test_metrics_of_each_task_where_there_are_several():
+def test_a_run_with_several_tasks_has_metrics_per_task():
     metas = [
         make_meta("a", versions=((4, 4),) * 2, rewards=(1.0, 0.0), task_id=1),
         make_meta("b", versions=((4, 4),), rewards=(1.0,), task_id=1),
@@ -240,7 +240,7 @@ def test_metrics_of_each_task_where_there_are_several():
         assert not any(key.startswith("count/") for key in step_metrics(metas, 5, times, tasks))
 
 
-def test_seconds_that_servers_were_interrupted():
+def test_seconds_of_interruption_are_averaged_over_servers():
     def servers(**update_s):
         return [
             ServerView(server=name, url="", state="healthy", version="", running=0, update_s=seconds)
@@ -251,5 +251,5 @@ def test_seconds_that_servers_were_interrupted():
     assert seconds.since_last([]) == 0.0
     assert seconds.since_last(servers(a=1.0, b=3.0)) == 2.0
     assert seconds.since_last(servers(a=1.5, b=3.0)) == 0.25
-    assert seconds.since_last(servers(a=0.5, b=0.5)) == 0.0  # another manager
+    assert seconds.since_last(servers(a=0.5, b=0.5)) == 0.0  # a new manager counts from zero
     assert seconds.since_last(servers(a=0.5, b=1.0, c=1.0)) == 0.5

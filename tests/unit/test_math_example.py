@@ -1,4 +1,4 @@
-"""configs/async_ppo_math.yaml and examples/math: what it says it lacks, and that three overrides make it whole."""
+"""configs/async_ppo_math.yaml and examples/math: missing parts are named, and three overrides make the config complete."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MODULES = ("final_answer", "verifier", "reward", "make")
 
 @pytest.fixture(scope="module")
 def example() -> Iterator[dict[str, ModuleType]]:
-    """The example's modules, imported as its make.py does. Afterwards the names are free again."""
+    """Import the example's modules as its make.py does, and remove them from sys.modules afterwards."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FOLDER))
         for name in MODULES:
@@ -44,7 +44,7 @@ def example() -> Iterator[dict[str, ModuleType]]:
 
 @pytest.fixture(scope="module")
 def made(example: dict[str, ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data of the excerpt, and the small model with random weights."""
+    """Make the data of the excerpt and the small model with random weights."""
     folder = tmp_path_factory.mktemp("math")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["make.py", "--out", str(folder), "--gsm8k", str(EXCERPT), "--model"])
@@ -54,13 +54,13 @@ def made(example: dict[str, ModuleType], tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(autouse=True)
 def from_the_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where the config's paths begin. The Hub's cache is empty."""
+    """Run in the repository's root, to which the config's paths are relative, with an empty cache of the Hub."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
 def overrides(made: Path) -> list[str]:
-    """Model, data and allocation: all that a CPU needs."""
+    """Return overrides of model, data and allocation, which suffice to run on a CPU."""
     return [
         f"model_path={made / 'model'}",
         f"prompts.path={made / 'data' / 'train.jsonl'}",
@@ -69,7 +69,7 @@ def overrides(made: Path) -> list[str]:
     ]
 
 
-def test_the_model_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_missing_model_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     arguments = ["check", str(CONFIG), "allocation=transformers.d1+d1"]
     assert cli.main(arguments) == 2
     printed = capsys.readouterr().out
@@ -82,13 +82,15 @@ def test_the_model_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]
         assert part in printed
 
 
-def test_the_data_that_are_not_there_are_named(made: Path, tmp_path: Path) -> None:
+def test_missing_data_are_named(made: Path, tmp_path: Path) -> None:
     config = load_experiment(CONFIG, [*overrides(made), f"prompts.path={tmp_path / 'none.jsonl'}"])
     with pytest.raises(ConfigError, match=r"prompts.path.*there is no prompt file.*make it with `python examples/math"):
         preflight(config)
 
 
-def test_it_passes_check_with_three_overrides(made: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_config_passes_check_with_three_overrides(
+    made: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert cli.main(["check", str(CONFIG), *overrides(made), f"fileroot={tmp_path}", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["ok"]
@@ -97,8 +99,8 @@ def test_it_passes_check_with_three_overrides(made: Path, capsys: pytest.Capture
     assert (kinds.count("generation_server"), kinds.count("model_worker")) == (1, 1)
 
 
-def test_as_it_is_it_wants_eight_gpus(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a model's folder and data, where SGLang is installed."""
+def test_the_unchanged_allocation_needs_eight_gpus(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's folder and the data exist, and SGLang is installed."""
     monkeypatch.setattr(preflight_module, "find_sglang", lambda python: SGLangEnvironment(TESTED_VERSION, ""))
     config = load_experiment(CONFIG, overrides(made)[:3])
     assert config.allocation == "sglang.d4p1m1+d4p1m1"
@@ -112,10 +114,8 @@ def test_as_it_is_it_wants_eight_gpus(made: Path, monkeypatch: pytest.MonkeyPatc
     assert {spec.config.train.dtype for spec in on_cpu if spec.kind == "model_worker"} == {"float32"}  # type: ignore[union-attr]
 
 
-def test_the_model_by_its_name_where_the_cache_has_it(
-    made: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """Workers get the folder. (The small model stands in the place of Qwen's.)"""
+def test_a_cached_model_is_found_by_its_name(made: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Workers receive the path of its folder. The small model stands in for Qwen's."""
     repo = tmp_path / "hub" / "models--Qwen--Qwen2.5-1.5B-Instruct"
     snapshot = repo / "snapshots" / ("ab" * 20)
     shutil.copytree(made / "model", snapshot)
@@ -131,7 +131,7 @@ def test_the_model_by_its_name_where_the_cache_has_it(
         assert config.tokenizer_path == str(snapshot)  # type: ignore[union-attr]
 
 
-def test_prepare_makes_the_data_that_are_missing(made: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_prepare_makes_missing_data(made: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     make = tmp_path / "make.py"
     make.write_text("import sys, pathlib\npathlib.Path(sys.argv[1]).write_text('')\n")
     missing = tmp_path / "train.jsonl"
@@ -147,7 +147,7 @@ def source(config: ExperimentConfig, path: Path, model: Path) -> PromptSource:
     return PromptSource(PromptSourceConfig(**{**vars(config.prompts), "path": str(path)}), load_tokenizer(model))
 
 
-def test_prompts_are_chats_that_ask_for_a_box(made: Path) -> None:
+def test_prompts_are_chats_that_request_a_boxed_answer(made: Path) -> None:
     config = load_experiment(CONFIG)
     prompts = source(config, made / "data" / "train.jsonl", made / "model")
     assert prompts.tasks == {"gsm8k", "fractions"}
@@ -164,8 +164,8 @@ def test_prompts_are_chats_that_ask_for_a_box(made: Path) -> None:
     )
 
 
-def test_gsm8ks_own_files_are_data_too(example: dict[str, ModuleType], made: Path) -> None:
-    """No task in its lines, and the whole solution as the answer."""
+def test_the_original_files_of_gsm8k_are_valid_data(example: dict[str, ModuleType], made: Path) -> None:
+    """Their lines name no task, and the answer is the whole solution."""
     prompts = source(load_experiment(CONFIG), EXCERPT, made / "model")
     assert (len(prompts), prompts.tasks) == (64, {"gsm8k"})
     for position in range(len(prompts)):
@@ -174,7 +174,7 @@ def test_gsm8ks_own_files_are_data_too(example: dict[str, ModuleType], made: Pat
         assert example["reward"].correct(prompt.text, prompt.answer, prompt.answer) == 1.0
 
 
-def test_fractions(example: dict[str, ModuleType], made: Path) -> None:
+def test_fraction_problems_are_distinct_and_reproducible(example: dict[str, ModuleType], made: Path) -> None:
     import numpy as np
 
     make, lowest_terms = example["make"], example["reward"].lowest_terms
@@ -188,7 +188,7 @@ def test_fractions(example: dict[str, ModuleType], made: Path) -> None:
     assert not any(row["answer"].startswith("-") for row in rows)
 
 
-def test_the_small_model_ends_as_qwen_does(made: Path) -> None:
+def test_the_small_model_has_the_end_tokens_of_qwen(made: Path) -> None:
     tokenizer = load_tokenizer(made / "model")
     generation = json.loads((made / "model" / "generation_config.json").read_text())
     assert tokenizer.eos_token == "<|im_end|>"
@@ -196,6 +196,6 @@ def test_the_small_model_ends_as_qwen_does(made: Path) -> None:
     assert json.loads((made / "model" / "config.json").read_text())["model_type"] == "qwen2"
 
 
-def test_what_is_no_gsm8k(example: dict[str, ModuleType]) -> None:
+def test_a_line_that_is_not_of_gsm8k_is_refused(example: dict[str, ModuleType]) -> None:
     with pytest.raises(SystemExit, match="is this GSM8K"):
         example["make"].gsm8k_row({"question": "?", "answer": "42"})

@@ -1,6 +1,7 @@
-r"""The rewards of examples/math: GSM8K's own answers, fifty ways of writing a right one, fifty near misses, and what would hang.
+r"""The rewards of examples/math: answers of GSM8K, fifty right answers in different notations, fifty near misses, and
+formulas whose computation would never end.
 
-ASYNCRL_GSM8K=/folder/with/train.jsonl/and/test.jsonl has all of GSM8K checked besides the excerpt that is in the repository.
+Set ASYNCRL_GSM8K=/folder/with/train.jsonl/and/test.jsonl to check all of GSM8K besides the excerpt in the repository.
 """
 
 from __future__ import annotations
@@ -162,17 +163,17 @@ HANGS = r"\boxed{9^{9^{9^{9}}}}"
 
 @pytest.fixture(scope="module")
 def example() -> Iterator[dict[str, Any]]:
-    """The example's modules, as a rollout worker imports them: its folder is on the path."""
+    """Import the example's modules as a rollout worker does, with its folder on the path."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FOLDER))
         for name in MODULES:
             patch.delitem(sys.modules, name, raising=False)
         modules: dict[str, ModuleType] = {name: importlib.import_module(name) for name in MODULES}
-        pool = modules["verifier"].VerifierPool(1, cpu_limit_s=1.0)  # a start costs a second
-        with pytest.MonkeyPatch.context() as first:  # the first call makes the pool of this process
+        pool = modules["verifier"].VerifierPool(1, cpu_limit_s=1.0)  # one process: each takes a second to start
+        with pytest.MonkeyPatch.context() as first:  # the first call creates this process's pool
             first.setattr(modules["verifier"], "VerifierPool", lambda: pool)
             assert modules["verifier"].verify("1", "1")
-        patch.setattr(modules["verifier"], "WALL_LIMIT_S", 90.0)  # for a machine that does much else
+        patch.setattr(modules["verifier"], "WALL_LIMIT_S", 90.0)  # long, for a busy machine
         yield modules
         pool.close()
         for name in MODULES:
@@ -183,25 +184,27 @@ def gsm8k(path: Path) -> list[dict[str, str]]:
     return [msgspec.json.decode(line) for line in path.read_bytes().split(b"\n") if line]
 
 
-def test_there_are_fifty_of_each() -> None:
+def test_there_are_fifty_right_answers_and_fifty_near_misses() -> None:
     assert len(set(RIGHT)) == len(RIGHT) >= 50
     assert len(set(WRONG)) == len(WRONG) >= 50
 
 
 @pytest.mark.parametrize(("response", "answer"), RIGHT)
-def test_a_right_answer(example: dict[str, Any], response: str, answer: object) -> None:
+def test_a_right_answer_of_a_finished_response_is_rewarded(
+    example: dict[str, Any], response: str, answer: object
+) -> None:
     assert example["reward"].correct("", response, answer) == 1.0
     assert example["reward"].correct("", response, answer, finished=False) == 0.0
 
 
 @pytest.mark.parametrize(("response", "answer"), WRONG)
-def test_a_near_miss(example: dict[str, Any], response: str, answer: object) -> None:
+def test_a_near_miss_is_not_rewarded(example: dict[str, Any], response: str, answer: object) -> None:
     assert example["reward"].correct("", response, answer) == 0.0
 
 
 @pytest.mark.timeout(600)  # with all of GSM8K
 def test_answers_of_gsm8k(example: dict[str, Any]) -> None:
-    """Its own solutions are right; so is the number alone, in a box, with commas, as dollars; that of the next problem is wrong."""
+    """GSM8K's solutions are right. So is the number alone, boxed, with commas or as dollars. The next problem's number is wrong."""
     folder = os.environ.get("ASYNCRL_GSM8K")
     files = [EXCERPT, *(Path(folder) / f"{split}.jsonl" for split in (("train", "test") if folder else ()))]
     correct, number = example["reward"].correct, example["final_answer"].number
@@ -239,7 +242,7 @@ def test_answers_of_gsm8k(example: dict[str, Any]) -> None:
         ("19 out of 12", "19/12", 0.0),
     ],
 )
-def test_lowest_terms(example: dict[str, Any], response: str, answer: str, reward: float) -> None:
+def test_only_lowest_terms_are_rewarded(example: dict[str, Any], response: str, answer: str, reward: float) -> None:
     assert example["reward"].lowest_terms("", response, answer) == reward
     assert example["reward"].lowest_terms("", response, answer, finished=False) == 0.0
 
@@ -264,19 +267,19 @@ def test_lowest_terms(example: dict[str, Any], response: str, answer: str, rewar
     ],
     ids=lambda response: response[:12].encode("ascii", "replace").decode().replace("\x00", "0"),
 )
-def test_garbage_costs_little(example: dict[str, Any], response: str) -> None:
+def test_garbage_is_judged_quickly(example: dict[str, Any], response: str) -> None:
     started = time.thread_time()
     assert example["reward"].correct("", response, "42") == 0.0
-    assert time.thread_time() - started < 1  # milliseconds; what a verifier takes is limited there
+    assert time.thread_time() - started < 1  # usually milliseconds; verifier processes have limits of their own
 
 
 def verifiers() -> set[psutil.Process]:
-    """The processes of all pools."""
+    """Return the processes of all pools."""
     return {child for child in psutil.Process().children() if f"{FOLDER}/verifier.py" in child.cmdline()}
 
 
-def test_what_hangs_is_wrong_after_a_while(example: dict[str, Any]) -> None:
-    """From any thread; others go on meanwhile, and verifiers that died of it are replaced."""
+def test_a_formula_that_exceeds_the_time_limit_is_wrong(example: dict[str, Any]) -> None:
+    """This works from any thread. Other calls proceed meanwhile, and a verifier that was killed is replaced."""
     pool = example["verifier"].VerifierPool(2, cpu_limit_s=0.5)
     try:
         assert pool.verify(r"\sqrt{4}", "2")
@@ -286,7 +289,7 @@ def test_what_hangs_is_wrong_after_a_while(example: dict[str, Any]) -> None:
         verdicts["meanwhile"] = pool.verify(r"\frac{4}{2}", "2")
         hung.join(example["verifier"].START_LIMIT_S + example["verifier"].WALL_LIMIT_S)
         assert verdicts == {"hung": False, "meanwhile": True}
-        assert pool.verify(r"\sqrt{9}", "3")  # whichever of the two came back last
+        assert pool.verify(r"\sqrt{9}", "3")  # by whichever process was returned to the pool last
     finally:
         pool.close()
 
@@ -298,7 +301,7 @@ def test_a_verifier_that_was_killed_is_replaced(example: dict[str, Any]) -> None
         assert pool.verify(r"\sqrt{4}", "2")
         (verifier,) = verifiers() - others
         verifier.kill()
-        os.waitid(os.P_PID, verifier.pid, os.WEXITED | os.WNOWAIT)  # it has died; the pool reaps it
+        os.waitid(os.P_PID, verifier.pid, os.WEXITED | os.WNOWAIT)  # wait for its death; the pool reaps it
         assert pool.verify(r"\sqrt{4}", "2")
         (successor,) = verifiers() - others
         assert successor != verifier
@@ -306,10 +309,10 @@ def test_a_verifier_that_was_killed_is_replaced(example: dict[str, Any]) -> None
         pool.close()
 
 
-def test_a_verifier_that_gets_no_core_rejects_the_prompt(
+def test_a_verifier_without_cpu_time_rejects_the_prompt(
     example: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stands still, as on a machine that is busy: that is no verdict. The next call has another."""
+    """It makes no progress, as on a busy machine, so there is no verdict. The pool kills it and starts another one later."""
     others = verifiers()
     pool = example["verifier"].VerifierPool(1)
     try:
@@ -320,26 +323,26 @@ def test_a_verifier_that_gets_no_core_rejects_the_prompt(
             patch.setattr(example["verifier"], "WALL_LIMIT_S", 0.1)
             with pytest.raises(example["verifier"].VerifierError, match="no verdict"):
                 pool.verify(r"\sqrt{4}", "2")
-        assert verifiers() == others  # it has been ended
+        assert verifiers() == others  # the pool has killed it
     finally:
         pool.close()
 
 
-def test_no_free_verifier_rejects_the_prompt(example: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is called wrong because the machine is busy."""
+def test_a_prompt_is_rejected_if_no_verifier_is_free(example: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer must not count as wrong because the machine is busy."""
     monkeypatch.setattr(example["verifier"], "BUSY_LIMIT_S", 0.01)
     with pytest.raises(example["verifier"].VerifierError, match="busy"):
         example["verifier"].VerifierPool(0).verify("x", "y")
 
 
-def test_without_math_verify_a_run_does_not_start(example: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_math_verify_does_not_start(example: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"asyncrl\[math\]"):
         example["verifier"].check_installed()
 
 
-async def test_as_a_rollout_worker_calls_it(example: dict[str, Any]) -> None:
-    """In threads, a group at a time, of which one member hangs."""
+async def test_a_group_is_scored_concurrently_as_in_a_rollout_worker(example: dict[str, Any]) -> None:
+    """The calls run in threads, and one member of the group exceeds the time limit."""
     info = WorkerInfo(
         "rollout_worker", 0, 1, "e", "t", 1, "", 1, NameResolveConfig(endpoints=["memory://"]), RuntimeConfig()
     )

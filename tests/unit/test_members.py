@@ -1,4 +1,4 @@
-"""Which generation servers a run is to have: the desired number applied to those that are there."""
+"""Which generation servers stay: the desired number of servers applied to those that are present."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def members() -> Members:
 
 
 def states(members: Members) -> str:
-    """A letter each: s(tale), (d)raining."""
+    """Return two letters per server: st(ale) or dr(aining)."""
     return "".join(members.table.servers[name].state.value[:2] for name in NAMES)
 
 
-def test_the_last_ones_leave_and_the_newest_number_counts(members: Members) -> None:
+def test_the_servers_with_the_highest_index_leave_and_the_newest_number_counts(members: Members) -> None:
     assert states(members) == "ststst"
     members.set_desired(DesiredServers(count=1, id="a"), 1.0)
     assert states(members) == "stdrdr"
@@ -36,14 +36,14 @@ def test_the_last_ones_leave_and_the_newest_number_counts(members: Members) -> N
     assert states(members) == "ststst"
 
 
-def test_a_server_that_comes_when_it_is_not_wanted_any_more_leaves(members: Members) -> None:
+def test_a_server_beyond_the_desired_number_leaves_on_arrival(members: Members) -> None:
     members.set_desired(DesiredServers(count=3, id="a"), 1.0)
     members.table.announce("generation_server/10", "http://late", 2.0)
     members.see("generation_server/10", 2.0)
     assert members.table.servers["generation_server/10"].state.value == "draining"
 
 
-def test_each_that_has_drained_is_told_once_a_request(members: Members) -> None:
+def test_each_drained_server_is_reported_once_per_request(members: Members) -> None:
     assert members.drained() == []
     members.set_desired(DesiredServers(count=1, id="a"), 1.0)
     assert members.drained() == []
@@ -54,13 +54,13 @@ def test_each_that_has_drained_is_told_once_a_request(members: Members) -> None:
     members.set_desired(DesiredServers(count=2, id="b"), 2.0)
     assert members.drained() == [(NAMES[2], "b")]
     members.table.withdraw(NAMES[2])
-    assert members.drained() == [(NAMES[2], "b")]  # gone is drained, too
+    assert members.drained() == [(NAMES[2], "b")]  # a server that is gone counts as drained
     members.set_desired(DesiredServers(count=3, id="c"), 3.0)
     assert members.drained() == []
 
 
 @pytest.mark.parametrize("text", ['{"count":0,"id":"a"}', '{"count":"3","id":"a"}', "3", '{"count":1}'])
-def test_what_is_no_desired_number_is_refused(text: str) -> None:
+def test_an_invalid_desired_number_is_refused(text: str) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode(text, type=DesiredServers)
 
@@ -69,5 +69,5 @@ def test_what_is_no_desired_number_is_refused(text: str) -> None:
     ("num_servers", "heartbeat_s", "expected"),
     [(1, 2.0, 0.2), (20, 2.0, 0.2), (64, 2.0, 0.64), (1000, 2.0, 2.0), (1, 0.1, 0.1)],
 )
-def test_loads_are_asked_often_but_not_too_often(num_servers: int, heartbeat_s: float, expected: float) -> None:
+def test_the_polling_interval_of_the_load_is_bounded(num_servers: int, heartbeat_s: float, expected: float) -> None:
     assert interval_s(num_servers, heartbeat_s) == expected

@@ -1,4 +1,4 @@
-"""The least memory that a run needs, at the boundary: one byte less is refused, with field, figures and remedy."""
+"""The minimum memory of a run, tested at the boundary: one byte less is refused with field, sizes and remedy."""
 
 import json
 from dataclasses import replace
@@ -20,7 +20,7 @@ from asyncrl.launch.checks.memory_floor import ModelSize, sizes_of, too_little_m
 from asyncrl.launch.program import plan
 
 SIZES = {"/model": ModelSize(1000, 10), "/ref": ModelSize(500, 10), "/judge": ModelSize(100, 10)}
-CACHE = 100 * 16 * 10  # values
+CACHE = 100 * 16 * 10  # number of values
 CONFIG = ExperimentConfig(
     allocation="transformers.d2+d2", model_path="/model", generation=GenerationConfig(num_blocks=100, page_size=16)
 )
@@ -40,7 +40,7 @@ def found(config, limits, devices=()):
 @pytest.mark.parametrize(
     ("config", "needed"),
     [
-        (CONFIG, 2 * 4 * (1000 + CACHE) + 16 * 1000),  # data ranks share a model
+        (CONFIG, 2 * 4 * (1000 + CACHE) + 16 * 1000),  # data-parallel ranks share a model
         (replace(CONFIG, allocation="transformers.d1+d1p2"), 4 * (1000 + CACHE) + 16 * 1000),
         (replace(CONFIG, generation=replace(CONFIG.generation, dtype="bfloat16")), 4 * (1000 + CACHE) + 16 * 1000),
         (replace(CONFIG, allocation="sglang.d1+d1"), 4 * (1000 + CACHE) + 16 * 1000),
@@ -55,24 +55,24 @@ def found(config, limits, devices=()):
         ),
     ],
 )
-def test_main_memory(config, needed):
+def test_the_minimum_of_main_memory(config, needed):
     assert found(config, {"": needed}) is None
     assert found(config, {"": needed - 1}) is not None
 
 
-def test_a_gpu_of_known_size():
+def test_the_minimum_of_gpu_memory():
     config = replace(CONFIG, train=TrainConfig(dtype="float32"), generation=replace(CONFIG.generation, dtype="float32"))
     server, rank = 4 * (1000 + CACHE), 8 * 1000
-    devices = ["0", "1", "2"]  # the first one has a rank, too
+    devices = ["0", "1", "2"]  # GPU 0 also has a rank
     roomy = dict.fromkeys(devices, 10**9)
     needed = {"0": server + rank, "1": server, "2": rank}
     for device, size in needed.items():
         assert found(config, roomy | {device: size}, devices) is None
         value, _ = found(config, roomy | {device: size - 1}, devices)
         assert f"of GPU {device}, at least" in value
-    assert found(config, {"": 0}, devices) is None  # nothing of it is in main memory
+    assert found(config, {"": 0}, devices) is None  # nothing is in main memory
     assert found(config, {"7": 1}, devices) is None
-    served_by_sglang = replace(config, allocation="sglang.d1+d1")  # it sizes its cache itself
+    served_by_sglang = replace(config, allocation="sglang.d1+d1")  # SGLang chooses the size of its cache
     assert found(served_by_sglang, {"0": 4 * 1000}, ["0", "1"]) is None
     offloaded = replace(WITH_MODELS, train=replace(WITH_MODELS.train, offload=["ref"], dtype="float32"))
     rank = 8 * 1000 + 2 * 100
@@ -91,13 +91,13 @@ def test_a_gpu_of_known_size():
         ),
     ],
 )
-def test_the_remedy_is_of_the_largest_part(config, remedy):
+def test_the_remedy_concerns_the_largest_part(config, remedy):
     value, told = found(config, {"": 5000})
     assert value.startswith("5 kB available, at least ")
     assert told.startswith(remedy)
 
 
-def test_the_figures():
+def test_the_message_lists_available_and_needed_memory():
     value, _ = found(CONFIG, {"": 1000})
     assert value == (
         "1 kB available, at least 152 kB needed: weights of generation servers 8 kB, KV caches 128 kB, "
@@ -105,7 +105,7 @@ def test_the_figures():
     )
 
 
-def test_check_fails_where_memory_cannot_suffice(tmp_path, monkeypatch):
+def test_check_fails_if_memory_cannot_suffice(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(
         json.dumps({"num_attention_heads": 4, "hidden_size": 64, "num_key_value_heads": 2, "num_hidden_layers": 3})
     )

@@ -1,10 +1,11 @@
-"""Model checks: the parts that decide, against everything that may happen, in any order (hypothesis).
+"""Model checks: hypothesis drives the components that decide through any events in any order.
 
-The asynchronous rule, whatever is killed (rule_model.py has the world around the parts): no group is trained older than eta, each
-prompt of each epoch is trained once or rejected in the lineage of the newest weights, nothing is lost, and without more faults
-the run comes to its end. And the update plan: versions never go back, nobody gets traffic before a verified load.
+The asynchronous rule must hold whichever processes are killed (rule_model.py models the world around the components): no
+group is trained more than eta versions late, each prompt of each epoch is trained once or rejected in the lineage of the
+newest weights, nothing is lost, and without further faults the run completes. The guarantees of the update plan must hold
+too: versions never decrease, and no server gets requests before a verified load.
 
-ASYNCRL_MODEL_CHECKS=3000 tries so many schedules of each, at random, instead of CI's few.
+ASYNCRL_MODEL_CHECKS=3000 tries that many random schedules of each, instead of the few that CI tries.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def checks(num_examples: int, num_steps: int = 50) -> settings:
 
 
 class AnythingFails(RuleBasedStateMachine):
-    """Messages late, doubled, out of order and lost; workers, managers and trainer groups die, and those thought dead speak."""
+    """Messages are delayed, repeated, reordered and lost. Workers, managers and trainer groups die, and processes thought dead send
+    messages."""
 
     world: World
 
@@ -55,7 +57,7 @@ class AnythingFails(RuleBasedStateMachine):
     def one(self, data: st.DataObject, choices: list[T]) -> T | None:
         return data.draw(st.sampled_from(choices)) if choices else None
 
-    # ---------------------------------------------------------------------------------------------------- what happens
+    # ------------------------------------------------------------------------------------------------ events without faults
 
     @rule(turns=st.integers(1, 4), stragglers=st.integers(0, 255))
     def all_goes_well_but_for_stragglers(self, turns: int, stragglers: int) -> None:
@@ -69,13 +71,13 @@ class AnythingFails(RuleBasedStateMachine):
         self.world.allocate(worker, count)
 
     @rule(data=st.data())
-    def a_worker_says_what_it_holds(self, data: st.DataObject) -> None:
+    def a_worker_sends_a_heartbeat(self, data: st.DataObject) -> None:
         worker = self.one(data, [*self.world.workers, *self.world.ghosts])
         assert worker is not None
         self.world.heartbeat(worker)
 
     @rule(data=st.data())
-    def a_worker_says_what_has_ended(self, data: st.DataObject) -> None:
+    def a_worker_reports_results(self, data: st.DataObject) -> None:
         if worker := self.one(data, [w for w in [*self.world.workers, *self.world.ghosts] if w.results]):
             self.world.finish(worker)
 
@@ -110,7 +112,7 @@ class AnythingFails(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def a_call_arrives(self, data: st.DataObject) -> None:
-        """And again, perhaps, if it was drawn before."""
+        """A call may arrive again if it is drawn again."""
         if call := self.one(data, self.world.calls()):
             self.world.arrives(call)
 
@@ -158,7 +160,7 @@ class AnythingFails(RuleBasedStateMachine):
     def weights_are_served(self) -> None:
         self.world.serve()
 
-    # ------------------------------------------------------------------------------------------------------ what fails
+    # ---------------------------------------------------------------------------------------------------------- faults
 
     @rule(data=st.data(), ghost=st.booleans())
     def a_worker_dies(self, data: st.DataObject, ghost: bool) -> None:
@@ -166,7 +168,7 @@ class AnythingFails(RuleBasedStateMachine):
 
     @rule(behind=st.integers(0, 2))
     def the_manager_dies(self, behind: int) -> None:
-        """Its config may be of an older attempt."""
+        """The new manager's config may be of an older attempt."""
         self.world.begin_manager(max(1, self.world.attempt - behind))
 
     @rule()
@@ -175,7 +177,7 @@ class AnythingFails(RuleBasedStateMachine):
 
     @rule(zombie=st.booleans(), speaks=st.booleans(), turns=st.integers(0, 2))
     def the_trainer_group_dies(self, zombie: bool, speaks: bool, turns: int) -> None:
-        """speaks: the old master, once more, after so many turns of its successor."""
+        """speaks: the old master reports once more, and with zombie=True again after `turns` turns of its successor."""
         old = self.world.master
         if speaks:
             self.world.report(old)
@@ -185,10 +187,10 @@ class AnythingFails(RuleBasedStateMachine):
         if zombie and old.call is not None:
             self.world.arrives(old.call)
 
-    # ------------------------------------------------------------------------------------------------ what always holds
+    # ---------------------------------------------------------------------------------------------------- guarantees
 
     @invariant()
-    def what_always_holds(self) -> None:
+    def the_guarantees_hold(self) -> None:
         if hasattr(self, "world"):
             self.world.check()
 
@@ -198,7 +200,7 @@ class AnythingFails(RuleBasedStateMachine):
 
 
 class OnlyManagersDie(RuleBasedStateMachine):
-    """Then nothing is wasted: what goes on when a manager dies goes on, and nothing of it is handed out a second time."""
+    """If only managers die, no work is wasted: rollouts in progress continue, and no prompt is issued a second time."""
 
     world: World
 
@@ -234,12 +236,12 @@ class OnlyManagersDie(RuleBasedStateMachine):
         self.world.verdict_arrives(data.draw(st.integers(0, len(self.world.verdicts) - 1)))
 
     @rule(data=st.data())
-    def a_worker_says_what_has_ended(self, data: st.DataObject) -> None:
+    def a_worker_reports_results(self, data: st.DataObject) -> None:
         self.world.finish(data.draw(st.sampled_from(self.world.workers)))
 
     @rule()
     def time_passes(self) -> None:
-        """Heartbeats are in time, and get there."""
+        """Heartbeats are sent in time, and arrive."""
         world = self.world
         world.now += HEARTBEAT_S
         for who in [*world.workers, world.master]:
@@ -255,8 +257,8 @@ class OnlyManagersDie(RuleBasedStateMachine):
             self.world.turn(stragglers)
 
     @rule(steps=st.integers(1, 3))
-    def the_master_goes_on_alone(self, steps: int) -> None:
-        """With whatever manager there is, of which the workers do not know yet."""
+    def the_master_continues_alone(self, steps: int) -> None:
+        """The master talks to the newest manager, and the workers do not know that manager yet."""
         world, master = self.world, self.world.master
         for _ in range(steps):
             world.end_step()
@@ -292,7 +294,7 @@ class OnlyManagersDie(RuleBasedStateMachine):
     @rule(alone=st.integers(0, 3))
     def the_manager_dies(self, alone: int) -> None:
         self.world.begin_manager(1)
-        self.the_master_goes_on_alone(alone)
+        self.the_master_continues_alone(alone)
 
     @invariant()
     def nothing_is_wasted(self) -> None:
@@ -310,7 +312,7 @@ class OnlyManagersDie(RuleBasedStateMachine):
 
 
 class UpdatesOfServers(RuleBasedStateMachine):
-    """Weights come, attempts begin, servers die and freeze, calls fail; managers die, or only seem to."""
+    """Weights arrive, attempts begin, servers die and freeze, and calls fail. Managers die, or only seem to."""
 
     servers: Servers
 
@@ -330,7 +332,7 @@ class UpdatesOfServers(RuleBasedStateMachine):
             self.servers.write()
 
     @rule()
-    def it_is_written(self) -> None:
+    def new_weights_are_written(self) -> None:
         self.servers.write()
 
     @rule()
@@ -339,7 +341,7 @@ class UpdatesOfServers(RuleBasedStateMachine):
         self.servers.begin_updates()
 
     @rule(data=st.data(), calls=st.integers(1, 5), fails=st.booleans())
-    def an_update_goes_on(self, data: st.DataObject, calls: int, fails: bool) -> None:
+    def an_update_continues(self, data: st.DataObject, calls: int, fails: bool) -> None:
         for number in range(calls):
             if self.servers.works:
                 work = data.draw(st.sampled_from(self.servers.works))
@@ -348,7 +350,7 @@ class UpdatesOfServers(RuleBasedStateMachine):
 
     @precondition(lambda self: self.servers.zombies)
     @rule(data=st.data(), calls=st.integers(1, 5))
-    def an_old_manager_goes_on(self, data: st.DataObject, calls: int) -> None:
+    def an_old_manager_continues(self, data: st.DataObject, calls: int) -> None:
         work = data.draw(st.sampled_from(self.servers.zombies))
         for _ in range(calls):
             if work in self.servers.zombies:
@@ -395,7 +397,7 @@ class UpdatesOfServers(RuleBasedStateMachine):
             self.all_goes_well(True)
 
     @invariant()
-    def what_always_holds(self) -> None:
+    def the_guarantees_hold(self) -> None:
         if hasattr(self, "servers"):
             self.servers.check()
 

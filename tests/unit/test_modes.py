@@ -1,4 +1,4 @@
-"""The modes of a run: which config fits which, and which processes each starts."""
+"""The modes of a run: the configs that each accepts, and the processes that each starts."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def configs(config, num_prompts=20):
     return {spec.name: spec.config for spec in plan(config, attempt=1, num_prompts=num_prompts)}
 
 
-def test_rolling_out_only_starts_no_trainer(tiny):
+def test_rollout_only_starts_no_trainer(tiny):
     config = load_experiment(tiny, ["mode=rollout_only", "allocation=transformers.d2+d2", "train.save_every_steps=1"])
     assert names(config) == [
         "generation_server/0",
@@ -42,7 +42,7 @@ def test_rolling_out_only_starts_no_trainer(tiny):
     assert not any(spec.computes for spec in plan(config, attempt=1, num_prompts=20) if "server" not in spec.name)
 
 
-def test_training_only_starts_no_generation(tiny):
+def test_train_only_starts_no_generation(tiny):
     overrides = ["mode=train_only", "allocation=transformers.d2+d2", "replay.path=somewhere", "train.max_steps=0"]
     config = load_experiment(tiny, [*overrides, "replay.first_step=3"])
     assert names(config) == ["model_worker/0", "model_worker/1", "master/0", "replayer/0"]
@@ -57,7 +57,7 @@ def test_training_only_starts_no_generation(tiny):
     assert total_steps(config, 5) == 3 + 3  # 5 groups in batches of 2
 
 
-def test_heads_share_the_room_for_recordings(tiny):
+def test_the_size_limit_of_recordings_is_divided_among_heads(tiny):
     config = load_experiment(
         tiny, ["record.max_bytes=1000", "allocation=transformers.d1+d2p2", "record.trajectories=true"]
     )
@@ -80,7 +80,7 @@ def test_heads_share_the_room_for_recordings(tiny):
         (["debug.wait_s=0"], r"debug\.wait_s=0\.0: must be above 0"),
     ],
 )
-def test_combinations_that_cannot_work_are_refused(tiny, overrides, message):
+def test_invalid_combinations_are_refused(tiny, overrides, message):
     with pytest.raises(ConfigError, match=message):
         load_experiment(tiny, overrides)
 
@@ -91,17 +91,17 @@ def test_a_replay_needs_no_prompts(tmp_path):
     assert load_experiment(path).mode == "train_only"
 
 
-def test_a_replay_of_nothing_is_refused_before_anything_starts(tiny, tmp_path):
+def test_a_replay_without_recordings_is_refused_before_processes_start(tiny, tmp_path):
     with pytest.raises(ConfigError, match=r"replay\.path=.*holds no recorded trajectories\. Record them"):
         preflight(load_experiment(tiny, ["mode=train_only", f"replay.path={tmp_path}"]))
 
 
-def test_the_others_wait_for_a_process_that_is_left_out(tiny):
+def test_the_run_waits_longer_for_a_process_that_the_user_starts(tiny):
     config = load_experiment(tiny, ["debug.leave_out=[rollout_worker/0]", "debug.wait_s=700"])
     processes = configs(config)
     assert processes["master/0"].worker.runtime.start_timeout_s == 700
     assert processes["master/0"].overdue_wait_s == 700
-    assert processes["master/0"].train.data_timeout_s == 3600  # it was longer
+    assert processes["master/0"].train.data_timeout_s == 3600  # the default is longer
     assert processes["gserver_manager/0"].manager.lease_s == 700
     with pytest.raises(
         ConfigError,
@@ -110,7 +110,7 @@ def test_the_others_wait_for_a_process_that_is_left_out(tiny):
         names(load_experiment(tiny, ["debug.leave_out=[rollout_worker/3]"]))
 
 
-def test_the_command_for_a_left_out_process_names_its_environment(tiny, tmp_path):
+def test_the_debug_command_sets_the_environment_of_the_process(tiny, tmp_path):
     config = load_experiment(tiny, ["debug.leave_out=[model_worker/0]"])
     spec = next(s for s in plan(config, attempt=1, num_prompts=20, devices=["0", "1"]) if s.name == "model_worker/0")
     command = debug_command(spec, tmp_path / "a folder" / "model_worker_0.yaml")

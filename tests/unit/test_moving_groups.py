@@ -1,4 +1,4 @@
-"""Servers that join, leave, die and fill up in any order: every running ticket is counted at one server, and none is lost."""
+"""Servers join, leave, die and fill up in any order: every running ticket is counted at one server, and none is lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Moves(RuleBasedStateMachine):
         self.desk = Desk(num_servers=3, eta=2)
         self.table = self.desk.table
         self.table.max_groups, self.table.drain_timeout_s = max_groups, drain_timeout_s
-        self.at: dict[str, str] = {}  # ticket -> where its worker sends its requests
+        self.at: dict[str, str] = {}  # ticket -> server to which its worker sends requests
         self.held: dict[str, Ticket] = {}
 
     @rule(count=st.integers(1, 5))
@@ -47,7 +47,7 @@ class Moves(RuleBasedStateMachine):
 
     @rule(data=st.data(), busy=st.booleans())
     def schedule(self, data: st.DataObject, busy: bool) -> None:
-        """The worker cannot send a ticket's requests on where they are."""
+        """The worker cannot send further requests of a ticket to its current server."""
         if self.held:
             ticket_id = data.draw(st.sampled_from(sorted(self.held)))
             request = ScheduleRequest(ticket_id=ticket_id, worker=WORKER, lost_server=self.at[ticket_id], busy=busy)
@@ -109,13 +109,13 @@ class Moves(RuleBasedStateMachine):
         )
 
     @invariant()
-    def whoever_has_drained_has_nothing(self) -> None:
+    def servers_that_have_drained_have_no_tickets(self) -> None:
         for server in self.servers():
             if server.leaving and server.state is ServerState.DRAINING and self.table.has_drained(server.name):
                 assert server.name not in self.servers_of_tickets().values()
 
     def servers_of_tickets(self) -> dict[str, str]:
-        """Where each ticket is by the ledger: where its worker knows it, or where the next heartbeat's answer says that it is."""
+        """Return each ticket's server in the ledger: the worker's, unless the next heartbeat reply moves the ticket."""
         request = HeartbeatRequest(worker=WORKER, incarnation="a", held=list(self.held))
         moved = self.desk.ledger.heartbeat(request, self.desk.now).moved
         return {**self.at, **{ticket.ticket_id: ticket.server for ticket in moved}}
@@ -124,7 +124,7 @@ class Moves(RuleBasedStateMachine):
         return self.table.servers.values() if hasattr(self, "table") else []
 
     def teardown(self) -> None:
-        """With one server that stays, all that overstay at others come to it, and their worker knows."""
+        """If only one server stays, all tickets that remain at draining servers move to it, and their worker learns of it."""
         if not hasattr(self, "desk"):
             return
         for name in NAMES:

@@ -1,4 +1,4 @@
-"""The table of mutants fits the code and the tests. That each is killed: python tests/oracle/mutants.py."""
+"""The table of mutants matches the code and the tests. `python tests/oracle/mutants.py` checks that each mutant is killed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def mutants(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @cache
 def names_in(file: str) -> set[str]:
-    """`test_x` and `TestY::test_z`."""
+    """Return the names `test_x` and `TestY::test_z` of the tests in a file."""
     found = set()
     for node in ast.parse((ROOT / file).read_text()).body:
         if isinstance(node, ast.ClassDef):
@@ -43,7 +43,7 @@ def test_each_mutant_changes_one_place_and_names_tests_that_exist(mutants: Modul
             assert name in names_in(file), (mutant.name, test)
 
 
-def test_a_text_that_has_moved_is_to_be_anchored_again(mutants: ModuleType) -> None:
+def test_a_mutant_whose_original_text_is_gone_is_reported(mutants: ModuleType) -> None:
     mutant = mutants.Mutant("gone", "asyncrl/weights/lineage.py", "no such text", "", ())
     assert mutants.anchor_problem(mutant).startswith(
         "gone: its original text occurs 0 times in asyncrl/weights/lineage.py; re-anchor"

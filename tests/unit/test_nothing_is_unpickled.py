@@ -1,4 +1,5 @@
-"""Nothing that came from elsewhere is unpickled, evaluated or constructed: the sources say so, and a bomb is tried."""
+"""Data from other processes is never unpickled, evaluated or constructed. Checked in the sources, and with a pickle that has an
+effect."""
 
 import ast
 import asyncio
@@ -23,16 +24,16 @@ from asyncrl.runtime.names.memory import MemoryNameResolver
 from asyncrl.runtime.push_pull import NameResolvingZmqPuller, puller_stream
 
 SOURCES = sorted(Path(asyncrl.__file__).parent.rglob("*.py"))
-# A judge's calls come from the worker that has forked it, through a socket pair that nobody else has: judge_main.py says so.
-# What a sandbox's first process reads (marshal) comes from its maker, and it runs a model's program: that is what the sandbox is
-# for. Its maker only writes marshal; what comes out of a sandbox is bytes.
+# Judges: judge_main.py receives calls only from the worker that forked it, through a socket pair that no other process has.
+# Sandboxes: the first process of a sandbox reads marshal from its creator and runs a model's program, which is its purpose. The
+# creator only writes marshal, and receives only bytes from the sandbox.
 OWN_CHILDREN = {"rewards/judges.py", "rewards/judge_main.py", "rewards/sandbox/pool.py", "rewards/sandbox/main.py"}
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "jsonpickle"}
 CALLS = {
     *("torch.load", "torch.save", "torch.jit.load", "np.load", "numpy.load", "eval", "exec", "compile", "__import__"),
     *("yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load", "pandas.read_pickle"),
 }
-# They pickle what they move between ranks
+# These functions pickle the objects that they move between ranks
 OBJECT_COLLECTIVES = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"} | {
     *("send_object_list", "recv_object_list", "recv_pyobj", "send_pyobj")
 }
@@ -62,15 +63,15 @@ def test_no_source_unpickles_or_evaluates():
     assert {name for name, what in found.items() if what} == OWN_CHILDREN, found
 
 
-def test_the_maker_of_a_sandbox_reads_no_objects_out_of_it():
-    """The text of its first stage does, inside: that is a string here."""
+def test_the_creator_of_a_sandbox_reads_no_objects_from_it():
+    """The sandbox's first process does read objects. Its source is a string constant in this file, so the check does not see it."""
     tree = ast.parse((Path(asyncrl.__file__).parent / "rewards" / "sandbox" / "pool.py").read_text(encoding="utf-8"))
     called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     assert "marshal.dumps" in called
     assert not {"marshal.load", "marshal.loads", "eval", "exec"} & called
 
 
-def test_what_is_looked_for_would_be_found(tmp_path):
+def test_each_offence_would_be_found(tmp_path):
     bad = tmp_path / "bad.py"
     bad.write_text(
         "import pickle\nfrom dill import loads\nimport torch, yaml\ntorch.load('x')\nyaml.load('y')\neval('1')\n"
@@ -80,7 +81,7 @@ def test_what_is_looked_for_would_be_found(tmp_path):
 
 
 class Bomb:
-    """Unpickled, it makes a file."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -91,7 +92,7 @@ class Bomb:
 
 @pytest.fixture
 def bomb(tmp_path):
-    """The pickle, and where it goes off. It would: a last look makes sure of that."""
+    """The pickle, and the folder that it creates when unpickled. The end of the fixture checks that unpickling would create it."""
     crater = tmp_path / "crater"
     made = pickle.dumps(Bomb(crater))
     yield made, crater
@@ -119,7 +120,7 @@ async def test_a_pickle_in_a_stream_is_refused(bomb):
     assert not crater.exists()
 
 
-def test_a_pickle_elsewhere_is_no_message(bomb):
+def test_a_pickle_is_not_a_valid_message_or_sample(bomb):
     made, _ = bomb
     for decode in (msgspec.json.Decoder(MasterReport).decode, msgspec.msgpack.Decoder(TrajectoryMeta).decode):
         with pytest.raises(DECODE_ERRORS):
@@ -141,7 +142,7 @@ def test_yaml_tags_construct_nothing(tmp_path, tag):
             load_experiment(file)
         with pytest.raises(Exception, match=r"constructor|tag|YAML"):
             load_process_config(file)
-        with pytest.raises(ValueError):  # noqa: PT011 - whatever it says
+        with pytest.raises(ValueError):  # noqa: PT011 - any message
             parse_process_config(text)
         with pytest.raises(ConfigError):
             load_experiment("configs/quickstart_cpu.yaml", [f"model_path={tag} [{crater}]"])

@@ -1,4 +1,4 @@
-"""Who killed a process: the kernel's counters tell, where it was for want of memory."""
+"""The kernel's out-of-memory counters tell whether a killed process was killed because memory ran out."""
 
 import subprocess
 
@@ -36,14 +36,14 @@ MACHINE = {"proc/self/cgroup": "0::/\n", "proc/vmstat": "pgfault 12\noom_kill 1\
     [
         (V2, "sys/fs/cgroup/pod/memory.events", "oom_kill 3\n", "counts 1 more, the limit is 8.0 GB"),
         (V2, "sys/fs/cgroup/pod/run/memory.events", "oom_kill 2\n", "counts 2 more"),
-        (V2, "proc/vmstat", "oom_kill 9\n", ""),  # somebody else's, on this machine
+        (V2, "proc/vmstat", "oom_kill 9\n", ""),  # a kill outside the run's cgroup, on the same machine
         (V1, "sys/fs/cgroup/memory/pod/memory.oom_control", "oom_kill 1\n", "counts 1 more, the limit is 500.0 MB"),
         (MACHINE, "proc/vmstat", "oom_kill 2\n", "counts 1 more"),
         (MACHINE, "proc/vmstat", "oom_kill 1\n", ""),
         ({}, "nothing", "oom_kill 1\n", ""),
     ],
 )
-def test_the_nearest_counters_that_can_be_read_are_looked_at(tmp_path, files, changed, to, told):
+def test_the_nearest_readable_counters_are_used(tmp_path, files, changed, to, told):
     write(tmp_path, files)
     counters = OomCounters(tmp_path)
     assert counters.kills_lately(100.0) == ""
@@ -52,7 +52,7 @@ def test_the_nearest_counters_that_can_be_read_are_looked_at(tmp_path, files, ch
     assert [counters.kills_lately(now) for now in (101.0, 105.0, 112.0)] == [expected, expected, ""]
 
 
-def test_a_process_that_was_killed_for_want_of_memory_is_told_as_that(tmp_path):
+def test_a_process_killed_because_memory_ran_out_is_reported_as_such(tmp_path):
     write(tmp_path, V1)
     counters = OomCounters(tmp_path)
     log = tmp_path / "log"

@@ -1,4 +1,4 @@
-"""The calculator of examples/openai_agent. (The agent itself runs end to end.)"""
+"""The calculator of examples/openai_agent. (An end-to-end test runs the agent itself.)"""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def load(name: str) -> object:
         (None, "error"),
     ],
 )
-def test_the_calculator(expression: object, result: str) -> None:
+def test_the_calculator_adds_and_subtracts_two_numbers(expression: object, result: str) -> None:
     assert load("calculate")(json.dumps({"expression": expression})) == result
 
 
-def test_it_says_so_when_there_is_no_expression() -> None:
+def test_a_call_without_an_expression_is_an_error() -> None:
     assert load("calculate")("{}") == "error"
 
 
 @pytest.mark.parametrize(
     ("text", "number"), [("#### 7", 7), ("#### 5 #### -6.", -6), ("7", None), ("#### seven", None), ("", None)]
 )
-def test_answers(text: str, number: int | None) -> None:
+def test_the_last_number_is_the_answer(text: str, number: int | None) -> None:
     assert load("final_number")(text) == number
 
 

@@ -1,4 +1,4 @@
-"""Fields of a chat completion: honoured, without effect, or refused by name."""
+"""Fields of a chat completion request: honoured, ignored if configured so, or refused by name."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def parse(rules: RequestRules = RULES, **fields: Any) -> ChatRequest:
     return parse_chat_request(msgspec.json.encode({"messages": MESSAGES, **fields}), rules)
 
 
-def test_defaults() -> None:
+def test_defaults_of_omitted_fields() -> None:
     request = parse()
     assert request.messages == MESSAGES
     assert (request.max_new_tokens, request.stops, request.tools, request.stream) == (64, (), None, False)
 
 
-def test_what_is_honoured() -> None:
+def test_honoured_fields() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     request = parse(
         model="any",
@@ -87,7 +87,7 @@ def test_what_is_honoured() -> None:
         ({"messages": [{"role": "robot", "content": ""}]}, "messages[0]", "role is 'robot'"),
     ],
 )
-def test_what_is_refused(fields: dict[str, Any], param: str, told: str) -> None:
+def test_refused_fields(fields: dict[str, Any], param: str, told: str) -> None:
     with pytest.raises(RequestError) as refused:
         parse(**fields)
     error = refused.value.body["error"]
@@ -103,7 +103,7 @@ def test_ignored_fields_are_not_read() -> None:
     assert not {"messages", "stream"} & IGNORABLE
 
 
-def test_a_greedy_evaluation_takes_what_training_takes_and_zero() -> None:
+def test_a_greedy_evaluation_accepts_the_training_temperature_and_zero() -> None:
     rules = RequestRules(SamplingConfig(temperature=0.7, greedy=True))
     for temperature in (0.7, 0):
         parse(rules, temperature=temperature)
@@ -112,6 +112,6 @@ def test_a_greedy_evaluation_takes_what_training_takes_and_zero() -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b"[" * 100_000])
-def test_what_is_no_object_of_json(body: bytes) -> None:
+def test_a_body_that_is_not_a_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(RequestError):
         parse_chat_request(body, RULES)

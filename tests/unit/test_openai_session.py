@@ -1,4 +1,4 @@
-"""Sessions: which tokens a request continues, what is trained, limits; the policy is played by the test."""
+"""Sessions of an OpenAI client: which tokens a request continues, which are trained, and the limits. The test plays the policy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def request(messages: list[dict[str, Any]], **fields: Any) -> ChatRequest:
 
 
 class Player:
-    """A policy that says what the test has put down, in pieces of `chunk` tokens. `^` is where the weights are updated."""
+    """A policy that samples the test's lines, in pieces of `chunk` tokens.
+
+    In a line, `^` marks an update of the weights, `$` is the end token, and `!` alone releases the rollout.
+    """
 
     def __init__(self, *lines: str, chunk: int = 3) -> None:
         self.lines = list(lines)
@@ -85,12 +88,12 @@ def make(player: Player, *, template: str = "", counts: SessionCounts | None = N
 
 
 def said(answer: Answer) -> dict[str, Any]:
-    """What a client puts back into its messages."""
+    """Return the message that a client appends to its messages."""
     return dict(message_of(answer.said))
 
 
 def trained(session: Session, which: Any = "last") -> tuple[str, list[str]]:
-    """The trained sequence as text, and the parts of it under the loss mask."""
+    """Return the trained sequence as text, and its parts inside the loss mask."""
     sample = build_sample("s", [session.trained_turn(which).episode()])
     ids, mask = sample.data["packed_input_ids"], sample.data["loss_mask"]
     parts, current = [], []
@@ -103,8 +106,8 @@ def trained(session: Session, which: Any = "last") -> tuple[str, list[str]]:
     return TOKENIZER.decode(ids.tolist()), [*parts, TOKENIZER.decode(current)]
 
 
-async def test_a_conversation_goes_on_with_the_tokens_that_were_sampled() -> None:
-    """Tokens that no text would be encoded to: the special token in the middle is not shown, and stays."""
+async def test_a_conversation_continues_with_the_sampled_tokens() -> None:
+    """Encoding the text would give other tokens: the special token in the middle is not shown, but stays in the sequence."""
     player = Player("Se<|im_start|>ven^ it is.$", "Yes.$")
     session = make(player)
     first = await session.answer(request([USER]))
@@ -132,7 +135,7 @@ async def test_a_conversation_goes_on_with_the_tokens_that_were_sampled() -> Non
     assert session.num_sequences == 1
 
 
-async def test_a_tool_is_called_and_answers() -> None:
+async def test_a_tool_call_and_its_result_continue_the_sequence() -> None:
     player = Player('I add. <tool_call>{"name": "add", "arguments": {"a": 3}}</tool_call>$', "7$")
     session = make(player)
     first = await session.answer(request([USER], tools=TOOLS))
@@ -146,7 +149,7 @@ async def test_a_tool_is_called_and_answers() -> None:
     assert trained(session)[1] == [player.asked[1][len(player.asked[0]) :].split("\n<|im_start|>")[0], "7<|im_end|>"]
 
 
-async def test_tool_calls_are_text_where_they_are_not_asked_for_or_cut() -> None:
+async def test_tool_calls_are_text_if_not_requested_or_incomplete() -> None:
     line = '<tool_call>{"name": "add"}</tool_call>'
     session = make(Player(line + "$", line + "$", line))
     for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": TOOLS}):
@@ -155,7 +158,7 @@ async def test_tool_calls_are_text_where_they_are_not_asked_for_or_cut() -> None
     assert answer.finish_reason == "length"
 
 
-async def test_an_answer_that_was_cut_is_closed() -> None:
+async def test_a_truncated_answer_is_closed_in_the_next_prompt() -> None:
     player = Player("Sev", "en$")
     session = make(player)
     first = await session.answer(request([USER], max_tokens=3))
@@ -167,7 +170,7 @@ async def test_an_answer_that_was_cut_is_closed() -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 100])
-async def test_a_stop_string_ends_the_answer_where_it_is_complete(chunk: int) -> None:
+async def test_a_stop_string_ends_the_answer_once_it_is_complete(chunk: int) -> None:
     player = Player("One. Two. Three.$", "Four$", chunk=chunk)
     session = make(player)
     first = await session.answer(request([USER], stop=["wo.", "never"]))
@@ -178,8 +181,8 @@ async def test_a_stop_string_ends_the_answer_where_it_is_complete(chunk: int) ->
     assert "assistant\nOne. Two.<|im_end|>\n<|im_start|>user\nAnd?" in player.asked[1]
 
 
-async def test_branches_share_what_came_before_and_one_is_trained() -> None:
-    """Two answers to one question, one of which goes on; then the first is remembered again."""
+async def test_branches_share_their_prefix_and_one_is_trained() -> None:
+    """One question gets two answers, and the second is continued. Then the first is continued, too."""
     counts = SessionCounts()
     player = Player("a$", "b$", "c is long$", "d$")
     session = make(player, counts=counts)
@@ -197,7 +200,7 @@ async def test_branches_share_what_came_before_and_one_is_trained() -> None:
     assert (counts.trained_tokens, counts.left_out_tokens) == (4, 12)
 
 
-async def test_requests_at_the_same_time_branch() -> None:
+async def test_concurrent_requests_branch() -> None:
     player = Player("a$", "b$", "c$")
     session = make(player)
     first = await session.answer(request([USER]))
@@ -207,7 +210,7 @@ async def test_requests_at_the_same_time_branch() -> None:
     assert {asked.count("assistant\na<|im_end|>") for asked in player.asked[1:]} == {1}
 
 
-async def test_an_edited_history_continues_what_is_left_of_it() -> None:
+async def test_an_edited_history_continues_its_unchanged_prefix() -> None:
     player = Player("a$", "b$", "c$")
     session = make(player)
     first = await session.answer(request([USER]))
@@ -215,12 +218,12 @@ async def test_an_edited_history_continues_what_is_left_of_it() -> None:
     edited = {**said(second), "content": "B"}
     await session.answer(request([USER, said(first), user("x"), edited, user("y")]))
     assert session.num_sequences == 2
-    assert trained(session)[1] == ["a<|im_end|>", "c<|im_end|>"]  # nobody has sampled B
+    assert trained(session)[1] == ["a<|im_end|>", "c<|im_end|>"]  # the policy did not sample B
     assert "assistant\nB<|im_end|>" in player.asked[2]
 
 
 @pytest.mark.parametrize("other", [{"tools": TOOLS}, {"chat_template_kwargs": {"mood": "glad"}}])
-async def test_another_prompt_begins_another_sequence(other: dict[str, Any]) -> None:
+async def test_other_tools_or_template_arguments_begin_another_sequence(other: dict[str, Any]) -> None:
     player = Player("a$", "b$")
     session = make(player)
     first = await session.answer(request([USER]))
@@ -229,7 +232,7 @@ async def test_another_prompt_begins_another_sequence(other: dict[str, Any]) -> 
     assert trained(session)[1] == ["b<|im_end|>"]
 
 
-async def test_a_template_that_does_not_tell_begins_another_sequence() -> None:
+async def test_a_template_that_omits_answers_begins_another_sequence() -> None:
     counts = SessionCounts()
     forgetful = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}:"
     player = Player("a$", "b$")
@@ -240,7 +243,7 @@ async def test_a_template_that_does_not_tell_begins_another_sequence() -> None:
     assert (session.num_sequences, counts.rerendered) == (2, 1)
 
 
-async def test_limits_are_told_and_end_nothing() -> None:
+async def test_a_request_beyond_a_limit_is_refused_and_the_session_continues() -> None:
     player = Player(*"abc$")
     session = make(player, max_requests=3, max_sequences=2, max_tokens=60)
     for _ in range(2):
@@ -259,7 +262,7 @@ async def test_limits_are_told_and_end_nothing() -> None:
     assert not session.failed.done()
 
 
-async def test_what_ends_the_rollout_is_kept() -> None:
+async def test_the_error_that_ends_the_rollout_is_kept() -> None:
     session = make(Player("!"))
     with pytest.raises(RolloutReleased):
         await session.answer(request([USER]))
@@ -268,7 +271,7 @@ async def test_what_ends_the_rollout_is_kept() -> None:
     assert session.num_sequences == 0
 
 
-async def test_a_client_that_goes_away_leaves_nothing() -> None:
+async def test_a_request_whose_client_disconnects_is_not_recorded() -> None:
     player = Player("a$", "b$")
     player.hold.clear()
     session = make(player)
@@ -283,7 +286,7 @@ async def test_a_client_that_goes_away_leaves_nothing() -> None:
     assert trained(session)[1] == ["b<|im_end|>"]
 
 
-async def test_closing_ends_what_runs_and_refuses_the_rest() -> None:
+async def test_closing_a_session_refuses_running_and_later_requests() -> None:
     player = Player("a$", "b$")
     session = make(player)
     await session.answer(request([USER]))
@@ -299,7 +302,7 @@ async def test_closing_ends_what_runs_and_refuses_the_rest() -> None:
     assert trained(session)[1] == ["a<|im_end|>"]
 
 
-async def test_an_agent_that_got_nowhere_is_told_what_was_refused() -> None:
+async def test_a_rollout_without_a_response_is_rejected_with_the_last_refusal() -> None:
     session = make(Player())
     session.refused(RequestError("n=2: one answer per request is recorded"))
     with pytest.raises(RolloutRejected, match=r"no_response: .* its last request was refused: n=2"):

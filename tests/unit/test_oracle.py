@@ -1,4 +1,4 @@
-"""The oracle accepts this checkout's surface, and reports differences of surface and weights."""
+"""The oracle accepts this checkout's surface, and reports differences in surface and in weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine that keeps a pace: what it promises to those who rely on it, whatever the clock does."""
+"""The paced engine, which imitates generation at a given speed: the guarantees that tests rely on, at any speed of the machine."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -20,7 +20,7 @@ from asyncrl.weights.versions import publish_folder, version_dir
 
 V0, V1 = WeightVersion(1, 0), WeightVersion(1, 1)
 TAIL = LongTail(seed=1, prompt_tokens=3)
-NEVER, SLOW, FAST = 1e-6, 5.0, 1e5  # tokens a second; slow: what has begun is not over for a while
+NEVER, SLOW, FAST = 1e-6, 5.0, 1e5  # tokens per second; SLOW: requests stay running for some time
 
 
 @pytest.fixture(scope="module")
@@ -55,16 +55,16 @@ async def until(condition: Callable[[], bool]) -> None:
         if condition():
             return
         await asyncio.sleep(0.001)
-    raise AssertionError("it did not happen")
+    raise AssertionError("the condition did not become true in time")
 
 
 async def until_tokens(engine: PacedEngine, count: int) -> None:
-    """Until all requests together hold so many tokens, prompts included."""
+    """Wait until all requests together hold this many tokens, prompts included."""
     await until(lambda: engine.stats().used_tokens >= count)
 
 
 def prompt(length_at_least: int = 1, start: int = 0) -> list[int]:
-    """A prompt whose response has at least so many tokens."""
+    """Return a prompt with a response of at least this many tokens."""
     return next(ids for n in range(start, 10_000) if TAIL.length(ids := [5, n, 2]) >= length_at_least)
 
 
@@ -76,12 +76,12 @@ def test_lengths_have_a_long_tail() -> None:
     assert response_lengths(2, range(10), 4) != response_lengths(1, range(10), 4)
 
 
-def test_a_prefix_does_not_change_the_length() -> None:
+def test_tokens_already_generated_do_not_change_the_length() -> None:
     assert TAIL.length([5, 6, 2, 1, 1, 1]) == TAIL.length([5, 6, 2])
     assert len({TAIL.length([5, 6, member]) for member in range(2, 12)}) > 1
 
 
-async def test_a_response_has_its_length_and_ends_in_eos(versions: Callable[[WeightVersion], Path]) -> None:
+async def test_a_response_has_its_prompts_length_and_ends_in_eos(versions: Callable[[WeightVersion], Path]) -> None:
     async with serving(versions) as engine:
         ids = prompt(20)
         whole = await ask(engine, "a", ids)
@@ -102,7 +102,7 @@ async def test_slots_and_queue_are_bounded(versions: Callable[[WeightVersion], P
         assert (engine.stats().running, engine.stats().waiting) == (2, 4)
         with pytest.raises(EngineUnavailable, match="queue is full"):
             ask(engine, "more", prompt())
-        answers[0].cancel()  # its client has gone
+        answers[0].cancel()  # its client has disconnected
         await asyncio.sleep(0)
         assert (engine.stats().running, engine.stats().waiting) == (2, 3)
         with pytest.raises(RequestRefused, match="in flight"):
@@ -112,7 +112,7 @@ async def test_slots_and_queue_are_bounded(versions: Callable[[WeightVersion], P
         assert {(await answer).finish.type for answer in answers[1:]} == {"abort"}
 
 
-async def test_what_was_begun_goes_before_what_waits(versions: Callable[[WeightVersion], Path]) -> None:
+async def test_resumed_requests_run_before_new_ones(versions: Callable[[WeightVersion], Path]) -> None:
     async with serving(versions, slots=1) as engine:
         order, futures = [], []
         for rid, first in (("runs", False), ("new", False), ("resumed", True)):
@@ -123,7 +123,7 @@ async def test_what_was_begun_goes_before_what_waits(versions: Callable[[WeightV
     assert order == ["runs", "resumed", "new"]
 
 
-async def test_a_request_says_over_http_that_it_was_begun(versions: Callable[[WeightVersion], Path]) -> None:
+async def test_the_priority_of_a_resumed_request_is_passed_over_http(versions: Callable[[WeightVersion], Path]) -> None:
     async with (
         serving(versions, slots=1) as engine,
         aiohttp.ClientSession() as session,
@@ -148,7 +148,7 @@ async def test_a_request_says_over_http_that_it_was_begun(versions: Callable[[We
     assert order == ["resumed", "new"]
 
 
-async def test_an_abort_answers_with_what_there_is_and_the_rest_comes_under_the_new_version(
+async def test_an_abort_returns_partial_tokens_and_the_rest_has_the_new_version(
     versions: Callable[[WeightVersion], Path],
 ) -> None:
     async with serving(versions, tokens_per_s=SLOW) as engine:
@@ -161,7 +161,7 @@ async def test_an_abort_answers_with_what_there_is_and_the_rest_comes_under_the_
         assert 2 <= len(had.token_ids) < TAIL.length(ids)
         late = ask(engine, "b", ids + had.token_ids)
         await engine.load_weights(versions(V1), V1)
-        assert engine.stats().running == 0  # paused: it waits
+        assert engine.stats().running == 0  # paused: the request waits
         engine.tokens_per_s = FAST
         await engine.resume()
         rest = await late
@@ -170,7 +170,7 @@ async def test_an_abort_answers_with_what_there_is_and_the_rest_comes_under_the_
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-async def test_a_request_that_stays_has_tokens_of_both_versions(
+async def test_a_request_that_is_not_aborted_has_tokens_of_both_versions(
     versions: Callable[[WeightVersion], Path], mode: str
 ) -> None:
     async with serving(versions, tokens_per_s=SLOW) as engine:
@@ -189,7 +189,7 @@ async def test_a_request_that_stays_has_tokens_of_both_versions(
         assert (whole.spans[0].start, whole.spans[0].end, whole.spans[1].end) == (0, used - 3, len(whole.token_ids))
 
 
-async def test_a_pause_that_waits_lets_requests_finish(versions: Callable[[WeightVersion], Path]) -> None:
+async def test_a_pause_with_mode_wait_lets_requests_finish(versions: Callable[[WeightVersion], Path]) -> None:
     async with serving(versions) as engine:
         answer = ask(engine, "a", prompt(50))
         assert await engine.pause("wait") == 1

@@ -1,4 +1,4 @@
-"""Micro-batches: every sequence exactly once, the budget kept, tokens balanced, and the way into packed rows and back."""
+"""Micro-batches hold every sequence once, keep the budget and balance tokens. Packed rows convert to sequences and back."""
 
 import numpy as np
 import pytest
@@ -25,8 +25,8 @@ def test_every_sequence_is_in_exactly_one_micro_batch_within_the_budget(lengths,
 
 
 @given(lengths=LENGTHS, max_tokens=st.integers(60, 200))
-def test_there_are_few(lengths, max_tokens):
-    """First fit, longest first, is within 11/9 of the fewest, and 2/3 of a part more."""
+def test_the_number_of_micro_batches_is_near_the_minimum(lengths, max_tokens):
+    """First fit, longest first, needs at most 11/9 of the minimum, plus 2/3."""
     fewest = -(-sum(lengths) // max_tokens)
     plan = plan_micro_batches(lengths, max_tokens, min_count=0)
     half = sum(1 for n in lengths if n > max_tokens // 2)  # no two of these fit together
@@ -34,7 +34,7 @@ def test_there_are_few(lengths, max_tokens):
 
 
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40), min_count=st.integers(1, 12))
-def test_tokens_are_balanced_where_the_budget_leaves_room(lengths, min_count):
+def test_tokens_are_balanced_if_the_budget_leaves_room(lengths, min_count):
     plan = plan_micro_batches(lengths, sum(lengths), min_count=min_count)
     assert len(plan) == min_count
     tokens = [batch.num_tokens for batch in plan]
@@ -43,12 +43,12 @@ def test_tokens_are_balanced_where_the_budget_leaves_room(lengths, min_count):
 
 
 def _two_of(lengths, count):
-    """With more sequences than parts, two of the count + 1 longest are together."""
+    """With more sequences than micro-batches, two of the count + 1 longest sequences share one."""
     longest = sorted(lengths, reverse=True)
     return [longest[count - 1] + longest[count]] if len(lengths) > count else [0]
 
 
-def test_every_rank_can_have_as_many_as_the_rank_that_has_most():
+def test_every_rank_can_have_as_many_micro_batches_as_the_rank_with_most():
     ranks = [[30, 10, 5], [60, 50, 40, 30, 20], []]
     count = max(len(plan_micro_batches(lengths, 64)) for lengths in ranks)
     plans = [plan_micro_batches(lengths, 64, min_count=count) for lengths in ranks]
@@ -62,8 +62,8 @@ def test_a_sequence_longer_than_the_budget_gets_its_own_micro_batch():
     assert [batch.num_tokens for batch in plan_micro_batches([5, 100, 5], 10, min_count=3)] == [100, 5, 5]
 
 
-def test_what_balances_worse_than_it_fits_is_kept_within_the_budget():
-    """4 + 4 and 3 + 3 + 2 fill two parts exactly; the least loaded first would give 4 + 3 + 2."""
+def test_the_budget_takes_precedence_over_balance():
+    """4 + 4 and 3 + 3 + 2 fill two micro-batches exactly. Always adding to the least loaded one would give 4 + 3 + 2."""
     plan = plan_micro_batches([4, 4, 3, 3, 2], 8)
     assert [batch.num_tokens for batch in plan] == [8, 8]
 
@@ -77,12 +77,12 @@ def test_long_tails_are_balanced():
 
 
 @pytest.mark.parametrize(("lengths", "max_tokens", "says"), [([3, 0], 10, "no token"), ([3], 0, "max_tokens_per_mb")])
-def test_what_cannot_be_planned_is_refused(lengths, max_tokens, says):
+def test_empty_sequences_and_an_empty_budget_are_refused(lengths, max_tokens, says):
     with pytest.raises(ValueError, match=says):
         plan_micro_batches(lengths, max_tokens)
 
 
-def test_nothing_makes_empty_micro_batches():
+def test_no_sequences_give_empty_micro_batches():
     assert plan_micro_batches([], 10, min_count=0) == []
     assert [(batch.sequences, batch.num_tokens) for batch in plan_micro_batches([], 10)] == [((), 0)]
 
@@ -120,7 +120,7 @@ def test_each_predictor_is_the_token_before_the_predicted_one(lengths, padding):
 
 
 @given(lengths=st.lists(st.integers(1, 300), max_size=60))
-def test_rectangles_of_attention_hold_every_sequence_in_a_row_of_its_own_and_little_else(lengths):
+def test_attention_rectangles_hold_each_sequence_in_its_own_row_with_little_padding(lengths):
     segments = Packed.of(np.zeros(sum(lengths), np.int64), lengths).segments
     row_of_place = [
         (at, row) for at, (rows, width) in enumerate(segments.rectangles) for row in range(rows) for _ in range(width)
@@ -132,20 +132,20 @@ def test_rectangles_of_attention_hold_every_sequence_in_a_row_of_its_own_and_lit
         assert not rows & taken
         assert places.diff().eq(1).all()
         taken |= rows
-        assert places[0] == 0 or row_of_place[places[0] - 1] not in rows  # from the row's first place on
+        assert places[0] == 0 or row_of_place[places[0] - 1] not in rows  # starts at the row's first place
     assert sum(rows for rows, _ in segments.rectangles) == len(lengths)
     assert segments.num_places <= 1.1 * sum(lengths) + 4 * len(lengths)
 
 
 @given(lengths=LENGTHS, data=st.data())
-def test_run_indices_are_the_runs_one_after_another(lengths, data):
+def test_run_indices_are_those_of_the_chosen_runs_in_order(lengths, data):
     chosen = data.draw(st.lists(st.integers(0, len(lengths) - 1), unique=True)) if lengths else []
     starts = cu_seqlens_of(lengths)
     expected = [t for i in chosen for t in range(starts[i], starts[i + 1])]
     assert run_indices(np.asarray(lengths, np.int64), chosen).tolist() == expected
 
 
-def test_a_sequence_batch_cuts_through_groups_and_keeps_keys_of_sequences():
+def test_a_sequence_batch_splits_groups_and_keeps_keys_of_sequences():
     sample = SequenceSample.from_groups(
         ["a", "b"],
         [
@@ -162,7 +162,7 @@ def test_a_sequence_batch_cuts_through_groups_and_keeps_keys_of_sequences():
     assert batch.select(())["rewards"].dtype == np.float32
 
 
-def test_keys_of_groups_have_no_place_where_each_group_is_one_sequence_either():
+def test_keys_of_groups_are_dropped_even_if_each_group_has_one_sequence():
     groups = [{"packed_input_ids": [[1, 2]], "rewards": [1.0], "task_ids": 5, "packed_prompts": [1]}] * 2
     batch = SequenceBatch.of(SequenceSample.from_groups(["a", "b"], groups))
     assert set(batch.select((0, 1))) == {"packed_input_ids", "rewards"}

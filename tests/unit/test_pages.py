@@ -1,4 +1,4 @@
-"""The code of the pages: the files of your-own-task.md are a run that `check` accepts, and every command of a page exists."""
+"""The code in the documentation: `check` accepts the run that your-own-task.md describes, and every command on a page exists."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ CHAT_TEMPLATE = (
 
 
 def blocks(language: str) -> list[str]:
-    """The page's code blocks in this language."""
+    """Return the page's code blocks in this language."""
     return pages.blocks(TASK_PAGE, language)
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What the page shows, as files, with a small model where its path to one is. It is the current folder."""
+    """Write the page's blocks to files in the current folder, with a small model at the page's path of a model."""
     monkeypatch.chdir(tmp_path)
     tokenizer = make_char_tokenizer(None, "".join(map(chr, range(32, 127))))
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -77,8 +77,8 @@ def table(config: ExperimentConfig, tokenizer: Any) -> TaskTable:
     return TaskTable(config.rollout, tokenizer=tokenizer, board=StatusBoard(worker, logger), logger=logger)
 
 
-def test_its_rewards_and_environments_do_what_it_says(folder: Path) -> None:
-    """Every task of the page is loaded as a rollout worker does, and answered: wrongly at first, then rightly."""
+def test_the_rewards_and_environments_of_the_page_work_as_described(folder: Path) -> None:
+    """Every task of the page is loaded as in a rollout worker, and answered wrongly at first, then correctly."""
     tokenizer = load_tokenizer(folder / "model")
     for file in configs(folder):
         config = load_experiment(file)
@@ -106,7 +106,7 @@ def test_its_rewards_and_environments_do_what_it_says(folder: Path) -> None:
 
 
 def shown_commands(page: Path) -> list[list[str]]:
-    """The words of each line of the page's bash blocks, without comments and assignments of variables."""
+    """Return the words of each line of the page's bash blocks, without comments and variable assignments."""
     lines = [line for block in pages.blocks(page, "bash") for line in block.splitlines()]
     words = [shlex.split(line, comments=True) for line in lines]
     return [list(itertools.dropwhile(lambda word: re.match(r"\w+=", word), line)) for line in words if line]
@@ -114,7 +114,7 @@ def shown_commands(page: Path) -> list[list[str]]:
 
 @pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.stem)
 def test_the_commands_of_a_page_exist(page: Path) -> None:
-    """asyncrl-launch takes their words, and the scripts and configs that they name are files of the repository."""
+    """asyncrl-launch accepts their words, and the scripts and configs that they name exist in the repository."""
     for program, *words in shown_commands(page):
         if program == "asyncrl-launch":
             parse(words)
@@ -126,12 +126,12 @@ def test_the_commands_of_a_page_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "least"), [("running", 10), ("your-own-task", 8), ("hosts", 5), ("slurm", 4)])
-def test_the_pages_of_users_show_commands(name: str, least: int) -> None:
+def test_the_pages_for_users_show_commands(name: str, least: int) -> None:
     shown = shown_commands(pages.ROOT / "docs" / f"{name}.md")
     assert sum(program == "asyncrl-launch" for program, *_ in shown) >= least
 
 
-def test_a_command_that_is_none_is_found(tmp_path: Path) -> None:
+def test_an_unknown_command_is_found(tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text("```bash\nasyncrl-launch none-such RUN   # no command\n```\n")
     with pytest.raises(UsageError):
         test_the_commands_of_a_page_exist(tmp_path / "page.md")
@@ -157,21 +157,21 @@ def test_the_preset_of_the_algorithms_page_is_applied() -> None:
 
 
 @pytest.mark.parametrize("name", ["hosts", "slurm"])
-def test_a_cluster_takes_five_lines(name: str) -> None:
-    """tests/hosts and tests/slurm run them."""
+def test_a_cluster_needs_five_commands(name: str) -> None:
+    """tests/hosts and tests/slurm run these commands."""
     lines = shown_commands(pages.ROOT / "docs" / f"{name}.md")
     assert len(lines) == 5
     assert {line[0] for line in lines} <= {"asyncrl-launch", "sbatch"}
 
 
-def test_its_agent_of_openais_client_is_one(folder: Path) -> None:
+def test_the_agent_of_the_page_is_a_chat_agent(folder: Path) -> None:
     agent = import_object(str(folder / "my_agent.py:MyAgent"), "agent")
     assert issubclass(agent, ChatAgent)
     assert inspect.iscoroutinefunction(agent.chat)
 
 
-def test_what_it_says_of_rewards_is_so() -> None:
-    """The keywords it names are those there are."""
+def test_the_page_describes_the_arguments_of_rewards() -> None:
+    """The page names exactly the existing optional keyword arguments."""
     from asyncrl.rewards import reward, reward_function
 
     python = "".join(blocks("python"))

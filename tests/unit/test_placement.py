@@ -1,4 +1,4 @@
-"""Who goes where: GPUs first, model workers beside one another, and errors that say what would fit."""
+"""Placement of processes on hosts: GPUs first, model workers side by side, and error messages that say which layout would fit."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ def hosts_of(places, kind):
     return [place.host.name for name, place in sorted(places.items()) if name.startswith(kind)]
 
 
-def test_a_server_has_its_gpus_on_one_host_and_model_workers_fill_what_is_left():
+def test_a_server_has_its_gpus_on_one_host_and_model_workers_use_the_rest():
     placement = Placement([host(1, 8), host(2, 8), host(3, 8)], "h1")
     places = placement.place_all(specs_of("sglang.d3p1m4+d8p1m1"))
     servers = [places[f"generation_server/{index}"] for index in range(3)]
@@ -40,15 +40,15 @@ def test_a_server_has_its_gpus_on_one_host_and_model_workers_fill_what_is_left()
     assert len(taken) == len(set(taken)) == 20
 
 
-def test_what_computes_nothing_is_with_the_launcher_and_rollout_workers_are_spread():
+def test_light_processes_run_on_the_launchers_host_and_rollout_workers_are_spread():
     rollout = replace(CONFIG.rollout, num_workers=12)
     places = Placement([host(1, 4), host(2, 4)], "h2").place_all(specs_of("sglang.d2+d2", rollout=rollout))
     assert places["master/0"].host.name == places["gserver_manager/0"].host.name == "h2"
-    assert set(hosts_of(places, "model_worker") + hosts_of(places, "generation_server")) == {"h1"}  # with four cores
+    assert set(hosts_of(places, "model_worker") + hosts_of(places, "generation_server")) == {"h1"}  # leaves four cores
     assert sorted(hosts_of(places, "rollout_worker")) == ["h1"] * 4 + ["h2"] * 8
 
 
-def test_without_gpus_cores_are_shared_out_and_never_refused():
+def test_without_gpus_processes_share_cores_and_are_never_refused():
     placement = Placement([host(1, cores=2), host(2, cores=2), host(3, cores=2)], "h1")
     places = placement.place_all(specs_of("transformers.d2+d2"))
     assert len(set(hosts_of(places, "generation_server"))) == 2
@@ -57,7 +57,7 @@ def test_without_gpus_cores_are_shared_out_and_never_refused():
     assert set(hosts_of(crowded, "")) == {"h1"}
 
 
-def test_the_error_says_what_would_fit():
+def test_the_error_says_which_layout_would_fit():
     with pytest.raises(
         PlacementError, match=r"generation_server/2 needs 4 GPUs on one host; free GPUs: h1: 0 of 8, h2: 3 of 3"
     ):
@@ -72,7 +72,7 @@ def test_the_error_says_what_would_fit():
         Placement([host(1, memory_bytes=10**9)], "h1").place_all(specs_of("transformers.d2+d2"))
 
 
-def test_of_a_lost_host_everything_finds_another_place_if_there_is_one():
+def test_processes_of_a_lost_host_are_placed_on_other_hosts_with_room():
     placement = Placement([host(1, 4), host(2, 2), host(3, 2)], "h1")
     specs = {spec.name: spec for spec in specs_of("sglang.d2+d2")}
     places = placement.place_all(list(specs.values()))
@@ -89,7 +89,7 @@ def test_of_a_lost_host_everything_finds_another_place_if_there_is_one():
         placement.place(specs["master/0"])
 
 
-def test_a_process_that_comes_again_gets_its_place_again_and_a_released_one_is_free():
+def test_a_restarted_process_keeps_its_place_and_a_released_place_is_reused():
     placement = Placement([host(1, 1), host(2, 1)], "h1")
     server, worker = (spec for spec in specs_of("sglang.d1+d1") if spec.computes)
     first = placement.place(server)
@@ -99,7 +99,7 @@ def test_a_process_that_comes_again_gets_its_place_again_and_a_released_one_is_f
     assert placement.place(replace(server, name="generation_server/7")) == first
 
 
-def test_a_placed_process_binds_its_host_and_sees_its_gpus_only():
+def test_a_placed_process_binds_to_its_host_and_sees_only_its_gpus():
     placement = Placement([host(1, 2), host(2, 2)], "h1")
     specs = specs_of("sglang.d2+d2")
     places = placement.place_all(specs)

@@ -1,4 +1,4 @@
-"""`asyncrl-launch plot` with real matplotlib: pictures, JSON, and messages where something is missing."""
+"""`asyncrl-launch plot` with real matplotlib: pictures, JSON, and messages about missing data."""
 
 import json
 import struct
@@ -13,7 +13,7 @@ from asyncrl.cli.curves import picture, read_runs
 from asyncrl.cli.plotting import write_picture
 from asyncrl.config.schema import ConfigError
 
-pytest.importorskip("matplotlib", reason="it is an extra")
+pytest.importorskip("matplotlib", reason="matplotlib is an optional dependency")
 
 
 def ramp(num_steps, **fields):
@@ -26,7 +26,7 @@ def run(tmp_path):
 
 
 def plot(capsys, *arguments):
-    """Exit code, stdout."""
+    """Run the command. Return the exit code and stdout."""
     code = cli.main(["plot", *map(str, arguments)])
     return code, capsys.readouterr().out
 
@@ -37,7 +37,7 @@ def size_of_png(file):
     return struct.unpack(">II", data[16:24])
 
 
-def test_one_run_is_a_picture_in_its_folder(run, capsys):
+def test_the_picture_of_one_run_is_written_to_its_folder(run, capsys):
     code, out = plot(capsys, run)
     assert code == 0
     assert out == f"picture: {run / 'plot.png'}\n"
@@ -55,7 +55,7 @@ def test_several_runs_share_a_picture(run, tmp_path, capsys):
 
 
 def texts_of(shown, tmp_path, monkeypatch):
-    """All texts in the picture, and the figure."""
+    """Return all texts in the picture, and the figure."""
     figures = []
     figure_class = plotting.require("matplotlib.figure").Figure
 
@@ -79,13 +79,13 @@ def test_the_picture_names_axes_units_and_curves(run, tmp_path, monkeypatch):
     assert "sorter/t0, 30 train steps" in texts
     for axes in figure.axes:
         legend = axes.get_legend()
-        if legend is not None:  # above the data, and inside of the picture
+        if legend is not None:  # the legend is above the data and inside the picture
             box = legend.get_window_extent()
             assert box.y0 >= axes.get_window_extent().y1 - 1
             assert box.x1 <= figure.bbox.x1
 
 
-def test_in_the_picture_runs_are_in_the_legend(run, tmp_path, monkeypatch):
+def test_the_legend_names_runs_and_attempts(run, tmp_path, monkeypatch):
     other = write_run(tmp_path / "other" / "t0", ramp(5))
     write_run(tmp_path / "again" / "t0", [*ramp(20), *ramp(10, attempt=2)])
     texts, _ = texts_of(picture(read_runs([run, other, tmp_path / "again" / "t0"])), tmp_path, monkeypatch)
@@ -109,14 +109,14 @@ def test_in_the_picture_runs_are_in_the_legend(run, tmp_path, monkeypatch):
     ],
     ids=["one step", "an evaluation only", "nan", "negative", "all zero", "long", "large"],
 )
-def test_odd_runs_can_be_drawn(tmp_path, capsys, records):
+def test_unusual_runs_can_be_drawn(tmp_path, capsys, records):
     run = write_run(tmp_path / "t0", records)
     assert plot(capsys, run)[0] == 0
     size_of_png(run / "plot.png")
 
 
-def test_a_run_without_the_figures_of_the_loss_is_drawn(tmp_path, capsys):
-    """Runs of older releases, and steps that train the critic only, have no such figures."""
+def test_a_run_without_loss_statistics_is_drawn(tmp_path, capsys):
+    """Runs of older releases, and steps that train only the critic, have no such statistics."""
     records = [{name: value for name, value in step(n).items() if not name.startswith("actor/")} for n in (1, 2)]
     run = write_run(tmp_path / "t0", records)
     code, out = plot(capsys, run)
@@ -126,7 +126,7 @@ def test_a_run_without_the_figures_of_the_loss_is_drawn(tmp_path, capsys):
     size_of_png(run / "plot.png")
 
 
-def test_what_is_left_out_is_said(tmp_path, capsys):
+def test_omitted_panels_runs_and_lines_are_reported(tmp_path, capsys):
     run = write_run(tmp_path / "t0", [{"step": 1, "reward/mean": 0.5}])
     empty = tmp_path / "t1"
     empty.mkdir()
@@ -139,14 +139,14 @@ def test_what_is_left_out_is_said(tmp_path, capsys):
     assert f"{run / 'metrics.jsonl'}: 1 broken lines skipped" in out
 
 
-def test_a_run_without_a_step_is_an_error_that_says_so(tmp_path, capsys):
+def test_a_run_without_a_step_is_an_error(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "rew')
     code, out = plot(capsys, tmp_path)
     assert code == 1
     assert "nothing to draw: no metrics.jsonl with a train step" in out
 
 
-def test_the_numbers_for_machines(run, capsys):
+def test_the_data_of_the_panels_are_printed_as_json(run, capsys):
     code, out = plot(capsys, run, "--json")
     answer = json.loads(out)
     assert code == 0
@@ -160,7 +160,7 @@ def test_the_numbers_for_machines(run, capsys):
     assert (run / "x.svg").read_text().lstrip().startswith("<?xml")
 
 
-def test_a_run_is_found_by_its_config(tmp_path, capsys):
+def test_a_run_is_found_from_its_config(tmp_path, capsys):
     write_run(tmp_path / "runs" / "asyncrl" / "b", ramp(3))
     config = tmp_path / "c.yaml"
     config.write_text(
@@ -172,7 +172,7 @@ def test_a_run_is_found_by_its_config(tmp_path, capsys):
     assert out.splitlines()[-1] == f"picture: {tmp_path / 'runs' / 'asyncrl' / 'b' / 'plot.png'}"
 
 
-def test_without_matplotlib_the_command_that_installs_it_is_named(run, capsys, monkeypatch):
+def test_without_matplotlib_the_install_command_is_shown(run, capsys, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -183,7 +183,7 @@ def test_without_matplotlib_the_command_that_installs_it_is_named(run, capsys, m
     assert plot(capsys, run, "--json")[0] == 0
 
 
-def test_a_picture_that_cannot_be_written(run, tmp_path, capsys):
+def test_a_picture_that_cannot_be_written_is_an_error(run, tmp_path, capsys):
     shown = picture(read_runs([run]))
     with pytest.raises(ConfigError, match=r"use \.png, \.svg or \.pdf"):
         write_picture(shown, tmp_path / "x.what")

@@ -1,4 +1,4 @@
-"""The policy losses, by hand and against loops over tokens; gradients; any split into micro-batches."""
+"""The policy losses: by hand, against loops over tokens, their gradients, and any split into micro-batches."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ CONFIGS = {
 def reference(
     data: Mapping[str, list[float]], mask: list[bool], lengths: list[int], config: PPOConfig
 ) -> tuple[float, dict[str, float]]:
-    """One minibatch, the slow and obvious way: loss, and sums of statistics."""
+    """Compute one minibatch with loops over tokens: the loss, and sums of statistics."""
     eps_high = config.eps_clip if config.eps_clip_higher is None else config.eps_clip_higher
     decoupled = config.use_decoupled_loss
     floor = -math.inf if config.behav_imp_weight_floor is None else config.behav_imp_weight_floor
@@ -119,7 +119,7 @@ def random_batch(seed: int) -> tuple[dict[str, Tensor], list[int]]:
     lengths = [5, 1, 0, 9, 4]
     total = sum(lengths)
     mask = torch.rand(total, generator=random) < 0.8
-    mask[-4:] = False  # a sequence in which nothing is trained
+    mask[-4:] = False  # a sequence without trained tokens
     behaviour = -3 * torch.rand(total, generator=random)
     data = {
         "packed_logprobs": behaviour,
@@ -151,7 +151,7 @@ ON = torch.tensor([True])
 
 
 def one_token(config: PPOConfig, advantage: float = 2.0, current: float = -1.0) -> float:
-    """Current -1.0, proximal -1.2, behaviour -1.5."""
+    """Return the loss of a token. Logprobs: current -1.0 by default, proximal -1.2, behaviour -1.5."""
     proximal, behaviour = torch.tensor([-1.2]), torch.tensor([-1.5])
     anchor, weight_from = (proximal, behaviour) if config.use_decoupled_loss else (behaviour, None)
     token = policy_token_loss(
@@ -161,7 +161,7 @@ def one_token(config: PPOConfig, advantage: float = 2.0, current: float = -1.0) 
 
 
 def test_decoupled_by_hand() -> None:
-    """r = e^0.2 = 1.2214, clipped to 1.2; w = e^0.3 = 1.3499: -2 * 1.2 * 1.3499."""
+    """r = e^0.2 = 1.2214, clipped to 1.2. w = e^0.3 = 1.3499. The loss is -2 * 1.2 * 1.3499."""
     assert one_token(PPOConfig(behav_imp_weight_cap=None)) == pytest.approx(-3.2397, abs=1e-4)
     assert one_token(PPOConfig(behav_imp_weight_cap=5.0)) == pytest.approx(-3.2397, abs=1e-4)
     assert one_token(PPOConfig(behav_imp_weight_cap=1.3)) == 0.0
@@ -170,18 +170,18 @@ def test_decoupled_by_hand() -> None:
 
 
 def test_naive_by_hand() -> None:
-    """r = e^0.5 = 1.6487: clipped to 1.2 where A > 0, not where A < 0, and by dual clip from 1.5 on."""
+    """r = e^0.5 = 1.6487. It is clipped to 1.2 if A > 0. If A < 0, only the dual clip limits it, to 1.5."""
     assert one_token(PPOConfig(use_decoupled_loss=False)) == pytest.approx(-2.4)
     assert one_token(PPOConfig(use_decoupled_loss=False, eps_clip_higher=0.28)) == pytest.approx(-2.56)
     assert one_token(PPOConfig(use_decoupled_loss=False), advantage=-2.0) == pytest.approx(2 * math.exp(0.5))
     assert one_token(PPOConfig(use_decoupled_loss=False, c_clip=1.5), advantage=-2.0) == pytest.approx(3.0)
-    # r = e^-1 = 0.3679: clipped to 0.8 where A < 0; the higher clip has no say below.
+    # r = e^-1 = 0.3679 is clipped to 0.8 if A < 0. eps_clip_higher does not change the lower bound
     assert one_token(PPOConfig(use_decoupled_loss=False, eps_clip_higher=0.28), -2.0, -2.5) == pytest.approx(1.6)
     assert one_token(PPOConfig(use_decoupled_loss=False), 2.0, -2.5) == pytest.approx(-2 * math.exp(-1))
 
 
 def test_clip_by_hand() -> None:
-    """DAPO's range: below 0.8 where A < 0, above 1.28 where A > 0; each is let go on where it costs."""
+    """DAPO's range: the ratio is clipped to at least 0.8 if A < 0, and to at most 1.28 if A > 0. The other bound does not apply."""
     ratio, advantages = torch.tensor([0.5, 0.5, 2.0, 2.0, 1.25]), torch.tensor([1.0, -1.0, 1.0, -1.0, 3.0])
     loss, clipped, dual = clip_loss(ratio, advantages, 0.2, 0.28)
     assert loss.tolist() == pytest.approx([-0.5, 0.8, -1.28, 2.0, -3.75])
@@ -193,7 +193,7 @@ def test_clip_by_hand() -> None:
 
 
 def test_cispo_by_hand() -> None:
-    """Ratios 3, 8, 0.1 cut to at most 5, never from below: -w A log pi, gradient -w A, whatever the sign of A."""
+    """Ratios 3, 8 and 0.1 are limited to 5, without a lower bound. Loss -w A log pi, gradient -w A, for either sign of A."""
     logprobs = torch.tensor([-1.0, -2.0, -3.0, -2.0], requires_grad=True)
     ratio, advantages = torch.tensor([3.0, 8.0, 0.1, 8.0]), torch.tensor([1.0, 2.0, -1.0, -2.0])
     loss, cut = cispo_loss(logprobs, ratio, advantages, 1.0, 4.0)
@@ -204,8 +204,8 @@ def test_cispo_by_hand() -> None:
     assert logprobs.grad.tolist() == pytest.approx([-3.0, -10.0, 0.1, 10.0])
 
 
-def test_cispo_keeps_the_gradient_that_the_clip_takes() -> None:
-    """A rare token that has become 3 times as likely and was good: PPO stops, CISPO goes on."""
+def test_cispo_keeps_the_gradient_that_the_clip_removes() -> None:
+    """A rare token with A > 0 has become 3 times as likely. PPO's gradient is 0, CISPO's is not."""
     grads = {}
     for policy_loss in ("clip", "cispo"):
         current = torch.tensor([math.log(0.03)], requires_grad=True)
@@ -218,13 +218,13 @@ def test_cispo_keeps_the_gradient_that_the_clip_takes() -> None:
 
 
 def test_gspo_ratio_by_hand() -> None:
-    """exp of the mean log ratio: (0.1 + 0.5) / 2 = 0.3 in one sequence, -0.2 in the other; what is masked out has no say."""
+    """The log ratio is the mean over unmasked tokens: (0.1 + 0.5) / 2 = 0.3 in one sequence, -0.2 in the other."""
     current = torch.tensor([9.0, -1.0, -1.0, 9.0, -2.0], requires_grad=True)
     anchor = torch.tensor([math.nan, -1.1, -1.5, 0.0, -1.8])
     mask = torch.tensor([False, True, True, False, True])
     ratio = token_ratios(current, anchor, mask, packed([3, 2]), "sequence")
     assert ratio.tolist() == pytest.approx([0, math.exp(0.3), math.exp(0.3), 0, math.exp(-0.2)])
-    ratio[1].backward()  # every token of the sequence shares it
+    ratio[1].backward()  # all tokens of the sequence share the ratio
     assert current.grad is not None
     assert current.grad.tolist() == pytest.approx([0, math.exp(0.3) / 2, math.exp(0.3) / 2, 0, 0])
     with pytest.raises(ValueError, match="'word'; use token or sequence"):
@@ -232,7 +232,7 @@ def test_gspo_ratio_by_hand() -> None:
 
 
 def test_gspo_clips_whole_sequences() -> None:
-    """Token ratios 2 and 1/2 cancel out: PPO would clip one of them, GSPO's ratio is 1. A longer one with ratio 1.5 is clipped."""
+    """Token ratios 2 and 1/2 cancel: PPO would clip one of them, but GSPO's ratio is 1. A sequence with ratio 1.5 is clipped."""
     logs = torch.tensor([math.log(2.0), -math.log(2.0), math.log(1.5), math.log(1.5)])
     data = {"packed_logprobs": torch.zeros(4), "advantages": torch.ones(4), "loss_mask": torch.ones(4).bool()}
     config = PPOConfig(use_decoupled_loss=False, importance_level="sequence", loss_normalization="sequence")
@@ -242,7 +242,7 @@ def test_gspo_clips_whole_sequences() -> None:
 
 
 def test_corrections_by_hand() -> None:
-    """IcePop's band, 0.5 to 5; truncated importance sampling, at most 2; the cap of the decoupled loss."""
+    """IcePop's range of 0.5 to 5, truncated importance sampling with a cap of 2, and the cap of the decoupled loss."""
     weights = torch.tensor([0.4, 0.5, 1.0, 2.0, 5.0, 6.0])
     assert masked_weights(weights, 5.0, 0.5).tolist() == [0.0, 0.5, 1.0, 2.0, 5.0, 0.0]
     assert clamped_weights(weights, 2.0, None).tolist() == pytest.approx([0.4, 0.5, 1.0, 2.0, 2.0, 2.0])
@@ -252,8 +252,8 @@ def test_corrections_by_hand() -> None:
     assert torch.equal(clamped_weights(weights, None, None), weights)
 
 
-def test_the_behaviour_weight_of_a_sequence_takes_it_out_as_a_whole() -> None:
-    """Weights e^0.1 and e^0.5 of one response: e^0.3 together, above a cap of 1.3; the other response stays."""
+def test_a_capped_behaviour_weight_masks_the_whole_sequence() -> None:
+    """Weights e^0.1 and e^0.5 of one response give e^0.3, which is above the cap of 1.3. The other response is kept."""
     data = {
         "packed_logprobs": torch.tensor([-1.1, -1.5, -1.0]),
         "proximal_logprobs": torch.tensor([-1.0, -1.0, -1.0]),
@@ -267,7 +267,7 @@ def test_the_behaviour_weight_of_a_sequence_takes_it_out_as_a_whole() -> None:
 
 
 def test_kl_in_the_loss_by_hand() -> None:
-    """k3 with d = 0.5: e^-0.5 - 0.5 = 0.1065, times 0.2, beside -A r = -1; it stays where the weight is masked."""
+    """k3 with d = 0.5 is e^-0.5 - 0.5 = 0.1065, times 0.2, added to -A r = -1. It also counts for tokens with a masked weight."""
     data = {
         "packed_logprobs": torch.tensor([-1.0, -9.0]),
         "proximal_logprobs": torch.tensor([-1.0, -1.0]),
@@ -287,7 +287,7 @@ def test_kl_in_the_loss_by_hand() -> None:
 
 
 def test_a_capped_token_stays_in_the_denominator() -> None:
-    """Two equal tokens, of which the cap takes out the one that the behaviour policy found unlikely: half of the other's loss."""
+    """Of two equal tokens, the cap masks the one that was unlikely under the behaviour policy. The loss is half of the other's."""
     data = {
         "packed_logprobs": torch.tensor([-1.2, -1.5]),
         "proximal_logprobs": torch.tensor([-1.2, -1.2]),
@@ -303,7 +303,7 @@ def test_a_capped_token_stays_in_the_denominator() -> None:
 
 
 def test_normalisations_by_hand() -> None:
-    """Responses of 3 tokens with loss 1 and of 1 token with loss 5; the longest that could have been has 4."""
+    """Responses of 3 tokens with loss 1 and of 1 token with loss 5. The maximum length is 4."""
     loss, mask = torch.tensor([0.0, 1, 1, 1, 0, 5]), torch.tensor([False, True, True, True, False, True])
     for normalization, expected in (("token", 2.0), ("sequence", 3.0), ("constant", 1.0)):
         config = PPOConfig(loss_normalization=normalization, loss_length=4)
@@ -335,7 +335,7 @@ def test_against_the_reference(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_micro_batches_add_up(name: str) -> None:
-    """Any split of the sequences gives the same loss, gradient and statistics; an empty part is fine."""
+    """Any split of the sequences gives the same loss, gradient and statistics. Empty parts are allowed."""
     config, (data, lengths) = CONFIGS[name], random_batch(7)
     loss_fn = PPOLoss(config, denominator(data["loss_mask"], lengths, config))
     results = []
@@ -363,7 +363,7 @@ def test_micro_batches_add_up(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if config.policy_loss == "clip"])
 def test_gradient_against_finite_differences(name: str) -> None:
-    """CISPO's gradient is not that of its value: by hand above."""
+    """CISPO is left out because its gradient is not that of its value. Tests above check it by hand."""
     config, (data, lengths) = CONFIGS[name], random_batch(3)
     data = {key: value.double() if value.is_floating_point() else value for key, value in data.items()}
     loss_fn = PPOLoss(config, 10.0)
@@ -375,10 +375,10 @@ def test_gradient_against_finite_differences(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if config.kl_coef == 0])
-def test_gradient_on_policy_is_that_of_the_policy_gradient(name: str) -> None:
-    """Where the three policies are one, every loss has the gradient -A / n of a token, but for its normalisation.
+def test_the_gradient_on_policy_is_the_policy_gradient(name: str) -> None:
+    """If the three policies are equal, the gradient of every loss is -A / n per token, apart from its normalisation.
 
-    One advantage for the response, as all that judge it as a whole give it: then GSPO's too.
+    Both tokens have the same advantage, as with a reward for the whole response. So this also holds for GSPO.
     """
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     data = {
@@ -395,7 +395,7 @@ def test_gradient_on_policy_is_that_of_the_policy_gradient(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_nothing_outside_of_the_mask_matters(name: str) -> None:
+def test_tokens_outside_the_mask_do_not_matter(name: str) -> None:
     config, (data, lengths) = CONFIGS[name], random_batch(5)
     loss_fn = PPOLoss(config, 10.0)
     garbage = {
@@ -414,7 +414,7 @@ def test_nothing_outside_of_the_mask_matters(name: str) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("current", [-1000.0, 0.0])
 @pytest.mark.parametrize("advantage", [-1.0, 1.0])
-def test_wild_ratios_stay_finite(name: str, current: float, advantage: float) -> None:
+def test_losses_with_extreme_ratios_are_finite(name: str, current: float, advantage: float) -> None:
     logprobs = torch.tensor([current], requires_grad=True)
     data = {
         "packed_logprobs": torch.tensor([-1500.0]),
@@ -432,8 +432,8 @@ def test_wild_ratios_stay_finite(name: str, current: float, advantage: float) ->
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_no_tokens(name: str) -> None:
-    """What an engine passes on a rank without samples: a zero loss with a graph, and all statistics by name."""
+def test_a_batch_without_tokens(name: str) -> None:
+    """An engine passes no tokens on a rank without samples. The result is a zero loss with a graph, and all statistics by name."""
     empty = torch.zeros(0)
     keys = ["packed_logprobs", "proximal_logprobs", "packed_ref_logprobs", "advantages"]
     data = dict.fromkeys(keys, empty) | {"loss_mask": empty.bool()}
@@ -445,7 +445,7 @@ def test_no_tokens(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_loss_reads_the_keys_it_names(name: str) -> None:
+def test_the_loss_reads_only_the_keys_that_it_names(name: str) -> None:
     config, (data, lengths) = CONFIGS[name], random_batch(2)
     named = {key: data[key] for key in loss_keys(config)}
     PPOLoss(config, 1.0)(outputs(data["current"]), named, packed(lengths))
@@ -477,13 +477,13 @@ def test_the_loss_reads_the_keys_it_names(name: str) -> None:
     ],
 )
 def test_early_stop_by_hand(fields: dict[str, float], ratio: float, kl: float, reason: str) -> None:
-    """Sums over 8 tokens, as the engine reduces them. What is not finite is the engine's to skip."""
+    """Sums over 8 tokens, as the engine reduces them. Non-finite values are no reason to stop: the engine skips such steps."""
     stats = {"num_tokens": 8.0, "importance_weight": 8 * ratio, "approx_kl": 8 * kl}
     assert PPOLoss(PPOConfig(**fields), 3.0).stop_reason(stats) == reason  # type: ignore[arg-type]
 
 
-def test_early_stop_by_what_the_loss_itself_counts() -> None:
-    """The policy made all its tokens e times as likely: a ratio of e, k1 of -1; less likely by e: k1 of 1."""
+def test_early_stop_by_the_statistics_of_the_loss() -> None:
+    """If all tokens became e times as likely, the ratio is e and k1 is -1. If they became less likely by a factor e, k1 is 1."""
     data = {
         "packed_logprobs": torch.full((4,), -2.0),
         "advantages": torch.ones(4),
@@ -502,14 +502,14 @@ def test_early_stop_by_what_the_loss_itself_counts() -> None:
 # -------------------------------------------------------------------------------------------------------------- config
 
 
-def test_anchor() -> None:
+def test_the_anchor_of_each_loss() -> None:
     assert anchor_key(CONFIGS["decoupled"]) == "proximal_logprobs"
     assert anchor_key(CONFIGS["recomputed"]) == "proximal_logprobs"
     assert anchor_key(CONFIGS["naive"]) == "packed_logprobs"
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_accepted_values(name: str) -> None:
+def test_accepted_configs(name: str) -> None:
     check_ppo_config(CONFIGS[name])
 
 
@@ -543,7 +543,7 @@ def test_accepted_values(name: str) -> None:
         ({"recompute_logprob": True}, "recompute_logprob is True; applies to the naive loss only"),
     ],
 )
-def test_refused_values(fields: dict[str, object], message: str) -> None:
+def test_refused_configs(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=r"train\.ppo\.") as error:
         check_ppo_config(PPOConfig(**fields))  # type: ignore[arg-type]
     assert f"train.ppo.{message}" in str(error.value)

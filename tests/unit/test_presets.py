@@ -1,4 +1,4 @@
-"""train.algorithm and train.correction: presets below what the user writes."""
+"""train.algorithm and train.correction select presets. The user's own values take precedence."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def flat(overrides: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted names of what a preset sets; {} stands for "there is one"."""
+    """Return the dotted names and values that a preset sets. A value {} means that the section is not null."""
     result = {}
     for key, value in overrides.items():
         result |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
@@ -60,37 +60,37 @@ def test_a_preset_sets_its_fields_and_no_others(file: Path, field: str, name: st
     assert getattr(config.train, field) == name
 
 
-def test_without_a_name_nothing_changes(file: Path) -> None:
+def test_without_a_preset_the_defaults_apply(file: Path) -> None:
     assert load_experiment(file).train.ppo == PPOConfig()
     assert load_experiment(REPOSITORY / "configs/quickstart_cpu.yaml").train.ppo == PPOConfig()
 
 
-def test_what_the_user_writes_wins_wherever_it_stands(file: Path) -> None:
+def test_values_of_the_user_take_precedence_in_any_order(file: Path) -> None:
     file.write_text(MINIMAL + "train: {algorithm: dapo, ppo: {eps_clip_higher: 0.25}}\n")
     config = load_experiment(file, ["train.ppo.overlong_buffer=0.5", "rollout.reject_equal_rewards=false"])
     ppo = config.train.ppo
     assert (ppo.eps_clip_higher, ppo.overlong_buffer, ppo.overlong_length) == (0.25, 0.5, 40)
     assert not config.rollout.reject_equal_rewards
-    # An override of the name, before or after others, replaces the preset of the file as a whole.
+    # An override of the preset's name, before or after other overrides, replaces the file's preset as a whole
     ppo = load_experiment(file, ["train.ppo.minibatches=2", "train.algorithm=gspo"]).train.ppo
     assert (ppo.importance_level, ppo.eps_clip, ppo.eps_clip_higher, ppo.minibatches) == ("sequence", 3e-4, 0.25, 2)
     assert ppo.overlong_penalty == 0.0
     assert load_experiment(file, ["train.algorithm=''"]).train.ppo == PPOConfig(eps_clip_higher=0.25)
 
 
-def test_algorithm_and_correction_go_together(file: Path) -> None:
+def test_an_algorithm_and_a_correction_can_be_combined(file: Path) -> None:
     ppo = load_experiment(file, ["train.algorithm=cispo", "train.correction=tis"]).train.ppo
     assert (ppo.policy_loss, ppo.behav_imp_weight_mode, ppo.behav_imp_weight_cap) == ("cispo", "clamp", 2.0)
     ppo = load_experiment(file, ["train.correction=icepop", "train.ppo.behav_imp_weight_cap=3"]).train.ppo
     assert (ppo.behav_imp_weight_mode, ppo.behav_imp_weight_floor, ppo.behav_imp_weight_cap) == ("mask", 0.5, 3.0)
 
 
-def test_a_name_may_come_from_elsewhere(file: Path) -> None:
-    """As any value of the config: from another field, or from the environment (OmegaConf)."""
+def test_the_name_of_a_preset_may_be_interpolated(file: Path) -> None:
+    """Like any value of the config, it may come from another field or from the environment (OmegaConf)."""
     assert load_experiment(file, ["trial=gspo", "train.algorithm=${trial}"]).train.ppo.importance_level == "sequence"
 
 
-def test_ppo_brings_a_critic_that_can_be_set_and_taken_away(file: Path) -> None:
+def test_the_critic_of_ppo_can_be_configured_and_removed(file: Path) -> None:
     critic = load_experiment(file, ["train.algorithm=ppo", "train.critic.eps_clip=0.3"]).train.critic
     assert critic is not None
     assert critic.eps_clip == 0.3
@@ -120,7 +120,7 @@ def test_ppo_brings_a_critic_that_can_be_set_and_taken_away(file: Path) -> None:
         (["train=5"], "train"),
     ],
 )
-def test_what_does_not_fit_is_refused(file: Path, overrides: list[str], message: str) -> None:
+def test_invalid_names_and_combinations_are_refused(file: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_experiment(file, overrides)
     assert message in str(error.value)
@@ -131,7 +131,7 @@ def test_reinforce_pp_needs_no_group(file: Path) -> None:
     assert load_experiment(file, ["train.algorithm=reinforce_pp", "rollout.group_size=1"]).rollout.group_size == 1
 
 
-def test_the_documentation_names_every_preset_and_every_field_that_one_sets() -> None:
+def test_the_documentation_names_every_preset_and_the_fields_that_it_sets() -> None:
     text = (REPOSITORY / "docs/algorithms.md").read_text()
     for name, preset in (ALGORITHMS | CORRECTIONS).items():
         assert f"`{name}`" in text, name
