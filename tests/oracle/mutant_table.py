@@ -251,7 +251,7 @@ MUTANTS = [
             "half-a-broadcast-version-may-go-back",
             "or on_disk < least:",
             "or on_disk.attempt < least.attempt:",
-            "test_what_failed_in_a_broadcast_is_stale_and_waits_for_that_version_on_disk",
+            "test_a_server_whose_broadcast_failed_is_stale_until_that_version_is_on_disk",
         ),
     ),
     *_of(
@@ -369,13 +369,13 @@ MUTANTS = [
             "kl-is-rewarded",
             "rewards_T = -kl_coef * kl_T if",
             "rewards_T = kl_coef * kl_T if",
-            "test_kl_as_a_reward_is_paid_by_the_tokens_before_it",
+            "test_a_kl_penalty_in_the_reward_lowers_its_own_and_earlier_advantages",
         ),
         (
             "normalisation-counts-masked-tokens",
             "normalise_batch(advantages_T, mask_T, all_reduce_sum)",
             "normalise_batch(advantages_T, sampled_T, all_reduce_sum)",
-            "test_what_is_not_trained_has_no_say_in_the_normalisation_over_tokens",
+            "test_untrained_tokens_do_not_enter_the_normalisation_over_tokens",
         ),
     ),
     *_of(
