@@ -151,7 +151,7 @@ MUTANTS = [
             "a-forgotten-message-counts-as-held-whatever-its-verdict",
             "            if self._verdicts.pop(seq) is None:\n                self._num_held -= 1",
             "            self._verdicts.pop(seq)\n            self._num_held -= 1",
-            "TestPeerLedger::test_only_what_is_not_settled_is_held",
+            "TestPeerLedger::test_only_unsettled_messages_are_held",
         ),
         (
             "what-the-sender-has-given-up-is-asked-for",
@@ -163,7 +163,7 @@ MUTANTS = [
             "a-message-that-was-skipped-is-kept",
             "if seq >= max(self._next, low):",
             "if seq >= low:",
-            "TestInOrder::test_skips_what_the_sender_gave_up",
+            "TestInOrder::test_skips_messages_that_the_sender_gave_up",
         ),
     ),
     *_of(

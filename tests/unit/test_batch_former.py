@@ -303,7 +303,7 @@ def test_tickets_past_their_deadline_are_revoked_and_stored_ones_dropped() -> No
 
 
 def test_more_than_fit_before_their_deadline() -> None:
-    """A trajectory of a worker presumed lost arrived: three tickets, two places. The running ticket is revoked, not a stored one."""
+    """A worker presumed lost sent a trajectory: three tickets, two places. The running ticket is revoked, not a stored one."""
     books = Books()
     books.run("abc", 1)
     books.version = 1
