@@ -99,7 +99,7 @@ MUTANTS = [
             "stored-tickets-are-given-up-before-running-ones",
             "key=lambda ticket: not ticket.worker)[:over]",
             "key=lambda ticket: bool(ticket.worker))[:over]",
-            "test_more_than_fit_before_their_deadline",
+            "test_more_tickets_than_fit_before_their_deadline",
         ),
         (
             "an-unknown-ticket-is-as-old-as-its-newest-token",
@@ -117,7 +117,7 @@ MUTANTS = [
             "drop-trusts-an-old-ledger",
             'self._overdue == "drop" and current else',
             'self._overdue == "drop" else',
-            "test_drop_waits_for_a_ledger_that_knows_what_is_stored",
+            "test_drop_waits_for_a_ledger_that_lists_the_stored_tickets",
         ),
     ),
     *_of(
@@ -133,7 +133,7 @@ MUTANTS = [
             "a-new-receiver-inherits-the-number-of-sends",
             "            out.sent_at = now\n            out.num_sends = 1\n",
             "            out.sent_at = now\n",
-            "TestSendWindow::test_a_new_receiver_may_ask_as_often_as_the_one_before",
+            "TestSendWindow::test_each_receiver_has_its_own_limit_of_resends",
         ),
         (
             "a-new-receiver-counts-as-heard",

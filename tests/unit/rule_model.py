@@ -296,7 +296,7 @@ class World:
         )
 
     def sample(self, rollout: Rollout) -> bool:
-        """Sample the first token if the server has a version that the ticket allows. Return whether there is one."""
+        """Sample the first token if the server has a version that the ticket allows. Return whether a token exists."""
         least = WeightVersion(rollout.ticket.attempt, rollout.ticket.min_version)
         if rollout.first_version is None and self.serves.attempt == least.attempt and self.serves >= least:
             rollout.first_version = self.serves

@@ -123,7 +123,7 @@ def trained(sample: SequenceSample) -> list[str]:
     ]
 
 
-async def test_single_step_judges_a_group_at_once() -> None:
+async def test_single_step_scores_a_group_at_once() -> None:
     answers = iter([("4", True), ("5", True), ("4", False)])
     agent = SingleStepAgent(tokenizer=TOKENIZER, sampling=SAMPLING, group_size=3)
     sample, seen = await collect(agent, RewardEnv(prompt=PROMPT, reward=make_reward()), lambda _: next(answers))

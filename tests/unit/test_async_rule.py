@@ -161,7 +161,7 @@ class Run:
         return len(new)
 
     def sample(self, rollout: Rollout) -> None:
-        """Sample the first token, unless there is one."""
+        """Sample the first token, unless one exists."""
         if rollout.first_version < 0:
             rollout.first_version = self.served
             assert rollout.first_version >= rollout.ticket.min_version
@@ -573,7 +573,7 @@ def test_admission_stops_without_training(eta: int) -> None:
 def test_durations_with_long_tails(seed: int) -> None:
     """Event-driven runs without faults, with durations over two and a half decades and late serving.
 
-    No group exceeds eta, nothing is dropped, there is no deadlock, and every prompt is trained once or rejected.
+    No group exceeds eta, nothing is dropped, the run does not deadlock, and every prompt is trained once or rejected.
     """
     rng = random.Random(seed)
     run = Run(

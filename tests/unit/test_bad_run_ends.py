@@ -262,7 +262,7 @@ async def test_a_failed_last_evaluation_does_not_lose_the_model(make: MakeMaster
     assert kinds == [SaveModel, CommitWeights, SaveCheckpoint, CommitCheckpoint]
 
 
-async def test_the_summary_says_which_versions_an_evaluation_saw(make: MakeMaster, tmp_path: Path) -> None:
+async def test_the_summary_gives_the_versions_that_an_evaluation_saw(make: MakeMaster, tmp_path: Path) -> None:
     master = make(at_end=False)
     master.books.summary.add_step(
         {

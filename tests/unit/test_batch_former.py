@@ -239,7 +239,7 @@ def test_drop_revokes_a_straggler_at_once() -> None:
     assert books.ready() == "bc"
 
 
-def test_drop_waits_for_a_ledger_that_knows_what_is_stored() -> None:
+def test_drop_waits_for_a_ledger_that_lists_the_stored_tickets() -> None:
     """An older ledger may list a straggler that has ended since then."""
     books = straggling(overdue="drop", overdue_wait_s=30.0)
     books.forget("d")
@@ -302,7 +302,7 @@ def test_tickets_past_their_deadline_are_revoked_and_stored_ones_dropped() -> No
     assert books.ready() == "cd"
 
 
-def test_more_than_fit_before_their_deadline() -> None:
+def test_more_tickets_than_fit_before_their_deadline() -> None:
     """A worker presumed lost sent a trajectory: three tickets, two places. The running ticket is revoked, not a stored one."""
     books = Books()
     books.run("abc", 1)

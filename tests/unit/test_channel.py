@@ -134,7 +134,7 @@ class TestSendWindow:
         state.settle(1, 0.0)
         assert [out.item for out in state.new_receiver(0.0)] == ["a", "c"]
 
-    def test_a_new_receiver_may_ask_as_often_as_the_one_before(self):
+    def test_each_receiver_has_its_own_limit_of_resends(self):
         state = window()
         state.admit("a", 1, 0.0)
         for _ in range(2):
@@ -218,7 +218,7 @@ class TestInOrder:
         assert order.arrive(3, 0, "late") == []
         assert len(order) == 0
 
-    def test_a_resend_query_also_tells_which_messages_were_given_up(self):
+    def test_a_resend_query_also_reports_messages_that_were_given_up(self):
         order = InOrder(0)
         assert order.arrive(1, 0, "one") == []
         assert order.advance(1) == ["one"]
@@ -569,7 +569,7 @@ async def test_messages_for_an_earlier_holder_of_the_address_are_not_delivered(n
     await sending
 
 
-async def test_a_restarted_sender_begins_anew(net):
+async def test_messages_of_a_restarted_sender_are_delivered(net):
     receiver, endpoint = await net.receiver()
     consumer = await running(settle_all(receiver, seen := []))
     for start in range(3):

@@ -230,7 +230,7 @@ def test_an_evaluation_alone_is_shown(tmp_path):
     assert set(curves_of(shown, "reward")) == {("t0", "evaluation, sampled"), ("t0", "evaluation, greedy")}
 
 
-def test_negative_rewards_have_no_zero_below_them(tmp_path):
+def test_panels_with_negative_rewards_do_not_begin_at_zero(tmp_path):
     shown = picture(read_runs([write_run(tmp_path / "t0", [step(1, **{"reward/mean": -0.5})])]))
     assert [panel.bottom for panel in shown.panels] == [None] + [0.0] * 9
 
