@@ -189,9 +189,7 @@ def test_the_last_batch_is_partial() -> None:
     decision = books.decide()
     assert decision == Ready(("a", "b", "c"), partial=True)
     books.stored = []
-    assert isinstance(
-        books.decide(), NotReady
-    )  # the ledger still lists them, because it has not heard that they are consumed
+    assert isinstance(books.decide(), NotReady)  # the ledger has not heard that they are consumed, and still lists them
     books.forget("abc")
     assert books.decide() == Ready(())
 

@@ -43,9 +43,8 @@ def test_useful_work_begins_after_the_death(module, tmp_path):
     )
     assert useful(tmp_path, "rollout_worker", "rollout_worker/1", 10.0) == 12.0
     assert useful(tmp_path, "gserver_manager", "gserver_manager/0", 10.0) == 11.5
-    assert (
-        useful(tmp_path, "generation_server", "generation_server/0", 10.0) == 12.3
-    )  # a bucket spans a tenth of a second
+    # a bucket spans a tenth of a second
+    assert useful(tmp_path, "generation_server", "generation_server/0", 10.0) == 12.3
     assert useful(tmp_path, "master", "master/0", 10.0) == 14.0
     assert useful(tmp_path, "model_worker", "model_worker/0", 14.5) is None
 

@@ -652,9 +652,8 @@ async def test_malformed_frames_are_refused_with_a_reason(net, tamper):
     sender = await net.sender(endpoint, on_restart="fail")
     with pytest.raises(ChannelRefused, match="malformed: received frames of"):
         await sender.send(b"x", [b"frame"], timeout_s=60, what="it")
-    sending = await running(
-        sender.send(b"good", timeout_s=60, what="it")
-    )  # it has only one frame, which `tamper` leaves alone
+    # this message has only one frame, which `tamper` leaves alone
+    sending = await running(sender.send(b"good", timeout_s=60, what="it"))
     (await receiver.receive()).ack()
     await sending
 

@@ -79,10 +79,8 @@ def test_the_panels_of_a_run(tmp_path):
     assert shown.missing == ()
     assert curves_of(shown, "reward") == {
         ("t0", "train batch, sampled"): [(1, 0.1), (2, 0.2)],
-        ("t0", "evaluation, sampled"): [
-            (0, 0.3),
-            (2, 0.3),
-        ],  # ordered by the step it belongs to, not by the time of writing
+        # ordered by the step of an evaluation, not by the time of writing
+        ("t0", "evaluation, sampled"): [(0, 0.3), (2, 0.3)],
         ("t0", "evaluation, greedy"): [(0, 0.6), (2, 0.6)],
     }
     assert curves_of(shown, "off_policyness") == {

@@ -1,4 +1,4 @@
-"""A detached reference ends at any moment of a step: the step still completes, and the trainer group does not notice."""
+"""A detached reference ends at any moment of a step: the step still completes, and the trainer group is not affected."""
 
 from __future__ import annotations
 
