@@ -99,7 +99,7 @@ MUTANTS = [
             "stored-tickets-are-given-up-before-running-ones",
             "key=lambda ticket: not ticket.worker)[:over]",
             "key=lambda ticket: bool(ticket.worker))[:over]",
-            "test_more_than_fit_before_their_deadline",
+            "test_more_tickets_than_fit_before_their_deadline",
         ),
         (
             "an-unknown-ticket-is-as-old-as-its-newest-token",
@@ -117,7 +117,7 @@ MUTANTS = [
             "drop-trusts-an-old-ledger",
             'self._overdue == "drop" and current else',
             'self._overdue == "drop" else',
-            "test_drop_waits_for_a_ledger_that_knows_what_is_stored",
+            "test_drop_waits_for_a_ledger_that_lists_the_stored_tickets",
         ),
     ),
     *_of(
@@ -133,7 +133,7 @@ MUTANTS = [
             "a-new-receiver-inherits-the-number-of-sends",
             "            out.sent_at = now\n            out.num_sends = 1\n",
             "            out.sent_at = now\n",
-            "TestSendWindow::test_a_new_receiver_may_ask_as_often_as_the_one_before",
+            "TestSendWindow::test_each_receiver_has_its_own_limit_of_resends",
         ),
         (
             "a-new-receiver-counts-as-heard",
@@ -151,7 +151,7 @@ MUTANTS = [
             "a-forgotten-message-counts-as-held-whatever-its-verdict",
             "            if self._verdicts.pop(seq) is None:\n                self._num_held -= 1",
             "            self._verdicts.pop(seq)\n            self._num_held -= 1",
-            "TestPeerLedger::test_only_what_is_not_settled_is_held",
+            "TestPeerLedger::test_only_unsettled_messages_are_held",
         ),
         (
             "what-the-sender-has-given-up-is-asked-for",
@@ -163,7 +163,7 @@ MUTANTS = [
             "a-message-that-was-skipped-is-kept",
             "if seq >= max(self._next, low):",
             "if seq >= low:",
-            "TestInOrder::test_skips_what_the_sender_gave_up",
+            "TestInOrder::test_skips_messages_that_the_sender_gave_up",
         ),
     ),
     *_of(
@@ -251,7 +251,7 @@ MUTANTS = [
             "half-a-broadcast-version-may-go-back",
             "or on_disk < least:",
             "or on_disk.attempt < least.attempt:",
-            "test_what_failed_in_a_broadcast_is_stale_and_waits_for_that_version_on_disk",
+            "test_a_server_whose_broadcast_failed_is_stale_until_that_version_is_on_disk",
         ),
     ),
     *_of(
@@ -369,13 +369,13 @@ MUTANTS = [
             "kl-is-rewarded",
             "rewards_T = -kl_coef * kl_T if",
             "rewards_T = kl_coef * kl_T if",
-            "test_kl_as_a_reward_is_paid_by_the_tokens_before_it",
+            "test_a_kl_penalty_in_the_reward_lowers_its_own_and_earlier_advantages",
         ),
         (
             "normalisation-counts-masked-tokens",
             "normalise_batch(advantages_T, mask_T, all_reduce_sum)",
             "normalise_batch(advantages_T, sampled_T, all_reduce_sum)",
-            "test_what_is_not_trained_has_no_say_in_the_normalisation_over_tokens",
+            "test_untrained_tokens_do_not_enter_the_normalisation_over_tokens",
         ),
     ),
     *_of(

@@ -1,7 +1,7 @@
-"""Generation servers in a few lines around the real server table, update plan and version fence.
+"""A small model of generation servers around the real server table, update plan and version fence.
 
-What fleet.py does with a server is cut into its calls (ask, pause, load, echo, continue), between which anything may happen; a
-manager that has died may have been frozen only, and go on with its updates.
+The model splits the handling of one server in fleet.py into its calls (ask, pause, load, echo, continue). Any event may
+happen between two calls. A manager that was presumed dead may only have been frozen, and may continue its updates.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SLOW_AFTER_S = 15.0  # a quarter of update_timeout_s
 
 @dataclass(eq=False)
 class Process:
-    """A generation server's."""
+    """The process of a generation server."""
 
     url: str
     loaded: WeightVersion | None = None
@@ -38,7 +38,7 @@ class Process:
 
     def load(self, version: WeightVersion) -> None:
         self.fence.check(version)
-        assert self.paused, "it was loading while it generates"
+        assert self.paused, "a server loaded weights while it generated"
         self.loaded = version
         self.fence.loaded(version)
         self.history.append(version)
@@ -46,7 +46,7 @@ class Process:
 
 @dataclass(eq=False)
 class Work:
-    """An update on its way."""
+    """An update in progress."""
 
     update: Update
     process: Process
@@ -54,7 +54,7 @@ class Work:
     plan: UpdatePlan
     stage: str
     since: float
-    took_from_service: bool  # the server was healthy: it counts in the wave
+    took_from_service: bool  # the server was healthy, so it counts in the wave
 
     @property
     def version(self) -> WeightVersion:
@@ -62,7 +62,7 @@ class Work:
 
 
 class Servers:
-    """See the module's docstring. Names stay, processes come and go."""
+    """See the module docstring. A name is permanent; its process may be replaced."""
 
     def __init__(self, count: int, fraction: float) -> None:
         self.now = 0.0
@@ -71,10 +71,10 @@ class Servers:
         self._urls = itertools.count()
         self.processes = {name: Process(f"http://{next(self._urls)}") for name in self.names}
         self.newest = WeightVersion(1, 0)
-        self.on_disk: WeightVersion | None = None  # published, checksums hold
+        self.on_disk: WeightVersion | None = None  # published, with valid checksums
         self.held: WeightVersion | None = None
         self.works: list[Work] = []
-        self.zombies: list[Work] = []  # of managers before
+        self.zombies: list[Work] = []  # of earlier managers
         self.begin_manager(1)
 
     # ---------------------------------------------------------------------------------------------------------- managers
@@ -90,7 +90,7 @@ class Servers:
                 self.table.announce(name, process.url, self.now)
 
     def hear(self) -> None:
-        """What name resolve says of weights."""
+        """Tell the update plan which version is published and which version the trainer holds in memory."""
         if self.on_disk is not None:
             self.plan.publish(self.on_disk)
         if self.held is not None:
@@ -101,7 +101,7 @@ class Servers:
         healthy = {name for name, server in self.table.servers.items() if server.state is ServerState.HEALTHY}
         for update in self.plan.due(self.now):
             if (version := was[update.server]) is not None:
-                assert update.version > version, "versions go back"
+                assert update.version > version, "an update would load an older version"
             process = self.processes[update.server]
             assert process.url == update.url
             stage = "ask" if update.is_new else "pause"
@@ -109,7 +109,10 @@ class Servers:
             self.works.append(Work(update, process, self.table, self.plan, stage, self.now, taken))
 
     def go_on(self, work: Work, *, fails: bool = False) -> None:
-        """One call of an update; it may fail, with the call done or not."""
+        """Perform the next call of an update. `fails` makes the update fail after the call has taken effect.
+
+        The update fails without the call if the process is silent or the update's time limit has passed.
+        """
         process, update = work.process, work.update
         if not process.answers or self.now - work.since > update.limit_s:
             return self.fail(work)
@@ -157,7 +160,7 @@ class Servers:
                 works.remove(work)
 
     def probe(self, name: str) -> None:
-        """What fleet.py does with an answer, or none."""
+        """Record an answer or a silence in the server table, as fleet.py does."""
         server, process = self.table.servers.get(name), self.processes[name]
         if server is None or not server.listed or server.state is ServerState.UPDATING:
             return
@@ -189,11 +192,11 @@ class Servers:
         self.on_disk = max(self.on_disk, self.newest) if self.on_disk is not None else self.newest
 
     def begin_attempt(self, back: int) -> None:
-        """From a checkpoint that is so many versions old. What an attempt before has in memory is gone."""
+        """Begin an attempt from a checkpoint `back` versions old. Weights in the previous attempt's memory are lost."""
         self.newest = WeightVersion(self.newest.attempt + 1, max(0, self.newest.version - back))
         self.held = None
 
-    # ---------------------------------------------------------------------------------------------------- what holds
+    # ---------------------------------------------------------------------------------------------------- invariants
 
     def check(self) -> None:
         table = self.table
@@ -201,15 +204,17 @@ class Servers:
             process = self.processes[name]
             if server.state is ServerState.HEALTHY:
                 assert server.version is not None
-                assert server.version.attempt == table.attempt, "of an attempt that is over"
+                assert server.version.attempt == table.attempt, "a healthy server has a version of another attempt"
                 if process.alive and process.url == server.url:
-                    assert process.loaded is not None, "traffic before a load"
-                    assert process.loaded >= server.version, "it serves less than the manager knows"
-            assert process.history == sorted(process.history), "versions go back"
+                    assert process.loaded is not None, "a server receives traffic before it has loaded weights"
+                    assert process.loaded >= server.version, (
+                        "a server serves an older version than the manager recorded"
+                    )
+            assert process.history == sorted(process.history), "a process loaded an older version"
         picked = table.pick(max(0, table.served))
         assert (picked is not None) == table.has(max(0, table.served))
         served = (table.attempt, table.served)
-        assert served >= self._served, "what is served goes back"
+        assert served >= self._served, "the served version decreased"
         self._served = served
         self._check_wave()
 
@@ -230,7 +235,7 @@ class Servers:
         return self.table.servers[name]
 
     def turn(self) -> None:
-        """Everything that can go on does."""
+        """Advance the clock by 2 s, probe every server, and complete every update that can start."""
         self.now += 2.0
         self.hear()
         for name in self.names:
@@ -241,7 +246,7 @@ class Servers:
         self.check()
 
     def drain(self) -> None:
-        """Without more faults all servers come to serve the newest weights."""
+        """Without further faults, all servers come to serve the newest weights."""
         self.zombies = []
         for name, process in self.processes.items():
             process.frozen = False

@@ -11,7 +11,7 @@ from asyncrl.rewards.trajectory import Episode, Response, SampleSummary, build_s
 def make_group(
     position: int, *, version: int = 0, attempt: int = 1, rewards=(1.0, 0.0), lengths=(2, 3), first_token: int = 5
 ) -> tuple[TrajectoryMeta, SequenceSample]:
-    """A prompt of two tokens and its responses, sampled by one version. The last response is cut before its end."""
+    """Return a prompt of two tokens and its responses, all sampled by one version. The last response is truncated."""
     packed = WeightVersion(attempt, version).pack()
     episodes = []
     for index, (reward, length) in enumerate(zip(rewards, lengths, strict=True)):
@@ -54,7 +54,7 @@ def make_store(
 def record_batches(
     run_dir: Path, *, batches: int, size: int, first_step: int = 0, trained=False, lag: int = 0, **options
 ) -> TrajectoryStore:
-    """lag: how many versions before its step a group was sampled, where its run trained."""
+    """Record `batches` batches of `size` groups. If trained, a group was sampled `lag` versions before its step."""
     store = make_store(run_dir, trained=trained, **options)
     for step in range(first_step, first_step + batches):
         version = max(step - lag, 0) if trained else 0

@@ -1,11 +1,11 @@
-"""A run in a few lines around the parts that decide: the real ledger, server table, buffer, batch former and prompt progress.
+"""A small model of a run around the real ledger, server table, buffer, batch former and prompt progress.
 
-What is modelled is the world between them: rollout workers, ghosts of workers, messages that are late, doubled, lost and out of
-order, managers and trainer groups (master and heads) that die and are started again. A driver chooses what happens next; everything
-that must hold is asserted where it happens, and `check` says what must hold in between.
+It models their environment: rollout workers, ghosts of workers, late, duplicated, lost and reordered messages, and managers
+and trainer groups (master and heads) that die and restart. A driver chooses the next event. Each event asserts its own
+conditions; `check` asserts the invariants that hold between events.
 
-    worker --allocate, finish, heartbeat (HTTP: answered, or asked again)--> manager        one in flight of each kind and worker
-    worker --push (channel: again until there is a verdict)--> head and master
+    worker --allocate, finish, heartbeat (HTTP, repeated until answered)--> manager     one in flight per kind and worker
+    worker --push (channel, repeated until a verdict arrives)--> head and master
     master --report (HTTP)--> manager
 """
 
@@ -45,45 +45,45 @@ SERVER = "generation_server/0"
 
 
 def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that has nothing to wait for."""
+    """Return the result of a coroutine that never suspends."""
     try:
         coroutine.send(None)
     except StopIteration as stop:
         result: T = stop.value
         return result
-    raise AssertionError(f"{coroutine} waits")
+    raise AssertionError(f"{coroutine} suspended")
 
 
 @dataclass(eq=False)
 class Call:
-    """A request to a manager, under way. It may arrive any number of times before its answer does."""
+    """A request to a manager, in flight. It may arrive any number of times before its answer does."""
 
     what: str
-    to: int  # which manager: a request to one that has died never arrives
+    to: int  # the manager's generation; a request to a dead manager never arrives
     arrive: Callable[[], Any]
     answer: Callable[[Any], None]
     who: Worker | Master
-    answers: list[Any] = field(default_factory=list)  # under way
+    answers: list[Any] = field(default_factory=list)  # in flight
 
 
 @dataclass(eq=False)
 class Rollout:
     ticket: Ticket
-    first_version: WeightVersion | None = None  # of its first token
+    first_version: WeightVersion | None = None  # the version of its first token
     verdict: StoreVerdict | None = None
-    pushes: int = 0  # copies of its trajectory under way
+    pushes: int = 0  # copies of its trajectory in flight
 
 
 @dataclass(eq=False)
 class Worker:
-    """A rollout worker's process. A ghost goes on after its successor has begun."""
+    """A rollout worker's process. A ghost continues after its successor has started."""
 
     name: str
     start: int
     ghost: bool = False
-    knows: int = 0  # the manager it speaks to
+    knows: int = 0  # the generation of the manager that it addresses
     held: dict[str, Rollout] = field(default_factory=dict)
-    results: list[RolloutResult] = field(default_factory=list)  # not answered by the manager yet
+    results: list[RolloutResult] = field(default_factory=list)  # not yet acknowledged by the manager
     calls: dict[str, Call] = field(default_factory=dict)
     requests: int = 0
     heartbeat_due: bool = True
@@ -96,13 +96,13 @@ class Worker:
 @dataclass
 class Checkpoint:
     version: int
-    trained: list[tuple[int, int, list[Locator]]]  # (attempt, step, prompts): the lineage so far
-    progress: tuple[Locator, list[Locator], int, Counter[str]]  # what PromptProgress.restore takes
+    trained: list[tuple[int, int, list[Locator]]]  # the lineage so far: (attempt, step, prompts)
+    progress: tuple[Locator, list[Locator], int, Counter[str]]  # the arguments of PromptProgress.restore
 
 
 @dataclass(eq=False)
 class Master:
-    """Master and heads of one attempt."""
+    """The master and the heads of one attempt."""
 
     attempt: int
     version: int
@@ -121,7 +121,7 @@ class Master:
 
 
 class World:
-    """See the module's docstring."""
+    """See the module docstring."""
 
     def __init__(
         self,
@@ -140,17 +140,17 @@ class World:
         self.num_workers = num_workers
         self.now = 0.0
         self.attempt = 1
-        self.generation = 0  # of managers
+        self.generation = 0  # number of managers started so far
         self.published = WeightVersion(1, 0)  # `model_version` in name resolve
-        self.serves = WeightVersion(1, 0)  # what the generation server has loaded
+        self.serves = WeightVersion(1, 0)  # the version that the generation server has loaded
         self.trained: list[tuple[int, int, list[Locator]]] = []
         self.workers = [Worker(f"rollout_worker/{index}", 0) for index in range(num_workers)]
         self.ghosts: list[Worker] = []
-        self.pushes: list[tuple[Worker, Rollout, TrajectoryMeta]] = []  # copies under way, in any order
+        self.pushes: list[tuple[Worker, Rollout, TrajectoryMeta]] = []  # copies in flight, in any order
         self.verdicts: list[tuple[Worker, Rollout, StoreVerdict]] = []
-        self.zombies: list[Master] = []  # masters that were thought dead
+        self.zombies: list[Master] = []  # masters that were presumed dead
         self.issued: Counter[str] = Counter()
-        self.num_lost = 0  # tickets that workers held when they were given up
+        self.num_lost = 0  # tickets held by workers when they were replaced
         self.num_dropped = self.num_duplicates = self.num_revoked = 0
         self.master = self._new_master(Checkpoint(0, [], (Locator(0, 0), [], 0, Counter())))
         self.checkpoint = self._take_checkpoint()
@@ -160,7 +160,7 @@ class World:
     # ------------------------------------------------------------------------------------------------------ the manager
 
     def begin_manager(self, attempt: int, *, first: bool = False) -> None:
-        """A manager takes the place of the one before: what was under way to that one is lost."""
+        """Replace the manager. Requests in flight to the previous manager are lost."""
         self.generation += 1
         self.table = ServerTable("least_requests", dead_after_s=1e9, attempts=Fence(attempt))
         self.ledger = Ledger(
@@ -186,7 +186,7 @@ class World:
             assert self.issued[ticket.ticket_id] == 1, f"{ticket.ticket_id} was issued twice"
 
     def serve(self) -> None:
-        """The manager sees `model_version`, and has the server load it. (Which of them must: the update plan's model.)"""
+        """The manager reads `model_version` and has the server load it. fleet_model.py models which servers must load."""
         if self.published.attempt < self.ledger.attempt:
             return
         self.ledger.begin_attempt(self.published.attempt)
@@ -194,7 +194,7 @@ class World:
         if server.version == self.published or (server.version is not None and server.version > self.published):
             return
         incarnation = self.table.begin_update(SERVER, self.published)
-        assert self.serves <= self.published, "the server goes back"
+        assert self.serves <= self.published, "the server would load an older version"
         self.serves = self.published
         assert self.table.loaded(SERVER, incarnation, self.published, self.now)
 
@@ -209,28 +209,28 @@ class World:
         return Call(what, who.knows, arrive, answer, who)
 
     def arrives(self, call: Call) -> bool:
-        """The request reaches its manager, if that lives. It may do so again."""
+        """Deliver the request if its manager is alive. The same request may arrive again."""
         if call.to != self.generation:
             return False
         try:
             answer = call.arrive()
             call.answers.append(answer)
             if isinstance(call.who, Master):
-                assert call.who.attempt == self.ledger.attempt, "the report of an attempt that is over was accepted"
+                assert call.who.attempt == self.ledger.attempt, "the report of an earlier attempt was accepted"
             if isinstance(answer, HeartbeatReply):
                 names = [TicketId.parse(ticket_id) for ticket_id in answer.revoked]
                 assert all(name is None or name.attempt <= self.ledger.attempt for name in names), (
-                    "revoked by ignorance"
+                    "the manager revoked a ticket of an attempt that it does not know"
                 )
             self.check()
         except StaleAttemptError:
             assert isinstance(call.who, Master)
             assert call.who.attempt < self.ledger.attempt
-            call.who.alive = False  # the zombie is told, and ends
+            call.who.alive = False  # the zombie learns that its attempt is over, and ends
         return True
 
     def answered(self, call: Call, index: int = -1) -> None:
-        """An answer is back: the call is over, other answers to it are thrown away."""
+        """Deliver an answer and end the call. Other answers to this call are discarded."""
         answer = call.answers[index]
         if isinstance(call.who, Worker):
             call.who.calls.pop(call.what, None)
@@ -239,12 +239,12 @@ class World:
         call.answer(answer)
 
     def calls(self) -> list[Call]:
-        """All that are under way."""
+        """Return all calls in flight."""
         calls = [call for worker in [*self.workers, *self.ghosts] for call in worker.calls.values()]
         return calls + [master.call for master in [self.master, *self.zombies] if master.call is not None]
 
     def notice(self, who: Worker | Master) -> None:
-        """It finds the manager that there is now: what is not answered is asked again there, and a heartbeat goes first."""
+        """Let a process find the current manager. Unanswered calls are repeated there, and a heartbeat goes first."""
         if who.knows == self.generation:
             return
         who.knows = self.generation
@@ -287,7 +287,7 @@ class World:
             for ticket_id in reply.revoked:
                 rollout = worker.held.get(ticket_id)
                 if rollout is not None and not any(result.ticket_id == ticket_id for result in worker.results):
-                    # One that was trained before its worker has the verdict is no loss.
+                    # A ticket is not lost if its prompt was trained before its worker received the verdict.
                     self.num_revoked += not self.master.progress.is_done(rollout.ticket.locator)
                     self._ends(worker, rollout, "released", "revoked")
 
@@ -296,14 +296,14 @@ class World:
         )
 
     def sample(self, rollout: Rollout) -> bool:
-        """Its first token, by a server that has what the ticket asks for."""
+        """Sample the first token if the server has a version that the ticket allows. Return whether a token exists."""
         least = WeightVersion(rollout.ticket.attempt, rollout.ticket.min_version)
         if rollout.first_version is None and self.serves.attempt == least.attempt and self.serves >= least:
             rollout.first_version = self.serves
         return rollout.first_version is not None
 
     def push(self, worker: Worker, rollout: Rollout) -> None:
-        """Its trajectory goes to the head (once more)."""
+        """Send a copy of its trajectory to the head."""
         if rollout.verdict is not None or rollout.pushes > 3 or not self.sample(rollout):
             return
         assert rollout.first_version is not None
@@ -328,7 +328,9 @@ class World:
         worker, rollout, meta = self.pushes.pop(index)
         rollout.pushes -= 1
         verdict = self.master.buffer.put(meta)
-        assert verdict.verdict != "stored" or meta.attempt == self.master.attempt, "of an attempt that is over"
+        assert verdict.verdict != "stored" or meta.attempt == self.master.attempt, (
+            "a trajectory of another attempt was stored"
+        )
         self.verdicts.append((worker, rollout, verdict))
 
     def verdict_arrives(self, index: int) -> None:
@@ -350,13 +352,13 @@ class World:
             worker.results.append(RolloutResult(ticket_id=ticket_id, outcome=outcome, reason=reason or outcome))
 
     def gives_up(self, worker: Worker, rollout: Rollout, outcome: Literal["rejected", "released"]) -> None:
-        """Its agent, or its server, fails."""
+        """Give a rollout up because its agent or its server failed."""
         if rollout.pushes or rollout.verdict is not None:
             return
         self._ends(worker, rollout, outcome)
 
     def finish(self, worker: Worker) -> None:
-        """Say how rollouts have ended."""
+        """Report how rollouts have ended."""
         if "finish" in worker.calls or not worker.results:
             return
         results = list(worker.results)
@@ -372,7 +374,7 @@ class World:
         )
 
     def restart_worker(self, index: int, *, ghost: bool) -> None:
-        """ghost: the old process was frozen, not killed, and goes on."""
+        """Replace a worker's process. ghost: the old process was frozen rather than killed, and continues."""
         old = self.workers[index]
         self.num_lost += len(old.held) + sum(call.what == "allocate" for call in old.calls.values()) * 1000
         self.workers[index] = Worker(old.name, old.start + 1, knows=self.generation)
@@ -401,12 +403,12 @@ class World:
         return Checkpoint(self.master.version, list(self.trained), state)
 
     def save(self) -> None:
-        """A checkpoint is committed, between two steps."""
+        """Commit a checkpoint, unless a step is in progress."""
         if not self.master.step:
             self.checkpoint = self._take_checkpoint()
 
     def restart_trainer_group(self, *, zombie: bool) -> None:
-        """Master and heads begin anew from the last checkpoint, as the next attempt: what came after it is void."""
+        """Restart master and heads from the last checkpoint as the next attempt. All later training is discarded."""
         old = self.master
         self.attempt += 1
         self.trained = list(self.checkpoint.trained)
@@ -415,7 +417,7 @@ class World:
             self.zombies = [*self.zombies[-1:], old]
 
     def publish(self) -> None:
-        """The newest weights are on disk."""
+        """Publish the newest weights: they are on disk."""
         version = WeightVersion(self.master.attempt, self.master.version)
         self.published = max(self.published, version)
 
@@ -457,7 +459,7 @@ class World:
         master.call = self._begin_call(master, "report", arrive, answer)
 
     def try_step(self) -> None:
-        """Begin a train step if the rule lets it."""
+        """Begin a train step if the asynchronous rule allows it."""
         master = self.master
         if master.step or master.view is None or master.revoke:
             return
@@ -483,26 +485,28 @@ class World:
         assert len(metas) == self.batch_size or decision.partial
         for meta in metas:
             first = WeightVersion.unpack(min(meta.version_start))
-            assert meta.attempt == first.attempt == master.attempt, "of an abandoned lineage"
+            assert meta.attempt == first.attempt == master.attempt, (
+                "a trajectory of an abandoned lineage would be trained"
+            )
             age = master.version - first.version
             assert 0 <= age <= self.eta, f"{meta.ticket_id} is {age} versions old at step {master.version}"
         at_once(master.buffer.begin_batch(decision.tickets))
         master.step = decision.tickets
 
     def end_step(self) -> None:
-        """Every rank has returned."""
+        """End the train step: every rank has returned."""
         master = self.master
         if not master.step:
             return
         locators = [meta.locator for meta in master.buffer.metas(master.step)]
-        master.progress.mark_trained(locators)  # raises where one is trained twice
+        master.progress.mark_trained(locators)  # raises if a prompt is trained twice
         master.buffer.end_batch()
         master.version += 1
         master.consumed += master.step
         master.step = ()
         self.trained.append((master.attempt, master.version, locators))
 
-    # ----------------------------------------------------------------------------------------------- what always holds
+    # ------------------------------------------------------------------------------------------------------ invariants
 
     def check(self) -> None:
         ledger, master = self.ledger, self.master
@@ -512,13 +516,13 @@ class World:
         assert ledger.num_running == sum(ticket.state == "running" for ticket in live)
         assert len({ticket.locator for ticket in live}) == ledger.num_live == len(live)
         assert ledger.num_running <= ledger.gate.max_concurrent + self.num_lost
-        # A trajectory of a prompt that was given up may come after all, and be accepted; a ghost's ticket may be adopted.
+        # A trajectory of an abandoned prompt may still arrive and be accepted, and a ghost's ticket may be adopted.
         late = ledger.counters["accepted_late", ""] + self.num_lost * (ledger.counters["adopted", ""] > 0)
         assert ledger.num_live <= (1 + self.eta) * self.batch_size + late
         assert all(ticket.ticket_id.startswith(f"a{ledger.attempt}-") for ticket in live)
         assert len(master.buffer) <= (1 + self.eta) * self.batch_size
         lineage = [locator for _, _, locators in self.trained for locator in locators]
-        assert len(lineage) == len(set(lineage)), "trained twice"
+        assert len(lineage) == len(set(lineage)), "a prompt was trained twice"
         assert [step for _, step, _ in self.trained] == list(range(1, len(self.trained) + 1))
         attempts = [attempt for attempt, _, _ in self.trained]
         assert attempts == sorted(attempts)
@@ -530,7 +534,7 @@ class World:
         return progress.num_done == progress.num_total and not self.master.step
 
     def turn(self, stragglers: int = 0) -> None:
-        """Everything that can go on does, once, without faults. stragglers: a bit for each rollout (by position) that does not."""
+        """Perform every possible action once, without faults. Bit i of stragglers holds back rollouts at position i (modulo 8)."""
         self.now += HEARTBEAT_S
         self.publish()
         self.serve()
@@ -570,7 +574,7 @@ class World:
                     self.answered(call)
 
     def drain(self) -> None:
-        """From wherever it is: with no more faults the run comes to its end."""
+        """From any state, the run ends once there are no more faults."""
         self.ghosts, self.zombies = [], []
         limit = 100 + 10 * self.max_issues * self.num_prompts * self.num_epochs
         for _ in range(limit):
@@ -579,7 +583,7 @@ class World:
             self.turn()
         else:
             view = self.ledger.view(self.now)
-            raise AssertionError(f"no end: {self.ledger.refusal(self.now)!r}, {view}, {self.master}")
+            raise AssertionError(f"the run did not end: {self.ledger.refusal(self.now)!r}, {view}, {self.master}")
         for _ in range(3):
             self.turn()
         assert self.ledger.num_live == 0

@@ -1,4 +1,4 @@
-"""Rewards and advantages, by hand and against loops over sequences and tokens."""
+"""Rewards and advantages, compared with values computed by hand and with loops over sequences and tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from asyncrl.config.schema import PPOConfig
 def reference_gae(
     rewards: list[float], values: list[float], mask: list[bool], truncated: bool, discount: float, lam: float
 ) -> list[float]:
-    """One sequence, from its last action to its first."""
+    """Compute the advantages of one sequence, from its last action to its first."""
     actions = [t for t, on in enumerate(mask) if on]
     advantages = [0.0] * len(mask)
     next_advantage = 0.0
@@ -67,7 +67,7 @@ def test_trained_mask() -> None:
 
 
 def test_group_advantages_by_hand() -> None:
-    """Groups of 4, 2 and 1: mean 0.5, std 0.5; mean 3, std 1; alone."""
+    """Groups of 4 (mean 0.5, std 0.5), 2 (mean 3, std 1) and 1."""
     advantages = group_advantages(torch.tensor([1.0, 0.0, 1.0, 0.0, 2.0, 4.0, 5.0]), [4, 2, 1])
     assert advantages.tolist() == pytest.approx([1, -1, 1, -1, -1, 1, 0], abs=1e-5)
     assert group_advantages(torch.tensor([0.3, 0.3, 0.3]), [3]).abs().max() < 1e-8
@@ -75,18 +75,18 @@ def test_group_advantages_by_hand() -> None:
 
 
 def test_baselines_by_hand() -> None:
-    """Groups of 4 (one right answer), 2 and 1. Leave one out: against the mean of the other three, 0 or 1/3."""
+    """Groups of 4 (one right answer), 2 and 1. Leave-one-out subtracts the mean of the other three rewards: 0 or 1/3."""
     rewards, sizes = torch.tensor([1.0, 0.0, 0.0, 0.0, 2.0, 4.0, 5.0]), [4, 2, 1]
     assert mean_baseline_advantages(rewards, sizes).tolist() == [0.75, -0.25, -0.25, -0.25, -1, 1, 0]
     assert leave_one_out_advantages(rewards, sizes).tolist() == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3, -2, 2, 0])
     for of_group in (mean_baseline_advantages, leave_one_out_advantages, group_advantages):
         assert of_group(torch.zeros(0), []).tolist() == []
-        assert of_group(torch.full((3,), 0.1), [3]).abs().max() < 1e-8  # 0.1 is not a float32
+        assert of_group(torch.full((3,), 0.1), [3]).abs().max() < 1e-8  # 0.1 has no exact float32
         assert of_group(rewards, sizes).dtype == torch.float32
 
 
 def test_overlong_penalties_by_hand() -> None:
-    """DAPO's numbers: at most 20480 tokens, the last 4096 of them are the buffer."""
+    """DAPO's numbers: at most 20480 tokens, of them 4096 in the buffer at the end."""
     lengths = torch.tensor([0, 16384, 18432, 20480, 30000])
     penalties = overlong_penalties(lengths, length=20480, buffer=0.2, penalty=1.0)
     assert penalties.tolist() == pytest.approx([0, 0, -0.5, -1, -1])
@@ -103,8 +103,8 @@ def test_sequences_by_hand() -> None:
     assert mean_per_sequence(x, mask, packed(3, 1, 0, 1)).tolist() == [1.5, 0, 0, 8]
 
 
-def test_final_rewards_stand_on_the_last_sampled_token() -> None:
-    """With padding of the environment behind it, with gaps, and a sequence in which nothing was sampled."""
+def test_final_rewards_are_on_the_last_sampled_token() -> None:
+    """Covers tokens of the environment after it, gaps in the mask, and a sequence without sampled tokens."""
     mask = bools("0110" + "00" + "10101")
     rewards = final_rewards(torch.tensor([5.0, 7.0, 9.0]), mask, packed(4, 2, 5))
     assert rewards.tolist() == [0, 0, 5, 0, 0, 0, 0, 0, 0, 0, 9]
@@ -112,9 +112,10 @@ def test_final_rewards_stand_on_the_last_sampled_token() -> None:
 
 
 def test_gae_by_hand() -> None:
-    """Prompt of 2 tokens, 3 actions, discount 0.5, lambda 0.5, reward 1 at the end, values after each token 9 2 4 8 16.
+    """A prompt of 2 tokens, 3 actions, discount 0.5, lambda 0.5, reward 1 at the end; values after each token are 9 2 4 8 16.
 
-    delta = (0 + .5 * 4 - 2, 0 + .5 * 8 - 4, 1 - 8) = (0, 0, -7) where it ended; 1 + .5 * 16 - 8 = 1 at last where it was truncated.
+    If the sequence ended, delta = (0 + .5 * 4 - 2, 0 + .5 * 8 - 4, 1 - 8) = (0, 0, -7). If it was truncated, the last delta is
+    1 + .5 * 16 - 8 = 1.
     """
     rewards, values, mask = torch.tensor([0.0, 0, 0, 0, 1]), torch.tensor([9.0, 2, 4, 8, 16]), bools("00111")
     ended = gae(rewards, values, mask, bools("0"), packed(5), discount=0.5, gae_lambda=0.5)
@@ -124,7 +125,10 @@ def test_gae_by_hand() -> None:
 
 
 def test_returns_by_hand() -> None:
-    """The same sequence: R_k = A_k + V_k beside V_k, one token before the action. An action that comes first has no state."""
+    """The same sequence. The return R_k = A_k + V_k stands beside V_k, one token before the action.
+
+    An action at the first token has no state.
+    """
     values, mask = torch.tensor([9.0, 2, 4, 8, 16]), bools("00111")
     advantages = torch.tensor([0, 0, -7 / 16, -7 / 4, -7])
     returns, states = returns_of(advantages, values, mask, packed(5))
@@ -136,8 +140,8 @@ def test_returns_by_hand() -> None:
     assert returns_of(torch.zeros(0), torch.zeros(0), bools(""), packed())[1].tolist() == []
 
 
-def test_with_lambda_1_returns_are_the_rewards_to_come() -> None:
-    """Whatever the critic says, where the sequence has ended."""
+def test_with_lambda_1_returns_are_sums_of_later_rewards() -> None:
+    """This holds for any critic if the sequence has ended."""
     mask, values = bools("00111"), torch.randn(5)
     rewards = torch.tensor([0.0, 0, 1, 2, 4])
     advantages = gae(rewards, values, mask, bools("0"), packed(5), discount=1.0, gae_lambda=1.0)
@@ -153,7 +157,7 @@ def test_value_free_gives_every_token_the_final_reward() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_gae_against_the_reference(seed: int) -> None:
-    """Any lengths (0 and 1 too), masks with gaps, rewards anywhere."""
+    """Covers any lengths (including 0 and 1), masks with gaps, and rewards at any token."""
     random = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 40, (6,), generator=random).tolist()
     total = sum(lengths)
@@ -172,16 +176,16 @@ def test_gae_against_the_reference(seed: int) -> None:
     assert advantages.tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def test_gae_of_nothing() -> None:
+def test_gae_without_tokens_or_actions() -> None:
     empty = torch.zeros(0)
     assert gae(empty, empty, bools(""), bools(""), packed(), discount=1.0, gae_lambda=1.0).tolist() == []
     ones = torch.ones(3)
     assert gae(ones, ones, bools("000"), bools("1"), packed(3), discount=1.0, gae_lambda=1.0).tolist() == [0, 0, 0]
 
 
-# ------------------------------------------------------------------------------------------------------------- together
+# --------------------------------------------------------------------------------------------------- compute_advantages
 
-# Two groups of two: prompts of one token, responses of 1, 2, 2, 1 tokens, the last one truncated.
+# Two groups of two sequences: prompts of one token, responses of 1, 2, 2 and 1 tokens. The last response is truncated.
 LENGTHS, SIZES = (2, 3, 3, 2), [2, 2]
 DATA = {
     "rewards": torch.tensor([1.0, 0.0, 3.0, 1.0]),
@@ -202,14 +206,14 @@ def made(extra: dict[str, Tensor] | None = None, kl_coef: float = 0.0, **fields:
     ("fields", "expected"),
     [
         ({}, [1, -1, 1, -1]),  # GRPO
-        ({"baseline": "leave_one_out"}, [1, -1, 1, -1]),  # the norm of the group is stronger
+        ({"baseline": "leave_one_out"}, [1, -1, 1, -1]),  # normalisation by group cancels the factor
         ({"baseline": "group_mean", "advantage_norm": "none"}, [0.5, -0.5, 1, -1]),  # Dr.GRPO
         ({"baseline": "leave_one_out", "advantage_norm": "none"}, [1, -1, 2, -2]),  # RLOO
         ({"advantage_norm": "none"}, [1, 0, 3, 1]),  # REINFORCE
         ({"advantage_norm": "none", "reward_bias": 1.0, "reward_scaling": 2.0}, [0, -2, 4, 0]),
         ({"advantage_norm": "none", "mask_no_eos_with_zero": True}, [1, 0, 3, 0]),
         ({"advantage_norm": "none", "mask_too_long": True}, [1, 0, 3, 0]),
-        # DAPO's shaping, before the group judges: of at most 2 tokens the second costs 1
+        # DAPO's penalty applies before the baseline: of at most 2 tokens, the second costs 1
         (
             {
                 "advantage_norm": "none",
@@ -238,7 +242,10 @@ def test_every_token_gets_the_advantage_of_its_response(fields: dict[str, object
 
 
 def test_reinforce_pp_normalises_over_tokens_of_the_batch() -> None:
-    """Rewards 1, 0, 0, 3, 3, 1 of six tokens: mean 4/3, variance 20/6 - 16/9. With a baseline: 1/2, twice -1/2, twice 1, -1."""
+    """The rewards of the six tokens are 1, 0, 0, 3, 3, 1: mean 4/3, variance 20/6 - 16/9.
+
+    With a baseline they are 1/2, -1/2, -1/2, 1, 1, -1.
+    """
     std = (14 / 9) ** 0.5
     right, wrong, best = ((reward - 4 / 3) / std for reward in (1, 0, 3))
     wanted = [0, right, 0, wrong, wrong, 0, best, best, 0, right]
@@ -251,15 +258,21 @@ def test_reinforce_pp_normalises_over_tokens_of_the_batch() -> None:
     assert made(advantage_norm="batch", baseline="group_mean") == pytest.approx(wanted, abs=1e-4)
 
 
-def test_what_is_not_trained_has_no_say_in_the_normalisation_over_tokens() -> None:
-    """Rewards 1, 0, 0, 3, 3 of five tokens: mean 7/5, variance 19/5 - 49/25. The truncated response is left out."""
+def test_untrained_tokens_do_not_enter_the_normalisation_over_tokens() -> None:
+    """The rewards of five trained tokens are 1, 0, 0, 3, 3: mean 7/5, variance 19/5 - 49/25.
+
+    The truncated response is excluded.
+    """
     right, wrong, best = ((reward - 1.4) / 1.84**0.5 for reward in (1, 0, 3))
     wanted = [0, right, 0, wrong, wrong, 0, best, best, 0, 0]
     assert made(advantage_norm="batch", mask_too_long=True) == pytest.approx(wanted, abs=1e-4)
 
 
-def test_kl_as_a_reward_is_paid_by_the_tokens_before_it() -> None:
-    """k1 of 0.5 at each token, coefficient 0.1: a token pays for itself and those after it. In the loss: no token pays here."""
+def test_a_kl_penalty_in_the_reward_lowers_its_own_and_earlier_advantages() -> None:
+    """k1 is 0.5 at each token and the coefficient 0.1: a token's advantage includes its own penalty and all later ones.
+
+    With kl_in="loss" no penalty enters the advantages.
+    """
     extra = {"proximal_logprobs": torch.zeros(10), "packed_ref_logprobs": torch.full((10,), -0.5)}
     paid = [0, 1 - 0.05, 0, -0.1, -0.05, 0, 3 - 0.1, 3 - 0.05, 0, 1 - 0.05]
     assert made(extra, 0.1, advantage_norm="none") == pytest.approx(paid)
@@ -267,7 +280,7 @@ def test_kl_as_a_reward_is_paid_by_the_tokens_before_it() -> None:
     assert made(extra, 0.1, advantage_norm="none", kl_in="loss") == pytest.approx(free)
 
 
-def test_dense_rewards_count_for_the_group_and_from_their_token_on() -> None:
+def test_dense_rewards_enter_the_baseline_and_the_advantage_of_their_token() -> None:
     dense = torch.zeros(10)
     dense[3] = 2.0  # at the first action of the second response
     extra = {"dense_rewards": dense}
@@ -279,7 +292,7 @@ def test_values_go_into_gae_and_returns() -> None:
     values = torch.full((10,), 0.5)
     config = PPOConfig(advantage_norm="none")
     result = compute_advantages(DATA | {"values": values}, packed(*LENGTHS), SIZES, config, kl_coef=0.0)
-    # The last response was truncated: its last value, 0.5, is bootstrapped from.
+    # The last response was truncated, so GAE bootstraps from its last value, 0.5.
     assert result.advantages_T.tolist() == pytest.approx([0, 0.5, 0, -0.5, -0.5, 0, 2.5, 2.5, 0, 1])
     assert result.states_T.tolist() == bools("10" + "110" + "110" + "10").tolist()
     assert result.returns_T.tolist() == pytest.approx([1, 0, 0, 0, 0, 3, 3, 0, 1.5, 0])
@@ -289,8 +302,8 @@ def test_values_go_into_gae_and_returns() -> None:
     ).advantages_T.tolist() == made(baseline="group_mean", advantage_norm="none")
 
 
-def test_what_is_masked_out_cannot_bring_nan() -> None:
-    """The engine gives 0 there; whoever gives garbage changes nothing."""
+def test_nan_at_masked_tokens_changes_nothing() -> None:
+    """The engine writes 0 there; any other value changes nothing."""
     mask = DATA["loss_mask"]
     extra = {"proximal_logprobs": torch.zeros(10), "packed_ref_logprobs": torch.full((10,), -0.5)}
     garbage = {key: value.masked_fill(~mask, float("nan")) for key, value in extra.items()}
@@ -308,8 +321,8 @@ def test_advantage_keys() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_a_reward_that_is_not_finite_stays_with_its_sequence(value: float) -> None:
-    """Whichever sequences happen to lie behind it on this rank."""
+def test_a_non_finite_reward_affects_only_its_own_sequence(value: float) -> None:
+    """Sequences behind it on the same rank are not affected."""
     mask_T = torch.tensor([0, 1, 1, 0, 1, 1, 0, 1], dtype=torch.bool)
     cu_seqlens = torch.tensor([0, 3, 6, 8])
     rewards_T = torch.tensor([0.0, 0, 1, 0, 0, 2, 0, 3])

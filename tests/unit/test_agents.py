@@ -1,4 +1,4 @@
-"""Agents and environments, with the policy played by the test."""
+"""Agents and environments; the test plays the policy."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Policy = Callable[[list[int]], tuple[str, bool]]
 
 
 class CharTokenizer:
-    """A token a character; id 0 is EOS, which is special."""
+    """One token per character; id 0 is EOS, a special token."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         assert not add_special_tokens
@@ -85,7 +85,7 @@ def make_reward(name: str = "right") -> Reward:
 
 
 async def collect(agent: Agent, env: Env, policy: Policy) -> tuple[SequenceSample, list[Observation]]:
-    """Run an agent against a policy that sees the tokens so far and gives (text, finished)."""
+    """Run an agent against a policy that receives the tokens so far and returns (text, finished)."""
     obs_queue, act_queue = ObsQueue(1), ActQueue(1)
     seen: list[Observation] = []
 
@@ -115,7 +115,7 @@ def sequences(sample: SequenceSample) -> list[str]:
 
 
 def trained(sample: SequenceSample) -> list[str]:
-    """The text under the loss mask, EOS shown as $."""
+    """Return the text under the loss mask, with EOS shown as $."""
     (ids,), (masks,) = sample.slices(), sample.slices("loss_mask")
     return [
         "".join("$" if token == EOS else chr(token) for token in row[mask].tolist())
@@ -123,7 +123,7 @@ def trained(sample: SequenceSample) -> list[str]:
     ]
 
 
-async def test_single_step_judges_a_group_at_once() -> None:
+async def test_single_step_scores_a_group_at_once() -> None:
     answers = iter([("4", True), ("5", True), ("4", False)])
     agent = SingleStepAgent(tokenizer=TOKENIZER, sampling=SAMPLING, group_size=3)
     sample, seen = await collect(agent, RewardEnv(prompt=PROMPT, reward=make_reward()), lambda _: next(answers))
@@ -135,7 +135,7 @@ async def test_single_step_judges_a_group_at_once() -> None:
     assert sample.data["seq_no_eos_mask"].tolist() == [False, False, True]
 
 
-async def test_several_turns_append_what_the_environment_says() -> None:
+async def test_feedback_is_appended_between_turns() -> None:
     agent = MultiStepAgent(
         tokenizer=TOKENIZER, sampling=SAMPLING, group_size=2, turn_discount=0.5, feedback_template=" [{}] "
     )
@@ -148,7 +148,7 @@ async def test_several_turns_append_what_the_environment_says() -> None:
 
     sample, seen = await collect(agent, env, policy)
 
-    assert [len(observation.inputs) for observation in seen] == [2, 1]  # who is done plays no more
+    assert [len(observation.inputs) for observation in seen] == [2, 1]  # a finished episode takes no further turn
     assert sequences(sample) == ["2+2=5 [again] 4", "2+2=4"]
     assert trained(sample) == ["5$4$", "4$"]
     assert sample.data["rewards"].tolist() == [0.5, 1.0]
@@ -164,7 +164,7 @@ async def test_turns_are_bounded_and_the_last_feedback_is_not_appended() -> None
 
 
 class ChatTokenizer(CharTokenizer):
-    """<role:content$> a message, where $ is EOS."""
+    """Renders a message as <role:content$>, where $ is EOS."""
 
     eos_token = "$"
     chat_template = "..."
@@ -182,8 +182,8 @@ class ChatTokenizer(CharTokenizer):
 
 
 @pytest.mark.parametrize(("arguments", "prompt_end"), [({}, ""), ({"thinking": False}, "[]")])
-async def test_what_the_environment_says_is_a_turn_of_the_chat(arguments: dict[str, Any], prompt_end: str) -> None:
-    """The response's own EOS ends its turn: the template's is left out, and what closes the turn behind it is not trained."""
+async def test_feedback_becomes_a_turn_of_the_chat(arguments: dict[str, Any], prompt_end: str) -> None:
+    """The response's own EOS ends its turn, so the template's EOS is left out. The template's text behind it is not trained."""
     agent = MultiStepAgent(
         tokenizer=ChatTokenizer(),
         sampling=SAMPLING,
@@ -199,7 +199,7 @@ async def test_what_the_environment_says_is_a_turn_of_the_chat(arguments: dict[s
     assert trained(sample) == ["5$5$"]
 
 
-def test_a_turn_of_the_chat_needs_a_template_that_shows_it() -> None:
+def test_feedback_role_needs_a_template_that_renders_the_role() -> None:
     def agent(tokenizer: object, **arguments: Any) -> MultiStepAgent:
         return MultiStepAgent(tokenizer=tokenizer, sampling=SAMPLING, group_size=1, **arguments)
 
@@ -218,7 +218,7 @@ def test_a_turn_of_the_chat_needs_a_template_that_shows_it() -> None:
         agent(ChatTokenizer(), feedback_role="user", feedback_template="<{}>")
 
 
-async def test_a_cut_response_ends_its_episode() -> None:
+async def test_a_truncated_response_ends_its_episode() -> None:
     agent = MultiStepAgent(tokenizer=TOKENIZER, sampling=SAMPLING, group_size=1)
     env = FeedbackEnv(prompt=PROMPT, reward=make_reward(), feedback="no")
     sample, seen = await collect(agent, env, lambda _: ("5", False))
@@ -226,7 +226,7 @@ async def test_a_cut_response_ends_its_episode() -> None:
     assert sample.data["seq_no_eos_mask"].tolist() == [True]
 
 
-async def test_the_environment_ends_an_episode_after_its_turns() -> None:
+async def test_the_environment_ends_an_episode_after_max_turns() -> None:
     env = FeedbackEnv(prompt=PROMPT, reward=make_reward(), feedback="no", max_turns=2)
     await env.reset()
     assert await env.step(Completion("5", True)) == ("no", 0.0, False, False, {})
@@ -235,7 +235,7 @@ async def test_the_environment_ends_an_episode_after_its_turns() -> None:
     assert await env.step(Completion("4", True)) == (None, 1.0, True, False, {})
 
 
-async def test_a_cut_response_is_the_last_and_is_paid() -> None:
+async def test_a_truncated_response_is_the_last_and_is_rewarded() -> None:
     env = FeedbackEnv(prompt=PROMPT, reward=make_reward("half"), feedback="no", max_turns=4)
     await env.reset()
     assert await env.step(Completion("4", False)) == (None, 0.5, False, True, {})
@@ -252,7 +252,7 @@ async def test_forks_share_no_progress() -> None:
 
 
 class CountingEnv(RewardEnv):
-    """An environment of a user, with an argument of its own."""
+    """A user's environment with an argument of its own."""
 
     def __init__(self, *, prompt: Prompt, reward: Reward | None, bonus: float) -> None:
         super().__init__(prompt=prompt, reward=reward)
@@ -312,6 +312,6 @@ def test_a_prompt_of_an_unknown_task_is_rejected() -> None:
         ({"a": TaskConfig(reward=f"{__name__}:right", agent_args={"group_size": 3})}, r"must not set \['group_size'\]"),
     ],
 )
-def test_a_task_that_cannot_work_is_refused(tasks: dict[str, TaskConfig], message: str) -> None:
+def test_an_invalid_task_is_refused(tasks: dict[str, TaskConfig], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_table(rollout_config(**tasks))

@@ -1,4 +1,4 @@
-"""What must hold of the algorithms on any batch: how they relate to one another, and that no cut of a batch changes an update."""
+"""Properties of the algorithms on any batch: how they relate to each other, and that splitting a batch changes no update."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ rewards = st.floats(-10, 10, allow_subnormal=False)
 
 
 def config_of(name: str, **fields: object) -> PPOConfig:
-    """What a preset makes of PPOConfig, with responses of at most 16 tokens."""
+    """Return the PPOConfig of a preset, with responses of at most 16 tokens."""
     preset = (ALGORITHMS | CORRECTIONS)[name]["train"]["ppo"]
     return PPOConfig(**{key: 16 if key.endswith("_length") else value for key, value in preset.items()} | fields)
 
@@ -78,7 +78,7 @@ def test_rloo_is_dr_grpo_times_n_over_n_minus_1(sizes: list[int], draw: st.DataO
         atol=1e-5,
     )
     start = 0
-    for n in sizes:  # against its definition
+    for n in sizes:  # compare with the definition
         for s in range(start, start + n if n > 1 else start):
             others = [float(rewards_S[u]) for u in range(start, start + n) if u != s]
             expected = float(rewards_S[s]) - sum(others) / len(others)
@@ -88,11 +88,11 @@ def test_rloo_is_dr_grpo_times_n_over_n_minus_1(sizes: list[int], draw: st.DataO
 
 @quickly
 @given(seeds, group_sizes, st.floats(0.1, 10), st.floats(-10, 10))
-def test_grpo_does_not_see_the_units_of_rewards(seed: int, sizes: list[int], scale: float, shift: float) -> None:
-    """Affine rewards, and whatever baseline was taken before, within each group."""
+def test_grpo_is_invariant_to_the_units_of_rewards(seed: int, sizes: list[int], scale: float, shift: float) -> None:
+    """Neither an affine map of a group's rewards nor an earlier baseline changes the result; negated rewards negate it."""
     rewards_S = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(seed))
     expected = group_advantages(rewards_S, sizes)
-    close = {"rtol": 1e-3, "atol": 1e-3}  # eps is added to the std: 1e-6 / 1e-3 of it
+    close = {"rtol": 1e-3, "atol": 1e-3}  # eps is added to the std: a relative error of up to 1e-6 / 1e-3
     assume(all(n == 1 or float(part.std()) > 1e-2 for n, part in zip(sizes, rewards_S.split(sizes), strict=True)))
     torch.testing.assert_close(group_advantages(scale * rewards_S + shift, sizes), expected, **close)
     torch.testing.assert_close(group_advantages(-rewards_S, sizes), -expected, **close)
@@ -101,7 +101,7 @@ def test_grpo_does_not_see_the_units_of_rewards(seed: int, sizes: list[int], sca
 
 @quickly
 @given(seeds, group_sizes)
-def test_a_group_has_nothing_to_say_on_the_whole(seed: int, sizes: list[int]) -> None:
+def test_advantages_of_a_group_sum_to_zero(seed: int, sizes: list[int]) -> None:
     rewards_S = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(seed))
     for of_group in (group_advantages, mean_baseline_advantages, leave_one_out_advantages):
         for part in of_group(rewards_S, sizes).split(sizes):
@@ -115,7 +115,9 @@ def test_a_group_has_nothing_to_say_on_the_whole(seed: int, sizes: list[int]) ->
     st.floats(0.01, 1.0),
     st.floats(0.0, 5.0),
 )
-def test_longer_is_never_better(lengths: list[int], length: int, buffer: float, penalty: float) -> None:
+def test_a_longer_response_never_has_a_smaller_penalty(
+    lengths: list[int], length: int, buffer: float, penalty: float
+) -> None:
     lengths_S = torch.tensor(sorted(lengths))
     penalties = overlong_penalties(lengths_S, length=length, buffer=buffer, penalty=penalty)
     assert (penalties.diff() <= 0).all()
@@ -128,8 +130,8 @@ def test_longer_is_never_better(lengths: list[int], length: int, buffer: float, 
 @pytest.mark.parametrize("name", ALGORITHMS)
 @quickly
 @given(seed=seeds, sizes=group_sizes)
-def test_advantages_are_those_of_each_group_alone(name: str, seed: int, sizes: list[int]) -> None:
-    """A rank that holds some of the groups computes what one with all of them does (over the batch: test_normalisation.py)."""
+def test_advantages_of_a_group_do_not_depend_on_other_groups(name: str, seed: int, sizes: list[int]) -> None:
+    """A rank with some of the groups computes the same as a rank with all. test_normalisation.py covers the batch norm."""
     config = config_of(name)
     if config.advantage_norm == "batch":
         config = config_of(name, advantage_norm="none")
@@ -159,10 +161,10 @@ def test_advantages_are_those_of_each_group_alone(name: str, seed: int, sizes: l
 @pytest.mark.parametrize("name", [*ALGORITHMS, *CORRECTIONS])
 @quickly
 @given(seed=seeds, lengths=st.lists(st.integers(0, 12), min_size=1, max_size=8), draw=st.data())
-def test_no_cut_into_micro_batches_changes_the_update(
+def test_splitting_into_micro_batches_does_not_change_the_update(
     name: str, seed: int, lengths: list[int], draw: st.DataObject
 ) -> None:
-    """Cuts between sequences, in any order of them: the sum of losses over the global denominator, and every gradient."""
+    """Splits between sequences, at any place: the sum of losses over the global denominator and every gradient are the same."""
     config, data = config_of(name), batch(seed, lengths)
     counts = count_per_sequence(data["loss_mask"], packed(lengths))
     denominator = max(loss_denominator(config, float(counts.sum()), float((counts > 0).sum())), 1.0)
@@ -181,8 +183,8 @@ def test_no_cut_into_micro_batches_changes_the_update(
 @pytest.mark.parametrize("name", [*ALGORITHMS, *CORRECTIONS])
 @quickly
 @given(seed=seeds, n=st.integers(1, 8))
-def test_levels_are_one_for_sequences_of_one_token(name: str, seed: int, n: int) -> None:
-    """GSPO is PPO there, corrections included."""
+def test_importance_levels_agree_for_sequences_of_one_token(name: str, seed: int, n: int) -> None:
+    """GSPO equals PPO there, corrections included."""
     data = batch(seed, [1] * n, spread=1.0)
     results = [
         loss_and_gradient(config_of(name, importance_level=level), data, [1] * n, 3.0)
@@ -206,8 +208,8 @@ def test_the_ratio_of_a_sequence_is_the_geometric_mean_of_its_tokens(seed: int, 
 
 @quickly
 @given(seed=seeds, lengths=st.lists(st.integers(1, 10), min_size=1, max_size=4))
-def test_within_the_range_ppo_and_cispo_have_the_same_gradient(seed: int, lengths: list[int]) -> None:
-    """d(r A) = r A d log pi: they differ only in what becomes of the ratios outside."""
+def test_within_the_clip_range_ppo_and_cispo_have_the_same_gradient(seed: int, lengths: list[int]) -> None:
+    """d(r A) = r A d log pi: they differ only in how they treat ratios outside the range."""
     data = batch(seed, lengths, spread=0.01)
     gradients = [
         loss_and_gradient(PPOConfig(policy_loss=policy_loss), data, lengths, 5.0)[1]
@@ -222,7 +224,7 @@ def test_within_the_range_ppo_and_cispo_have_the_same_gradient(seed: int, length
     st.sampled_from([None, 1.0, 2.0, 5.0]),
     st.sampled_from([None, 0.25, 0.5]),
 )
-def test_corrections_leave_what_is_within_and_bound_the_rest(
+def test_corrections_keep_weights_within_bounds_and_limit_the_rest(
     weights: list[float], cap: float | None, floor: float | None
 ) -> None:
     weight_T = torch.tensor(weights)
@@ -233,22 +235,22 @@ def test_corrections_leave_what_is_within_and_bound_the_rest(
         assert by_clamp == pytest.approx(min(max(weight, floor or 0.0), cap or math.inf))
 
 
-# ----------------------------------------------------------------------------------------------------------- all of it
+# ------------------------------------------------------------------------------------------------------------ learning
 
 
 @pytest.mark.parametrize("correction", ["mask", "tis", "icepop"])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_learns(name: str, correction: str) -> None:
-    """A policy of one distribution over 4 tokens, rewarded for the share of token 3 in its responses of 1 to 6 tokens.
+    """The policy is one distribution over 4 tokens; the reward is the share of token 3 in responses of 1 to 6 tokens.
 
-    Sampled by a policy that lags a step behind, groups of 8, two minibatches a step.
+    The sampling policy lags one step behind. Groups have 8 responses, and a step has two minibatches.
     """
     fields = {key: 6 if key.endswith("_length") else value for key, value in ALGORITHMS[name]["train"]["ppo"].items()}
     config = PPOConfig(**fields | CORRECTIONS[correction]["train"]["ppo"] | {"overlong_penalty": 0.0})
     random = torch.Generator().manual_seed(1)
     logits = torch.zeros(4, requires_grad=True)
-    served = [logits.detach().clone()] * 2  # the version before the newest is what samples
-    # Adam, because the losses differ in scale; GSPO's range is left after a step, so that its second minibatch often does nothing
+    served = [logits.detach().clone()] * 2  # the version before the newest one samples
+    # Adam, because the losses differ in scale. One step leaves GSPO's range, so its second minibatch often does nothing.
     optimizer = torch.optim.Adam([logits], lr=0.05)
     shares = []
     for _ in range(30):

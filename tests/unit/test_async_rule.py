@@ -1,11 +1,12 @@
-"""The asynchronous rule as a whole: admission, ledger and batch formation against arbitrary schedules.
+"""The asynchronous rule as a whole: admission, ledger and batch formation under arbitrary schedules.
 
-A model of the run: rollout workers that finish in any order, lose answers, repeat calls, die and come back; trajectories that
-arrive late; reports that are repeated; servers that serve late. On everything it reaches (DESIGN.md, "The asynchronous rule"):
+A model of the run: rollout workers finish in any order, lose answers, repeat calls, die and restart; trajectories arrive late;
+reports are repeated; servers load versions late. In every reachable state (DESIGN.md, "The asynchronous rule"):
 
 1. no group is trained older than eta at its head, none is dropped for age without faults, live tickets stay within (1 + eta) * B;
-2. each prompt of each epoch is trained exactly once or rejected with a reason;
-and nothing ever stands still: when nothing runs, a step can start or something can be admitted, until all prompts are done.
+2. each prompt of each epoch is trained exactly once or rejected with a reason.
+
+The run never stalls: when nothing runs, a step can start or a prompt can be admitted, until all prompts are done.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ NUM_SEEDS = 40
 
 @dataclass
 class Rollout:
-    """A ticket at a rollout worker."""
+    """A ticket held by a rollout worker."""
 
     ticket: Ticket
-    first_version: int = -1  # of its first token; -1: none sampled yet
-    pushed: bool = False  # the master has answered for its trajectory: only the manager must still hear
+    first_version: int = -1  # the version of its first token; -1: none sampled yet
+    pushed: bool = False  # the master has answered for its trajectory, but the manager has not heard of it
 
 
 @dataclass
@@ -66,7 +67,7 @@ class Worker:
 
 
 class Run:
-    """The run: the real ledger, server table and batch former; the rest in a few lines."""
+    """The run: the real ledger, server table and batch former, and a small model of the rest."""
 
     def __init__(
         self,
@@ -115,7 +116,7 @@ class Run:
         self.view: LedgerView | None = None
         self.pending_revoke: tuple[str, ...] = ()
         self.last_report: MasterReport | None = None
-        # what happened
+        # counts of events
         self.num_faults = 0
         self.num_dropped_for_age = 0
         self.num_revoked = 0
@@ -135,7 +136,7 @@ class Run:
         return version.version
 
     def serve(self) -> None:
-        """The server loads the newest published version; running rollouts go on under it."""
+        """Load the newest published version on the server. Running rollouts continue under it."""
         version = WeightVersion(1, self.published)
         incarnation = self.table.begin_update("generation_server/0", version)
         assert self.table.loaded("generation_server/0", incarnation, version, self.now)
@@ -160,7 +161,7 @@ class Run:
         return len(new)
 
     def sample(self, rollout: Rollout) -> None:
-        """Its first token, if it has none yet."""
+        """Sample the first token, unless one exists."""
         if rollout.first_version < 0:
             rollout.first_version = self.served
             assert rollout.first_version >= rollout.ticket.min_version
@@ -168,7 +169,7 @@ class Run:
     def finish(
         self, worker: Worker, rollout: Rollout, outcome: Literal["stored", "rejected", "released"], *, told: bool = True
     ) -> None:
-        """A rollout ends; its trajectory goes to the master, then (if `told`) the manager hears of it."""
+        """End a rollout. Its trajectory goes to the master; then, if `told`, the manager receives the outcome."""
         if not rollout.pushed:
             self.sample(rollout)
             if outcome == "stored" and not self.store(rollout):
@@ -204,7 +205,7 @@ class Run:
         return locator in self.trained or locator in self.rejected
 
     def store(self, rollout: Rollout) -> bool:
-        """The first trajectory of a prompt wins."""
+        """Store a trajectory; the first one of a prompt wins."""
         ticket = rollout.ticket
         known = {meta.locator for meta in self.stored.values()}
         if ticket.ticket_id in self.stored:
@@ -228,7 +229,7 @@ class Run:
         return True
 
     def report(self, *, full: bool = False, lose_answer: bool = False, old: bool = False) -> None:
-        if old and self.last_report is not None:  # a copy that was under way for long
+        if old and self.last_report is not None:  # a copy that was delayed for a long time
             self.ledger.report(self.last_report, self.now)
             return
         report = MasterReport(
@@ -259,7 +260,7 @@ class Run:
         self.view = view
 
     def try_step(self) -> bool:
-        """Begin a train step, if the rule lets it."""
+        """Begin a train step if the asynchronous rule allows it."""
         assert self.view is not None
         assert not self.step
         decision = self.former.decide(
@@ -286,7 +287,7 @@ class Run:
         assert len(metas) == self.batch_size or ready.partial or not metas
         for meta in metas:
             age = self.trained_version - WeightVersion.unpack(min(meta.version_start)).version
-            assert age >= 0, "trained before it was made"
+            assert age >= 0, "a trajectory is newer than the version that trains on it"
             self.max_age = max(self.max_age, age)
             if self.overdue != "train":
                 assert age <= self.eta, f"{meta.ticket_id} is {age} versions old at step {self.trained_version}"
@@ -303,14 +304,14 @@ class Run:
         self.trained_version += 1
         self.num_steps += 1
 
-    # -------------------------------------------------------------------------------------------------- to the end
+    # ---------------------------------------------------------------------------------------------- end of the run
 
     @property
     def finished(self) -> bool:
         return len(self.trained) + len(self.rejected) == self.num_prompts * self.num_epochs
 
     def drain(self) -> None:
-        """From wherever it is: with no more faults the run comes to its end, moving at every turn."""
+        """From any state, the run ends within a bounded number of turns once there are no more faults."""
         limit = 20 + 8 * self.max_issues * self.num_prompts * self.num_epochs
         for _ in range(limit):
             if self.finished and not self.step:
@@ -325,7 +326,7 @@ class Run:
                 self.allocate(worker, 1000)
                 for rollout in list(worker.held.values()):
                     self.finish(worker, rollout, "stored")
-            for _ in range(2):  # tickets whose answers were lost are not listed
+            for _ in range(2):  # heartbeats do not list tickets whose answers were lost
                 self.now += HEARTBEAT_S
                 for worker in self.workers:
                     self.heartbeat(worker)
@@ -334,7 +335,9 @@ class Run:
             if not self.step:
                 self.report()
         else:
-            raise AssertionError(f"no end: {self.ledger.refusal(self.now)!r}, {self.ledger.view(self.now)}")
+            raise AssertionError(
+                f"the run did not end: {self.ledger.refusal(self.now)!r}, {self.ledger.view(self.now)}"
+            )
         self.report()
         assert self.ledger.num_live == 0
         assert self.ledger.num_running == 0
@@ -348,7 +351,7 @@ class Run:
 
 
 class AsyncRule(RuleBasedStateMachine):
-    """Everything that may happen, in any order."""
+    """All events that may happen, in any order."""
 
     run: Run
     faults = True
@@ -370,7 +373,7 @@ class AsyncRule(RuleBasedStateMachine):
         pairs = [(worker, rollout) for worker in self.run.workers for rollout in worker.held.values()]
         return data.draw(st.sampled_from(pairs)) if pairs else None
 
-    # ------------------------------------------------------------------------------------------------ what happens
+    # ------------------------------------------------------------------------------------------------------ events
 
     @rule(data=st.data(), count=st.integers(1, 20))
     def allocate(self, data: st.DataObject, count: int) -> None:
@@ -451,7 +454,7 @@ class AsyncRule(RuleBasedStateMachine):
     def serve(self) -> None:
         self.run.serve()
 
-    # -------------------------------------------------------------------------------------------------- what fails
+    # ------------------------------------------------------------------------------------------------------ faults
 
     @precondition(lambda self: self.faults)
     @rule(data=st.data())
@@ -472,7 +475,7 @@ class AsyncRule(RuleBasedStateMachine):
     @precondition(lambda self: self.faults)
     @rule(data=st.data())
     def worker_freezes_or_thaws(self, data: st.DataObject) -> None:
-        """Frozen past its lease it loses its tickets, while its trajectories may still come."""
+        """A worker frozen past its lease loses its tickets, but its trajectories may still arrive."""
         worker = self.some_worker(data)
         worker.frozen = not worker.frozen
         self.run.num_faults += 1
@@ -487,14 +490,14 @@ class AsyncRule(RuleBasedStateMachine):
             self.time_passes()
         self.run.num_faults += 1
 
-    # ------------------------------------------------------------------------------------------- what always holds
+    # -------------------------------------------------------------------------------------------------- invariants
 
     @invariant()
     def live_is_bounded(self) -> None:
         if not hasattr(self, "run"):
             return
         run, ledger = self.run, self.run.ledger
-        # A trajectory of a prompt that was given up for good may come after all, before the master has heard of that.
+        # A trajectory of an abandoned prompt may still arrive before the master has heard that the prompt was abandoned.
         room = (1 + run.eta) * run.batch_size + ledger.counters["accepted_late", ""]
         assert ledger.num_live <= room
         assert ledger.num_running <= ledger.gate.max_concurrent
@@ -514,7 +517,7 @@ class AsyncRule(RuleBasedStateMachine):
 
     @invariant()
     def nothing_stands_still(self) -> None:
-        """When nothing runs and all is told and served: a step can start, something is admitted, or all is done."""
+        """When nothing runs, and all is reported and served, a step can start, a prompt can be admitted, or all is done."""
         if not hasattr(self, "run"):
             return
         run = self.run
@@ -523,7 +526,7 @@ class AsyncRule(RuleBasedStateMachine):
         if not (told and idle) or run.finished or run.pending_revoke or any(worker.held for worker in run.workers):
             return
         if set(run.stored) != {ticket.ticket_id for ticket in run.ledger.view(run.now).live}:
-            return  # the manager has not heard of all that is stored
+            return  # the manager has not heard of all stored tickets
         assert run.ledger.refusal(run.now) == "" or len(run.stored) >= run.batch_size or run.ledger.exhausted
 
     def teardown(self) -> None:
@@ -535,7 +538,7 @@ class AsyncRuleWithoutFaults(AsyncRule):
     faults = False
 
 
-# Hypothesis replays a failure from its seed; the schedules are the same on every machine.
+# Hypothesis replays a failure from its seed. The schedules are the same on every machine.
 _SETTINGS = settings(
     max_examples=60,
     stateful_step_count=50,
@@ -551,8 +554,8 @@ TestAsyncRuleWithoutFaults.settings = _SETTINGS
 
 
 @pytest.mark.parametrize("eta", [0, 1, 2, 5])
-def test_allocating_and_finishing_without_training_stops(eta: int) -> None:
-    """The leak of AReaL v0.3: what is finished but not yet fetched by the master is counted by nobody."""
+def test_admission_stops_without_training(eta: int) -> None:
+    """The leak of AReaL v0.3: it does not count samples that are finished but not yet fetched by the master."""
     run = Run(batch_size=3, eta=eta, num_prompts=100, num_epochs=1)
     (worker, _) = run.workers
     admitted = 0
@@ -567,9 +570,11 @@ def test_allocating_and_finishing_without_training_stops(eta: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_long_tails(seed: int) -> None:
-    """Event-driven runs with durations over two and a half decades and late serving, without faults: never over eta, nothing
-    dropped, no deadlock, and every prompt trained once or rejected."""
+def test_durations_with_long_tails(seed: int) -> None:
+    """Event-driven runs without faults, with durations over two and a half decades and late serving.
+
+    No group exceeds eta, nothing is dropped, the run does not deadlock, and every prompt is trained once or rejected.
+    """
     rng = random.Random(seed)
     run = Run(
         batch_size=rng.randint(1, 12),
@@ -593,7 +598,7 @@ def test_long_tails(seed: int) -> None:
         if not run.step and run.try_step():
             step_ends = run.now + train_s
         upcoming = min([step_ends, serve_at, *(ends[ticket] for worker in run.workers for ticket in worker.held)])
-        assert upcoming < float("inf"), "nothing will ever happen"
+        assert upcoming < float("inf"), "no event is pending"
         run.now = upcoming
         if step_ends <= run.now:
             run.end_step()
@@ -677,7 +682,7 @@ def something_happens(run: Run, rng: random.Random) -> None:
 
 @pytest.mark.parametrize("overdue", ["wait", "drop", "train"])
 def test_long_runs_with_faults(overdue: str) -> None:
-    """Longer schedules than the state machine's, that train for many steps in between."""
+    """Schedules longer than the state machine's, with many train steps in between."""
     seen: Counter[str] = Counter()
     for seed in range(NUM_SEEDS):
         rng = random.Random(seed)

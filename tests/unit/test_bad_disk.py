@@ -1,4 +1,4 @@
-"""Files that cannot be written: the path, the reason, the room and the remedy are told, and what was there stays whole."""
+"""Files that cannot be written: the error gives path, reason, free space and remedy, and existing files stay intact."""
 
 import contextlib
 import errno
@@ -36,25 +36,25 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         (RuntimeError("I/O error: No space left on device (os error 28)"), r"No space left on device; "),  # safetensors
     ],
 )
-def test_the_systems_refusals_are_told_with_path_and_remedy(tmp_path, error, text):
+def test_system_errors_are_reported_with_path_and_remedy(tmp_path, error, text):
     path = tmp_path / "not" / "there"
     with pytest.raises(StorageError, match=rf"{path} could not be written: {text}") as caught, writing(path):
         raise error
     assert caught.value.__cause__ is error
-    assert told(caught.value) == str(caught.value)  # to the user without a traceback
+    assert told(caught.value) == str(caught.value)  # shown to the user without a traceback
 
 
 @pytest.mark.parametrize(
     "error", [FileNotFoundError(errno.ENOENT, "gone"), ValueError("no tensors to write"), KeyError("x")]
 )
-def test_what_is_no_matter_of_disks_passes_through(tmp_path, error):
+def test_errors_unrelated_to_disks_pass_through(tmp_path, error):
     assert explain(tmp_path, error) is None
     with pytest.raises(type(error)) as caught, writing(tmp_path):
         raise error
     assert caught.value is error
 
 
-def test_one_path_is_told_not_two(tmp_path):
+def test_nested_writes_report_only_the_inner_path(tmp_path):
     with (
         pytest.raises(StorageError, match="inner could not be written"),
         writing(tmp_path / "outer"),
@@ -63,7 +63,7 @@ def test_one_path_is_told_not_two(tmp_path):
         raise FULL
 
 
-def test_a_full_disk_is_seen_whatever_failed(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_with_a_remedy(tmp_path, monkeypatch):
     assert nearly_full(tmp_path / "run") == ""
     usage = type(shutil.disk_usage(tmp_path))(total=8_000_000, used=8_000_000, free=0)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
@@ -88,7 +88,7 @@ def test_sizes():
 
 
 def fill(path):
-    """From now on the disk under this file, which the process has open, is full."""
+    """Make the disk under this file, which the process has open, appear full from now on."""
     (descriptor,) = (fd for fd in map(int, os.listdir("/proc/self/fd")) if has_open(fd, path))
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, descriptor)
@@ -98,7 +98,7 @@ def fill(path):
 def has_open(fd, path):
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
-    except OSError:  # the descriptor that listed the others
+    except OSError:  # the descriptor of the listing itself
         return False
 
 
@@ -109,11 +109,11 @@ def test_a_journal_on_a_disk_that_fills_up(tmp_path):
     fill(path)
     with pytest.raises(StorageError, match=rf"{path} could not be written: No space left on device; "):
         writer.write({"event": "trained", "step": 2})
-    writer.close()  # nothing is left in a buffer that could fail again
+    writer.close()  # no buffered data is left that could fail again
     assert read_json_lines(path) == [{"event": "trained", "step": 1}]
 
 
-def test_tensorboard_on_a_disk_that_fills_up_is_no_wait_for_ever(tmp_path):
+def test_tensorboard_on_a_disk_that_fills_up_fails_without_blocking(tmp_path):
     writer = MetricsWriter(tmp_path, attempt=1, tensorboard=True)
     writer.write(1, {"reward/mean": 0.5})
     (events,) = (tmp_path / "tensorboard" / "attempt_1").iterdir()
@@ -132,8 +132,8 @@ EVENTS = (
 )
 
 
-def test_event_files_are_tensorflows(tmp_path, monkeypatch):
-    """Byte for byte what tensorboardX 2.6 wrote: length, checksum, event, checksum."""
+def test_event_files_have_the_format_of_tensorflow(tmp_path, monkeypatch):
+    """The bytes equal those of tensorboardX 2.6: length, checksum, event, checksum."""
     monkeypatch.setattr(time, "time", lambda: 1.5)
     events = EventFile(tmp_path)
     events.write(300, {"reward/mean of it": 0.5, "length/max": 1e40})
@@ -142,7 +142,7 @@ def test_event_files_are_tensorflows(tmp_path, monkeypatch):
     assert file.read_bytes().hex(" ", -8) == EVENTS
 
 
-def test_a_line_that_is_no_json_is_named(tmp_path):
+def test_a_line_that_is_not_json_is_reported_by_number(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": \xff}\n{"step": 3}\n')
     with pytest.raises(ValueError, match=rf"{path}:2: not a JSON object: .*; delete the line"):
@@ -154,7 +154,7 @@ def test_a_line_that_is_no_json_is_named(tmp_path):
 
 @contextlib.contextmanager
 def files_limited_to(num_bytes):
-    """As `ulimit -f`: this process may not make files larger."""
+    """Limit the size of files that this process writes, as `ulimit -f` does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -164,7 +164,7 @@ def files_limited_to(num_bytes):
 
 
 def write(path, num_parameters, source):
-    """As the trainer does."""
+    """Write a version as the trainer does."""
     with writing(path):
         tensors = [("w", torch.ones(num_parameters))]
         write_version(path, tensors, source_dir=source, version=WeightVersion.parse(path.name))
@@ -178,7 +178,7 @@ def source(tmp_path):
     return folder
 
 
-def test_a_version_that_does_not_fit_leaves_the_ones_before_and_no_half_one(tmp_path, source):
+def test_a_version_that_does_not_fit_leaves_earlier_ones_and_no_partial_one(tmp_path, source):
     first, second = (version_dir(tmp_path, "actor", WeightVersion(1, number)) for number in range(2))
     write(first, 10, source)
     told = rf"{second} could not be written: File too large; .*`ulimit -f`"
@@ -208,7 +208,7 @@ def test_a_journal_on_a_full_disk(small_disk):
     ):
         list(map(writer.write, records))
     writer.close()
-    whole = read_json_lines(small_disk / "journal.jsonl")  # half a line at its end counts for nothing
+    whole = read_json_lines(small_disk / "journal.jsonl")  # an incomplete last line is ignored
     assert [record["step"] for record in whole] == list(range(len(whole)))
     assert len(whole) > 30
 

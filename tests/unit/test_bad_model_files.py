@@ -1,4 +1,4 @@
-"""A model's folder that cannot be trained is refused before anything starts, by field, value and remedy."""
+"""Preflight refuses a model folder that cannot be trained and names field, value and remedy."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ TENSORS = {"a.weight": [2, 3], "b.weight": [4]}
 
 
 def safetensors(tensors):
-    """The bytes of a file with zeros."""
+    """Return the bytes of a file whose tensors are zeros."""
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for name, shape in tensors.items():
         size = 4 * (shape[0] * shape[1] if len(shape) == 2 else shape[0])
@@ -28,7 +28,7 @@ def safetensors(tensors):
 
 @pytest.fixture
 def model(tmp_path):
-    """A folder that preflight takes for a model: 10 parameters, a tokenizer of 64 tokens."""
+    """A folder that preflight accepts as a model: 10 parameters, a tokenizer of 64 tokens."""
     folder = tmp_path / "model"
     make_char_tokenizer(folder)
     edit(folder, "config.json", model_type="qwen2", vocab_size=64, max_position_embeddings=512)
@@ -38,7 +38,7 @@ def model(tmp_path):
 
 @pytest.fixture
 def check(tmp_path, model):
-    """Runs preflight on a config whose files are all there, with overrides."""
+    """Return a function that runs preflight on a config whose files all exist, with overrides."""
     (tmp_path / "p.jsonl").write_text('{"prompt": "1", "answer": "2"}\n' * 64)
     (tmp_path / "rewards.py").write_text("def reward(*_):\n    return 1.0\n")
     file = tmp_path / "run.yaml"
@@ -52,7 +52,7 @@ def check(tmp_path, model):
 
 
 def edit(folder, name, **entries):
-    """Set entries of a JSON file; None removes one."""
+    """Set entries of a JSON file; None removes an entry."""
     file = folder / name
     content = json.loads(file.read_text()) if file.exists() else {}
     content |= entries
@@ -60,7 +60,7 @@ def edit(folder, name, **entries):
 
 
 def shard(model):
-    """The same weights in two files and an index."""
+    """Split the same weights into two files and an index."""
     (model / "model.safetensors").unlink()
     names = {name: f"model-0000{number}-of-00002.safetensors" for number, name in enumerate(TENSORS, start=1)}
     for name, file in names.items():
@@ -73,7 +73,7 @@ def cut(file, to=None):
     file.write_bytes(data[:-4] if to is None else data[:to])
 
 
-def test_a_whole_model_is_taken(check, model):
+def test_a_complete_model_is_accepted(check, model):
     assert check() == 64
     assert model_files.count_parameters(str(model)) == 10
     shard(model)
@@ -81,7 +81,7 @@ def test_a_whole_model_is_taken(check, model):
     assert model_files.count_parameters(str(model)) == 10
 
 
-def test_a_hub_name_is_no_folder(check):
+def test_a_hub_name_is_refused(check):
     with pytest.raises(ConfigError, match=r"model_path='Qwen/Qwen3-0.6B': there is no config\.json; give a folder"):
         check("model_path=Qwen/Qwen3-0.6B")
 
@@ -128,13 +128,13 @@ def test_a_hub_name_is_no_folder(check):
         (lambda m: (m / "tokenizer.json").unlink(), r"has no tokenizer\.json; save the tokenizer with save_pretrained"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(check, model, damage, told):
+def test_a_model_that_cannot_be_trained_is_refused(check, model, damage, told):
     damage(model)
     with pytest.raises(ConfigError, match=rf"_path='{model}': .*{told}"):
         check()
 
 
-def test_a_shard_that_is_missing_or_cut_is_named(check, model):
+def test_a_missing_or_truncated_shard_is_named(check, model):
     shard(model)
     cut(model / "model-00002-of-00002.safetensors")
     with pytest.raises(ConfigError, match=r"model-00002-of-00002\.safetensors has \d+ bytes, its header says \d+"):
@@ -149,8 +149,8 @@ def test_a_shard_that_is_missing_or_cut_is_named(check, model):
         check()
 
 
-def test_an_added_token_beyond_the_vocabulary_is_no_matter_unless_it_is_eos(check, model):
-    """Gemma has one for images."""
+def test_an_added_token_beyond_the_vocabulary_is_accepted_unless_it_is_eos(check, model):
+    """Gemma has such a token for images."""
     tokenizer = load_tokenizer(model)
     tokenizer.add_tokens(["<image>"])
     tokenizer.save_pretrained(model)
@@ -160,13 +160,13 @@ def test_an_added_token_beyond_the_vocabulary_is_no_matter_unless_it_is_eos(chec
         check()
 
 
-def test_the_table_of_architectures_is_transformers_own():
+def test_the_table_of_architectures_comes_from_transformers():
     known = model_files.causal_architectures()
     assert {"qwen2", "qwen3", "llama", "mistral", "gemma3_text"} <= known
     assert "vit" not in known
 
 
-def test_without_the_table_every_architecture_is_taken(check, model, monkeypatch):
+def test_without_the_table_every_architecture_is_accepted(check, model, monkeypatch):
     monkeypatch.setattr(model_files, "causal_architectures", set)
     edit(model, "config.json", model_type="newer than this")
     assert check() == 64
@@ -200,16 +200,16 @@ def test_a_disk_without_room_for_the_weights(check, model, monkeypatch):
         ("def other(): pass\n", r"rewards\.py does not define 'reward'; it defines other"),
     ],
 )
-def test_a_reward_file_that_cannot_be_used(check, tmp_path, text, told):
+def test_a_reward_file_that_cannot_be_used_is_refused(check, tmp_path, text, told):
     (tmp_path / "rewards.py").write_text(text)
     with pytest.raises(ConfigError, match=rf"rollout\.tasks\.default\.reward=.*{told}"):
         check()
 
 
-def test_a_module_that_is_not_there(check, tmp_path, monkeypatch):
+def test_a_missing_reward_module_is_refused(check, tmp_path, monkeypatch):
     wanted = "rollout.tasks.default.reward=bad_rewards_of_mine.sums:reward"
     with pytest.raises(ConfigError, match=r"there is no module 'bad_rewards_of_mine'; write path/to/file\.py:name"):
         check(wanted)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad_rewards_of_mine").mkdir()
-    assert check(wanted) == 64  # found where the run's processes would find it
+    assert check(wanted) == 64  # found on the path that the run's processes use

@@ -1,4 +1,4 @@
-"""How a run ends that does not go as it should: the master between a manager and model workers that are played by the test."""
+"""How a failing run ends: a real master between a manager and model workers that the test plays."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ MakeMaster = Callable[..., MasterParts]
 
 @pytest.fixture
 async def make(tmp_path: Path) -> Any:
-    """Parts of a master: make(train={...}, max_rejected_share=..., clock=..., and fields of eval)."""
+    """Return a function that builds parts of a master: make(train={...}, max_rejected_share=..., clock=..., fields of eval)."""
     async with AsyncExitStack() as opened:
 
         def make_master(
@@ -78,7 +78,7 @@ async def make(tmp_path: Path) -> Any:
 
 
 def rejections(count: int, reason: str = "reward_error") -> list[RejectedPrompt]:
-    """Only the first tells more than its reason, as rollout workers do it."""
+    """Only the first rejection has a detail, as in the reports of rollout workers."""
     return [
         RejectedPrompt(locator=Locator(0, i), reason=reason, detail="judge.py raised KeyError(3)" if i == 0 else "")
         for i in range(count)
@@ -88,8 +88,10 @@ def rejections(count: int, reason: str = "reward_error") -> list[RejectedPrompt]
 # ------------------------------------------------------------------------------------------------------------------ rejections
 
 
-async def test_nothing_but_rejections_ends_the_run_with_reason_and_remedy(make: MakeMaster, tmp_path: Path) -> None:
-    """Also where the window of max_rejected_share is never full: not with a crash of the summary."""
+async def test_a_run_in_which_every_prompt_is_rejected_ends_with_reason_and_remedy(
+    make: MakeMaster, tmp_path: Path
+) -> None:
+    """This also holds if the window of max_rejected_share never fills; the summary does not crash."""
     master = make(max_rejected_share=1.0)
     master.manager.view = ledger(rejected=rejections(8), exhausted=True)
     with pytest.raises(RejectedShareError, match="every prompt was rejected, so no step was trained") as caught:
@@ -113,11 +115,11 @@ async def test_every_rejected_prompt_is_in_the_journal(make: MakeMaster, tmp_pat
     assert master.books.progress.rejected == {"reward_error": 3}
 
 
-async def test_past_the_share_that_may_be_rejected_the_run_ends(make: MakeMaster) -> None:
+async def test_more_rejections_than_max_rejected_share_end_the_run(make: MakeMaster) -> None:
     master = make(max_rejected_share=0.5, num_prompts=12)
     master.books.train([make_meta(position) for position in range(8, 12)])  # the window is 4 batches of 2
     master.manager.view = ledger(rejected=rejections(4, "too_hard"))
-    await master.reports.report()  # half of them: that may be
+    await master.reports.report()  # half of them are rejected, which is allowed
     master.manager.view = ledger(rejected=[RejectedPrompt(locator=Locator(0, 7), reason="too_hard")])
     with pytest.raises(
         RejectedShareError, match=r"62% of the last 8 prompts were rejected; manager\.max_rejected_share=0\.5"
@@ -145,10 +147,10 @@ async def test_past_the_share_that_may_be_rejected_the_run_ends(make: MakeMaster
         ("max_issues", "worker_lost", "manager.max_issues limits how often a prompt is tried"),
     ],
 )
-async def test_whatever_the_reason_its_share_ends_the_run_with_it(
+async def test_the_most_frequent_reason_is_reported_first_with_its_remedy(
     make: MakeMaster, reason: str, detail: str, remedy: str
 ) -> None:
-    """Beside a few of another reason: the most frequent comes first, with its first detail and what helps."""
+    """A few prompts have another reason. The most frequent reason comes first, with its first detail and its remedy."""
     master = make(max_rejected_share=0.5, num_prompts=12)
     master.books.train([make_meta(position) for position in range(8, 11)])  # the window is 4 batches of 2
     others = [RejectedPrompt(locator=Locator(0, 7), reason="too_hard")]
@@ -182,7 +184,7 @@ class Clock:
         raise AssertionError("the master's loop must not sleep")
 
 
-async def test_no_data_for_data_timeout_s_ends_the_run_and_names_whom_it_waited_for(make: MakeMaster) -> None:
+async def test_no_data_for_data_timeout_s_ends_the_run_and_names_the_awaited_process(make: MakeMaster) -> None:
     master = make(train={"data_timeout_s": 10.0}, clock=Clock)
     told = r"waited 10 s for step 0 waits for data: 0 of 2 prompts are stored.* from gserver manager"
     with pytest.raises(WaitTimeoutError, match=told):
@@ -190,7 +192,7 @@ async def test_no_data_for_data_timeout_s_ends_the_run_and_names_whom_it_waited_
     assert master.manager.reports == 11
 
 
-async def test_whatever_moves_begins_the_wait_for_data_anew(make: MakeMaster) -> None:
+async def test_each_rejection_restarts_the_wait_for_data(make: MakeMaster) -> None:
     master = make(train={"data_timeout_s": 10.0}, max_rejected_share=1.0, clock=Clock)
     manager: Any = master.manager
     manager.later = {
@@ -201,9 +203,7 @@ async def test_whatever_moves_begins_the_wait_for_data_anew(make: MakeMaster) ->
     assert manager.reports == 16 + 11
 
 
-async def test_no_more_than_four_evaluations_go_on_at_a_time(
-    make: MakeMaster, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_at_most_four_evaluations_run_at_a_time(make: MakeMaster, caplog: pytest.LogCaptureFixture) -> None:
     master = make(every_steps=1)
     manager = master.manager
     for step in range(1, 7):
@@ -231,7 +231,7 @@ async def test_no_more_than_four_evaluations_go_on_at_a_time(
 
 
 async def test_model_and_checkpoint_are_saved_before_the_last_evaluation(make: MakeMaster, tmp_path: Path) -> None:
-    """Whatever becomes of that, the result is on disk."""
+    """The result is on disk even if the evaluation fails."""
     master = make()
     master.books.step = 1
     master.manager.view = ledger(served=1)
@@ -251,7 +251,7 @@ async def test_model_and_checkpoint_are_saved_before_the_last_evaluation(make: M
     await asyncio.wait({finishing})
 
 
-async def test_a_last_evaluation_that_fails_costs_no_model(make: MakeMaster) -> None:
+async def test_a_failed_last_evaluation_does_not_lose_the_model(make: MakeMaster) -> None:
     master = make()
     master.books.step = 1
     master.manager.view = ledger(served=1)
@@ -262,7 +262,7 @@ async def test_a_last_evaluation_that_fails_costs_no_model(make: MakeMaster) -> 
     assert kinds == [SaveModel, CommitWeights, SaveCheckpoint, CommitCheckpoint]
 
 
-async def test_the_summary_says_which_versions_an_evaluation_saw(make: MakeMaster, tmp_path: Path) -> None:
+async def test_the_summary_gives_the_versions_that_an_evaluation_saw(make: MakeMaster, tmp_path: Path) -> None:
     master = make(at_end=False)
     master.books.summary.add_step(
         {
@@ -279,7 +279,7 @@ async def test_the_summary_says_which_versions_an_evaluation_saw(make: MakeMaste
         }
     )
     master.manager.may_end.set()
-    master.evaluations.begin()  # of version 0, while training goes on: the manager says 0 to 2
+    master.evaluations.begin()  # of version 0, while training continues; the manager reports versions 0 to 2
     await asyncio.wait_for(master.trainer.finish(), LIMIT_S)
     master.files.write_summary(master.books.summarize(time.time(), None))
     summary = msgspec.json.decode((tmp_path / "summary.json").read_bytes())
@@ -297,10 +297,10 @@ async def test_the_summary_says_which_versions_an_evaluation_saw(make: MakeMaste
 V0 = "a0001-v00000000"
 
 
-async def test_the_version_that_is_damaged_on_disk_is_written_again(
+async def test_the_newest_version_is_rewritten_if_damaged_on_disk(
     make: MakeMaster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Between two steps: the next batch waits for it."""
+    """The rewrite happens between two steps; the next batch waits for it."""
     master = make()
     damaged = msgspec.structs.replace(ledger(), damaged=V0)
     master.manager.later = {1: damaged, 2: damaged}
@@ -314,16 +314,16 @@ async def test_the_version_that_is_damaged_on_disk_is_written_again(
     assert f"weights {V0} were damaged on disk; they were rewritten from memory" in caplog.text
 
 
-async def test_an_older_damaged_version_is_not_written_again(make: MakeMaster) -> None:
+async def test_an_older_damaged_version_is_not_rewritten(make: MakeMaster) -> None:
     master = make()
-    master.books.step = 1  # trained on
+    master.books.step = 1  # training has moved past version 0
     damaged = msgspec.structs.replace(ledger(exhausted=True), damaged=V0)
     master.manager.later = {1: damaged}
     await asyncio.wait_for(master.rollouts.form_batch(), LIMIT_S)
     assert master.caller.calls == []
 
 
-async def test_a_disk_that_damages_a_version_again_and_again_ends_the_run(make: MakeMaster) -> None:
+async def test_repeated_damage_to_a_version_ends_the_run(make: MakeMaster) -> None:
     master = make(rewrite_pause_s=0.0)
     damaged = msgspec.structs.replace(ledger(), damaged=V0)
     master.manager.later = dict.fromkeys(range(1, 9), damaged)

@@ -1,4 +1,4 @@
-"""Values that would break training are refused where they come in, and what became of their prompts is told."""
+"""Values that would break training are refused on entry, and rejected prompts are reported."""
 
 import logging
 
@@ -18,7 +18,7 @@ LOGGER = logging.getLogger("test")
 
 
 def sample_of(logprob=-0.5, reward=1.0):
-    """What an agent gives: a prompt of two tokens, a response of two."""
+    """Return a sample as an agent does: a prompt of two tokens and a response of two."""
     episode = Episode([1, 2])
     episode.add_response(Response([1, 2], [3, 4], [-1.0, logprob], [(V1, 2)], finished=True))
     episode.reward = reward
@@ -30,7 +30,7 @@ def complete(sample):
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
-def test_numbers_that_are_not_finite(number):
+def test_non_finite_numbers_are_refused(number):
     assert complete(sample_of()).ids == ("t",)
     with pytest.raises(ValueError, match="logprobs that are not finite"):
         complete(sample_of(logprob=number))
@@ -62,7 +62,7 @@ def test_wrong_dtypes_name_key_and_both_dtypes(key, dtype):
         ),
     ],
 )
-def test_reward_functions_that_could_not_be_called(tmp_path, source, told):
+def test_rewards_that_cannot_be_called_are_refused(tmp_path, source, told):
     file = tmp_path / "bad.py"
     file.write_text(source)
     info = WorkerInfo(
@@ -72,7 +72,7 @@ def test_reward_functions_that_could_not_be_called(tmp_path, source, told):
         Reward(f"{file}:reward", timeout_s=1.0, board=StatusBoard(info, LOGGER), logger=LOGGER)
 
 
-def test_rejections_are_told_with_count_cause_and_remedy():
+def test_rejections_are_reported_with_count_cause_and_remedy():
     lines = rejection_lines(
         {"too_hard": 2, "reward_error": 9, "of_an_agent": 1}, {"reward_error": "judge.py:reward raised KeyError('x')"}
     )

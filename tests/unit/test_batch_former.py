@@ -1,4 +1,4 @@
-"""When a step may start, with which tickets, and whom it waits for."""
+"""When a step may start, with which tickets, and which processes it waits for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncrl.protocol.messages import Locator, TicketView, TrajectoryMeta, Weigh
 
 
 class Books:
-    """What is stored and what the ledger lists; tickets are named by letter: `a` is the first prompt."""
+    """Stored trajectories and the ledger's list of tickets. A letter names each ticket; `a` is the first prompt."""
 
     def __init__(self, *, batch_size: int = 2, eta: int = 1, **options: Any) -> None:
         self.former = BatchFormer(batch_size=batch_size, max_head_offpolicyness=eta, **options)
@@ -33,7 +33,7 @@ class Books:
         self.stored += [name for name in names if name not in self.stored]
 
     def forget(self, names: str) -> None:
-        """The manager has heard: consumed, rejected or taken back."""
+        """Remove tickets from the ledger's list: the manager knows that they were consumed, rejected or revoked."""
         self.listed = [name for name in self.listed if name not in names]
 
     def view(self, name: str) -> TicketView:
@@ -82,7 +82,7 @@ class Books:
         return decision
 
 
-def test_too_few_stored() -> None:
+def test_waits_while_too_few_are_stored() -> None:
     books = Books()
     books.run("abcd", 1)
     books.store("c")
@@ -93,7 +93,7 @@ def test_too_few_stored() -> None:
     assert waits.revoke == ()
 
 
-def test_nothing_runs_nothing_is_stored() -> None:
+def test_waits_for_the_manager_when_nothing_runs_or_is_stored() -> None:
     waits = Books().waits()
     assert (waits.on, waits.stragglers) == ("gserver manager", ())
 
@@ -107,7 +107,7 @@ def test_the_earliest_deadlines_in_canonical_order() -> None:
     assert books.ready() == "cd"
 
 
-def test_ties_go_by_prompt_whatever_came_first() -> None:
+def test_equal_deadlines_are_ordered_by_prompt_not_by_arrival() -> None:
     books = Books()
     books.run("abcd", 1)
     books.store("dcba")
@@ -124,7 +124,7 @@ def test_a_batch_is_in_the_order_of_its_prompts_and_not_of_its_deadlines() -> No
 
 
 def test_waits_for_a_straggler_that_would_be_too_old() -> None:
-    """Two of four with deadline 1 are stored at step 0: the others still fit into step 1. At step 1 they must come."""
+    """At step 0 two of four tickets with deadline 1 are stored; the others still fit into step 1, which must wait for them."""
     books = Books()
     books.run("abcd", 1)
     books.store("cd")
@@ -143,8 +143,8 @@ def test_waits_for_a_straggler_that_would_be_too_old() -> None:
     assert books.ready() == "ab"
 
 
-def test_the_rule_looks_at_every_deadline() -> None:
-    """B = 1, eta = 2: with two unstored tickets of deadline 1 besides the batch, step 0 would leave one step for two."""
+def test_the_rule_checks_every_deadline() -> None:
+    """B = 1, eta = 2: besides the batch, two unstored tickets have deadline 1. Step 0 would leave one step for both."""
     books = Books(batch_size=1, eta=2)
     books.run("ab", 1)
     books.run("c", 2)
@@ -154,7 +154,7 @@ def test_the_rule_looks_at_every_deadline() -> None:
     assert books.ready() == "b"
 
 
-def test_synchronous_takes_the_whole_batch() -> None:
+def test_with_eta_0_a_step_waits_for_the_whole_batch() -> None:
     books = Books(eta=0)
     books.run("ab", 0)
     books.store("b")
@@ -163,7 +163,7 @@ def test_synchronous_takes_the_whole_batch() -> None:
     assert books.ready() == "ab"
 
 
-def test_a_rejected_straggler_frees_the_step() -> None:
+def test_a_step_does_not_wait_for_a_rejected_straggler() -> None:
     books = Books()
     books.run("ab", 1)
     books.run("cd", 2)
@@ -189,13 +189,13 @@ def test_the_last_batch_is_partial() -> None:
     decision = books.decide()
     assert decision == Ready(("a", "b", "c"), partial=True)
     books.stored = []
-    assert isinstance(books.decide(), NotReady)  # the ledger still lists them: it has not heard that they are consumed
+    assert isinstance(books.decide(), NotReady)  # the ledger has not heard that they are consumed, and still lists them
     books.forget("abc")
     assert books.decide() == Ready(())
 
 
-def test_not_exhausted_while_a_prompt_may_come_back() -> None:
-    """A ticket was taken back, but the ledger in hand is older: it says exhausted, and will not be for long."""
+def test_the_prompts_are_not_exhausted_while_a_revoked_one_may_return() -> None:
+    """A ticket was revoked, but the ledger at hand is older. It says exhausted, which the revoked prompt will soon change."""
     books = Books(batch_size=2, overdue_wait_s=10.0)
     books.run("ab", 1)
     books.store("a")
@@ -205,7 +205,7 @@ def test_not_exhausted_while_a_prompt_may_come_back() -> None:
     assert books.waits().revoke == ("b",)
     assert books.waits().revoke == ()
     books.forget("b")
-    assert books.ready() == "a"  # by now the ledger says so itself
+    assert books.ready() == "a"  # by now the ledger itself lists no running ticket
 
 
 # --------------------------------------------------------------------------------------------------------------- overdue
@@ -231,14 +231,14 @@ def test_waits_for_a_straggler_at_most_overdue_wait_s() -> None:
     assert books.ready() == "bc"  # although the ledger still lists it
 
 
-def test_drop_takes_a_straggler_back_at_once() -> None:
+def test_drop_revokes_a_straggler_at_once() -> None:
     books = straggling(overdue="drop", overdue_wait_s=30.0)
     assert books.waits().revoke == ("a",)
     assert books.ready() == "bc"
 
 
-def test_drop_waits_for_a_ledger_that_knows_what_is_stored() -> None:
-    """An older ledger may list a straggler that has ended since."""
+def test_drop_waits_for_a_ledger_that_lists_the_stored_tickets() -> None:
+    """An older ledger may list a straggler that has ended since then."""
     books = straggling(overdue="drop", overdue_wait_s=30.0)
     books.forget("d")
     waits = books.waits()
@@ -251,18 +251,18 @@ def test_train_does_not_wait_for_deadlines() -> None:
     books = straggling(overdue="train")
     assert books.ready() == "bc"
     books.version, books.stored = 3, ["a", "d"]
-    assert books.ready() == "ad"  # older than eta, as the policy says
+    assert books.ready() == "ad"  # older than eta, as the policy allows
 
 
-def test_a_revoked_straggler_that_comes_after_all_is_trained() -> None:
+def test_a_revoked_straggler_that_still_arrives_is_trained() -> None:
     books = straggling(overdue_wait_s=0.0)
     assert books.waits().revoke == ("a",)
     books.store("a")
     assert books.ready() == "ab"
 
 
-def test_while_data_arrives_nothing_is_overdue() -> None:
-    """Generation is slow, not stuck: only a standstill makes a rollout overdue where too few are stored."""
+def test_nothing_is_overdue_while_data_arrives() -> None:
+    """Generation is slow, not stuck. If too few are stored, a rollout is overdue only after a standstill."""
     books = Books(batch_size=4, eta=0, overdue_wait_s=30.0)
     books.run("abcd", 0)
     for name in "abc":
@@ -274,8 +274,8 @@ def test_while_data_arrives_nothing_is_overdue() -> None:
     assert books.waits().revoke == ("d",)
 
 
-def test_a_rest_that_hangs_is_overdue_even_where_it_could_wait() -> None:
-    """The gate is shut by hung rollouts with later deadlines: without a limit nothing would ever move."""
+def test_hung_rollouts_become_overdue_before_their_deadline() -> None:
+    """Hung rollouts with later deadlines keep the gate closed. Without a limit the run would never move again."""
     books = Books(overdue_wait_s=30.0)
     books.run("abcd", 1)
     books.store("d")
@@ -287,7 +287,7 @@ def test_a_rest_that_hangs_is_overdue_even_where_it_could_wait() -> None:
 # ---------------------------------------------------------------------------------------------------------------- faults
 
 
-def test_too_old_by_a_fault_is_given_up_and_stored_ones_are_named() -> None:
+def test_tickets_past_their_deadline_are_revoked_and_stored_ones_dropped() -> None:
     books = Books()
     books.run("ab", 0)
     books.run("cd", 2)
@@ -300,8 +300,8 @@ def test_too_old_by_a_fault_is_given_up_and_stored_ones_are_named() -> None:
     assert books.ready() == "cd"
 
 
-def test_more_than_fit_before_their_deadline() -> None:
-    """A trajectory of a worker thought lost came after all: three for two places. The running one goes, not the stored."""
+def test_more_tickets_than_fit_before_their_deadline() -> None:
+    """A worker presumed lost sent a trajectory: three tickets, two places. The running ticket is revoked, not a stored one."""
     books = Books()
     books.run("abc", 1)
     books.version = 1
@@ -315,8 +315,8 @@ def test_more_than_fit_before_their_deadline() -> None:
     assert books.waits().drop == ("c",)
 
 
-def test_a_ledger_older_than_what_is_stored_condemns_nobody() -> None:
-    """It still lists `b`, which is rejected by now; `c` took its place and is stored already."""
+def test_a_ledger_older_than_the_stored_tickets_revokes_nothing() -> None:
+    """It still lists `b`, which has been rejected since; `c` took its place and is already stored."""
     books = Books(batch_size=1)
     books.run("ab", 1)
     books.store("a")
@@ -329,7 +329,7 @@ def test_a_ledger_older_than_what_is_stored_condemns_nobody() -> None:
     assert books.ready() == "a"
 
 
-def test_only_as_many_as_stand_in_the_way_are_taken_back() -> None:
+def test_only_stragglers_that_block_the_step_are_revoked() -> None:
     books = Books(batch_size=2, eta=2, overdue="drop")
     books.run("abc", 1)
     books.run("de", 2)
@@ -339,8 +339,8 @@ def test_only_as_many_as_stand_in_the_way_are_taken_back() -> None:
     assert books.ready() == "de"
 
 
-def test_a_stored_ticket_that_the_ledger_does_not_know() -> None:
-    """Its deadline follows from the version of its oldest token; other tickets of its prompt do not count."""
+def test_a_stored_ticket_that_the_ledger_does_not_know_is_trained() -> None:
+    """Its deadline follows from the version of its oldest token. Other tickets of its prompt do not count."""
     books = Books()
     books.run("ab", 1)
     books.store("ab")
@@ -380,12 +380,12 @@ def test_long_lists_of_stragglers_are_cut_in_the_reason() -> None:
         ({"overdue_wait_s": -1.0}, "overdue_wait_s"),
     ],
 )
-def test_options_that_cannot_work_are_refused(options: dict[str, Any], field: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], field: str) -> None:
     with pytest.raises(ValueError, match=field):
         Books(**options)
 
 
-def test_for_full_lag_a_step_waits_until_generation_is_as_far_ahead_as_it_may_be() -> None:
+def test_full_lag_waits_until_generation_is_as_far_ahead_as_allowed() -> None:
     books = Books(batch_size=2, eta=1, wait_for_full_lag=True)
     books.run("abcd", deadline=1)
     books.store("abc")
@@ -394,7 +394,7 @@ def test_for_full_lag_a_step_waits_until_generation_is_as_far_ahead_as_it_may_be
     assert books.ready() == "ab"
 
 
-def test_for_full_lag_the_end_of_the_prompts_ends_the_wait() -> None:
+def test_full_lag_does_not_wait_after_the_last_prompt() -> None:
     books = Books(batch_size=2, eta=1, wait_for_full_lag=True)
     books.run("abc", deadline=1)
     books.store("abc")

@@ -1,4 +1,4 @@
-"""benchmarks/generation.py computes what updates cost. tests/benchmarks runs it."""
+"""benchmarks/generation.py computes the cost of weight updates. tests/benchmarks runs the script."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_what_updates_cost(benchmark: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_gives_the_cost_of_updates(benchmark: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     rounds = sys.modules["common"].Rounds
     values = {
         "transformers": {"1": [100.0], "64": [1000.0], "every_5s": [990.0]},

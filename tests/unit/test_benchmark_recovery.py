@@ -1,4 +1,4 @@
-"""What benchmarks/recovery.py and soak.py read from what a run leaves behind: here from a made-up run."""
+"""benchmarks/recovery.py and soak.py read the files that a run leaves behind. The run here is made up."""
 
 import importlib
 import json
@@ -22,7 +22,7 @@ def write(run_dir, worker, *records):
     (run_dir / "journal" / f"{worker}.jsonl").write_text(text)
 
 
-def test_useful_work_is_what_came_after_the_death(module, tmp_path):
+def test_useful_work_begins_after_the_death(module, tmp_path):
     useful = module("recovery").useful
     admitted = [
         {"event": "admitted", "ticket": ticket, "time": at} for ticket, at in (("a", 9.0), ("b", 11.5), ("c", 12.0))
@@ -43,12 +43,13 @@ def test_useful_work_is_what_came_after_the_death(module, tmp_path):
     )
     assert useful(tmp_path, "rollout_worker", "rollout_worker/1", 10.0) == 12.0
     assert useful(tmp_path, "gserver_manager", "gserver_manager/0", 10.0) == 11.5
-    assert useful(tmp_path, "generation_server", "generation_server/0", 10.0) == 12.3  # a bucket is a tenth of a second
+    # a bucket spans a tenth of a second
+    assert useful(tmp_path, "generation_server", "generation_server/0", 10.0) == 12.3
     assert useful(tmp_path, "master", "master/0", 10.0) == 14.0
     assert useful(tmp_path, "model_worker", "model_worker/0", 14.5) is None
 
 
-def test_the_incarnation_that_came_after_is_measured(module, tmp_path):
+def test_recovery_is_measured_on_the_next_incarnation(module, tmp_path):
     recovery = module("recovery")
     folder = tmp_path / "logs" / "attempt_1"
     folder.mkdir(parents=True)
@@ -67,14 +68,14 @@ def test_slopes_leave_out_the_warm_up(module):
     assert soak.slopes_of(samples, soak.WARM_UP) == {"memory_mb": 20.0}
 
 
-def test_what_fills_and_is_full_has_no_late_slope(module):
+def test_a_resource_that_has_filled_up_has_no_late_slope(module):
     samples = [(float(step), {"descriptors": min(step, 200.0)}) for step in range(0, 500, 10)]
     soak = module("soak")
     assert soak.slopes_of(samples, soak.WARM_UP)["descriptors"] > 100
     assert soak.slopes_of(samples, soak.LATE) == {"descriptors": 0.0}
 
 
-def test_faults_of_a_soak_are_one_schedule_cut_into_rounds(module):
+def test_faults_of_a_soak_are_one_schedule_split_into_rounds(module):
     soak = module("soak")
     args = Namespace(minutes=12.0, rounds=4, every="5-15", seed=3, kinds=("kill", "stop"))
     rounds = soak.faults_by_round(args)

@@ -1,4 +1,4 @@
-"""The simulation in benchmarks/scale.py: what it must agree with arithmetic on."""
+"""The simulation in benchmarks/scale.py agrees with arithmetic."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def run(scale: Any) -> Any:
     return scale.Run(**SIZES)
 
 
-def test_a_manager_that_has_time_is_as_busy_as_its_requests(scale: Any, run: Any) -> None:
+def test_the_load_of_an_unsaturated_manager_follows_from_its_requests(scale: Any, run: Any) -> None:
     found = scale.simulate(run, service_s=0.001, idle_share=0.0, heartbeats_from=20.0)
     heartbeats = run.clients / run.heartbeat_s
-    both = 2 * found["allocations_a_s"]  # each is allocated, and ends
+    both = 2 * found["allocations_a_s"]  # each group is allocated and finished
     assert found["utilisation"] == pytest.approx(0.001 * (heartbeats + both), rel=0.2)
-    assert found["allocate_p99_ms"] < run.batch + 5.0  # a step sets so many free at once
+    assert found["allocate_p99_ms"] < run.batch + 5.0  # a step frees this many at once
     assert found["slots_idle_for_manager"] < 0.001
     assert found == scale.simulate(run, service_s=0.001, idle_share=0.0, heartbeats_from=20.0)
 
 
-def test_heartbeats_of_too_many_clients_keep_generation_waiting(scale: Any, run: Any) -> None:
+def test_heartbeats_of_too_many_clients_delay_generation(scale: Any, run: Any) -> None:
     few = scale.simulate(run, service_s=0.005, idle_share=0.1, heartbeats_from=20.0)
     many = scale.simulate(replace(run, clients=600), service_s=0.005, idle_share=0.1, heartbeats_from=20.0)
     assert few["utilisation"] < 1.0 < many["utilisation"]
@@ -41,8 +41,8 @@ def test_heartbeats_of_too_many_clients_keep_generation_waiting(scale: Any, run:
     assert many["slots_idle_for_manager"] > 0.05 > few["slots_idle_for_manager"]
 
 
-def test_training_is_not_outrun(scale: Any, run: Any) -> None:
-    """Groups that are not trained yet are bounded: a trainer that is slow stops generation."""
+def test_generation_does_not_outrun_training(scale: Any, run: Any) -> None:
+    """The number of untrained groups is bounded, so a slow trainer stops generation."""
     found = scale.simulate(
         replace(run, step_s=60.0, seconds=600.0), service_s=0.001, idle_share=0.0, heartbeats_from=0.0
     )

@@ -1,4 +1,4 @@
-"""benchmarks/startup.py reads its phases from what a run leaves behind: here from a made-up run."""
+"""benchmarks/startup.py reads its phases from the files that a run leaves behind. The run here is made up."""
 
 import importlib
 import json
@@ -22,7 +22,7 @@ def startup(monkeypatch):
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """Began at 0 s, and at 1 s with an attempt; etcd was there at 2 s, the first step done at 20 s."""
+    """A run that began at 0 s and its attempt at 1 s; etcd was ready at 2 s, and the first step was done at 20 s."""
     (tmp_path / "config.yaml").touch()
     os.utime(tmp_path / "config.yaml", (BEGAN + 1, BEGAN + 1))
     record = RunRecord(pid=1, attempt=1, experiment="e", trial="t", endpoints=[], started=BEGAN + 2)
@@ -49,7 +49,7 @@ def run_dir(tmp_path):
         worker = "/".join(name.rsplit("_", 1))
         times = [datetime.fromtimestamp(BEGAN + at).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3] for at, _ in lines]
         text = [f"{when} INFO    {worker}: {what}" for when, (_, what) in zip(times, lines, strict=True)]
-        (logs / f"{name}.log").write_text("\n".join(["a line of somebody else's", *text]) + "\n")
+        (logs / f"{name}.log").write_text("\n".join(["a line of another program", *text]) + "\n")
     (tmp_path / "journal").mkdir()
     books = [
         {"event": "trained", "step": 1, "start": BEGAN + 17, "end": BEGAN + 20},
@@ -66,7 +66,7 @@ def test_phases_follow_each_other_and_add_up(startup, run_dir):
         {
             "launcher": 1,
             "name_service": 1,
-            "imports": 5,  # the last computing process, at 7
+            "imports": 5,  # the last computing process begins at 7 s
             "loading": 3,
             "weights_0": 2,
             "first_batch": 5,

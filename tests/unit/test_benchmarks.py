@@ -1,4 +1,4 @@
-"""Committed baselines of the benchmarks have the shape that tables and readers expect. The benchmarks run in tests/benchmarks."""
+"""Committed baselines have the format that tables and readers expect. tests/benchmarks runs the benchmarks."""
 
 from __future__ import annotations
 

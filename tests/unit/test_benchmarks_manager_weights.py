@@ -1,4 +1,4 @@
-"""benchmarks/end_to_end.py reads the files of a run; every benchmark explains itself. tests/benchmarks runs them."""
+"""benchmarks/end_to_end.py reads the files of a run; every benchmark has a help text. tests/benchmarks runs them."""
 
 import importlib.util
 import json
@@ -62,7 +62,7 @@ def test_end_to_end_reads_a_run(end_to_end, tmp_path):
     assert end_to_end.measure(run, 0.0)["to_target_s"] == 10.0
 
 
-def test_end_to_end_tells_what_was_not_reached(end_to_end, capsys):
+def test_end_to_end_reports_targets_that_were_not_reached(end_to_end, capsys):
     case = {key: [1.0, 1.0, 1.0] for key in end_to_end.COLUMNS}
     inf = float("inf")
     rounds = end_to_end.Rounds(
@@ -91,7 +91,7 @@ def test_end_to_end_tells_what_was_not_reached(end_to_end, capsys):
 
 
 @pytest.mark.parametrize("name", ["manager", "weights", "end_to_end"])
-def test_help_teaches(name):
+def test_help_lists_the_options(name):
     done = subprocess.run(
         [sys.executable, BENCHMARKS / f"{name}.py", "--help"], capture_output=True, text=True, timeout=60
     )

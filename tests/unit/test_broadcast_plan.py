@@ -1,4 +1,4 @@
-"""weights.transport=broadcast at the manager: who gets a version from memory and who from disk, and who waits for whom."""
+"""weights.transport=broadcast in the manager: which servers load a version from memory or from disk, and how waves wait."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMIT_S = 60.0
 # ----------------------------------------------------------------------------------------------------------------- plan
 
 
-def test_servers_that_serve_get_it_from_memory_before_it_is_on_disk() -> None:
+def test_serving_servers_load_from_memory_before_the_version_is_on_disk() -> None:
     setup = Setup(2)
     assert setup.plan.hold(v(1))
     first, second = setup.plan.due(1.0)
@@ -29,11 +29,11 @@ def test_servers_that_serve_get_it_from_memory_before_it_is_on_disk() -> None:
     for update in (first, second):
         assert setup.plan.succeeded(update, 2.0)
     assert setup.versions() == [1, 1]
-    assert setup.plan.publish(v(1))  # the files come: nobody needs them
+    assert setup.plan.publish(v(1))  # the files arrive, but no server needs them
     assert setup.plan.due(3.0) == []
 
 
-def test_the_first_version_is_loaded_from_disk_and_waited_for() -> None:
+def test_the_first_version_is_loaded_only_from_disk() -> None:
     setup = Setup(2, serving=None)
     setup.plan.hold(v(0))
     assert setup.plan.due(0.0) == []
@@ -41,7 +41,7 @@ def test_the_first_version_is_loaded_from_disk_and_waited_for() -> None:
     assert [update.broadcast for update in setup.plan.due(0.0)] == [False, False]
 
 
-def test_a_server_that_comes_later_loads_what_is_on_disk_then_gets_the_newest() -> None:
+def test_a_new_server_loads_from_disk_and_then_the_newest_from_memory() -> None:
     setup = Setup(1)
     setup.plan.hold(v(1))
     (update,) = setup.plan.due(0.0)
@@ -54,14 +54,14 @@ def test_a_server_that_comes_later_loads_what_is_on_disk_then_gets_the_newest() 
     assert (again.server, again.version, again.broadcast) == ("generation_server/9", v(1), True)
 
 
-def test_what_failed_in_a_broadcast_is_stale_and_waits_for_that_version_on_disk() -> None:
+def test_a_server_whose_broadcast_failed_is_stale_until_that_version_is_on_disk() -> None:
     setup = Setup(2)
     setup.plan.hold(v(1))
     bad, good = setup.plan.due(0.0)
     setup.plan.succeeded(good, 0.0)
     assert setup.plan.failed(bad, "refused", 0.0) == 0.0
     assert setup.states() == "sh"
-    assert setup.plan.due(0.0) == []  # v0 is there, but what it has of v1 nobody knows
+    assert setup.plan.due(0.0) == []  # v0 is on disk, but the server may hold parts of v1
     setup.plan.publish(v(1))
     (update,) = setup.plan.due(0.0)
     assert (update.server, update.version, update.broadcast) == (bad.server, v(1), False)
@@ -69,7 +69,7 @@ def test_what_failed_in_a_broadcast_is_stale_and_waits_for_that_version_on_disk(
     assert setup.versions() == [1, 1]
 
 
-def test_broadcasts_that_go_on_failing_are_tried_less_and_less() -> None:
+def test_broadcasts_that_keep_failing_are_tried_less_often() -> None:
     setup = Setup(1)
     tried = []
     for number in range(1, 40):
@@ -85,10 +85,10 @@ def test_broadcasts_that_go_on_failing_are_tried_less_and_less() -> None:
             assert not update.broadcast
             setup.plan.succeeded(update, 0.0)
         assert setup.versions() == [number]
-    assert tried == [1, 2, 5, 12, 27]  # v1 itself comes from disk, then 1, 3, 7, 15 ... are not tried at all
+    assert tried == [1, 2, 5, 12, 27]  # from each failed version on, 1, 3, 7, 15 ... versions come from disk
 
 
-def test_one_broadcast_that_succeeds_is_trusted_again() -> None:
+def test_one_successful_broadcast_ends_the_back_off() -> None:
     setup = Setup(1)
     for number, outcome in ((1, "fails"), (2, "succeeds"), (3, "fails"), (4, "succeeds")):
         setup.plan.hold(v(number))
@@ -103,7 +103,7 @@ def test_one_broadcast_that_succeeds_is_trusted_again() -> None:
             setup.plan.succeeded(update, 0.0)
 
 
-def test_waves_and_versions_that_never_go_back_are_as_from_disk() -> None:
+def test_broadcasts_follow_waves_and_never_load_an_older_version() -> None:
     setup = Setup(4, update_fraction=0.5)
     assert setup.plan.hold(v(2))
     assert not setup.plan.hold(v(1))
@@ -116,11 +116,11 @@ def test_waves_and_versions_that_never_go_back_are_as_from_disk() -> None:
     assert {(update.version, update.broadcast) for update in setup.plan.due(0.0)} == {(v(3), True)}
 
 
-def test_a_new_attempt_makes_all_stale_and_begins_on_disk() -> None:
+def test_a_new_attempt_makes_all_servers_stale_and_begins_from_disk() -> None:
     setup = Setup(2, serving=5)
     assert setup.plan.hold(v(3, attempt=2))
     assert setup.states() == "ss"
-    assert setup.plan.due(0.0) == []  # what is on disk is of an attempt that is over
+    assert setup.plan.due(0.0) == []  # the version on disk belongs to an earlier attempt
     setup.plan.publish(v(3, attempt=2))
     updates = setup.plan.due(0.0)
     assert [(update.version, update.broadcast) for update in updates] == [(v(3, attempt=2), False)] * 2
@@ -134,7 +134,7 @@ def update_of(server: str) -> Update:
 
 
 class Trainer:
-    """Notes who is sent to together; answers when told."""
+    """Records which servers a broadcast is sent to. Replies once `answer` is set."""
 
     def __init__(self) -> None:
         self.asked: list[list[str]] = []
@@ -147,7 +147,7 @@ class Trainer:
         return await asyncio.shield(self.answer)
 
 
-async def test_one_broadcast_for_all_once_all_are_paused() -> None:
+async def test_one_broadcast_is_sent_once_all_members_are_paused() -> None:
     a, b = update_of("a"), update_of("b")
     trainer = Trainer()
     wave = Wave([a, b], trainer.send, wait_s=LIMIT_S)
@@ -163,7 +163,7 @@ async def test_one_broadcast_for_all_once_all_are_paused() -> None:
     assert await asyncio.gather(first, second) == [reply, reply]
 
 
-async def test_nobody_waits_for_one_that_could_not_be_paused() -> None:
+async def test_a_wave_does_not_wait_for_a_server_that_could_not_be_paused() -> None:
     a, b = update_of("a"), update_of("b")
     trainer = Trainer()
     trainer.answer.set_result(BroadcastReply())
@@ -175,7 +175,7 @@ async def test_nobody_waits_for_one_that_could_not_be_paused() -> None:
     assert trainer.asked == [["a"]]
 
 
-async def test_one_that_is_slow_is_left_behind_and_asks_for_itself() -> None:
+async def test_a_slow_server_is_left_behind_and_gets_its_own_broadcast() -> None:
     a, b = update_of("a"), update_of("b")
     trainer = Trainer()
     trainer.answer.set_result(BroadcastReply())
@@ -185,7 +185,7 @@ async def test_one_that_is_slow_is_left_behind_and_asks_for_itself() -> None:
     assert trainer.asked == [["a"], ["b"]]
 
 
-async def test_a_member_that_is_given_up_takes_nothing_from_the_others() -> None:
+async def test_cancelling_one_member_does_not_affect_the_others() -> None:
     a, b = update_of("a"), update_of("b")
     trainer = Trainer()
     wave = Wave([a, b], trainer.send, wait_s=LIMIT_S)
@@ -214,11 +214,11 @@ def config_with(**options: object) -> ExperimentConfig:
         ({"broadcast_backend": "glo"}, "weights.broadcast_backend='glo': did you mean 'gloo'"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(options: dict[str, object], problem: str) -> None:
+def test_invalid_settings_are_refused(options: dict[str, object], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         validate(config_with(**options))
 
 
-def test_a_transport_that_is_none_is_refused() -> None:
+def test_an_unknown_transport_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"weights.transport='broadcst': did you mean 'broadcast'"):
         validate(ExperimentConfig(weights=WeightsConfig(transport="broadcst")))

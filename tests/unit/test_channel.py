@@ -1,4 +1,4 @@
-"""Channels over the in-memory transport: loss, repetition, disorder and damage; credit; restarts; refusals."""
+"""Channels over the in-memory transport: loss, duplication, reordering and corruption; credit; restarts; refusals."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from asyncrl.runtime.transport import Faults, MemoryTransport, ZmqTransport
 LIMITS = ChannelLimits(
     credit_items=8, credit_bytes=100_000, resend_after_s=0.01, max_message_bytes=50_000, start_timeout_s=60.0
 )
-PATIENT = dataclasses.replace(LIMITS, resend_after_s=100.0)  # for tests in which nothing is sent again
+PATIENT = dataclasses.replace(LIMITS, resend_after_s=100.0)  # for tests without resends
 
 
 def window(items=4, nbytes=100):
@@ -57,7 +57,7 @@ class TestSendWindow:
         assert state.can_admit(30)
         assert state.settle(1, 0.0) is None
 
-    def test_a_message_beyond_all_credit_goes_alone(self):
+    def test_a_message_larger_than_all_credit_is_sent_alone(self):
         state = window()
         assert state.can_admit(1000)
         state.admit("large", 1000, 0.0)
@@ -75,7 +75,7 @@ class TestSendWindow:
         state.settle(2, 0.0)
         assert state.low == 3
 
-    def test_one_stuck_message_stops_the_window_in_the_end(self):
+    def test_one_unsettled_message_eventually_stops_the_window(self):
         state = window()
         state.admit("stuck", 1, 0.0)
         for seq in range(1, WINDOW_SPAN):
@@ -86,7 +86,7 @@ class TestSendWindow:
         state.settle(0, 0.0)
         assert state.can_admit(1)
 
-    def test_resend_queries_ask_only_for_what_is_old_and_less_and_less_often(self):
+    def test_resend_queries_cover_only_old_messages_and_back_off(self):
         state = window()
         state.heard()
         state.admit("a", 1, 0.0)
@@ -96,7 +96,7 @@ class TestSendWindow:
         times = [now / 10 for now in range(11, 500) if state.resend_query(now / 10) is not None]
         assert times == pytest.approx([3.0, 7.0, 15.0, 23.0, 31.0, 39.0, 47.0])
 
-    def test_a_verdict_ends_the_backing_off(self):
+    def test_a_verdict_ends_the_back_off(self):
         state = window()
         state.heard()
         for item in "ab":
@@ -115,9 +115,9 @@ class TestSendWindow:
         state.heard()
         assert state.resend_query(50.0) is None
         state.new_receiver(60.0)
-        assert state.resend_query(61.0) == []  # the new one has said nothing yet
+        assert state.resend_query(61.0) == []  # the new receiver has sent nothing yet
 
-    def test_what_never_arrives_is_given_up(self):
+    def test_a_message_that_never_arrives_is_given_up(self):
         state = window()
         state.admit("a", 1, 0.0)
         for _ in range(MAX_SENDS - 1):
@@ -127,14 +127,14 @@ class TestSendWindow:
         assert state.num_pending == 0
         assert state.pending_bytes == 0
 
-    def test_a_new_receiver_gets_everything_in_order(self):
+    def test_a_new_receiver_gets_all_unsettled_messages_in_order(self):
         state = window()
         for item in "abc":
             state.admit(item, 1, 0.0)
         state.settle(1, 0.0)
         assert [out.item for out in state.new_receiver(0.0)] == ["a", "c"]
 
-    def test_a_new_receiver_may_ask_as_often_as_the_one_before(self):
+    def test_each_receiver_has_its_own_limit_of_resends(self):
         state = window()
         state.admit("a", 1, 0.0)
         for _ in range(2):
@@ -170,7 +170,7 @@ class TestPeerLedger:
         assert ledger.asked([0, 1, 2], 1) == ([(1, Verdict(True, b"no"))], [2])  # the sender has given up 0
         assert ledger.num_held == 0
 
-    def test_only_what_is_not_settled_is_held(self):
+    def test_only_unsettled_messages_are_held(self):
         ledger = PeerLedger(0)
         ledger.arrive(0, 0)
         ledger.arrive(1, 0)
@@ -210,7 +210,7 @@ class TestInOrder:
             out += order.arrive(seq, 0, seq)
         assert out == list(range(12))
 
-    def test_skips_what_the_sender_gave_up(self):
+    def test_skips_messages_that_the_sender_gave_up(self):
         order = InOrder(0)
         assert order.arrive(2, 0, "two") == []
         assert order.arrive(5, 0, "five") == []
@@ -218,7 +218,7 @@ class TestInOrder:
         assert order.arrive(3, 0, "late") == []
         assert len(order) == 0
 
-    def test_a_resend_query_too_says_what_was_given_up(self):
+    def test_a_resend_query_also_reports_messages_that_were_given_up(self):
         order = InOrder(0)
         assert order.arrive(1, 0, "one") == []
         assert order.advance(1) == ["one"]
@@ -226,8 +226,8 @@ class TestInOrder:
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 1 << 32))
-def test_any_schedule_settles_everything_and_delivers_once(seed):
-    """Both sides' state over a network that does as it likes, with receivers that restart, on a clock of its own."""
+def test_any_schedule_settles_every_message_and_delivers_it_once(seed):
+    """Runs the state of both sides over an unreliable network, with receivers that restart, on a simulated clock."""
     random = Random(seed)
     sender: SendWindow[int] = SendWindow(credit_items=5, credit_bytes=1000, resend_after_s=1.0)
     receiver, incarnation, now = PeerLedger(0), 0, 0.0
@@ -255,9 +255,11 @@ def test_any_schedule_settles_everything_and_delivers_once(seed):
         if net and random.random() < 0.8:
             index = random.randrange(len(net)) if faulty else 0
             kind, target, content = net[index]
-            if not (faulty and random.random() < 0.2):  # else it comes again
+            if not (faulty and random.random() < 0.2):  # otherwise it is duplicated
                 del net[index]
-            if (faulty and random.random() < 0.2) or target != incarnation:  # lost, or for an earlier incarnation
+            if (
+                faulty and random.random() < 0.2
+            ) or target != incarnation:  # lost, or addressed to an earlier incarnation
                 continue
             if kind == "report":
                 settled += [seq for seq in content[0] if sender.settle(seq, now) is not None]
@@ -289,7 +291,7 @@ def test_any_schedule_settles_everything_and_delivers_once(seed):
 
 
 class Tampering(MemoryTransport):
-    """Gives each message to `tamper` on its way."""
+    """Passes each message through `tamper` on its way."""
 
     def __init__(self, tamper):
         super().__init__()
@@ -335,7 +337,7 @@ async def net():
 
 
 async def settle_all(receiver, seen, *, hold=0):
-    """Acknowledge everything, out of order where hold says to keep some back; the verdict repeats the header."""
+    """Acknowledge everything; `hold` keeps that many back, to settle out of order. Without it, the verdict repeats the header."""
     held = []
     while True:
         delivery = await receiver.receive()
@@ -357,7 +359,7 @@ async def stop(task):
 
 
 async def turns(num=20):
-    """Let everything that can happen now happen."""
+    """Run some event-loop turns, so that everything that can proceed does."""
     for _ in range(num):
         await asyncio.sleep(0)
 
@@ -377,7 +379,7 @@ async def test_header_frames_and_verdict(net):
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_faults_lose_and_repeat_nothing(net, seed):
+async def test_no_message_is_lost_or_repeated_under_faults(net, seed):
     net.transport.random.seed(seed)
     receiver, endpoint = await net.receiver()
     senders = [await net.sender(endpoint, name=f"s{i}") for i in range(3)]
@@ -397,7 +399,7 @@ async def test_faults_lose_and_repeat_nothing(net, seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_ordered_comes_in_order_in_spite_of_faults(net, seed):
+async def test_an_ordered_channel_keeps_the_order_under_faults(net, seed):
     net.transport.random.seed(seed)
     receiver, endpoint = await net.receiver(ordered=True)
     sender = await net.sender(endpoint, on_restart="fail")
@@ -420,7 +422,7 @@ async def test_without_faults_nothing_is_sent_twice(net):
     await asyncio.gather(*(sender.send(b"%d" % i, timeout_s=60, what="it") for i in range(100)))
     await stop(consumer)
     assert sender.num_resent == 0
-    assert 100 < net.transport.num_sent - before <= 200  # a message each, and their verdicts, some of them together
+    assert 100 < net.transport.num_sent - before <= 200  # one message each, and verdicts, some of them batched
 
 
 async def test_a_held_message_is_queried_but_not_sent_again(net):
@@ -445,7 +447,7 @@ async def test_a_held_message_is_queried_but_not_sent_again(net):
     assert await sending == b"done"
 
 
-async def test_credit_runs_out_when_nobody_receives(net):
+async def test_credit_runs_out_when_nothing_is_received(net):
     receiver, endpoint = await net.receiver(PATIENT)
     sender = await net.sender(endpoint, PATIENT)
     sends = [asyncio.create_task(sender.send(b"%d" % i, [b"x" * 100], timeout_s=60, what="it")) for i in range(30)]
@@ -459,7 +461,7 @@ async def test_credit_runs_out_when_nobody_receives(net):
     consumer = await running(settle_all(receiver, seen))
     await asyncio.gather(*sends)
     await stop(consumer)
-    assert [body for _, body in seen] == [b"%d" % i for i in range(30)]  # who waited first goes first
+    assert [body for _, body in seen] == [b"%d" % i for i in range(30)]  # the send that waited first goes first
 
 
 async def test_credit_in_bytes(net):
@@ -493,7 +495,7 @@ async def test_the_receiver_stops_reading_when_its_queue_is_full(net):
     assert len(seen) == 4 * PATIENT.credit_items
 
 
-async def test_a_timed_out_send_says_why_and_leaves_no_backlog(net):
+async def test_a_timed_out_send_gives_the_reason_and_leaves_no_backlog(net):
     receiver, endpoint = await net.receiver(PATIENT)
     sender = await net.sender(endpoint, PATIENT)
     held = [asyncio.create_task(sender.send(b"a", timeout_s=60, what="it")) for _ in range(PATIENT.credit_items)]
@@ -533,7 +535,7 @@ async def test_a_cancelled_receive_changes_nothing(net):
     assert seen == [("sender", b"x")]
 
 
-async def test_a_restarted_receiver_gets_what_the_old_one_had_not_settled(net):
+async def test_a_restarted_receiver_gets_messages_that_the_old_one_had_not_settled(net):
     old, endpoint = await net.receiver(PATIENT)
     sender = await net.sender(endpoint, PATIENT)
     sends = [asyncio.create_task(sender.send(b"%d" % i, timeout_s=60, what="it")) for i in range(12)]
@@ -543,7 +545,7 @@ async def test_a_restarted_receiver_gets_what_the_old_one_had_not_settled(net):
     await turns()
     new, endpoint = await net.receiver(PATIENT)
     sender.connect(endpoint)
-    deliveries[0].ack(b"too late")  # from an incarnation that is gone: not believed
+    deliveries[0].ack(b"too late")  # ignored: it comes from an earlier incarnation
     await turns()
     assert not sends[0].done()
     await old.close()
@@ -567,7 +569,7 @@ async def test_messages_for_an_earlier_holder_of_the_address_are_not_delivered(n
     await sending
 
 
-async def test_a_restarted_sender_begins_anew(net):
+async def test_messages_of_a_restarted_sender_are_delivered(net):
     receiver, endpoint = await net.receiver()
     consumer = await running(settle_all(receiver, seen := []))
     for start in range(3):
@@ -579,7 +581,7 @@ async def test_a_restarted_sender_begins_anew(net):
     assert [body for _, body in seen] == [b"%d.%d" % (start, i) for start in range(3) for i in range(3)]
 
 
-async def test_fail_on_restart(net):
+async def test_on_restart_fail_fails_pending_messages(net):
     old, endpoint = await net.receiver(PATIENT)
     sender = await net.sender(endpoint, PATIENT, on_restart="fail")
     lost = sender.send_nowait(b"lost")
@@ -596,7 +598,7 @@ async def test_fail_on_restart(net):
     await later
 
 
-async def test_a_receiver_that_never_answered_is_no_restart(net):
+async def test_replacing_a_receiver_that_never_answered_is_not_a_restart(net):
     _, endpoint = await net.receiver()
     stale = type(endpoint)("mem://h:99", "receiver.before", endpoint.max_message_bytes)
     sender = await net.sender(stale, on_restart="fail")
@@ -616,7 +618,7 @@ async def test_refusals_reach_the_sender(net):
         await sending
 
 
-async def test_oversized_is_refused_before_it_is_sent(net):
+async def test_an_oversized_message_is_refused_before_it_is_sent(net):
     _, endpoint = await net.receiver()
     sender = await net.sender(endpoint)
     with pytest.raises(ChannelRefused, match=r"50003 bytes to receiver: runtime.max_message_bytes is 50000"):
@@ -628,7 +630,7 @@ async def test_oversized_is_refused_before_it_is_sent(net):
     assert sender.num_pending == 0
 
 
-async def test_oversized_is_refused_by_a_receiver_that_was_not_asked(net):
+async def test_an_oversized_message_is_also_refused_by_the_receiver(net):
     receiver, endpoint = await net.receiver(dataclasses.replace(LIMITS, max_message_bytes=100))
     sender = await net.sender(type(endpoint)(endpoint.address, endpoint.incarnation, 1 << 40))
     with pytest.raises(ChannelRefused, match="101 bytes"):
@@ -650,12 +652,13 @@ async def test_malformed_frames_are_refused_with_a_reason(net, tamper):
     sender = await net.sender(endpoint, on_restart="fail")
     with pytest.raises(ChannelRefused, match="malformed: received frames of"):
         await sender.send(b"x", [b"frame"], timeout_s=60, what="it")
-    sending = await running(sender.send(b"good", timeout_s=60, what="it"))  # has only one frame
+    # this message has only one frame, which `tamper` leaves alone
+    sending = await running(sender.send(b"good", timeout_s=60, what="it"))
     (await receiver.receive()).ack()
     await sending
 
 
-async def test_what_never_arrives_is_not_sent_for_ever(net):
+async def test_a_message_that_never_arrives_is_not_sent_for_ever(net):
     net.transport = Tampering(lambda frames: [b"\0" * 40, *frames[1:]] if len(frames) > 1 else frames)
     receiver, endpoint = await net.receiver(dataclasses.replace(LIMITS, resend_after_s=0.001))
     sender = await net.sender(endpoint, dataclasses.replace(LIMITS, resend_after_s=0.001))
@@ -665,7 +668,7 @@ async def test_what_never_arrives_is_not_sent_for_ever(net):
     assert sender.num_pending == 0
 
 
-# A message, and lists in lists in lists behind its fields
+# A message with deeply nested lists behind its fields
 NESTED = b"\x9f\xa4data\xa0\xa0\xa0\xa0\x00\x00\x90\xc4\x00\x00" + b"\x91" * 5_000
 
 
@@ -680,7 +683,7 @@ NESTED = b"\x9f\xa4data\xa0\xa0\xa0\xa0\x00\x00\x90\xc4\x00\x00" + b"\x91" * 5_0
         zlib.crc32(NESTED).to_bytes(4, "little") + NESTED,
     ],
 )
-async def test_junk_on_the_socket_is_counted_and_survived(net, junk):
+async def test_junk_on_the_socket_is_counted_and_ignored(net, junk):
     receiver, endpoint = await net.receiver()
     sender = await net.sender(endpoint)
     for address in list(net.transport.pulls):
@@ -701,7 +704,7 @@ async def test_dedupe_memory_is_bounded(net):
     await stop(consumer)
 
 
-async def test_senders_long_silent_are_forgotten(net, monkeypatch):
+async def test_senders_that_were_silent_for_long_are_forgotten(net, monkeypatch):
     monkeypatch.setattr("asyncrl.runtime.channel.MAX_PEERS", 4)
     receiver, endpoint = await net.receiver(PATIENT)
     for i in range(12):
@@ -712,7 +715,7 @@ async def test_senders_long_silent_are_forgotten(net, monkeypatch):
     assert receiver.num_remembered <= 4
 
 
-async def test_close_fails_what_is_pending_and_what_comes_after(net):
+async def test_close_fails_pending_and_later_calls(net):
     receiver, endpoint = await net.receiver(PATIENT)
     sender = await net.sender(endpoint, PATIENT)
     sends = [asyncio.create_task(sender.send(b"x", timeout_s=60, what="it")) for _ in range(20)]
@@ -729,7 +732,7 @@ async def test_close_fails_what_is_pending_and_what_comes_after(net):
     assert sum(isinstance(result, ChannelClosed) for result in results) == 4
     with pytest.raises(ChannelClosed):
         await receiver.receive()
-    results[0].ack()  # nobody hears it, and that is no error
+    results[0].ack()  # no sender receives it, and this is not an error
 
 
 async def test_a_socket_that_breaks_fails_the_sends_and_receives(net):
@@ -746,7 +749,7 @@ async def test_a_socket_that_breaks_fails_the_sends_and_receives(net):
 @pytest.mark.parametrize(
     "sizes", [[], [0], [5], [40_000], [3, 0, 7], [3, 40_000, 7, 50_000], [40_000, 50_000], [32_768, 32_769]]
 )
-def test_frames_come_apart_as_they_were_put_together(sizes):
+def test_packed_frames_are_unpacked_unchanged(sizes):
     frames = [bytes([i]) * size for i, size in enumerate(sizes)]
     travelling = pack(frames, sizes)
     assert len(travelling) <= len(frames)
@@ -757,12 +760,12 @@ def test_frames_come_apart_as_they_were_put_together(sizes):
         unpack(travelling, [*sizes, 1])
 
 
-def test_no_size_is_negative():
+def test_a_negative_size_is_refused():
     with pytest.raises(ValueError, match="malformed: received frames of"):
         unpack([b"12"], [3, -1])
 
 
-async def test_verdicts_of_one_turn_travel_together_and_the_last_does_not_wait(net):
+async def test_verdicts_of_one_turn_are_batched_and_the_last_is_sent_at_once(net):
     receiver, endpoint = await net.receiver(PATIENT)
     sender = await net.sender(endpoint, PATIENT)
     await sender.wait_answered()
@@ -778,7 +781,7 @@ async def test_verdicts_of_one_turn_travel_together_and_the_last_does_not_wait(n
     assert net.transport.num_sent == before + 1
 
 
-async def test_a_verdict_does_not_wait_for_messages_that_are_still_worked_on(net):
+async def test_a_verdict_does_not_wait_for_unsettled_messages(net):
     receiver, endpoint = await net.receiver(PATIENT)
     sender = await net.sender(endpoint, PATIENT)
     sends = [await running(sender.send(b"%d" % i, timeout_s=60, what="it")) for i in range(2)]
@@ -789,7 +792,7 @@ async def test_a_verdict_does_not_wait_for_messages_that_are_still_worked_on(net
     assert await sends[1] == b"two"
 
 
-async def test_a_paused_socket_delivers_what_came_meanwhile_when_it_is_resumed():
+async def test_a_resumed_socket_delivers_messages_that_arrived_during_the_pause():
     transport = ZmqTransport()
     pull = transport.bind_pull("127.0.0.1", queue_messages=100, max_frame_bytes=1000)
     push = transport.connect_push(pull.address, queue_messages=100)
@@ -797,7 +800,7 @@ async def test_a_paused_socket_delivers_what_came_meanwhile_when_it_is_resumed()
 
     def deliver(frames):
         seen.append(int(bytes(frames[0])))
-        if len(seen) in (30, 60):  # in the middle of a flood
+        if len(seen) in (30, 60):  # while messages keep arriving
             pull.pause()
         came.set()
 
@@ -807,7 +810,7 @@ async def test_a_paused_socket_delivers_what_came_meanwhile_when_it_is_resumed()
             await asyncio.wait_for(came.wait(), 60)
 
     try:
-        assert push.send_nowait([b"0"])  # arrives before anybody listens
+        assert push.send_nowait([b"0"])  # arrives before there is a listener
         pull.listen(deliver, pytest.fail)
         for number in range(1, 60):
             assert push.send_nowait([b"%d" % number])
@@ -825,5 +828,5 @@ async def test_a_paused_socket_delivers_what_came_meanwhile_when_it_is_resumed()
         push.close()
 
 
-def test_the_window_fits_into_what_a_resend_query_asks():
+def test_a_resend_query_asks_for_no_more_than_the_window():
     assert channel_protocol.MAX_QUERY <= WINDOW_SPAN

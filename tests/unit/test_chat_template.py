@@ -1,4 +1,4 @@
-"""Continuing a conversation: the tokens behind an answer are those that rendering the whole again would give."""
+"""Continuing a conversation: the tokens behind an answer equal those of rendering the whole conversation again."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 CALL = {"id": "abcdef123", "type": "function", "function": {"name": "add", "arguments": {"a": 3, "b": 4}}}
 HEADER = "{% if add_generation_prompt %}<a>{% endif %}"
 
-# Trims; the header of a turn holds its role; an answer with tool calls has no content.
+# Trims contents. The header of a turn holds its role. An answer with tool calls has no content.
 TRIMMING = (
     "{% for m in messages %}<h>{{ m.role }}</h>\n\n"
     "{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% else %}{{ m.content | trim }}{% endif %}<|im_end|>"
     "{% endfor %}{% if add_generation_prompt %}<h>assistant</h>\n\n{% endif %}"
 )
-# Leaves thoughts out of all answers but the last.
+# Leaves out the thoughts of all answers but the last.
 THINKING = (
     "{% for m in messages %}{% set said = m.content %}"
     "{% if m.role == 'assistant' %}{% if not loop.last %}{% set said = said.split('</think>')[-1] %}"
     "{% elif '</think>' not in said %}{% set said = '<think></think>' + said %}{% endif %}{% endif %}"
     "<{{ m.role }}>{{ said }}<|im_end|>\n{% endfor %}" + HEADER
 )
-# Insists on roles that alternate, on ids of nine characters, and on a call before what a tool says.
+# Requires alternating roles, ids of nine characters, and a call before a tool's result.
 STRICT = (
     "{% set ns = namespace(last='') %}{% for m in messages %}"
     "{% if m.role == ns.last %}{{ raise_exception('roles must alternate') }}{% endif %}"
-    "{% if m.role == 'tool' and ns.last != 'call' %}{{ raise_exception('a tool that nobody has called') }}{% endif %}"
+    "{% if m.role == 'tool' and ns.last != 'call' %}{{ raise_exception('a tool result without a call') }}{% endif %}"
     "{% if m.tool_calls %}{% for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('id') }}{% endif %}"
     "[CALL]{{ c.function | tojson }}{% endfor %}{% set ns.last = 'call' %}"
     "{% else %}[{{ m.role }}]{{ m.content }}{% set ns.last = m.role %}{% endif %}"
     "{% if m.role == 'assistant' %}<|im_end|>{% endif %}{% endfor %}"
 )
-# Writes what a tool says in another way where it has seen the call.
+# Renders a tool's result differently if it also sees the call.
 ATTENTIVE = (
     "{% set ns = namespace(called=false) %}{% for m in messages %}{% if m.tool_calls %}{% set ns.called = true %}"
     "[CALL]{{ m.tool_calls[0].function | tojson }}{% else %}<{{ 'result' if ns.called else m.role }}>{{ m.content }}"
@@ -47,7 +47,7 @@ OPEN_ENDED = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-# Refused:
+# Templates that are refused:
 FORGETFUL = (
     "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}<{{ m.role }}>{{ m.content }}<|im_end|>"
     "{% endif %}{% endfor %}" + HEADER
@@ -76,7 +76,7 @@ def assistant(content: str, **fields: Any) -> dict[str, Any]:
         (assistant("Seven."), [{"role": "user", "content": "Sure?"}, assistant("Yes."), USER]),
     ],
 )
-def test_a_continuation_is_what_rendering_everything_gives(
+def test_a_continuation_equals_rendering_the_whole_conversation(
     template: str, answer: dict[str, Any], after: list[dict[str, Any]]
 ) -> None:
     renderer, tokenizer = chat(template)
@@ -86,17 +86,17 @@ def test_a_continuation_is_what_rendering_everything_gives(
     assert continuation is not None
     end = len(everything) - len(continuation)
     assert everything[end:] == continuation
-    assert everything[end - 1] == eos  # which the policy has sampled
+    assert everything[end - 1] == eos  # the policy has sampled it
     assert everything[:end].count(eos) == {CHAT_TEMPLATE: 3, TRIMMING: 2, STRICT: 1, ATTENTIVE: 2}[template]
 
 
-def test_what_was_cut_is_closed_by_the_template() -> None:
+def test_the_template_closes_a_truncated_answer() -> None:
     renderer, tokenizer = chat()
     ids = renderer.continuation_ids([USER], assistant("Sev"), [USER], None, {}, stop_token=None)
     assert tokenizer.decode(ids) == ("<|im_end|>\n<|im_start|>user\nWhat is 3 + 4?<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_an_end_of_turn_that_the_template_does_not_write_stays() -> None:
+def test_an_end_of_turn_that_the_template_does_not_write_is_kept() -> None:
     renderer, tokenizer = chat(OPEN_ENDED)
     ids = renderer.continuation_ids([USER], assistant("7"), [USER], None, {}, stop_token=tokenizer.eos_token_id)
     assert tokenizer.decode(ids) == "\nuser: What is 3 + 4?\nassistant: "
@@ -118,7 +118,7 @@ def test_a_template_without_tools_shows_the_content_instead() -> None:
 
 
 @pytest.mark.parametrize("template", [FORGETFUL, TWICE, LATE_END])
-def test_templates_that_do_not_tell_are_refused(template: str) -> None:
+def test_templates_without_a_recognisable_continuation_are_refused(template: str) -> None:
     renderer, tokenizer = chat(template)
     stop = tokenizer.eos_token_id
     assert renderer.continuation_ids([USER], assistant("7"), [USER], None, {}, stop_token=stop) is None
@@ -131,14 +131,14 @@ def test_arguments_reach_the_template() -> None:
     assert tokenizer.decode(renderer.prompt_ids([USER], TOOLS, {"mood": "sad"})) == "What is 3 + 4?sad1"
 
 
-def test_a_template_that_refuses_says_why() -> None:
+def test_a_refusal_by_the_template_gives_the_reason() -> None:
     with pytest.raises(TemplateRefused, match="roles must alternate"):
         chat(STRICT)[0].prompt_ids([USER, USER], None, {})
     with pytest.raises(ValueError, match="has no chat template"):
         chat("")
 
 
-def test_messages_in_the_form_of_templates() -> None:
+def test_messages_are_converted_for_templates() -> None:
     made = message_for_template(
         {
             "role": "assistant",
@@ -166,12 +166,12 @@ def test_messages_in_the_form_of_templates() -> None:
         ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "expected {id, type, function"),
     ],
 )
-def test_messages_that_will_not_do(message: dict[str, Any], told: str) -> None:
+def test_invalid_messages_are_refused(message: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         message_for_template(message)
 
 
-def test_an_answer_is_recognised_by_what_it_says() -> None:
+def test_an_answer_is_recognised_by_its_content() -> None:
     call = {**CALL, "index": 0}
     assert same_message(assistant("a b\n"), assistant("a b", annotations=[]))
     assert same_message(assistant("", tool_calls=[CALL]), assistant("", tool_calls=[call]))

@@ -1,4 +1,4 @@
-"""What a run goes on from: which checkpoint is the newest whole one, what is kept, what the master puts in, and when."""
+"""Checkpoints: which one is the newest complete one, which ones are kept, what the master adds, and when they are written."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def make_state(attempt: int, step: int, parent: tuple[int, int] | None = None, *
 
 
 def write_checkpoint(run_dir: Path, state: MasterState) -> Path:
-    """As the committing worker leaves it, with a small part and no worker's state."""
+    """Write a checkpoint as the committing worker does, with a small part and no worker's state."""
     path = checkpoint_dir(run_dir, state.attempt, state.step)
     path.mkdir(parents=True)
     contents = {"part-00000-00000.safetensors": b"tensors", "master.json": msgspec.json.encode(state)}
@@ -91,7 +91,7 @@ class TestNewest:
             (lambda path: (path / "checkpoint.json").write_bytes(b"{"), "cannot be read"),
         ],
     )
-    def test_a_torn_one_is_passed_over_with_a_warning(self, tmp_path, damage, told):
+    def test_a_torn_checkpoint_is_skipped_with_a_warning(self, tmp_path, damage, told):
         write_checkpoint(tmp_path, make_state(1, 10))
         damage(write_checkpoint(tmp_path, make_state(1, 20)))
         notices: list[str] = []
@@ -102,8 +102,8 @@ class TestNewest:
         assert notice.startswith("the checkpoint of step 20, attempt 1, is torn; using the one before it: ")
         assert told in notice
 
-    def test_one_without_the_masters_part_is_none(self, tmp_path):
-        """Of a program that knew nothing of it."""
+    def test_a_checkpoint_without_the_masters_part_is_ignored(self, tmp_path):
+        """An older program without a master's part wrote it."""
         path = write_checkpoint(tmp_path, make_state(1, 20))
         manifest = checkpoints.read_manifest(path)
         del manifest.files["master.json"]
@@ -112,12 +112,12 @@ class TestNewest:
         assert newest(tmp_path, notices.append) is None
         assert "has no master.json" in notices[0]
 
-    def test_what_is_being_written_has_no_name(self, tmp_path):
+    def test_a_checkpoint_is_not_listed_while_it_is_written(self, tmp_path):
         path = write_checkpoint(tmp_path, make_state(1, 10))
         path.rename(path.with_name(f"{path.name}.writing"))
         assert list_checkpoints(tmp_path) == []
 
-    def test_a_run_that_began_anew_does_not_go_on_from_one_before(self, tmp_path):
+    def test_a_run_that_began_anew_ignores_earlier_checkpoints(self, tmp_path):
         write_checkpoint(tmp_path, make_state(1, 10))
         begin_anew(tmp_path, 2)
         assert newest(tmp_path, pytest.fail) is None
@@ -125,7 +125,7 @@ class TestNewest:
         found = newest(tmp_path, pytest.fail)
         assert found is not None
         assert (found.attempt, found.step) == (2, 5)
-        prune(tmp_path, 2)  # room for the new ones: those before go
+        prune(tmp_path, 2)  # makes room for new checkpoints: removes those of earlier attempts
         assert list_checkpoints(tmp_path) == [(2, 5)]
         assert [entry.name for entry in checkpoints.recover_dir(tmp_path).iterdir()] == ["a0002-s00000005"]
 
@@ -137,14 +137,14 @@ class TestPrune:
         assert prune(tmp_path, 2) == [checkpoint_dir(tmp_path, 1, 10)]
         assert list_checkpoints(tmp_path) == [(1, 20), (1, 30)]
 
-    def test_what_the_newest_does_not_go_back_to_goes_first(self, tmp_path):
-        """(1, 20) was torn when attempt 2 went on from (1, 10)."""
+    def test_checkpoints_outside_the_newest_lineage_are_removed_first(self, tmp_path):
+        """(1, 20) was torn when attempt 2 continued from (1, 10)."""
         for attempt, step, parent in ((1, 10, None), (1, 20, None), (2, 15, (1, 10))):
             write_checkpoint(tmp_path, make_state(attempt, step, parent))
         prune(tmp_path, 2)
         assert list_checkpoints(tmp_path) == [(1, 10), (2, 15)]
 
-    def test_leftovers_go(self, tmp_path):
+    def test_leftovers_are_removed(self, tmp_path):
         path = write_checkpoint(tmp_path, make_state(1, 10))
         for name in ("a0001-s00000005.writing", ".a0001-s00000001.removing"):
             (path.parent / name).mkdir()
@@ -153,7 +153,7 @@ class TestPrune:
         assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
-def test_the_data_is_known_by_its_prompts_and_their_order(tmp_path):
+def test_data_is_identified_by_its_prompts_and_their_order(tmp_path):
     def identity(rows: list[dict[str, str]], **fields: Any) -> DataIdentity:
         (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         source = PromptSource(PromptSourceConfig(path=str(tmp_path / "p.jsonl"), **fields), None, 3)
@@ -162,7 +162,7 @@ def test_the_data_is_known_by_its_prompts_and_their_order(tmp_path):
     rows = [{"prompt": str(number), "answer": "x"} for number in range(3)]
     first = identity(rows)
     assert (first.num_prompts, first.num_epochs, first.seed, first.shuffle) == (3, 2, 3, True)
-    assert identity([{**row, "answer": "mended"} for row in rows]) == first  # a prompt is still where it was
+    assert identity([{**row, "answer": "mended"} for row in rows]) == first  # the prompts keep their positions
     assert identity(rows[::-1]).fingerprint != first.fingerprint
     assert identity([*rows[:2], {"prompt": "3", "answer": "x"}]).fingerprint != first.fingerprint
     assert identity(rows, shuffle=False).shuffle is False
@@ -172,7 +172,7 @@ def test_the_data_is_known_by_its_prompts_and_their_order(tmp_path):
 
 
 class Caller:
-    """Model workers that write when they are let."""
+    """Model workers that write once `may_write` is set."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -195,7 +195,7 @@ class Caller:
         return [CallResult(stats={"advantages/kl_coef": 0.5}) for _ in handlers]
 
 
-async def test_one_checkpoint_at_a_time_of_the_step_at_which_it_began(tmp_path):
+async def test_checkpoints_do_not_overlap_and_belong_to_the_step_at_which_they_began(tmp_path):
     begun: list[asyncio.Task[None]] = []
 
     def spawn(coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -229,7 +229,7 @@ async def test_one_checkpoint_at_a_time_of_the_step_at_which_it_began(tmp_path):
             await asyncio.sleep(0)
 
     await steps(1, 5)
-    assert taken == [2]  # that of step 4 waits
+    assert taken == [2]  # the checkpoint due at step 4 is deferred
     caller.may_write.set()
     await asyncio.wait_for(begun[0], 30)
     await steps(6, 7)
@@ -245,7 +245,7 @@ async def test_one_checkpoint_at_a_time_of_the_step_at_which_it_began(tmp_path):
     await opened.aclose()
 
 
-def test_a_state_that_cannot_be_read_is_named(tmp_path):
+def test_an_unreadable_state_is_reported_with_its_file(tmp_path):
     path = write_checkpoint(tmp_path, make_state(1, 10))
     assert checkpoints.read_state(path) == make_state(1, 10)
     (path / "master.json").write_bytes(b"[]")

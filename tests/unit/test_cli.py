@@ -1,4 +1,4 @@
-"""The command line itself: help that teaches, answers in JSON, what a dry run writes, what `logs` prints. Starts no processes."""
+"""The command line: help, answers in JSON, the files of a dry run, and the output of `logs`. No process of a run starts."""
 
 import importlib.metadata
 import json
@@ -43,7 +43,7 @@ train: {{batch_size: 2}}
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    """A config whose model and prompts nobody looks at."""
+    """A config whose model and prompts are not examined."""
     file = tmp_path / "small.yaml"
     file.write_text(CONFIG.format(folder=tmp_path))
     for module in (run_command, check_command):
@@ -54,7 +54,7 @@ def config(tmp_path, monkeypatch):
 
 @pytest.fixture
 def call(capsys):
-    """Runs a command; its exit code, stdout and stderr."""
+    """Return a function that runs a command and returns its exit code, stdout and stderr."""
 
     def call_command(*words):
         code = cli.main([str(word) for word in words])
@@ -65,7 +65,7 @@ def call(capsys):
 
 
 def answer(out):
-    """The one JSON object on stdout."""
+    """Return the one JSON object on stdout."""
     (line,) = out.splitlines()
     return json.loads(line)
 
@@ -74,7 +74,7 @@ def answer(out):
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_teaches(command, capsys):
+def test_help_has_exit_codes_and_examples(command, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main([*command.split(), "--help"])
     assert end.value.code == 0
@@ -91,7 +91,7 @@ def test_help_teaches(command, capsys):
 
 @pytest.mark.parametrize("command", OWN)
 def test_examples_in_the_help_are_command_lines(command, capsys):
-    """Every flag that an example uses is there."""
+    """Every flag in an example exists."""
     with pytest.raises(SystemExit):
         cli.main([command, "--help"])
     text = capsys.readouterr().out
@@ -100,7 +100,7 @@ def test_examples_in_the_help_are_command_lines(command, capsys):
         cli.parse(words)
 
 
-def test_lists_may_go_on_behind_an_option():
+def test_a_list_of_arguments_may_continue_after_an_option():
     assert cli.parse(["logs", "r", "-f", "master", "etcd"]).words == ["master", "etcd"]
     assert cli.parse(["run", "c", "a=1", "--json", "b=2"]).overrides == ["a=1", "b=2"]
     assert cli.parse(["check"]).config is None
@@ -139,7 +139,7 @@ def test_lists_may_go_on_behind_an_option():
         (["run", "x.yaml", "--output", "d"], "config", "--output works with --dry-run only", 2),
     ],
 )
-def test_errors_are_for_people_or_for_machines(words, kind, told, code, call, tmp_path, monkeypatch):
+def test_errors_are_reported_as_text_and_as_json(words, kind, told, code, call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found, out, err = call(*words)
     assert found == code
@@ -269,7 +269,7 @@ def test_values_of_auto_are_shown_and_written(config, call, monkeypatch, tmp_pat
     assert written.rollout.new_tokens_per_chunk == 1024
 
 
-def test_a_dry_run_goes_where_it_is_told(config, call, tmp_path):
+def test_a_dry_run_writes_to_the_output_folder(config, call, tmp_path):
     code, out, _ = call("run", config, "--dry-run", "--output", tmp_path / "there")
     assert code == 0
     assert "model_worker/0" in out
@@ -288,7 +288,7 @@ def status(worker, state):
     return WorkerStatus(worker=worker, pid=7, attempt=3, state=state, time=0.0, progress=0)
 
 
-def test_events_of_a_run(tmp_path, capsys):
+def test_events_of_a_run_as_json(tmp_path, capsys):
     view = JsonView(tmp_path)
     view.emit("start", run_dir="here")
     view.turn([status("master/0", "starting")])
@@ -306,7 +306,7 @@ def test_events_of_a_run(tmp_path, capsys):
 
 
 class FakeLauncher:
-    """Ends at once, in the way of the test."""
+    """A launcher whose run ends at once, as `ending` says."""
 
     ending: object = 0
 
@@ -332,7 +332,7 @@ class FakeLauncher:
         ),
     ],
 )
-def test_how_a_run_ends_for_machines(config, call, tmp_path, monkeypatch, ending, code, last):
+def test_the_end_of_a_run_as_json(config, call, tmp_path, monkeypatch, ending, code, last):
     run_dir = tmp_path / "runs" / "small" / "t0"
     run_dir.mkdir(parents=True)
     (run_dir / "summary.json").write_text('{"steps": 5}')
@@ -375,7 +375,7 @@ def test_status_shows_the_newest_step_of_the_attempt(tmp_path):
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (tmp_path / "metrics.jsonl").write_text("x" * 300_000 + "\n" + text + '{"step": 22, "att')
     assert training_of(tmp_path, record).text() == "step 21/60, 35 %, 1:18 left, reward 0.500"
-    first = msgspec.structs.replace(record, attempt=1, total_steps=0)  # of an older release
+    first = msgspec.structs.replace(record, attempt=1, total_steps=0)  # written by an older release
     assert training_of(tmp_path, first).text() == "step 50/?, reward 0.250"
     assert training_of(tmp_path, first).left_s is None
 
@@ -423,7 +423,7 @@ def logged(tmp_path):
     return tmp_path
 
 
-def test_the_first_error_stands_out_and_comes_again(logged, call):
+def test_the_first_error_is_marked_and_repeated_at_the_end(logged, call):
     code, out, _ = call("logs", logged)
     assert code == 0
     shown = [re.sub(" +", " ", line).strip("─ ") for line in out.splitlines()]
@@ -445,7 +445,7 @@ def test_the_first_error_stands_out_and_comes_again(logged, call):
     ]
 
 
-def test_some_of_the_logs(logged, call):
+def test_logs_are_selected_by_process_level_and_attempt(logged, call):
     def shown(*words):
         code, out, _ = call("logs", logged, *words, "--json")
         assert code == 0
@@ -462,16 +462,16 @@ def test_some_of_the_logs(logged, call):
     )
     last, end = shown("--tail", "1")
     assert last == [("master/0", "failed because of [another]")]
-    assert end["first_error"]["text"].endswith("ValueError: the cause")  # though it is not among the last
+    assert end["first_error"]["text"].endswith("ValueError: the cause")  # although it is not in the tail
     assert end["counts"] == {"DEBUG": 0, "INFO": 1, "WARNING": 1, "ERROR": 2, "CRITICAL": 0}
 
 
-def test_a_tail_still_tells_the_first_error(logged, call):
+def test_a_tail_still_shows_the_first_error(logged, call):
     _, out, _ = call("logs", logged, "--tail", 1)
     assert out.index("failed because of") < out.index("the first error again") < out.index("ValueError: the cause")
 
 
-def test_logs_that_are_not_there(logged, call):
+def test_missing_logs_are_reported(logged, call):
     code, out, _ = call("logs", logged, "rollout_worker/9")
     assert code == 1
     assert "there is no log of 'rollout_worker/9'" in out
@@ -482,7 +482,7 @@ def test_logs_that_are_not_there(logged, call):
 
 
 def test_following_ends_with_the_run(logged, call, monkeypatch):
-    """Here the run ends, with last words, when it is looked at for the second time."""
+    """Between the first and the second read, the run writes its last words and ends."""
     lock = RunLock(logged)
     lock.acquire()
 
@@ -501,7 +501,7 @@ def test_following_ends_with_the_run(logged, call, monkeypatch):
     ]
 
 
-def test_following_an_attempt_before_is_reading_it(logged, call):
+def test_following_an_earlier_attempt_only_reads_it(logged, call):
     lock = RunLock(logged)
     lock.acquire()
     try:
@@ -510,7 +510,7 @@ def test_following_an_attempt_before_is_reading_it(logged, call):
         lock.release()
 
 
-def test_a_config_written_for_reading_can_be_read_by_all(config, call, tmp_path):
+def test_configs_of_a_dry_run_are_readable_by_the_group(config, call, tmp_path):
     call("run", config, "--dry-run")
     mode = os.stat(tmp_path / "runs" / "small" / "t0" / "dry_run" / "rollout_worker_0.yaml").st_mode
     assert mode & stat.S_IRGRP or not os.stat(config).st_mode & stat.S_IRGRP
@@ -525,7 +525,7 @@ def test_a_config_written_for_reading_can_be_read_by_all(config, call, tmp_path)
         (["--phases", "noon"], "'noon' is unknown; use idle, generation"),
     ],
 )
-def test_chaos_that_makes_no_sense_is_refused_before_anything_starts(config, call, options, says):
+def test_invalid_chaos_options_are_refused_before_anything_starts(config, call, options, says):
     code, out, _ = call("chaos", config, *options)
     assert code == 2
     assert says in " ".join(out.split())
@@ -533,7 +533,7 @@ def test_chaos_that_makes_no_sense_is_refused_before_anything_starts(config, cal
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_a_reader_that_ends_early_gets_no_traceback(logged, options):
-    """`asyncrl-launch logs RUN | head`: the pipe's other end is closed before anything is written."""
+    """`asyncrl-launch logs RUN | head`: the other end of the pipe is closed before the first write."""
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "asyncrl.cli.main", "logs", str(logged), *options]
@@ -545,7 +545,7 @@ def test_a_reader_that_ends_early_gets_no_traceback(logged, options):
 # --------------------------------------------------------------------------------------------------------- ls, --version
 
 
-def test_the_version_needs_no_torch():
+def test_the_version_does_not_import_torch():
     code = "import sys; from asyncrl.cli.main import main\ntry: main(['--version'])\nfinally: assert 'torch' not in sys.modules"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     torch = importlib.metadata.version("torch")
@@ -578,7 +578,7 @@ def runs(tmp_path):
     lock.release()
 
 
-def test_ls_names_every_run(runs, call, monkeypatch):
+def test_ls_lists_every_run(runs, call, monkeypatch):
     code, out, _ = call("ls", runs, "--json")
     assert code == 0
     entries = answer(out)["runs"]
@@ -591,7 +591,7 @@ def test_ls_names_every_run(runs, call, monkeypatch):
     assert "run.json cannot be read" in entries[0]["problem"]
     for entry in entries[1:]:
         assert (entry["step"], entry["total_steps"]) == (7, 60)
-        assert entry["reward"] == pytest.approx(0.5)  # of steps 3 to 7
+        assert entry["reward"] == pytest.approx(0.5)  # the mean of steps 3 to 7
         assert entry["run_dir"] == str(runs / entry["name"])
     monkeypatch.setenv("COLUMNS", "200")
     code, out, _ = call("ls", runs)
@@ -600,7 +600,7 @@ def test_ls_names_every_run(runs, call, monkeypatch):
     assert "maths/bad" in out
 
 
-def test_ls_takes_an_experiment_or_a_run_and_begins_with_runs(runs, call, monkeypatch, tmp_path_factory):
+def test_ls_accepts_an_experiment_or_a_run_and_defaults_to_runs(runs, call, monkeypatch, tmp_path_factory):
     names = [entry["name"] for entry in answer(call("ls", runs / "sort", "--json")[1])["runs"]]
     assert names == ["sort/done", "sort/now"]
     assert len(answer(call("ls", runs / "sort" / "done", "--json")[1])["runs"]) == 1
@@ -612,7 +612,7 @@ def test_ls_takes_an_experiment_or_a_run_and_begins_with_runs(runs, call, monkey
     assert "no runs" in call("ls", runs / "no_run")[1]
 
 
-def test_ls_does_not_ask_other_hosts(runs, call):
+def test_ls_does_not_contact_other_hosts(runs, call):
     record = RunRecord(pid=1, attempt=1, experiment="sort", trial="now", endpoints=["h:1"], started=1.0, host="far")
     write_record(runs / "sort" / "now", record)
     entries = answer(call("ls", runs / "sort", "--json")[1])["runs"]

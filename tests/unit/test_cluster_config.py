@@ -1,4 +1,4 @@
-"""What more than one host needs of a config, and which of its hosts this machine is."""
+"""Config checks for more than one host, and which of the hosts this machine is."""
 
 import socket
 from dataclasses import replace
@@ -42,7 +42,7 @@ CONFIG = ExperimentConfig(
         ({"network": NetworkConfig(host_lost_after_s=0)}, "network.host_lost_after_s=0: must be above 0"),
     ],
 )
-def test_what_cannot_be_a_cluster_is_refused_with_a_remedy(changes, told):
+def test_an_invalid_cluster_is_refused_with_a_remedy(changes, told):
     with pytest.raises(ConfigError) as refused:
         validate(replace(CONFIG, **changes))
     assert told in str(refused.value)
@@ -53,8 +53,8 @@ def test_what_cannot_be_a_cluster_is_refused_with_a_remedy(changes, told):
     "reachable",
     [{"cluster": "hosts", "hosts": ["a", "b"]}, {"cluster": "slurm"}, {"runtime": RuntimeConfig(host="10.0.0.1")}],
 )
-def test_weights_are_not_broadcast_where_strangers_could_take_part(reachable):
-    """The store by which a group of servers meets, and its sockets, know no keys."""
+def test_broadcast_is_refused_where_unauthenticated_peers_could_join(reachable):
+    """The store at which a group of servers meets, and the group's sockets, do not use keys."""
     broadcast = replace(CONFIG, weights=WeightsConfig(transport="broadcast"))
     for refused in (
         replace(broadcast, **reachable),
@@ -68,7 +68,7 @@ def test_weights_are_not_broadcast_where_strangers_could_take_part(reachable):
     validate(replace(broadcast, network=NetworkConfig(authenticate="on")))  # on loopback
 
 
-def test_a_host_finds_itself_among_those_of_the_run(monkeypatch):
+def test_a_host_finds_itself_among_the_hosts_of_the_run(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "me.example")
     assert own_host(["elsewhere.invalid", "me"]) == "me"
     assert own_host(["10.254.254.254", "127.0.0.1"]) == "127.0.0.1"
@@ -80,16 +80,16 @@ def test_a_host_finds_itself_among_those_of_the_run(monkeypatch):
     assert own_host(["n1", "n3"]) == "n3"
 
 
-def test_an_address_is_one_that_others_reach_where_there_is_one():
+def test_an_address_is_resolved_or_refused():
     assert address_of("127.0.0.1") == "127.0.0.1"
     with pytest.raises(ConfigError, match=r"'nowhere\.invalid' cannot be resolved"):
         address_of("nowhere.invalid")
 
 
-def test_a_refusal_is_told_from_silence():
+def test_a_refused_connection_is_recognised():
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{listening.getsockname()[1]}"
-        assert refuses(endpoint)  # bound, and nobody listens
+        assert refuses(endpoint)  # bound, but not listening
         listening.listen()
         assert not refuses(endpoint)

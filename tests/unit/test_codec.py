@@ -1,4 +1,4 @@
-"""The codec: what was sent arrives, in memory of its own; whatever else arrives is refused before anything is allocated."""
+"""The codec: decoded samples equal the sent ones and own their memory; other input is refused before memory is allocated."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_sample(dtype: str = "float32", lengths: tuple[tuple[int, ...], ...] = (
 
 
 def header_of(**changes: Any) -> bytes:
-    """The header of make_sample(), with changes: as somebody hostile might write it."""
+    """Return the header of make_sample(), with changes such as a hostile sender might make."""
     header = {"format": 1, "ids": ["a", "b"], "lengths": [[[3, 2], [4]]], "keys": [["x", "float32", 0]], **changes}
     return msgspec.msgpack.encode(list(header.values()))
 
@@ -48,7 +48,7 @@ def test_every_shape_makes_the_round_trip(lengths: list[list[int]], dtype: str) 
     assert decode_sample(*encode_sample(sample)) == sample
 
 
-def test_special_values_survive() -> None:
+def test_special_values_are_preserved() -> None:
     values = np.array([np.nan, np.inf, -np.inf, -0.0, 1e-45], np.float32)
     sample = SequenceSample(("ü/🙂",), {"x": [[5]]}, {"x": values})
     decoded = decode_sample(*encode_sample(sample))
@@ -87,7 +87,7 @@ def test_lengths_that_keys_share_are_sent_once() -> None:
     assert len(header) < len(encode_sample(sample.select_keys(["x"]))[0]) + 20
 
 
-def test_the_same_keys_with_other_lengths_are_checked_anew() -> None:
+def test_the_same_keys_with_other_lengths_are_checked_again() -> None:
     keys = [["packed_input_ids", "int64", 0], ["rewards", "float32", 1]]
     good = header_of(keys=keys, lengths=[[[3, 2], [4]], [[1, 1], [1]]])
     assert decode_sample(good, [bytes(72), bytes(12)]).num_sequences() == 3
@@ -99,7 +99,7 @@ def test_the_same_keys_with_other_lengths_are_checked_anew() -> None:
         decode_sample(header_of(keys=keys, lengths=[[[3, 2], [4]]]), [bytes(72), bytes(12)])
 
 
-# ----------------------------------------------------------------------------------------------------------------- hostile
+# ----------------------------------------------------------------------------------------------------------- hostile input
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_the_same_keys_with_other_lengths_are_checked_anew() -> None:
         (b"\xff\x00garbage", [FRAME], "the header cannot be read"),
         (header_of()[:-1], [FRAME], "the header cannot be read"),
         (header_of() + b"\x00", [FRAME], "the header cannot be read"),
-        (b"\xdd\xff\xff\xff\xff", [FRAME], "the header cannot be read"),  # an array of four thousand million items
+        (b"\xdd\xff\xff\xff\xff", [FRAME], "the header cannot be read"),  # an array of 2**32 - 1 items
         (b"\x94\x01\xdd\xff\xff\xff\xff", [FRAME], "the header cannot be read"),
         (b"\x91" * 100_000, [FRAME], "the header cannot be read"),
         (header_of(ids=[1, 2]), [FRAME], r"the header cannot be read: Expected `str`, got `int`"),
@@ -144,7 +144,7 @@ def test_the_same_keys_with_other_lengths_are_checked_anew() -> None:
         (3, [FRAME], "frame header: expected bytes, found int"),
     ],
 )
-def test_what_is_no_sample_is_refused(header: Any, frames: list[Any], message: str) -> None:
+def test_invalid_messages_are_refused(header: Any, frames: list[Any], message: str) -> None:
     with pytest.raises(CodecError, match=message):
         decode_sample(header, frames)
 
@@ -160,7 +160,7 @@ def test_oversized_messages_are_refused() -> None:
     assert decode_sample(header, frames, max_bytes=max(45, len(header))).num_ids == 2
 
 
-def test_a_lying_header_allocates_nothing() -> None:
+def test_a_header_with_false_lengths_allocates_nothing() -> None:
     header = header_of(lengths=[[[10**9, 0], [0]]])
     tracemalloc.start()
     try:
@@ -173,14 +173,14 @@ def test_a_lying_header_allocates_nothing() -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(st.binary(max_size=80), st.lists(st.binary(max_size=40), max_size=3))
-def test_noise_is_refused(header: bytes, frames: list[bytes]) -> None:
+def test_random_bytes_are_refused(header: bytes, frames: list[bytes]) -> None:
     with pytest.raises(CodecError):
         decode_sample(header, frames)
 
 
 @settings(deadline=None, max_examples=50)
 @given(st.data())
-def test_a_header_with_a_byte_changed_is_refused_or_a_sample(data: st.DataObject) -> None:
+def test_a_header_with_a_changed_byte_is_refused_or_decoded(data: st.DataObject) -> None:
     header, frames = encode_sample(make_sample())
     damaged = bytearray(header)
     damaged[data.draw(st.integers(0, len(header) - 1))] = data.draw(st.integers(0, 255))
@@ -188,6 +188,6 @@ def test_a_header_with_a_byte_changed_is_refused_or_a_sample(data: st.DataObject
         assert decode_sample(damaged, frames).num_ids == 2
 
 
-def test_an_error_of_the_codec_is_a_value_error() -> None:
+def test_codec_errors_are_value_errors() -> None:
     assert issubclass(CodecError, ValueError)
     assert FORMAT == 1

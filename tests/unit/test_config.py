@@ -40,7 +40,7 @@ def config_file(tmp_path):
     return file
 
 
-def test_overrides_win(config_file):
+def test_overrides_replace_values_of_the_file(config_file):
     config = load_experiment(config_file, ["train.batch_size=7", "train.ppo.c_clip=3.0", "eval.prompts.path=e.jsonl"])
     assert (config.train.batch_size, config.train.ppo.c_clip, config.eval.prompts.path) == (7, 3.0, "e.jsonl")
 
@@ -142,7 +142,7 @@ def test_errors_name_field_value_and_remedy(config_file, override, message):
         ("train.max_steps=9223372036854775807", 2**63 - 1),
     ],
 )
-def test_the_largest_values_are_taken(config_file, override, value):
+def test_the_largest_values_are_accepted(config_file, override, value):
     config = load_experiment(config_file, [override])
     assert operator.attrgetter(override.partition("=")[0])(config) == value
 
@@ -173,7 +173,7 @@ def test_the_largest_values_are_taken(config_file, override, value):
         ("clip", "train.ppo.eps_clip"),
         ("tasks.maths.reward", "rollout.tasks.maths.reward"),
         ("rolout.group_sise", "rollout.group_size"),
-        ("path", None),  # of prompts, models, ...: unclear
+        ("path", None),  # ambiguous: prompts, models, ... have a path
         ("prompts.path", "prompts.path"),
         ("lora_rank", None),
         ("gpu_memory_utilization", None),
@@ -181,34 +181,34 @@ def test_the_largest_values_are_taken(config_file, override, value):
         ("x", None),
     ],
 )
-def test_the_field_that_a_name_means(asked, meant):
+def test_a_name_resolves_to_its_field(asked, meant):
     assert find_field(asked) == meant
 
 
-def test_what_aliases_mean_are_fields():
+def test_aliases_refer_to_fields():
     assert all(find_field(path) == path for path in ALIASES)
 
 
-def test_all_problems_are_named_at_once(config_file):
+def test_all_problems_are_reported_at_once(config_file):
     with pytest.raises(ConfigError) as error:
         load_experiment(config_file, ["train.batch_size=0", "manager.routing=x"])
     assert len(str(error.value).splitlines()) == 2
 
 
-def test_a_missing_file(tmp_path):
+def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="is not a file"):
         load_experiment(tmp_path / "none.yaml")
 
 
 @pytest.mark.parametrize("content", [b"a: [", b"\x80\xff", b"\0\0\0"])
-def test_not_yaml(tmp_path, content):
+def test_invalid_yaml_is_refused(tmp_path, content):
     file = tmp_path / "bad.yaml"
     file.write_bytes(content)
     with pytest.raises(ConfigError, match="is not YAML"):
         load_experiment(file)
 
 
-def test_a_list_is_no_config(tmp_path):
+def test_a_list_is_refused_as_a_config(tmp_path):
     file = tmp_path / "bad.yaml"
     file.write_text("[1, 2]")
     with pytest.raises(ConfigError, match=r"bad.yaml has no fields at its top level; write them as `field: value`"):
@@ -235,7 +235,7 @@ def test_plan_has_every_process_of_the_allocation(config_file):
     assert manager.manager.max_concurrent_rollouts == 192
 
 
-def test_process_configs_survive_the_disk(config_file, tmp_path):
+def test_process_configs_are_read_back_unchanged(config_file, tmp_path):
     config = load_experiment(config_file, ["eval.prompts.path=e.jsonl", "train.extra_mfcs.x.interface=a:b"])
     for spec in plan(config, attempt=1, num_prompts=64):
         file = tmp_path / f"{spec.file_stem}.yaml"
@@ -258,7 +258,7 @@ def test_gpus_go_to_servers_first_and_then_to_model_workers(config_file):
     assert "CUDA_VISIBLE_DEVICES" not in plan(config, attempt=1, num_prompts=64)[0].env
 
 
-def test_dtypes_that_the_machine_decides(config_file):
+def test_auto_dtypes_follow_the_device(config_file):
     config = load_experiment(config_file, ["generation.dtype=auto", "train.dtype=auto"])
     for devices, dtype in ((["0"], "bfloat16"), ([], "float32")):
         specs = plan(config, attempt=1, num_prompts=64, devices=devices)
@@ -284,8 +284,8 @@ def resolved(file, *overrides, on_gpu):
 
 
 @pytest.mark.parametrize("max_new_tokens", [128, 32768, 1_000_000])
-def test_without_a_gpu_auto_is_what_the_sections_begin_with(config_file, max_new_tokens):
-    """Float32, no TF32, no checkpointing, 1024 tokens a chunk: results on a CPU do not depend on `auto`."""
+def test_without_a_gpu_auto_equals_the_defaults(config_file, max_new_tokens):
+    """Float32, no TF32, no checkpointing, 1024 tokens per chunk: results on a CPU do not depend on `auto`."""
     found = resolved(config_file, f"rollout.sampling.max_new_tokens={max_new_tokens}", on_gpu=False)
     assert found == ("float32", "float32", False, False, 1024)
     train = TrainConfig()
@@ -304,15 +304,15 @@ def test_without_a_gpu_auto_is_what_the_sections_begin_with(config_file, max_new
         (32768, 10, 1024),
     ],
 )
-def test_with_a_gpu_auto_is_what_suits_it(config_file, max_new_tokens, request_timeout_s, chunk):
-    """At most four requests a response, unless one would take longer than a request may."""
+def test_with_a_gpu_auto_selects_values_for_gpus(config_file, max_new_tokens, request_timeout_s, chunk):
+    """At most four requests per response, unless one would take longer than request_timeout_s."""
     length = f"rollout.sampling.max_new_tokens={max_new_tokens}", f"rollout.request_timeout_s={request_timeout_s}"
     assert resolved(config_file, *length, on_gpu=True) == ("bfloat16", "bfloat16", True, True, chunk)
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_what_is_written_wins_over_auto(config_file, on_gpu):
-    """Also where it is what the other device would have."""
+def test_explicit_values_override_auto(config_file, on_gpu):
+    """This includes values that `auto` would select on the other device."""
     found = resolved(
         config_file,
         "generation.dtype=float16",
@@ -340,7 +340,7 @@ def test_what_is_written_wins_over_auto(config_file, on_gpu):
         ("rollout.new_tokens_per_chunk=0", "rollout.new_tokens_per_chunk=0: must be at least 1"),
     ],
 )
-def test_what_is_neither_a_value_nor_auto_is_refused(config_file, override, message):
+def test_values_that_are_neither_valid_nor_auto_are_refused(config_file, override, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_experiment(config_file, [override])
 
@@ -356,13 +356,13 @@ def test_processes_get_the_values_of_their_device(config_file, tmp_path):
         assert (train.tf32, train.gradient_checkpointing, rollout.new_tokens_per_chunk) == expected
 
 
-def test_tasks_are_not_called_like_the_metric_of_all(config_file):
+def test_a_task_name_must_differ_from_the_metric_of_all_tasks(config_file):
     both = ["rollout.tasks.mean.reward=a:b", "rollout.tasks.other.reward=a:b"]
     with pytest.raises(ConfigError, match=r"rollout\.tasks\.mean=.*reward/mean is a metric of all tasks"):
         load_experiment(config_file, both)
 
 
-def test_visible_devices_are_those_of_the_environment(monkeypatch):
+def test_visible_devices_come_from_the_environment(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-abc")
     assert visible_devices() == ["2", "GPU-abc"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -371,7 +371,7 @@ def test_visible_devices_are_those_of_the_environment(monkeypatch):
 
 @pytest.fixture
 def runnable(tmp_path):
-    """A config whose files are all there."""
+    """A config whose files all exist."""
     make_char_tokenizer(tmp_path / "m")
     (tmp_path / "m" / "config.json").write_text(
         '{"model_type": "qwen2", "max_position_embeddings": 512, "num_hidden_layers": 2, "num_attention_heads": 4, '
@@ -394,7 +394,7 @@ def test_preflight_counts_the_prompts(runnable):
     assert preflight(load_experiment(runnable)) == 64
 
 
-def test_too_few_open_files(runnable, monkeypatch):
+def test_a_low_limit_of_open_files_is_refused(runnable, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
     with pytest.raises(ConfigError, match=r"`ulimit -Hn` is 64, .* at least 256 open files; raise the hard limit"):
         preflight(load_experiment(runnable))
@@ -420,7 +420,7 @@ def test_too_few_open_files(runnable, monkeypatch):
         ("prompts.chat_template=true", "has no chat template; set prompts.chat_template=false"),
     ],
 )
-def test_preflight_refuses_what_a_run_would_trip_over(runnable, override, message):
+def test_preflight_refuses_configs_that_would_fail_later(runnable, override, message):
     with pytest.raises(ConfigError) as error:
         preflight(
             load_experiment(
@@ -431,14 +431,14 @@ def test_preflight_refuses_what_a_run_would_trip_over(runnable, override, messag
 
 
 def with_reference(runnable, **changes):
-    """A config with a reference of its own, which is the actor's but for these fields of config.json."""
+    """Return a config with its own reference model: the actor's model with changed fields of config.json."""
     own, ref = runnable.parent / "m", runnable.parent / "ref"
     shutil.copytree(own, ref)
     (ref / "config.json").write_text(json.dumps(json.loads((own / "config.json").read_text()) | changes))
     return load_experiment(runnable, [f"train.ref.path={ref}", "train.ppo.kl_coef=0.1", "train.ref.update_interval=10"])
 
 
-def test_preflight_takes_a_reference_of_the_same_shape(runnable):
+def test_preflight_accepts_a_reference_of_the_same_shape(runnable):
     assert preflight(with_reference(runnable)) == 64
 
 
@@ -474,7 +474,7 @@ def test_preflight_reads_reward_files_without_running_them(runnable):
 
 
 @pytest.mark.parametrize(("written", "read"), [("off", "off"), ("false", "off")])
-def test_switches_are_what_they_say_though_yaml_takes_off_for_false(config_file, written, read):
+def test_switches_stay_off_although_yaml_reads_off_as_false(config_file, written, read):
     config = load_experiment(config_file, [f"recover={written}", f"network.authenticate={written}"])
     assert (config.recover, config.network.authenticate) == (read, read)
 
@@ -490,7 +490,7 @@ def test_switches_are_what_they_say_though_yaml_takes_off_for_false(config_file,
         (["runtime.host=10.0.0.1", "network.authenticate=off"], False),
     ],
 )
-def test_a_run_of_one_machine_has_unix_sockets(config_file, overrides, unix):
+def test_only_a_run_on_one_machine_has_unix_sockets(config_file, overrides, unix):
     assert has_unix_sockets(load_experiment(config_file, overrides)) is unix
 
 
@@ -507,7 +507,7 @@ def test_certificates_need_authentication(config_file):
 
 
 def names_of_fields(owner, kinds):
-    """Field names of a config and of all configs in it, as `Owner.name`."""
+    """Yield the field names of a config and of all configs in it, as `Owner.name`."""
     kinds.add(owner)
     hints = get_type_hints(owner)
     for entry in fields(owner):
@@ -518,9 +518,11 @@ def names_of_fields(owner, kinds):
                 yield from names_of_fields(kind, kinds)
 
 
-def test_no_field_is_without_effect():
-    """Code outside the config modules reads an attribute of each field's name. It may be that of another class: this finds a field
-    that nothing reads only where its name is its own."""
+def test_every_field_is_read():
+    """Code outside the config modules reads an attribute with each field's name.
+
+    The attribute may belong to another class, so the test finds an unread field only if the field's name is unique.
+    """
     package = Path(asyncrl.__file__).parent
     read = set()
     for file in package.rglob("*.py"):
@@ -530,6 +532,6 @@ def test_no_field_is_without_effect():
     presets = {
         "TrainConfig.algorithm",
         "TrainConfig.correction",
-    }  # loading.py puts the fields that they stand for in
+    }  # loading.py replaces them with the fields that they stand for
     unread = [name for name in names_of_fields(ExperimentConfig, set()) if name.partition(".")[2] not in read]
     assert set(unread) == presets

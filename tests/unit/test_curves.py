@@ -1,4 +1,4 @@
-"""Curves of runs: what is read from metrics.jsonl and the servers' journals, and which panels it makes."""
+"""Curves of runs: reading metrics.jsonl and the servers' journals, and the panels that result."""
 
 import json
 import math
@@ -40,12 +40,12 @@ def evaluation(number, **fields):
 
 
 def encoded(record) -> str:
-    """As MetricsWriter writes it: null for what is not finite."""
+    """Encode a record as MetricsWriter does: null for numbers that are not finite."""
     return msgspec.json.encode(record).decode()
 
 
 def write_run(run_dir: Path, records, generating=None) -> Path:
-    """A run's folder; generating: times of the journal of each generation server."""
+    """Write a run's folder. generating: the times in the journal of each generation server."""
     run_dir.mkdir(parents=True)
     (run_dir / "metrics.jsonl").write_text("".join(encoded(record) + "\n" for record in records))
     for index, times in enumerate(generating or []):
@@ -56,7 +56,7 @@ def write_run(run_dir: Path, records, generating=None) -> Path:
 
 
 def curves_of(shown, panel_name):
-    """Name of each curve -> its points."""
+    """Map (run, name) of each curve to its points."""
     panel = next(panel for panel in shown.panels if panel.name == panel_name)
     return {(curve.run, curve.name): list(zip(curve.x, curve.y, strict=True)) for curve in panel.curves}
 
@@ -79,7 +79,8 @@ def test_the_panels_of_a_run(tmp_path):
     assert shown.missing == ()
     assert curves_of(shown, "reward") == {
         ("t0", "train batch, sampled"): [(1, 0.1), (2, 0.2)],
-        ("t0", "evaluation, sampled"): [(0, 0.3), (2, 0.3)],  # by the step it belongs to, not by when it was written
+        # ordered by the step of an evaluation, not by the time of writing
+        ("t0", "evaluation, sampled"): [(0, 0.3), (2, 0.3)],
         ("t0", "evaluation, greedy"): [(0, 0.6), (2, 0.6)],
     }
     assert curves_of(shown, "off_policyness") == {
@@ -106,15 +107,15 @@ def test_the_panels_of_a_run(tmp_path):
     assert curves_of(shown, "steps") == {("t0", ""): [(1, 1.0), (2, 1.0)]}
 
 
-def test_generation_is_idle_where_no_server_generated(tmp_path):
-    """Step 1 lasted from 100 to 101: one server generated in 3 of its tenths, the other in 2, one of them at the same time."""
+def test_generation_is_idle_when_no_server_generates(tmp_path):
+    """Step 1 lasts from 100 to 101. One server generates in 3 of its tenths, the other in 2; they share one tenth."""
     first, second = [100.0, 100.1, 100.2, 101.0], [100.2, 100.9]
     write_run(tmp_path / "t0", [step(1)], generating=[first, second])
     shown = picture(read_runs([tmp_path / "t0"]))
     assert curves_of(shown, "time_shares")["t0", "no generation"] == [(1, pytest.approx(60.0))]
 
 
-def test_of_the_newest_step_generation_is_not_known_yet_while_the_run_goes_on(tmp_path):
+def test_idle_generation_of_the_newest_step_is_unknown_during_a_run(tmp_path):
     write_run(tmp_path / "t0", [step(1), step(2)], generating=[[100.5, 101.3]])
     idle = {}
     for going_on in (False, True):
@@ -125,7 +126,7 @@ def test_of_the_newest_step_generation_is_not_known_yet_while_the_run_goes_on(tm
     assert idle[True] == pytest.approx([90.0, math.nan], nan_ok=True)
 
 
-def test_several_runs_are_told_apart(tmp_path):
+def test_several_runs_have_distinct_names(tmp_path):
     dirs = [
         write_run(tmp_path / "e" / "a", [step(1)]),
         write_run(tmp_path / "f" / "a", [step(1)]),
@@ -143,14 +144,14 @@ def test_several_runs_are_told_apart(tmp_path):
     assert not any(panel.stacked for panel in shown.panels)
 
 
-def test_a_run_that_went_on_from_a_checkpoint_is_one_curve(tmp_path):
-    """Without the steps that were void by then; an evaluation that was done again counts once."""
+def test_a_run_continued_from_a_checkpoint_is_one_curve(tmp_path):
+    """Discarded steps are left out, and a repeated evaluation counts once."""
     evaluation = {"step": 2, "eval/greedy_reward": 0.5}
     records = [
         *(step(number) for number in (1, 2, 3)),
         {**evaluation, "attempt": 1},
         {**evaluation, "step": 3, "attempt": 1},
-        step(3, attempt=2),  # goes on from step 2; dies before its first checkpoint
+        step(3, attempt=2),  # continues from step 2 and dies before its first checkpoint
         {**evaluation, "attempt": 3, "eval/greedy_reward": 0.75},
         *(step(number, attempt=3) for number in (3, 4)),
         step(1, attempt=4),
@@ -169,13 +170,13 @@ def test_a_run_that_went_on_from_a_checkpoint_is_one_curve(tmp_path):
     assert [(record["step"], record["eval/greedy_reward"]) for record in runs[0].evaluations] == [(2, 0.75)]
 
 
-def test_names_as_long_as_needed():
+def test_names_are_as_long_as_needed():
     paths = [Path("/r/e/a"), Path("/r/f/a"), Path("/r/f/b"), Path("/s/f/a")]
     assert distinct_names(paths) == ["e/a", "r/f/a", "b", "s/f/a"]
     assert distinct_names([Path("/a"), Path("/r/a")]) == ["//a", "r/a"]
 
 
-def test_what_is_half_written_broken_or_no_number(tmp_path):
+def test_broken_lines_are_skipped_and_invalid_numbers_become_nan(tmp_path):
     file = tmp_path / "metrics.jsonl"
     lines = [
         encoded(step(1, **{"reward/mean": math.nan})),
@@ -197,7 +198,7 @@ def test_what_is_half_written_broken_or_no_number(tmp_path):
     assert [y for _, y in head[name, "mean"]] == pytest.approx([0.5, 0.5, math.nan, 0.5], nan_ok=True)
 
 
-def test_a_missing_metric_leaves_its_panel_out_and_is_named(tmp_path):
+def test_a_missing_metric_leaves_its_panel_out_and_is_reported(tmp_path):
     missing = ("length/", "time/", "actor/", "offpolicy/head_max")
     record = {key: value for key, value in step(1).items() if not key.startswith(missing)}
     shown = picture(read_runs([write_run(tmp_path / "t0", [record])]))
@@ -215,7 +216,7 @@ def test_a_missing_metric_leaves_its_panel_out_and_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("content", [None, b"", b'{"step": 1, "rewa'])
-def test_no_run_where_nothing_is_written_yet(tmp_path, content):
+def test_a_run_without_records_is_not_listed(tmp_path, content):
     if content is not None:
         (tmp_path / "metrics.jsonl").write_bytes(content)
     assert read_runs([tmp_path]) == []
@@ -227,12 +228,12 @@ def test_an_evaluation_alone_is_shown(tmp_path):
     assert set(curves_of(shown, "reward")) == {("t0", "evaluation, sampled"), ("t0", "evaluation, greedy")}
 
 
-def test_negative_rewards_have_no_zero_below_them(tmp_path):
+def test_panels_with_negative_rewards_do_not_begin_at_zero(tmp_path):
     shown = picture(read_runs([write_run(tmp_path / "t0", [step(1, **{"reward/mean": -0.5})])]))
     assert [panel.bottom for panel in shown.panels] == [None] + [0.0] * 9
 
 
-def test_json_has_null_where_there_is_no_value(tmp_path):
+def test_json_has_null_for_missing_values(tmp_path):
     write_run(tmp_path / "t0", [step(1, **{"reward/mean": math.nan}), step(2)])
     answer = json.loads(json.dumps(as_json(picture(read_runs([tmp_path / "t0"]))), allow_nan=False))
     assert answer["runs"] == [

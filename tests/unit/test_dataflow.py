@@ -8,14 +8,14 @@ def mfc(name, reads=(), writes=()):
     return MFCDef(name, "actor", "inference", "x:y", tuple(reads), tuple(writes))
 
 
-def test_decoupled_loss_switches_actor_inf_on():
+def test_the_decoupled_loss_adds_actor_inf():
     graph = build_dataflow(TrainConfig())
     assert graph.order == ("actor_inf", "advantages", "actor_train")
     assert graph.parents["actor_train"] == {"actor_inf", "advantages"}
-    assert graph.parents["advantages"] == set()  # rewards alone say what a group's responses are worth
+    assert graph.parents["advantages"] == set()  # advantages follow from the rewards alone
 
 
-def test_naive_loss_recomputes_nothing():
+def test_the_naive_loss_recomputes_no_logprobs():
     graph = build_dataflow(TrainConfig(ppo=PPOConfig(use_decoupled_loss=False)))
     assert graph.order == ("advantages", "actor_train")
 
@@ -46,8 +46,8 @@ def test_a_critic_and_a_reward_model():
     }
 
 
-def test_actor_and_critic_read_what_is_made_for_them_and_no_more():
-    """Keys travel to other meshes: what advantages are made from stays where they are made."""
+def test_actor_and_critic_read_only_the_keys_that_they_need():
+    """Keys travel to other meshes. The inputs of the advantages stay where the advantages are computed."""
     graph = build_dataflow(TrainConfig(critic=CriticConfig(), ppo=PPOConfig(kl_coef=0.1)))
     assert set(graph.mfcs["critic_train"].input_keys) == {"packed_input_ids", "values", "returns", "value_mask"}
     assert set(graph.mfcs["actor_train"].input_keys) == {
@@ -65,7 +65,7 @@ def test_an_mfc_is_added_by_config():
     assert graph.order.index("actor_inf") < graph.order.index("surprise_inf") < graph.order.index("actor_train")
 
 
-def test_rewards_that_an_mfc_adds_reach_the_advantages():
+def test_dense_rewards_of_an_mfc_reach_the_advantages():
     extra = MFCConfig(interface="mine:f", input_keys=["packed_input_ids"], output_keys=["dense_rewards"])
     graph = build_dataflow(TrainConfig(extra_mfcs={"judge": extra}))
     assert graph.parents["advantages"] == {"judge"}
@@ -95,8 +95,8 @@ def test_an_mfc_may_run_on_the_critic_and_the_reward_model():
     assert build_dataflow(train).mfcs["critic"].role == "critic"
 
 
-def test_an_mfc_may_make_the_trajectories_themselves():
-    """As the synchronous graph does: what follows it is the same."""
+def test_an_mfc_may_produce_the_trajectories():
+    """The synchronous graph does so; the MFCs after it are the same."""
     made = [key for key in TRAJECTORY_KEYS if key != "packed_prompts"]
     train = TrainConfig(ppo=PPOConfig(kl_coef=0.1))
     graph = DataflowGraph(
@@ -116,6 +116,6 @@ def test_an_mfc_may_make_the_trajectories_themselves():
         ([mfc("a", reads=["y"], writes=["x"]), mfc("b", reads=["x"], writes=["y"])], "depend on each other in a cycle"),
     ],
 )
-def test_what_does_not_fit_is_refused(mfcs, message):
+def test_inconsistent_graphs_are_refused(mfcs, message):
     with pytest.raises(ValueError, match=message):
         DataflowGraph(mfcs)

@@ -1,4 +1,4 @@
-"""README.md, CONTRIBUTING.md and the pages of docs/ name files and names that exist."""
+"""README.md, CONTRIBUTING.md and the pages of docs/ refer only to files and names that exist."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.paths import PAGES as PATHS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *map(ROOT.joinpath, ("README.md", "DESIGN.md", "CONTRIBUTING.md"))]
-HISTORY = {"lab-notebook.md"}  # of what was there at the time
+HISTORY = {"lab-notebook.md"}  # describes earlier states of the repository
 _TEST = re.compile(r"`((?:tests|benchmarks|launcher|examples|configs(?!/attempt_))/[\w/.-]+\.\w+)`")
 _FILE = re.compile(r"`(asyncrl/[\w/]+\.py)`((?:,? `[\w.]+`)*)")
 
@@ -21,7 +21,7 @@ _FILE = re.compile(r"`(asyncrl/[\w/]+\.py)`((?:,? `[\w.]+`)*)")
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in HISTORY], ids=lambda page: page.name)
 def test_files_and_names_exist(page: Path) -> None:
     named = _FILE.findall(page.read_text())
-    assert named or page.parent.name != "design"  # a page of the design names its files
+    assert named or page.parent.name != "design"  # every page of the design names files
     assert all((ROOT / file).is_file() for file in _TEST.findall(page.read_text()))
     missing = {
         f"{file}:{name}"
@@ -37,7 +37,7 @@ _FUNCTIONS = re.compile(r"`(asyncrl/[\w/]+\.py)`((?:,? `[\w.]+`)+)")
 
 
 def defined_in(node: ast.AST, prefix: str = "") -> Iterator[str]:
-    """Dotted names of all classes and functions, nested ones too."""
+    """Yield the dotted names of all classes and functions, including nested ones."""
     for child in ast.iter_child_nodes(node):
         name = prefix
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -48,7 +48,7 @@ def defined_in(node: ast.AST, prefix: str = "") -> Iterator[str]:
 
 @pytest.mark.parametrize("kind", PATHS)
 def test_the_functions_of_a_path_exist(kind: str) -> None:
-    """Where one was renamed: `python -m tests.support.paths --write`."""
+    """After a rename, run `python -m tests.support.paths --write`."""
     rows = _FUNCTIONS.findall(" ".join(PATHS[kind].read_text().split()))
     assert len(rows) > 20
     missing = {

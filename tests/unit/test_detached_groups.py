@@ -1,4 +1,4 @@
-"""A detached reference ends, at any moment of a step: the step comes to its end, unnoticed by the trainer group."""
+"""A detached reference ends at any moment of a step: the step still completes, and the trainer group is not affected."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from asyncrl.runtime.request_reply import NameResolvingReplyServer, NameResolvin
 from asyncrl.runtime.transport import MemoryTransport
 from asyncrl.weights.checkpoints import shared_dir
 
-# When a reference ends: it is about to fetch its inputs, it has computed, its outputs are about to be fetched
+# When a reference ends: before it fetches its inputs, after it has computed, or before its outputs are fetched
 FETCHING, COMPUTED, FETCHED_FROM = "fetching", "computed", "fetched from"
-# And one that is refreshed: it has taken weights, written what it has become, given that its name
+# When a refreshed reference ends: after it has taken weights, written its new weights, or committed them
 TAKEN, SHARED, COMMITTED = "taken", "shared", "committed"
 
 
 class WorldOfGroups(World):
-    """Workers that also fetch; those of a detached group end and come back together, as the launcher has it."""
+    """Workers that also fetch. The workers of a detached group end and restart together, as under the launcher."""
 
     def __init__(self, graph, placements, num_workers, detached, rng, start):
         super().__init__(graph, placements, num_workers, rng)
@@ -53,14 +53,14 @@ class WorldOfGroups(World):
         self.incarnations = [0] * num_workers
         self.ends = set()  # (moment, incarnation): when a detached group ends
         self.fails = set()  # incarnations in which an MFC of a detached group raises
-        self.stay_away = False  # no group is started again
+        self.stay_away = False  # groups are not restarted
         self.beside = set()
         self.start = start
         self.serving, self.servers = {}, {}
-        self.weights = [float(index) for index in range(num_workers)]  # of the model of each worker: a number
-        self.expected = None  # weights that an MFC of a detached group is to be computed with
-        self.written, self.files = {}, {}  # folder -> worker -> weights; once committed
-        self.run_dir = None  # where committed folders are made
+        self.weights = [float(index) for index in range(num_workers)]  # each worker's model is one number
+        self.expected = None  # weights that an MFC of a detached group must compute with
+        self.written, self.files = {}, {}  # folder -> worker -> weights: written; committed
+        self.run_dir = None  # committed folders are created in it
 
     async def serve(self, server, me):
         while True:
@@ -105,21 +105,23 @@ class WorldOfGroups(World):
         return CallResult()
 
     def commit(self, folder):
-        assert folder not in self.files, "complete or absent"
+        assert folder not in self.files, "a folder was committed twice"
         self.files[folder] = self.written[folder]
         (self.run_dir / folder).mkdir(parents=True)
 
     async def fetch(self, body, me):
         await self.moment_detached(FETCHING, me)
         for part in body.parts:
-            assert self.worker_groups.of(part.source) != self.worker_groups.of(me), "inside a group data is sent"
+            assert self.worker_groups.of(part.source) != self.worker_groups.of(me), (
+                "data inside a group must be sent, not fetched"
+            )
             if part.source in self.worker_groups.all_detached and (FETCHED_FROM, part.group_incarnation) in self.ends:
                 self.ends.remove((FETCHED_FROM, part.group_incarnation))
                 self.begin_again(part.source)
             if part.group_incarnation != self.incarnations[part.source]:
                 return CallResult(unfetched=f"model_worker/{part.source} gives no data")
             pairs = {(group, key) for group in part.ids for key in part.keys}
-            assert self.held[part.source] >= pairs, "who is asked has it"
+            assert self.held[part.source] >= pairs, "a worker was asked for data that it does not hold"
             self.held[me] |= pairs
         return CallResult(num_bytes=len(body.parts))
 
@@ -130,10 +132,10 @@ class WorldOfGroups(World):
 
     async def end_of(self, me):
         self.begin_again(me)
-        await asyncio.Event().wait()  # it has ended: cancelled
+        await asyncio.Event().wait()  # it has ended and is cancelled
 
     def begin_again(self, worker):
-        """All of its group end at once; they come back one by one."""
+        """End all workers of the group at once. They restart one by one."""
         group = self.worker_groups.of(worker)
         for member in group:
             self.incarnations[member] += 1
@@ -192,7 +194,7 @@ async def running(
         yield world, MasterOfGroups(world, client, tracker, limit_s, train or TrainConfig(), run_dir)
         ended = [task for task in world.serving.values() if task.done() and not task.cancelled()]
         for task in [*ended, *world.beside]:
-            await task  # an assertion of theirs
+            await task  # re-raises an assertion of a worker
         for task in world.serving.values():
             task.cancel()
         await asyncio.gather(*world.serving.values(), return_exceptions=True)
@@ -230,7 +232,7 @@ class MasterOfGroups(Master):
         holding, body = self.tracker.drop(tickets), ClearData(ids=list(tickets))
         self.detached.tell_nowait("clear", [w for w in holding if w in self.world.worker_groups.all_detached], body)
         await self.caller.call("clear", [w for w in holding if w in self.world.worker_groups.trainer], body)
-        for group in self.world.worker_groups.detached:  # so that it has been heard
+        for group in self.world.worker_groups.detached:  # waits until each detached group has received it
             await self.detached.repeated(
                 "clear",
                 group,
@@ -245,7 +247,7 @@ PLACES = [placement("actor", "d2", [0, 1]), placement("ref", "d1", [2]), placeme
 
 
 def num_calls(world):
-    """MFC calls, by MFC and worker."""
+    """Count MFC calls by MFC and worker."""
     return Counter((body.mfc, me) for me, body in world.calls(ExecuteMFC))
 
 
@@ -255,32 +257,32 @@ async def steps(world, master, count=2):
         for i, ticket in enumerate(tickets):
             master.store(ticket, 10 * step + i, i % 2, 5 + i)
         await master.step(tickets, step)
-    assert all(not held for held in world.held), "nothing is left anywhere"
+    assert all(not held for held in world.held), "workers still hold data"
     assert (len(master.tracker), len(master.buffer)) == (0, 0)
 
 
 async def test_a_detached_group_fetches_its_inputs_and_the_trainer_group_its_outputs():
     async with running(ppo_graph(), PLACES, 5, [[2]]) as (world, master):
         await steps(world, master)
-        assert set(num_calls(world).values()) == {2}  # a step each
+        assert set(num_calls(world).values()) == {2}  # one call per step
         assert {me for me, _ in world.calls(Redistribute)} <= {0, 1, 3, 4}
         assert {me for me, _ in world.calls(FetchData)} >= {0, 1, 2}
         fetched = [part for me, body in world.calls(FetchData) for part in body.parts if me == 2]
-        assert {key for part in fetched for key in part.keys} == {"tokens"}, "it gets what it reads, and no more"
+        assert {key for part in fetched for key in part.keys} == {"tokens"}, "it must fetch only the keys that it reads"
 
 
 @pytest.mark.parametrize("moment", [FETCHING, COMPUTED, FETCHED_FROM])
-async def test_it_ends_and_is_asked_again_in_its_next_incarnation(moment):
+async def test_calls_are_repeated_in_the_next_incarnation_of_a_group(moment):
     async with running(ppo_graph(), PLACES, 5, [[2]]) as (world, master):
         world.ends = {(moment, 0), (moment, 1)}
         await steps(world, master)
         assert world.incarnations == [0, 0, 2, 0, 0]
         calls = num_calls(world)
         assert calls.pop(("ref_inf", 2)) == (2 if moment == FETCHING else 4)
-        assert set(calls.values()) == {2}, "nobody else was asked for anything twice"
+        assert set(calls.values()) == {2}, "another worker received a call twice"
 
 
-async def test_a_group_of_several_is_asked_again_when_all_are_back():
+async def test_calls_to_several_workers_are_repeated_once_all_are_back():
     graph = DataflowGraph(
         [
             mfc("ref_inf", "ref", ["tokens"], ["ref"]),
@@ -299,13 +301,13 @@ async def test_a_group_of_several_is_asked_again_when_all_are_back():
             assert len({world.incarnations[worker] for worker in (0, 2, 3, 5)}) == 1
             assert world.incarnations[0] == 3
             of_ref = {count for (name, _), count in num_calls(world).items() if name == "ref_inf"}
-            assert max(of_ref) - min(of_ref) <= 3  # those that died with a call unread
+            assert max(of_ref) - min(of_ref) <= 3  # workers that ended before they read a call
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
 @pytest.mark.parametrize("moment", [TAKEN, SHARED, COMMITTED, FETCHING, COMPUTED])
-async def test_a_refreshed_one_has_in_every_incarnation_the_weights_that_it_had(moment, share, tmp_path):
-    """Weights are numbers here: the actor's is its version, the reference's on disk is 2."""
+async def test_a_refreshed_reference_keeps_its_weights_in_every_incarnation(moment, share, tmp_path):
+    """Weights are numbers here: the actor's weight is its version, the reference's weight on disk is 2."""
     graph = DataflowGraph(
         [
             mfc("ref_inf", "ref", ["tokens"], ["ref"]),
@@ -328,21 +330,21 @@ async def test_a_refreshed_one_has_in_every_incarnation_the_weights_that_it_had(
             if version % 2 == 0:
                 world.expected = share * version + (1 - share) * world.expected
             if version in (3, 6):
-                world.begin_again(2)  # with nothing under way
+                world.begin_again(2)  # with no call in flight
         assert world.incarnations[2] >= (2 if share == 1.0 and moment in (SHARED, COMMITTED) else 3)
         assert world.weights[2:] == [world.expected] * 2
         kept = {folder.name for folder in shared_dir(tmp_path).iterdir()}
-        assert kept == set(master.refresher.state().values()), "what nobody needs is removed"
+        assert kept == set(master.refresher.state().values()), "a folder that is no longer needed was kept"
 
 
-async def test_an_error_there_ends_its_incarnation_and_no_more():
+async def test_an_error_in_a_detached_group_ends_only_its_incarnation():
     async with running(ppo_graph(), PLACES, 5, [[2]]) as (world, master):
         world.fails = {0}
         await steps(world, master)
         assert world.incarnations == [0, 0, 1, 0, 0]
 
 
-async def test_every_wait_for_one_that_does_not_come_back_has_a_limit_and_a_name():
+async def test_every_wait_for_a_group_that_does_not_return_has_a_limit_and_a_name():
     async with running(ppo_graph(), PLACES, 5, [[2]], limit_s=0.2) as (world, master):
         world.stay_away = True
         world.begin_again(2)
@@ -359,7 +361,7 @@ async def test_every_wait_for_one_that_does_not_come_back_has_a_limit_and_a_name
             await master.detached.repeated("a ping", (2,), fail)
 
 
-async def test_an_earlier_incarnation_does_not_come_back():
+async def test_an_earlier_incarnation_cannot_return():
     async with running(ppo_graph(), PLACES, 5, [[2]]) as (world, _):
         world.begin_again(2)
         await asyncio.gather(*world.beside)

@@ -1,4 +1,4 @@
-"""What `check` says of a machine: each verdict on plain numbers, and one examination of this machine."""
+"""Findings of `check` about a machine: each verdict on plain numbers, and one examination of this machine."""
 
 import errno
 import json
@@ -155,7 +155,7 @@ def test_open_files():
 
 def test_ports():
     assert doctor.find_port("127.0.0.1").state == "ok"
-    elsewhere = doctor.find_port("192.0.2.1")  # an address of nobody
+    elsewhere = doctor.find_port("192.0.2.1")  # an address that is reserved for documentation
     assert elsewhere.state == "fail"
     assert "runtime.host" in elsewhere.remedy
 
@@ -171,7 +171,7 @@ def test_gpus():
     assert doctor.judge_gpus(["0"], "nvidia-smi does not answer", "2.13.0").state == "warn"
 
 
-def test_what_nvidia_smi_says(tmp_path):
+def test_the_output_of_nvidia_smi_is_parsed(tmp_path):
     def fake(body):
         command = tmp_path / "smi"
         command.write_text(f"#!/bin/sh\n{body}\n")
@@ -184,7 +184,7 @@ def test_what_nvidia_smi_says(tmp_path):
     assert "No such file" in doctor.query_gpus(str(tmp_path / "nowhere"))
 
 
-def test_a_command_that_hangs_is_given_up(tmp_path, monkeypatch):
+def test_the_wait_for_a_hanging_command_is_limited(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "COMMAND_LIMIT_S", 0.05)
     command = tmp_path / "smi"
     command.write_text("#!/bin/sh\nexec sleep 100\n")
@@ -227,13 +227,13 @@ def test_packages():
         (4, "sglang.d4p1m1+d4p1m1", "train_only", "ok", "0 for generation, 4 for training"),
     ],
 )
-def test_gpus_that_an_allocation_asks_for(found, allocation, mode, state, said):
+def test_gpus_that_an_allocation_needs(found, allocation, mode, state, said):
     finding = doctor.judge_num_gpus(found, ExperimentConfig(allocation=allocation, mode=mode))
     assert finding.state == state
     assert said in finding.value + finding.remedy
 
 
-def test_sglang_is_said_to_be_unused():
+def test_an_unused_sglang_is_reported_as_unused():
     tested = SGLangEnvironment("0.5.23", "2.13.0+cpu")
     assert (
         doctor.judge_sglang("transformers", None).value
@@ -243,7 +243,7 @@ def test_sglang_is_said_to_be_unused():
     assert doctor.judge_sglang("", None).state == "ok"
 
 
-def test_sglang_is_looked_for_beside_its_interpreter():
+def test_sglang_is_reported_with_its_interpreter():
     tested = SGLangEnvironment("0.5.23", "2.13.0+cpu")
     missing = doctor.judge_sglang("sglang", None, "/venv/bin/python")
     assert (missing.state, missing.value) == ("fail", "not installed in /venv/bin/python")
@@ -263,7 +263,7 @@ def test_etcd(tmp_path):
     assert "does not run" in doctor.find_etcd_binary(str(broken)).value
 
 
-def test_endpoints_that_answer_or_not():
+def test_endpoints_that_answer_or_refuse():
     refused = OSError(errno.ECONNREFUSED, "Connection refused")
     assert states(doctor.judge_endpoints([("a:1", "etcd 3.5.1"), ("b:1", refused)])) == ["ok", "warn"]
     (dead,) = doctor.judge_endpoints([("http://u:hidden@b:1", refused)])
@@ -273,8 +273,8 @@ def test_endpoints_that_answer_or_not():
     assert states(doctor.find_endpoints(NameResolveConfig(endpoints=["no port", "h:x"]))) == ["fail", "fail"]
 
 
-def test_an_endpoint_that_is_silent_has_a_limit():
-    """It accepts, and says nothing."""
+def test_the_wait_for_a_silent_endpoint_is_limited():
+    """The server accepts the connection and sends nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         endpoint = f"127.0.0.1:{server.getsockname()[1]}"
         (finding,) = doctor.find_endpoints(NameResolveConfig(endpoints=[endpoint], timeout_s=0.1))
@@ -282,7 +282,7 @@ def test_an_endpoint_that_is_silent_has_a_limit():
     assert "accepts connections" in finding.value
 
 
-def test_an_endpoint_tells_its_version(monkeypatch):
+def test_an_endpoint_reports_its_version(monkeypatch):
     monkeypatch.setattr(doctor, "ENDPOINT_LIMIT_S", 60.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -313,7 +313,7 @@ def test_the_folder_of_a_run(tmp_path):
     assert "asyncrl-launch stop" in finding.remedy
 
 
-def test_a_folder_in_which_no_attempt_can_begin(tmp_path):
+def test_a_folder_in_which_no_attempt_can_begin_is_reported(tmp_path):
     (tmp_path / "run.json").write_bytes(b"")
     finding = doctor.find_run(tmp_path)
     assert finding.state == "fail"
@@ -332,7 +332,7 @@ def test_the_environment_is_shown_without_secrets():
     assert finding.value == "CUDA_VISIBLE_DEVICES=0 HF_TOKEN=*** http_proxy=http://u:***@p:1"
 
 
-def test_with_a_config_it_says_what_that_one_asks_for(tmp_path):
+def test_with_a_config_the_findings_include_its_needs(tmp_path):
     config = ExperimentConfig(
         fileroot=str(tmp_path), manager=ManagerConfig(max_concurrent_rollouts=2), model_path=str(tmp_path)
     )

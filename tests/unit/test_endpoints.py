@@ -1,4 +1,4 @@
-"""The table of endpoints is complete: what the code opens is in it, and nothing else."""
+"""The table of endpoints is complete: it lists exactly the endpoints that the code opens."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def test_every_http_route_is_in_the_table() -> None:
     assert found == {route for routes in HTTP.values() for route in routes}
 
 
-def test_every_http_server_refuses_strangers() -> None:
-    """Before a handler runs. The OpenAI API has sessions of its own."""
+def test_every_http_server_refuses_unauthenticated_clients() -> None:
+    """The check comes before a handler runs. The OpenAI API has sessions of its own."""
     for path, text in SOURCE.items():
         servers = re.findall(r"web\.Application\((.*)\)|web\.Server\((.*)\)", text)
         if servers and path.name != "openai_api.py":

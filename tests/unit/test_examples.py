@@ -1,4 +1,4 @@
-"""The examples' tasks: prompts, answers, demonstrations and rewards. (That their models learn is tested end to end.)"""
+"""The examples' tasks: prompts, answers, demonstrations and rewards. The end-to-end tests check that their models learn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def load(monkeypatch: pytest.MonkeyPatch, example: str) -> ModuleType:
-    """An example's make.py, imported as it is when run: its own folder comes first."""
+    """Import an example's make.py as when it is run: its own folder comes first."""
     monkeypatch.syspath_prepend(str(EXAMPLES / example))
     monkeypatch.delitem(sys.modules, "reward", raising=False)
     spec = importlib.util.spec_from_file_location(f"make_{example}", EXAMPLES / example / "make.py")
@@ -43,7 +43,7 @@ def long_tail(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     ("completion", "finished", "expected"),
     [
         ("123558", True, 1.0),
-        ("123558", False, 0.0),  # right so far, but cut off: it might have gone on
+        ("123558", False, 0.0),  # correct so far, but truncated: it might have continued
         ("123585", True, 0.0),
         ("12355", True, 0.0),
         ("1235588", True, 0.0),
@@ -55,7 +55,7 @@ def test_sorter_reward(sorter: ModuleType, completion: str, finished: bool, expe
     assert sorter.reward("S583125=", completion, "123558", finished=finished) == expected
 
 
-def test_sorter_reward_takes_a_completion_for_finished(sorter: ModuleType) -> None:
+def test_sorter_reward_treats_a_completion_as_finished_by_default(sorter: ModuleType) -> None:
     assert sorter.reward("S583127=", "123578", "123578") == 1.0
 
 
@@ -64,7 +64,7 @@ def test_sorter_prompts(sorter: ModuleType) -> None:
     prompts = [prompt for prompt, _ in [*recipe.train, *recipe.evaluation]]
     assert len(recipe.train) >= 60 * 64
     assert len(recipe.evaluation) == 512
-    assert len(set(prompts)) == len(prompts)  # so train and eval are disjoint
+    assert len(set(prompts)) == len(prompts)  # so the training and evaluation prompts are disjoint
     for prompt, answer in [*recipe.train, *recipe.evaluation]:
         assert prompt[0] == "S"
         assert prompt[-1] == "="
@@ -74,7 +74,7 @@ def test_sorter_prompts(sorter: ModuleType) -> None:
     assert len(recipe.alphabet) == len(set(recipe.alphabet)) == 63
 
 
-def test_sorter_demonstrations_are_mostly_wrong_and_never_of_eval_prompts(sorter: ModuleType) -> None:
+def test_sorter_demonstrations_are_mostly_wrong_and_exclude_evaluation_prompts(sorter: ModuleType) -> None:
     recipe = sorter.make_recipe(np.random.default_rng(1))
     held_out = {prompt for prompt, _ in recipe.evaluation}
     rng = np.random.default_rng(2)
@@ -85,7 +85,7 @@ def test_sorter_demonstrations_are_mostly_wrong_and_never_of_eval_prompts(sorter
     assert all(len(completion) == 6 and completion.isdigit() for _, completion in shown)
 
 
-def test_sorter_is_sloppy_in_three_ways(sorter: ModuleType) -> None:
+def test_sorter_demonstrations_have_three_kinds_of_mistakes(sorter: ModuleType) -> None:
     rng = np.random.default_rng(1)
     shown = [sorter.sloppy("583127", rng) for _ in range(3000)]
     share = {completion: shown.count(completion) / 3000 for completion in set(shown)}
@@ -95,7 +95,7 @@ def test_sorter_is_sloppy_in_three_ways(sorter: ModuleType) -> None:
     assert all(sum(a != b for a, b in zip("123578", completion, strict=True)) == 1 for completion in share)
 
 
-def test_the_seed_makes_the_prompts(sorter: ModuleType, long_tail: ModuleType) -> None:
+def test_the_seed_determines_the_prompts(sorter: ModuleType, long_tail: ModuleType) -> None:
     for make in (sorter, long_tail):
         first, again, other = (make.make_recipe(np.random.default_rng(seed)) for seed in (1, 1, 2))
         assert (first.train, first.evaluation) == (again.train, again.evaluation)
@@ -131,7 +131,7 @@ def test_lengths_have_a_long_tail(long_tail: ModuleType) -> None:
         ("18;9;0", False, 0.0),
         ("18;9;1", True, 2 / 3),
         ("18;9", True, 2 / 3),
-        ("18;9;0;0", True, 2 / 3),  # went on where it should have ended
+        ("18;9;0;0", True, 2 / 3),  # continued where it should have ended
         ("17;9;0", True, 0.0),  # nothing counts after the first mistake
         ("", True, 0.0),
     ],

@@ -1,4 +1,4 @@
-"""The executor with its real calls, streams in memory and workers that hold dictionaries: random graphs on random layouts."""
+"""The executor with its real calls, in-memory streams and workers that hold dictionaries: random graphs on random layouts."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def trajectory(ticket, position, head, length):
 
 
 class World:
-    """Workers that execute calls one after another, as model workers do: sends wait for nobody, receives wait their turn."""
+    """Workers that execute calls one after another, as model workers do. Sends do not wait; receives wait for their data."""
 
     def __init__(self, graph, placements, num_workers, rng=None):
         self.graph, self.placements = graph, {placement.name: placement for placement in placements}
         self.num_workers = num_workers
         self.held = [set() for _ in range(num_workers)]  # (id, key)
         self.log = []  # (worker, call)
-        self.gates = defaultdict(list)  # MFC -> events to wait for before it is answered
+        self.gates = defaultdict(list)  # MFC -> events that a worker awaits before it answers
         self.wires = defaultdict(asyncio.Queue)
         self.sent = []
         self.ran = asyncio.Condition()
@@ -106,7 +106,7 @@ class World:
                     self.sent += [(me, target, *pair) for pair in pairs]
                 elif target == me:
                     assert await self.wires[transfer.source, me].get() == pairs
-                    assert self.held[me].isdisjoint(pairs), "what is here is not sent"
+                    assert self.held[me].isdisjoint(pairs), "a worker was sent data that it already holds"
                     self.held[me].update(pairs)
 
     async def run(self, body, me):
@@ -202,7 +202,7 @@ async def test_mfcs_of_disjoint_meshes_run_at_the_same_time():
     places = [placement("actor", "d2", [0, 1]), placement("ref", "d1", [2]), placement("critic", "d1m2", [3, 4])]
     async with running(ppo_graph(), places, 5) as (world, master):
         gate = asyncio.Event()
-        world.gates["actor_inf"] = [gate]  # the actor computes until all others have done what they can
+        world.gates["actor_inf"] = [gate]  # the actor computes until no other MFC can proceed
         for i in range(6):
             master.store(f"t{i}", i, i % 2, 5 + i)
         stepping = asyncio.create_task(master.step([f"t{i}" for i in range(6)]))
@@ -215,11 +215,11 @@ async def test_mfcs_of_disjoint_meshes_run_at_the_same_time():
             "critic_train": 1.0
         }
         assert "actor_train/x" in result.stats
-        assert world.held == [set()] * 5  # nothing is left anywhere
+        assert world.held == [set()] * 5  # no worker holds data any more
         assert (len(master.tracker), len(master.buffer)) == (0, 0)
 
 
-async def test_nothing_moves_within_one_mesh_of_data_ranks_in_balance():
+async def test_no_data_moves_within_one_mesh_of_balanced_data_ranks():
     graph = DataflowGraph(
         [mfc("inf", "actor", ["tokens"], ["prox"]), mfc("train", "actor", ["tokens", "prox"], kind="train_step")],
         DATASET,
@@ -234,7 +234,7 @@ async def test_nothing_moves_within_one_mesh_of_data_ranks_in_balance():
 
 
 def random_case(rng):
-    """A graph of up to seven MFCs on up to four models, each on any workers, and a batch."""
+    """Return a graph of up to seven MFCs, up to four models, each on any workers, and the number of workers."""
     num_workers = rng.randint(1, 6)
     grids = [g for g in ("d1", "d2", "d3", "m2", "p2", "d2m2", "d2p2", "d1p2m2")]
     models = []
@@ -252,7 +252,7 @@ def random_case(rng):
 
 
 @pytest.mark.parametrize("seed", range(40))
-async def test_any_graph_on_any_meshes_ends_with_all_data_where_it_was_read(seed):
+async def test_any_graph_on_any_meshes_completes_and_sends_each_key_once(seed):
     rng = Random(seed)
     graph, models, num_workers = random_case(rng)
     async with running(graph, models, num_workers, rng=rng) as (world, master):
@@ -268,7 +268,7 @@ async def test_any_graph_on_any_meshes_ends_with_all_data_where_it_was_read(seed
         )
 
 
-async def test_weights_are_copied_before_they_are_used_elsewhere_and_the_reference_on_its_steps():
+async def test_weights_are_copied_before_use_elsewhere_and_to_the_reference_at_its_interval():
     graph = DataflowGraph(
         [
             mfc("actor_inf", "actor@1", ["tokens"], ["prox"]),

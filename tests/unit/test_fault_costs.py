@@ -1,4 +1,4 @@
-"""What faults cost, part by part: here from made-up records of a run."""
+"""The cost of faults, part by part, from made-up records of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrl.testing.faults.costs import Cost, Costs, Stage, cost_lines, costs_o
 
 
 def fault(number: int, what: str, at: float, **end: float) -> list[dict[str, Any]]:
-    """Of the injector. end: recovered=12.0, continued=15.0."""
+    """Return records of the injector. end: for instance recovered=12.0, continued=15.0."""
     kind, target = what.split()
     common = {"number": number, "kind": kind, "target": target, "name": f"{target}/0"}
     return [
@@ -29,7 +29,7 @@ def parts(stages: list[Stage]) -> dict[str, tuple[float, float]]:
 EVERY_SECOND = [float(second) for second in range(1, 101)]
 
 
-def test_a_killed_process_is_noticed_starts_and_fills_up():
+def test_a_killed_process_is_detected_restarted_and_refilled():
     stages = stages_of(
         fault(0, "kill rollout_worker", 10.0, recovered=11.0),
         runs=[(1.0, "rollout_worker/0"), (12.0, "rollout_worker/1"), (13.5, "rollout_worker/0")],
@@ -39,7 +39,7 @@ def test_a_killed_process_is_noticed_starts_and_fills_up():
     assert parts(stages) == {"detection": (10.0, 11.0), "restart": (11.0, 13.5), "refill": (13.5, 23.0)}
 
 
-def test_a_trainer_group_is_ready_when_all_of_it_runs():
+def test_a_trainer_group_is_ready_when_all_its_processes_run():
     stages = stages_of(
         fault(0, "kill master", 10.0, recovered=11.0),
         runs=[(1.0, "master/0"), (1.0, "model_worker/0"), (12.0, "master/0"), (14.0, "model_worker/0")],
@@ -54,23 +54,23 @@ def test_a_trainer_group_is_ready_when_all_of_it_runs():
     [
         ("gserver_manager", [12.0], {"frozen": (10.0, 20.0)}),
         ("rollout_worker", [9.0, 14.0, 15.0], {"detection": (10.0, 14.0), "frozen": (14.0, 20.0)}),
-        ("rollout_worker", [9.0, 21.0], {"detection": (10.0, 20.0)}),  # nothing noticed it
+        ("rollout_worker", [9.0, 21.0], {"detection": (10.0, 20.0)}),  # it was not detected
     ],
 )
-def test_a_freeze_of_a_rollout_worker_is_noticed_when_its_prompts_are_handed_out_again(target, issued_again, expected):
+def test_a_frozen_rollout_worker_is_detected_when_its_prompts_are_issued_again(target, issued_again, expected):
     records = fault(0, f"stop {target}", 10.0, continued=20.0)
     stages = stages_of(records, runs=[], issued_again=issued_again, steps=EVERY_SECOND)
     assert parts(stages) == {**expected, "refill": (20.0, 30.0)}
 
 
-def test_a_frozen_process_that_was_killed_meanwhile_is_noticed_with_its_next_process():
+def test_a_frozen_process_killed_meanwhile_is_detected_with_its_next_process():
     records = fault(0, "stop model_worker", 10.0, killed_meanwhile=40.0, recovered=41.0)
     stages = stages_of(records, runs=[(43.0, "model_worker/0")], issued_again=[], steps=EVERY_SECOND)
     assert parts(stages) == {"detection": (10.0, 41.0), "restart": (41.0, 43.0), "refill": (43.0, 53.0)}
 
 
-def test_a_part_loses_its_length_less_its_steps():
-    """A step a second; none for five seconds, half as many for ten, five steps trained again."""
+def test_the_cost_of_a_part_is_its_length_minus_its_steps():
+    """Normally one step per second: none for five seconds, half as many for ten, and five steps trained again."""
     steps = [float(at) for at in range(1, 101) if not 20 < at <= 25 and not (25 < at <= 35 and at % 2)]
     stages = [
         Stage(number=0, part="detection", begin=20.0, end=25.0),
@@ -85,7 +85,7 @@ def test_a_part_loses_its_length_less_its_steps():
 
 
 def test_time_of_two_faults_counts_once():
-    """For the newer one; its refill counts only after the older freeze is over."""
+    """It counts for the newer fault. The refill of that fault counts only after the older freeze is over."""
     stages = [
         Stage(number=0, part="frozen", begin=20.0, end=40.0),
         Stage(number=1, part="detection", begin=25.0, end=30.0),
@@ -106,7 +106,7 @@ def test_without_undisturbed_steps_there_are_no_costs():
     assert costs_of([], [], steps=EVERY_SECOND, voided_steps=0) is None
 
 
-def test_costs_are_read_from_what_a_run_leaves(tmp_path: Path):
+def test_costs_are_read_from_the_files_of_a_run(tmp_path: Path):
     (tmp_path / "journal").mkdir()
     (tmp_path / "logs" / "attempt_1").mkdir(parents=True)
     began = 1_700_000_000.0
@@ -131,7 +131,7 @@ def write(run_dir: Path, worker: str, *records: dict[str, Any]) -> None:
     (run_dir / "journal" / f"{worker}.jsonl").write_text(text)
 
 
-def test_the_table_has_a_line_a_kind_and_the_sum():
+def test_the_table_has_one_line_per_kind_and_the_sum():
     cost = Cost(
         what="kill master", num_faults=2, lost_s={"frozen": 0.0, "detection": 1.5, "restart": 2.0, "refill": -0.5}
     )

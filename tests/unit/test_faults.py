@@ -1,4 +1,4 @@
-"""Faults put in on purpose: the schedule, by seed; what they do to messages; that a channel carries everything all the same."""
+"""Injected faults: the schedule of a seed, the effect on messages, and channels that deliver every message despite them."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ def test_a_seed_gives_the_same_faults():
     assert first != schedule(seed=6, every=(5.0, 15.0), for_s=600.0, targets=TARGETS)
 
 
-def test_faults_come_at_the_distance_asked_for_and_meet_all():
+def test_faults_keep_the_requested_interval_and_reach_every_target():
     faults = schedule(seed=1, every=(5.0, 15.0), for_s=4000.0, kinds=KINDS, targets=TARGETS, phases=("", "push"))
     assert [fault.number for fault in faults] == list(range(len(faults)))
     gaps = np.diff([0.0, *(fault.at for fault in faults)])
@@ -52,7 +52,7 @@ def test_faults_come_at_the_distance_asked_for_and_meet_all():
     assert all(1.0 <= fault.stop_s <= 20.0 and 0.0 <= fault.draw < 1.0 for fault in faults)
 
 
-def test_weights_say_whom_it_meets_more_often():
+def test_weights_set_how_often_a_target_is_chosen():
     faults = schedule(
         seed=1,
         every=(1.0, 1.0),
@@ -77,7 +77,7 @@ def test_weights_say_whom_it_meets_more_often():
         ({"weights": {"master": -1.0}}, "none may be negative"),
     ],
 )
-def test_a_schedule_that_makes_no_sense_is_refused(options, says):
+def test_an_invalid_schedule_is_refused(options, says):
     with pytest.raises(ValueError, match=says):
         schedule(**{"seed": 1, "every": (1.0, 2.0), "for_s": 10.0, "targets": ["master"], **options})
 
@@ -90,7 +90,7 @@ def test_one_worker_can_be_the_target():
 
 
 class Recorded(Transport):
-    """Keeps what is sent."""
+    """Keeps the messages that are sent."""
 
     def __init__(self):
         self.sent = []
@@ -120,13 +120,13 @@ def sent_with(who="a", count=300, **faults):
     return transport.sent
 
 
-def test_without_faults_it_is_zeromq_itself():
+def test_without_faults_the_transport_is_zeromq():
     assert type(transport_of(FaultsConfig(), "x")) is ZmqTransport
     assert isinstance(transport_of(FaultsConfig(drop=0.01), "x"), FaultyTransport)
     assert sent_with() == [[b"head %d" % number, bytes(50)] for number in range(300)]
 
 
-def test_each_fault_does_what_it_is_called():
+def test_each_fault_has_its_effect():
     assert 200 < len(sent_with(drop=0.2)) < 280
     twice = sent_with(duplicate=0.2)
     assert 320 < len(twice) < 400
@@ -137,20 +137,20 @@ def test_each_fault_does_what_it_is_called():
     for after, before in damaged:
         differing = [a != b for x, y in zip(after, before, strict=True) for a, b in zip(x, y, strict=True)]
         assert sum(differing) == 1
-    assert {after[1] != before[1] for after, before in damaged} == {False, True}  # envelope or tensor
+    assert {after[1] != before[1] for after, before in damaged} == {False, True}  # in the envelope or in a tensor
 
 
-def test_channels_have_faults_of_their_own_the_same_at_each_start():
+def test_each_channel_has_its_own_faults_and_repeats_them_at_each_start():
     assert sent_with("a", drop=0.2) == sent_with("a", drop=0.2)
     assert sent_with("a", drop=0.2) != sent_with("b", drop=0.2)
 
 
-async def test_what_is_delayed_comes_later_and_not_after_the_end():
+async def test_a_delayed_message_arrives_later_but_not_after_close():
     transport = Recorded()
     push = FaultyTransport(transport, FaultsConfig(delay=1.0, delay_s=0.01), "a").connect_push("x", queue_messages=1)
     frame = bytearray(b"as sent")
     assert push.send_nowait([frame])
-    frame[:2] = b"AS"  # the sender's memory is its own again once the message is settled
+    frame[:2] = b"AS"  # the sender may reuse its memory once the message is settled
     assert transport.sent == []
     await asyncio.sleep(0.05)
     assert transport.sent == [[b"as sent"]]
@@ -162,8 +162,8 @@ async def test_what_is_delayed_comes_later_and_not_after_the_end():
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("ordered", [False, True])
-async def test_a_channel_carries_everything_once_and_as_it_was(seed, ordered):
-    """Tensors too: a byte that is changed in a frame shows, and the frame is sent again."""
+async def test_a_channel_delivers_everything_once_and_unchanged(seed, ordered):
+    """This includes tensors: a changed byte in a frame is detected, and the message is sent again."""
     memory = MemoryTransport()
     faults = FaultsConfig(seed=seed, drop=0.1, duplicate=0.1, corrupt=0.2, delay=0.1, delay_s=0.02)
     drawn = random.Random(seed)
@@ -210,7 +210,7 @@ async def test_a_channel_carries_everything_once_and_as_it_was(seed, ordered):
         (FaultsConfig(delay_s=-1.0), r"runtime\.faults\.delay_s=-1\.0: must not be negative"),
     ],
 )
-def test_faults_that_make_no_sense_are_refused(faults, says):
+def test_invalid_faults_are_refused(faults, says):
     with pytest.raises(ConfigError, match=says):
         validate(ExperimentConfig(runtime=RuntimeConfig(faults=faults)))
 
@@ -219,7 +219,7 @@ def test_faults_that_make_no_sense_are_refused(faults, says):
 
 
 async def calls(faults, count, request):
-    """So many calls to a real server, each by itself: how many it saw, and what became of them at the client."""
+    """Make `count` single calls to a real server. Return the calls that it saw, and their outcomes at the client."""
     request.addfinalizer(lambda: http_client.suffer(FaultsConfig(), "rollout_worker/0"))
     http_client.suffer(faults, "rollout_worker/0")
     seen = Counter()
@@ -243,7 +243,7 @@ async def calls(faults, count, request):
     return seen, Counter(became), became
 
 
-async def test_calls_and_answers_are_lost_and_none_is_doubled(request):
+async def test_calls_and_answers_are_lost_but_none_is_duplicated(request):
     seen, became, order = await calls(FaultsConfig(seed=1, drop=0.5, delay=0.2, delay_s=0.01), 200, request)
     call, answer = "runtime.faults.drop: the call is lost", "runtime.faults.drop: the answer is lost"
     assert became.keys() == {"ok", call, answer}
@@ -256,6 +256,6 @@ async def test_calls_and_answers_are_lost_and_none_is_doubled(request):
     assert other != order
 
 
-async def test_without_faults_calls_go_as_they_are(request):
-    _, became, _ = await calls(FaultsConfig(corrupt=0.5, duplicate=0.5), 20, request)  # those of channels only
+async def test_faults_of_channels_do_not_change_calls(request):
+    _, became, _ = await calls(FaultsConfig(corrupt=0.5, duplicate=0.5), 20, request)  # these apply to channels only
     assert became == {"ok": 20}
