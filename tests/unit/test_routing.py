@@ -69,7 +69,7 @@ def test_least_token_usage(table: ServerTable) -> None:
     assert picked(table, 1) == [2]
 
 
-def test_a_full_server_gets_no_more(table: ServerTable) -> None:
+def test_a_full_server_gets_no_more_groups(table: ServerTable) -> None:
     table.max_groups = 2
     assert table.room(0) == 6
     assert sorted(picked(table, 6)) == [0, 0, 1, 1, 2, 2]
@@ -268,7 +268,7 @@ def test_the_same_announcement_again_changes_nothing(table: ServerTable) -> None
     assert table.servers[NAMES[0]].state is ServerState.STALE
 
 
-def test_a_new_attempt_makes_all_stale_and_voids_loads(table: ServerTable) -> None:
+def test_a_new_attempt_makes_all_servers_stale_and_voids_their_loads(table: ServerTable) -> None:
     incarnation = table.begin_update(NAMES[0], v(1))
     table.silent(NAMES[2], "no answer", 0.0)
     table.begin_attempt(2)

@@ -50,7 +50,7 @@ def test_the_lock_ends_with_its_process(tmp_path):
         "RunLock(Path(sys.argv[1])).acquire(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == -9
-    assert (tmp_path / "launcher.lock").read_text()  # the pid of the dead process has no effect
+    assert (tmp_path / "launcher.lock").read_text()  # the file keeps the pid of the dead process, without effect
     assert not is_running(tmp_path)
     assert holder(tmp_path) is None
     lock = RunLock(tmp_path)

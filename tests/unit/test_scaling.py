@@ -245,7 +245,7 @@ def test_a_server_that_fails_to_join_and_is_no_longer_desired_is_removed_once(wo
 def test_servers_that_other_components_start_are_not_started(world: World) -> None:
     world.scale(3)
     assert world.turn(SERVERS[1]) == ["+2"]
-    world.children = [child for child in world.children if child.name != SERVERS[0]]  # dead, and about to be restarted
+    world.children = [child for child in world.children if child.name != SERVERS[0]]  # dead, its restart is pending
     assert world.turn(SERVERS[0], SERVERS[1]) == []
 
 

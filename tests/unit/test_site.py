@@ -35,7 +35,8 @@ def test_a_field_has_type_default_limits_and_meaning() -> None:
     (field,) = select("manager.max_head_offpolicyness")
     assert (field.type, field.default, field.limits) == ("int", "2", "at least 0, at most 10,000")
     assert "synchronous" in field.meaning
-    assert [field.path for field in all_fields() if not field.meaning] == []  # see schema.py
+    # the meaning of a field is its comment in schema.py
+    assert [field.path for field in all_fields() if not field.meaning] == []
     (routing,) = select("manager.routing")
     assert routing.allowed == ("round_robin", "least_requests", "least_token_usage")
 

@@ -69,7 +69,7 @@ def test_a_process_that_has_run_for_a_while_restarts_at_once() -> None:
     budget = RestartBudget(100)
     assert {budget.ended("s", "killed", number * (CALM_S + 1.0)) for number in range(20)} == {0.0}
     now, pauses = 10_000.0, []
-    for _ in range(7):  # each process runs for nearly CALM_S
+    for _ in range(7):  # after each start it runs for nearly CALM_S
         pauses.append(budget.ended("t", "killed", now) or 0.0)
         now += pauses[-1] + CALM_S - 1.0
     assert pauses == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0]
@@ -181,7 +181,8 @@ def test_failed_starts_do_not_fail_the_run_if_a_process_of_their_unit_was_killed
     assert supervision.outlives_all([])
     assert supervision.outlives_all([struck, peer, Trouble("master/0")])
     assert not supervision.outlives_all([peer])
-    assert not supervision.outlives_all([struck, Trouble("rollout_worker/0")])  # of another unit: another cause
+    # a process of another unit fails for another reason
+    assert not supervision.outlives_all([struck, Trouble("rollout_worker/0")])
     assert not supervision.outlives_all([struck, Trouble("master/0", fatal=True)])
 
 

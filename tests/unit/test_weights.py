@@ -182,7 +182,7 @@ def test_a_dtype_that_files_cannot_hold_is_named(tmp_path, source):
 
 
 def test_every_file_is_synced_before_the_rename(tmp_path, source, monkeypatch):
-    tensor = torch.arange(200_000)  # larger than 1 MB, which is written at once
+    tensor = torch.arange(200_000)  # larger than one write of 1 MB
     synced, fsync = set(), os.fsync
     path = version_dir(tmp_path, "actor", V1)
 
