@@ -179,7 +179,7 @@ MUTANTS = [
             "an-overfull-server-takes-the-room-of-others",
             "sum(max(0, self.max_groups - server.running) for",
             "sum(self.max_groups - server.running for",
-            "test_a_server_with_too_many_groups_leaves_the_others_their_room",
+            "test_a_server_above_its_limit_does_not_reduce_the_room_of_others",
         ),
         (
             "a-server-may-serve-older-weights",
@@ -197,7 +197,7 @@ MUTANTS = [
             "a-stale-server-never-dies",
             "waiting_for = (ServerState.SUSPECT, ServerState.STALE, ServerState.DRAINING)",
             "waiting_for = (ServerState.SUSPECT, ServerState.DRAINING)",
-            "test_a_server_that_has_never_served_dies_of_silence_too",
+            "test_a_server_that_has_never_served_is_dead_after_a_long_silence",
         ),
     ),
     *_of(
@@ -217,19 +217,19 @@ MUTANTS = [
             "the-outcome-of-an-earlier-process-counts",
             "if running is not None and running.incarnation == update.incarnation:",
             "if running is not None:",
-            "test_a_server_that_dies_while_it_loads_is_left_and_its_successor_loads_at_once",
+            "test_the_load_of_a_server_that_dies_is_void_and_its_successor_loads_at_once",
         ),
         (
             "weights-of-an-attempt-that-is-over-are-published",
             "if self._table.attempts.is_over(version.attempt) or not self._on_disk.adopt(version):",
             "if not self._on_disk.adopt(version):",
-            "test_an_attempt_that_the_table_knows_to_be_over_is_refused",
+            "test_a_version_of_an_attempt_that_is_over_is_refused",
         ),
         (
             "a-small-fraction-updates-no-server",
             "max(1, int(self._fraction * alive))",
             "int(self._fraction * alive)",
-            "test_a_server_that_dies_while_it_loads_is_left_and_its_successor_loads_at_once",
+            "test_the_load_of_a_server_that_dies_is_void_and_its_successor_loads_at_once",
         ),
         (
             "servers-that-serve-nothing-wait-for-a-wave",
@@ -261,7 +261,7 @@ MUTANTS = [
             "the-largest-that-is-enough-moves",
             "return min(enough, key=lambda entry: entry[1])[0]",
             "return max(enough, key=lambda entry: entry[1])[0]",
-            "test_the_least_moves",
+            "test_no_more_tokens_move_than_the_tolerance_requires",
         ),
         (
             "small-groups-are-placed-first",
@@ -273,19 +273,19 @@ MUTANTS = [
             "the-first-holder-sends-everything",
             "root = min(sources, key=lambda worker: (sent.get(worker, 0), worker))",
             "root = min(sources)",
-            "test_those_who_have_it_share_the_sending",
+            "test_holders_share_the_sending",
         ),
         (
             "a-broadcast-counts-as-one-pair",
             "sent.get(root, 0) + len(missing) * len(targets)",
             "sent.get(root, 0) + len(missing)",
-            "test_a_broadcast_to_two_counts_twice",
+            "test_a_broadcast_to_two_workers_counts_twice",
         ),
         (
             "what-is-there-is-sent-again",
             "targets = tuple(worker for worker in workers if worker not in have)",
             "targets = tuple(workers)",
-            "test_what_is_there_is_not_sent",
+            "test_pairs_that_a_worker_already_has_are_not_sent",
         ),
     ),
     *_of(
@@ -295,7 +295,7 @@ MUTANTS = [
             "a-worker-of-another-group-is-asked",
             "able = [source for source in have if source in sources]",
             "able = list(have)",
-            "test_each_pair_is_fetched_once_from_one_who_has_it",
+            "test_each_pair_is_fetched_once_from_a_holder",
         ),
     ),
     *_of(
@@ -437,7 +437,7 @@ MUTANTS = [
             "values-are-clipped-from-above-only",
             ".clamp(-eps_clip, eps_clip)",
             ".clamp(max=eps_clip)",
-            "test_value_loss_is_the_same_on_both_sides",
+            "test_value_loss_is_symmetric",
         ),
         (
             "masked-states-are-learned-from",

@@ -1,4 +1,4 @@
-"""From an allocation to the models and MFCs that every process of the training side is given."""
+"""The process plan: the models, MFCs, workers and GPUs that an allocation gives to each process."""
 
 import os
 
@@ -20,7 +20,7 @@ rollout: {tasks: {default: {reward: "rewards.py:reward"}}}
 
 @pytest.fixture
 def config_of(tmp_path):
-    """config_of("train.batch_size=8", ...)"""
+    """Returns a function that loads the config with overrides: config_of("train.batch_size=8", ...)."""
     file = tmp_path / "run.yaml"
     file.write_text(CONFIG)
     return lambda *overrides: load_experiment(file, overrides)
@@ -30,7 +30,7 @@ def by_name(specs):
     return {spec.name: spec.config for spec in specs}
 
 
-def test_actor_in_stages_and_a_reference_beside_it(config_of, tmp_path):
+def test_plan_of_a_pipelined_actor_and_a_reference_on_its_own_worker(config_of, tmp_path):
     config = config_of(
         "allocation=transformers.d2p1m1+d2p2m1+ref_inf:d1p1m1",
         "train.ppo.kl_coef=0.1",
@@ -62,7 +62,7 @@ def test_actor_in_stages_and_a_reference_beside_it(config_of, tmp_path):
     for worker in workers:
         assert (worker.models, worker.mfcs) == (master.models, master.mfcs)
         assert worker.store_capacity == (1 + 2) * 8
-    # the heads are the last stage's; trajectories come to them, and they record
+    # the heads are on the last stage; they receive the trajectories, so they record them and share record.max_bytes
     assert [worker.record.trajectories for worker in workers] == [False, False, True, True, False]
     assert {worker.record.max_bytes for worker in workers} == {500}
     assert processes["gserver_manager/0"].num_heads == processes["rollout_worker/0"].num_heads == 2
@@ -73,7 +73,7 @@ def test_actor_in_stages_and_a_reference_beside_it(config_of, tmp_path):
         assert load_process_config(file) == spec.config
 
 
-def test_a_gpu_for_each_model_worker_after_those_of_the_servers(config_of):
+def test_model_workers_get_the_gpus_after_those_of_the_servers(config_of):
     config = config_of("allocation=sglang.d1m2+d1p2+ref_inf:d1", "train.ppo.kl_coef=0.1")
     specs = plan(config, attempt=1, num_prompts=64, devices=[str(index) for index in range(8)])
     given = {spec.name: spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs}
@@ -84,7 +84,7 @@ def test_a_gpu_for_each_model_worker_after_those_of_the_servers(config_of):
 
 
 def test_gpus_of_generation_servers_are_in_inference_order(config_of):
-    """Each server has the GPUs of one data rank."""
+    """Each server gets the GPUs of one data rank."""
     specs = plan(config_of("allocation=sglang.d3m2+d1"), attempt=1, num_prompts=64, devices=[str(i) for i in range(8)])
     topology = inference_topology(ParallelGrid(data=3, tensor=2))
     for data in range(3):
@@ -93,7 +93,7 @@ def test_gpus_of_generation_servers_are_in_inference_order(config_of):
         assert server.env["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, ranks))
 
 
-def test_what_is_made_of_each_role(config_of):
+def test_each_role_gets_its_models_with_grid_workers_path_and_optimizer(config_of):
     config = config_of(
         "allocation=sglang.d1+actor_train:d2p2,actor_inf:d4,critic:d2m2+ref:d1,reward:d2",
         "train.ppo={kl_coef: 0.1, advantage_norm: batch}",
@@ -131,14 +131,14 @@ def test_what_is_made_of_each_role(config_of):
     assert (models["actor"].optimizer.lr, models["critic"].optimizer.lr) == (0.5, 0.25)
 
 
-def test_a_critic_without_a_checkpoint_begins_as_the_actor(config_of):
+def test_a_critic_without_a_path_starts_from_the_actors_checkpoint(config_of):
     config = config_of("train.critic={}", "train.ppo.advantage_norm=batch", "train.reward_model.path=j")
     models = {model.name: model for model in by_name(plan(config, attempt=1, num_prompts=64))["master/0"].models}
     assert models["critic"].path == models["actor"].path
     assert models["critic"].optimizer == configs.OptimizerConfig()
 
 
-def test_who_holds_what_is_shown(config_of):
+def test_the_list_of_processes_shows_the_models_that_each_holds(config_of):
     config = config_of("allocation=transformers.d1+d1p2+ref_inf:d1", "train.ppo.kl_coef=0.1")
     holds = {entry["name"]: entry["holds"] for entry in process_objects(plan(config, attempt=1, num_prompts=64))}
     assert holds["model_worker/1"] == ["actor d1p2m1"]
@@ -146,7 +146,7 @@ def test_who_holds_what_is_shown(config_of):
     assert holds["master/0"] == holds["generation_server/0"] == []
 
 
-def test_extra_mfcs_can_have_a_place(config_of):
+def test_an_allocation_can_place_extra_mfcs(config_of):
     extra = "train.extra_mfcs.judge={interface: 'a:b', input_keys: [packed_input_ids], output_keys: [dense_rewards]}"
     config = config_of("allocation=transformers.d1+d2+judge:d1", extra)
     master = by_name(plan(config, attempt=1, num_prompts=64))["master/0"]
@@ -159,7 +159,7 @@ def test_extra_mfcs_can_have_a_place(config_of):
     assert [model.workers for model in master.models] == [[0, 1], [2]]
 
 
-def test_all_that_is_wrong_with_an_allocation_is_named_at_once(config_of):
+def test_all_errors_of_an_allocation_are_reported_together(config_of):
     with pytest.raises(ConfigError) as error:
         config_of("allocation=transformers.d1m2+d1+ref:d1+actor_trian:d1")
     assert [line.partition(": ")[2][:20] for line in str(error.value).splitlines()] == [

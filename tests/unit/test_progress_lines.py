@@ -1,4 +1,4 @@
-"""What `asyncrl-launch run` prints: lines of steps and evaluations, who is starting, who waits for long, the summary."""
+"""Output of `asyncrl-launch run`: lines of train steps and evaluations, starting processes, long waits, the summary."""
 
 import io
 import re
@@ -57,7 +57,7 @@ FULL_LINE = (
     "step    3/60  version    3  reward 0.250  off-policy head 1.50 (max 2) tail 0.50    1234 tokens/s  "
     "waited data 0.10 s  train 0.51 s  weights 0.02 s"
 )
-LINES = {  # width of a terminal -> the line of a step
+LINES = {  # width of the terminal -> the line of a train step
     20: "step    3/60",
     80: "step    3/60  reward 0.250    1234 tokens/s  waited data 0.10 s  train 0.51 s",
     100: "step    3/60  reward 0.250    1234 tokens/s  waited data 0.10 s  train 0.51 s",
@@ -87,7 +87,7 @@ def test_the_line_of_an_evaluation():
     assert plain(evaluation_line({"step": 0, "eval/greedy_reward": 1.0})) == "eval  step    0  reward greedy 1.000"
 
 
-def test_only_what_this_attempt_writes_is_shown_and_no_half_line(tmp_path):
+def test_the_reader_returns_only_new_and_complete_lines(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text(msgspec.json.encode({**STEP, "step": 1}).decode() + "\n")
     tail = JsonLinesReader(file, newest_bytes=0)
@@ -102,8 +102,8 @@ def test_only_what_this_attempt_writes_is_shown_and_no_half_line(tmp_path):
 
 
 @pytest.mark.parametrize("end", [b'{"step": 2, "rew', b"\0" * 4096, b"\xff\xfe"])
-def test_a_run_that_goes_on_shows_its_steps_after_a_torn_end(tmp_path, end):
-    """The view is made before the master cuts the end off."""
+def test_a_resumed_run_shows_its_steps_after_a_torn_end_of_the_file(tmp_path, end):
+    """The view opens the file before the master truncates the torn end."""
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(msgspec.json.encode(STEP) + b"\n" + end)
     console = RunConsole(file=io.StringIO(), width=200)
@@ -127,7 +127,7 @@ def test_a_line_of_metrics_that_cannot_be_read_is_skipped_with_a_warning(tmp_pat
     assert "step 4/10" in told
 
 
-def test_who_is_starting_and_at_what():
+def test_starting_processes_are_shown_with_their_waits():
     statuses = [
         status("master/0", "starting", wait("model workers to connect")),
         status("model_worker/0", "starting", wait("its imports")),
@@ -142,7 +142,7 @@ def test_who_is_starting_and_at_what():
     assert start_text(many).endswith("generation_server/7 (setting up) and 12 more")
 
 
-def test_when_all_run_what_the_master_waits_for():
+def test_once_all_processes_run_the_masters_wait_is_shown():
     assert start_text([status("gserver_manager/0")]) == "all 1 processes run"
     assert (
         start_text([status("master/0", "running", wait("a batch", "rollout_worker/0")), status("rollout_worker/0")])
@@ -150,7 +150,7 @@ def test_when_all_run_what_the_master_waits_for():
     )
 
 
-def test_a_long_wait_is_told_when_it_has_doubled():
+def test_a_long_wait_is_reported_each_time_it_has_doubled():
     waits = LongWaits()
     told = [
         since_s
@@ -160,7 +160,7 @@ def test_a_long_wait_is_told_when_it_has_doubled():
     assert told == [21, 42, 84, 168]
 
 
-def test_a_long_wait_names_all_three():
+def test_equal_long_waits_of_several_processes_are_one_line():
     waiting = wait("the next piece", "generation_server/1", 25.0)
     statuses = [status(f"rollout_worker/{index}", "running", waiting, waiting) for index in range(3)]
     assert LongWaits().new(statuses) == [
@@ -168,7 +168,7 @@ def test_a_long_wait_names_all_three():
     ]
 
 
-def test_without_a_terminal_there_is_a_line_per_change(tmp_path):
+def test_without_a_terminal_each_change_is_one_line(tmp_path):
     console = make_console()
     view = RunView(tmp_path, 60, console, clock=iter([0.0, 1.0, 1.1, 2.0, *[5.0] * 9]).__next__)
     starting = [status("master/0", "starting"), status("rollout_worker/0", "starting", wait("its [imports]"))]
@@ -179,7 +179,7 @@ def test_without_a_terminal_there_is_a_line_per_change(tmp_path):
     with JsonLinesWriter(tmp_path / "metrics.jsonl") as writer:
         writer.write({**STEP, "step": 1})
     view.turn([status("master/0"), status("rollout_worker/0")])
-    view.turn([status("master/0"), status("rollout_worker/0", "starting")])  # no news of the start any more
+    view.turn([status("master/0"), status("rollout_worker/0", "starting")])  # the start is no longer reported
     view.close()
     assert [re.sub(r"^ *\d+\.\d s ", "", line) for line in console.file.getvalue().splitlines()] == [
         " 0 of 2 processes run; starting: master/0 (setting up), rollout_worker/0 (its [imports])",
@@ -189,13 +189,13 @@ def test_without_a_terminal_there_is_a_line_per_change(tmp_path):
     ]
 
 
-def test_a_line_has_what_its_record_has():
+def test_a_step_line_omits_the_fields_that_its_record_lacks():
     assert plain(step_line({"step": 2, "reward/mean": None, "throughput/tokens_per_s": 10.0}, 4)) == (
         "step    2/4  reward nan      10 tokens/s"
     )
 
 
-def test_the_bottom_line_tells_step_time_left_reward_and_what_is_waited_for():
+def test_the_bottom_line_shows_step_time_left_reward_and_waits():
     training = TrainingProgress(60)
     assert training.bottom_text([], 103.0) == "step 0/60, 0 %"
     training.add({**EVALUATION, "step": 0}, 103.5)
@@ -213,7 +213,7 @@ def test_the_bottom_line_tells_step_time_left_reward_and_what_is_waited_for():
     assert training.text() == "step 4/60, 7 %, 1:31 left"
 
 
-def test_a_training_side_that_goes_on_from_a_checkpoint_goes_back():
+def test_progress_goes_back_when_training_resumes_from_a_checkpoint():
     training = TrainingProgress(10)
     for number in (1, 2, 3, 4, 5, 3):
         training.add({"step": number, "time/step_s": 2.0, "reward/mean": number / 10}, 2.0 * number)
@@ -222,7 +222,7 @@ def test_a_training_side_that_goes_on_from_a_checkpoint_goes_back():
     assert training.text() == "step 4/10, 40 %, 0:12 left, reward 0.400"
 
 
-def test_after_the_last_step_it_says_what_the_run_still_does():
+def test_after_the_last_step_the_bottom_line_shows_the_remaining_work():
     training = TrainingProgress(2)
     training.add({**STEP, "step": 1}, 1.0)
     assert not training.lingers(5.0)
@@ -235,7 +235,7 @@ def test_after_the_last_step_it_says_what_the_run_still_does():
     )
 
 
-def test_an_evaluation_names_the_step_it_belongs_to_when_training_has_gone_on():
+def test_an_evaluation_names_its_step_once_later_steps_are_done():
     training = TrainingProgress(60)
     first = {**EVALUATION, "step": 0}
     assert training.note(first) == ""
@@ -246,7 +246,7 @@ def test_an_evaluation_names_the_step_it_belongs_to_when_training_has_gone_on():
     assert training.note({**EVALUATION, "step": 3}) == ""
 
 
-def test_without_a_terminal_the_end_is_told_once(tmp_path):
+def test_without_a_terminal_the_remaining_work_is_shown_once(tmp_path):
     console = make_console()
     times = iter([0.0, 1.0, 2.0, 4.0, 5.0, *[9.0] * 9])
     view = RunView(tmp_path, 1, console, clock=times.__next__)
@@ -264,7 +264,7 @@ def test_without_a_terminal_the_end_is_told_once(tmp_path):
     ]
 
 
-def test_on_a_terminal_steps_go_above_a_line_that_stays(tmp_path):
+def test_on_a_terminal_step_lines_appear_above_the_bottom_line(tmp_path):
     console = make_console(force_terminal=True)
     view = RunView(tmp_path, 60, console)
     with JsonLinesWriter(tmp_path / "metrics.jsonl") as writer:
@@ -272,12 +272,12 @@ def test_on_a_terminal_steps_go_above_a_line_that_stays(tmp_path):
     view.turn([status("master/0")])
     view.close()
     text = Text.from_ansi(console.file.getvalue()).plain
-    assert re.search(r"weights 0\.02 s\n", text)  # the step's own line does not repeat what the bottom line has
+    assert re.search(r"weights 0\.02 s\n", text)  # without the time left, which the bottom line shows
     assert "step 3/60, 5 %" in text
     assert text.index("step    3/60") < text.index("step 3/60, 5 %")
 
 
-def test_on_a_terminal_the_bottom_line_is_one_line_whatever_it_has_to_say(tmp_path):
+def test_on_a_terminal_a_long_bottom_line_is_cut_to_one_line(tmp_path):
     console = make_console(force_terminal=True)
     view = RunView(tmp_path, 60, console)
     view.turn([status("master/0", "starting", wait("something " * 40))])
@@ -287,7 +287,7 @@ def test_on_a_terminal_the_bottom_line_is_one_line_whatever_it_has_to_say(tmp_pa
     assert not any("limit" in line for line in lines)
 
 
-def test_on_a_terminal_the_start_is_one_line_that_goes_away(tmp_path):
+def test_on_a_terminal_the_line_of_the_start_is_erased_at_the_end(tmp_path):
     console = make_console(force_terminal=True)
     view = RunView(tmp_path, 60, console)
     view.turn([status("master/0", "starting")])
@@ -297,7 +297,7 @@ def test_on_a_terminal_the_start_is_one_line_that_goes_away(tmp_path):
 
 
 @pytest.mark.parametrize("error", [BrokenPipeError, OSError])
-def test_a_view_that_nobody_sees_falls_silent(tmp_path, error, monkeypatch):
+def test_a_view_goes_quiet_when_its_output_is_closed(tmp_path, error, monkeypatch):
     class Gone(io.StringIO):
         def write(self, text):
             raise error

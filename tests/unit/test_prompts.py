@@ -1,4 +1,4 @@
-"""Prompt sources: every line once an epoch, in an order that a seed determines; broken files stop the start."""
+"""Prompt sources: each line occurs once per epoch, in an order that the seed determines. Broken files are refused at start."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TEXTS = [row["prompt"] for row in ROWS]
 # ------------------------------------------------------------------------------------------------------------------- order
 
 
-def test_every_position_once_an_epoch_and_another_order_each_time(jsonl: str) -> None:
+def test_each_epoch_has_every_prompt_once_in_another_order(jsonl: str) -> None:
     source = PromptSource(PromptSourceConfig(path=jsonl), seed=3)
     epochs = [order(source, epoch) for epoch in range(4)]
     assert len(source) == 20
@@ -57,23 +57,23 @@ def test_the_order_depends_on_the_seed_alone(jsonl: str) -> None:
     config = PromptSourceConfig(path=jsonl)
     first, second, other = PromptSource(config, seed=3), PromptSource(config, seed=3), PromptSource(config, seed=4)
     expected = [order(first, epoch) for epoch in range(5)]
-    for epoch in (4, 0, 3, 1, 2, 0):  # whatever was asked before
+    for epoch in (4, 0, 3, 1, 2, 0):  # the order of an epoch does not depend on earlier calls
         assert order(second, epoch) == expected[epoch]
         assert order(other, epoch) != expected[epoch]
 
 
-def test_without_shuffling_the_order_is_the_files(jsonl: str) -> None:
+def test_without_shuffling_the_order_is_that_of_the_file(jsonl: str) -> None:
     source = PromptSource(PromptSourceConfig(path=jsonl, shuffle=False))
     assert order(source, 0) == order(source, 7) == TEXTS
 
 
 @pytest.mark.parametrize("locator", [Locator(0, 20), Locator(0, -1), Locator(-1, 0)])
-def test_no_prompt_outside_the_epoch(jsonl: str, locator: Locator) -> None:
+def test_a_locator_outside_the_epoch_is_refused(jsonl: str, locator: Locator) -> None:
     with pytest.raises(ValueError, match="an epoch has 20 prompts"):
         PromptSource(PromptSourceConfig(path=jsonl)).get(locator)
 
 
-def test_a_seed_is_not_negative(jsonl: str) -> None:
+def test_a_negative_seed_is_refused(jsonl: str) -> None:
     with pytest.raises(ValueError, match="seed is -1"):
         PromptSource(PromptSourceConfig(path=jsonl), seed=-1)
 
@@ -98,11 +98,11 @@ def test_answers_pass_through_untouched(tmp_path: Path) -> None:
     assert PromptSource(PromptSourceConfig(path=path, prompt_key="q", answer_key="")).get(Locator(0, 0)).answer == ""
 
 
-def test_one_task_unless_a_key_names_it(jsonl: str) -> None:
+def test_without_a_task_key_all_prompts_have_the_default_task(jsonl: str) -> None:
     assert PromptSource(PromptSourceConfig(path=jsonl)).get(Locator(0, 0)).task == "default"
 
 
-def test_parquet_gives_what_jsonl_gives(tmp_path: Path, jsonl: str) -> None:
+def test_parquet_and_jsonl_give_equal_prompts(tmp_path: Path, jsonl: str) -> None:
     path = tmp_path / "prompts.parquet"
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
     from_parquet, from_jsonl = (PromptSource(PromptSourceConfig(path=str(p), task_key="kind")) for p in (path, jsonl))
@@ -111,7 +111,7 @@ def test_parquet_gives_what_jsonl_gives(tmp_path: Path, jsonl: str) -> None:
         assert from_parquet.get(Locator(1, position)) == from_jsonl.get(Locator(1, position))
 
 
-def test_hub_names_go_to_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_names_are_loaded_with_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def load_dataset(name: str, subset: str | None, split: str) -> list[dict[str, Any]]:
@@ -142,7 +142,7 @@ def test_parquet_needs_pyarrow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         PromptSource(PromptSourceConfig(path=str(tmp_path / "p.parquet")))
 
 
-def test_blank_lines_are_no_prompts(tmp_path: Path) -> None:
+def test_blank_lines_are_ignored(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('\n{"prompt": "a", "answer": 1}\n  \n{"prompt": "b", "answer": 2}', encoding="utf-8")
     assert len(PromptSource(PromptSourceConfig(path=str(path)))) == 2
@@ -179,20 +179,20 @@ GOOD = b'{"prompt": "a", "answer": 1}\n'
         (b"\n \n", r"p\.jsonl holds no prompts"),
     ],
 )
-def test_broken_files_are_refused_with_their_line(tmp_path: Path, content: bytes, message: str) -> None:
+def test_broken_files_are_refused_with_the_number_of_the_line(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "p.jsonl"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=message):
         PromptSource(PromptSourceConfig(path=str(path)))
 
 
-def test_a_task_is_a_string(tmp_path: Path) -> None:
+def test_a_task_must_be_a_string(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "a", "answer": 1, "kind": 2}])
     with pytest.raises(ValueError, match=r"p\.jsonl:1: the task under 'kind' must be a string, found 2"):
         PromptSource(PromptSourceConfig(path=path, task_key="kind"))
 
 
-def test_lines_without_a_task_are_of_the_default_one(tmp_path: Path) -> None:
+def test_lines_without_a_task_get_the_default_task(tmp_path: Path) -> None:
     path = write_jsonl(
         tmp_path / "p.jsonl", [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2, "kind": "odd"}]
     )
@@ -205,7 +205,7 @@ def test_lines_without_a_task_are_of_the_default_one(tmp_path: Path) -> None:
     assert PromptSource(PromptSourceConfig(path=path)).tasks == {"default"}
 
 
-def test_paths_that_are_no_prompts(tmp_path: Path) -> None:
+def test_paths_without_prompts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"there is no prompt file .*nowhere\.jsonl"):
         PromptSource(PromptSourceConfig(path=str(tmp_path / "nowhere.jsonl")))
     with pytest.raises(ValueError, match=r"a prompt file ends in \.jsonl or \.parquet"):
@@ -263,7 +263,7 @@ def test_a_system_prompt_goes_first_unless_the_line_has_its_own(tmp_path: Path, 
     assert source.get(Locator(0, 0)).text == source.get(Locator(1, 0)).text == expected
 
 
-def test_the_template_gets_its_arguments(tmp_path: Path) -> None:
+def test_the_chat_template_gets_its_arguments(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "ab", "answer": 1}])
     tokenizer = make_char_tokenizer(None, "abcdefghijklmnopqrstuvwxyz<>:")
     tokenizer.chat_template = CHAT_TEMPLATE + "{% if not thinking %}>{% endif %}"
@@ -271,7 +271,7 @@ def test_the_template_gets_its_arguments(tmp_path: Path) -> None:
     assert PromptSource(config, tokenizer).get(Locator(0, 0)).text == "<user:ab><assistant:>"
 
 
-def test_a_chat_that_the_template_refuses_is_a_bad_prompt(tmp_path: Path) -> None:
+def test_a_chat_that_the_template_refuses_raises_prompt_error(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "ab", "answer": 1}])
     tokenizer = make_char_tokenizer(None, "ab")
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
@@ -280,7 +280,7 @@ def test_a_chat_that_the_template_refuses_is_a_bad_prompt(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("prompt", [[], [1], [{"role": "user"}], {"role": "user", "content": "a"}])
-def test_what_is_no_chat_is_refused(tmp_path: Path, prompt: Any) -> None:
+def test_an_invalid_chat_is_refused(tmp_path: Path, prompt: Any) -> None:
     path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": prompt, "answer": 1}])
     with pytest.raises(ValueError, match=r"p\.jsonl:1: 'prompt' must be a non-empty string or a list of messages"):
         PromptSource(PromptSourceConfig(path=path, chat_template=True))
@@ -316,12 +316,12 @@ assert "torch" not in sys.modules
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"has no tokenizer\.json"):
         load_tokenizer(tmp_path)
 
 
-def test_a_prompt_the_tokenizer_cannot_encode_is_an_error_of_its_own(tmp_path: Path) -> None:
+def test_a_prompt_that_the_tokenizer_cannot_encode_raises_prompt_error(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "space.jsonl", [{"prompt": "1 2", "answer": ""}, {"prompt": "12", "answer": ""}])
     source = PromptSource(PromptSourceConfig(path=path, shuffle=False), make_char_tokenizer(None, "12"))
     with pytest.raises(PromptError, match="cannot encode the prompt '1 2'"):

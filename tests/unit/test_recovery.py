@@ -1,4 +1,4 @@
-"""Which checkpoint a launch goes on from, what does not fit is named, and how `resume` finds the config."""
+"""Resuming a run: the choice of the checkpoint, the refusal of settings that do not match it, and the config of `resume`."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def save(config: ExperimentConfig, run_dir: Path) -> Callable[..., Path]:
-    """A whole checkpoint of this config."""
+    """Returns a function that writes a complete checkpoint of this config."""
 
     def write(attempt: int = 1, step: int = 2, models: tuple[str, ...] = ("actor",), **fields: Any) -> Path:
         data = DataIdentity.of(PromptSource(config.prompts, None, config.seed), config.train.num_epochs)
@@ -135,7 +135,7 @@ def start(config: ExperimentConfig, run_dir: Path) -> tuple[Checkpoint | None, l
 
 
 class TestStartingPoint:
-    def test_auto_goes_on_with_what_was_interrupted(self, config, run_dir, save):
+    def test_auto_resumes_an_interrupted_run(self, config, run_dir, save):
         assert start(config, run_dir) == (None, [])
         save(step=1)
         path = save(step=2)
@@ -144,7 +144,7 @@ class TestStartingPoint:
         assert (found.path, found.attempt, found.step) == (path, 1, 2)
         assert notices == ["going on from step 2 of attempt 1 (recover=off starts anew)"]
 
-    def test_auto_begins_a_complete_run_anew(self, config, run_dir, save):
+    def test_auto_starts_a_complete_run_anew(self, config, run_dir, save):
         save()
         (run_dir / "summary.json").write_text("{}")
         found, notices = start(config, run_dir)
@@ -152,10 +152,10 @@ class TestStartingPoint:
         assert notices == [
             "the run in this folder is complete: it starts anew (recover=required resumes from its newest checkpoint)"
         ]
-        assert begin_attempt(run_dir) == 2  # it takes the summary away: the run there is not complete any more
-        assert start(config, run_dir) == (None, [])  # interrupted before its first checkpoint: nothing to go on from
+        assert begin_attempt(run_dir) == 2  # removes the summary, so the run no longer counts as complete
+        assert start(config, run_dir) == (None, [])  # interrupted before its first checkpoint: nothing to resume from
 
-    def test_required_goes_on_with_a_complete_run(self, config, run_dir, save):
+    def test_required_resumes_a_complete_run(self, config, run_dir, save):
         save()
         (run_dir / "summary.json").write_text("{}")
         found, _ = start(replace(config, recover="required"), run_dir)
@@ -173,12 +173,12 @@ class TestStartingPoint:
             ),
         ],
     )
-    def test_a_complete_run_with_nothing_more_to_do_says_what_to_change(
+    def test_the_error_for_a_complete_run_without_further_steps_names_the_field_to_change(
         self, config, run_dir, save, train, fields, told
     ):
         save(**fields)
         config = replace(config, recover="required", train=replace(config.train, **train))
-        assert start(config, run_dir)[0] is not None  # interrupted after its last checkpoint: the end is still to come
+        assert start(config, run_dir)[0] is not None  # interrupted after its last checkpoint: the run still has to end
         (run_dir / "summary.json").write_text("{}")
         with pytest.raises(ConfigError, match=told) as raised:
             start(config, run_dir)
@@ -186,38 +186,38 @@ class TestStartingPoint:
         longer = replace(config, train=replace(config.train, max_steps=3, num_epochs=2, target_reward=None))
         assert start(longer, run_dir)[0] is not None
 
-    def test_required_refuses_where_there_is_none(self, config, run_dir):
+    def test_required_refuses_to_start_without_a_checkpoint(self, config, run_dir):
         with pytest.raises(ConfigError, match=r"^recover='required': there is no checkpoint to resume from in .*t0/ch"):
             start(replace(config, recover="required"), run_dir)
 
-    def test_off_begins_anew_and_stays_so(self, config, run_dir, save):
+    def test_off_starts_anew_and_later_launches_ignore_the_old_checkpoints(self, config, run_dir, save):
         save()
         assert start(replace(config, recover="off"), run_dir) == (None, [])
-        assert list_checkpoints(run_dir) == [(1, 2)]  # nothing is lost yet
+        assert list_checkpoints(run_dir) == [(1, 2)]  # the old checkpoint is still there
         begin_attempt(run_dir)
         assert start(config, run_dir) == (None, [])
 
-    def test_what_cannot_be_read_is_named(self, config, run_dir, save):
+    def test_an_unreadable_began_anew_file_is_named(self, config, run_dir, save):
         path = save()
         (path.parent / "began_anew.json").write_text("{")
         with pytest.raises(ConfigError, match=r"^recover='auto': .*began_anew.json cannot be read: .*; delete it"):
             start(config, run_dir)
 
-    def test_modes_without_checkpoints(self, config, run_dir, save):
+    def test_modes_without_checkpoints_start_anew(self, config, run_dir, save):
         save()
         assert start(replace(config, mode="rollout_only"), run_dir) == (None, [])
 
-    def test_an_attempt_comes_after_that_of_a_checkpoint(self, run_dir, save):
+    def test_a_new_attempt_has_a_higher_number_than_those_of_checkpoints(self, run_dir, save):
         save(attempt=4)
         assert begin_attempt(run_dir) == 5
 
 
-class TestWhatDoesNotFit:
+class TestMismatches:
     def refused(self, config: ExperimentConfig, run_dir: Path, told: str) -> None:
         with pytest.raises(ConfigError, match=told):
             start(config, run_dir)
 
-    def test_other_prompts(self, config, run_dir, save):
+    def test_other_prompts_are_refused(self, config, run_dir, save):
         save()
         path = Path(config.prompts.path)
         rows = path.read_text().splitlines()
@@ -235,19 +235,19 @@ class TestWhatDoesNotFit:
             config, run_dir, "it has 10 prompts, .* was made with other prompts, .* or start anew with recover=off"
         )
 
-    def test_another_order(self, config, run_dir, save):
+    def test_another_order_of_prompts_is_refused(self, config, run_dir, save):
         save()
         self.refused(replace(config, seed=2), run_dir, "^seed=2: .* has the prompt order of seed=1; use that")
         unshuffled = replace(config, prompts=replace(config.prompts, shuffle=False))
         self.refused(unshuffled, run_dir, "^prompts.shuffle=False: .* of prompts.shuffle=True")
 
-    def test_fewer_epochs_than_are_done(self, config, run_dir, save):
+    def test_fewer_epochs_than_are_done_are_refused(self, config, run_dir, save):
         save(done_cursor=Locator(1, 4))
         self.refused(config, run_dir, "^train.num_epochs=1: .* is in epoch 2; use 2 or more")
         two = replace(config, train=replace(config.train, num_epochs=2))
         assert start(two, run_dir)[0] is not None
 
-    def test_all_epochs_done(self, config, run_dir, save):
+    def test_a_checkpoint_with_all_epochs_done_is_accepted(self, config, run_dir, save):
         save(done_cursor=Locator(1, 0))
         assert start(config, run_dir)[0] is not None
 
@@ -264,10 +264,12 @@ class TestWhatDoesNotFit:
             ),
             ({"model.layers.1.w": None}, "it has no tensor model.layers.1.w, unlike the actor of"),
             ({"model.buffer": (1,)}, ""),
-            ({"lm_head.weight": None}, ""),  # tied, say
+            ({"lm_head.weight": None}, ""),  # for example, because the output layer is tied
         ],
     )
-    def test_another_model(self, config, run_dir, save, tmp_path, change, told):
+    def test_another_model_is_refused_except_for_buffers_and_tied_tensors(
+        self, config, run_dir, save, tmp_path, change, told
+    ):
         save()
         shapes = {name: shape for name, shape in {**SHAPES, **change}.items() if shape is not None}
         other = replace(config, model_path=write_model(tmp_path / "other", shapes))
@@ -276,7 +278,7 @@ class TestWhatDoesNotFit:
         else:
             assert start(other, run_dir)[0] is not None
 
-    def test_a_critic_that_was_not_there(self, config, run_dir, save):
+    def test_a_critic_that_the_checkpoint_lacks_is_refused(self, config, run_dir, save):
         save()
         with_critic = replace(config, train=replace(config.train, critic=CriticConfig()))
         self.refused(
@@ -284,9 +286,9 @@ class TestWhatDoesNotFit:
         )
         save(step=3, models=("actor", "critic"))
         assert start(with_critic, run_dir)[0] is not None
-        assert start(config, run_dir)[0] is not None  # what is not trained any more is not asked for
+        assert start(config, run_dir)[0] is not None  # the critic of the checkpoint is not needed
 
-    def test_what_may_differ(self, config, run_dir, save):
+    def test_allocation_batch_size_epochs_optimizer_and_workers_may_differ(self, config, run_dir, save):
         save()
         other = replace(
             config,
@@ -297,11 +299,11 @@ class TestWhatDoesNotFit:
         assert start(other, run_dir)[0] is not None
 
 
-def test_the_learning_rate_decays_over_the_steps_there_are(config, run_dir, save):
+def test_the_learning_rate_schedule_ends_with_the_last_step(config, run_dir, save):
     save()
     found, _ = start(config, run_dir)
     assert going_on(config, None, 10) == config
-    assert going_on(config, found, 10) == config  # as planned: as if it had not been interrupted
+    assert going_on(config, found, 10) == config  # as planned: the schedule of an uninterrupted run
     other = replace(config, train=replace(config.train, batch_size=4))
     assert going_on(other, found, 10).train.total_steps == 2 + 2  # 4 of 10 prompts are done
     shorter = replace(other, train=replace(other.train, max_steps=3))
@@ -310,7 +312,7 @@ def test_the_learning_rate_decays_over_the_steps_there_are(config, run_dir, save
     assert going_on(given, found, 10) == given
 
 
-def test_the_masters_config(config):
+def test_the_masters_config_has_the_checkpoint_fields(config):
     config = replace(config, rollout=replace(config.rollout, tasks={"default": TaskConfig(reward="m:f")}))
     master = next(s.config for s in plan(config, attempt=2, num_prompts=10, resume="/c") if s.kind == "master")
     assert (master.resume, master.checkpoint) == ("/c", config.checkpoint)
@@ -335,12 +337,12 @@ def test_the_masters_config(config):
         ({"checkpoint": CheckpointConfig(every_s=-1.0)}, r"checkpoint.every_s=-1.0: must not be negative; 0 switches"),
     ],
 )
-def test_fields_are_checked(config, fields, told):
+def test_invalid_recovery_fields_are_refused(config, fields, told):
     with pytest.raises(ConfigError, match=told):
         validate(replace(config, **fields))
 
 
-def test_a_checkpoint_of_a_newer_release_is_refused_and_no_older_one_is_taken(config, run_dir, save):
+def test_a_checkpoint_of_a_newer_release_is_refused_and_no_older_one_replaces_it(config, run_dir, save):
     save(step=1)
     manifest = save(step=2) / "checkpoint.json"
     manifest.write_text('{"format": 2, "files": []}')
@@ -351,7 +353,7 @@ def test_a_checkpoint_of_a_newer_release_is_refused_and_no_older_one_is_taken(co
 
 
 def cut_short(content: bytes) -> bytes:
-    """Half of it, and never up to the end of a line: that depends on the length of paths in it."""
+    """Return the first half, without newlines at its end. Where the half ends depends on the lengths of the paths in it."""
     return content[: len(content) // 2].rstrip(b"\n")
 
 
@@ -365,10 +367,10 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 class TestDamagedFiles:
-    """What a resume reads; for metrics and journals see test_journal.py, for tensors test_checkpoints.py."""
+    """Damage to the files that a resume reads. See test_journal.py for metrics and journals, test_checkpoints.py for tensors."""
 
     @pytest.mark.parametrize("name", ["checkpoint.json", "master.json", "state-00000.json"])
-    def test_a_damaged_checkpoint_is_passed_over(self, config, run_dir, save, name, damage):
+    def test_a_damaged_checkpoint_is_skipped_for_the_one_before_it(self, config, run_dir, save, name, damage):
         save(step=1)
         file = save(step=2) / name
         file.write_bytes(DAMAGES[damage](file.read_bytes()))
@@ -378,7 +380,7 @@ class TestDamagedFiles:
         assert notices[0].startswith("the checkpoint of step 2, attempt 1, is torn; using the one before it: ")
         assert name in notices[0]
 
-    def test_which_run_the_checkpoints_are_of_cannot_be_read(self, config, run_dir, save, damage):
+    def test_a_damaged_began_anew_file_is_refused(self, config, run_dir, save, damage):
         save()
         start(replace(config, recover="off"), run_dir)
         file = run_dir / "checkpoints" / "recover" / "began_anew.json"
@@ -386,7 +388,7 @@ class TestDamagedFiles:
         with pytest.raises(ConfigError, match=r"began_anew.json cannot be read: .*; delete it"):
             start(config, run_dir)
 
-    def test_its_config(self, config, run_dir, damage):
+    def test_a_damaged_config_is_refused(self, config, run_dir, damage):
         file = configs_dir(run_dir, 1) / EXPERIMENT_FILE
         with_reward = replace(config, rollout=replace(config.rollout, tasks={"default": TaskConfig(reward="m:f")}))
         save_config(with_reward, file)
@@ -395,7 +397,7 @@ class TestDamagedFiles:
             config_to_resume(run_dir, [])
         assert "`asyncrl-launch run CONFIG recover=required` with a config that you name" in str(raised.value)
 
-    def test_its_record(self, run_dir, damage):
+    def test_a_damaged_run_record_is_refused(self, run_dir, damage):
         run_dir.mkdir(parents=True)
         write_record(run_dir, RECORD)
         file = run_dir / "run.json"
@@ -403,7 +405,7 @@ class TestDamagedFiles:
         with pytest.raises(LaunchError, match=f"{file} cannot be read"):
             config_to_resume(run_dir, [])
 
-    def test_its_slurm_job(self, run_dir, damage):
+    def test_a_damaged_slurm_record_is_refused(self, run_dir, damage):
         slurm_dir(run_dir).mkdir(parents=True)
         write_job(run_dir, JobRecord(job_id="7", script="", output="job-7.out"))
         file = slurm_dir(run_dir) / "job.json"
@@ -423,7 +425,7 @@ def test_a_run_of_a_newer_release_is_refused_before_its_config_is_read(config, r
 
 
 class TestResume:
-    def test_the_config_is_kept_whole_and_only_for_its_owner(self, config, run_dir, tmp_path, monkeypatch):
+    def test_the_config_is_saved_complete_and_readable_only_by_its_owner(self, config, run_dir, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         config = replace(
             config,
@@ -433,7 +435,7 @@ class TestResume:
         )
         for attempt in (1, 2):
             save_config(with_absolute_paths(config), configs_dir(run_dir, attempt) / EXPERIMENT_FILE)
-        (configs_dir(run_dir, 3)).mkdir()  # of a trainer group that was started again
+        (configs_dir(run_dir, 3)).mkdir()  # an attempt of a restarted trainer group saves no config of the experiment
         kept = newest_experiment(run_dir)
         assert kept == configs_dir(run_dir, 2) / EXPERIMENT_FILE
         assert stat.S_IMODE(kept.stat().st_mode) == 0o600
@@ -443,7 +445,7 @@ class TestResume:
         assert again.model_path == str(tmp_path / "model")
         assert again.rollout.tasks["default"] == TaskConfig(reward=f"{tmp_path}/r.py:f", env_args={"api_key": "s3"})
 
-    def test_without_a_config_it_says_what_to_do(self, tmp_path, capsys):
+    def test_resume_without_a_config_prints_the_remedy(self, tmp_path, capsys):
         assert cli.main(["resume", str(tmp_path)]) == 2
         told = capsys.readouterr().out.replace("\n", " ")
         assert "no run was started there; `asyncrl-launch run CONFIG recover=required` continues with a config" in told

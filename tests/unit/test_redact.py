@@ -1,4 +1,4 @@
-"""What is printed holds no secrets; what processes start from does."""
+"""Redaction: printed texts and config.yaml contain no secrets. The configs that processes load keep them."""
 
 import os
 
@@ -30,7 +30,7 @@ from asyncrl.launch.redact import is_secret, redact, redact_text, redact_urls
         "credentials",
     ],
 )
-def test_names_that_give_a_secret_away(name):
+def test_names_of_secrets_are_recognised(name):
     assert is_secret(name)
 
 
@@ -55,7 +55,7 @@ def test_names_that_give_a_secret_away(name):
         "num_keys",
     ],
 )
-def test_names_that_do_not(name):
+def test_other_names_are_not_secret(name):
     assert not is_secret(name)
 
 
@@ -73,15 +73,15 @@ def test_names_that_do_not(name):
         ("path/to/file.py:reward", "path/to/file.py:reward"),
     ],
 )
-def test_texts(text, shown):
+def test_secrets_in_texts_are_masked(text, shown):
     assert redact_text(text) == shown
 
 
-def test_code_in_a_traceback_is_left_alone():
+def test_redact_urls_leaves_code_in_a_traceback_unchanged():
     assert redact_urls("    token = ids[0]  # http://u:p@h") == "    token = ids[0]  # http://u:***@h"
 
 
-def test_nested_values():
+def test_secrets_in_nested_values_are_masked():
     value = {
         "api_key": "k",
         "args": {"url": "http://u:p@h", "token": "", "tokens": 3, "passwords": [1]},
@@ -96,8 +96,8 @@ def test_nested_values():
     assert value["api_key"] == "k"
 
 
-def test_saved_configs(tmp_path):
-    """config.yaml is for reading; a process's config is whole, and its owner's only where there is something to hide."""
+def test_saved_configs_are_redacted_or_private(tmp_path):
+    """config.yaml is redacted. A process's config is complete; if it contains a secret, only its owner can read it."""
     config = ExperimentConfig(
         experiment="e",
         rollout=RolloutConfig(tasks={"default": TaskConfig(env="m:E", env_args={"api_key": "hidden", "size": 3})}),

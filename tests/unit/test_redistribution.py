@@ -1,4 +1,4 @@
-"""Which rank computes on what, and the plans that bring it there: executed on dictionaries, over random layouts."""
+"""Assignment of ids to ranks, and redistribution plans: executed on dictionaries, over random layouts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ KEYS = ("input_ids", "logprobs", "values")
 
 
 def execute(steps, state):
-    """Run steps on worker -> set of (id, key); returns what was sent, as (source, target, id, key)."""
+    """Run the steps on `state`: worker -> set of (id, key). Returns the sent pairs as (source, target, id, key)."""
     sent = []
     for step in steps:
         for transfer in transfers(step):
             for target in transfer.targets:
                 for pair in ((group, key) for group in transfer.ids for key in transfer.keys):
-                    assert pair in state[transfer.source], "sends what it has"
+                    assert pair in state[transfer.source], "a worker sends a pair that it does not have"
                     state[target].add(pair)
                     sent.append((transfer.source, target, *pair))
     return sent
@@ -29,7 +29,7 @@ def execute(steps, state):
 
 @st.composite
 def situations(draw):
-    """(needed by worker, keys, holders): every pair has a holder, any worker may need any ids."""
+    """(workers, ids needed by worker, keys, holders). Every pair has a holder; any worker may need any ids."""
     workers = list(range(draw(st.integers(1, 6))))
     ids = [f"t{i}" for i in range(draw(st.integers(0, 8)))]
     keys = draw(st.lists(st.sampled_from(KEYS), unique=True))
@@ -37,7 +37,7 @@ def situations(draw):
     holders = {group: {key: draw(some) for key in KEYS} for group in ids}
     replicas = draw(st.lists(st.lists(st.sampled_from(workers), unique=True, min_size=1), max_size=4))
     needed: dict[int, list[str]] = {}
-    for replica in replicas:  # all workers of a replica need the same
+    for replica in replicas:  # all workers of a replica need the same ids
         part = draw(st.lists(st.sampled_from(ids), unique=True)) if ids else []
         for worker in replica:
             needed.setdefault(worker, part)
@@ -45,7 +45,7 @@ def situations(draw):
 
 
 @given(situations())
-def test_a_plan_moves_exactly_what_is_missing(situation):
+def test_a_plan_moves_exactly_the_missing_pairs(situation):
     workers, needed, keys, holders = situation
     before = {w: {(i, k) for i, of in holders.items() for k, have in of.items() if w in have} for w in workers}
     state = {worker: set(pairs) for worker, pairs in before.items()}
@@ -59,7 +59,7 @@ def test_a_plan_moves_exactly_what_is_missing(situation):
         if (group, key) not in before[worker]
     }
     assert Counter((target, group, key) for _, target, group, key in sent) == Counter(missing)
-    assert all((group, key) in before[source] for source, _, group, key in sent)  # nothing goes a second way
+    assert all((group, key) in before[source] for source, _, group, key in sent)  # received pairs are not forwarded
     for worker, ids in needed.items():
         assert {(group, key) for group in ids for key in keys} <= state[worker]
     assert all(len(step.workers) > 1 for step in steps if step.kind == "bcast")
@@ -67,26 +67,26 @@ def test_a_plan_moves_exactly_what_is_missing(situation):
 
 
 def held(**where):
-    """t0=[0] -> every key of t0 is at worker 0."""
+    """held(t0=[0]): worker 0 holds every key of t0."""
     return {group: {key: workers for key in KEYS} for group, workers in where.items()}
 
 
-def test_several_that_need_the_same_get_a_bcast():
+def test_workers_that_need_the_same_ids_get_a_bcast():
     steps = plan_redistribution({1: ["a", "b"], 2: ["a", "b"]}, KEYS, held(a=[0], b=[0]))
     assert steps == [RedistribStep("bcast", 0, [1, 2], [["a", "b"]], list(KEYS))]
 
 
-def test_several_that_need_different_ids_of_one_get_a_scatter():
+def test_workers_that_need_different_ids_of_one_holder_get_a_scatter():
     steps = plan_redistribution({1: ["a", "c"], 2: ["b"]}, ["values"], held(a=[0], b=[0], c=[0]))
     assert steps == [RedistribStep("scatter", 0, [1, 2], [["a", "c"], ["b"]], ["values"])]
 
 
-def test_one_that_needs_of_several_gets_a_gather():
+def test_a_worker_that_needs_ids_of_several_holders_gets_a_gather():
     steps = plan_redistribution({3: ["a", "b", "c"]}, ["values"], held(a=[0], b=[1], c=[0]))
     assert steps == [RedistribStep("gather", 3, [0, 1], [["a", "c"], ["b"]], ["values"])]
 
 
-def test_what_is_there_is_not_sent():
+def test_pairs_that_a_worker_already_has_are_not_sent():
     holders = held(a=[0], b=[0, 1])
     holders["a"]["input_ids"] = [0, 1]
     steps = plan_redistribution({1: ["a", "b"]}, KEYS, holders)
@@ -94,12 +94,12 @@ def test_what_is_there_is_not_sent():
     assert plan_redistribution({0: ["a", "b"], 1: ["b"]}, KEYS, holders) == []
 
 
-def test_those_who_have_it_share_the_sending():
+def test_holders_share_the_sending():
     steps = plan_redistribution({2: list("abcd")}, KEYS, held(a=[0, 1], b=[0, 1], c=[0, 1], d=[0, 1]))
     assert steps == [RedistribStep("gather", 2, [0, 1], [["a", "c"], ["b", "d"]], list(KEYS))]
 
 
-def test_a_broadcast_to_two_counts_twice():
+def test_a_broadcast_to_two_workers_counts_twice():
     steps = plan_redistribution({2: ["a", "b", "c"], 3: ["a"]}, ["values"], held(a=[0, 1], b=[0, 1], c=[0, 1]))
     assert steps == [
         RedistribStep("bcast", 0, [2, 3], [["a"]], ["values"]),
@@ -107,14 +107,14 @@ def test_a_broadcast_to_two_counts_twice():
     ]
 
 
-def test_a_pair_that_nobody_has_is_named():
+def test_a_pair_without_a_holder_is_named():
     with pytest.raises(ValueError, match=r"'values' of id 'a', which the workers \[1\] need"):
         plan_redistribution({1: ["a"]}, ["values"], {"a": {"values": [], "logprobs": [0]}})
     with pytest.raises(ValueError, match="'gone'"):
         plan_redistribution({1: ["gone"]}, ["values"], {})
 
 
-def test_a_step_that_contradicts_itself_is_refused():
+def test_an_inconsistent_step_is_refused():
     with pytest.raises(ValueError, match="2 workers; it needs one for each worker"):
         transfers(RedistribStep("scatter", 0, [1, 2], [["a"]], ["values"]))
     with pytest.raises(ValueError, match="a bcast has 2 lists of ids; it must have exactly one"):
@@ -133,7 +133,7 @@ def batches(draw):
 
 
 @given(batches())
-def test_every_id_has_one_rank_in_balance_and_none_moves_in_vain(batch):
+def test_every_id_gets_one_rank_loads_are_balanced_and_no_move_is_needless(batch):
     ids, tokens, holders, num_ranks, tolerance = batch
     parts = assign(ids, tokens, holders, num_ranks, tolerance)
     assert len(parts) == num_ranks
@@ -153,7 +153,7 @@ def test_every_id_has_one_rank_in_balance_and_none_moves_in_vain(batch):
 
 
 @given(batches())
-def test_data_stays_where_it_lies_while_that_is_balanced(batch):
+def test_ids_stay_with_their_holders_while_the_loads_are_balanced(batch):
     ids, tokens, holders, num_ranks, tolerance = batch
     settled = {group: [min(holders[group], default=0)] for group in ids}
     here = [[group for group in ids if settled[group] == [rank]] for rank in range(num_ranks)]
@@ -165,7 +165,7 @@ def test_data_stays_where_it_lies_while_that_is_balanced(batch):
         assert max(sum(tokens[group] for group in part) for part in parts) <= max(loads)
 
 
-def test_the_least_moves():
+def test_no_more_tokens_move_than_the_tolerance_requires():
     tokens = {"a": 50, "b": 30, "c": 12, "d": 8}
     at_0 = {group: [0] for group in tokens}
     assert assign(list(tokens), tokens, at_0, 2, tolerance=0.1) == [["b", "c", "d"], ["a"]]
@@ -180,7 +180,7 @@ def test_more_ranks_than_ids():
         assign([], {}, {}, 0, tolerance=0.1)
 
 
-def test_what_lies_nowhere_yet_is_dealt_out_evenly():
+def test_ids_without_a_holder_are_distributed_evenly():
     tokens = {f"t{i}": 10 + i for i in range(12)}
     parts = assign(list(tokens), tokens, {}, 3, tolerance=0.1)
     loads = [sum(tokens[group] for group in part) for part in parts]

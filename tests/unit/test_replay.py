@@ -1,4 +1,4 @@
-"""What a replay trains on: the recorded batches in their order, versions under the new attempt, and nothing that does not fit."""
+"""Replay plans: recorded batches keep their order, versions get the new attempt, and unsuitable recordings are refused."""
 
 import numpy as np
 import pytest
@@ -19,19 +19,19 @@ def prompts(replay_plan):
     return [[entry.header.meta.locator.position for entry in batch] for batch in replay_plan.batches]
 
 
-def test_batches_come_as_recorded(tmp_path):
+def test_batches_keep_their_recorded_order_and_size(tmp_path):
     record_batches(tmp_path, batches=3, size=2, trained=True, lag=1)
     assert prompts(plan(tmp_path)) == [[0, 1], [2, 3], [4, 5]]
     assert prompts(plan(tmp_path, max_steps=2)) == [[0, 1], [2, 3]]
     assert plan(tmp_path).num_groups == 6
 
 
-def test_what_was_only_rolled_out_may_be_cut_otherwise(tmp_path):
+def test_rollouts_that_were_not_trained_may_form_other_batches(tmp_path):
     record_batches(tmp_path, batches=3, size=2)
     assert prompts(plan(tmp_path, batch_size=4)) == [[0, 1, 2, 3], [4, 5]]
 
 
-def test_a_translated_group_is_one_of_this_run(tmp_path):
+def test_a_translated_group_has_the_attempt_versions_and_locator_of_this_run(tmp_path):
     record_batches(tmp_path, batches=3, size=1, trained=True)
     trajectory = read_trajectory(list_recording(recording_dir(tmp_path, 1))[2])
     meta, sample = translate(trajectory, attempt=7, head=3, place=11)
@@ -46,7 +46,7 @@ def test_a_translated_group_is_one_of_this_run(tmp_path):
     assert sample.select_keys(unchanged) == trajectory.sample.select_keys(unchanged)
 
 
-def test_what_mfcs_added_is_made_anew(tmp_path):
+def test_keys_that_mfcs_added_are_dropped(tmp_path):
     meta, sample = make_group(0)
     added = sample.update(sample.derive({"proximal_logprobs": np.zeros(sample.total_tokens(), np.float32)}))
     make_store(tmp_path, trained=True).write(0, 1, [Entry(added, meta, 0)])
@@ -55,7 +55,7 @@ def test_what_mfcs_added_is_made_anew(tmp_path):
     assert translate(read_trajectory(file), attempt=2, head=0, place=0)[1].keys == sample.keys
 
 
-def test_a_recording_that_was_pruned_is_replayed_from_its_first_step(tmp_path):
+def test_a_pruned_recording_is_replayed_from_its_first_step(tmp_path):
     record_batches(tmp_path, batches=3, size=2, first_step=5, trained=True, lag=2)
     with pytest.raises(
         ConfigError, match=r"replay\.first_step=0: .* begins with step 5.*replay\.first_step=5 and model_path"
@@ -83,7 +83,7 @@ def test_a_recording_that_was_pruned_is_replayed_from_its_first_step(tmp_path):
         ("all", {}, r"replay\.path='.*holds no recorded trajectories"),
     ],
 )
-def test_what_cannot_be_replayed_is_refused(tmp_path, damage, options, message):
+def test_a_recording_that_cannot_be_replayed_is_refused(tmp_path, damage, options, message):
     record_batches(tmp_path, batches=3, size=2)
     files = list_recording(recording_dir(tmp_path, 1))
     remove = {"none": [], "hole": files[3:4], "gap": files[2:4], "header": [], "all": files}[damage]
@@ -101,7 +101,7 @@ def test_no_group_is_trained_before_the_version_that_sampled_it(tmp_path):
         plan(tmp_path, batch_size=4)
 
 
-def test_every_file_is_read_before_anything_starts(tmp_path):
+def test_every_file_is_checked_before_the_run_starts(tmp_path):
     record_batches(tmp_path, batches=2, size=2, tokenizer="ours")
     good = plan(tmp_path)
     check_replay(good, vocab_size=64, tokenizer="ours")

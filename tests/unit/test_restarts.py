@@ -1,4 +1,4 @@
-"""Between the end of a process and its next start: its pause, its new lease, and what is shown of it meanwhile."""
+"""Pending restarts: the delay before a process starts again, its new lease, and the status shown meanwhile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class FakeLease:
 
 
 class World:
-    """What the launcher gives: leases, and starts."""
+    """The launcher's side of restarts: grants and revokes leases, and records starts."""
 
     def __init__(self) -> None:
         self.clock = ManualClock()
@@ -51,7 +51,7 @@ def world() -> World:
     return World()
 
 
-def test_it_comes_back_under_its_name_after_the_pause(world: World) -> None:
+def test_a_process_restarts_under_its_name_after_its_delay_with_a_new_lease(world: World) -> None:
     world.expect()
     assert world.turn(10.0) == []  # no lease yet: name resolve may be down
     assert world.restarts.statuses() == {}
@@ -63,14 +63,14 @@ def test_it_comes_back_under_its_name_after_the_pause(world: World) -> None:
     assert world.turn(10.0) == []
 
 
-def test_the_pause_is_waited_out(world: World) -> None:
+def test_a_process_does_not_restart_before_its_delay_is_over(world: World) -> None:
     world.expect()
     world.leases[0].set_result(FakeLease())
     assert world.turn(0.9) == []
     assert world.turn(0.2) == [(NAME, 2)]
 
 
-def test_a_lease_that_cannot_be_had_is_asked_for_again_with_a_limit(world: World) -> None:
+def test_a_failed_lease_request_is_retried_within_a_limit(world: World) -> None:
     world.expect()
     world.leases[0].set_exception(LaunchError("etcd did not answer"))
     assert world.turn(2.0) == []
@@ -81,7 +81,7 @@ def test_a_lease_that_cannot_be_had_is_asked_for_again_with_a_limit(world: World
 
 
 @pytest.mark.parametrize("granted", ["before", "after"])
-def test_one_that_is_not_wanted_any_more_does_not_come_back(world: World, granted: str) -> None:
+def test_a_cancelled_restart_does_not_happen_and_its_lease_is_revoked(world: World, granted: str) -> None:
     world.expect()
     assert world.restarts.names() == [NAME]
     if granted == "before":
@@ -90,5 +90,5 @@ def test_one_that_is_not_wanted_any_more_does_not_come_back(world: World, grante
     assert not world.restarts.cancel(NAME)
     if granted == "after":
         world.leases[0].set_result(FakeLease())
-    assert len(world.revoked) == 1  # and its status with it
+    assert len(world.revoked) == 1  # revoking it also deletes the status
     assert world.turn(100.0) == []

@@ -1,4 +1,4 @@
-"""Reward functions: how they are found, called, bounded and judged."""
+"""Reward functions: their import, calls, time limits and errors, and the judge processes that run them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from asyncrl.rewards.reward import Completion, Reward
 from asyncrl.runtime.board import StatusBoard
 
 LIMIT_S = 60.0
-MOST = 16  # judges of a function
+MOST = 16  # maximal number of judges of a function
 LOGGER = logging.getLogger("test_rewards")
 PROMPT = Prompt(prompt_id="e0-p0", text="2+2=", input_ids=[1], answer="4", task="sum", row={"level": 3}, too_long=False)
 RIGHT, WRONG, CUT = Completion("4", True), Completion("5", True), Completion("4", False)
@@ -128,7 +128,7 @@ def make_isolated(path: Path, board: StatusBoard) -> Iterator[Callable[..., Rewa
 
 @pytest.fixture(params=["thread", "process"])
 def make(make_isolated: Callable[..., Reward], request: pytest.FixtureRequest) -> Callable[..., Reward]:
-    """For what holds however a function is run."""
+    """Makes rewards that run in a thread, and then rewards that run in a process: tests that use it hold for both."""
     return partial(make_isolated, request.param)
 
 
@@ -142,11 +142,11 @@ def make_in_process(make_isolated: Callable[..., Reward]) -> Callable[..., Rewar
     return partial(make_isolated, "process")
 
 
-async def test_a_function_of_a_file_with_its_neighbours(make: Callable[..., Reward]) -> None:
+async def test_a_function_of_a_file_may_import_modules_beside_it(make: Callable[..., Reward]) -> None:
     assert await make("exact").score(PROMPT, [RIGHT, WRONG, RIGHT]) == [2.0, 0.0, 2.0]
 
 
-async def test_optional_arguments_go_to_those_who_take_them(make: Callable[..., Reward]) -> None:
+async def test_optional_arguments_go_only_to_functions_that_take_them(make: Callable[..., Reward]) -> None:
     assert await make("asks").score(PROMPT, [RIGHT, CUT]) == [3.0, 0.0]
     assert await make("takes_all").score(PROMPT, [RIGHT]) == [1.0]
 
@@ -156,11 +156,11 @@ async def test_async_functions_and_callable_objects(make: Callable[..., Reward])
     assert await make("judge").score(PROMPT, [RIGHT]) == [0.25]
 
 
-async def test_a_fast_function_judges_a_group_in_one_thread_away_from_the_loop(
+async def test_a_fast_function_judges_a_group_in_one_thread_outside_the_event_loop(
     make_in_thread: Callable[..., Reward], path: Path
 ) -> None:
-    reward = make_in_thread("exact", slow_call_s=LIMIT_S)  # a busy machine makes no slow function of it
-    await reward.score(PROMPT, [RIGHT])  # tells that it is fast
+    reward = make_in_thread("exact", slow_call_s=LIMIT_S)  # so high that a busy machine has no effect
+    await reward.score(PROMPT, [RIGHT])  # the first call measures that the function is fast
     threads: set[str] = import_object(f"{path}:threads", "threads")
     starts: list[threading.Thread] = []
     original = threading.Thread.start
@@ -176,7 +176,7 @@ async def test_a_fast_function_judges_a_group_in_one_thread_away_from_the_loop(
     assert threading.main_thread().name not in threads
 
 
-async def test_a_function_that_hangs_is_a_timeout_and_holds_up_nothing(
+async def test_a_function_that_hangs_times_out_and_blocks_nothing(
     make_in_thread: Callable[..., Reward], path: Path
 ) -> None:
     reward = make_in_thread("hangs", timeout_s=0.05)
@@ -189,14 +189,14 @@ async def test_a_function_that_hangs_is_a_timeout_and_holds_up_nothing(
         import_object(f"{path}:release", "release").set()
 
 
-async def test_an_async_function_that_hangs_is_a_timeout(make: Callable[..., Reward]) -> None:
+async def test_an_async_function_that_hangs_times_out(make: Callable[..., Reward]) -> None:
     with pytest.raises(RolloutRejected) as caught:
         await make("hangs_async", timeout_s=0.05).score(PROMPT, [RIGHT])
     assert caught.value.reason == "reward_timeout"
 
 
 @pytest.mark.parametrize("name", ["raises", "stops", "leaves"])
-async def test_an_error_rejects_and_only_the_first_is_logged(
+async def test_an_error_rejects_the_rollout_and_only_the_first_is_logged(
     make: Callable[..., Reward], caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     reward = make(name)
@@ -210,13 +210,13 @@ async def test_an_error_rejects_and_only_the_first_is_logged(
 
 
 @pytest.mark.parametrize("name", ["nan", "none", "text", "huge", "unspeakable"])
-async def test_what_is_no_finite_number_rejects(make: Callable[..., Reward], name: str) -> None:
+async def test_a_reward_that_is_not_a_finite_number_rejects_the_rollout(make: Callable[..., Reward], name: str) -> None:
     with pytest.raises(RolloutRejected) as caught:
         await make(name).score(PROMPT, [RIGHT])
     assert caught.value.reason == "reward_not_finite"
 
 
-async def test_a_truth_value_is_a_number(make: Callable[..., Reward]) -> None:
+async def test_a_bool_is_accepted_as_a_number(make: Callable[..., Reward]) -> None:
     assert await make("yes").score(PROMPT, [RIGHT]) == [1.0]
 
 
@@ -229,7 +229,7 @@ async def test_a_truth_value_is_a_number(make: Callable[..., Reward]) -> None:
         ("/no/such/file.py:exact", "there is no file /no/such/file.py"),
     ],
 )
-def test_a_wrong_path_says_what_is_wrong(spec: str, message: str) -> None:
+def test_the_error_for_a_wrong_path_names_the_mistake(spec: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         import_object(spec, "reward")
 
@@ -241,7 +241,7 @@ def test_an_import_error_of_the_users_module_passes_through(tmp_path: Path, monk
         import_object("broken_rewards:exact", "reward")
 
 
-def test_what_cannot_be_called_is_no_reward(make: Callable[..., Any]) -> None:
+def test_an_object_that_is_not_callable_is_refused(make: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match="is not callable"):
         make("number")
 
@@ -252,7 +252,7 @@ DANGEROUS = """
 import ctypes, os, re, signal, subprocess, sys, time
 
 def dangerous(prompt, completion, answer):
-    if completion == "spin":  # inside one call of C, which never lets go of the GIL
+    if completion == "spin":  # one C call that never releases the GIL
         return float(bool(re.match(r"(a+)+$", "a" * 64 + "b")))
     if completion == "exit": os._exit(3)
     if completion == "sys.exit": sys.exit(4)
@@ -278,7 +278,7 @@ def dangerous(prompt, completion, answer):
 
 @pytest.fixture
 def dangerous(path: Path, make_in_process: Callable[..., Reward]) -> Callable[..., tuple[Reward, Judges]]:
-    """The reward and its judges, patient with a busy machine."""
+    """Returns a function that makes the reward and its judges, with limits that are long enough for a busy machine."""
     path.write_text(DANGEROUS)
 
     def make_one(memory_bytes: int = 0, pace: RestartPace | None = None) -> tuple[Reward, Judges]:
@@ -312,12 +312,12 @@ async def ask(reward: Reward, what: str) -> float:
         ("allocate", "reward_error", "raised MemoryError()"),
     ],
 )
-async def test_what_ends_a_process_ends_a_judge_and_another_takes_its_place(
+async def test_a_call_that_ends_its_process_ends_one_judge_which_is_replaced(
     dangerous: Callable[..., tuple[Reward, Judges]], what: str, reason: str, detail: str
 ) -> None:
     reward, _judges = dangerous(memory_bytes=400_000_000)
     judge = await ask(reward, "pid")
-    for _ in range(2):  # also where a judge that has answered before dies of it: nobody else pays
+    for _ in range(2):  # each judge has answered a call before; only the call that ends it fails
         with pytest.raises(RolloutRejected) as caught:
             await ask(reward, what)
         assert caught.value.reason == reason
@@ -327,7 +327,7 @@ async def test_what_ends_a_process_ends_a_judge_and_another_takes_its_place(
     assert judge != os.getpid()
 
 
-async def test_a_judge_that_holds_the_gil_for_ever_is_killed_and_holds_up_nobody(
+async def test_a_judge_that_never_releases_the_gil_is_killed_and_blocks_no_other_call(
     dangerous: Callable[..., tuple[Reward, Judges]], make_in_process: Callable[..., Reward]
 ) -> None:
     reward, judges = dangerous()
@@ -346,13 +346,15 @@ async def test_a_judge_that_holds_the_gil_for_ever_is_killed_and_holds_up_nobody
     await wait_until_gone(judge)
 
 
-async def test_a_fork_that_comes_back_into_our_code_ends_there(dangerous: Callable[..., tuple[Reward, Judges]]) -> None:
-    """One answer a question, from the one who was asked."""
+async def test_a_fork_in_a_function_ends_when_it_returns_into_our_code(
+    dangerous: Callable[..., tuple[Reward, Judges]],
+) -> None:
+    """Each call gets one answer, which comes from the judge and not from its fork."""
     reward, _judges = dangerous()
     assert [await ask(reward, what) for what in ("fork", "", "fork", "")] == [0.0, 0.5, 0.0, 0.5]
 
 
-async def test_what_a_judge_has_started_goes_with_it(dangerous: Callable[..., tuple[Reward, Judges]]) -> None:
+async def test_processes_that_a_judge_started_end_with_it(dangerous: Callable[..., tuple[Reward, Judges]]) -> None:
     reward, _judges = dangerous()
     daemon, judge = int(await ask(reward, "daemon")), int(await ask(reward, "pid"))
     assert psutil.pid_exists(daemon)
@@ -361,7 +363,9 @@ async def test_what_a_judge_has_started_goes_with_it(dangerous: Callable[..., tu
     await wait_until_gone(daemon, judge)
 
 
-async def test_the_end_of_a_worker_is_that_of_its_judges(dangerous: Callable[..., tuple[Reward, Judges]]) -> None:
+async def test_judges_and_the_processes_they_started_end_with_the_worker(
+    dangerous: Callable[..., tuple[Reward, Judges]],
+) -> None:
     reward, _judges = dangerous()
     daemon, judge = int(await ask(reward, "daemon")), int(await ask(reward, "pid"))
     spinning = asyncio.ensure_future(ask(reward, "spin"))
@@ -410,7 +414,7 @@ async def test_a_nursery_is_replaced_however_often_it_is_killed(
     assert judges.num_nurseries == 7
 
 
-def test_nurseries_that_die_in_quick_succession_are_replaced_ever_later() -> None:
+def test_the_delay_grows_when_nurseries_die_in_quick_succession() -> None:
     pace = RestartPace(first_s=0.5, longest_s=4.0, calm_s=60.0)
     assert [pace.died(now) for now in (0.0, 1.0, 2.0, 4.0, 9.0, 14.0)] == [0.0, 0.5, 1.0, 2.0, 4.0, 4.0]
     assert pace.died(14.0 + 4.0 + 60.0) == 0.0
@@ -442,7 +446,7 @@ async def test_a_call_whose_judge_is_killed_from_outside_is_made_again(
     assert await call == 0.5
 
 
-async def test_a_rollout_is_released_where_no_nursery_starts(
+async def test_a_rollout_is_released_when_no_nursery_starts(
     dangerous: Callable[..., tuple[Reward, Judges]], path: Path
 ) -> None:
     reward, judges = dangerous(pace=RestartPace(first_s=0.01, longest_s=0.02))
@@ -461,13 +465,13 @@ def with_source(path: Path, source: str) -> None:
     path.write_text(source)
 
 
-async def test_judges_of_an_async_function_run_side_by_side(make_in_process: Callable[..., Reward]) -> None:
+async def test_judges_of_an_async_function_run_concurrently(make_in_process: Callable[..., Reward]) -> None:
     reward = make_in_process("later")
     found = await asyncio.gather(*(reward.score(PROMPT, [RIGHT, CUT]) for _ in range(6)))
     assert found == [[1.0, 0.0]] * 6
 
 
-async def test_arguments_that_no_process_can_be_given(make_in_process: Callable[..., Reward]) -> None:
+async def test_arguments_that_cannot_be_pickled_reject_the_rollout(make_in_process: Callable[..., Reward]) -> None:
     strange = replace(PROMPT, answer=threading.Lock())
     with pytest.raises(RolloutRejected, match="cannot pickle") as caught:
         await make_in_process("exact").score(strange, [RIGHT])
@@ -479,7 +483,7 @@ async def wait_until(condition: Callable[[], Any]) -> None:
         if condition():
             return
         await asyncio.sleep(0.02)
-    raise AssertionError(f"not within {LIMIT_S:g} s")
+    raise AssertionError(f"the condition did not hold within {LIMIT_S:g} s")
 
 
 async def wait_until_gone(*pids: int) -> None:

@@ -1,4 +1,4 @@
-"""Health states of generation servers and the choice among them."""
+"""Health states of generation servers, and the choice of a server for a group."""
 
 from __future__ import annotations
 
@@ -55,27 +55,27 @@ def test_least_requests(table: ServerTable) -> None:
 
 
 def test_least_token_usage(table: ServerTable) -> None:
-    """What was polled, plus what was promised since it was asked."""
+    """The load of a server is its polled token usage plus the tokens promised since the poll was sent."""
     table.policy = "least_token_usage"
     for name, used in zip(NAMES, (100, 75, 90), strict=True):
         table.load_told(name, used, 1, 0.0)
     assert picked(table, 4) == [1, 1, 2, 1]
     asked = table.servers[NAMES[1]].promised_tokens
     assert asked == 30.0
-    table.granted(NAMES[1], 10.0)  # while the question is out: not in the answer
+    table.granted(NAMES[1], 10.0)  # promised while the poll is in flight: its reply does not include these tokens
     table.load_told(NAMES[1], 75, 4, asked)
     assert table.servers[NAMES[1]].promised_tokens == 10.0
     assert picked(table, 2) == [1, 1]
     assert picked(table, 1) == [2]
 
 
-def test_a_full_server_gets_no_more(table: ServerTable) -> None:
+def test_a_full_server_gets_no_more_groups(table: ServerTable) -> None:
     table.max_groups = 2
     assert table.room(0) == 6
     assert sorted(picked(table, 6)) == [0, 0, 1, 1, 2, 2]
     assert (table.room(0), table.pick(0)) == (0, None)
     assert table.has(0)
-    moved = table.pick_for_moved(0, exclude=NAMES[0])  # rather too many than nowhere
+    moved = table.pick_for_moved(0, exclude=NAMES[0])  # a moved group may exceed the limit
     assert moved is not None
     assert moved.name != NAMES[0]
     table.ended(NAMES[1])
@@ -87,8 +87,8 @@ def test_a_full_server_gets_no_more(table: ServerTable) -> None:
     assert table.room(0) is None
 
 
-def test_a_server_with_too_many_groups_leaves_the_others_their_room(table: ServerTable) -> None:
-    """A group that moves may go past the limit of its new server."""
+def test_a_server_above_its_limit_does_not_reduce_the_room_of_others(table: ServerTable) -> None:
+    """A moved group may exceed the limit of its new server."""
     table.max_groups = 2
     for _ in range(3):
         table.granted(NAMES[0])
@@ -104,13 +104,13 @@ def test_a_leaving_server_gets_no_groups_and_drains(table: ServerTable) -> None:
     table.leave(NAMES[1], 1.0)
     server = table.servers[NAMES[1]]
     assert server.view().state == "draining"
-    assert server.view().version == str(v(0))  # it serves what it has
+    assert server.view().version == str(v(0))  # it still serves its version
     assert 1 not in picked(table, 6)
     table.load_told(NAMES[1], 50, 0, 0.0)
-    assert not table.has_drained(NAMES[1])  # idle between two steps of an agent
+    assert not table.has_drained(NAMES[1])  # its group may be idle between two steps of an agent
     table.ended(NAMES[1], 10.0)
     table.handed_over(NAMES[1])
-    assert not table.has_drained(NAMES[1])  # it must say that nothing runs
+    assert not table.has_drained(NAMES[1])  # it must report that no request runs
     table.load_told(NAMES[1], 50, 1, 0.0)
     assert not table.has_drained(NAMES[1])
     table.load_told(NAMES[1], 0, 0, 0.0)
@@ -120,18 +120,18 @@ def test_a_leaving_server_gets_no_groups_and_drains(table: ServerTable) -> None:
     assert [view.server for view in table.views()] == [NAMES[0], NAMES[2]]
 
 
-def test_what_a_leaving_server_has_not_ended_in_time_is_overdue(table: ServerTable) -> None:
+def test_a_leaving_server_with_groups_is_overdue_after_the_drain_timeout(table: ServerTable) -> None:
     table.drain_timeout_s = 5.0
     picked(table, 3)
     table.leave(NAMES[1], 1.0)
-    table.leave(NAMES[1], 4.0)  # said again: its time goes on
+    table.leave(NAMES[1], 4.0)  # repeated: the timeout does not start again
     assert table.overdue_leavers(5.9) == []
     assert table.overdue_leavers(6.0) == [table.servers[NAMES[1]]]
     table.ended(NAMES[1])
     assert table.overdue_leavers(6.0) == []
 
 
-def test_a_server_that_is_wanted_again_must_load(table: ServerTable) -> None:
+def test_a_server_that_is_desired_again_must_load(table: ServerTable) -> None:
     table.leave(NAMES[1], 1.0)
     table.stay(NAMES[1])
     assert table.servers[NAMES[1]].state is ServerState.STALE
@@ -142,14 +142,14 @@ def test_a_server_that_is_wanted_again_must_load(table: ServerTable) -> None:
     assert table.servers[NAMES[1]].state is ServerState.HEALTHY
 
 
-def test_views_tell_for_how_long_servers_were_interrupted(table: ServerTable) -> None:
+def test_views_show_how_long_updates_interrupted_the_servers(table: ServerTable) -> None:
     for number in (1, 2):
         assert table.loaded(NAMES[0], table.begin_update(NAMES[0], v(number)), v(number), 10.0, took_s=0.5)
     table.load_failed(NAMES[1], table.begin_update(NAMES[1], v(2)), "refused")
     assert [view.update_s for view in table.views()] == [1.0, 0.0, 0.0]
 
 
-def test_what_a_leaving_server_loads_is_void(table: ServerTable) -> None:
+def test_the_load_of_a_leaving_server_is_void(table: ServerTable) -> None:
     incarnation = table.begin_update(NAMES[1], v(1))
     table.leave(NAMES[1], 1.0)
     assert not table.loaded(NAMES[1], incarnation, v(1), 2.0)
@@ -158,7 +158,7 @@ def test_what_a_leaving_server_loads_is_void(table: ServerTable) -> None:
     assert table.served == 0
 
 
-def test_a_leaving_server_never_serves_again_whatever_happens(table: ServerTable) -> None:
+def test_a_leaving_server_never_serves_again_after_any_event(table: ServerTable) -> None:
     server = table.servers[NAMES[1]]
     for now in (20.0, 40.0):
         table.leave(NAMES[1], now)
@@ -174,7 +174,7 @@ def test_a_leaving_server_never_serves_again_whatever_happens(table: ServerTable
     assert (server.state, server.url) == (ServerState.DRAINING, "http://elsewhere")
 
 
-def test_a_name_that_has_left_may_come_back(table: ServerTable) -> None:
+def test_the_name_of_a_server_that_left_can_be_used_again(table: ServerTable) -> None:
     table.leave(NAMES[1], 1.0)
     table.withdraw(NAMES[1])
     table.stay(NAMES[1])
@@ -207,7 +207,7 @@ def test_served_version_never_goes_back(table: ServerTable) -> None:
     assert table.served == 2
 
 
-def test_suspect_comes_back_with_the_right_echo_only(table: ServerTable) -> None:
+def test_a_suspect_server_recovers_only_with_the_right_echo(table: ServerTable) -> None:
     server = table.servers[NAMES[0]]
     table.silent(NAMES[0], "no answer", 1.0)
     assert server.state is ServerState.SUSPECT
@@ -226,7 +226,7 @@ def test_a_healthy_server_that_echoes_something_else_is_stale(table: ServerTable
     assert "a0001-v00000007 instead of a0001-v00000000" in table.servers[NAMES[0]].reason
 
 
-def test_dead_after_a_long_silence_and_back_through_a_load(table: ServerTable) -> None:
+def test_a_server_is_dead_after_a_long_silence_and_recovers_through_a_load(table: ServerTable) -> None:
     server = table.servers[NAMES[0]]
     for now in (5.0, 10.0, 10.1):
         table.silent(NAMES[0], "no answer", now)
@@ -234,12 +234,12 @@ def test_dead_after_a_long_silence_and_back_through_a_load(table: ServerTable) -
     table.answered(NAMES[0], str(v(0)), 11.0)
     assert server.state is ServerState.STALE
     table.answered(NAMES[0], str(v(0)), 12.0)
-    assert server.state is ServerState.STALE  # saying the right thing is not enough
+    assert server.state is ServerState.STALE  # the right echo alone is not enough
     assert load(table, NAMES[0], v(0), 13.0)
     assert server.state is ServerState.HEALTHY
 
 
-def test_a_server_that_has_never_served_dies_of_silence_too(table: ServerTable) -> None:
+def test_a_server_that_has_never_served_is_dead_after_a_long_silence(table: ServerTable) -> None:
     table.announce("generation_server/3", "http://3", 0.0)
     table.silent("generation_server/3", "no answer", 10.0)
     assert table.servers["generation_server/3"].state is ServerState.STALE
@@ -247,7 +247,7 @@ def test_a_server_that_has_never_served_dies_of_silence_too(table: ServerTable) 
     assert table.servers["generation_server/3"].state is ServerState.DEAD
 
 
-def test_a_new_process_of_a_server_must_load_whatever_the_old_one_did(table: ServerTable) -> None:
+def test_a_new_process_of_a_server_must_load_and_the_load_of_the_old_one_is_void(table: ServerTable) -> None:
     server = table.servers[NAMES[0]]
     incarnation = table.begin_update(NAMES[0], v(1))
     table.announce(NAMES[0], "http://elsewhere", 1.0)
@@ -268,7 +268,7 @@ def test_the_same_announcement_again_changes_nothing(table: ServerTable) -> None
     assert table.servers[NAMES[0]].state is ServerState.STALE
 
 
-def test_a_new_attempt_makes_all_stale_and_voids_loads(table: ServerTable) -> None:
+def test_a_new_attempt_makes_all_servers_stale_and_voids_their_loads(table: ServerTable) -> None:
     incarnation = table.begin_update(NAMES[0], v(1))
     table.silent(NAMES[2], "no answer", 0.0)
     table.begin_attempt(2)
@@ -281,8 +281,8 @@ def test_a_new_attempt_makes_all_stale_and_voids_loads(table: ServerTable) -> No
     assert table.attempt == 2
 
 
-def test_there_is_no_way_from_dead_to_healthy_but_through_stale_and_a_load() -> None:
-    """Over all sequences of four events after a death."""
+def test_a_dead_server_becomes_healthy_only_through_stale_and_a_load() -> None:
+    """Checks all sequences of four events after the death of a server."""
     events = {
         "announce": lambda table, incarnation: table.announce("s", "http://s", 1.0),
         "announce elsewhere": lambda table, incarnation: table.announce("s", "http://t", 1.0),
@@ -307,7 +307,7 @@ def test_there_is_no_way_from_dead_to_healthy_but_through_stale_and_a_load() -> 
 
 
 def test_views_name_the_version_being_loaded(table: ServerTable) -> None:
-    """So that the trainer does not remove it from disk."""
+    """The trainer keeps a version on disk while a server loads it."""
     table.begin_update(NAMES[0], v(4))
     assert [(view.state, view.version) for view in table.views()][:2] == [
         ("updating", "a0001-v00000004"),

@@ -1,4 +1,4 @@
-"""Folders of a run by name: what leads out of the run is refused."""
+"""Names and paths of folders in a run: a name or path that leads out of the run is refused."""
 
 from pathlib import Path
 
@@ -7,16 +7,16 @@ import pytest
 from asyncrl.protocol.run_folder import OutsideRunError, name_of, path_of
 
 
-def test_a_name_and_its_path(tmp_path: Path) -> None:
+def test_a_name_is_translated_to_its_path_and_back(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    path = path_of(run_dir, "weights/actor/a0001-v00000003")  # nothing is there yet
+    path = path_of(run_dir, "weights/actor/a0001-v00000003")  # the folder need not exist
     assert path == run_dir / "weights" / "actor" / "a0001-v00000003"
     assert name_of(run_dir, path) == "weights/actor/a0001-v00000003"
     assert name_of(str(run_dir), path) == "weights/actor/a0001-v00000003"
 
 
 @pytest.mark.parametrize("name", ["", ".", "/etc", "..", "../other", "weights/../../other", "a/..", "//x", "a\0b"])
-def test_a_name_that_is_none_of_the_runs(name: str, tmp_path: Path) -> None:
+def test_a_name_outside_the_run_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(OutsideRunError, match="is no folder of the run"):
         path_of(tmp_path, name)
 
@@ -28,7 +28,7 @@ def test_a_path_outside_has_no_name(tmp_path: Path) -> None:
         name_of(tmp_path / "run", tmp_path / "run" / ".." / "other")
 
 
-def test_symbolic_links_that_leave_the_run(tmp_path: Path) -> None:
+def test_symbolic_links_that_leave_the_run_are_refused(tmp_path: Path) -> None:
     run_dir, other = tmp_path / "run", tmp_path / "other"
     run_dir.mkdir()
     (other / "inside").mkdir(parents=True)

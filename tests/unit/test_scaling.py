@@ -1,4 +1,4 @@
-"""Generation servers that join and leave: what the launcher starts, stops and outlives, and which processes these are."""
+"""Scaling of generation servers: their starts, drains and stops, ends that do not fail the run, and the specs of the processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class FakeProcess:
 
 
 class FakeChild(Child):
-    """Remembers what it was told instead of signalling anybody."""
+    """Records requests to stop or kill it instead of sending signals."""
 
     def __init__(self, spec: ProcessSpec, log: Path) -> None:
         super().__init__(spec, FakeProcess(), log, -1, None)  # type: ignore[arg-type]
@@ -51,7 +51,7 @@ class FakeChild(Child):
 
 
 class World:
-    """A launcher with its scaling, a clock, and name resolve as the test wants it."""
+    """A launcher with its Scaling, a manual clock, and a name resolve that the test controls."""
 
     def __init__(self, folder: Path, allocated: int = 1) -> None:
         file = folder / "run.yaml"
@@ -63,7 +63,7 @@ class World:
         self.told: list[str] = []
         self.revoked: list[int] = []
         self.leases: list[Future[Lease]] = []
-        self.answers = True  # name resolve does
+        self.answers = True  # whether name resolve grants leases
         self.children = [self.child(self.spec(index)) for index in range(allocated)]
         for child in self.children:
             self.run(child)
@@ -108,7 +108,7 @@ class World:
         self.scaling.observe_drained(WatchEvent("put", f"x/{index}", request))
 
     def turn(self, *elsewhere: str, after_s: float = 0.1) -> list[str]:
-        """What happened: +name joined, -name is gone."""
+        """Run one turn. Returns the changes by index: +1 means server 1 has joined, -1 that it is gone."""
         self.clock.now += after_s
         joined, gone = self.scaling.turn(self.children, elsewhere)
         self.children = [child for child in self.children if child not in gone] + joined  # type: ignore[assignment]
@@ -123,7 +123,7 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path)
 
 
-def test_servers_join_and_the_last_ones_leave_when_they_have_drained(world: World) -> None:
+def test_servers_join_and_those_with_the_highest_indexes_leave_once_drained(world: World) -> None:
     assert world.turn() == []
     world.scale(3)
     assert world.turn() == ["+1", "+2"]
@@ -148,7 +148,7 @@ def test_servers_join_and_the_last_ones_leave_when_they_have_drained(world: Worl
     world.drained(1, request)
     world.turn()
     assert world[1].told == ["stop"]
-    world[1].returncode = -signal.SIGKILL  # gone is gone
+    world[1].returncode = -signal.SIGKILL  # a leaving server counts as gone regardless of how it ends
     assert world.scaling.outlives(world[1])
     assert world.turn() == ["-1"]
     assert world.turn() == []
@@ -158,29 +158,29 @@ def test_servers_join_and_the_last_ones_leave_when_they_have_drained(world: Worl
     assert world.turn() == ["+1"]  # the name is free again
 
 
-def test_the_newest_number_counts_also_in_the_middle(world: World) -> None:
+def test_a_new_desired_number_takes_effect_during_a_drain(world: World) -> None:
     first = world.scale(2)
     world.turn()
     world.run(world[1])
     world.scale(1)
     world.turn()
     world.scale(2)
-    world.drained(1, first)  # of an older request: says nothing about this one
+    world.drained(1, first)  # a report for an older request is ignored
     world.turn()
     assert world[1].told == []
-    assert not world.scaling.outlives(world[1])  # it is desired: its end is no leaving
+    assert not world.scaling.outlives(world[1])  # it is desired, so its end does not count as leaving
     request = world.scale(1)
     world.drained(1, request)
     world.turn()
     assert world[1].told == ["stop"]
-    world.scale(2)  # too late for this process: another comes when it has ended
+    world.scale(2)  # this process was already asked to stop: a new one starts after its end
     assert world.turn() == []
     world[1].returncode = 0
     assert world.turn() == ["+1", "-1"]
     assert world[1].told == []
 
 
-def test_one_that_is_not_there_yet_is_stopped_at_once(world: World) -> None:
+def test_a_server_that_is_still_starting_is_stopped_at_once(world: World) -> None:
     world.scale(2)
     world.turn()
     world.scale(1)
@@ -190,7 +190,7 @@ def test_one_that_is_not_there_yet_is_stopped_at_once(world: World) -> None:
     assert world[1].told == ["stop", "kill"]
 
 
-def test_a_drain_ends_by_its_limit_where_nobody_says_so(world: World) -> None:
+def test_a_drain_that_is_never_reported_ends_at_its_limit(world: World) -> None:
     world.scale(2)
     world.turn()
     world.run(world[1])
@@ -203,7 +203,7 @@ def test_a_drain_ends_by_its_limit_where_nobody_says_so(world: World) -> None:
     assert world.told[-1] == "generation_server/1 has not drained within 30 s and is stopped"
 
 
-def test_one_that_cannot_join_is_given_up_until_the_next_request(world: World) -> None:
+def test_a_server_that_cannot_join_is_given_up_until_the_next_request(world: World) -> None:
     world.scale(2)
     world.turn()
     child = world[1]
@@ -230,10 +230,10 @@ def test_one_that_cannot_join_is_given_up_until_the_next_request(world: World) -
     world.run(world[1])
     world.turn()
     world[1].returncode = 1
-    assert not world.scaling.outlives(world[1])  # once it has served it is a server like the others
+    assert not world.scaling.outlives(world[1])  # a server that has run is treated like the others
 
 
-def test_one_that_fails_to_join_as_it_is_not_wanted_any_more_is_gone_once(world: World) -> None:
+def test_a_server_that_fails_to_join_and_is_no_longer_desired_is_removed_once(world: World) -> None:
     world.scale(2)
     world.turn()
     world[1].returncode = 1
@@ -242,14 +242,14 @@ def test_one_that_fails_to_join_as_it_is_not_wanted_any_more_is_gone_once(world:
     assert world.turn() == []
 
 
-def test_names_that_others_start_are_left_to_them(world: World) -> None:
+def test_servers_that_other_components_start_are_not_started(world: World) -> None:
     world.scale(3)
     assert world.turn(SERVERS[1]) == ["+2"]
-    world.children = [child for child in world.children if child.name != SERVERS[0]]  # dead, and about to be restarted
+    world.children = [child for child in world.children if child.name != SERVERS[0]]  # dead, its restart is pending
     assert world.turn(SERVERS[0], SERVERS[1]) == []
 
 
-def test_without_a_lease_nothing_starts_and_a_request_that_is_over_gives_it_back(world: World) -> None:
+def test_no_server_starts_without_a_lease_and_the_lease_of_an_obsolete_request_is_revoked(world: World) -> None:
     world.answers = False
     world.scale(2)
     assert world.turn() == []
@@ -263,7 +263,7 @@ def test_without_a_lease_nothing_starts_and_a_request_that_is_over_gives_it_back
     assert world.revoked == [8]
 
 
-def test_what_is_no_number_changes_nothing(world: World) -> None:
+def test_an_invalid_desired_number_changes_nothing(world: World) -> None:
     world.scaling.observe_desired(WatchEvent("put", "k", '{"count":0,"id":"x"}'))
     world.scaling.observe_desired(WatchEvent("delete", "k"))
     assert world.turn() == []
@@ -279,7 +279,7 @@ def config_of(tmp_path: Path, *overrides: str) -> ExperimentConfig:
     return load_experiment(file, overrides)
 
 
-def test_a_server_beyond_the_allocation_is_like_the_others(tmp_path: Path) -> None:
+def test_a_server_beyond_the_allocation_has_the_same_spec_as_the_others(tmp_path: Path) -> None:
     config = config_of(tmp_path, "allocation=transformers.d2+d1")
     planned = {spec.name: spec for spec in plan(config, attempt=3, num_prompts=100)}
     assert server_spec(1, config, attempt=3, num_prompts=100) == planned["generation_server/1"]
@@ -288,7 +288,7 @@ def test_a_server_beyond_the_allocation_is_like_the_others(tmp_path: Path) -> No
     assert fourth.env == planned["generation_server/1"].env
 
 
-def test_more_servers_take_the_gpus_that_are_left(tmp_path: Path) -> None:
+def test_additional_servers_take_the_remaining_gpus(tmp_path: Path) -> None:
     def devices_of(allocation: str, count: int) -> list[str | None]:
         config = config_of(tmp_path, f"allocation={allocation}")
         devices = [str(number) for number in range(count)]
@@ -300,7 +300,7 @@ def test_more_servers_take_the_gpus_that_are_left(tmp_path: Path) -> None:
         (first, *_) = plan(config, attempt=1, num_prompts=100, devices=devices)
         return str(first.config.generation.dtype)  # type: ignore[union-attr]
 
-    assert devices_of("transformers.d2+d1", 5) == ["0", "1", "3", "4", "0"]  # 2 is the trainer's
+    assert devices_of("transformers.d2+d1", 5) == ["0", "1", "3", "4", "0"]  # GPU 2 belongs to the trainer
     assert devices_of("sglang.d1m2+d1", 8) == ["0,1", "3,4", "5,6", "7,0", "1,2"]
 
 
@@ -314,12 +314,12 @@ def test_more_servers_take_the_gpus_that_are_left(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_limits_that_cannot_be_are_refused(tmp_path: Path, override: str, told: str) -> None:
+def test_negative_limits_are_refused(tmp_path: Path, override: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         config_of(tmp_path, override)
 
 
-def test_only_own_servers_can_be_scaled(tmp_path: Path) -> None:
+def test_only_runs_with_generation_servers_can_be_scaled(tmp_path: Path) -> None:
     assert can_scale(config_of(tmp_path))
     assert can_scale(config_of(tmp_path, "mode=rollout_only"))
     assert not can_scale(config_of(tmp_path, "mode=train_only", "replay.path=x"))
@@ -334,5 +334,5 @@ def test_only_own_servers_can_be_scaled(tmp_path: Path) -> None:
         (3, 4, 64, ["3 servers and the trainer need 5 GPUs, there are 4: some will be shared"]),
     ],
 )
-def test_more_than_the_machine_has_is_told(count: int, devices: int, cores: int, told: list[str]) -> None:
+def test_a_lack_of_cores_or_gpus_is_reported(count: int, devices: int, cores: int, told: list[str]) -> None:
     assert crowding(Allocation.parse("transformers.d1+d2"), count, devices, cores) == told

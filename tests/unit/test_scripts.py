@@ -1,4 +1,4 @@
-"""The scripts in launcher/, with a Python that only writes down what it is asked for."""
+"""The scripts in launcher/, run with a fake Python that records its arguments."""
 
 import importlib.util
 import os
@@ -45,7 +45,7 @@ def clone(tmp_path):
 
 @pytest.fixture
 def call(clone, tmp_path):
-    """Calls a script; what its Python was asked for, a line `folder: arguments` each."""
+    """Returns a function that calls a script and returns the calls of its Python, one line `folder: arguments` each."""
     python = tmp_path / "fake python"
     python.write_text(FAKE_PYTHON)
     python.chmod(0o755)
@@ -69,7 +69,7 @@ def call(clone, tmp_path):
     return call_script
 
 
-def test_the_first_time_it_installs_and_the_second_time_it_does_not(call, clone):
+def test_only_the_first_call_installs(call, clone):
     first = call("run_async_ppo.sh")
     assert any(f"-m venv --clear {clone}/.venv" in line for line in first)
     assert any("pip install" in line and "torch==" in line for line in first)
@@ -80,20 +80,20 @@ def test_the_first_time_it_installs_and_the_second_time_it_does_not(call, clone)
     ]
 
 
-def test_an_installation_that_failed_is_begun_again(call):
+def test_a_failed_installation_is_repeated(call):
     call("run_async_ppo.sh", code=1, OFFLINE="1")
     assert any("pip install" in line for line in call("run_async_ppo.sh"))
 
 
-def test_it_shows_what_it_does_step_by_step(call):
+def test_the_installation_shows_its_steps(call):
     call("run_async_ppo.sh")
     shown = call.output
     assert "3 steps" in shown
     for step, what in ((1, "making the virtual environment"), (2, "installing torch 2"), (3, "installing asyncrl")):
         assert f"-- step {step} of 3: {what}" in shown
     assert shown.count("   done in ") == 3
-    assert "Collecting something" not in shown  # what pip says is for when it fails
-    assert "\r" not in shown  # nothing ticks where there is no terminal
+    assert "Collecting something" not in shown  # the output of pip is shown only if it fails
+    assert "\r" not in shown  # without a terminal no line is redrawn
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_it_shows_what_it_does_step_by_step(call):
         ("something else", "mend what is said above"),
     ],
 )
-def test_an_installation_that_fails_says_why_and_what_helps(call, says, remedy):
+def test_a_failed_installation_shows_the_cause_and_a_remedy(call, says, remedy):
     call("run_async_ppo.sh", code=1, OFFLINE="1", SAYS=says)
     assert "failed after" in call.output
     assert f"   | {says}" in call.output
@@ -115,8 +115,8 @@ def test_an_installation_that_fails_says_why_and_what_helps(call, says, remedy):
     assert says in Path(call.output.partition("all of it: ")[2].partition(")")[0]).read_text()
 
 
-def test_on_a_terminal_the_seconds_tick(clone, tmp_path):
-    """A step that takes until its seconds have been shown."""
+def test_on_a_terminal_the_elapsed_seconds_are_shown(clone, tmp_path):
+    """The step lasts until its elapsed seconds have been shown."""
     python = tmp_path / "slow python"
     python.write_text(
         FAKE_PYTHON.replace(
@@ -152,7 +152,7 @@ def test_on_a_terminal_the_seconds_tick(clone, tmp_path):
 
 
 def read_within(terminal, limit_s):
-    """What is there next; nothing once the other end is closed."""
+    """Return the next output; "" once the other end is closed."""
     assert select.select([terminal], [], [], limit_s)[0], f"nothing was shown for {limit_s:g} s"
     try:
         return os.read(terminal, 1000).decode()
@@ -160,7 +160,7 @@ def read_within(terminal, limit_s):
         return ""
 
 
-def test_another_set_of_requirements_is_installed(call):
+def test_changed_requirements_are_installed(call):
     call("run_async_ppo.sh")
     assert any("[dev]" in line for line in call("run_tests.sh"))
     assert not any("pip install" in line for line in call("run_async_ppo.sh"))
@@ -168,7 +168,7 @@ def test_another_set_of_requirements_is_installed(call):
 
 
 def test_a_machine_with_gpus_has_one_torch_in_both_environments(call, tmp_path):
-    """The trainer's and SGLang's: their NCCLs form a group."""
+    """The trainer's and SGLang's environments need the same torch, because their NCCLs form one process group."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "nvidia-smi").touch(mode=0o755)
     with_gpus = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
@@ -186,13 +186,13 @@ def test_a_machine_without_gpus_has_the_locked_torch(call):
     assert re.findall(r"torch==\S+", lines) == [locked]
 
 
-def test_overrides_without_a_config_go_to_the_quickstart(call, clone, tmp_path):
+def test_overrides_without_a_config_apply_to_the_quickstart(call, clone, tmp_path):
     assert call("run_async_ppo.sh", "trial=a b", "seed=2", cwd=tmp_path)[-1] == (
         f"{clone}: -m asyncrl.cli.main run configs/quickstart_cpu.yaml trial=a b seed=2"
     )
 
 
-def test_a_config_is_taken_from_the_folder_of_the_caller(call, clone, tmp_path):
+def test_the_path_of_a_config_is_relative_to_the_callers_folder(call, clone, tmp_path):
     (tmp_path / "my run.yaml").write_text("")
     assert call("run_async_ppo.sh", "my run.yaml", "seed=2", cwd=tmp_path)[-1] == (
         f"{tmp_path}: -m asyncrl.cli.main run my run.yaml seed=2"
@@ -200,13 +200,13 @@ def test_a_config_is_taken_from_the_folder_of_the_caller(call, clone, tmp_path):
     assert call("run_async_ppo.sh", "configs/quickstart_cpu.yaml", cwd=tmp_path)[-1].startswith(f"{clone}: ")
 
 
-def test_an_environment_elsewhere(call, clone, tmp_path):
+def test_the_environment_can_be_in_another_folder(call, clone, tmp_path):
     call("run_async_ppo.sh", cwd=tmp_path, ASYNCRL_VENV="my venv")
     assert (tmp_path / "my venv" / "bin" / "python").exists()
     assert not (clone / ".venv").exists()
 
 
-def test_a_python_that_is_too_old(call):
+def test_a_python_that_is_too_old_is_refused(call):
     call("run_async_ppo.sh", code=1, TOO_OLD="1")
     assert "needs Python 3.11 or newer" in call.output
     assert "is Python 2.7. Set PYTHON=" in call.output
@@ -229,7 +229,7 @@ def test_sglang_gets_an_environment_of_its_own(call, clone):
     assert not (clone / ".venv").exists()
 
 
-def test_stand_ins_are_put_in_place_once(tmp_path):
+def test_stubs_for_sglang_on_cpus_are_installed_once(tmp_path):
     spec = importlib.util.spec_from_file_location("install", REPOSITORY / "launcher" / "sglang_cpu" / "install.py")
     install = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(install)
@@ -249,7 +249,7 @@ def test_stand_ins_are_put_in_place_once(tmp_path):
     assert "a real sgl_kernel" in install.install_stub(stub)
 
 
-def test_sglang_for_gpus_elsewhere(call, tmp_path):
+def test_sglang_for_gpus_in_another_folder(call, tmp_path):
     lines = call("setup_sglang.sh", "--venv", "gpu venv", cwd=tmp_path)
     assert any(line.endswith("sglang==0.5.23") for line in lines)
     assert not any("sglang_cpu" in line for line in lines)
@@ -269,7 +269,7 @@ def test_the_fast_tier_runs_in_the_repository(call, clone, tmp_path):
     assert not any(".venv-sglang" in line for line in lines)
 
 
-def test_the_full_tier_makes_sglangs_environment(call, clone, tmp_path):
+def test_the_full_tier_creates_sglangs_environment(call, clone, tmp_path):
     lines = call("run_tests.sh", "--all", cwd=tmp_path)
     assert any(f"-m venv --clear {clone}/.venv-sglang" in line for line in lines)
     folders = {path.name for path in (REPOSITORY / "tests").iterdir() if any(path.glob("test_*.py"))}
@@ -278,12 +278,12 @@ def test_the_full_tier_makes_sglangs_environment(call, clone, tmp_path):
     assert lines[-1] == f"{clone}: -m pytest -m alone tests/end_to_end"
 
 
-def test_each_test_of_processes_is_in_one_part():
+def test_each_file_of_tests_processes_is_in_one_part():
     tests = REPOSITORY / "tests"
     assert sorted(path for part in PROCESSES for path in tests.glob(part)) == sorted(tests.glob("processes/test_*"))
 
 
-def test_a_part_that_fails_fails_all_and_the_others_run(call, clone, tmp_path):
+def test_a_failed_part_fails_the_script_and_the_other_parts_still_run(call, clone, tmp_path):
     lines = call("run_tests.sh", cwd=tmp_path, code=1, FAILS="tests/unit")
     ran = {f"tests/{name}" for name in ("end_to_end", *PROCESSES, "unit")} | {"mypy"}
     assert {line.rpartition(" ")[2] for line in lines[-len(ran) :]} == ran
@@ -293,20 +293,20 @@ def test_a_part_that_fails_fails_all_and_the_others_run(call, clone, tmp_path):
     assert end[-1].endswith(", exit code 1")
 
 
-def test_arguments_of_the_test_script_are_pytests(call, clone, tmp_path):
+def test_arguments_of_the_test_script_go_to_pytest(call, clone, tmp_path):
     call("run_tests.sh", "tests/unit", cwd=tmp_path)
     assert call("run_tests.sh", "tests/unit", "-k", "a b", cwd=tmp_path) == [f"{clone}: -m pytest tests/unit -k a b"]
 
 
 def load(name):
-    """A script of launcher/ as a module."""
+    """Import a script of launcher/ as a module."""
     spec = importlib.util.spec_from_file_location(name, REPOSITORY / "launcher" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def test_the_lowest_versions_of_what_is_asked_for():
+def test_lower_bounds_of_requirements():
     requirements = [
         "a>=1.2,<2",
         "b==3.*",
@@ -318,7 +318,7 @@ def test_the_lowest_versions_of_what_is_asked_for():
     assert load("lower_bounds").lower_bounds(requirements, ["x", "z"]) == ["a==1.2", "b==3.*", "c==4"]
 
 
-def test_the_lock_has_what_pyproject_asks_for():
+def test_the_lock_satisfies_the_requirements_of_pyproject():
     text = (REPOSITORY / "launcher" / "requirements.lock").read_text()
     pins = dict(line.split("==") for line in text.splitlines() if not line.startswith("#"))
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]

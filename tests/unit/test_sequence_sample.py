@@ -1,4 +1,4 @@
-"""SequenceSample: what goes in comes out, whatever is split, joined or renamed on the way; what does not fit is refused."""
+"""SequenceSample: splitting, joining and renaming preserve the data. Inconsistent data is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.data.sequence import KEY_SPECS, SequenceSample
 
 
 def group(lengths: list[int], start: int = 0) -> dict[str, Any]:
-    """A group whose token values count up from start, so that every value is told from every other."""
+    """A group whose token values count up from start, so that all values are distinct."""
     bounds = np.cumsum([start, *lengths])
     runs = [np.arange(a, b) for a, b in pairwise(bounds)]
     return {
@@ -48,7 +48,7 @@ samples = st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=4), min_size
 )
 EMPTY = make_sample([1]).select_ids([])
 
-# ------------------------------------------------------------------------------------------------------------- what it holds
+# ------------------------------------------------------------------------------------------------------------------ contents
 
 
 def test_a_sample_is_packed_in_the_order_of_its_ids(sample: SequenceSample) -> None:
@@ -126,7 +126,7 @@ def test_numpy_integers_as_lengths_become_plain_ones() -> None:
     assert all(type(n) is int for n in sample.seqlens["x"][0])
 
 
-# ----------------------------------------------------------------------------------------------------------- there and back
+# -------------------------------------------------------------------------------------------------------------- round trips
 
 
 @settings(deadline=None, max_examples=50)
@@ -153,13 +153,13 @@ def test_split_tokens_keeps_to_the_budget(sample: SequenceSample, max_tokens: in
     parts = sample.split_tokens(max_tokens)
     assert SequenceSample.gather(parts) == sample
     assert all(part.total_tokens() <= max_tokens or part.num_ids == 1 for part in parts)
-    for part, following in pairwise(parts):  # no part could have taken one id more
+    for part, following in pairwise(parts):  # no part has room for the next id
         assert part.total_tokens() + sum(following.seqlens["packed_input_ids"][0]) > max_tokens
 
 
 @settings(deadline=None, max_examples=50)
 @given(samples, st.integers(1, 5))
-def test_split_balanced_balances(sample: SequenceSample, n: int) -> None:
+def test_split_balanced_gives_parts_of_similar_size(sample: SequenceSample, n: int) -> None:
     parts = sample.split_balanced(n)
     assert len(parts) == n
     assert SequenceSample.gather(parts).select_ids(sample.ids) == sample
@@ -171,7 +171,7 @@ def test_split_balanced_balances(sample: SequenceSample, n: int) -> None:
         assert list(part.ids) == sorted(part.ids, key=sample.ids.index)
 
 
-def test_split_balanced_example() -> None:
+def test_split_balanced_of_an_example() -> None:
     parts = make_sample([9], [1], [5], [4], [1]).split_balanced(2)
     assert [part.ids for part in parts] == [("id0", "id1"), ("id2", "id3", "id4")]
 
@@ -201,7 +201,7 @@ def test_select_ids_takes_any_ids_in_any_order(sample: SequenceSample, data: st.
 
 @settings(deadline=None, max_examples=50)
 @given(samples, st.data())
-def test_update_brings_the_other_sample_into_our_order(sample: SequenceSample, data: st.DataObject) -> None:
+def test_update_reorders_the_other_sample(sample: SequenceSample, data: st.DataObject) -> None:
     ours, theirs = ["packed_input_ids", "task_ids"], ["rewards", "my_pairs", "packed_logprobs"]
     order = data.draw(st.permutations(sample.ids))
     updated = sample.select_keys(ours).update(sample.select_keys(theirs).select_ids(order))
@@ -221,7 +221,7 @@ def test_derive_packs_new_keys_like_an_old_one(sample: SequenceSample) -> None:
     assert sample.derive({"scores": np.ones(6)}, like="rewards").seqlens["scores"] == [[1, 1], [1], [1, 1, 1]]
 
 
-def test_remap_there_and_back(sample: SequenceSample) -> None:
+def test_remap_keys_can_be_undone(sample: SequenceSample) -> None:
     renamed = sample.remap_keys({"packed_logprobs": "proximal_logprobs", "my_pairs": "your_pairs"})
     assert set(renamed.keys) == {*sample.keys, "proximal_logprobs", "your_pairs"} - {"packed_logprobs", "my_pairs"}
     assert renamed.remap_keys({"proximal_logprobs": "packed_logprobs", "your_pairs": "my_pairs"}) == sample
@@ -299,7 +299,7 @@ ONES2 = [[1], [1]]
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(seqlens: Any, data: Any, message: str) -> None:
+def test_inconsistent_keys_lengths_and_dtypes_are_refused(seqlens: Any, data: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SequenceSample(("a", "b"), seqlens, data)
 
@@ -308,12 +308,12 @@ def test_what_does_not_fit_is_refused(seqlens: Any, data: Any, message: str) -> 
     ("ids", "message"),
     [(("a", "a"), r"ids \['a'\] occur more than once"), (("a", ""), "non-empty"), (("a", 1), "non-empty string")],
 )
-def test_ids_are_unique_strings(ids: Any, message: str) -> None:
+def test_ids_must_be_unique_non_empty_strings(ids: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SequenceSample(ids, {}, {})
 
 
-def test_gather_refuses_what_differs(sample: SequenceSample) -> None:
+def test_gather_refuses_repeated_ids_and_different_keys_or_dtypes(sample: SequenceSample) -> None:
     with pytest.raises(ValueError, match="at least one"):
         SequenceSample.gather([])
     with pytest.raises(ValueError, match=r"\['id0', 'id1', 'id2'\] occur more than once"):
@@ -327,7 +327,7 @@ def test_gather_refuses_what_differs(sample: SequenceSample) -> None:
         SequenceSample.gather([one, two, wider])
 
 
-def test_unknown_names_are_named(sample: SequenceSample) -> None:
+def test_the_error_for_an_unknown_id_or_key_names_it(sample: SequenceSample) -> None:
     with pytest.raises(ValueError, match=r"ids \['nope'\] are not in the sample; it has \['id0', 'id1', 'id2'\]"):
         sample.select_ids(["id0", "nope"])
     with pytest.raises(ValueError, match="occur more than once"):
@@ -357,7 +357,7 @@ def test_remap_refuses_collisions_and_wrong_dtypes(sample: SequenceSample) -> No
 
 
 @pytest.mark.parametrize("split", [SequenceSample.split, SequenceSample.split_tokens, SequenceSample.split_balanced])
-def test_parts_are_at_least_one(sample: SequenceSample, split: Any) -> None:
+def test_splits_need_an_argument_of_at_least_one(sample: SequenceSample, split: Any) -> None:
     with pytest.raises(ValueError, match="is 0; it must be at least 1"):
         split(sample, 0)
 
@@ -377,11 +377,11 @@ def test_parts_are_at_least_one(sample: SequenceSample, split: Any) -> None:
         ({"other": [[1]]}, r"group 'id1' has the keys"),
     ],
 )
-def test_from_groups_refuses(change: dict[str, Any], message: str) -> None:
+def test_from_groups_refuses_wrong_shapes_dtypes_and_keys(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SequenceSample.from_groups(["id0", "id1"], [{**group([1]), **change}, group([1])])
 
 
-def test_from_groups_wants_an_id_for_each_group() -> None:
+def test_from_groups_needs_one_id_per_group() -> None:
     with pytest.raises(ValueError, match="2 ids for 1 groups"):
         SequenceSample.from_groups(["a", "b"], [group([1])])

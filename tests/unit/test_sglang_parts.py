@@ -1,4 +1,4 @@
-"""What of the SGLang engine can be decided without a SGLang: its command line, environment, devices, config, pieces, logs."""
+"""Parts of the SGLang engine that run without SGLang: command line, environment, devices, config checks, pieces, logs."""
 
 import importlib.metadata
 import math
@@ -58,7 +58,7 @@ def arguments(config, **changes):
     return server_arguments(config, "/model", **given)
 
 
-def test_a_server_on_gpus():
+def test_the_command_of_a_server_on_gpus():
     command = " ".join(arguments(GenerationConfig(dtype="bfloat16"), tensor=2))
     assert (
         "--model-path /model --load-format dummy --host 127.0.0.1 --port 4000 --tp-size 2 --dtype bfloat16" in command
@@ -69,13 +69,13 @@ def test_a_server_on_gpus():
         assert absent not in command
 
 
-def test_a_server_on_cores():
+def test_the_command_of_a_server_on_cpu_cores():
     command = " ".join(arguments(GenerationConfig(num_blocks=10, page_size=32), on_gpu=False))
     assert "--device cpu --attention-backend torch_native --max-total-tokens 320" in command
     assert "--sleep-on-idle" in command
 
 
-def test_arguments_of_the_user_win():
+def test_the_users_arguments_take_precedence():
     given = {"mem-fraction-static": "0.8", "enable-metrics": "", "skip-server-warmup": "false", "dtype": "half"}
     command = arguments(GenerationConfig(server_args=given))
     assert command[command.index("--mem-fraction-static") + 1] == "0.8"
@@ -84,7 +84,7 @@ def test_arguments_of_the_user_win():
     assert "--skip-server-warmup" not in command
 
 
-def test_nothing_of_another_interpreter_reaches_it():
+def test_the_server_inherits_nothing_of_the_trainers_interpreter():
     base = {"PYTHONPATH": "/trainer", "PYTHONHOME": "/x", "VIRTUAL_ENV": "/trainer", "PATH": "/bin", "HOME": "/me"}
     environment = server_environment(base, python="/sglang/bin/python", tmp="/t", tensor=1, on_gpu=True)
     assert not {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"} & environment.keys()
@@ -103,7 +103,7 @@ def test_cores_of_ranks(cores, ranks, text):
     assert cores_of_ranks(cores, ranks) == text
 
 
-def test_each_server_gets_as_many_gpus_as_it_has_ranks():
+def test_each_server_gets_one_gpu_per_rank():
     config = make_config("sglang.d2p1m2+d3p1m1", python="venv/bin/python")
     specs = {spec.name: spec for spec in plan(config, attempt=1, num_prompts=99, devices=list("01234567"))}
     devices = {name: spec.env["CUDA_VISIBLE_DEVICES"] for name, spec in specs.items()}
@@ -115,7 +115,7 @@ def test_each_server_gets_as_many_gpus_as_it_has_ranks():
     assert server.generation.python.startswith("/")
 
 
-def test_a_server_of_somebody_else_gets_no_gpu():
+def test_an_external_server_gets_no_gpu():
     config = make_config("external.d2+d2", urls=["http://a:1", "http://b:1"])
     specs = {spec.name: spec for spec in plan(config, attempt=1, num_prompts=99, devices=list("0123"))}
     assert not specs["generation_server/0"].computes
@@ -163,7 +163,7 @@ def test_bad_settings_are_refused(allocation, generation, message):
         validate(make_config(allocation, **generation))
 
 
-def test_good_settings():
+def test_good_settings_are_accepted():
     validate(make_config("sglang.d4p1m2+d2", python="/x", server_args={"mem-fraction-static": "0.8"}))
     validate(make_config("external.d1+d1", urls=["http://10.0.0.1:30000"]))
 
@@ -184,7 +184,7 @@ def test_preflight_looks_for_sglang(model_path, tmp_path):
 
 
 def make_environment(folder, *packages):
-    """A virtual environment as its files have it. Its interpreter."""
+    """Create the files of a virtual environment with these packages. Returns the path of its interpreter."""
     for package in packages:
         (folder / "lib" / "python3.11" / "site-packages" / f"{package}.dist-info").mkdir(parents=True)
     (folder / "pyvenv.cfg").write_text("")
@@ -196,13 +196,13 @@ def make_environment(folder, *packages):
     [
         (TorchVersions("2.13.0", "2.29.7"), {}, ["0"], True),
         (TorchVersions("2.13.0", "2.29.7"), {"broadcast_backend": "nccl"}, [], True),
-        (TorchVersions("2.13.0"), {}, ["0"], True),  # NCCL is inside of torch: torch's version decides
+        (TorchVersions("2.13.0"), {}, ["0"], True),  # NCCL is built into torch, so torch's version decides
         (TorchVersions("2.14.1", "2.30.7"), {}, ["0"], False),
-        (TorchVersions("2.14.0", "2.30.7"), {}, ["0"], False),  # it is NCCL that has to be the same
+        (TorchVersions("2.14.0", "2.30.7"), {}, ["0"], False),  # only the versions of NCCL must be equal
         (TorchVersions("2.14.1+cu130"), {}, ["0"], False),
         (TorchVersions("2.13.0", "2.29.7"), {"broadcast_backend": "gloo"}, ["0"], False),
         (TorchVersions("2.13.0", "2.29.7"), {"transport": "disk"}, ["0"], False),
-        (TorchVersions("2.13.0+cpu"), {}, [], False),  # gloo
+        (TorchVersions("2.13.0+cpu"), {}, [], False),  # without GPUs the backend is gloo
     ],
 )
 def test_preflight_compares_the_nccl_of_a_broadcast(
@@ -241,7 +241,7 @@ def test_the_torch_of_this_environment_is_found_without_importing_it():
 
 
 def response(tokens=0):
-    pending = GrowingResponse(EngineRequest("r", [1], SamplingParams()), 0.0, future=None)  # nobody is answered here
+    pending = GrowingResponse(EngineRequest("r", [1], SamplingParams()), 0.0, future=None)  # no caller waits for it
     pending.token_ids, pending.logprobs = [9] * tokens, [-1.0] * tokens
     pending.sent()
     return pending
@@ -253,7 +253,7 @@ def piece(ids, total, *, logprobs=None, spans=()):
     return Piece(output_ids=list(ids), meta_info=meta)
 
 
-def test_pieces_with_what_is_new():
+def test_pieces_with_only_new_tokens_are_appended():
     growing = response(2)
     assert [growing.take(piece(ids, total)) for ids, total in (([1], 1), ([2, 3], 3), ([], 3), ([4], 4))] == [
         1,
@@ -264,7 +264,7 @@ def test_pieces_with_what_is_new():
     assert growing.token_ids == [9, 9, 1, 2, 3, 4]
 
 
-def test_pieces_with_all_so_far():
+def test_pieces_with_all_tokens_so_far_add_only_the_new_ones():
     growing = response()
     assert [growing.take(piece(ids, len(ids))) for ids in ([1], [1, 2, 3], [1, 2, 3, 4])] == [1, 2, 1]
     assert growing.token_ids == [1, 2, 3, 4]
@@ -287,7 +287,7 @@ def test_an_abort_in_sglangs_queue_repeats_the_last_token():
         (piece([1], 1, logprobs=[(None, 1, None)]), "logprobs are not finite"),
     ],
 )
-def test_pieces_that_do_not_fit(bad, why):
+def test_inconsistent_pieces_are_refused(bad, why):
     growing = response()
     with pytest.raises(SGLangError, match=why):
         growing.take(bad)
@@ -295,21 +295,21 @@ def test_pieces_that_do_not_fit(bad, why):
 
 
 def test_an_aborted_response_may_have_ended_by_itself():
-    """A client would go on behind the end of the text otherwise."""
+    """Otherwise the client would continue after the end of the text."""
     growing = response(1)
     growing.take(piece([5, 7], 2))
     assert growing.natural_end([0, 7]) == FinishReason(type="stop", matched=7)
     assert growing.natural_end([0]) is None
-    growing.take(piece([1] * 125, 127))  # 128 are asked for
+    growing.take(piece([1] * 125, 127))  # 128 tokens are requested
     assert growing.natural_end([0]) == FinishReason(type="length", length=128)
-    assert response(1).natural_end([9]) is None  # it had that token before: nothing is new
+    assert response(1).natural_end([9]) is None  # that token was there before; no token is new
 
 
 def span(version, start, end):
     return VersionSpan(version=str(version), start=start, end=end)
 
 
-def test_labels_are_checked_and_shifted_behind_what_it_had():
+def test_version_labels_are_checked_and_shifted_behind_earlier_tokens():
     growing = response(2)
     growing.spans = [span(V0, 0, 2)]
     growing.take(piece([1, 2, 3], 3))
@@ -320,7 +320,7 @@ def test_labels_are_checked_and_shifted_behind_what_it_had():
     assert empty.spans == []
 
 
-def test_labels_of_a_request_that_was_paused_in_place():
+def test_version_labels_of_a_request_that_was_paused_in_place():
     growing = response()
     growing.take(piece([1, 2, 3], 3))
     growing.label(piece([], 3, spans=[span(V0, 0, 2), span(V1, 2, 3)]), V0, V1)
@@ -337,14 +337,14 @@ def test_labels_of_a_request_that_was_paused_in_place():
         ([span(V1, 1, 2)], "do not cover"),
     ],
 )
-def test_labels_that_are_not_ours(spans, why):
+def test_wrong_version_labels_are_refused(spans, why):
     growing = response()
     growing.take(piece([5], 1))
     with pytest.raises(SGLangError, match=why):
         growing.label(piece([], 1, spans=spans), V1, V1)
 
 
-def test_sampling_parameters_in_sglangs_words():
+def test_sampling_parameters_are_translated_for_sglang():
     greedy = sglang_params(SamplingParams(temperature=0.0, top_p=0.5, top_k=3, max_new_tokens=9), [0])
     assert (greedy["temperature"], greedy["top_p"], greedy["top_k"], greedy["stop_token_ids"]) == (0.0, 1.0, -1, [0])
     warm = sglang_params(SamplingParams(temperature=0.7, top_p=0.5, top_k=3), [])
@@ -360,8 +360,8 @@ def test_limits_of_a_model(model_path):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_tensors_of_a_version_are_those_of_the_model(tmp_path, tied):
-    """A tied output layer may be in the files or not; anything else may neither lack nor be there too much."""
+def test_a_version_must_have_the_tensors_of_the_model(tmp_path, tied):
+    """A tied output layer is optional in the files. Any other missing or additional tensor is refused."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -396,7 +396,7 @@ def test_tensors_of_a_version_are_those_of_the_model(tmp_path, tied):
 # ------------------------------------------------------------------------------------------------------------------- logs
 
 
-def test_its_log_is_that_of_the_worker(tmp_path):
+def test_sglangs_log_belongs_to_its_generation_server(tmp_path):
     assert worker_of("generation_server_0_sglang") == "generation_server/0/sglang"
     known = {"generation_server/0", "generation_server/0/sglang", "master/0"}
     assert select_workers(["generation_server"], known) == known - {"master/0"}

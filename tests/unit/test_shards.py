@@ -1,4 +1,4 @@
-"""Who sends which part of which tensor: plans carried out on arrays, over random layouts."""
+"""Plans for moving parts of tensors between workers: executed on arrays, over random layouts."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ SHAPES = {"embed": (7, 5), "q": (6, 4), "norm": (3,), "o": (4, 6), "experts": (3
 
 
 def cut(length: int, parts: int) -> list[tuple[int, int]]:
-    """As torch.chunk does: the last ones may be shorter, or nothing."""
+    """Return (start, length) of each part, as torch.chunk cuts: the last parts may be shorter or empty."""
     each = -(-length // parts)
     return [(min(i * each, length), min(each, max(0, length - i * each))) for i in range(parts)]
 
 
 def layout(rng: random.Random, workers: list[int], stages: int, data: int, tensor: int) -> dict[int, Holding]:
-    """A model on pipe x data x tensor ranks: stages of whole tensors, each cut by tensor ranks, then by data ranks, or not."""
+    """A model on pipe x data x tensor ranks. A stage has some of the tensors; each may be cut by tensor ranks, then by data
+    ranks."""
     names = list(SHAPES)
     cuts = {name: (rng.choice([None, *range(len(shape))]), rng.random() < 0.7) for name, shape in SHAPES.items()}
     holdings = {}
@@ -70,7 +71,7 @@ def random_layout(rng: random.Random, world: int) -> dict[int, Holding]:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_every_rank_gets_its_parts_and_no_byte_too_many(seed: int) -> None:
+def test_every_rank_gets_its_parts_once_and_rounds_keep_to_the_byte_limit(seed: int) -> None:
     rng = random.Random(seed)
     whole = {name: np.random.default_rng(seed).random(shape) for name, shape in SHAPES.items()}
     sources, targets = random_layout(rng, 10), random_layout(rng, 10)
@@ -95,10 +96,10 @@ def test_every_rank_gets_its_parts_and_no_byte_too_many(seed: int) -> None:
                 load.update({worker: 4 * move.box.num_elements for worker in (move.source, move.target)})
             if (
                 move.target in sources and move.name in sources[move.target].pieces
-            ):  # who holds some of it takes what it has
+            ):  # a target that holds some of the tensor takes this from itself
                 own = sources[move.target].pieces[move.name].box.meet(move.box)
                 assert own is None or move.source == move.target
-        assert all(n <= max(max_bytes, 4 * 10) for n in load.values())  # a row of the widest has 10
+        assert all(n <= max(max_bytes, 4 * 10) for n in load.values())  # a row of the widest tensor has 10 elements
     for worker, expected in arrays(targets, whole).items():
         for name, array in expected.items():
             np.testing.assert_array_equal(got[worker][name], array)
@@ -118,7 +119,7 @@ def test_every_part_is_written_once(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_owners_have_about_the_same_and_hold_a_part(seed: int) -> None:
+def test_owners_hold_a_part_and_have_similar_loads(seed: int) -> None:
     rng = random.Random(seed)
     shapes = {f"layer.{i}": (rng.randint(1, 60),) for i in range(20)}
     pieces = {name: Piece("float32", shape, Box.whole(shape)) for name, shape in shapes.items()}
@@ -133,7 +134,7 @@ def test_owners_have_about_the_same_and_hold_a_part(seed: int) -> None:
     for one, other, stage in ((4, 5, early), (6, 7, late)):
         assert filled[one] + filled[other] == sum(sizes[name] for name in stage)
         assert abs(filled[one] - filled[other]) <= max(sizes[name] for name in stage)
-    assert owners == plan_owners(dict(reversed(holdings.items())), sizes)  # whatever order a worker has heard in
+    assert owners == plan_owners(dict(reversed(holdings.items())), sizes)  # the order of the holdings has no influence
 
 
 def test_a_stage_that_lacks_a_part_is_named() -> None:
@@ -147,7 +148,7 @@ def test_a_stage_that_lacks_a_part_is_named() -> None:
         tensors_of(other)
 
 
-def test_large_parts_go_in_pieces() -> None:
+def test_large_parts_are_sent_in_pieces() -> None:
     box = Box((2, 0), (5, 3))
     assert list(box.split(6)) == [Box((2, 0), (2, 3)), Box((4, 0), (2, 3)), Box((6, 0), (1, 3))]
     assert list(box.split(1)) == [Box((row, 0), (1, 3)) for row in range(2, 7)]

@@ -1,6 +1,6 @@
-"""Whole runs, simulated: they hold their invariants, they replay exactly, and they can fail.
+"""Simulated runs: they keep the invariants, replay exactly, and fail if a known bug is planted.
 
-Simulations run in interpreters of their own (tests/simulation/campaign.py), so nothing is replaced in this one.
+Simulations run in separate interpreters (tests/simulation/campaign.py), so nothing is replaced in this one.
 """
 
 import os
@@ -13,8 +13,9 @@ from tests.simulation.scenario import NUM_STEPS, Fault, scenario_of
 
 JOBS = min(4, os.cpu_count() or 1)
 SEEDS = 300
-BUG_SEEDS = 1000  # each known bug is found within so many
-# A restart that waited for the end of an outage, which then was prolonged, never came; two sockets had one address
+BUG_SEEDS = 1000  # each known bug is found within this many seeds
+# The bugs were: a restart that waited for the end of an outage never came when the outage was prolonged; two sockets had the same
+# address.
 FAILED_ONCE = [201191, 211075]
 
 
@@ -24,7 +25,7 @@ def run(first, count, **options):
 
 
 @pytest.mark.timeout(600)
-def test_seeds_are_clean_and_long_enough():
+def test_seeds_have_no_violation_and_enough_steps():
     done = run(0, SEEDS)
     assert done.failed is None, f"python -m tests.simulation --trace {done.failed.seed}: {done.failed.violation}"
     assert done.num_seeds == SEEDS
@@ -32,7 +33,7 @@ def test_seeds_are_clean_and_long_enough():
 
 
 @pytest.mark.parametrize("seed", FAILED_ONCE)
-def test_a_seed_that_failed_once_is_clean(seed):
+def test_a_seed_that_failed_once_has_no_violation(seed):
     assert run(seed, 1).failed is None
 
 
@@ -46,7 +47,8 @@ def test_a_known_bug_is_found(bug):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", [0, 5])
 def test_weights_damaged_on_disk_are_replaced_and_the_run_goes_on(seed):
-    """The first version is written again: nothing newer comes before servers have it. Then newer ones replace what is damaged."""
+    """A damaged first version is written again, because no newer one is published before servers have loaded it. Later, a newer
+    version replaces a damaged one."""
     damage = tuple(Fault("damage", event="published", count=count) for count in (1, 3, 7))
     done = explain(seed, faults=False, extra=damage)
     assert done.violation == ""
@@ -59,7 +61,7 @@ def test_a_seed_replays_exactly():
     assert one.violation == ""
     assert one.digest == other.digest
     assert one.events == other.events
-    kinds = {word for event in one.events for word in event.split()[1:3]}  # of no process: the kind comes second
+    kinds = {word for event in one.events for word in event.split()[1:3]}  # third word, or second without a process
     expected = {
         "granted",
         "answered",
@@ -72,7 +74,7 @@ def test_a_seed_replays_exactly():
         "loaded",
         "echoed",
     }
-    assert expected <= kinds  # what is not noted is not checked
+    assert expected <= kinds  # the invariants check only recorded events
 
 
 def test_another_seed_is_another_run():
@@ -80,8 +82,8 @@ def test_another_seed_is_another_run():
 
 
 @pytest.mark.timeout(300)
-def test_a_failing_seed_is_shrunk_to_what_makes_it_fail():
-    """A lease that nobody returns needs one fault: the end of who holds it."""
+def test_a_failing_seed_is_shrunk_to_the_faults_that_make_it_fail():
+    """A lease that is never returned needs one fault: the end of its holder."""
     failed = run(0, BUG_SEEDS, bug="lease_never_returned").failed
     shrunk = explain(failed.seed, bug="lease_never_returned")
     assert shrunk.violation.partition(":")[0] == failed.violation.partition(":")[0]
@@ -91,7 +93,7 @@ def test_a_failing_seed_is_shrunk_to_what_makes_it_fail():
     assert whole.violation == failed.violation
 
 
-def test_the_scenario_is_the_seeds():
+def test_the_seed_determines_the_scenario():
     assert scenario_of(11) == scenario_of(11)
     assert scenario_of(11) != scenario_of(12)
     kinds = {fault.kind for seed in range(200) for fault in scenario_of(seed).faults}

@@ -1,4 +1,4 @@
-"""The documentation site is built from docs/ without a warning, and the pages that are generated are up to date."""
+"""The documentation site is built from docs/ without warnings, and the generated pages are up to date."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert (tmp_path / "site" / "configuration" / "index.html").is_file()
 
 
-def test_the_page_of_the_configuration_is_up_to_date() -> None:
-    """Write it again: `asyncrl-launch config --markdown > docs/configuration.md`."""
+def test_the_configuration_page_is_up_to_date() -> None:
+    """To regenerate it: `asyncrl-launch config --markdown > docs/configuration.md`."""
     assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == markdown()
 
 
@@ -35,12 +35,13 @@ def test_a_field_has_type_default_limits_and_meaning() -> None:
     (field,) = select("manager.max_head_offpolicyness")
     assert (field.type, field.default, field.limits) == ("int", "2", "at least 0, at most 10,000")
     assert "synchronous" in field.meaning
-    assert [field.path for field in all_fields() if not field.meaning] == []  # a comment in schema.py
+    # the meaning of a field is its comment in schema.py
+    assert [field.path for field in all_fields() if not field.meaning] == []
     (routing,) = select("manager.routing")
     assert routing.allowed == ("round_robin", "least_requests", "least_token_usage")
 
 
-def test_a_section_and_a_key_of_the_users_are_found() -> None:
+def test_a_section_and_a_user_defined_key_are_found() -> None:
     names = {field.path for field in select("rollout.tasks.maths")}
     assert "rollout.tasks.<name>.reward" in names
     assert {field.path for field in select("train.critic")} > {"train.critic.eps_clip", "train.critic.optimizer.lr"}
@@ -49,7 +50,7 @@ def test_a_section_and_a_key_of_the_users_are_found() -> None:
 
 
 def unknown_keys(value: object, schema: dict[str, object], path: str = "") -> list[str]:
-    """Keys of a config that the schema refuses."""
+    """Return the keys of a config that the schema refuses."""
     for option in schema.get("anyOf", [schema]):  # type: ignore[attr-defined]
         if isinstance(value, dict) and option.get("type") == "object":
             properties, others = option.get("properties", {}), option["additionalProperties"]

@@ -1,4 +1,4 @@
-"""Skipped steps: what counts as how many in a row, what is kept of them, what a person is told."""
+"""Skipped optimizer steps: how they count towards the limit, which batches are kept, and what the user sees."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def stats(skipped: int, tried: int = 4, role: str = "actor") -> dict[str, float]
     return {f"{role}/optimizer_steps": float(tried), f"{role}/skipped_steps": float(skipped), "actor/loss": 0.5}
 
 
-def test_only_steps_of_which_nothing_came_count_as_skipped_in_a_row(make: Callable[..., SkippedSteps]) -> None:
+def test_only_train_steps_without_any_optimizer_step_count_towards_the_limit(make: Callable[..., SkippedSteps]) -> None:
     skipped = make(max_skipped_steps=3)
     for _ in range(20):
-        assert skipped.add(stats(3)) is True  # one of four was made: training goes on
+        assert skipped.add(stats(3)) is True  # one of four optimizer steps was done, so training goes on
         skipped.check()
     for _ in range(2):
         skipped.add(stats(4))
@@ -41,7 +41,7 @@ def test_only_steps_of_which_nothing_came_count_as_skipped_in_a_row(make: Callab
     for _ in range(2):
         skipped.add(stats(4))
         skipped.check()
-    skipped.add(stats(0, tried=0))  # a step that tried nothing (all masked) says nothing
+    skipped.add(stats(0, tried=0))  # a train step without a tried optimizer step (all tokens masked) is ignored
     skipped.add(stats(4))
     with pytest.raises(SkippedStepsError, match=r"the last 3 train steps of the actor were skipped") as caught:
         skipped.check()
@@ -50,7 +50,7 @@ def test_only_steps_of_which_nothing_came_count_as_skipped_in_a_row(make: Callab
     assert "train.optimizer.lr" in str(caught.value)
 
 
-def test_each_role_counts_for_itself(make: Callable[..., SkippedSteps]) -> None:
+def test_each_role_is_counted_separately(make: Callable[..., SkippedSteps]) -> None:
     skipped = make(max_skipped_steps=2)
     both = {**stats(0), **stats(4, role="critic")}
     assert num_skipped(both) == 4
@@ -68,7 +68,7 @@ def test_without_a_limit_the_run_goes_on(make: Callable[..., SkippedSteps]) -> N
         skipped.check()
 
 
-def test_the_newest_batches_are_kept_and_the_weights_they_began_from(tmp_path: Path) -> None:
+def test_the_newest_bad_batches_and_the_weights_they_started_from_are_kept(tmp_path: Path) -> None:
     assert list_bad_batches(tmp_path) == weights_needed(tmp_path) == []
     for attempt, step in ((1, 12), (2, 3), (1, 9), (2, 11)):
         write_why(folder_of(tmp_path, attempt, step), 1.0, {"actor/loss": float("nan"), "actor/grad_norm": 1.0})
@@ -84,7 +84,7 @@ def test_the_newest_batches_are_kept_and_the_weights_they_began_from(tmp_path: P
     assert (tmp_path / "bad_batches" / "notes of mine").is_dir()
 
 
-def test_a_person_is_told_of_the_first_ones_and_then_of_each_tenth(tmp_path: Path) -> None:
+def test_the_first_skipped_steps_and_then_every_tenth_are_reported(tmp_path: Path) -> None:
     view = progress.SkippedSteps(tmp_path)
     sound: dict[str, Any] = {"step": 1, **stats(0)}
     assert view.news(sound) is None

@@ -1,4 +1,4 @@
-"""Servers that are slow, not dead: less for them, nothing is taken from them, and all as before when they are quick again."""
+"""Slow servers: they get fewer groups, keep the groups that they have, and get their full share once they are quick again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SLOW, QUICK, OTHER = (f"generation_server/{index}" for index in range(3))
 
 
 def run_groups(desk: Desk, seconds: dict[str, float], rounds: int) -> Counter[str]:
-    """So many batches of groups of 100 tokens, each of which takes as long as its server says. Returns who got how many."""
+    """Run batches of 6 groups of 100 tokens. A group takes the seconds of its server. Returns the number of groups per server."""
     got: Counter[str] = Counter()
     for _ in range(rounds):
         tickets = desk.take(6)
@@ -41,7 +41,8 @@ def test_a_server_whose_groups_take_much_longer_gets_one_at_a_time(routing: str)
     got = run_groups(desk, {SLOW: 4.0, QUICK: 1.0, OTHER: 1.2}, rounds=4)
     assert got[SLOW] == 4
     assert got[QUICK] + got[OTHER] == 20
-    run_groups(desk, dict.fromkeys((SLOW, QUICK, OTHER), 1.0), rounds=12)  # quick again, as the one at a time shows
+    # the one group at a time shows that the server is quick again
+    run_groups(desk, dict.fromkeys((SLOW, QUICK, OTHER), 1.0), rounds=12)
     assert states(desk)[SLOW] == "healthy"
     assert run_groups(desk, dict.fromkeys((SLOW, QUICK, OTHER), 1.0), rounds=4)[SLOW] == 8
 
@@ -60,7 +61,7 @@ def test_a_slow_server_is_quick_again_below_a_lower_bound() -> None:
     assert found == ["healthy", "suspect", "suspect", "healthy"]
 
 
-def test_slow_servers_are_better_than_none() -> None:
+def test_slow_servers_are_used_when_the_others_are_full() -> None:
     desk = Desk(num_servers=2, batch_size=4)
     desk.table.max_groups = 2
     desk.table.answered(SLOW, str(WeightVersion(1, 0)), desk.now, took_s=5.0)
@@ -72,10 +73,10 @@ def test_slow_servers_are_better_than_none() -> None:
     assert states(desk)[SLOW] == "healthy"
 
 
-def test_who_waits_for_a_slow_server_is_not_told_that_it_is_dead() -> None:
+def test_a_slow_server_that_still_answers_is_not_reported_as_dead() -> None:
     desk = Desk(num_servers=2)
     (ticket,) = [ticket for ticket in desk.take(2) if ticket.server == SLOW]
-    for _ in range(10):  # it is silent past the limit of a health probe each time, and answers then
+    for _ in range(10):  # each time it answers only after the limit of the health probe
         desk.now += 6.0
         desk.table.silent(SLOW, "no answer for 5 s", desk.now)
         assert states(desk)[SLOW] == "suspect"
@@ -90,13 +91,13 @@ def test_who_waits_for_a_slow_server_is_not_told_that_it_is_dead() -> None:
     assert states(desk)[SLOW] == "dead"
 
 
-def test_all_servers_as_slow_as_each_other_are_not_slow() -> None:
+def test_equally_slow_servers_do_not_count_as_slow() -> None:
     desk = Desk(num_servers=3, batch_size=6)
     run_groups(desk, dict.fromkeys((SLOW, QUICK, OTHER), 40.0), rounds=4)
     assert set(states(desk).values()) == {"healthy"}
 
 
-def test_groups_that_moved_say_nothing_of_their_server() -> None:
+def test_moved_groups_do_not_count_towards_the_pace_of_a_server() -> None:
     desk = Desk(num_servers=2, batch_size=6)
     tickets = [ticket for ticket in desk.take(4) if ticket.server == SLOW]
     desk.table.leave(SLOW, desk.now)

@@ -1,6 +1,6 @@
-"""The batch script of a run, and the templates in launcher/slurm, which are such scripts. With Slurm itself: tests/slurm.
+"""The batch script of a run, and the templates in launcher/slurm, which are generated. tests/slurm tests the scripts with Slurm.
 
-`python tests/unit/test_slurm_script.py` writes the templates again.
+`python tests/unit/test_slurm_script.py` regenerates the templates.
 """
 
 import shutil
@@ -56,18 +56,18 @@ def options(script: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_templates_are_what_the_command_writes(name):
+def test_templates_are_up_to_date(name):
     assert (ROOT / "launcher" / "slurm" / name).read_text() == template(name)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_scripts_are_sound_bash(name):
+def test_scripts_are_valid_bash(name):
     subprocess.run(["bash", "-n"], input=template(name), text=True, check=True)
     if shutil.which("shellcheck"):
         subprocess.run(["shellcheck", "-"], input=template(name), text=True, check=True)
 
 
-def test_what_the_config_says_is_in_the_script(tmp_path):
+def test_the_fields_of_the_config_are_in_the_script(tmp_path):
     config = load_experiment(
         QUICKSTART,
         [
@@ -114,7 +114,7 @@ def test_what_the_config_says_is_in_the_script(tmp_path):
     assert "\n    apptainer exec a.sif asyncrl-launch host" in script
 
 
-def test_whole_nodes_unless_cores_are_named():
+def test_a_job_gets_whole_nodes_unless_cores_are_named():
     script = render(load_experiment(QUICKSTART, ["cluster=slurm"]), ["c.yaml"], folder="/", program="x")
     assert {"--exclusive", "--mem=0"} <= set(options(script))
     assert not any(
@@ -123,12 +123,12 @@ def test_whole_nodes_unless_cores_are_named():
 
 
 @pytest.mark.parametrize(("given", "written"), [("90", "0:02:00"), ("24:00:00", "24:00:00"), ("259200", "72:00:00")])
-def test_a_time_limit_is_in_seconds_which_yaml_also_reads_from_a_clock(given, written):
+def test_a_time_limit_is_in_seconds_or_hours_minutes_and_seconds(given, written):
     config = load_experiment(QUICKSTART, ["cluster=slurm", f"slurm.time_s={given}"])
     assert f"--time={written}" in options(render(config, ["c.yaml"], folder="/", program="x"))
 
 
-def test_the_last_checkpoint_may_take_what_there_is_before_the_time_limit():
+def test_the_last_checkpoint_may_take_most_of_the_time_after_the_signal():
     config = load_experiment(QUICKSTART, ["cluster=slurm", "slurm.signal_s=600"])
     assert as_job(config).checkpoint.on_stop_s == 540
     config = load_experiment(QUICKSTART, ["cluster=slurm", "slurm.signal_s=600", "checkpoint.on_stop_s=0"])
@@ -145,7 +145,7 @@ def test_the_last_checkpoint_may_take_what_there_is_before_the_time_limit():
         ("slurm.signal_s=0", "slurm.signal_s=0.0: must be above 0"),
     ],
 )
-def test_what_cannot_work_is_refused(override, said):
+def test_invalid_slurm_settings_are_refused(override, said):
     with pytest.raises(ConfigError) as refused:
         load_experiment(QUICKSTART, ["cluster=slurm", override])
     assert said in str(refused.value)
@@ -160,8 +160,8 @@ def test_dry_run_prints_the_script_and_submits_nothing(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("before", [["cluster=slurm", "hosts=[n1,n2]"], ["cluster=hosts", "hosts=[a,b]"], []])
-def test_a_run_is_resumed_as_a_job_of_its_own(before, tmp_path):
-    """The config that an attempt leaves names the nodes that it had."""
+def test_a_run_can_be_resumed_as_a_new_job(before, tmp_path):
+    """The config that a Slurm attempt saves names the nodes of its job. A new job gets nodes of its own."""
     run_dir = tmp_path / "mine" / "t0"
     save_config(load_experiment(QUICKSTART, before), run_dir / "configs" / "attempt_1" / "experiment.yaml")
     config = config_to_resume(run_dir, ["cluster=slurm"])

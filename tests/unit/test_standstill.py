@@ -1,4 +1,4 @@
-"""The standstill report: what each process waits for, on whom and since when, when no train step ends."""
+"""The standstill report, made when no train step ends: the waits of each process, with their sources and durations."""
 
 from asyncrl.launch.standstill import Watchdog, wait_texts
 from asyncrl.protocol.messages import Wait, WorkerStatus
@@ -8,7 +8,7 @@ def wait(what, on, since_s):
     return Wait(what=what, on=on, since_s=since_s, limit_s=600.0)
 
 
-def test_a_wait_without_a_limit_is_told_without_one():
+def test_a_wait_without_a_limit_is_shown_without_one():
     assert wait_texts([Wait(what="room", on="rollouts", since_s=329.0, limit_s=None)]) == ["room from rollouts (329 s)"]
 
 
@@ -16,7 +16,7 @@ def status(worker, *waits, state="running"):
     return WorkerStatus(worker=worker, pid=1, attempt=1, state=state, time=0.0, progress=1, waits=list(waits))
 
 
-def test_the_report_has_each_process_with_its_waits_and_whether_it_moves():
+def test_the_report_lists_each_process_with_its_waits_and_missing_heartbeats():
     statuses = [
         status("generation_server/0", wait("a request", "rollout workers", 43.0)),
         status("generation_server/1", state="starting"),
@@ -39,7 +39,7 @@ def test_the_report_has_each_process_with_its_waits_and_whether_it_moves():
     ]
 
 
-def test_of_a_process_with_many_kinds_of_waits_the_longest_are_told():
+def test_only_the_longest_of_many_waits_of_a_process_are_listed():
     waits = [wait("a reward", f"judge {i}", float(i)) for i in range(10)]
     assert wait_texts(waits)[:2] == ["a reward from judge 9 (9 of 600 s)", "a reward from judge 8 (8 of 600 s)"]
     told = Watchdog(1.0, now=0.0).turn(2.0, [status("rollout_worker/0", *waits)], {}, set())
@@ -47,7 +47,7 @@ def test_of_a_process_with_many_kinds_of_waits_the_longest_are_told():
     assert told.endswith(", waits for a reward from judge 6 (6 of 600 s), and 6 more waits")
 
 
-def test_it_comes_once_and_again_at_growing_intervals_until_there_is_a_step():
+def test_the_report_is_repeated_at_growing_intervals_until_a_step_ends():
     watchdog = Watchdog(120.0, now=1000.0)
     statuses = [status("master/0")]
 

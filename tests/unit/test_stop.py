@@ -1,4 +1,4 @@
-"""`asyncrl-launch stop` and a launcher that is slow to hear."""
+"""`asyncrl-launch stop` with a launcher that misses signals, and with a damaged run record."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 from asyncrl.cli import main as cli
 
-# A launcher that stood still while it was signalled: of signals that wait together the system keeps one.
+# A launcher that ends after the given number of SIGTERMs, like one that was suspended and missed some: of several equal pending
+# signals the kernel keeps one.
 LAUNCHER = """
 import signal, sys
 from pathlib import Path
@@ -25,7 +26,7 @@ lock.release()
 """
 
 
-def test_now_asks_until_it_is_heard(tmp_path: Path) -> None:
+def test_stop_now_repeats_its_signal_until_the_launcher_ends(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, str(tmp_path), "3"], stdout=subprocess.PIPE, text=True
     ) as launcher:
@@ -38,9 +39,9 @@ def test_now_asks_until_it_is_heard(tmp_path: Path) -> None:
             launcher.kill()
 
 
-def test_a_damaged_record_keeps_no_run_from_being_stopped(tmp_path: Path) -> None:
+def test_a_run_with_a_damaged_record_can_be_stopped(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_bytes(b'{"pid": ')
-    assert cli.main(["stop", str(tmp_path)]) == 1  # no launcher either
+    assert cli.main(["stop", str(tmp_path)]) == 1  # no launcher runs
     with subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, str(tmp_path), "1"], stdout=subprocess.PIPE, text=True
     ) as launcher:

@@ -1,4 +1,4 @@
-"""Data store of a worker: capacity, duplicates, keys that MFCs add, copies of groups that live elsewhere."""
+"""Data store of a worker: capacity, duplicates, keys that MFCs add, copies of groups of other workers."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ def group(group_id: str, *lengths: int) -> SequenceSample:
     )
 
 
-def test_more_groups_than_the_capacity_are_refused_by_reason():
+def test_groups_beyond_the_capacity_are_refused_with_a_reason():
     store = DataStore(2)
     assert [store.put(group(name, 3)) for name in "abc"] == ["", "", FULL]
     assert store.ids() == ["a", "b"]
@@ -22,21 +22,21 @@ def test_more_groups_than_the_capacity_are_refused_by_reason():
     assert store.put(group("c", 3)) == ""
 
 
-def test_an_id_that_is_here_is_a_duplicate_even_when_full():
+def test_a_stored_id_is_a_duplicate_even_when_the_store_is_full():
     store = DataStore(1)
     store.put(group("a", 3))
     assert store.put(group("a", 4)) == DUPLICATE
     assert store.select(["a"], ["packed_input_ids"]).total_tokens() == 3
 
 
-def test_a_sample_of_several_groups_enters_whole_or_not_at_all():
+def test_a_sample_of_several_groups_is_stored_completely_or_not_at_all():
     store = DataStore(2)
     store.put(group("a", 1))
     assert store.put(SequenceSample.gather([group("b", 1), group("c", 1)])) == FULL
     assert store.ids() == ["a"]
 
 
-def test_select_is_in_the_order_of_the_call():
+def test_select_returns_groups_in_the_order_of_the_call():
     store = DataStore(4)
     for name, length in (("b", 2), ("a", 1), ("c", 3)):
         store.put(group(name, length))
@@ -59,7 +59,7 @@ def test_amend_adds_keys_to_each_group():
     assert store.select(["b"], ["values", "rewards"]).data["rewards"].tolist() == [3]
 
 
-def test_a_key_nobody_has_made_is_named():
+def test_a_missing_key_is_named():
     store = DataStore(1)
     store.put(group("a", 2))
     with pytest.raises(ValueError, match=r"'a' has no \['values'\]"):
@@ -81,7 +81,8 @@ def test_copies_take_no_room_from_trajectories_and_have_their_own_bound():
     store.add_copies(SequenceSample.gather([group("x", 2), group("y", 3)]).select_keys(["packed_input_ids"]))
     assert [store.put(group(name, 3)) for name in "abc"] == ["", "", FULL]
     store.add_copies(group("x", 2).select_keys(["rewards"]))  # more keys of a copy
-    store.add_copies(group("a", 3).derive({"values": np.zeros(3, np.float32)}))  # a key made elsewhere, of what is here
+    # a key that another worker made for a group stored here
+    store.add_copies(group("a", 3).derive({"values": np.zeros(3, np.float32)}))
     assert store.whole("x") == group("x", 2)
     assert "values" in store.whole("a").keys
     with pytest.raises(ValueError, match="1 copies of groups arrived and 2 are stored; the limit is 2"):
@@ -104,6 +105,6 @@ def test_bytes_are_counted():
     assert store.num_bytes == len(store) == 0
 
 
-def test_a_store_without_room_is_refused():
+def test_a_capacity_of_zero_is_refused():
     with pytest.raises(ValueError, match="capacity"):
         DataStore(0)

@@ -1,4 +1,4 @@
-"""Restart policy: a process restarts alone, with its group, with everything once, or not at all; and which one is frozen."""
+"""Restart policy: a process restarts alone, with its group, once with everything, or never. Detection of frozen processes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def decide(supervision: Supervision, ended: End, now: float = 0.0) -> Decision:
     return supervision.decide(ended, 1000.0 + now, now)
 
 
-def test_pauses_grow_and_the_number_is_bounded_within_an_hour() -> None:
+def test_delays_grow_and_restarts_within_an_hour_are_bounded() -> None:
     budget = RestartBudget(3)
     assert [budget.ended("s", f"end {i}", 10.0 * i) for i in range(4)] == [0.0, 1.0, 2.0, None]
     assert budget.recent("s", 40.0) == ["end 0", "end 1", "end 2", "end 3"]
@@ -64,12 +64,12 @@ def test_pauses_grow_and_the_number_is_bounded_within_an_hour() -> None:
     assert max(long.ended("s", "", 0.0) or 0.0 for _ in range(50)) == 30.0
 
 
-def test_who_has_worked_for_a_while_is_started_again_at_once() -> None:
-    """A pause is for what fails in its start again and again, not for what dies now and then."""
+def test_a_process_that_has_run_for_a_while_restarts_at_once() -> None:
+    """Delays are for processes that fail again soon after each start, not for occasional ends."""
     budget = RestartBudget(100)
     assert {budget.ended("s", "killed", number * (CALM_S + 1.0)) for number in range(20)} == {0.0}
     now, pauses = 10_000.0, []
-    for _ in range(7):  # each works for most of that time
+    for _ in range(7):  # after each start it runs for nearly CALM_S
         pauses.append(budget.ended("t", "killed", now) or 0.0)
         now += pauses[-1] + CALM_S - 1.0
     assert pauses == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0]
@@ -92,14 +92,14 @@ def test_who_has_worked_for_a_while_is_started_again_at_once() -> None:
         ("train_only", "replayer/0", ""),
     ],
 )
-def test_who_goes_with_whom(mode: str, name: str, unit: str) -> None:
+def test_the_unit_that_restarts_with_a_process(mode: str, name: str, unit: str) -> None:
     supervision = Supervision(3, mode=mode)
     assert supervision.unit_of(name) == unit
     decision = decide(supervision, end(name))
     assert decision == (StartAgain(unit, 0.0) if unit else EndRun(f"{name} was killed, cause 0"))
 
 
-def test_detached_groups_are_started_again_alone_each_as_a_whole() -> None:
+def test_each_detached_group_restarts_alone_and_completely() -> None:
     detached = [["model_worker/1"], ["model_worker/2", "model_worker/3"]]
     supervision = Supervision(2, detached=detached)
     assert decide(supervision, end("model_worker/1")) == StartAgain("model_worker/1", 0.0, 1)
@@ -115,7 +115,7 @@ def test_detached_groups_are_started_again_alone_each_as_a_whole() -> None:
     assert decide(by_hand, end("model_worker/1")) == StartAgain("model_worker/1", 0.0, 1)
 
 
-def test_the_trainer_group_has_one_budget_and_everybody_else_an_own_one() -> None:
+def test_the_trainer_group_shares_one_budget_and_other_processes_have_their_own() -> None:
     supervision = Supervision(2)
     assert decide(supervision, end("master/0")) == StartAgain(TRAINER_GROUP, 0.0, 1)
     assert decide(supervision, end("rollout_worker/0")) == StartAgain("rollout_worker/0", 0.0, 1)
@@ -125,7 +125,7 @@ def test_the_trainer_group_has_one_budget_and_everybody_else_an_own_one() -> Non
     assert (supervision.count("master/0"), supervision.count("rollout_worker/1")) == (3, 1)
 
 
-def test_too_often_everything_once_then_the_end_with_the_first_cause_and_what_was_tried() -> None:
+def test_after_too_many_ends_everything_restarts_once_and_then_the_run_fails_with_the_first_cause() -> None:
     supervision = Supervision(1)
     decisions = [decide(supervision, end("rollout_worker/0", number), 10.0 * number) for number in range(3)]
     *again, last = decisions
@@ -139,28 +139,28 @@ def test_too_often_everything_once_then_the_end_with_the_first_cause_and_what_wa
     ]
 
 
-def test_what_came_much_later_has_a_cause_of_its_own() -> None:
+def test_an_end_much_later_has_a_first_cause_of_its_own() -> None:
     supervision = Supervision(1)
     for number in range(2):
         decide(supervision, end("rollout_worker/0", number))
     later = 2 * WINDOW_S
     assert decide(supervision, end("master/0", 2), later) == StartAgain(TRAINER_GROUP, 0.0, 1)
     last = decide(supervision, end("master/0", 3), later + 1.0)
-    assert isinstance(last, EndRun)  # everything is started again once a launch
+    assert isinstance(last, EndRun)  # everything restarts only once per launch
     assert last.cause == "master/0 was killed, cause 2"
     assert len(last.tried) == 2
 
 
-def test_what_could_only_end_again_ends_the_run() -> None:
+def test_an_end_that_would_recur_fails_the_run() -> None:
     supervision = Supervision(3)
     assert isinstance(decide(supervision, end("rollout_worker/0", could_run=False)), EndRun)
     supervision.runs("rollout_worker/1")
-    assert isinstance(decide(supervision, end("rollout_worker/1", could_run=False)), StartAgain)  # in a later start
+    assert isinstance(decide(supervision, end("rollout_worker/1", could_run=False)), StartAgain)  # it has run before
     assert isinstance(decide(supervision, end("rollout_worker/1", fatal=True)), EndRun)
     assert isinstance(decide(Supervision(0), end("rollout_worker/0")), EndRun)
 
 
-def test_a_process_that_is_killed_in_its_start_is_started_again_and_one_that_fails_by_itself_is_not() -> None:
+def test_a_process_killed_during_its_start_restarts_and_one_that_fails_by_itself_does_not() -> None:
     def killed(number: int) -> End:
         return End("rollout_worker/0", "was killed", f"cause {number}", could_run=False, struck=True)
 
@@ -170,40 +170,41 @@ def test_a_process_that_is_killed_in_its_start_is_started_again_and_one_that_fai
     decisions = [decide(supervision, killed(number)) for number in range(1, 4)]
     assert isinstance(decisions[0], StartAgain)
     assert decisions[1] == StartAgain(EVERYTHING, 2.0)
-    assert isinstance(decisions[2], EndRun)  # it is not started again for ever
+    assert isinstance(decisions[2], EndRun)  # these restarts are bounded, too
     assert decisions[2].cause == "cause 0"
     assert isinstance(decide(Supervision(0), killed(0)), EndRun)
 
 
-def test_processes_that_fail_in_their_start_because_one_of_their_unit_was_killed_are_outlived() -> None:
+def test_failed_starts_do_not_fail_the_run_if_a_process_of_their_unit_was_killed() -> None:
     supervision = Supervision(3)
     struck, peer = Trouble("model_worker/0", struck=True), Trouble("model_worker/1")
     assert supervision.outlives_all([])
     assert supervision.outlives_all([struck, peer, Trouble("master/0")])
     assert not supervision.outlives_all([peer])
-    assert not supervision.outlives_all([struck, Trouble("rollout_worker/0")])  # of another unit: its own failure
+    # a process of another unit fails for another reason
+    assert not supervision.outlives_all([struck, Trouble("rollout_worker/0")])
     assert not supervision.outlives_all([struck, Trouble("master/0", fatal=True)])
 
 
-def test_only_a_kill_from_outside_is_a_strike(tmp_path: Path) -> None:
+def test_only_a_process_killed_from_outside_counts_as_struck(tmp_path: Path) -> None:
     error = WorkerStatus(worker="w", pid=1, attempt=1, state="error", time=0.0, progress=0, error="ValueError")
 
     def child(**fields: Any) -> Child:
         return Child(spec=cast(Any, None), process=None, log=tmp_path / "log", pipe=-1, lease=cast(Any, None), **fields)
 
     assert child(returncode=-signal.SIGKILL).was_struck
-    assert not child(returncode=-signal.SIGKILL, froze_s=31.0).was_struck  # by the launcher
-    assert not child(returncode=-signal.SIGKILL, status=error).was_struck  # it failed, and did not end
+    assert not child(returncode=-signal.SIGKILL, froze_s=31.0).was_struck  # killed by the launcher
+    assert not child(returncode=-signal.SIGKILL, status=error).was_struck  # it had failed, but did not end by itself
     assert not child(returncode=-signal.SIGSEGV).was_struck
     assert not child(returncode=1).was_struck
     assert not child().was_struck
 
 
-def test_what_somebody_starts_by_hand_is_not_started_by_the_launcher() -> None:
+def test_a_unit_with_a_process_started_by_hand_does_not_restart() -> None:
     supervision = Supervision(1, by_hand=["model_worker/1"])
     assert isinstance(decide(supervision, end("master/0")), EndRun)
     assert isinstance(decide(supervision, end("rollout_worker/0")), StartAgain)
-    assert isinstance(decide(supervision, end("rollout_worker/0")), EndRun)  # not everything could be
+    assert isinstance(decide(supervision, end("rollout_worker/0")), EndRun)  # a restart of everything is not possible
 
 
 Step = tuple[str, bool, float]
@@ -213,15 +214,15 @@ STEPS = st.lists(
 
 
 @given(limit=st.integers(0, 4), steps=STEPS)
-def test_it_never_goes_on_for_ever_and_the_first_cause_survives(limit: int, steps: list[Step]) -> None:
-    """Whatever ends in which order within an hour: the number of restarts is bounded, and the run ends by a cause that is the
-    oldest of its unit, or that of the restart of everything."""
+def test_restarts_are_bounded_and_the_first_cause_is_reported(limit: int, steps: list[Step]) -> None:
+    """For any sequence of ends within an hour: the number of restarts is bounded, and the run fails with the oldest cause of the
+    unit, or with the cause of the restart of everything."""
     supervision, now = Supervision(limit), 0.0
     first: dict[str, str] = {}
     of_everything = ""
     counts: dict[str, int] = {}
     ran: set[str] = set()
-    rows: dict[str, tuple[int, float]] = {}  # ends in a row; when the pause after the last one was over
+    rows: dict[str, tuple[int, float]] = {}  # ends in a row; when the delay after the last one was over
     for number, (name, could_run, after_s) in enumerate(steps):
         now += after_s
         ended = end(name, number, could_run=could_run)
@@ -255,17 +256,17 @@ def test_it_never_goes_on_for_ever_and_the_first_cause_survives(limit: int, step
     assert sum(counts.values()) <= limit * len(UNITS) + 1
 
 
-def test_who_does_not_count_any_more_is_frozen() -> None:
+def test_a_process_without_heartbeats_is_frozen() -> None:
     watch = FreezeWatch(10.0, 100.0)
     assert watch.turn(0.0, {1: 5, 2: 7}) == {}
     for second in range(1, 11):
         assert watch.turn(float(second), {1: 5, 2: 7 + second}) == {}
     assert watch.turn(11.0, {1: 5, 2: 18}) == {1: 11.0}
-    assert watch.turn(12.0, {1: 6, 2: 19}) == {}  # it has moved after all
+    assert watch.turn(12.0, {1: 6, 2: 19}) == {}  # a heartbeat came after all
 
 
 def test_a_process_that_computes_is_busy_and_not_frozen() -> None:
-    """For 20 times the limit; then it computes without end. One that uses as little CPU as background threads do is frozen."""
+    """A busy process has 20 times the limit. A process that uses as little CPU as background threads do counts as frozen."""
     watch = FreezeWatch(10.0, 100.0)
     for second in range(11):
         assert (
@@ -290,7 +291,7 @@ def test_a_busy_process_that_is_stopped_is_frozen_one_limit_later() -> None:
     assert watch.turn(26.0, {1: 5}, {1: 15.0}) == {1: 26.0}
 
 
-def test_a_sleep_of_the_launcher_is_nobodys_fault() -> None:
+def test_a_suspension_of_the_launcher_makes_no_process_frozen() -> None:
     watch = FreezeWatch(10.0, 100.0)
     watch.turn(0.0, {1: 5})
     assert watch.turn(1000.0, {1: 5}) == {}
@@ -299,7 +300,7 @@ def test_a_sleep_of_the_launcher_is_nobodys_fault() -> None:
     assert list(watch.turn(1010.0, {1: 5})) == [1]
 
 
-def test_before_its_first_word_a_process_has_the_time_of_a_start() -> None:
+def test_before_its_first_heartbeat_a_process_has_the_limit_of_a_start() -> None:
     watch = FreezeWatch(10.0, 20.0)
     for second in range(21):
         assert watch.turn(float(second), {1: None}) == {}
@@ -310,7 +311,7 @@ def test_before_its_first_word_a_process_has_the_time_of_a_start() -> None:
     assert not any(off.turn(float(second), {1: None, 2: 5}) for second in range(100))
 
 
-def test_a_process_that_was_lost_with_its_host_counts_as_one_that_could_run(tmp_path):
+def test_a_process_that_was_lost_with_its_host_can_restart(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text(
         f"experiment: e\nfileroot: {tmp_path}\nmodel_path: {tmp_path}\nprompts: {{path: {tmp_path}/p}}\n"
@@ -322,7 +323,7 @@ def test_a_process_that_was_lost_with_its_host_counts_as_one_that_could_run(tmp_
     )
     assert not child.could_run
     child.take_in(ObservedProcess(name=child.name, incarnation=1, pid=5, cpu_s=7.0))
-    assert child.cpu_s() == 7.0  # its host daemon's: here nothing is known of it
+    assert child.cpu_s() == 7.0  # as reported by its host daemon: the launcher cannot measure it
     child.lose("was lost with its host n2")
     supervision = Supervision(3)
     supervision.runs("master/0")

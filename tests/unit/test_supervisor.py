@@ -1,4 +1,4 @@
-"""What becomes of a run's processes, turn by turn: the supervisor between children that the test lets end."""
+"""The supervisor's decisions, turn by turn, for child processes whose ends the test simulates."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ STOP_S = 10.0
 
 
 class World:
-    """The children of a launcher that carries out all but starts, and the decisions of a turn."""
+    """The supervisor and the children of a launcher. `turn` carries out all decisions but starts, and returns them."""
 
     def __init__(self, folder: Path, *, max_restarts: int = 3, frozen_after_s: float = 0.0) -> None:
         file = folder / "c.yaml"
@@ -69,7 +69,7 @@ class World:
             self.start(name)
 
     def start(self, name: str) -> Child:
-        """It runs."""
+        """Add a running child."""
         lease = Lease(None, next(self.leases), 30.0)  # type: ignore[arg-type]
         child = Child(self.specs[name], Forked(0), self.log, -1, lease, started=self.clock.now)
         child.was_running = True
@@ -85,14 +85,14 @@ class World:
         self[name].returncode, self[name].ended = code, self.clock.now
 
     def fail(self, name: str, error: str, *, fatal: bool = False, ago_s: float = 0.0) -> None:
-        """It says so, and has not ended yet."""
+        """The process reports the error and has not ended yet."""
         at = self.clock.now - ago_s
         self[name].status = WorkerStatus(
             worker=name, pid=0, attempt=1, state="error", time=at, progress=1, error=error, fatal=fatal
         )
 
     def turn(self, after_s: float = 0.1, *, hurried: bool = False) -> list[Decision]:
-        """All decisions but notices. What is killed has ended by the next turn."""
+        """Return all decisions but notices. Killed processes have ended by the next turn."""
         self.clock.now += after_s
         decisions = self.supervisor.turn(self.children, now=self.clock.now, wall_time=self.clock.now, hurried=hurried)
         for decision in decisions:
@@ -105,7 +105,7 @@ class World:
         return [decision for decision in decisions if not isinstance(decision, Notice)]
 
     def kinds(self, after_s: float = 0.1) -> list[str]:
-        """The decisions with their names, as far as they have any."""
+        """Return the type of each decision, with the name of its process if it has one."""
 
         def shown(decision: Any) -> str:
             name = decision.child.name if isinstance(decision, Kill | Forget) else getattr(decision, "name", "")
@@ -119,7 +119,7 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path)
 
 
-def test_a_rollout_worker_comes_back_alone(world: World) -> None:
+def test_a_rollout_worker_restarts_alone(world: World) -> None:
     world.die("rollout_worker/0")
     child, how = (
         world["rollout_worker/0"],
@@ -130,7 +130,7 @@ def test_a_rollout_worker_comes_back_alone(world: World) -> None:
     assert world.turn() == []
 
 
-def test_the_trainer_group_comes_back_as_the_next_attempt_when_all_of_it_is_gone_and_the_search_is_over(
+def test_the_trainer_group_restarts_as_the_next_attempt_after_its_end_and_the_search_for_a_checkpoint(
     world: World,
 ) -> None:
     world.die("model_worker/0")
@@ -148,14 +148,14 @@ def test_the_trainer_group_comes_back_as_the_next_attempt_when_all_of_it_is_gone
     assert [begin.concerns(kind) for kind in ("master", "model_worker", "rollout_worker")] == [True, True, False]
 
 
-def test_a_detached_group_comes_back_as_its_next_incarnation(world: World) -> None:
+def test_a_detached_group_restarts_as_its_next_incarnation(world: World) -> None:
     world.die(DETACHED)
     assert world.kinds() == [f"Forget {DETACHED}", f"StartLater {DETACHED}"]
     assert world.supervisor.group_incarnation_of(DETACHED) == 1
     assert world.supervisor.group_incarnation_of("model_worker/0") == 0
 
 
-def test_a_trainer_group_that_ends_takes_a_detached_group_with_it_that_is_on_its_way_back(world: World) -> None:
+def test_the_end_of_the_trainer_group_cancels_the_pending_restart_of_a_detached_group(world: World) -> None:
     world.die(DETACHED)
     world.die("master/0")
     decisions = world.kinds()
@@ -164,10 +164,10 @@ def test_a_trainer_group_that_ends_takes_a_detached_group_with_it_that_is_on_its
     world.turn()
     world.supervisor.checkpoint_found()
     assert world.kinds() == ["BeginAttempt"]
-    assert world.supervisor.group_incarnation_of(DETACHED) == 0  # it counts anew in the next attempt
+    assert world.supervisor.group_incarnation_of(DETACHED) == 0  # the numbers start again in each attempt
 
 
-def test_too_often_starts_everything_once(tmp_path: Path) -> None:
+def test_after_too_many_ends_everything_restarts_once(tmp_path: Path) -> None:
     world = World(tmp_path, max_restarts=1)
     world.die("rollout_worker/0")
     assert world.kinds() == ["Forget rollout_worker/0", "StartLater rollout_worker/0"]
@@ -184,26 +184,26 @@ def test_too_often_starts_everything_once(tmp_path: Path) -> None:
     assert begin.unit == EVERYTHING
 
 
-def test_the_peers_of_one_that_was_killed_are_not_the_cause(world: World) -> None:
-    """They fail at once; the kill is seen a moment later."""
+def test_peers_that_fail_because_of_a_kill_are_not_the_cause(world: World) -> None:
+    """The peers fail at once. The supervisor sees the kill a moment later."""
     world.fail("model_worker/1", "RuntimeError: the connection was closed by its peer")
-    assert world.turn() == []  # others may have been first
+    assert world.turn() == []  # another process may have failed first
     world.die("model_worker/0")
     assert Cancel(trainer_only=True) in world.turn()
     assert world.told[0].startswith("model_worker/0 was killed by signal SIGKILL")
 
 
-def test_an_error_that_was_passed_on_waits_for_the_words_of_the_first(world: World) -> None:
+def test_a_forwarded_error_waits_for_the_report_of_its_origin(world: World) -> None:
     world.fail("master/0", "asyncrl.runtime.request_reply.RemoteCallError: model_worker/1: ValueError: a loss")
     assert world.turn(LAST_WORDS_S + 0.1) == []
-    assert world.turn(LAST_WORDS_S + 0.1) == []  # that one has said nothing yet
+    assert world.turn(LAST_WORDS_S + 0.1) == []  # the origin has not reported yet
     world.fail("model_worker/1", "ValueError: a loss")
     assert world.turn(STOP_S)[0] == Cancel(trainer_only=True)
     assert world.told[0].startswith("model_worker/1 failed: ValueError: a loss")
 
 
-def test_a_run_that_cannot_go_on_listens_before_it_ends(world: World) -> None:
-    """A fatal error ends it; of the last words the first is the cause."""
+def test_a_fatal_error_fails_the_run_after_a_wait_for_earlier_causes(world: World) -> None:
+    """The earliest failure reported until the end of the wait is the cause."""
     world.fail("master/0", "asyncrl.config.schema.ConfigError: no such model", fatal=True)
     assert world.turn() == []
     assert world.supervisor.is_listening
@@ -215,7 +215,7 @@ def test_a_run_that_cannot_go_on_listens_before_it_ends(world: World) -> None:
     assert "Failed after it: master/0" in end.cause
 
 
-def test_a_run_that_is_told_to_stop_does_not_wait_for_last_words(world: World) -> None:
+def test_a_run_that_is_stopped_does_not_wait_for_further_error_reports(world: World) -> None:
     world.fail("master/0", "asyncrl.config.schema.ConfigError: no such model", fatal=True)
     assert world.turn() == []
     (end,) = world.turn(0.1, hurried=True)
@@ -223,7 +223,7 @@ def test_a_run_that_is_told_to_stop_does_not_wait_for_last_words(world: World) -
     assert "no such model" in end.cause
 
 
-def test_one_that_has_failed_and_does_not_end_is_killed(world: World) -> None:
+def test_a_failed_process_that_does_not_end_is_killed(world: World) -> None:
     world.fail("rollout_worker/0", "ValueError: x")
     assert world.turn() == []
     assert world.kinds(STOP_S + 0.1) == ["Kill rollout_worker/0"]
@@ -233,20 +233,20 @@ def test_one_that_has_failed_and_does_not_end_is_killed(world: World) -> None:
 def test_a_process_that_cannot_be_killed_ends_the_run(world: World) -> None:
     world.die("master/0")
     world.turn()
-    world["model_worker/1"].returncode = None  # it is inside the kernel
+    world["model_worker/1"].returncode = None  # for example, stuck in a system call
     decisions = world.turn(KILL_LIMIT_S + 1.0)
     (end,) = [decision for decision in decisions if isinstance(decision, EndRun)]
     assert "model_worker/1 cannot be started again: killed, and still not ended" in end.cause
 
 
-def test_a_server_that_leaves_ends_nothing(world: World) -> None:
+def test_the_end_of_a_leaving_server_has_no_effect(world: World) -> None:
     world.leaving = {"generation_server/0"}
     world.die("generation_server/0", 1)
     assert world.turn() == []
     assert world.told == []
 
 
-def test_a_frozen_process_is_told_once_and_killed(tmp_path: Path) -> None:
+def test_a_frozen_process_is_reported_once_and_killed(tmp_path: Path) -> None:
     world = World(tmp_path, frozen_after_s=5.0)
     decisions: list[str] = []
     told: list[str] = []
@@ -264,10 +264,10 @@ def test_a_frozen_process_is_told_once_and_killed(tmp_path: Path) -> None:
     assert len(told) == 1
 
 
-def test_a_search_that_found_nothing_begins_anew(world: World) -> None:
+def test_the_next_attempt_begins_after_one_search_for_a_checkpoint(world: World) -> None:
     world.die("master/0")
     world.turn()
     assert LookForCheckpoint() in world.turn()
-    assert not [decision for decision in world.turn() if isinstance(decision, LookForCheckpoint)]  # once
+    assert not [decision for decision in world.turn() if isinstance(decision, LookForCheckpoint)]  # only one search
     world.supervisor.checkpoint_found()
     assert isinstance(world.turn()[0], BeginAttempt)

@@ -1,4 +1,4 @@
-"""The synchronous graph: generation is its first node, and neither servers nor rollout workers are needed."""
+"""mode=sync: generation is the first node of the graph, and the run needs no servers and no rollout workers."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture
 def config_of(tiny):
-    """config_of("train.batch_size=8", ...)"""
+    """Returns a function that loads the config with overrides: config_of("train.batch_size=8", ...)."""
     return lambda *overrides: load_experiment(tiny, ["mode=sync", *overrides])
 
 
@@ -28,7 +28,7 @@ def processes_of(config):
     return {spec.name: spec.config for spec in plan(config, attempt=1, num_prompts=20)}
 
 
-def test_generation_is_the_first_node_and_the_rest_is_as_ever():
+def test_generation_is_the_first_node_and_the_rest_of_the_graph_is_unchanged():
     train = TrainConfig(ppo=PPOConfig(kl_coef=0.1))
     graph = build_dataflow(train, "sync")
     assert graph.order[0] == GENERATE_MFC
@@ -45,7 +45,7 @@ def test_generation_is_the_first_node_and_the_rest_is_as_ever():
 
 
 @pytest.mark.parametrize("allocation", ["d2", "+d2p1m1", "transformers.d3+d2", "actor:d2"])
-def test_model_workers_and_a_master_are_all_there_is(config_of, tmp_path, allocation):
+def test_a_run_has_only_model_workers_and_a_master(config_of, tmp_path, allocation):
     config = config_of(f"allocation={allocation}", "manager.max_head_offpolicyness=3", "train.batch_size=4")
     processes = processes_of(config)
     assert list(processes) == ["model_worker/0", "model_worker/1", "master/0"]
@@ -62,7 +62,7 @@ def test_model_workers_and_a_master_are_all_there_is(config_of, tmp_path, alloca
     assert preflight(config) == 20
 
 
-def test_asynchronous_workers_are_given_nothing_to_make_groups_with(tiny):
+def test_asynchronous_model_workers_get_no_config_for_generating_groups(tiny):
     assert processes_of(load_experiment(tiny))["model_worker/0"].groups is None
 
 
@@ -76,7 +76,7 @@ def test_generation_may_have_workers_of_its_own(config_of):
     assert {mfc.name: mfc.model for mfc in master.mfcs}[GENERATE_MFC] == "actor@1"
 
 
-def test_what_a_person_is_told(config_of):
+def test_sizes_and_doctor_describe_synchronous_generation(config_of):
     config = config_of("allocation=transformers.d1+d2")
     text = sizes_text(config, 20)
     assert "mode=sync: each step generates its batch on the model workers" in text
@@ -116,12 +116,12 @@ def test_what_a_person_is_told(config_of):
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(config_of, overrides, message):
+def test_settings_that_do_not_fit_sync_mode_are_refused(config_of, overrides, message):
     with pytest.raises(ConfigError, match=message):
         config_of(*overrides)
 
 
-def test_generation_is_named_in_synchronous_runs_only(tiny):
+def test_only_synchronous_allocations_may_name_generation(tiny):
     with pytest.raises(ConfigError, match=r"'actor_gen' is not part of this run: it comes with mode=sync"):
         load_experiment(tiny, ["allocation=transformers.d1+d1+actor_gen:d1"])
     with pytest.raises(ConfigError, match="is not an allocation"):

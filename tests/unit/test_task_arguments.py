@@ -1,4 +1,4 @@
-"""env_args and agent_args against the classes they are for, before anything is imported or started."""
+"""Checks of env_args and agent_args against their classes, without importing the classes or starting processes."""
 
 import sys
 
@@ -16,11 +16,11 @@ def check(**task):
     check_task_arguments("rollout.tasks.t", TaskConfig(**task))
 
 
-def test_what_fits():
+def test_valid_arguments_are_accepted():
     check(reward="m:r")
     check(env=FEEDBACK, env_args={"feedback": "again", "max_turns": 2}, agent=MULTI_STEP, agent_args={"max_turns": 2})
     check(env="nobody.knows:Env", env_args={"anything": 1})
-    check(agent=CHAT, agent_args={"ignore": ["temperature"], "max_requests": 4})  # gives its rewards itself
+    check(agent=CHAT, agent_args={"ignore": ["temperature"], "max_requests": 4})  # computes its rewards itself
 
 
 @pytest.mark.parametrize(
@@ -44,12 +44,12 @@ def test_what_fits():
         ),
     ],
 )
-def test_what_does_not(task, told):
+def test_invalid_arguments_are_refused(task, told):
     with pytest.raises(ConfigError, match=told):
         check(**task)
 
 
-def test_users_files_are_read_and_not_run(tmp_path):
+def test_users_files_are_parsed_and_not_executed(tmp_path):
     (tmp_path / "base.py").write_text("class Base:\n    def __init__(self, *, prompt, reward, size=1): ...\n")
     file = tmp_path / "own.py"
     file.write_text(

@@ -1,4 +1,4 @@
-"""`asyncrl-launch check` calls the reward once, in a process of its own: its value, or the user's error with file and line."""
+"""`asyncrl-launch check` calls each reward once, in a separate process, and shows its value or the error with file and line."""
 
 import json
 import re
@@ -71,12 +71,12 @@ def config_of(folder, timeout_s=60.0, mode="async", **task):
     )
 
 
-def test_the_value_of_a_reward(folder, capfd):
+def test_the_value_of_a_reward_is_shown(folder, capfd):
     (finding,) = try_tasks(config_of(folder, reward="rewards.py:exact"))
     assert (finding.name, finding.state) == ("task default", "ok")
     assert finding.value.endswith("rewards.py:exact gives 1.875 if the response to 'sort 21' is its answer '12'")
     captured = capfd.readouterr()
-    assert captured.out == ""  # it may be JSON
+    assert captured.out == ""  # nothing else is printed to stdout, which may be JSON
     assert "printed by the reward" in captured.err
     (finding,) = try_tasks(config_of(folder, reward="rewards.py:waits"))
     assert "waits gives 7 if" in finding.value
@@ -99,14 +99,15 @@ def test_the_value_of_a_reward(folder, capfd):
         ("wrong.py:reward", 60.0, r"cannot be imported: SyntaxError: .* \(.*wrong.py:1\)"),
     ],
 )
-def test_rewards_that_fail(folder, reward, timeout_s, told):
+def test_failing_rewards_are_reported(folder, reward, timeout_s, told):
     (finding,) = try_tasks(config_of(folder, reward=reward, timeout_s=timeout_s))
     assert (finding.name, finding.state) == ("rollout.tasks.default.reward", "fail")
     assert finding.remedy
     assert re.search(told, finding.value), finding.value
 
 
-def test_a_reward_that_shares_memory_with_an_agent_may_fail_here(folder):
+def test_the_failure_of_a_reward_in_a_thread_is_only_a_warning(folder):
+    """It may depend on memory that it shares with an agent, which the separate process lacks."""
     config = config_of(folder, reward="rewards.py:raises")
     (finding,) = try_tasks(replace(config, rollout=replace(config.rollout, reward_isolation="thread")))
     assert (finding.name, finding.state) == ("rollout.tasks.default.reward", "warn")
@@ -130,7 +131,7 @@ def test_agents_and_environments_are_imported(folder, task, field, told):
     assert finding.name == (f"rollout.tasks.default.{field}" if field else "task default")
 
 
-def test_nothing_is_called_where_nothing_is_judged(folder):
+def test_no_reward_is_called_in_a_mode_without_rewards(folder):
     assert try_tasks(config_of(folder, mode="train_only", reward="rewards.py:leaves")) == []
 
 

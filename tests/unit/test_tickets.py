@@ -1,4 +1,4 @@
-"""Tickets that prove that they were granted: their seal, the run's key, and what the master takes."""
+"""Tickets whose seal proves that they were granted: the seal, the run's key, and the master's check."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def meta_of(ticket_id: str) -> TrajectoryMeta:
     )
 
 
-def test_a_sealed_ticket_is_read_again_and_no_other() -> None:
+def test_only_a_ticket_with_a_valid_seal_is_read() -> None:
     seal = TicketSeal(KEY)
     text = seal.seal(TICKET)
     name = seal.read(text)
     assert name is not None
     assert (str(name), name.attempt, name.locator, name.head) == (text, 1, Locator(0, 3), 0)
-    assert TicketSeal(KEY).read(text) == name  # of a manager before this one
+    assert TicketSeal(KEY).read(text) == name  # an earlier manager with this key made the seal
     for other in (
         "",
         "_",
@@ -55,7 +55,7 @@ def test_a_sealed_ticket_is_read_again_and_no_other() -> None:
     assert TicketSeal(b"another" * 5).read(text) is None
 
 
-def test_a_run_has_one_key_for_its_owner_only(tmp_path: Path) -> None:
+def test_a_run_has_one_key_that_only_its_owner_can_read(tmp_path: Path) -> None:
     assert read_key(tmp_path) is None
     key = make_key(tmp_path)
     assert len(key) == 32
@@ -64,7 +64,9 @@ def test_a_run_has_one_key_for_its_owner_only(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [KEY_FILE]
 
 
-def test_what_was_not_granted_is_refused_counted_and_told_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+def test_trajectories_without_a_grant_are_refused_counted_and_logged_once_a_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     grants = Grants(lambda: KEY, LOGGER)
     granted = meta_of(TicketSeal(KEY).seal(TICKET))
     assert grants.refusal(granted, 0.0) == ""
@@ -81,7 +83,7 @@ def test_what_was_not_granted_is_refused_counted_and_told_once_a_minute(caplog: 
     assert grants.refusal(granted, 61.0) == ""
 
 
-def test_nothing_is_granted_before_a_manager_has_made_the_key(tmp_path: Path) -> None:
+def test_every_ticket_is_refused_until_a_manager_has_made_the_key(tmp_path: Path) -> None:
     grants = Grants(lambda: read_key(tmp_path), LOGGER)
     assert grants.refusal(meta_of(TicketSeal(b"").seal(TICKET)), 0.0)
     assert grants.refusal(meta_of(TicketSeal(make_key(tmp_path)).seal(TICKET)), 0.0) == ""

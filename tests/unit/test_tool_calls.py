@@ -1,4 +1,4 @@
-"""Tool calls in text, whole and as it comes in."""
+"""Tool calls in text: parsing of complete texts, and holding back of text that may become a marker."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def test_calls_are_found() -> None:
     "text",
     [
         "nothing here",
-        '<tool_call>{"name": "add", "arguments": {}',  # cut
+        '<tool_call>{"name": "add", "arguments": {}',  # cut off
         '<tool_call>{"name": "add", "arguments": "no object"}</tool_call>',
         '<tool_call>{"name": 3}</tool_call>',
         "<tool_call>add(3)</tool_call>",
-        '<tool_call>{"name": "add"}</tool_call><tool_call>{"name": ',  # one of two is cut
+        '<tool_call>{"name": "add"}</tool_call><tool_call>{"name": ',  # the second of two is cut off
         '{"name": "add"}</tool_call>',
     ],
 )
-def test_what_is_no_call_stays_text(text: str) -> None:
+def test_invalid_calls_stay_text(text: str) -> None:
     said = parse_tool_calls(text)
     assert (said.content, said.tool_calls) == (text, ())
 

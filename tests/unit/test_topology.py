@@ -1,3 +1,5 @@
+"""Order of ranks, routing, and allocations: the workers of each model and the model of each MFC."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +26,7 @@ def mfc(name: str, role: str, kind: str = "inference") -> MFCDef:
     return MFCDef(name, role, kind, "a:b", ("packed_input_ids",))
 
 
-# What a run with everything has; place() reads names, roles, kinds and the order.
+# The MFCs of a run with all roles. place() uses their names, roles, kinds and order.
 ALL = (
     mfc("actor_inf", "actor"),
     mfc("ref_inf", "ref"),
@@ -37,7 +39,7 @@ GRAPH = DataflowGraph(ALL)
 
 
 def place(text: str, graph: DataflowGraph = GRAPH) -> tuple[dict[str, tuple[str, tuple[int, ...]]], dict[str, str]]:
-    """({model: (grid, workers)}, {MFC: model})."""
+    """Return ({model: (grid, workers)}, {MFC: model})."""
     models, model_of = Allocation.parse(text).place(graph)
     return {model.name: (str(model.grid), model.workers) for model in models}, model_of
 
@@ -78,7 +80,7 @@ def test_rank_and_coordinates_are_inverse(rank):
 
 
 def test_routing_of_data_parallel_workers():
-    """Scenario 1 of the seed: DP=2."""
+    """Scenario 1 of the seed documents: DP=2."""
     assert build_handler_routing([model("actor", "d2")]) == {
         ModelShardID("actor", data=0, tensor=0, pipe=0): 0,
         ModelShardID("actor", data=1, tensor=0, pipe=0): 1,
@@ -90,7 +92,7 @@ def test_routing_of_data_parallel_workers():
 
 
 def test_routing_of_data_and_tensor_ranks():
-    """Scenario 2 of the seed: DP=2, TP=2. The head of a replica is its tensor rank 0."""
+    """Scenario 2 of the seed documents: DP=2, TP=2. The head of a replica is its tensor rank 0."""
     assert build_handler_routing([model("actor", "d2m2")]) == {
         ModelShardID("actor", data=0, tensor=0, pipe=0): 0,
         ModelShardID("actor", data=0, tensor=1, pipe=0): 1,
@@ -106,7 +108,7 @@ def test_routing_of_data_and_tensor_ranks():
 
 
 def test_routing_of_data_tensor_and_pipeline_ranks():
-    """Scenario 3 of the seed: DP=2, TP=2, PP=2. The heads are on the last stage."""
+    """Scenario 3 of the seed documents: DP=2, TP=2, PP=2. The heads are on the last stage."""
     assert build_handler_routing([model("actor", "d2p2m2")]) == {
         ModelShardID("actor", data=0, tensor=0, pipe=0): 0,
         ModelShardID("actor", data=0, tensor=1, pipe=0): 1,
@@ -130,7 +132,7 @@ def test_routing_of_data_tensor_and_pipeline_ranks():
 
 
 def test_routing_of_actor_and_critic_on_the_same_workers():
-    """Scenario 4 of the seed: actor and critic, DP=2."""
+    """Scenario 4 of the seed documents: actor and critic, DP=2."""
     assert build_handler_routing([model("actor", "d2"), model("critic", "d2")]) == {
         ModelShardID("actor", data=0, tensor=0, pipe=0): 0,
         ModelShardID("actor", data=1, tensor=0, pipe=0): 1,
@@ -143,7 +145,7 @@ def test_routing_of_actor_and_critic_on_the_same_workers():
     }
 
 
-def test_routing_of_models_on_disjoint_workers_has_the_heads_of_the_first():
+def test_routing_of_models_on_disjoint_workers_uses_the_heads_of_the_first_model():
     routing = build_handler_routing([model("actor", "p2"), model("ref", "d2", first=2)])
     assert routing == {
         ModelShardID("actor", data=0, pipe=0, tensor=0): 0,
@@ -158,11 +160,11 @@ def test_routing_of_models_on_disjoint_workers_has_the_heads_of_the_first():
     }
 
 
-def test_routing_without_models_is_to_a_recorder():
+def test_routing_without_models_goes_to_a_recorder():
     assert build_handler_routing([]) == {"__data0__": 0, 0: 0}
 
 
-def test_a_placement_knows_its_replicas_and_heads():
+def test_replicas_and_heads_of_a_placement():
     placed = model("actor@1", "d2p2m2", first=3)
     assert placed.role == "actor"
     assert (placed.replica(0), placed.replica(1)) == ((3, 4, 7, 8), (5, 6, 9, 10))
@@ -172,7 +174,7 @@ def test_a_placement_knows_its_replicas_and_heads():
 
 
 @pytest.mark.parametrize("workers", [(0,), (0, 1, 2), (1, 1)])
-def test_a_placement_has_one_worker_a_rank(workers):
+def test_a_placement_needs_one_worker_per_rank(workers):
     with pytest.raises(ValueError, match="one worker a rank"):
         ModelPlacement("actor", ParallelGrid(data=2), workers)
 
@@ -181,7 +183,7 @@ def test_a_placement_has_one_worker_a_rank(workers):
 
 
 @pytest.mark.parametrize("text", ["d2p1m1", "m1d2p1", "d2", "p1d2"])
-def test_grid_in_any_order(text):
+def test_the_parts_of_a_grid_may_be_in_any_order(text):
     assert ParallelGrid.parse(text) == ParallelGrid(data=2)
 
 
@@ -191,7 +193,7 @@ def test_bad_grids_are_refused(text):
         ParallelGrid.parse(text)
 
 
-def test_allocation():
+def test_an_allocation_is_parsed_and_written():
     allocation = Allocation.parse("transformers.d3p1m1+d2p2m1+ref_inf:d1,critic:m3")
     assert (allocation.engine, allocation.num_servers, str(allocation.generation)) == ("transformers", 3, "d3p1m1")
     assert [devices.size for devices in allocation.training] == [4, 3]
@@ -203,12 +205,12 @@ def test_allocation():
 @pytest.mark.parametrize(
     ("text", "models", "elsewhere"),
     [
-        (  # one grid is everybody's
+        (  # one grid for all roles
             "sglang.d4p1m1+d2p2m2",
             {role: ("d2p2m2", (0, 1, 2, 3, 4, 5, 6, 7)) for role in ("actor", "ref", "reward", "critic")},
             {},
         ),
-        (  # a grid each on shared workers; who is not named goes with the actor
+        (  # separate grids on shared workers; a role that is not named goes with the actor
             "sglang.d4p1m1+actor_train:d2p2m1,ref_inf:d3p1m1",
             {
                 "actor": ("d2p2m1", (0, 1, 2, 3)),
@@ -218,7 +220,7 @@ def test_allocation():
             },
             {},
         ),
-        (  # disjoint workers, the grid without a name is for the rest
+        (  # disjoint workers; the grid without a name is for the other roles
             "transformers.d1p1m1+d2p2m1+ref_inf:d1p1m1+critic:d2p1m1,rew_inf:d1p1m1",
             {
                 "actor": ("d2p2m1", (0, 1, 2, 3)),
@@ -228,7 +230,7 @@ def test_allocation():
             },
             {},
         ),
-        (  # a role with two models: the second is not the one that is trained
+        (  # a role with two models: the first one is trained
             "sglang.d1+actor_inf:d4,actor_train:d2p2+critic_inf:d1",
             {
                 "actor": ("d2p2m1", (0, 1, 2, 3)),
@@ -239,7 +241,7 @@ def test_allocation():
             },
             {"actor_inf": "actor@1"},
         ),
-        (  # the name of an MFC goes before that of its role
+        (  # the name of an MFC takes precedence over that of its role
             "sglang.d1+actor:d2+actor_inf:d2,critic_inf:d1",
             {
                 "actor": ("d2p1m1", (0, 1)),
@@ -262,7 +264,7 @@ def test_allocation():
         ),
     ],
 )
-def test_places(text, models, elsewhere):
+def test_models_are_placed_on_workers(text, models, elsewhere):
     assert place(text) == (models, {name: GRAPH.mfcs[name].role for name in GRAPH.mfcs} | elsewhere)
 
 
@@ -294,7 +296,7 @@ def test_a_role_that_nothing_trains_has_the_model_of_its_first_mfc():
         ("sglang.d1+d1+actor:", "'' is not a grid such as d2p1m1"),
     ],
 )
-def test_bad_allocations_say_what_would_fit(text, message):
+def test_the_error_for_a_bad_allocation_names_the_remedy(text, message):
     with pytest.raises(ValueError, match=message):
         Allocation.parse(text)
 
@@ -316,7 +318,7 @@ def test_bad_allocations_say_what_would_fit(text, message):
         ),
     ],
 )
-def test_places_that_do_not_fit_say_what_would(text, message):
+def test_the_error_for_an_impossible_placement_names_the_remedy(text, message):
     more = [mfc("more_train", "actor", "train_step")] if "more_train" in text else []
     with pytest.raises(ValueError, match=message):
         place(text, DataflowGraph([*ALL, *more]))
@@ -324,7 +326,7 @@ def test_places_that_do_not_fit_say_what_would(text, message):
 
 @st.composite
 def runs(draw):
-    """A graph with some of the MFCs, and an allocation that fits it: MFCs and roles that are named, divided among sets."""
+    """A graph with some of the MFCs, and an allocation that fits it. The named MFCs and roles are divided among sets of workers."""
     graph = DataflowGraph([entry for entry in ALL if entry.name == "actor_train" or draw(st.booleans())])
     grids = st.builds(ParallelGrid, *[st.integers(1, 3)] * 3)
     names, covered = [], set()
@@ -360,15 +362,15 @@ def test_every_mfc_has_one_place_and_every_worker_a_model(run):
     assert (models[0].name, model_of["actor_train"]) == ("actor", "actor")
     assert "critic_train" not in model_of or model_of["critic_train"] == "critic"
     places = [(model.role, model.grid, model.workers) for model in models]
-    assert len(set(places)) == len(places)  # the same role, grid and workers: the same model
+    assert len(set(places)) == len(places)  # equal role, grid and workers mean the same model
 
     used = {worker for model in models for worker in model.workers}
-    assert used == set(range(allocation.num_model_workers))  # dense, and none is idle
+    assert used == set(range(allocation.num_model_workers))  # numbered without gaps, and none is idle
     sets, first = [], 0
     for devices in allocation.training:
         sets.append(range(first, first + devices.size))
         first += devices.size
-    for model in models:  # each is in one set, from its first worker on
+    for model in models:  # each model is in one set and starts at its first worker
         (home,) = [workers for workers in sets if set(model.workers) & set(workers)]
         assert model.workers == tuple(home[: model.grid.size])
     named = {name: grid for devices in allocation.training for name, grid in devices.grids}

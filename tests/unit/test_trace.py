@@ -1,4 +1,4 @@
-"""The timeline: what a tracer writes, what merging makes of it, and that it stays bounded."""
+"""The timeline: the records of a tracer, the merged file, and the bounds of memory and disk use."""
 
 import json
 import threading
@@ -21,7 +21,7 @@ def named(events: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     return [event for event in events if event["name"] == name]
 
 
-def test_spans_of_a_track_and_what_overlaps(tmp_path: Path) -> None:
+def test_spans_of_a_track_and_overlapping_spans(tmp_path: Path) -> None:
     tracer = Tracer(tmp_path / "a.jsonl", process="master/0", order=3)
     with tracer.span("outer", track="steps", step=1), tracer.span("inner", track="steps"):
         pass
@@ -29,7 +29,7 @@ def test_spans_of_a_track_and_what_overlaps(tmp_path: Path) -> None:
     with tracer.overlapping("second", kind="rollout", ticket="t"):
         tracer.add_overlapping("first", first, kind="rollout")
     tracer.count("stored", 3)
-    tracer.count("stored", 3)  # nothing new
+    tracer.count("stored", 3)  # an unchanged value is not recorded
     tracer.close()
     events = events_of(tmp_path)
     (process,) = named(events, "process_name")
@@ -59,8 +59,8 @@ def test_a_span_that_raises_is_recorded(tmp_path: Path) -> None:
     assert len(named(events_of(tmp_path), "broken")) == 1
 
 
-def test_machines_are_put_on_one_clock(tmp_path: Path) -> None:
-    """Same boot: the monotonic clock is shared. Another one: shifted by what the calendars say."""
+def test_times_of_all_machines_are_put_on_one_clock(tmp_path: Path) -> None:
+    """Processes of one boot share the monotonic clock. Times of another boot are shifted by the difference of the wall clocks."""
 
     def write(name: str, boot: str, unix_us: int) -> None:
         header = TraceHeader(process=name, pid=1, order=0, boot=boot, unix_us=unix_us)
@@ -69,13 +69,13 @@ def test_machines_are_put_on_one_clock(tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl").write_bytes(encode(header) + b"\n" + encode(event) + b"\n")
 
     write("a", "here", 1_000)
-    write("b", "here", 1_007)  # read a moment later: the calendar may have been set meanwhile
+    write("b", "here", 1_007)  # read a moment later; the wall clock may have been set in between
     write("c", "there", 4_000)
     times = {event["name"]: event["ts"] for event in events_of(tmp_path) if event["ph"] == "X"}
     assert times == {"a": 100, "b": 100, "c": 3_100}
 
 
-def test_what_a_killed_process_left_can_be_read(tmp_path: Path) -> None:
+def test_the_file_of_a_killed_process_can_be_merged(tmp_path: Path) -> None:
     tracer = Tracer(tmp_path / "a.jsonl", process="killed")
     with tracer.span("whole", track="t"):
         pass
@@ -88,7 +88,7 @@ def test_what_a_killed_process_left_can_be_read(tmp_path: Path) -> None:
     tracer.close()
 
 
-def test_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tracer_is_bounded_in_memory_and_on_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tracer = Tracer(tmp_path / "a.jsonl", max_buffered=10, max_file_bytes=2_000)
     for _ in range(50):
         tracer.count("depth", tracer.now_us() + tracer.num_buffered + tracer.num_dropped)
@@ -132,7 +132,7 @@ def test_threads_share_a_tracer(tmp_path: Path) -> None:
         assert {span["tid"] for span in spans} == {tracks[f"thread {number}"]}
 
 
-def test_records_nothing_unless_asked(tmp_path: Path) -> None:
+def test_a_disabled_tracer_records_nothing(tmp_path: Path) -> None:
     with OFF.span("a", track="t"), OFF.overlapping("b", kind="k"):
         OFF.count("c", 1)
         OFF.wait("d", "e", 0)

@@ -1,4 +1,4 @@
-"""Trajectories on disk: what is written is read again, and what is broken is refused."""
+"""Trajectories on disk: written ones are read back, and broken ones are refused."""
 
 import threading
 import time
@@ -37,7 +37,7 @@ def header_of(meta, sample, **changes) -> TrajectoryHeader:
 
 @pytest.fixture
 def recorded(tmp_path):
-    """A file, its header and its sample."""
+    """A recorded file, its header and its sample."""
     meta, sample = make_group(7, version=2)
     extra = sample.derive({"proximal_logprobs": np.linspace(-1, 0, sample.total_tokens(), dtype=np.float32)})
     sample = sample.update(extra)
@@ -45,7 +45,7 @@ def recorded(tmp_path):
     return write_trajectory(tmp_path, header, sample), header, sample
 
 
-def test_what_is_written_is_read_again(recorded):
+def test_a_written_trajectory_is_read_back(recorded):
     path, header, sample = recorded
     assert path.name == "step_00000003-group_0001-model_worker_0.safetensors"
     trajectory = read_trajectory(path)
@@ -85,7 +85,7 @@ def test_a_file_cut_short_is_refused(recorded, share):
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_flipped_bit_is_refused_or_changes_nothing(recorded, place, bit):
-    """Nothing: JSON may say the same thing with another byte (the case of a \\u escape, a space)."""
+    """Some changed bytes do not change the meaning of JSON: the case of a \\u escape, or a space."""
     path, header, sample = recorded
     content = bytearray(path.read_bytes())
     content[int(place * len(content))] ^= 1 << bit
@@ -99,7 +99,7 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(recorded, place, bit):
     assert trajectory.sample == sample
 
 
-def test_what_is_no_trajectory_is_refused(tmp_path, recorded):
+def test_files_that_are_not_trajectories_are_refused(tmp_path, recorded):
     _, header, sample = recorded
     cases = {
         "foreign": (save({"weight": np.zeros(2, np.float32)}), "not a trajectory of asyncrl"),
@@ -130,7 +130,7 @@ def test_nothing_is_unpickled(recorded):
     assert load(path.read_bytes())["packed_input_ids"].dtype == np.int64  # any safetensors reader can read it
 
 
-def test_the_oldest_steps_make_room(tmp_path):
+def test_the_oldest_steps_are_pruned_to_make_room(tmp_path):
     whole = record_batches(tmp_path / "all", batches=5, size=2)
     room = int(whole.num_bytes * 0.65)
     store = record_batches(tmp_path / "some", batches=5, size=2, trained=True, max_bytes=room, prune=True)
@@ -140,7 +140,7 @@ def test_the_oldest_steps_make_room(tmp_path):
     assert store.num_files == len(files)
 
 
-def test_what_is_rolled_out_is_never_pruned(tmp_path):
+def test_recordings_of_untrained_rollouts_are_never_pruned(tmp_path):
     with pytest.raises(RecordingFullError, match=r"record\.max_bytes=3000.*train\.max_steps"):
         record_batches(tmp_path, batches=5, size=2, max_bytes=3000)
     files = list_recording(recording_dir(tmp_path, 1))
@@ -160,7 +160,7 @@ def test_the_newest_attempt_that_recorded_is_found(tmp_path):
             find_recording(empty)
 
 
-def test_recording_beside_training(tmp_path):
+def test_trajectories_are_recorded_in_the_background_of_training(tmp_path):
     recorder = BackgroundRecorder(make_store(tmp_path, trained=True, prune=True))
     meta, sample = make_group(0)
     recorder.record_nowait(0, 1, [Entry(sample, meta, 0)])
@@ -170,7 +170,7 @@ def test_recording_beside_training(tmp_path):
     assert recorder.num_lost == 0
 
 
-def test_a_slow_disk_costs_recordings_and_no_time(tmp_path, caplog):
+def test_a_slow_disk_loses_recordings_and_does_not_delay_training(tmp_path, caplog):
     may_write, writing = threading.Event(), threading.Event()
 
     class SlowStore:
@@ -188,9 +188,9 @@ def test_a_slow_disk_costs_recordings_and_no_time(tmp_path, caplog):
     recorder.record_nowait(0, 1, [Entry(sample, meta, 0)])
     assert writing.wait(30)
     start = time.monotonic()
-    for step in range(1, 6):  # two wait, three find no room
+    for step in range(1, 6):  # two are queued, three are dropped
         recorder.record_nowait(step, 1, [Entry(sample, meta, 0)])
-    assert time.monotonic() - start < 50.0  # the disk takes longer
+    assert time.monotonic() - start < 50.0  # the blocked write may take longer
     may_write.set()
     recorder.close(30.0)
     assert store.steps == [0, 1, 2]
@@ -210,7 +210,7 @@ def test_a_disk_that_fails_does_not_fail_training(tmp_path, caplog):
     assert "not recorded" in caplog.text
 
 
-def test_a_tokenizer_is_known_again(tmp_path):
+def test_equal_tokenizers_have_equal_fingerprints(tmp_path):
     for name, alphabet in (("one", "0123"), ("copy", "0123"), ("other", "0124")):
         make_char_tokenizer(tmp_path / name, alphabet)
     marks = {name: tokenizer_fingerprint(str(tmp_path / name)) for name in ("one", "copy", "other", "nowhere")}

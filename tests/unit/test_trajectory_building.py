@@ -1,4 +1,4 @@
-"""From pieces to a trajectory: every token keeps its logprob, its version and its masks."""
+"""Building a trajectory from pieces: every token keeps its logprob, its version and its masks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_every_key_of_a_group_is_aligned() -> None:
     assert data["rewards"] == [1.0, 0.0]
 
 
-def test_what_the_environment_said_is_not_trained() -> None:
+def test_observations_of_the_environment_are_not_trained() -> None:
     member = Episode([5])
     member.add_response(response([5], [1, 2], V1))
     member.add_observation([30, 31])
@@ -118,7 +118,7 @@ def test_a_key_that_only_mfcs_write_is_refused(key: str) -> None:
         complete_sample(sample, ticket_id="t", task_id=0, birth_time=0.0)
 
 
-def test_a_key_of_the_agents_own_is_kept() -> None:
+def test_a_key_that_the_agent_adds_is_kept() -> None:
     """It is recorded with record.trajectories."""
     sample = build_sample("p", [episode([5], [1])])
     sample = sample.update(sample.derive({"my_notes": np.ones(2, np.float32)}))

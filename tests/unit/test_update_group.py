@@ -1,4 +1,4 @@
-"""Weights over the network, what needs no network: ranks, buckets, the messages that servers of SGLang understand."""
+"""Broadcast of weights, the parts that need no network: ranks, buckets, digests, and the messages for SGLang."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncrl.weights.update_group import GroupMember, GroupThread, digest, pack,
 LIMIT_S = 60.0
 
 
-def test_each_server_has_the_ranks_behind_those_before_it():
+def test_servers_get_consecutive_ranks():
     assert rank_offsets([1]) == ([1], 2)
     assert rank_offsets([2, 1, 4]) == ([1, 3, 4], 8)
     assert rank_offsets([]) == ([], 1)
@@ -26,14 +26,14 @@ def test_each_server_has_the_ranks_behind_those_before_it():
 
 
 @given(st.lists(st.integers(1, 8), max_size=10))
-def test_ranks_are_taken_once_and_none_is_left(counts):
+def test_every_rank_is_given_to_one_server(counts):
     offsets, size = rank_offsets(counts)
     taken = [rank for offset, count in zip(offsets, counts, strict=True) for rank in range(offset, offset + count)]
     assert taken == list(range(1, size))
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 50)), max_size=30), st.integers(1, 100))
-def test_buckets_keep_the_order_and_the_size_and_one_dtype(sizes, bucket_bytes):
+def test_buckets_keep_the_order_and_the_size_limit_and_have_one_dtype(sizes, bucket_bytes):
     buckets = plan_buckets(sizes, bucket_bytes)
     assert [index for bucket in buckets for index in bucket] == list(range(len(sizes)))
     for bucket in buckets:
@@ -79,7 +79,7 @@ def test_specs_that_do_not_describe_a_bucket_are_refused(specs, reason):
 
 
 @pytest.mark.parametrize("size", [0, 1, 1000, 70_000, 40_000_000])
-def test_a_digest_tells_buckets_apart(size):
+def test_different_buckets_have_different_digests(size):
     flat = torch.arange(size).to(torch.uint8)
     assert digest(flat) == digest(flat.clone())
     if size > 1:
@@ -95,8 +95,8 @@ def test_a_digest_of_a_small_bucket_covers_every_byte():
         assert digest(changed) != before
 
 
-def test_the_messages_are_those_of_sglang():
-    """What SGLang requires is there under its names; what is ours is beside it."""
+def test_messages_have_the_field_names_of_sglang():
+    """The fields that SGLang requires have SGLang's names. asyncrl adds fields of its own."""
     bucket = ReceiveWeights(
         names=["a"], dtypes=["float32"], shapes=[[2, 3]], group_name="g", load_format="flattened_bucket"
     )
@@ -110,7 +110,7 @@ def test_the_messages_are_those_of_sglang():
         msgspec.json.decode(b'{"names": ["a"]}', type=ReceiveWeights)
 
 
-async def test_a_call_that_hangs_holds_up_nobody_else():
+async def test_a_call_that_hangs_does_not_block_the_event_loop():
     release, entered = threading.Event(), threading.Event()
 
     def hang() -> int:
@@ -130,6 +130,6 @@ async def test_a_call_that_hangs_holds_up_nobody_else():
     thread.end()
 
 
-async def test_a_backend_that_is_none_is_refused():
+async def test_an_unknown_backend_is_refused():
     with pytest.raises(ValueError, match=r"'mpi'.*gloo, nccl"):
         GroupMember("g", "mpi")

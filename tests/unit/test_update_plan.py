@@ -1,4 +1,4 @@
-"""Waves, retries, versions that never go back."""
+"""Updates of generation servers: waves, retries, and versions that never go back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Setup:
                 assert self.plan.succeeded(update, 0.0)
 
     def states(self) -> str:
-        """A letter each: s(tale), h(ealthy), u(pdating), d(ead); draining is told otherwise."""
+        """One letter per server: s(tale), h(ealthy), u(pdating), d(ead). Tests with draining servers use no letters."""
         return "".join(self.table.servers[name].state.value[0] for name in self.names)
 
     def versions(self) -> list[int | None]:
@@ -34,7 +34,7 @@ class Setup:
         return [None if server.version is None else server.version.version for server in servers]
 
 
-def test_nothing_published_means_hold() -> None:
+def test_no_update_is_due_before_a_version_is_published() -> None:
     setup = Setup(2, serving=None)
     assert setup.plan.due(100.0) == []
     assert setup.states() == "ss"
@@ -93,7 +93,7 @@ def test_a_slow_server_leaves_its_wave() -> None:
     assert setup.versions() == [1, 1]
 
 
-def test_a_large_version_has_more_time() -> None:
+def test_a_large_version_has_a_longer_limit() -> None:
     setup = Setup(2, update_fraction=0.5, update_timeout_s=60.0)
     setup.plan.publish(v(1), num_bytes=10_000_000_000)
     (first,) = setup.plan.due(0.0)
@@ -104,7 +104,7 @@ def test_a_large_version_has_more_time() -> None:
     assert setup.plan.due(1.0)[0].limit_s == 60.0
 
 
-def test_a_failing_server_is_stale_and_tried_again_with_growing_pauses() -> None:
+def test_a_failing_server_is_stale_and_retried_after_growing_pauses() -> None:
     setup = Setup(2)
     setup.plan.publish(v(1))
     bad, good = setup.plan.due(0.0)
@@ -122,21 +122,21 @@ def test_a_failing_server_is_stale_and_tried_again_with_growing_pauses() -> None
     assert setup.plan.num_failures(bad.server) == 0
     setup.plan.publish(v(2))
     setup.plan.failed(setup.plan.due(now)[0], "refused", now)
-    setup.plan.publish(v(3))  # other files: no pause
+    setup.plan.publish(v(3))  # a new version is tried without a pause
     assert len(setup.plan.due(now)) == 1
 
 
-def test_a_server_that_answers_again_is_tried_at_once_and_pauses_again_where_that_fails() -> None:
+def test_a_server_that_answers_again_is_retried_at_once_and_keeps_its_backoff() -> None:
     setup = Setup(2, update_fraction=1.0)
     setup.plan.publish(v(1))
     bad = next(update for update in setup.plan.due(0.0) if update.server == setup.names[0])
     now = 0.0
-    for _ in range(7):  # the network is bad
+    for _ in range(7):  # the network fails
         now += setup.plan.failed(bad, "no way to it", now)
         (bad,) = setup.plan.due(now)
     assert setup.plan.failed(bad, "no way to it", now) == 30.0
 
-    assert not setup.plan.answers(bad.server, now + 1)  # as it has all the time: its loads fail for another reason
+    assert not setup.plan.answers(bad.server, now + 1)  # it answered all the time, so its loads fail for another reason
     assert setup.plan.due(now + 1) == []
     setup.plan.silent(bad.server)
     assert setup.plan.due(now + 2) == []
@@ -146,13 +146,13 @@ def test_a_server_that_answers_again_is_tried_at_once_and_pauses_again_where_tha
     (again,) = setup.plan.due(now + 3)
     assert again.server == bad.server
 
-    assert setup.plan.failed(again, "refused", now + 3) == 30.0  # it was not the network
+    assert setup.plan.failed(again, "refused", now + 3) == 30.0  # the network was not the cause
     assert not setup.plan.answers(bad.server, now + 4)
     assert setup.plan.due(now + 4) == []
     (last,) = setup.plan.due(now + 33)
     setup.plan.succeeded(last, now + 34)
     setup.plan.silent(bad.server)
-    assert not setup.plan.answers(bad.server, now + 35)  # nothing to try
+    assert not setup.plan.answers(bad.server, now + 35)  # nothing to retry
 
 
 def test_versions_never_go_back() -> None:
@@ -160,20 +160,20 @@ def test_versions_never_go_back() -> None:
     for older in (v(5), v(4), v(0), v(9, attempt=0)):
         assert not setup.plan.publish(older)
     assert setup.plan.due(1.0) == []
-    assert setup.plan.publish(v(2, attempt=2))  # a new attempt begins at its checkpoint
+    assert setup.plan.publish(v(2, attempt=2))  # a new attempt starts with the version of its checkpoint
     assert not setup.plan.publish(v(9))
     (update,) = setup.plan.due(1.0)
     assert update.version == v(2, attempt=2)
     assert setup.plan.succeeded(update, 1.0)
 
 
-def test_an_attempt_that_the_table_knows_to_be_over_is_refused() -> None:
+def test_a_version_of_an_attempt_that_is_over_is_refused() -> None:
     setup = Setup(1, serving=None)
     setup.table.begin_attempt(3)
     assert not setup.plan.publish(v(7, attempt=2))
 
 
-def test_the_newest_version_wins_over_one_that_is_being_loaded() -> None:
+def test_a_server_loads_the_newest_version_after_the_load_in_progress() -> None:
     setup = Setup(1)
     setup.plan.publish(v(1))
     (update,) = setup.plan.due(0.0)
@@ -186,7 +186,7 @@ def test_the_newest_version_wins_over_one_that_is_being_loaded() -> None:
     assert update.version == v(3)
 
 
-def test_a_server_that_dies_while_it_loads_is_left_and_its_successor_loads_at_once() -> None:
+def test_the_load_of_a_server_that_dies_is_void_and_its_successor_loads_at_once() -> None:
     setup = Setup(2, update_fraction=0.5, slow_after_s=5.0)
     setup.plan.publish(v(1))
     (old,) = setup.plan.due(0.0)
@@ -203,7 +203,7 @@ def test_a_server_that_dies_while_it_loads_is_left_and_its_successor_loads_at_on
     assert setup.table.servers[new.server].update_s == 2.0
 
 
-def test_dead_and_suspect_servers_are_left_alone() -> None:
+def test_dead_and_suspect_servers_get_no_updates() -> None:
     setup = Setup(3)
     setup.table.withdraw(setup.names[0])
     setup.table.silent(setup.names[1], "no answer", 1.0)
@@ -217,21 +217,21 @@ def test_options_that_cannot_work_are_refused(options: dict[str, float]) -> None
         UpdatePlan(ServerTable(), **options)
 
 
-def test_states_are_as_many_as_their_letters() -> None:
+def test_there_are_five_states_besides_draining() -> None:
     assert len({state.value for state in ServerState} - {"draining"}) == 5
 
 
-def test_a_new_version_waits_a_little_for_servers_that_began_with_the_first() -> None:
-    """What it lets in comes all at once: the first server to have it must not get all of it."""
+def test_admission_waits_briefly_for_servers_that_began_to_load_with_the_first() -> None:
+    """A new version admits many groups at once. The first server that has it must not get all of them."""
     setup = Setup(3)
     setup.plan.publish(v(1))
     first, second, third = setup.plan.due(10.0)
     assert setup.plan.succeeded(first, 12.0)
     assert setup.table.served == 1
     assert setup.table.awaits_companions(12.0)
-    assert setup.table.companions_wait_s(12.0) == pytest.approx(2.1)  # as long again as the first, and a little
+    assert setup.table.companions_wait_s(12.0) == pytest.approx(2.1)  # the duration of the first load, and 0.1 s
     assert setup.plan.succeeded(second, 13.0)
     assert setup.table.awaits_companions(13.0)
-    assert not setup.table.awaits_companions(14.2)  # a slow one holds nobody up
+    assert not setup.table.awaits_companions(14.2)  # a slow server does not prolong the wait
     assert setup.plan.succeeded(third, 14.3)
-    assert not setup.table.awaits_companions(13.0)  # nobody is left to wait for
+    assert not setup.table.awaits_companions(13.0)  # no server is left to wait for

@@ -1,4 +1,4 @@
-"""The critic's loss and the units of its values."""
+"""The critic's loss, and the normalisation of its values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ ON = torch.ones(4, dtype=torch.bool)
 
 
 def test_value_loss_by_hand() -> None:
-    """V_old 0, eps 0.2, return 1: within the range; past it on the way there (stuck at 0.2, no gradient); away from it."""
+    """V_old 0, eps 0.2, return 1. The values lie within the range; above it (clipped to 0.2, no gradient); below it, away from the
+    return; and beyond the return."""
     values = torch.tensor([0.1, 0.5, -0.5, 2.0], requires_grad=True)
     loss, clipped = value_loss(values, torch.zeros(4), torch.ones(4), ON, 0.2)
     assert loss.tolist() == pytest.approx([0.81 / 2, 0.64 / 2, 2.25 / 2, 1.0 / 2])
@@ -34,7 +35,7 @@ def test_value_loss_by_hand() -> None:
     assert not clipped.any()
 
 
-def test_value_loss_is_the_same_on_both_sides() -> None:
+def test_value_loss_is_symmetric() -> None:
     values = torch.tensor([0.1, 0.5, -0.5, 2.0])
     loss, clipped = value_loss(values, torch.zeros(4), torch.ones(4), ON, 0.2)
     mirrored, clipped_too = value_loss(-values, torch.zeros(4), -torch.ones(4), ON, 0.2)
@@ -95,11 +96,11 @@ def test_gradient_against_finite_differences() -> None:
 
 
 def test_value_norm_by_hand() -> None:
-    """beta 0.5. Batches of mean 2 and square mean 8, then 4 and 16: (2/4 + 4/2) / (3/4) = 10/3; (8/4 + 16/2) / (3/4) = 40/3."""
+    """beta 0.5. Batches have mean 2 and mean square 8, then 4 and 16: (2/4 + 4/2) / (3/4) = 10/3; (8/4 + 16/2) / (3/4) = 40/3."""
     norm = ValueNorm(0.5)
     assert (norm.mean, norm.std) == (0.0, 1.0)
     norm.update(torch.tensor([0.0, 4.0]))
-    assert (norm.mean, norm.std) == (2.0, 2.0)  # bias-corrected: the first batch is all there is
+    assert (norm.mean, norm.std) == (2.0, 2.0)  # bias-corrected: only the first batch counts
     norm.update(torch.tensor([4.0]))
     assert norm.mean == pytest.approx(10 / 3)
     assert norm.std == pytest.approx(math.sqrt(40 / 3 - 100 / 9))
@@ -120,7 +121,7 @@ def test_value_norm_survives_a_large_mean_and_equal_returns() -> None:
     assert norm.std == pytest.approx(1.0, rel=1e-6)
 
 
-def test_nothing_and_nonsense_change_nothing() -> None:
+def test_empty_and_non_finite_returns_change_nothing() -> None:
     norm = ValueNorm(0.5)
     norm.update(torch.tensor([1.0, 3.0]))
     before = norm.state_dict()
@@ -129,7 +130,7 @@ def test_nothing_and_nonsense_change_nothing() -> None:
     assert norm.state_dict() == before
 
 
-def test_state_survives() -> None:
+def test_the_state_is_saved_and_restored() -> None:
     first, second = ValueNorm(0.9), ValueNorm(0.9)
     first.update(torch.tensor([1.0, 7.0]))
     second.load_state_dict(first.state_dict())

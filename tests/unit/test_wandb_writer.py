@@ -1,4 +1,4 @@
-"""Weights & Biases beside the other metrics: real wandb, without a network; and that its failures cost nothing."""
+"""Weights & Biases: metrics with the real wandb, offline, and failures of wandb, which never affect the run."""
 
 import importlib.util
 import logging
@@ -34,7 +34,7 @@ def until(condition):
 
 
 class FakeRun:
-    """What WandbWriter uses of a wandb run."""
+    """The part of a wandb run that WandbWriter uses."""
 
     url = "https://wandb.example/run"
 
@@ -55,7 +55,7 @@ class FakeRun:
 
 @pytest.fixture
 def fake(monkeypatch):
-    """A module in the place of wandb; `init` may be replaced."""
+    """A module that replaces wandb. Tests may replace its `init`."""
     module = types.ModuleType("wandb")
     module.run = FakeRun()
     module.calls = []
@@ -70,21 +70,21 @@ def fake(monkeypatch):
     return module
 
 
-def test_offline_the_metrics_are_in_the_run_s_own_files(tmp_path, monkeypatch):
-    pytest.importorskip("wandb", reason="it is an extra")
+def test_offline_metrics_are_in_the_files_of_the_wandb_run(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="wandb is an optional dependency")
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     (tmp_path / "config.yaml").write_text("trial: a trial\ntrain: {batch_size: 4321}\n")
     wandb = open_writer(tmp_path, project="a-project", tags=["fast"])
     writer = MetricsWriter(tmp_path, attempt=1, tensorboard=False, wandb=wandb)
     writer.write(2, {"reward/mean": 0.4375, "version": 2})
-    writer.write(1, {"eval/greedy_reward": 0.28125})  # ended later
+    writer.write(1, {"eval/greedy_reward": 0.28125})  # this evaluation belongs to an earlier step and ended later
     outcome = wandb.finish()
     writer.close()
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
     assert outcome == f"offline; upload it with `wandb sync {folder}`"
     (file,) = folder.glob("run-*.wandb")
     expected = (b"reward/mean", b"0.4375", b"eval/greedy_reward", b"0.28125", b"a-project", b"fast", b"4321")
-    deadline = time.monotonic() + LIMIT_S  # a process of wandb's own writes the file, and may end after finish()
+    deadline = time.monotonic() + LIMIT_S  # a process of wandb writes the file and may end after finish()
     while missing := [text for text in expected if text not in file.read_bytes()]:
         assert time.monotonic() < deadline, missing
         time.sleep(0.05)
@@ -93,7 +93,7 @@ def test_offline_the_metrics_are_in_the_run_s_own_files(tmp_path, monkeypatch):
     assert [record["step"] for record in read_json_lines(tmp_path / METRICS_FILE)] == [2, 1]
 
 
-def test_records_and_names(tmp_path, fake):
+def test_records_and_names_that_wandb_gets(tmp_path, fake):
     (tmp_path / "config.yaml").write_text("seed: 7\n")
     writer = open_writer(tmp_path, attempt=2, mode="online", entity="team")
     writer.write(3, {"reward/mean": 0.5})
@@ -134,7 +134,7 @@ def test_an_attempt_keeps_its_id(tmp_path, fake):
 
 
 @pytest.mark.parametrize("error", [ValueError("No API key configured"), SystemExit(1), TimeoutError()])
-def test_a_failure_is_one_warning_and_costs_nothing(tmp_path, fake, caplog, error):
+def test_a_failure_logs_one_warning_and_training_continues(tmp_path, fake, caplog, error):
     def init(**arguments):
         raise error
 
@@ -150,7 +150,7 @@ def test_a_failure_is_one_warning_and_costs_nothing(tmp_path, fake, caplog, erro
     assert "Training continues without it; log in with `wandb login`" in record.getMessage()
 
 
-def test_while_it_hangs_nobody_waits(tmp_path, fake, caplog):
+def test_a_wandb_that_hangs_blocks_nothing(tmp_path, fake, caplog):
     entered, release = threading.Event(), threading.Event()
 
     def init(**arguments):
@@ -166,14 +166,14 @@ def test_while_it_hangs_nobody_waits(tmp_path, fake, caplog):
         metrics.write(step, {"reward/mean": 0.5})
     with caplog.at_level(logging.WARNING):
         assert "wandb sync" in writer.finish(0.01)
-    assert "dropped 4 records" in caplog.text  # 3, and the one that says that it is over
+    assert "dropped 4 records" in caplog.text  # 3 records of metrics, and the one that ends the queue
     start = time.monotonic()
     metrics.close()
-    assert time.monotonic() - start < LIMIT_S / 2  # it has been given up
+    assert time.monotonic() - start < LIMIT_S / 2  # the writer does not wait for wandb again
     release.set()
 
 
-def test_a_failure_in_mid_run_ends_it(tmp_path, fake, caplog):
+def test_a_failure_during_the_run_logs_one_warning(tmp_path, fake, caplog):
     def log(record):
         raise OSError("the network is gone")
 
@@ -185,7 +185,7 @@ def test_a_failure_in_mid_run_ends_it(tmp_path, fake, caplog):
     assert len(caplog.records) == 1
 
 
-def test_off_by_default_and_choices_are_checked():
+def test_wandb_is_off_by_default_and_its_fields_are_checked():
     assert ExperimentConfig().wandb.mode == "disabled"
     with pytest.raises(ConfigError, match=r"wandb\.mode='onlin': did you mean 'online'"):
         validate(ExperimentConfig(wandb=WandbConfig(mode="onlin")))

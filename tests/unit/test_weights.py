@@ -1,3 +1,5 @@
+"""Weight versions on disk: writing, committing, verifying and pruning them."""
+
 import json
 import os
 
@@ -60,8 +62,8 @@ def test_shards_have_an_index(tmp_path, source):
     assert '"b.bias":"model-00002-of-00002.safetensors"' in (path / "model.safetensors.index.json").read_text()
 
 
-def test_ranks_write_parts_and_one_commits(tmp_path, source):
-    """In any order of arrival; what a died attempt has left under the temporary name is not taken for a part."""
+def test_ranks_write_parts_and_one_rank_commits(tmp_path, source):
+    """Parts may arrive in any order. Files that a dead attempt left under the temporary name are not taken for parts."""
     path = version_dir(tmp_path, "actor", V1)
     left = path.with_name(path.name + ".writing")
     left.mkdir(parents=True)
@@ -80,7 +82,7 @@ def test_ranks_write_parts_and_one_commits(tmp_path, source):
     assert index["weight_map"]["b.bias"] == "model-00003-of-00003.safetensors"
 
 
-def test_what_is_not_as_reported_is_not_committed(tmp_path, source):
+def test_files_that_differ_from_their_report_are_not_committed(tmp_path, source):
     path = version_dir(tmp_path, "actor", V1)
 
     def commit(files):
@@ -99,7 +101,7 @@ def test_what_is_not_as_reported_is_not_committed(tmp_path, source):
     )
 
 
-def test_a_part_that_fails_leaves_those_of_others(tmp_path, source):
+def test_a_part_that_fails_leaves_other_parts_intact(tmp_path, source):
     def torn():
         yield TENSORS[1]
         raise OSError(28, "No space left on device")
@@ -112,7 +114,7 @@ def test_a_part_that_fails_leaves_those_of_others(tmp_path, source):
     verify_version(path, V1)
 
 
-def test_what_older_attempts_left_unfinished_is_pruned(tmp_path, source):
+def test_unfinished_versions_of_older_attempts_are_pruned(tmp_path, source):
     path = write(tmp_path, source, WeightVersion(2, 3))
     for name in ("a0001-v00000009.writing", "a0002-v00000004.writing", "a0003-v00000000.writing", "mine.writing"):
         (path.parent / name).mkdir()
@@ -125,7 +127,7 @@ def test_what_older_attempts_left_unfinished_is_pruned(tmp_path, source):
     ]
 
 
-def test_a_version_is_written_once(tmp_path, source):
+def test_a_version_can_be_written_only_once(tmp_path, source):
     write(tmp_path, source)
     with pytest.raises(FileExistsError, match="written once"):
         write(tmp_path, source)
@@ -142,10 +144,10 @@ def test_a_failed_write_leaves_nothing(tmp_path, source):
     assert list(path.parent.iterdir()) == []
 
 
-def test_every_dtype_and_shape_is_what_the_library_reads(tmp_path, source):
-    """The files are written without the safetensors library; it reads them."""
+def test_the_safetensors_library_reads_every_dtype_and_shape(tmp_path, source):
+    """asyncrl writes the files without the safetensors library, which must be able to read them."""
     given = {
-        "odd bytes": torch.arange(3, dtype=torch.uint8),  # would misalign what follows, were it not written last
+        "odd bytes": torch.arange(3, dtype=torch.uint8),  # written last, because it would misalign the tensors after it
         "flags": torch.tensor([[True], [False]]),
         "wide": torch.arange(5, dtype=torch.float64),
         "half": torch.randn(3, 5).to(torch.float16),
@@ -180,7 +182,7 @@ def test_a_dtype_that_files_cannot_hold_is_named(tmp_path, source):
 
 
 def test_every_file_is_synced_before_the_rename(tmp_path, source, monkeypatch):
-    tensor = torch.arange(200_000)  # of more than the megabyte that is written at once
+    tensor = torch.arange(200_000)  # larger than one write of 1 MB
     synced, fsync = set(), os.fsync
     path = version_dir(tmp_path, "actor", V1)
 
@@ -199,7 +201,7 @@ def test_every_file_is_synced_before_the_rename(tmp_path, source, monkeypatch):
 
 
 def test_a_failed_sync_leaves_nothing(tmp_path, source, monkeypatch):
-    """The disk may refuse only then (a full one, with late allocation; a broken one)."""
+    """Some errors occur only at the sync: a full disk with delayed allocation, or a broken disk."""
 
     def refuse(fd):
         raise OSError(5, "Input/output error")
@@ -233,7 +235,7 @@ def test_damage_is_found(tmp_path, source, damage, message):
         verify_version(path)
 
 
-def test_another_version_is_not_taken(tmp_path, source):
+def test_a_folder_with_another_version_is_refused(tmp_path, source):
     path = write(tmp_path, source)
     with pytest.raises(WeightsError, match="holds a0001-v00000001, expected a0002-v00000001"):
         verify_version(path, WeightVersion(2, 1))
@@ -243,20 +245,20 @@ def test_pruning_keeps_the_newest_and_those_in_use(tmp_path, source):
     versions = [WeightVersion(1, number) for number in range(6)]
     for version in versions:
         path = write(tmp_path, source, version)
-    (path.parent / "a0001-v00000099.writing").mkdir()  # somebody else's, unfinished
+    (path.parent / "a0001-v00000099.writing").mkdir()  # unfinished, of another writer
     removed = prune_versions(path.parent, keep=2, in_use=[versions[1]])
     assert removed == [versions[0], versions[2], versions[3]]
     assert list_versions(path.parent) == [versions[1], versions[4], versions[5]]
 
 
 def test_a_folder_is_published_as_it_is(tmp_path, source):
-    """What mode=rollout_only serves: the model's own files, with a manifest."""
+    """mode=rollout_only serves the model's own files, with a manifest."""
     path, version = version_dir(tmp_path, "actor", WeightVersion(2, 0)), WeightVersion(2, 0)
     publish_folder(path, source_dir=source, version=version)
     verify_version(path, version)
     assert sorted(read_manifest(path).files) == ["config.json", "model.safetensors", "tokenizer.json"]
     (file,) = tensor_files(path)
-    assert file.samefile(source / "model.safetensors")  # a link: many GB take no room and no time
+    assert file.samefile(source / "model.safetensors")  # a hard link: large files take no space and no time
     with pytest.raises(FileExistsError):
         publish_folder(path, source_dir=source, version=version)
     (source / "model.safetensors").unlink()
@@ -288,7 +290,7 @@ def test_a_verified_version_is_read_again_only_if_a_file_has_changed(tmp_path, s
     file = path / "model.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    for _ in range(2):  # what failed is not remembered
+    for _ in range(2):  # failures are not cached
         with pytest.raises(WeightsError, match="another checksum"):
             verified.verify(path, V1)
     file.write_bytes(content)

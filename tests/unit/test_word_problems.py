@@ -1,4 +1,4 @@
-"""The word problems: answers as GSM8K writes them, hints, the environment of two steps, the conversion of real lines."""
+"""The word_problems example: answers in the format of GSM8K, hints, the environment of two tries, and the conversion of GSM8K."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODULES = ("answers", "reward", "env", "make")
 
 @pytest.fixture(scope="module")
 def example() -> Iterator[dict[str, ModuleType]]:
-    """The example's modules, imported as its make.py does: its folder comes first. Afterwards the names are free again."""
+    """The example's modules, imported as its make.py does, with its folder first in sys.path. The names are free again later."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FOLDER))
         for name in MODULES:
@@ -56,20 +56,20 @@ def example() -> Iterator[dict[str, ModuleType]]:
         ("", None),
     ],
 )
-def test_numbers(example: dict[str, ModuleType], text: str, number: str | None) -> None:
+def test_the_final_number_of_an_answer(example: dict[str, ModuleType], text: str, number: str | None) -> None:
     expected = None if number is None else Decimal(number)
     assert example["answers"].final_number(text) == expected
 
 
-def test_the_judge(example: dict[str, ModuleType]) -> None:
+def test_the_reward_compares_final_numbers(example: dict[str, ModuleType]) -> None:
     score = example["reward"].score
     assert score("#### 1080", "1,080", True) == score("#### 70,000.00", "70000", True) == 1.0
     assert score("#### 1080", "1081", True) == score("1080", "1080", True) == score("", "", True) == 0.0
-    assert score("#### 1080", "1080", False) == 0.0  # cut off: it might have been 10800
+    assert score("#### 1080", "1080", False) == 0.0  # cut off: the number might have been 10800
 
 
 class Judge:
-    """What an environment sees of the task's reward."""
+    """The part of the task's reward that an environment uses."""
 
     def __init__(self, right: str) -> None:
         self.right = right
@@ -87,7 +87,7 @@ class Judge:
         (["seven", "#### 7"], ["There is no answer. Give it after ####.", None], [0.0, 0.5]),
     ],
 )
-async def test_two_tries(
+async def test_the_environment_allows_two_tries(
     example: dict[str, ModuleType], tries: list[str], told: list[str | None], rewards: list[float]
 ) -> None:
     prompt = Prompt("e0-p0", "", [], "7", "twice", {}, False)
@@ -99,7 +99,7 @@ async def test_two_tries(
     assert [result[2] for result in results] == [False] * (len(tries) - 1) + [True]
 
 
-def test_invented_problems(example: dict[str, ModuleType]) -> None:
+def test_invented_problems_are_distinct_and_have_right_answers(example: dict[str, ModuleType]) -> None:
     make = example["make"]
     train, evaluation = make.invented(np.random.default_rng(1))
     assert (len(train), len(evaluation)) == (4096, 256)
@@ -138,13 +138,13 @@ def test_conversion_of_real_gsm8k(example: dict[str, ModuleType]) -> None:
     assert any(answer.startswith("-") for answer in answers)
     assert any(int(answer) >= 1000 for answer in answers)
     text = "".join(row["messages"][1]["content"] + row["solution"] for row in train + evaluation)
-    assert {"\u2028", "€"} <= set(text)  # a line separator within a line, among others
+    assert {"\u2028", "€"} <= set(text)  # for example, a Unicode line separator within a line
     with pytest.raises(SystemExit, match="is this GSM8K"):
         make.convert({"question": "?", "answer": "42"})
 
 
-def test_a_tokenizer_of_ones_own(example: dict[str, ModuleType], tmp_path: Path) -> None:
-    """It survives the disk with template, EOS and padding, keeps digits apart, and encodes whatever GSM8K holds."""
+def test_a_trained_tokenizer_is_saved_and_loaded(example: dict[str, ModuleType], tmp_path: Path) -> None:
+    """Template, EOS and padding are saved with it. Each digit is a token of its own, and all texts of GSM8K can be encoded."""
     from asyncrl.data.prompts import load_tokenizer
     from asyncrl.testing import chat_model
 
@@ -166,14 +166,14 @@ def test_a_tokenizer_of_ones_own(example: dict[str, ModuleType], tmp_path: Path)
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*/*.yaml")), ids=lambda file: f"{file.parent.name}")
-def test_configs_of_examples_are_valid_and_say_what_they_are_for(file: Path) -> None:
+def test_configs_of_examples_are_valid_and_name_their_hardware(file: Path) -> None:
     first = file.read_text(encoding="utf-8").splitlines()[0]
     assert first.startswith("# ")
     assert "cores" in first or "GPU" in first
     load_experiment(file)
 
 
-def test_reasoning_gyms_prompts_carry_what_its_verifiers_want(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_of_reasoning_gym_carry_the_data_for_its_verifiers(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("reasoning_gym", reason="pip install 'asyncrl[gym]'")
     folder = FOLDER.parent / "reasoning_gym"
     monkeypatch.syspath_prepend(str(folder))
@@ -181,7 +181,7 @@ def test_reasoning_gyms_prompts_carry_what_its_verifiers_want(monkeypatch: pytes
         monkeypatch.delitem(sys.modules, name, raising=False)
     make: Any = importlib.import_module("make")
     try:
-        rows = json.loads(json.dumps(make.prompt_lines(16, seed=3)))  # as they come back from a file
+        rows = json.loads(json.dumps(make.prompt_lines(16, seed=3)))  # as read from a file
         assert {row["entry"]["metadata"]["source_dataset"] for row in rows} == set(make.DATASETS)
         for row in rows:
             assert make.reward(row["prompt"], row["entry"]["answer"], row["entry"]) == 1.0

@@ -1,4 +1,4 @@
-"""The worker base: lifecycle, named waits, errors that travel. In one process, over memory name resolve."""
+"""The worker base: lifecycle, named waits, and reports of errors. In one process, with the memory name resolve."""
 
 import asyncio
 import os
@@ -38,7 +38,7 @@ def make_info(**runtime):
 
 
 class Recorder(Worker):
-    """Records the states that it passes through; what it does in run is given."""
+    """Records its states. `work` is called in run."""
 
     def __init__(self, work, status_interval_s=0.5, **runtime):
         super().__init__(make_info(**runtime), System(status_interval_s=status_interval_s))
@@ -54,7 +54,7 @@ class Recorder(Worker):
         await self._work(self)
 
 
-async def test_a_worker_from_setup_to_done():
+async def test_states_of_a_worker_from_its_start_to_done():
     async def nothing(worker):
         pass
 
@@ -72,10 +72,10 @@ async def test_stopping_cancels_run_and_closes():
     worker = Recorder(forever)
     await worker.main()
     assert worker.stations[-1] == ("close", "stopping")
-    assert worker.board.state == "stopped"  # its work was not over
+    assert worker.board.state == "stopped"  # its work was not done
 
 
-async def test_an_error_in_run_travels_with_its_traceback():
+async def test_an_error_in_run_is_reported_with_its_traceback():
     async def fail(worker):
         raise ZeroDivisionError("the first cause")
 
@@ -89,7 +89,7 @@ async def test_an_error_in_run_travels_with_its_traceback():
 
 
 @pytest.mark.parametrize("error", [ConfigError("a field"), StorageError("no room"), RunEndedError("too many rejected")])
-async def test_an_error_that_another_process_would_meet_too_is_fatal(error):
+async def test_an_error_that_would_recur_in_a_new_process_is_fatal(error):
     async def fail(worker):
         raise error
 
@@ -111,7 +111,7 @@ async def test_a_background_task_that_fails_ends_the_worker():
         await Recorder(forever).main()
 
 
-async def test_a_bounded_wait_names_what_and_whom_while_it_lasts_and_when_it_ends():
+async def test_a_bounded_wait_is_named_in_the_status_and_in_its_error():
     seen = []
 
     async def wait(worker):
@@ -126,8 +126,8 @@ async def test_a_bounded_wait_names_what_and_whom_while_it_lasts_and_when_it_end
     assert [(w.what, w.on, w.limit_s) for w in seen] == [("a batch", "head 0", 0.01)]
 
 
-async def test_a_wait_that_nothing_else_ends_ends_at_the_limit_that_it_shows():
-    """It has gone on for the limit, and for nearly all of the seconds that what is awaited has to end itself."""
+async def test_a_wait_ends_at_the_limit_that_it_shows():
+    """The wait has lasted for its limit, and for nearly all of the seconds after it in which the awaited call may end itself."""
     seen = []
 
     async def wait(worker):
@@ -142,7 +142,7 @@ async def test_a_wait_that_nothing_else_ends_ends_at_the_limit_that_it_shows():
     assert not worker.board.snapshot().waits
 
 
-async def test_a_wait_whose_awaited_ends_itself_keeps_that_error():
+async def test_a_wait_raises_the_error_of_a_call_that_ends_itself():
     async def wait(worker):
         async with worker.board.waiting("a verdict", on="head 0", limit_s=0.01):
             await asyncio.sleep(0.02)
@@ -152,7 +152,7 @@ async def test_a_wait_whose_awaited_ends_itself_keeps_that_error():
         await Recorder(wait).main()
 
 
-async def test_a_wait_without_a_limit_shows_none(caplog, monkeypatch):
+async def test_a_wait_without_a_limit_shows_no_limit(caplog, monkeypatch):
     monkeypatch.setattr(board_module, "LONG_WAIT_S", 0.0)
     seen = []
 
@@ -166,7 +166,7 @@ async def test_a_wait_without_a_limit_shows_none(caplog, monkeypatch):
     assert "waiting for room from rollouts for 0 s (no limit)" in caplog.text
 
 
-async def test_a_limit_that_is_not_the_waits_own_is_told_as_it_is():
+async def test_a_timeout_of_the_awaited_call_is_raised_unchanged():
     async def wait(worker):
         async def give_up():
             raise NameResolveTimeout("etcd did not answer within 5 s")
@@ -177,7 +177,7 @@ async def test_a_limit_that_is_not_the_waits_own_is_told_as_it_is():
         await Recorder(wait).main()
 
 
-async def test_publishing_rides_over_an_outage():
+async def test_publishing_is_retried_during_an_outage():
     failures = [NameResolveTimeout("etcd did not answer"), NameResolveTimeout("etcd did not answer")]
 
     async def publish(worker):
@@ -196,7 +196,7 @@ async def test_publishing_rides_over_an_outage():
     assert failures == []
 
 
-async def test_waiting_for_a_key_nobody_publishes_has_a_limit():
+async def test_waiting_for_a_key_that_is_never_published_has_a_limit():
     async def wait(worker):
         await worker.directory.wait_for_key(worker.names.gserver_manager(), "the manager's address")
 
@@ -204,7 +204,7 @@ async def test_waiting_for_a_key_nobody_publishes_has_a_limit():
         await Recorder(wait, start_timeout_s=0.05).main()
 
 
-async def test_published_keys_go_with_the_worker():
+async def test_published_keys_are_removed_when_the_worker_ends():
     async def publish(worker):
         await worker.directory.publish(worker.names.generation_server(0), "http://here")
         assert await worker.directory.wait_for_key(worker.names.generation_server(0), "server") == "http://here"
@@ -234,8 +234,8 @@ async def test_the_last_status_in_the_pipe_is_the_error(monkeypatch):
     assert "for the launcher" in last.error
 
 
-async def test_another_state_is_told_at_once(monkeypatch):
-    """Else a run told to stop right after its start has no master of which it knows that it runs, and writes no checkpoint."""
+async def test_a_change_of_state_is_reported_at_once(monkeypatch):
+    """Otherwise a run that is stopped right after its start would not know that its master runs, and would write no checkpoint."""
     reader, writer = os.pipe()
     monkeypatch.setenv(STATUS_FD_ENV, str(writer))
     loop = asyncio.get_running_loop()
@@ -258,7 +258,7 @@ from test_worker import Recorder
 from asyncrl.runtime.worker import run_worker
 
 async def nothing(worker):
-    await asyncio.to_thread(int)  # the thread that did it is there still when all is over
+    await asyncio.to_thread(int)  # its thread still exists when the worker is done
 
 code = run_worker(Recorder(nothing))
 os.kill(os.getpid(), signal.SIGTERM)
@@ -266,8 +266,8 @@ sys.exit(code)
 """
 
 
-def test_who_asks_it_to_stop_when_it_is_over_does_not_kill_it():
-    """A launcher that has not heard yet that a process left to somebody is done: that one ends well all the same."""
+def test_a_stop_signal_after_the_end_of_the_worker_does_not_kill_it():
+    """The launcher may send the signal before it has read that the process is done. The process must still end without an error."""
     done = subprocess.run(
         [sys.executable, "-c", LATE_SIGNAL], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120
     )

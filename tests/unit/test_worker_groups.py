@@ -1,4 +1,4 @@
-"""Worker groups and their incarnations: which worker fetches from which, and which work is repeated (pure rules)."""
+"""Worker groups and their incarnations (pure rules): detached groups, repeated work, and fetches between workers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def groups(*placements: ModelPlacement, mode: str = "async", mfcs: list[MFCDef] 
     return worker_groups_of(placements, nodes, num_workers=num_workers, mode=mode)
 
 
-# ------------------------------------------------------------------------------------------------------------- who with whom
+# -------------------------------------------------------------------------------------------------------------------- groups
 
 
 def test_a_reference_and_a_reward_model_on_workers_of_their_own_are_detached() -> None:
@@ -53,14 +53,14 @@ def test_stateless_models_that_share_workers_are_one_group() -> None:
     assert groups(*chain) == WorkerGroups((0,), ((1, 2, 3, 4),))
 
 
-def test_a_model_that_shares_a_worker_with_training_is_of_the_trainer_group_and_takes_others_with_it() -> None:
+def test_models_that_share_workers_with_training_directly_or_indirectly_are_in_the_trainer_group() -> None:
     assert groups(placement("actor", 0, 1), placement("ref", 1)).detached == ()
     assert groups(placement("actor", 0), placement("ref", 0, 1), placement("reward", 1, 2)).detached == ()
     mixed = groups(placement("actor", 0), placement("reward", 3), placement("ref", 0, 1), placement("ref@1", 1, 2))
     assert mixed == WorkerGroups((0, 1, 2), ((3,),))
 
 
-def test_what_is_trained_or_copied_is_of_the_trainer_group_wherever_it_is() -> None:
+def test_trained_models_and_their_copies_are_in_the_trainer_group_on_any_workers() -> None:
     found = groups(placement("actor", 0), placement("actor@1", 1), placement("critic", 2), placement("critic@1", 3))
     assert found == WorkerGroups((0, 1, 2, 3))
     trained = [node("actor", "train_step"), node("ref", "train_step")]
@@ -68,12 +68,12 @@ def test_what_is_trained_or_copied_is_of_the_trainer_group_wherever_it_is() -> N
 
 
 @pytest.mark.parametrize("mode", ["sync", "train_only"])
-def test_one_group_in_modes_that_restart_no_worker_alone(mode: str) -> None:
+def test_modes_that_restart_no_worker_alone_have_one_group(mode: str) -> None:
     assert groups(placement("actor", 0), placement("ref", 1), mode=mode) == WorkerGroups((0, 1))
 
 
 @given(st.integers(0, 10_000))
-def test_groups_part_the_workers_and_no_model(seed: int) -> None:
+def test_groups_partition_the_workers_and_split_no_model(seed: int) -> None:
     rng = Random(seed)
     names = ["actor", *rng.sample(["ref", "ref@1", "reward", "reward@1", "critic", "actor@1"], rng.randint(0, 6))]
     placements = [placement(name, *sorted(rng.sample(range(7), rng.randint(1, 3)))) for name in names]
@@ -113,20 +113,20 @@ def test_the_configs_of_a_run_name_the_detached_groups(tmp_path) -> None:
 # ------------------------------------------------------------------------------------------------------------ incarnations
 
 
-def test_a_group_is_whole_when_all_have_come_in_its_newest_incarnation() -> None:
+def test_a_group_is_complete_when_all_workers_have_connected_in_its_newest_incarnation() -> None:
     group = GroupIncarnations([2, 3])
     assert group.number == 0
     assert not group.connected(2, 0)
-    assert group.connected(3, 1)  # the incarnation before is over for both
+    assert group.connected(3, 1)  # the earlier incarnation is over for both workers
     assert (group.number, group.missing) == (None, [2])
     assert not group.connected(2, 1)
     assert (group.number, group.missing) == (1, [])
-    assert not group.connected(2, 0)  # a late word
+    assert not group.connected(2, 0)  # a late message
     assert group.number == 1
 
 
 @given(st.lists(st.tuples(st.sampled_from([4, 5, 6]), st.integers(0, 4)), max_size=30))
-def test_each_incarnation_begins_once_and_none_comes_back(words: list[tuple[int, int]]) -> None:
+def test_each_incarnation_begins_once_and_no_earlier_one_returns(words: list[tuple[int, int]]) -> None:
     group, begun, whole = GroupIncarnations([4, 5, 6]), [0], [0]
     for worker, number in words:
         if group.connected(worker, number):
@@ -138,29 +138,27 @@ def test_each_incarnation_begins_once_and_none_comes_back(words: list[tuple[int,
     assert set(whole) <= set(begun)
 
 
-def test_what_an_incarnation_has_left_is_done_in_the_next_and_data_that_does_not_come_is_asked_for_within_a_limit() -> (
-    None
-):
+def test_work_is_repeated_in_the_next_incarnation_and_missing_data_is_requested_within_a_limit() -> None:
     repeats = Repeats(10.0)
     assert repeats.first_incarnation(GroupEndedError(), 0, 0.0) == 1
     assert repeats.first_incarnation(UnfetchedError(), 1, 5.0) == 1
     assert repeats.first_incarnation(UnfetchedError(), 1, 15.0) == 1
-    assert repeats.first_incarnation(UnfetchedError(), 2, 16.0) == 2  # in another incarnation it has its time again
+    assert repeats.first_incarnation(UnfetchedError(), 2, 16.0) == 2  # another incarnation has the full limit again
     assert repeats.first_incarnation(UnfetchedError(), 2, 26.0) == 2
     with pytest.raises(UnfetchedError, match="the first cause"):
         repeats.first_incarnation(UnfetchedError("the first cause"), 2, 26.1)
     assert repeats.first_incarnation(GroupEndedError(), 2, 1000.0) == 3
 
 
-# -------------------------------------------------------------------------------------------------------------- who holds what
+# ------------------------------------------------------------------------------------------------------------- holders of data
 
 
-def test_on_its_way_is_not_there() -> None:
+def test_data_in_transit_does_not_count_as_held() -> None:
     tracker = StorageTracker(detached=[5])
     tracker.add(0, ["a"], ["tokens"])
     tracker.apply([RedistribStep("bcast", 0, [1], [["a"]], ["tokens"])])
     tracker.add(5, ["a"], ["tokens", "ref"])
-    assert tracker.holders == {"a": {"tokens": {0, 1}}}  # the trainer group's
+    assert tracker.holders == {"a": {"tokens": {0, 1}}}  # holders in the trainer group
     assert tracker.there == {"a": {"tokens": {0, 5}, "ref": {5}}}
     tracker.forget([5])
     assert tracker.there == {"a": {"tokens": {0}, "ref": set()}}
@@ -169,7 +167,7 @@ def test_on_its_way_is_not_there() -> None:
     assert len(tracker) == 0
 
 
-def test_each_pair_is_fetched_once_from_one_who_has_it() -> None:
+def test_each_pair_is_fetched_once_from_a_holder() -> None:
     there = {
         "a": {"tokens": {0, 5}, "mask": {0}},
         "b": {"tokens": {1}, "mask": {1}},
@@ -188,7 +186,7 @@ def test_each_pair_is_fetched_once_from_one_who_has_it() -> None:
 
 
 @given(st.integers(0, 10_000))
-def test_after_the_fetches_everybody_has_what_he_needs_and_nothing_twice(seed: int) -> None:
+def test_fetches_bring_each_worker_its_missing_pairs_exactly_once(seed: int) -> None:
     rng = Random(seed)
     ids, keys, sources = [f"g{i}" for i in range(rng.randint(1, 6))], ["x", "y", "z"], range(3)
     there = {
