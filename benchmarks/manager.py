@@ -329,8 +329,8 @@ class Bench:
 def main() -> None:
     options = parser(__doc__.split("\n")[0], quick={"seconds": 0.5, "open_seconds": 2.0, "version_mb": 20})
     options.add_argument("--clients", type=int, nargs="+", default=list(CLIENTS), help="numbers of rollout workers")
-    options.add_argument("--seconds", type=float, default=2.0, help="duration of each closed loop (default 2)")
-    options.add_argument("--open-seconds", type=float, default=6.0, help="duration of each open loop (default 6)")
+    options.add_argument("--seconds", type=float, default=2.0, help="seconds of each closed loop (default 2)")
+    options.add_argument("--open-seconds", type=float, default=6.0, help="seconds of each open loop (default 6)")
     options.add_argument("--version-mb", type=int, default=200, help="size of a published version (default 200)")
     options.add_argument("--folder", default=None, help="folder of the versions (default: a temporary folder)")
     args = options.parse_args()

@@ -593,7 +593,7 @@ def main() -> None:
     options.add_argument(
         "--rate", type=float, default=200.0, help="allocations per second, and as many finished rollouts (default 200)"
     )
-    options.add_argument("--seconds", type=float, default=8.0, help="duration of each measurement (default 8)")
+    options.add_argument("--seconds", type=float, default=8.0, help="seconds of each measurement (default 8)")
     options.add_argument(
         "--service-us", type=float, default=0.0, help="CPU time of a request in the simulation (default: as measured)"
     )

@@ -3,14 +3,14 @@
     python benchmarks/soak.py --minutes 30 [--rounds 5] [--seed 1] [--every 5-15] [--kinds kill,stop] [--write-baseline] [key=value]
     python benchmarks/soak.py --steps 2000 [key=value]
 
---minutes: one run of the config (default: the quickstart without evaluations). In each round it trains undisturbed for a sixth of
-the round's time. Then a fault follows every 5 to 15 s, by a seed: SIGKILL, or SIGSTOP for 1 to 20 s, to any worker. The figure is
-the lost share of the undisturbed step rate, the median of the rounds. Only steps of the surviving lineage count. The benchmark
-fails if the run ends or the audit finds a problem.
---steps: a run without faults. Resident memory, file descriptors and threads of each process and the bytes of the run folder are
-sampled every few seconds. `slope` is the growth of each in 1,000 steps, by least squares over the samples after the first fifth,
-and in brackets over the second half: a cache that fills up and stays full has a late slope of about zero. --samples FILE: the
-samples, as JSON lines.
+--minutes: one run of the config (default: the quickstart without evaluations), divided into rounds. Each round first trains
+undisturbed for a sixth of its time. Then every 5 to 15 s a fault hits one of the workers: SIGKILL, or SIGSTOP for 1 to 20 s. --seed
+determines the faults. The result is the share of the undisturbed step rate that is lost, as the median of the rounds. Only steps of
+the surviving lineage count. The benchmark fails if the run ends or the audit finds a problem.
+--steps: one run without faults. Every few seconds the benchmark samples the resident memory, file descriptors and threads of each
+process, and the bytes of each subfolder of the run folder. `slope` is the growth of each in 1,000 steps, by least squares over the
+samples after the first fifth. The slope over the second half follows in brackets: for a cache that fills up and stays full it is
+about zero. --samples FILE: write the samples as JSON lines.
 """
 
 from __future__ import annotations

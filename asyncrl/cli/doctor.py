@@ -397,7 +397,7 @@ def judge_num_gpus(found: int, config: ExperimentConfig) -> Finding:
     generation = allocation.generation.size if config.mode != "train_only" and allocation.engine != "external" else 0
     training = allocation.num_model_workers if config.mode != "rollout_only" else 0
     needed = generation + training
-    value = f"allocation={config.allocation}: {generation} for generation, {training} for training; {found} found"
+    value = f"allocation={config.allocation} asks for GPUs: {generation} for generation, {training} for training; {found} found"
     if not found and allocation.engine != "sglang":
         return Finding(name, "ok", f"{value}: {needed} processes compute on cores")
     if not found:

@@ -143,8 +143,8 @@ class GenerationConfig:
     max_wait_s: float = 300.0  # a request that has waited this long for a slot or the end of a pause is answered 503
     # Tokens of one forward pass; longer prompts are split over several passes
     max_batch_tokens: int = limited(4096, at_most=100_000_000)
-    page_size: int = limited(32, at_least=1, at_most=1_000_000)  # tokens of a KV cache page
-    # Pages of the KV cache: num_blocks * page_size tokens for all requests of a server together
+    page_size: int = limited(32, at_least=1, at_most=1_000_000)  # tokens per page of the KV cache
+    # Pages of the KV cache. All requests of a server share its num_blocks * page_size tokens
     num_blocks: int = limited(1024, at_least=1, at_most=1_000_000_000)
     # Requests with the same prompt share full pages of the KV cache; every weight update flushes them
     prefix_sharing: bool = True
@@ -494,7 +494,8 @@ class NetworkConfig:
     # on: every stream and HTTP endpoint accepts only the run's own processes, by keys and a token of each launch, and streams on
     # TCP are encrypted | off: any client that reaches a port can take part in the run; the launcher warns
     authenticate: str = "on"
-    # HTTP over TLS: a certificate that is valid for every host of the run (PEM). Every host reads the files. "": no TLS
+    # HTTP over TLS: path of a PEM certificate that is valid for every host of the run. Every host reads this file and those of
+    # tls_key and tls_ca. "": no TLS
     tls_cert: str = ""
     tls_key: str = ""  # private key of tls_cert (PEM); "": it is in the same file
     tls_ca: str = ""  # certificate of the authority that signed tls_cert; "": one that the system trusts

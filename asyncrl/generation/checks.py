@@ -56,7 +56,7 @@ def check_params(params: SamplingParams) -> None:
     if params.max_new_tokens < 1:
         raise RequestRefused(f"max_new_tokens is {params.max_new_tokens}; it must be at least 1")
     if not (params.temperature >= 0.0 and math.isfinite(params.temperature)):
-        raise RequestRefused(f"temperature is {params.temperature}; it must be 0 (greedy) or more")
+        raise RequestRefused(f"temperature is {params.temperature}; it must be a finite number, 0 (greedy) or more")
     if not 0.0 < params.top_p <= 1.0:
         raise RequestRefused(f"top_p is {params.top_p}; it must be in (0, 1]")
     if params.top_k < 1 and params.top_k != -1:

@@ -305,7 +305,7 @@ class GenerationHTTP:
         """Raises WeightsRefused or OutsideRunError unless model_path is the run's directory of this version."""
         own = version_dir(self._run_dir, ACTOR, version)
         if self._run_dir and name_of(self._run_dir, Path(model_path)) != name_of(self._run_dir, own):
-            raise WeightsRefused(f"model_path is {model_path!r}; the run has {version} only in {own}")
+            raise WeightsRefused(f"model_path is {model_path!r}, but this run stores {version} only in {own}")
 
     async def _load(self, wanted: UpdateWeightsRequest, version: WeightVersion) -> int:
         with contextlib.ExitStack() as stack:

@@ -200,7 +200,10 @@ class StagedReceiver(WeightReceiver):
 
 
 class ReceivingHTTP:
-    """The HTTP routes. `verified`: compares logprobs after each update (weights.verify_logprobs)."""
+    """The HTTP routes by which a server receives weights over the network.
+
+    verified: compares logprobs after each update (weights.verify_logprobs); None: no comparison.
+    """
 
     def __init__(
         self, receiver: WeightReceiver | None, verified: VerifiedLoads | None, fence: VersionFence, clock: Clock

@@ -90,7 +90,7 @@ T = TypeVar("T")
 _TURN_S = 0.1
 _PUBLISH_STATUS_S = 1.0
 _ASK_SHARE = 0.6  # share of runtime.stop_timeout_s in which processes may stop by themselves; then they are killed
-_TAKE_OVER_S = 90.0  # how long an earlier launcher, whose node Slurm has given up, may need to end
+_TAKE_OVER_S = 90.0  # wait for the end of an earlier launcher, if Slurm gave up its node and requeued the job
 _SAME_SIGNAL_S = 1.0  # signals this close together count as one
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -154,7 +154,8 @@ class NameService:
         self._watch(self._names.generation_drained(), on_drained, subtree=True)
 
     def ask_for_last_checkpoint(self, attempt: int) -> None:
-        """Ask this attempt's master to write a checkpoint and end. Waits for name resolve. Raises NameResolveError."""
+        """Ask this attempt's master to write a checkpoint and end. Blocks until name resolve has stored the request; raises
+        NameResolveError if it does not."""
         self.resolver.add(self._names.last_checkpoint(), str(attempt), replace=True)
 
     def watch_stop(self, callback: WatchCallback) -> None:
@@ -176,7 +177,10 @@ class NameService:
         self._publisher.revoke(lease)
 
     def turn(self) -> None:
-        """Check the private etcd, if there is one. Raises LaunchError if it could not be restarted."""
+        """Raise LaunchError if the private etcd, if there is one, could not be restarted or has ended too often.
+
+        Its own thread monitors and restarts it.
+        """
         if self._etcd is not None:
             self._etcd.turn()
 

@@ -79,7 +79,7 @@ class _Live:
     seen_by_master: bool = False  # the master has reported it as stored
     num_missed: int = 0  # consecutive heartbeats that did not list it
     lost_url: str = ""  # the worker has reported the server at this URL as lost, and has had no server since
-    has_moved: bool = False  # its duration does not measure the server that runs it now
+    has_moved: bool = False  # do not count its duration for its server: it has moved there, or is counted already
     moved: bool = False  # to another server, without a request of the worker; heartbeats tell the worker
     item: EvalItem | None = None  # for an eval ticket
 

@@ -171,7 +171,7 @@ class _Step:
         return self._send([step for plan in plans for step in plan])
 
     def copy_weights(self, copies: Iterable[Reallocate]) -> list[asyncio.Task[list[CallResult]]]:
-        """Start copies of weights. Each is a call to all workers of both models."""
+        """Start copies of weights. Each copy is one call to all workers of its source model and its target model."""
         return start_copies(copies, self._placements, self._caller)
 
     def _homes(self, group: str, placement: ModelPlacement, keys: Sequence[str]) -> list[int]:
@@ -222,7 +222,7 @@ class _Step:
 def start_copies(
     copies: Iterable[Reallocate], placements: Mapping[str, ModelPlacement], caller: WorkerCaller
 ) -> list[asyncio.Task[list[CallResult]]]:
-    """Start copies of weights. Each is a call to all workers of both models."""
+    """Start copies of weights. Each copy is one call to all workers of its source model and its target model."""
     tasks = []
     for body in copies:
         workers = {*placements[body.source].workers, *placements[body.target].workers}

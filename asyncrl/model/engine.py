@@ -224,7 +224,7 @@ class TrainEngine:
         pad_to = max(micro_batch.num_tokens for micro_batch in plan) if self.num_stages > 1 else 0
         packed, of_sequences = [], []
         for micro_batch in plan:
-            # An empty micro-batch is one token that predicts nothing: every parameter gets a gradient of zero
+            # An empty micro-batch is one token without a target, so every parameter gets a gradient of zero
             own = [lengths[i] for i in micro_batch.sequences] or [1]
             ids = np.zeros(1, np.int64)
             if batch is not None and micro_batch.sequences:

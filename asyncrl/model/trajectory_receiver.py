@@ -40,7 +40,7 @@ class TrajectoryReceiver:
     """Receives trajectories into one head's store.
 
     consumes: trajectories.  produces: metadata (to the master), verdicts (to the rollout worker).
-    waits for: a trajectory; once runtime.push_credit_items trajectories wait for the master's verdict, for one of those.
+    waits for: a trajectory; while runtime.push_credit_items trajectories have no verdict of the master yet, one of these verdicts.
     unblocked by: rollout workers; the master. Backpressure: unanswered trajectories use up the pushers' credit.
     """
 

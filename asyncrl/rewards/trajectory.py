@@ -81,7 +81,8 @@ class Episode:
         """Append the policy's turn. The response must continue all tokens so far."""
         if len(response.input_ids) != len(self.input_ids):
             raise ValueError(
-                f"a response to {len(response.input_ids)} tokens cannot continue an episode of {len(self.input_ids)} tokens"
+                f"the response was sampled from an input of {len(response.input_ids)} tokens; it cannot continue an episode of "
+                f"{len(self.input_ids)} tokens"
             )
         self.responses.append((len(self.input_ids), response))
         self.input_ids += response.output_ids

@@ -48,7 +48,7 @@ class ChatEndpoint:
 
     def __init__(self, *, board: StatusBoard, logger: logging.Logger, clock: Clock = SYSTEM_CLOCK) -> None:
         self._board, self._logger, self._clock = board, logger, clock
-        self._sessions: dict[str, Session] = {}  # bounded by the rollouts and their groups
+        self._sessions: dict[str, Session] = {}  # bounded: one per group member of each running rollout
         self._runner: web.AppRunner | None = None
         self._client: AsyncOpenAI | None = None
         self._starting = asyncio.Lock()

@@ -3,9 +3,10 @@
     every process of a run with `trace: true` -- Tracer --> trace/attempt_N/<worker>.jsonl -- merge --> trace/attempt_N.json
 
 A Tracer buffers events in memory and writes them on each flush (a worker's status reporter flushes twice a second).
-Buffer and file are bounded: further events are dropped and counted, and tracing never fails a run. Times come from the
-monotonic clock, which all processes of a machine share. Each file also records the offset of that clock from calendar
-time. Merging uses it to align several machines, as accurately as their calendar clocks agree.
+A full buffer drops further events and counts them. If the file exceeds its limit or cannot be written, tracing ends with a
+warning. Tracing never fails a run. Times come from the monotonic clock, which all processes of a machine share. Each file also
+records the offset of that clock from calendar time. Merging uses it to align several machines, as accurately as their calendar
+clocks agree.
 """
 
 from __future__ import annotations

@@ -390,9 +390,11 @@ def prune_versions(directory: Path, *, keep: int, in_use: Iterable[WeightVersion
 
 
 class FileWriter:
-    """Writes the files of a folder and hashes them in the same pass. A thread syncs each file while the next one is written.
+    """Writes the files of a folder and hashes them in the same pass. Threads close the written files, and sync them if `fsync`,
+    while the next one is written.
 
-    Leaving the `with` block waits until everything is on disk. A failed write raises at once, a failed sync when the block ends.
+    Leaving the `with` block waits for these threads. A failed write raises at once. A failed sync raises when the block ends,
+    unless the block itself raised.
     """
 
     def __init__(self, directory: Path, fsync: bool) -> None:

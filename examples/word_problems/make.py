@@ -122,9 +122,10 @@ def solution(a: int, operator: str, b: int) -> str:
 
 
 def sloppy(rng: np.random.Generator) -> list[dict[str, str]]:
-    """A conversation for the warm start that ends with an answer, which is sometimes right.
+    """Return a conversation for the warm start. It ends with an answer that is sometimes wrong.
 
-    A third of them are second tries, so that the model has seen the hints of an environment of two steps.
+    A third of these conversations are second tries, so that the model has seen the hints that the environment gives after a
+    wrong answer. The environment has two steps.
     """
     question, right = draw(rng)
     task = (ONCE, TWICE)[rng.integers(2)]

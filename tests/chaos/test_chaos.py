@@ -69,7 +69,7 @@ def test_killed_in_the_middle_of_what_they_do(config: Path, tmp_path: Path, caps
 def test_frozen_on_a_bad_network_and_without_a_launcher(config: Path, tmp_path: Path) -> None:
     """Processes frozen too long are killed; others learn of all changes when they wake up. Messages are lost, doubled, damaged."""
     cells = [
-        Cell("generation_server", "stop", "generation", stop_s=60.0),  # it is killed before this time is over
+        Cell("generation_server", "stop", "generation", stop_s=60.0),  # the launcher kills it before 60 s have passed
         Cell("rollout_worker", "stop", "push", stop_s=5.0),
         Cell("gserver_manager", "restart", "idle"),
         Cell("launcher", "kill", "train_step"),

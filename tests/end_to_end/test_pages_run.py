@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.testing.runs import RunHandle, assert_nothing_left, journal
+from asyncrl.testing.runs import RunHandle, assert_nothing_left, journal, train_steps
 from tests import pages
 
 PROGRAM = Path(sys.executable).parent / "asyncrl-launch"
@@ -100,5 +100,5 @@ def test_the_session_of_running_and_watching(place: Path) -> None:
 def test_a_layout_of_the_page_trains(place: Path, number: int) -> None:
     page = Path(pages.ROOT, "docs", "layouts.md")
     (line,) = pages.blocks(page, "bash")[number].splitlines()
-    said = done(place, line, *SMALL, "train.max_steps=2", f"trial=layout{number}")
-    assert "step 2" in said
+    done(place, line, *SMALL, "train.max_steps=2", f"trial=layout{number}")
+    assert [len(train_steps(run)) for run in place.glob(f"runs/*/layout{number}")] == [2]

@@ -192,7 +192,7 @@ async def test_a_version_that_shows_late_is_served(tmp_path: Path, sound: Path) 
 async def test_a_damaged_version_is_reported_and_its_replacement_served(
     tmp_path: Path, sound: Path, caplog: pytest.LogCaptureFixture, replacement: WeightVersion
 ) -> None:
-    """The trainer's time limit applies to the replacement. The check's own limit is long over by then."""
+    """The wait for a replacement has the trainer's time limit. It continues after the time limit of verification is over."""
     published = Published(tmp_path, sound, verify_limit_s=0.3, replace_limit_s=1000.0)
     (published.write(V1) / "model.safetensors").write_bytes(b"torn")
     published.fleet.publish(str(V1))

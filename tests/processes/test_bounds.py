@@ -51,7 +51,7 @@ async def server(*routes: web.RouteDef) -> AsyncIterator[str]:
 
 
 async def endless(request: web.Request) -> web.StreamResponse:
-    """Announce no length, and send until the reader has disconnected."""
+    """Send a response without a Content-Length until the client disconnects."""
     answer = web.StreamResponse()
     await answer.prepare(request)
     while True:

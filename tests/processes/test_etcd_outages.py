@@ -485,7 +485,7 @@ def private_service(run_dir: Path, **runtime: Any) -> Iterator[tuple[NameService
 
 
 def etcd_of(run_dir: Path) -> psutil.Process:
-    """The server on the run's data, started by this process."""
+    """Return the etcd process that this process started on the run's data folder."""
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
             if str(run_dir / "etcd") in child.cmdline():

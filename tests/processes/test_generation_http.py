@@ -218,7 +218,7 @@ async def test_a_bad_update_gets_400_and_the_old_version_serves(model_path: Path
         v1, v7 = version_dir(tmp_path, "actor", V1), version_dir(tmp_path, "actor", WeightVersion(1, 7))
         for version, path, word in [
             (WeightVersion(1, 7), v7, f"the newest one beside it: {V1}"),
-            (WeightVersion(1, 7), v1, f"model_path is '{v1}'; the run has {WeightVersion(1, 7)} only in {v7}"),
+            (WeightVersion(1, 7), v1, f"model_path is '{v1}', but this run stores {WeightVersion(1, 7)} only in {v7}"),
             (V1, version_dir(model_path.parent, "actor", V1), "is not in the run's folder"),
             (V1, version_dir(tmp_path, "critic", V1), "only"),
             (V1, tmp_path / "x" / ".." / "weights" / "actor" / str(V1), "is no folder of the run"),

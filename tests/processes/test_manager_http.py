@@ -398,7 +398,7 @@ async def test_a_silent_worker_loses_its_tickets_and_who_waits_gets_them(tmp_pat
 async def test_reports_wait_for_a_newer_ledger(setup: Setup) -> None:
     view = await setup.report()
     while (later := await setup.report(after_revision=view.revision, wait_s=1.0)).revision != view.revision:
-        view = later  # the last changes of the first update
+        view = later  # the load of v0 may still change the ledger: wait until it is quiet
     assert (await setup.report(after_revision=view.revision, wait_s=0.05)).revision == view.revision
     waiting = asyncio.create_task(setup.report(after_revision=view.revision, wait_s=30.0))
     await asyncio.sleep(0)
@@ -407,7 +407,7 @@ async def test_reports_wait_for_a_newer_ledger(setup: Setup) -> None:
     assert newer.revision > view.revision
     assert [live.ticket_id for live in newer.live] == [ticket]
     assert (await setup.report(after_revision=view.revision, wait_s=30.0)).revision == newer.revision
-    of_another = newer.revision + 1000  # the master's revision, from a manager that has died
+    of_another = newer.revision + 1000  # a revision that the master got from the previous manager
     assert (
         await asyncio.wait_for(setup.report(after_revision=of_another, wait_s=30.0), LIMIT_S)
     ).revision == newer.revision

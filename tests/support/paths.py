@@ -91,7 +91,8 @@ class Recorder:
     """Records the functions of asyncrl that hold or carry the sample or the version. One per process, for all its threads."""
 
     def __init__(self, file: Path, *, records_all_data: bool) -> None:
-        """records_all_data: also record calls with tensors whose callers hold neither the sample nor the version."""
+        """records_all_data: also record a call that takes tensors although neither the called function nor any of its callers
+        holds the sample or the version."""
         self._output = file.open("a", buffering=1)
         self._records_all_data = records_all_data
         self._names: dict[CodeType, tuple[str, str] | None] = {}
@@ -132,8 +133,8 @@ class Recorder:
             self._write("step of the sample" if "sample" in self._held_above(frame) else "step", event, name)
 
     def _held_above(self, frame: FrameType) -> set[str]:
-        """What the callers of the frame hold. The variables of the nearest caller in asyncrl are searched again, because they may
-        have changed since its call."""
+        """Return the kinds ("sample", "version") that the callers of this frame hold. The variables of the nearest caller in
+        asyncrl are searched again, because they may have changed since that caller was called."""
         found: set[str] = set()
         above, looked = frame.f_back, False
         while above is not None:

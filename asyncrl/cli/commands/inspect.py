@@ -123,7 +123,10 @@ class Texts:
         self._tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
 
     def piece(self, token: int) -> str:
-        """One token's text, including a leading space. A part of a character is shown as the vocabulary writes it."""
+        """Return the text of one token, including a leading space.
+
+        A token that is only a part of a character is shown as the vocabulary writes it.
+        """
         written = self._tokenizer.id_to_token(token) or ""
         text: str = self._tokenizer.decode([token], skip_special_tokens=False)
         if not text or _REPLACEMENT in text:
@@ -348,7 +351,7 @@ def _others_of_batch(path: Path, header: TrajectoryHeader) -> list[SequenceSampl
         try:
             others.append(read_trajectory(file).sample)
         except TrajectoryError:
-            continue  # a broken file; the note shows how many were read
+            continue  # skip a broken file; a note shows how many groups of the batch were read
     return others
 
 

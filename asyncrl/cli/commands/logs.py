@@ -266,7 +266,7 @@ def add_to(commands: Commands) -> None:
         "--level", choices=LEVELS, default="DEBUG", type=str.upper, help="only this level and more severe ones"
     )
     parser.add_argument("--attempt", type=_positive, metavar="N", help="number of the attempt (default: the newest)")
-    parser.add_argument("--tail", type=_positive, metavar="N", help="only the last N of the existing entries")
+    parser.add_argument("--tail", type=_positive, metavar="N", help="of the existing log entries, show only the last N")
 
 
 def logs(arguments: argparse.Namespace, console: Console) -> int:

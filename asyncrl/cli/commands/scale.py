@@ -142,7 +142,9 @@ def _allocation_of(run_dir: Path, count: int) -> Allocation:
     if config.mode == "train_only":
         raise ConfigError(f"mode=train_only: {run_dir} trains on recorded trajectories and has no servers to scale")
     if config.mode == "sync":
-        raise ConfigError(f"mode=sync: the model workers generate in {run_dir}; there are no servers to scale")
+        raise ConfigError(
+            f"mode=sync: in this run the model workers generate, so there are no servers to scale ({run_dir})"
+        )
     allocation = Allocation.parse(str(config.allocation))
     if allocation.engine == "external":
         raise ConfigError(

@@ -173,9 +173,10 @@ class ExternalProcesses:
             process.ask_to_stop()
 
     def wait_until_gone(self, limit_s: float, impatient: Callable[[], bool]) -> None:
-        """Wait until they have ended. Called before name resolve closes, because a live process would restore its deleted keys.
+        """Wait until these processes have ended. Called before name resolve closes, because a live process would restore its
+        deleted keys.
 
-        Waits for: their ends. Unblocked by: those, the limit, impatience.
+        Waits for: the end of every process. Unblocked by: the processes, the limit, impatience.
         """
         left: list[str] = []
 
@@ -185,7 +186,10 @@ class ExternalProcesses:
 
         wait_until(is_over, limit_s=limit_s, every_s=_LOOK_EVERY_S, clock=self._clock)
         if left:
-            self._notice(f"{', '.join(left)}, which you started, has not ended yet")
+            self._notice(
+                f"still running: {', '.join(left)}. You started them (debug.leave_out), so the launcher does not kill them and no "
+                "longer waits; end them yourself"
+            )
 
 
 def debug_command(spec: ProcessSpec, config_path: Path) -> str:

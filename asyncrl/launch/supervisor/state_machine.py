@@ -93,7 +93,8 @@ Decision: TypeAlias = Notice | Kill | Forget | Cancel | StartLater | LookForChec
 
 @dataclass
 class _Renewal:
-    """The transition to the next attempt: kill the unit's processes, then find the newest checkpoint, then start new processes."""
+    """The transition to the next attempt: kill the processes of `next.unit`, then find the newest checkpoint, then start new
+    processes."""
 
     next: BeginAttempt
     due: float
