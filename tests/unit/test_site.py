@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,19 +13,59 @@ import pytest
 import yaml
 
 from asyncrl.config.reference import all_fields, json_schema, markdown, select
-from tests.pages import ROOT
+from tests.pages import PAGES, ROOT, blocks
 
 CONFIGS = sorted([*ROOT.glob("configs/*.yaml"), *ROOT.glob("examples/*/*.yaml")])
 
 
-def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """mkdocs.yml is strict: a broken link, or a page that the navigation lacks, is an error."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path / "site")]
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
-    assert (tmp_path / "site" / "configuration" / "index.html").is_file()
+    return folder
+
+
+def test_the_site_is_built_without_a_warning(site: Path) -> None:
+    assert (site / "configuration" / "index.html").is_file()
+
+
+def documented(site: Path) -> set[str]:
+    """Modules, classes, functions and their members on the pages of the Python API."""
+    pages = [file.read_text(encoding="utf-8") for file in site.glob("api/*/index.html")]
+    return {name for page in pages for name in re.findall(r'<h\d id="(asyncrl[\w.]+)"', page)}
+
+
+def test_the_python_api_has_public_names_with_types(site: Path) -> None:
+    names = documented(site)
+    assert "asyncrl.data.sequence.SequenceSample.from_groups" in names
+    assert "asyncrl.generation.engine.GenerationEngine.load_weights" in names
+    assert [name for name in names if "._" in name] == []
+    shown = re.sub(r"<[^>]+>", "", (site / "api" / "data" / "index.html").read_text(encoding="utf-8"))
+    assert "select_ids(ids: Sequence[str]) -&gt; SequenceSample" in shown
+
+
+OF_THE_REPOSITORY = {"bad_batch", "staleness"}  # examples that look into a run: they import what no task needs
+
+
+def test_the_python_api_has_what_tasks_import(site: Path) -> None:
+    """Tasks: the shipped ones, and those of the pages."""
+    files = [file for file in ROOT.glob("examples/*/*.py") if file.parent.name not in OF_THE_REPOSITORY]
+    sources = [file.read_text(encoding="utf-8") for file in files]
+    sources += [block for page in PAGES for block in blocks(page, "python")]
+    imported = {
+        f"{node.module}.{alias.name}"
+        for source in sources
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "asyncrl"
+        for alias in node.names
+    }
+    assert len(imported) > 20
+    assert imported - documented(site) == set()
 
 
 def test_the_page_of_the_configuration_is_up_to_date() -> None:
