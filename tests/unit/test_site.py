@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import base64
+import hashlib
 import json
 import os
 import re
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -19,20 +22,64 @@ from tests.pages import PAGES, ROOT, blocks
 CONFIGS = sorted([*ROOT.glob("configs/*.yaml"), *ROOT.glob("examples/*/*.yaml")])
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """mkdocs.yml is strict: a broken link, or a page that the navigation lacks, is an error."""
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder)]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+def build(folder: Path, out: Path, **env: str) -> str:
+    """Build the site whose mkdocs.yml is in the folder, without a warning. Return mkdocs' log."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(out)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", **env}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """mkdocs.yml is strict: a broken link, or a page that the navigation lacks, is an error. Built as without a network."""
+    folder = tmp_path_factory.mktemp("site")
+    cache = str(tmp_path_factory.mktemp("cache"))
+    log = build(ROOT, folder, https_proxy="http://127.0.0.1:9", XDG_CACHE_HOME=cache)
+    assert re.search(r"INFO .*cannot fetch \S+tiny-[\d.]+\.tgz \(.*\): browsers load Mermaid from unpkg\.com", log)
     return folder
 
 
 def test_the_site_is_built_without_a_warning(site: Path) -> None:
     assert (site / "configuration" / "index.html").is_file()
+
+
+@pytest.fixture
+def small_site(tmp_path: Path) -> Path:
+    """A site with the hook for Mermaid, and a package of ours in the registry's place."""
+    script = tmp_path / "mermaid.tiny.js"
+    script.write_text("globalThis.mermaid = 1")
+    with tarfile.open(tmp_path / "tiny.tgz", "w:gz") as package:
+        package.add(script, "package/dist/mermaid.tiny.js")
+    digest = base64.b64encode(hashlib.sha512((tmp_path / "tiny.tgz").read_bytes()).digest()).decode()
+    hook = (ROOT / "launcher" / "site_mermaid.py").read_text(encoding="utf-8")
+    hook = re.sub(r'(?m)^URL = "https://registry\.npmjs\.org/.*"$', f'URL = "{(tmp_path / "tiny.tgz").as_uri()}"', hook)
+    hook = re.sub(r'(?m)^SHA512 = "[\w+/=]{88}"', f'SHA512 = "{digest}"', hook)
+    (tmp_path / "hook.py").write_text(hook, encoding="utf-8")
+    (tmp_path / "mkdocs.yml").write_text("site_name: small\ntheme: {name: mkdocs}\nhooks: [hook.py]\n")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text("# Small\n")
+    return tmp_path
+
+
+def test_the_site_serves_mermaid_itself(small_site: Path) -> None:
+    for out in ("first", "from_the_cache"):
+        build(small_site, small_site / out, XDG_CACHE_HOME=str(small_site / "cache"))
+        assert (small_site / out / "javascripts" / "mermaid.js").read_text() == "globalThis.mermaid = 1"
+        assert '<script src="javascripts/mermaid.js">' in (small_site / out / "index.html").read_text()
+        (small_site / "tiny.tgz").unlink(missing_ok=True)
+    (small_site / "cache" / "asyncrl" / "tiny.tgz").write_bytes(b"damaged")
+    assert "cannot fetch" in build(small_site, small_site / "last", XDG_CACHE_HOME=str(small_site / "cache"))
+    assert not (small_site / "last" / "javascripts").exists()
+
+
+def test_another_mermaid_than_the_pinned_one_fails_the_build(small_site: Path) -> None:
+    (small_site / "tiny.tgz").write_bytes(b"another")
+    with pytest.raises(AssertionError, match=r"tiny\.tgz does not have the SHA-512 in launcher/site_mermaid\.py"):
+        build(small_site, small_site / "out", XDG_CACHE_HOME=str(small_site / "cache"))
+    assert not (small_site / "cache").exists()
 
 
 def documented(site: Path) -> set[str]:
