@@ -138,6 +138,22 @@ def test_a_section_and_a_key_of_the_users_are_found() -> None:
     assert len({field.path for field in all_fields()}) == len(all_fields())
 
 
+def test_the_gallery_shows_each_example_and_each_config_for_a_cpu() -> None:
+    """A section without a picture says why; pictures are small, because each clone has them."""
+    gallery = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
+    sections = {part.split("\n")[0]: part for part in gallery.split("\n## ")[1:]}
+    examples = {file.parent.name for file in ROOT.glob("examples/*/README.md")}
+    configs = {file.name for file in ROOT.glob("configs/*_cpu.yaml")}
+    assert examples <= sections.keys()
+    assert all(any(f"configs/{config}" in part for part in sections.values()) for config in configs)
+    for name in examples:
+        assert "](images/" in sections[name] or "No curve: " in sections[name], name
+    shown = set(re.findall(r"\]\(images/([\w.]+)\)", gallery))
+    pictures = {file.name: file.stat().st_size for file in (ROOT / "docs" / "images").iterdir()}
+    assert shown == pictures.keys()
+    assert max(pictures.values()) <= 60_000
+
+
 def unknown_keys(value: object, schema: dict[str, object], path: str = "") -> list[str]:
     """Keys of a config that the schema refuses."""
     for option in schema.get("anyOf", [schema]):  # type: ignore[attr-defined]
