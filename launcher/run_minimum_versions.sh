@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Test the lowest versions that pyproject.toml allows: bash launcher/run_minimum_versions.sh [PYTEST ARGUMENTS]
-# Makes an environment with the lower bound of each requirement of asyncrl and its extras (test tools: the newest version), then runs
-# the unit tests and three steps of the quickstart.
+# Makes an environment with the lower bound of each requirement of asyncrl and its extras (tools of tests and docs: the newest
+# version), then runs the unit tests and three steps of the quickstart.
 #
 # Environment: ASYNCRL_VENV   folder of the environment (default: .venv-minimum in the repository)
 #              ASYNCRL_TORCH  the torch version to install (default below)
@@ -22,7 +22,7 @@ if [ ! -e "$stamp" ]; then
     "${pip[@]}" --no-deps -e .
     "$venv/bin/python" launcher/lower_bounds.py gym math openai parquet plot wandb >"$folder/constraints.txt"
     "${pip[@]}" "torch==${ASYNCRL_TORCH:-2.13.0}"
-    "${pip[@]}" -e ".[test]" -c "$folder/constraints.txt"
+    "${pip[@]}" -e ".[docs,test]" -c "$folder/constraints.txt"
     touch "$stamp"
 fi
 echo "== set up in $((SECONDS - start)) s"

@@ -1,7 +1,7 @@
 """The reference of the config (pure): each field with type, default, limits, allowed values and meaning.
 
-`asyncrl-launch config` prints it. docs/configuration.md and the JSON schema for editors are made from it. The meaning of a field is
-its comment in schema.py: at the end of its line, or on the lines directly above it.
+`asyncrl-launch config` prints it. docs/configuration.md and configs/schema.json (for editors) are made from it. The meaning of a
+field is its comment in schema.py: at the end of its line, or on the lines directly above it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
+
+import msgspec
 
 from asyncrl.config import schema
 from asyncrl.config.schema import ExperimentConfig, Limits
@@ -90,6 +92,11 @@ def json_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "asyncrl", **found}
 
 
+def schema_text() -> str:
+    """The file configs/schema.json. `asyncrl-launch init` writes it beside a config."""
+    return msgspec.json.format(msgspec.json.encode(json_schema()), indent=2).decode() + "\n"
+
+
 def markdown() -> str:
     """The page docs/configuration.md."""
     lines = [
@@ -97,7 +104,8 @@ def markdown() -> str:
         "",
         "This page lists each field of a config. `asyncrl-launch config --markdown` writes it from",
         "`asyncrl/config/schema.py`. `asyncrl-launch config FIELD` prints one field or section in the terminal, and",
-        "`asyncrl-launch config --schema` prints a JSON schema, with which an editor completes and checks YAML.",
+        "`asyncrl-launch config --schema` prints a JSON schema, with which an editor completes and checks YAML. The first line",
+        "of each shipped config names `configs/schema.json`, and `asyncrl-launch init` writes one beside its config.",
         "",
         f"`{KEY}` in a path stands for a name that you choose. Times are in seconds where a name ends with `_s`, and sizes",
         "in bytes where it ends with `_bytes`.",

@@ -44,7 +44,7 @@ class Env(ABC):
     def fork(self) -> Env:
         """A new environment of the same problem, not yet reset. Its progress is independent of this one's.
 
-        The default makes a shallow copy. Override it if __init__ creates mutable state.
+        The default makes a shallow copy. Override it if `__init__` creates mutable state.
         """
         return copy.copy(self)
 

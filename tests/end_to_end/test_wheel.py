@@ -68,7 +68,7 @@ def test_a_task_of_the_wheel_trains(wheel: Path, tmp_path: Path) -> None:
     )
     assert Path(where.strip()).is_relative_to(installed)
     answer = json.loads(launch("init", "my_task", "--json", cwd=tmp_path))
-    assert sorted(answer["files"]) == ["README.md", "config.yaml", "make.py", "reward.py"]
+    assert sorted(answer["files"]) == ["README.md", "config.yaml", "make.py", "reward.py", "schema.json"]
     task = tmp_path / "my_task"
     assert not (installed / "asyncrl" / "examples" / "sloppy_sorter" / "model").exists()
     launch("prepare", "config.yaml", cwd=task)

@@ -12,8 +12,10 @@ The run never stalls: when nothing runs, a step can start or a prompt can be adm
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -21,6 +23,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from asyncrl.manager.admission import Gate
 from asyncrl.manager.ledger import Ledger
 from asyncrl.manager.routing import ServerState, ServerTable
 from asyncrl.master.batch import BatchFormer, NotReady, Ready
@@ -33,6 +36,7 @@ from asyncrl.protocol.messages import (
     MasterReport,
     RolloutResult,
     Ticket,
+    TicketView,
     TrajectoryMeta,
     WeightVersion,
 )
@@ -707,3 +711,67 @@ def test_long_runs_with_faults(overdue: str) -> None:
         run.drain()
     assert seen["steps"] > 200
     assert min(seen["late"], seen["offpolicy"]) > 10
+
+
+# --------------------------------------------------------------------------------------------- the example of the page
+
+
+def test_the_example_of_the_page_follows_the_rule() -> None:
+    """docs/design/asynchronous-rule.md: each second, the gate admits the tickets that begin, and the former starts the steps."""
+    page = (Path(__file__).parents[2] / "docs" / "design" / "asynchronous-rule.md").read_text(encoding="utf-8")
+    trainer, served, rollouts = (
+        [(name, int(begin), int(end)) for name, begin, end in re.findall(r"^    (.+) : (\d+), (\d+)$", section, re.M)]
+        for section in page.split("```mermaid\ngantt\n")[1].partition("```")[0].split("section ")[1:]
+    )
+    steps = [(set(name.split()[3:]), begin, end) for name, begin, end in trainer]
+    views = {
+        name[0]: TicketView(
+            ticket_id=name[0],
+            locator=Locator(0, position),
+            deadline=int(name.split()[-1]),
+            state="running",
+            worker="rollout_worker/0",
+            age_s=0.0,
+        )
+        for position, (name, _, _) in enumerate(rollouts)
+    }
+    gate = Gate(batch_size=2, eta=1, max_concurrent=4)
+    former = BatchFormer(batch_size=2, max_head_offpolicyness=1)
+    waited_for = set()
+    for now in range(served[-1][2]):
+        trained = sum(end <= now for _, _, end in steps)
+        consumed = set().union(*(tickets for tickets, _, end in steps if end <= now))
+        taken = set().union(*(tickets for tickets, begin, _ in steps if begin < now))
+        version = next(int(name) for name, begin, end in served if begin <= now < end)
+        live = [name[0] for name, begin, _ in rollouts if begin < now and name[0] not in consumed]
+        running = [name[0] for name, begin, end in rollouts if begin < now < end]
+        room, _ = gate.room(live=len(live), running=len(running), trained=trained, served=version)
+        granted = [name[0] for name, begin, _ in rollouts if begin == now]
+        assert len(granted) == room, now
+        assert all(views[ticket].deadline == version + 1 for ticket in granted)
+        if any(begin < now < end for _, begin, end in steps):
+            continue
+        stored = [name[0] for name, _, end in rollouts if end <= now and name[0] not in taken]
+        metas = [
+            TrajectoryMeta(
+                ticket_id=ticket,
+                locator=views[ticket].locator,
+                attempt=1,
+                head=0,
+                keys=[],
+                seqlens=[2],
+                response_lengths=[1],
+                rewards=[1.0],
+                version_start=[WeightVersion(1, views[ticket].deadline - 1).pack()],
+                version_end=[WeightVersion(1, version).pack()],
+                birth_time=0.0,
+            )
+            for ticket in stored
+        ]
+        ledger = [views[ticket] for ticket in (*live, *granted)]
+        decision = former.decide(stored=metas, live=ledger, version=trained, exhausted=False, now=float(now))
+        begun = [tickets for tickets, begin, _ in steps if begin == now]
+        assert [set(decision.tickets)] == begun if isinstance(decision, Ready) else begun == [], now
+        if isinstance(decision, NotReady) and len(stored) >= 2:
+            waited_for.update(decision.stragglers)
+    assert waited_for == {"d"}

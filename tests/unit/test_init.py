@@ -9,12 +9,13 @@ import pytest
 
 from asyncrl.cli.commands.init import shipped_examples
 from asyncrl.cli.main import main
+from asyncrl.config.reference import schema_text
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.testing.tiny import make_char_tokenizer, make_tiny_model
 from asyncrl.testing.warm_start import write_lines
 
 ROOT = Path(__file__).parents[2]
-TASK_FILES = {"README.md", "config.yaml", "make.py", "reward.py"}
+TASK_FILES = {"README.md", "config.yaml", "make.py", "reward.py", "schema.json"}
 
 
 @pytest.fixture(autouse=True)
@@ -58,9 +59,19 @@ def test_files_of_each_example_are_copied(example: str, capsys: pytest.CaptureFi
     assert answer["example"] == example
     assert Path(answer["folder"]) == Path("deep/copy").absolute()
     expected = {file.name for file in (ROOT / "examples" / example).iterdir() if file.is_file()}
+    expected |= {"schema.json"} if any(name.endswith(".yaml") for name in expected) else set()
     assert set(answer["files"]) == names(Path("deep/copy")) == expected
     assert answer["next"][0] == "cd deep/copy"
     assert len(answer["next"]) == (3 if "config.yaml" in expected else 1)
+
+
+def test_each_config_names_the_schema_beside_it() -> None:
+    assert main(["init", "copy", "--example", "word_problems"]) == 0
+    for config in ("config.yaml", "gsm8k.yaml"):
+        (first, *others) = Path("copy", config).read_text(encoding="utf-8").splitlines()
+        assert first == "# yaml-language-server: $schema=schema.json"
+        assert not any("$schema" in line for line in others)
+    assert Path("copy/schema.json").read_text(encoding="utf-8") == schema_text()
 
 
 @pytest.mark.parametrize("name", ["my_task", "007", "on", "a b"])

@@ -324,7 +324,7 @@ def test_the_lock_satisfies_the_requirements_of_pyproject():
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     tested = [*project["dependencies"], *extras["test"], *extras["dev"]]
-    tested += [entry for name in ("gym", "math", "openai", "plot", "wandb") for entry in extras[name]]
+    tested += [entry for name in ("docs", "gym", "math", "openai", "plot", "wandb") for entry in extras[name]]
     for requirement in map(Requirement, tested):
         if requirement.name != "asyncrl":
             assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-import msgspec
 from rich.console import Console
 from rich.markup import escape
 
 from asyncrl.cli.commands.common import Commands, add_command, print_json
 from asyncrl.config.fields import find_field
-from asyncrl.config.reference import FieldReference, all_fields, json_schema, markdown, select
+from asyncrl.config.reference import FieldReference, all_fields, markdown, schema_text, select
 from asyncrl.config.schema import ConfigError
 
 _DESCRIPTION = """Print the fields of a config: type, default, allowed values and meaning.
@@ -21,8 +20,8 @@ FIELD is a dotted path of a field, or of a section. Without it all fields are pr
 _EPILOG = """examples:
   asyncrl-launch config train.optimizer
   asyncrl-launch config manager.max_head_offpolicyness
-  asyncrl-launch config --schema > asyncrl.schema.json    for editors: let the first line of a YAML file be
-                                                          # yaml-language-server: $schema=asyncrl.schema.json
+  asyncrl-launch config --schema > schema.json    for editors: let the first line of a YAML file be
+                                                  # yaml-language-server: $schema=schema.json
 
 exit codes: 0 printed; 2 there is no such field, and the nearest one is named."""
 
@@ -38,7 +37,7 @@ def add_to(commands: Commands) -> None:
 def show(arguments: argparse.Namespace, console: Console) -> int:
     """Print the fields of a config, with type, default, allowed values and meaning."""
     if arguments.schema:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(json_schema()), indent=2).decode() + "\n")
+        sys.stdout.write(schema_text())
         return 0
     if arguments.markdown:
         sys.stdout.write(markdown())

@@ -13,15 +13,18 @@ from pathlib import Path
 from rich.console import Console
 
 from asyncrl.cli.commands.common import Commands, add_command, print_json
+from asyncrl.config.reference import schema_text
 from asyncrl.config.schema import ConfigError
 
 _DEFAULT = "sloppy_sorter"
 _CONFIG = "config.yaml"
+_SCHEMA = "schema.json"
 
 _DESCRIPTION = """Write a folder with a task that trains: config, prompts, reward function and a README.
 
 The folder is a copy of an example that comes with asyncrl, by default the sloppy sorter, which learns within
-minutes on two cores. Nothing in it refers to other folders, so you can change it into your own task."""
+minutes on two cores. Nothing in it refers to other folders, so you can change it into your own task. With
+schema.json, which the first line of the config names, an editor completes and checks the config."""
 
 _EPILOG = """examples:
   asyncrl-launch init my_task                          a task that learns within minutes
@@ -77,7 +80,8 @@ def shipped_examples() -> dict[str, Path]:
 def write_task(example: Path, target: Path) -> list[str]:
     """Copy an example's files into a new or empty folder, and name the experiment after the folder. Return the files' names.
 
-    Folders are not copied: a run or `prepare` has made them in the example.
+    Configs get this version's JSON schema beside them, and a first line that names it. Folders are not copied: a run or `prepare`
+    has made them in the example.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"NAME {str(target)!r}: it exists and is not an empty folder; choose another name")
@@ -88,6 +92,13 @@ def write_task(example: Path, target: Path) -> list[str]:
     written = sorted(file.name for file in example.iterdir() if file.is_file())
     for name in written:
         shutil.copyfile(example / name, target / name)
+    configs = [target / name for name in written if name.endswith(".yaml")]
+    for config in configs:
+        text = config.read_text(encoding="utf-8")
+        config.write_text(re.sub(r"(?<=\$schema=)\S+", _SCHEMA, text, count=1), encoding="utf-8")
+    if configs:
+        (target / _SCHEMA).write_text(schema_text(), encoding="utf-8")
+        written = sorted([*written, _SCHEMA])
     if _CONFIG in written:
         config = target / _CONFIG
         line = (
