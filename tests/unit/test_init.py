@@ -48,7 +48,7 @@ def test_all_examples_are_shipped_and_listed(capsys: pytest.CaptureFixture[str])
     assert main(["init", "--list", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["examples"].keys() == examples
     assert main(["init", "--list"]) == 0
-    assert "word_problems   Word problems: a model, data, rewards" in capsys.readouterr().out
+    assert "word_problems   Word problems: your own model, data, rewards" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("example", sorted(shipped_examples()))
