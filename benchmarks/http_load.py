@@ -355,7 +355,7 @@ class Generator:
         limit = time.monotonic() + _LIMIT_S
         while self._master.kind:
             if time.monotonic() > limit:
-                raise LoadFailed(f"no answer to the first report within {_LIMIT_S:g} s")
+                raise LoadFailed(f"the gserver manager did not answer a report at the start within {_LIMIT_S:g} s")
             for _ in self._answers(1.0):
                 pass
 

@@ -97,7 +97,10 @@ class Overlap:
         return int(self.args.servers * self.args.slots)
 
     def pace(self, scenario: str, seed: int) -> Pace:
-        """The rate at which all slots together generate a batch in the scenario's multiple of a train step."""
+        """Return the pace of a run.
+
+        All slots together generate a batch in SCENARIOS[scenario] times the duration of a train step.
+        """
         args = self.args
         lengths = response_lengths(seed, self._prompts, args.group)
         batch_tokens = args.batch * args.group * fmean(length for group in lengths for length in group)

@@ -41,7 +41,7 @@ def value_loss(
     clipped_T = (within_T - returns_T).square() / 2
     decided_T = (clipped_T > loss_T) & (
         (values_T - old_values_T).abs() > eps_clip
-    )  # ignores rounding differences of values that did not move
+    )  # within eps_clip of the old value the two losses differ only by rounding
     return torch.max(loss_T, clipped_T), decided_T
 
 

@@ -576,7 +576,7 @@ def _ask_endpoint(endpoint: str, limit_s: float) -> str | OSError:
 
 
 def find_run(run_dir: Path) -> Finding:
-    """Whether the run's folder is free."""
+    """Check that an attempt can begin in the run's folder: no process holds it, and its record and links are in order."""
     try:
         pid = holder(run_dir)
     except (OSError, LaunchError) as error:

@@ -11,6 +11,7 @@ import inspect
 import io
 import math
 import tokenize
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
@@ -110,17 +111,20 @@ def markdown() -> str:
         f"`{KEY}` in a path stands for a name that you choose. Times are in seconds where a name ends with `_s`, and sizes",
         "in bytes where it ends with `_bytes`.",
     ]
-    described, section = sections(), None
+    described, by_section = sections(), defaultdict(list)
     for field in all_fields():
-        if (inside := field.path.rpartition(".")[0]) != section:
-            section = inside
-            lines += ["", f"## {section or 'The run'}".replace("<", "&lt;"), ""]
-            lines += [described[section].partition("\n\n")[0].replace("\n", " "), ""] if described.get(section) else []
-            lines += ["| field | type | default | allowed | meaning |", "|---|---|---|---|---|"]
-        allowed = ", ".join(f"`{value}`" if value else '`""`' for value in field.allowed) or field.limits
-        cells = (f"`{field.path}`", f"`{field.type}`", f"`{field.default}`", allowed, _escaped(field.meaning))
-        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+        by_section[field.path.rpartition(".")[0]].append(field)
+    for section, members in by_section.items():
+        lines += ["", f"## {section or 'The run'}".replace("<", "&lt;"), ""]
+        lines += [described[section].partition("\n\n")[0].replace("\n", " "), ""] if described.get(section) else []
+        lines += [_entry(field) for field in members]
     return "\n".join(lines) + "\n"
+
+
+def _entry(field: FieldReference) -> str:
+    allowed = " or ".join(f"`{value}`" if value else '`""`' for value in field.allowed) or field.limits
+    kind = ", ".join(part for part in (f"`{field.type}`", f"default `{field.default}`", allowed) if part)
+    return f"- `{field.path}` ({kind}): {_escaped(field.meaning)}"
 
 
 def _escaped(text: str) -> str:

@@ -172,7 +172,10 @@ def _inference(name: str, role: str, interface: str, output_key: str) -> MFCDef:
 
 
 def _check_roles(extra: Sequence[MFCDef], train: TrainConfig) -> None:
-    """The roles actor and ref always exist. critic and reward exist only if the config defines them."""
+    """Refuse an extra MFC whose role this run does not have, or that trains a frozen model.
+
+    The roles actor and ref always exist. critic and reward exist only if the config defines them.
+    """
     roles = ["actor", "ref"]
     roles += ["critic"] if train.critic is not None else []
     roles += ["reward"] if train.reward_model is not None else []

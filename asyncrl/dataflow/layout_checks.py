@@ -105,7 +105,8 @@ def _missing(name: str) -> str:
 
 
 def _bad_generation(config: ExperimentConfig, allocation: Allocation) -> Iterator[Problem]:
-    """Yield settings that the allocation's engine needs and lacks, and settings that belong to another engine."""
+    """Yield invalid settings of generation: those that the allocation's engine needs and lacks, cannot use or refuses, and those
+    that belong to another engine."""
     generation, engine, grid = config.generation, allocation.engine, allocation.generation
     if grid.pipe != 1 or (grid.tensor != 1 and engine != "sglang"):
         fitting = f"d{grid.data}p1m{grid.tensor if engine == 'sglang' else 1}"

@@ -124,7 +124,7 @@ class VersionFence:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The shape and kind that a tensor of the model must have in a file."""
+    """The shape that a tensor must have in a file, and whether its dtype must be a floating-point type (any of them)."""
 
     shape: tuple[int, ...]
     floating: bool = True

@@ -95,7 +95,10 @@ class Refresher:
             )
 
     async def prepare(self, incarnation: Incarnation) -> None:
-        """Have a new incarnation of a detached group take its refreshed weights. It has loaded its models from their paths."""
+        """Make a new incarnation of a detached group take the weights with which its models were last refreshed.
+
+        At its start the incarnation has loaded the models from their paths, and those weights are older.
+        """
         for model, folder in list(self._taken.items()):
             if self._placements[model].workers[0] in incarnation.group:
                 await self._take(incarnation, self._placements[model], folder, 1.0)

@@ -95,7 +95,7 @@ def unpack_sample(body: bytes, *, max_bytes: int) -> SequenceSample:
 class HeldData:
     """Serves the content of a data store, read-only: POST /held_data.
 
-    waits for: requests.  unblocked by: them; `close`.
+    waits for: requests.  unblocked by: requests; the end of `serving`.
     """
 
     def __init__(self, store: DataStore, *, host: str, max_bytes: int) -> None:

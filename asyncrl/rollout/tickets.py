@@ -239,7 +239,10 @@ class HeldTickets:
         return min(most - train, 2 * most - len(self._held))
 
     async def _wait_for_room(self) -> None:
-        """Wait until a ticket fits. The rollouts bound this wait, because the manager revokes overdue tickets."""
+        """Wait until there is room for another ticket.
+
+        The wait needs no limit of its own: a rollout that ends makes room, and the manager revokes the tickets of overdue rollouts.
+        """
         while self._room() < 1:
             self._changed.clear()
             with self._board.showing("room for another rollout", on=self._name):

@@ -142,11 +142,11 @@ _ATTACHED = re.compile(  # units that may follow without a space or be a single 
     r"a|(?:m|cm|mm|km|ft)(?:\^\{?[23]\}?)?|nm|k?g|mg|m?[lL]|m?s|h|hrs?|mins?|mph|kph|in|lbs?|oz|am|pm|yd|mi|k?W|V|A|Hz|J|N|°[CF]?"
     r"|degrees|[€$£¥]"
 )
-_SCALES = re.compile(  # words that change the number when they follow it
+_SCALES = re.compile(  # words that change the number if they are the first word after it
     r"and|(?:hundred|thousand|million|billion|trillion)(?:s|ths?)?|dozens?|score|halves|(?:quarter|third|fourth|fifth|sixth|seventh"
     r"|eighth|ninth|tenth)s?|percent|pi|sqrt|infinity|squared|cubed|factorial|mod|modulo|divided|over|out|point|to|through|until"
 )
-_NUMERALS = re.compile(  # words that change the number at any position
+_NUMERALS = re.compile(  # words that change the number if they are anywhere in the text after it
     r"or|plus|minus|times|than|not|half|zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen|twenty|thirty"
     r"|forty|fifty|sixty|seventy|eighty|ninety"
 )

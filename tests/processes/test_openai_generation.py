@@ -33,7 +33,7 @@ PROMPT = Prompt("e0-p0", "", [], "", "default", {}, False)
 
 
 class RecordingClient(PartialRolloutManager):
-    """Keeps the engine's reports by prompt."""
+    """Keeps each request's input tokens together with the reply to it."""
 
     def __init__(self) -> None:
         super().__init__(

@@ -424,8 +424,11 @@ async def test_calls_of_a_master_whose_attempt_is_over_are_refused(resolver, ope
             await refused
 
 
-async def test_nobody_goes_back_to_a_receiver_whose_attempt_is_over(resolver, opened):
-    """A recovered etcd may publish its endpoint again. The receiver itself cannot publish it again."""
+async def test_a_sender_ignores_a_receiver_whose_attempt_is_over(resolver, opened):
+    """A recovered etcd may restore the endpoint of a receiver whose attempt is over. The sender ignores that endpoint.
+
+    Such a receiver cannot publish its endpoint itself: its start raises FencedError.
+    """
     pull = await opened(MetaPuller(resolver, NAMES, runtime=RUNTIME, attempt=2))
     push = await opened(MetaPusher(resolver, NAMES, head=0, runtime=RUNTIME, incarnation="h"))
     first = asyncio.create_task(push.push_meta(trajectory(1)[0], timeout_s=LIMIT_S))

@@ -85,7 +85,8 @@ class RestartBudget:
         self.limit = limit
         self._ends: defaultdict[str, deque[tuple[float, str]]] = defaultdict(deque)  # (when, cause), oldest first
         self._count: defaultdict[str, int] = defaultdict(int)
-        self._rows: dict[str, tuple[int, float]] = {}  # earlier ends in a row; when the latest delay ends
+        # per unit: how often it ended in a row before the latest time, each within CALM_S of its start; when the latest delay ends
+        self._rows: dict[str, tuple[int, float]] = {}
 
     def count(self, unit: str) -> int:
         """Return the unit's number of restarts so far."""
