@@ -212,6 +212,14 @@ async def test_bad_input_gets_400_and_the_server_lives(model_path: Path, tmp_pat
         assert (await client.post("/generate", good | {"unknown": 1}))[0] == 200
 
 
+async def test_an_unknown_path_gets_404_and_a_wrong_method_405(model_path: Path, tmp_path: Path) -> None:
+    async with served(model_path, tmp_path) as client:
+        async with client.session.get(f"{client.url}/none_such") as response:
+            assert (response.status, await response.text()) == (404, "there is no /none_such\n")
+        async with client.session.get(f"{client.url}/generate") as response:
+            assert (response.status, response.headers["Allow"]) == (405, "POST")
+
+
 async def test_a_bad_update_gets_400_and_the_old_version_serves(model_path: Path, tmp_path: Path) -> None:
     async with served(model_path, tmp_path) as client:
         before = await client.generate([1, 2, 3], "a", max_new_tokens=5, temperature=0.0)

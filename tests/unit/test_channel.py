@@ -160,6 +160,13 @@ class TestPeerLedger:
         assert ledger.arrive(6 + WINDOW_SPAN, 6) == "beyond"
         assert not ledger.settle(5, Verdict(False, b""))
 
+    def test_a_message_is_settled_once(self):
+        ledger = PeerLedger(0)
+        ledger.arrive(0, 0)
+        assert ledger.settle(0, Verdict(True, b""))
+        with pytest.raises(ValueError, match="message 0 is already settled"):
+            ledger.settle(0, Verdict(False, b""))
+
     def test_answers_a_resend_query(self):
         ledger = PeerLedger(0)
         ledger.arrive(0, 0)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import aiohttp
+import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from asyncrl.runtime import unix_sockets
 from asyncrl.runtime.http_client import open_session
 
 
@@ -40,3 +43,10 @@ async def test_sequential_calls_reuse_one_of_many_open_connections() -> None:
                 await call()
     assert len(ports) == 70
     assert len(set(ports[20:])) == 1
+
+
+async def test_a_run_on_unix_sockets_connects_to_no_other_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unix_sockets, "in_use", lambda: True)
+    async with open_session(max_connections=1) as session:
+        with pytest.raises(aiohttp.ClientConnectionError, match="is not a socket of this run"):
+            await session.get("http://127.0.0.1:9/")

@@ -117,6 +117,21 @@ class TestBuffer:
         progress.mark_trained([Locator(0, 0)])
         assert buffer.put(make_meta("t2", 0)).verdict == "duplicate"
 
+    async def test_a_batch_is_formed_from_stored_tickets_after_the_previous_step(self):
+        buffer = self.make()
+        buffer.put(make_meta("t1", 0))
+        for tickets in (["t1", "unknown"], []):
+            with pytest.raises(ValueError, match="cannot form a batch"):
+                await buffer.begin_batch(tickets)
+        await buffer.begin_batch(["t1"])
+        with pytest.raises(RuntimeError, match="the previous batch is still in its step"):
+            await buffer.begin_batch(["t1"])
+
+    def test_a_run_has_at_least_one_prompt_and_one_epoch(self):
+        for numbers in ((0, 1), (1, 0)):
+            with pytest.raises(ValueError, match="use at least 1 of each"):
+                PromptProgress(*numbers)
+
     async def test_an_mfc_waits_for_its_keys(self):
         buffer = self.make()
         buffer.put(make_meta("t1", 0))

@@ -1,6 +1,7 @@
 """The timeline: the records of a tracer, the merged file, and the bounds of memory and disk use."""
 
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -139,3 +140,9 @@ def test_a_disabled_tracer_records_nothing(tmp_path: Path) -> None:
     OFF.flush()
     assert OFF.num_buffered == 0
     assert OFF.now_us() == 0
+
+
+def test_a_second_process_of_the_same_name_keeps_the_first_ones_file(tmp_path: Path) -> None:
+    Tracer(tmp_path / "a.jsonl").close()
+    Tracer(tmp_path / "a.jsonl").close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"a.{os.getpid()}.jsonl", "a.jsonl"]
