@@ -64,7 +64,7 @@ def bottom_line(text: str, console: Console) -> Text:
 class StepProgress:
     """Shows step, percent and remaining time of a script's work, and its duration at the end.
 
-    On a terminal it is one line that changes, otherwise one line every five seconds:
+    On a terminal it is one line that changes, otherwise a new line at most every five seconds:
 
         with StepProgress("warm start", 300) as progress:
             for _ in range(300):

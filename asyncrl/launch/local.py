@@ -101,7 +101,7 @@ class View(Protocol):
     """Shows the progress of a run to the user."""
 
     def turn(self, statuses: Sequence[WorkerStatus]) -> None:
-        """Called at each turn with the newest status of every process that has not ended."""
+        """Called at each turn with the newest status of every process that has not ended, or that is to be started again."""
 
     def notice(self, text: str) -> None:
         """Show an important message. May be called from other threads."""
@@ -591,7 +591,7 @@ def _record_of(config: ExperimentConfig, attempt: int, num_prompts: int, started
 
 
 def on_thread(function: Callable[[], T]) -> Future[T]:
-    """Run a function that may take long on a thread, while the launcher's loop continues."""
+    """Run a function on a thread of its own, because it may take long and the launcher's loop must not wait for it."""
     result: Future[T] = Future()
 
     def run() -> None:

@@ -42,7 +42,8 @@ _PID_LIMIT_S = 1.0  # longest time between a launcher's taking the lock and writ
 
 
 class LaunchError(RuntimeError):
-    """The run could not start, or failed. The message is the first cause, with its traceback and the path of the log."""
+    """The run could not start or failed, or a command cannot do its work. If a process of the run failed, the message is the first
+    cause, with its traceback or the end of its log, and the path of the log."""
 
 
 class RunBusyError(LaunchError):

@@ -27,7 +27,7 @@ _ORDER = (_SERVER, _TRAINER)  # kinds placed first, in this order; then the othe
 
 
 class PlacementError(ValueError):
-    """The hosts are too small or too few. The message says what would fit."""
+    """The hosts are too small or too few. The message says what a process needs; if `place_all` raises it, also what would fit."""
 
 
 @dataclass(frozen=True)
