@@ -24,14 +24,16 @@ Record = Mapping[str, object]
 
 @dataclass(frozen=True)
 class Run:
-    """One run from its beginning until now: the attempts that its newest weights come from."""
+    """The curves' data of one lineage: the attempts, from a beginning until now, that the newest weights of the lineage come from.
+    A run that began anew has several lineages."""
 
     name: str  # unique among the runs shown
     run_dir: Path
-    attempt: int  # the newest
+    attempt: int  # the newest of these attempts
     steps: Sequence[Record]  # by step, ascending
     evaluations: Sequence[Record]  # by step, ascending
-    generating: Sequence[int] = ()  # tenths of a second since the epoch in which any server generated; ascending
+    # Times at which any server generated, as numbers of tenths of a second (unix time); ascending. For all lineages of the run
+    generating: Sequence[int] = ()
     going_on: bool = False
     num_broken_lines: int = 0
 
@@ -45,7 +47,7 @@ class Curve:
     role: int  # selects line style or marker; the same measure has the same role in all runs
     x: tuple[float, ...]
     y: tuple[float, ...]
-    points: bool = False  # measured at some steps only
+    points: bool = False  # draw points without a line, because only some steps have a value
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Panel:
     title: str
     unit: str
     curves: tuple[Curve, ...]
-    bottom: float | None = 0.0  # of the axis; None: chosen by the data
+    bottom: float | None = 0.0  # lowest value of the axis; None: chosen from the data
     top: float | None = None
     stacked: bool = False  # draw the parts of a whole as areas (for a single run)
 
@@ -74,7 +76,8 @@ class Picture:
 def read_runs(run_dirs: Sequence[Path], is_running: Callable[[Path], bool] = lambda _: False) -> list[Run]:
     """Read these runs, in the order given. Equal folders count once.
 
-    A run that began anew becomes one Run per beginning. If it continued from a checkpoint, the void steps after that are left out.
+    A run that began anew becomes one Run per beginning. If a run continued from a checkpoint, the earlier attempt's steps after
+    that checkpoint are void and left out.
     """
     folders = list({path.resolve(): path for path in run_dirs}.values())
     runs = []
@@ -104,9 +107,9 @@ def read_runs(run_dirs: Sequence[Path], is_running: Callable[[Path], bool] = lam
 
 
 def read_records(path: Path, newest_bytes: int | None = None) -> tuple[list[Record], int]:
-    """The records in a file of JSON lines that have a step, and the number of other lines.
+    """Read a file of JSON lines. Returns the records that have a step, and the number of other lines.
 
-    newest_bytes: only the lines that begin in this much of the file's end.
+    newest_bytes: read only the lines that begin within this many bytes before the file's end.
     """
     broken: list[str] = []
     found: list[Record] = [*read_json_lines(path, broken.append, newest_bytes)]
@@ -143,7 +146,7 @@ def _is_evaluation(record: Record) -> bool:
 
 
 def _lineages(run_dir: Path, attempts: Iterable[int]) -> list[Lineage]:
-    """The lineages of these attempts. An attempt without a readable journal is a lineage of its own."""
+    """The lineages of the run. Each of `attempts` that is not in the master's journal is a lineage of its own."""
     try:
         known = read_attempts(run_dir)
     except ValueError:
@@ -199,7 +202,8 @@ class _Measure:
 
 
 def picture(runs: Sequence[Run]) -> Picture:
-    """All panels that have data. With several runs, the shares of time become one curve per run and kind of idle time."""
+    """All panels that have data. One run: the shares of a step's time are stacked areas. Several runs: each has a curve for the
+    time that its trainer waits, and one for the time without generation."""
     missing: list[str] = []
     panels = []
     for name, title, unit, top, measures in _plan(stacked := len(runs) == 1):

@@ -1,7 +1,8 @@
 """Check whether this machine can run asyncrl, or a given config; `asyncrl-launch check` prints the findings.
 
-`examine` gathers numbers from the file system, psutil and package metadata. Each finding is a pure function of such numbers, so
-that tests can call it. Checks import no torch, write nothing, and every call that could hang has a limit.
+`examine` gathers numbers from the file system, psutil and package metadata, and passes them to functions judge_..., which tests can
+call with other numbers. Functions find_... look at the machine themselves: ports, etcd, the run's folder. Checks import no torch,
+write nothing, and every call that could hang has a limit.
 """
 
 from __future__ import annotations
@@ -69,14 +70,14 @@ GIB = 1 << 30
 # Memory of a process before it loads a model or data: measured in the quickstart, rounded up
 COMPUTING_BYTES = 600 << 20  # with torch and transformers
 OTHER_BYTES = 130 << 20
-SGLANG_BYTES = 2 << 30  # a SGLang server: its front end and, for each tensor parallel rank, nearly as much again
+SGLANG_BYTES = 2 << 30  # a SGLang server, front end included; counted once for each tensor parallel rank
 FIXED_BYTES = 200 << 20  # launcher and etcd
 LOGS_BYTES = 200 << 20  # on disk: logs, and the data of a private etcd
 _FROZEN_PARAMETER_BYTES = 4
 
 _LOW_SHM_BYTES = GIB  # NCCL needs this between several ranks; Docker's default is 64 MiB
 _LOW_OPEN_FILES = 1024
-_SPARE_OPEN_FILES = 256  # of a process, for libraries, pipes and its own streams
+_SPARE_OPEN_FILES = 256  # added to the need of one process, for libraries, pipes and its own streams
 _BUSY_GPU_SHARE = 0.1  # of a GPU's memory; above it the GPU is in use
 _CROWDED = 2  # computing processes per core that are acceptable, because generation and training use the cores in turn
 
@@ -192,7 +193,8 @@ def judge_memory(total: int, available: int, need: int) -> Finding:
 def judge_least_memory(
     specs: Sequence[ProcessSpec], sizes: Mapping[str, ModelSize], available: int, gpus: Sequence[Gpu] | str
 ) -> list[Finding]:
-    """A failure if main memory, or a GPU of known size, is smaller than the least that the processes need."""
+    """A failure if the available main memory, or a GPU of known size, is smaller than the least that the processes need; else no
+    finding."""
     limits = {"": available}
     if not isinstance(gpus, str):
         limits |= {str(index): int(gpu.total_mib * (1 << 20)) for index, gpu in enumerate(gpus) if gpu.total_mib}
@@ -283,7 +285,7 @@ def _cgroup_values(root: Path, name: str) -> Iterator[str]:
 
 
 def judge_disk(fileroot: Path, need: int) -> list[Finding]:
-    """Whether fileroot is writable and has room for `need` bytes (0: unknown)."""
+    """Check that fileroot is writable, and that its disk has room for `need` bytes (0: unknown)."""
     folder = existing_parent(fileroot)
     findings = []
     if not folder.is_dir():
@@ -334,7 +336,7 @@ def judge_open_files(limits: tuple[int, int], need: int) -> Finding:
 
 
 def find_port(host: str) -> Finding:
-    """Whether a process can listen on this address."""
+    """Check that a process can listen on this address."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
@@ -392,7 +394,7 @@ def judge_gpus(devices: Sequence[str], gpus: Sequence[Gpu] | str, torch_version:
 
 
 def judge_num_gpus(found: int, config: ExperimentConfig) -> Finding:
-    """Whether there are as many GPUs as the allocation needs. Without any GPU a run uses the CPU."""
+    """Check that there are as many GPUs as the allocation needs. Without any GPU a run uses the CPU."""
     allocation, name = allocation_of(config), "GPUs asked for"
     generation = allocation.generation.size if config.mode != "train_only" and allocation.engine != "external" else 0
     training = allocation.num_model_workers if config.mode != "rollout_only" else 0
@@ -493,7 +495,8 @@ def _requirements() -> list[Requirement]:
 
 
 def judge_sglang(engine: str, found: SGLangEnvironment | None, python: str = "") -> Finding:
-    """engine: of the config; "" without one. found: the SGLang of generation.python, or without that of this environment."""
+    """engine: the engine of the config; "": there is no config. found: the SGLang that generation.python has (if that is not set:
+    that this environment has). python: generation.python."""
     where = f" in {python}" if python else ""
     if found is None:
         value = f"not installed{where}"
@@ -576,7 +579,8 @@ def _ask_endpoint(endpoint: str, limit_s: float) -> str | OSError:
 
 
 def find_run(run_dir: Path) -> Finding:
-    """Check that an attempt can begin in the run's folder: no process holds it, and its record and links are in order."""
+    """Check that an attempt can begin in the run's folder: no process holds it, its record is readable and has this release's
+    format, and logs/latest is not a folder."""
     try:
         pid = holder(run_dir)
     except (OSError, LaunchError) as error:

@@ -59,7 +59,7 @@ def with_local_models(
 
 
 def _snapshot(field: str, name: str, patterns: list[str], *, download: bool, say: Callable[[str], None]) -> Path:
-    """The folder of a name in the Hub's cache. A complete one is used without asking the Hub."""
+    """The folder of a model in the Hub's cache. A folder that is complete is used without asking the Hub."""
     try:
         from huggingface_hub import constants, snapshot_download
     except ImportError as error:  # transformers depends on it
@@ -107,7 +107,8 @@ def _snapshot(field: str, name: str, patterns: list[str], *, download: bool, say
 
 
 def _check_whole(folder: str, *, with_weights: bool) -> None:
-    """Raise ValueError if files are missing: an interrupted download leaves a folder with only some of them."""
+    """Raise ValueError if files of a model are missing: an interrupted download leaves a folder with only some of them. Without
+    with_weights (a tokenizer's folder) nothing is checked."""
     if with_weights and not (Path(folder) / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json")
     if with_weights:

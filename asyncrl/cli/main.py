@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """argv: replaces the arguments of the command line."""
     words = sys.argv[1:] if argv is None else list(argv)
     as_json = "--json" in words
-    console = make_console(stderr=as_json)  # stdout is for JSON alone
+    console = make_console(stderr=as_json)  # with --json, stdout is for JSON alone
     try:
         arguments = parse(words)
         return int(arguments.command(arguments, console))
@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the pipe has ended: `asyncrl-launch logs RUN | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more at exit
         return _BROKEN_PIPE
-    except KeyboardInterrupt:  # before a run has started
+    except KeyboardInterrupt:  # a launcher handles Ctrl-C itself while its run exists
         return _INTERRUPTED
 
 
@@ -147,7 +147,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _as_override(words: Sequence[str], behind: Sequence[str]) -> str:
-    """A hint for `--key=value` or `--key value`, if key is (nearly) a field of the config; else ""."""
+    """A hint how to write `--key=value` or `--key value` as an override, if key is (nearly) a field of the config; else ""."""
     written = next(word for word in behind if word.startswith("-"))
     key, equals, value = written.lstrip("-").partition("=")
     follower = next(iter(words[words.index(written) + 1 :]), "-")

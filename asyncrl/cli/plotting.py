@@ -14,9 +14,9 @@ from asyncrl.config.schema import ConfigError
 from asyncrl.launch.rundir import LaunchError
 
 _SMOOTH_FROM = 150  # points; a curve with at least this many is drawn pale, with its running mean over it
-_SMOOTH_SHARE = 40  # the window of the running mean is 1 / this of the curve
+_SMOOTH_SHARE = 40  # the window of the running mean has 1/40 of the curve's points
 _MARKERS_UP_TO = 25  # points; a longer curve has no markers
-_NAMED_RUNS = 10  # runs in the legend; with more the colours repeat
+_NAMED_RUNS = 10  # most runs that the legend names; there are as many colours, which repeat for further runs
 
 _COLOURS = (
     "#0b6fb8",
@@ -149,7 +149,7 @@ def _line(curve: Curve, panel: Panel) -> str:
 
 
 def _draw_areas(axes: Any, curves: Sequence[Curve]) -> list[Curve]:
-    """Draw the parts of a whole as stacked areas. Return the curves that are not part of it."""
+    """Draw the curves of the first roles as stacked areas, because they are parts of a whole. Return the other curves."""
     parts = [curve for curve in curves if curve.role < len(_AREA_COLOURS)]
     colours = [_AREA_COLOURS[curve.role] for curve in parts]
     heights = [[y if math.isfinite(y) else 0.0 for y in _steadied(curve)] for curve in parts]
@@ -168,7 +168,7 @@ def _steadied(curve: Curve) -> Sequence[float]:
 
 
 def _keys(panel: Panel) -> list[Curve]:
-    """One curve of each kind that has a name."""
+    """The first curve of each role, for roles whose first curve has a name."""
     kinds = groupby(sorted(panel.curves, key=lambda curve: curve.role), key=lambda curve: curve.role)
     return [curve for _, of_kind in kinds if (curve := next(of_kind)).name]
 

@@ -54,7 +54,7 @@ def duration_text(seconds: float) -> str:
 
 
 def bottom_line(text: str, console: Console) -> Text:
-    """One line of the terminal, cut to its width with room for a spinner before it."""
+    """A line that is cut so that it fits the width of the terminal, with room for a spinner before it."""
     line = Text(text)
     if console.is_terminal:
         line.truncate(console.width - 3, overflow="ellipsis")
@@ -64,7 +64,7 @@ def bottom_line(text: str, console: Console) -> Text:
 class StepProgress:
     """Shows step, percent and remaining time of a script's work, and its duration at the end.
 
-    On a terminal it is one line that changes, otherwise one line every five seconds:
+    On a terminal it is one line that changes, otherwise a new line at most every five seconds:
 
         with StepProgress("warm start", 300) as progress:
             for _ in range(300):
@@ -271,11 +271,11 @@ class TrainingProgress:
         self.total_steps = total_steps
         self.step = 0
         self.reward = math.nan  # of the newest step
-        self._newest = -math.inf  # time when that was added
+        self._newest = -math.inf  # time when that step's record was added
         self._durations: deque[float] = deque(maxlen=WINDOW)
 
     def add(self, record: Mapping[str, Any], now: float) -> None:
-        """Add a record. If a step is trained again after a checkpoint, its newer record counts."""
+        """Add a record; the newest one of a step counts. If steps are trained again from a checkpoint, `step` goes back to them."""
         if is_evaluation(record):
             return
         self.step, self.reward, self._newest = int(number(record, "step")), number(record, "reward/mean"), now
@@ -311,7 +311,8 @@ class TrainingProgress:
         return "  ".join(parts)
 
     def note(self, record: Mapping[str, Any]) -> str:
-        """The step that an evaluation belongs to, if later steps were printed before it: training continues meanwhile."""
+        """The step that an evaluation belongs to, if later steps were printed before it, because training continues during
+        evaluations."""
         later = self.step - int(number(record, "step"))
         return f"  (of step {record['step']}, {later} step{'s' if later > 1 else ''} ago)" if later > 0 else ""
 
@@ -335,7 +336,7 @@ def start_text(statuses: Sequence[WorkerStatus]) -> str:
 
 
 def _master_wait(statuses: Sequence[WorkerStatus]) -> str:
-    """The wait that holds up training, if any. Requests from the master to the manager, such as /evaluate, do not."""
+    """The wait of the master that holds up training, if any. Its requests to the manager, such as /evaluate, do not hold it up."""
     waits = [wait for status in statuses if status.worker == "master/0" for wait in status.waits]
     return next((_wait_text(wait) for wait in waits if not wait.what.startswith("/")), "")
 
@@ -536,12 +537,13 @@ class RunConsole(Console):
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """A console; if the output is not a terminal, it is wide enough for a step line. stderr: print there, stdout is for JSON."""
+    """A console. If the output is not a terminal, the console is wide enough for a step line. stderr: print there, because stdout
+    is for JSON."""
     is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
     return RunConsole(stderr=stderr) if is_terminal else RunConsole(stderr=stderr, width=200)
 
 
 def _version_range(evaluation: Mapping[str, float], mode: str) -> str:
-    """The versions that an evaluation used, if it used others than that of its step: training continues meanwhile."""
+    """The versions that an evaluation used, if not only that of its step, because training continues during evaluations."""
     first, last = (evaluation.get(f"eval/{mode}_version_{end}", evaluation["step"]) for end in ("min", "max"))
     return "" if first == last == evaluation["step"] else f" (versions {first:.0f} to {last:.0f})"

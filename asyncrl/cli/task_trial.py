@@ -1,7 +1,7 @@
 """Try the user's code of rollout.tasks for `asyncrl-launch check`: import agents and environments, call each reward once.
 
-User code runs in judge processes, as in rollout workers, with the time limit rollout.reward_timeout_s and the memory limit
-rollout.reward_memory_bytes. It cannot end or block `check`.
+User code runs in judge processes, as with rollout.reward_isolation=process, with the time limit rollout.reward_timeout_s and the
+memory limit rollout.reward_memory_bytes. It cannot end or block `check`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NOT_THE_USERS = tuple(
         *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
     )
 )
-_STDERR = 2  # stdout may be for JSON alone
+_STDERR = 2  # file descriptor for the output of the user's code, because stdout may carry only JSON
 _SHOWN = 60  # characters of a prompt or a response
 _LOGGER = logging.getLogger(__name__)
 
@@ -89,7 +89,8 @@ def _failed(field: str, spec: str, error: _TrialFailed) -> Finding:
 
 
 async def _ask(spec: str, rollout: RolloutConfig, call: Callable[[Sequence[str]], Call]) -> float:
-    """Return the number from one call. call: makes its arguments, given the names of the function's optional arguments."""
+    """Call the function named by spec once in a judge process, and return its number. call: makes the arguments, given the names of
+    the optional arguments that the function takes."""
     try:
         judges = Judges(
             spec,

@@ -23,7 +23,8 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
 
 def validate(config: ExperimentConfig) -> None:
     """Reject a config that cannot work. Raises ConfigError with every problem found, one per line."""
-    # These run alone first: the other checks compare values, and comparisons with nan are meaningless
+    # The size checks run first. The other checks run only if these find nothing, because they compare values, and comparisons with
+    # nan are meaningless
     found = list(problems_of_sizes(config))
     found = found or [*problems_of_fields(config), *problems_of_layout(config)]
     if found:

@@ -1,11 +1,12 @@
 """The launcher: starts the processes of a run, supervises them, and leaves no process behind.
 
     LocalLauncher  opens the resources of a run in order, and closes them in reverse
-    Launch         one thread with one loop, which waits only for its processes' pipes
+    Launch         one thread with one loop, which waits only for its processes' pipes (on several hosts: for reports of host
+    daemons)
 
-The launcher holds the workers' leases in name resolve; a lease lives as long as its process. It reads the workers' statuses from
-pipes and publishes them. It carries out the decisions of supervisor/: it kills and restarts processes, or ends the run with the
-first cause.
+In name resolve, the launcher holds the leases of the processes that it starts; a lease lives as long as its process. It reads the
+workers' statuses (from pipes, or from the reports of host daemons) and publishes them. It carries out the decisions of supervisor/:
+it kills and restarts processes, or ends the run with the first cause.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ T = TypeVar("T")
 _TURN_S = 0.1
 _PUBLISH_STATUS_S = 1.0
 _ASK_SHARE = 0.6  # share of runtime.stop_timeout_s in which processes may stop by themselves; then they are killed
-_TAKE_OVER_S = 90.0  # wait for the end of an earlier launcher, if Slurm gave up its node and requeued the job
+# How long to wait for an earlier launcher to end when Slurm has given up that launcher's node and has requeued the job
+_TAKE_OVER_S = 90.0
 _SAME_SIGNAL_S = 1.0  # signals this close together count as one
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -99,7 +101,7 @@ class View(Protocol):
     """Shows the progress of a run to the user."""
 
     def turn(self, statuses: Sequence[WorkerStatus]) -> None:
-        """Called at each turn with the newest status of every process that has not ended."""
+        """Called at each turn with the newest status of every process that has not ended, or that is to be started again."""
 
     def notice(self, text: str) -> None:
         """Show an important message. May be called from other threads."""
@@ -113,7 +115,7 @@ class StopRequest:
 
     def __init__(self, view: View, clock: Clock) -> None:
         self.signal: int | None = None  # the first one
-        self.impatient = False  # it was told again: kill everything at once
+        self.impatient = False  # kill all processes at once: a second stop came, or another launcher replaces this one
         self._view, self._clock = view, clock
         self._since = 0.0
 
@@ -159,7 +161,7 @@ class Plans:
 
 
 class LocalLauncher:
-    """Runs one launch: an attempt, and the following attempts if the trainer group restarts."""
+    """Runs one launch: an attempt, and a further attempt each time that the trainer group, or everything, restarts."""
 
     def __init__(self, config: ExperimentConfig, num_prompts: int, view: View, clock: Clock = SYSTEM_CLOCK) -> None:
         self.config = config
@@ -193,7 +195,7 @@ class LocalLauncher:
 
     @contextlib.contextmanager
     def _explained(self, lock: RunLock) -> Iterator[None]:
-        """Add the likely cause to errors: a lost lock, or a full disk."""
+        """Make an error name its likely cause, if that is a lost lock or a full disk."""
         try:
             yield
         except LaunchError as error:
@@ -209,11 +211,11 @@ class LocalLauncher:
             raise LaunchError(f"the launcher failed: {explained or error}") from error
 
     def _open(self, lock: RunLock, closing: ExitStack, traces: ExitStack) -> Launch | None:
-        """Open everything that the processes need. None if the run was told to stop meanwhile. traces: closed after everything that
-        is opened here."""
+        """Open everything that the processes need. Returns None if the run was told to stop meanwhile. traces: a stack for the
+        launch's last work. It is closed after everything that is opened here has been closed."""
         asked, view, run_dir = self.config, self._view, self.run_dir
         looking = on_thread(lambda: starting_point(asked, run_dir, view.notice, view.say))
-        while not looking.done():  # it takes long, because it reads whole checkpoints
+        while not looking.done():  # the search takes long, because it reads whole checkpoints
             if self._stop.signal is not None:
                 return None
             self._clock.sleep(_TURN_S / 10)
@@ -335,8 +337,9 @@ class LocalLauncher:
 class Launch:
     """Starts and supervises the processes of a run, after its name resolve and its process pool have been opened.
 
-    consumes: statuses and ends of processes, decisions.  produces: processes; their statuses in the view and in name resolve.
-    waits for: a pipe, at most _TURN_S each turn.  unblocked by: statuses and ends.
+    consumes: statuses of processes, their ends, the supervisor's decisions.  produces: processes; their statuses in the view and in
+    name resolve. waits for: a pipe of a process (on several hosts: a report of a host daemon), at most _TURN_S each turn.
+    unblocked by: a status or the end of a process.
     """
 
     def __init__(
@@ -399,7 +402,7 @@ class Launch:
         """Turn until the master is done, or a signal arrives. Returns the exit code. Raises LaunchError if the run fails."""
         while True:
             self._turn()
-            if not self._supervisor.is_listening:  # else the run fails with its first cause, regardless of later events
+            if not self._supervisor.is_listening:  # otherwise only the cause of the failure matters, not later events
                 if self._stop.signal is not None:
                     return self._leave(self._stop.signal)
                 if self._external.master_is_done or any(
@@ -588,7 +591,7 @@ def _record_of(config: ExperimentConfig, attempt: int, num_prompts: int, started
 
 
 def on_thread(function: Callable[[], T]) -> Future[T]:
-    """Run a function that may take long on a thread, while the launcher's loop continues."""
+    """Run a function on a thread of its own, because it may take long and the launcher's loop must not wait for it."""
     result: Future[T] = Future()
 
     def run() -> None:
@@ -603,7 +606,7 @@ def on_thread(function: Callable[[], T]) -> Future[T]:
 
 @contextlib.contextmanager
 def _signals(handler: signal._HANDLER) -> Iterator[None]:
-    """Handle the signals that ask to stop, except an ignored SIGHUP, as under nohup."""
+    """Handle the signals that ask to stop. A SIGHUP that is ignored, as under nohup, stays ignored."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it were ignored, the exit codes of children would be lost
     previous = {number: signal.getsignal(number) for number in _SIGNALS}
     for number, old in previous.items():

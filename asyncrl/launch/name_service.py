@@ -1,7 +1,8 @@
-"""The launcher's side of name resolve: a private etcd unless the user names endpoints, leases, and published statuses.
+"""The launcher's side of name resolve: starts a private etcd unless the user names endpoints, grants leases, publishes statuses.
 
 The launcher's loop never waits for name resolve. One thread runs the calls that may block (publishing statuses, revoking leases).
-Another thread (private_etcd.py) restarts a private etcd that ended or froze. Workers restore their own sessions.
+Another thread (private_etcd.py) restarts a private etcd that ended or froze. After an outage, the workers' own sessions restore
+their entries.
 """
 
 from __future__ import annotations
@@ -42,11 +43,12 @@ from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.security import Secrets
 
 _STOP_LIMIT_S = 2.0
-_RETRY_S = 1.0  # delay after an outage before statuses are published and leases revoked again
+_RETRY_S = 1.0  # delay after a failed call before the publisher tries again
 
 
 class NameService:
-    """Only the launcher's thread uses it, and closes it at the end of the run. A private etcd dies with the launcher."""
+    """The launcher's thread uses it and closes it at the end of the run. Once its loop runs, calls that block run on
+    other threads (`ask_for_last_checkpoint`, `grant_lease_soon`). A private etcd dies with the launcher."""
 
     def __init__(
         self,
@@ -57,8 +59,8 @@ class NameService:
         *,
         etcd: PrivateEtcd | None = None,
     ) -> None:
-        """name_resolve: the config with which processes reach it. resolver: the launcher's session. notice: shows a message to the
-        user. etcd: the private etcd; None: the etcd is the user's, and this launcher has claimed the run's name in it."""
+        """name_resolve: the config with which processes reach name resolve. resolver: the launcher's session. notice: shows a
+        message to the user. etcd: the private etcd; None: the etcd is the user's, and this launcher has claimed the run's name."""
         self.name_resolve, self.resolver = name_resolve, resolver
         self._config, self._notice, self._etcd = config, notice, etcd
         self._names = Names(config.experiment, config.trial)
@@ -73,8 +75,8 @@ class NameService:
         notice: Callable[[str], None],
         clock: Clock = SYSTEM_CLOCK,
     ) -> NameService:
-        """Start a private etcd or connect to the user's. Claim the run's keys and clear them. log: log file of a private etcd.
-        Raises LaunchError."""
+        """Start a private etcd, or connect to the user's and claim the run's name there. Then clear the run's keys. log: log file
+        of a private etcd. Raises LaunchError."""
         name_resolve = absolute_name_resolve(config.name_resolve)
         etcd: PrivateEtcd | None = None
         names = Names(config.experiment, config.trial)
@@ -197,8 +199,8 @@ class NameService:
 def _start_private_etcd(
     config: ExperimentConfig, run_dir: Path, log: Path, notice: Callable[[str], None], clock: Clock
 ) -> tuple[PrivateEtcd, NameResolveConfig]:
-    """Start a private etcd. Returns it and the config to reach it. The old data folder is removed first, so the data belongs to
-    this launch only. Attempt numbers are never taken from it."""
+    """Start a private etcd. Returns it and the config with which processes reach it. The data folder of an earlier launch is
+    removed first, so the data belongs to this launch only. (Attempt numbers need no old data: they come from the run's folder.)"""
     data_dir = run_dir / "etcd"
     _remove(data_dir)
     host, socket_dir = config.runtime.host, config.network.socket_dir
@@ -268,7 +270,8 @@ def _remove(folder: Path) -> None:
 class _Publisher:
     """Publishes the newest statuses and revokes leases, on its own thread.
 
-    consumes: leases from `revoke`, and statuses from `publish`, of which newer ones replace older ones. produces: entries.
+    consumes: leases from `revoke`, and statuses from `publish`; each call of `publish` replaces statuses that are not published
+    yet. produces: entries.
     waits for: work; the backend, which answers or fails within name_resolve.timeout_s.
     unblocked by: the launcher; the closing of the resolver.
     """

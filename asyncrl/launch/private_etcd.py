@@ -1,7 +1,7 @@
 """Keeps a run's private etcd running: restarts it after it has ended, or has not answered for about ten seconds.
 
-It restarts with its data, if the data is readable, otherwise without: every session puts its entries again. So the end of etcd is
-an outage of about a second, and a freeze one of about ten seconds.
+etcd restarts with its data if that is readable, otherwise without it: every session puts its entries again. So if etcd ends, the
+outage lasts about a second; if it freezes, about ten seconds. Repeated restarts are delayed by up to 30 s.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from asyncrl.runtime.names.etcd.server import EtcdServer, EtcdServerError
 _WINDOW_S = 3600.0  # window for counting restarts
 _START_LIMIT_S = 15.0
 _LOOK_EVERY_S = 1.0
-_LOOK_LIMIT_S = 2.0  # of one health probe; a healthy server answers in milliseconds
-# Failed probes in a row until it counts as frozen. Counted, not timed, because the launcher itself may have frozen meanwhile
+_LOOK_LIMIT_S = 2.0  # limit of one health probe; a healthy server answers in milliseconds
+# After this many failed probes in a row the server counts as frozen. Counted, not timed, because the launcher itself may have
+# frozen meanwhile
 _FROZEN_LOOKS = 4
 _MIN_RESTARTS = 3  # allowed even if runtime.max_restarts is lower, because etcd holds no data that the run would lose
 _LONGEST_PAUSE_S = 30.0

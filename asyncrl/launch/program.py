@@ -96,7 +96,8 @@ def run_directory(config: ExperimentConfig) -> Path:
 
 
 def total_steps(config: ExperimentConfig, num_prompts: int) -> int:
-    """Return the number of train steps (rollout_only: batches) of the complete run if nothing is rejected."""
+    """Return the number of train steps (rollout_only: batches) of the complete run if nothing is rejected. train_only: the number
+    of its last step, because its steps are numbered from replay.first_step."""
     epochs, first = (1, config.replay.first_step) if config.mode == "train_only" else (config.train.num_epochs, 0)
     by_epochs = first + math.ceil(num_prompts * epochs / config.train.batch_size)
     return min(by_epochs, config.train.max_steps) if config.train.max_steps else by_epochs
@@ -301,7 +302,8 @@ def worker_groups_of_run(config: ExperimentConfig) -> WorkerGroups:
 
 
 def writes_checkpoints(config: ExperimentConfig) -> bool:
-    """Whether the run writes checkpoints to resume from. In other modes, repeating the work is as fast as restoring it."""
+    """Whether the run writes checkpoints to resume from. Only RECOVERABLE_MODES can: in the other modes, repeating the work is as
+    fast as restoring it."""
     return config.checkpoint.enabled and config.mode in RECOVERABLE_MODES
 
 
@@ -441,7 +443,8 @@ def _recording() -> list[PlacedMFC]:
 
 
 def _model(placement: ModelPlacement, mfcs: Sequence[PlacedMFC], train: TrainConfig, model_path: str) -> ModelConfig:
-    """Return the config of a placed model. Its role determines the checkpoint, the kind of output and the optimizer."""
+    """Return the config of a placed model. Its role determines the folder of its weights, the kind of its output and the
+    optimizer."""
     role = placement.role
     own_path = {
         CRITIC: train.critic.path if train.critic else "",
@@ -503,8 +506,8 @@ def _only_at_start(evaluation: EvalConfig) -> EvalConfig:
 
 
 def _patient(config: ExperimentConfig) -> ExperimentConfig:
-    """Raise all limits to at least debug.wait_s if the user starts a process by hand. It may start late and stop in a debugger, and
-    the other processes must wait for it."""
+    """If the user starts a process by hand, raise the limits below, at which other processes give up waiting, to at least
+    debug.wait_s. The user's process may start late, or stop in a debugger."""
     if not config.debug.leave_out:
         return config
     wait_s = config.debug.wait_s

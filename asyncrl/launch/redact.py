@@ -13,7 +13,8 @@ from typing import Any
 HIDDEN = "***"
 
 _WORDS = frozenset({"password", "passwd", "passphrase", "secret", "secrets", "credential", "credentials", "apikey"})
-_KEYS = frozenset({"api", "access", "private", "auth", "encryption", "signing", "account", "wandb"})  # ... + "key"
+# A name with one of these words before "key" or "keys", such as api_key
+_KEYS = frozenset({"api", "access", "private", "auth", "encryption", "signing", "account", "wandb"})
 # A token is a secret, unless it is a token of a vocabulary, as in eos_token or stop_token
 _VOCABULARY = frozenset(
     {

@@ -3,7 +3,7 @@
 <fileroot>/<experiment>/<trial>/
   config.yaml          the user's config, merged, with the resolved values of `auto`
   launcher.lock        locked while a launcher lives, and contains its pid
-  run.json             the newest attempt: its number, when it began, its name-resolve endpoints
+  run.json             the newest launch: its pid, its newest attempt, when it began, how to reach its name resolve
   configs/attempt_N/   each process's resolved config; experiment.yaml: the run's config, which `resume` uses
   logs/attempt_N/      each process's output; logs/latest links to the newest attempt
   ticket.key           key with which the gserver manager seals tickets and the master verifies them
@@ -38,11 +38,12 @@ _ATTEMPT = re.compile(r"(?:attempt_|a)(\d+)(?:-[vs]\d+)?$")
 _CHALLENGE_FILE = "launcher.challenge"
 _CHALLENGE_S = 0.2
 _SHOWN_BYTES = 40  # bytes of a damaged run.json that an error message shows
-_PID_LIMIT_S = 1.0  # between taking the lock and writing the pid into it
+_PID_LIMIT_S = 1.0  # longest time between a launcher's taking the lock and writing its pid into it
 
 
 class LaunchError(RuntimeError):
-    """The run could not start, or failed. The message is the first cause, with its traceback and the path of the log."""
+    """The run could not start or failed, or a command cannot do its work. If a process of the run failed, the message is the first
+    cause, with its traceback or the end of its log, and the path of the log."""
 
 
 class RunBusyError(LaunchError):
@@ -57,7 +58,7 @@ class _Written(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunRecord(_Written, frozen=True, kw_only=True):
-    """run.json: how `status` finds a run, and the format of the folder's files."""
+    """run.json: what commands such as `status` need to reach a run, and the format of the folder's files."""
 
     format: int = RUN_FORMAT
     release: str = __version__
@@ -67,7 +68,7 @@ class RunRecord(_Written, frozen=True, kw_only=True):
     trial: str
     endpoints: list[str]
     started: float
-    on_stop_s: float = 0.0  # checkpoint.on_stop_s: how long it may continue after it is told to stop
+    on_stop_s: float = 0.0  # checkpoint.on_stop_s: how long the run may continue after it is told to stop
     # The complete config to reach name resolve, with secrets as paths of their files. None: an older run
     name_resolve: NameResolveConfig | None = None
     total_steps: int = 0  # train steps of the complete run; 0: an older run
@@ -92,7 +93,8 @@ def configs_dir(run_dir: Path, attempt: int) -> Path:
 
 
 def newest_experiment(run_dir: Path) -> Path | None:
-    """Return the config file of the newest attempt that a launcher began here. None if there is none."""
+    """Return the experiment.yaml of the newest launch in this folder. It is in the configs of that launch's first attempt. None if
+    there is none."""
     found = {
         int(file.parent.name[len("attempt_") :]): file for file in run_dir.glob(f"configs/attempt_*/{EXPERIMENT_FILE}")
     }
@@ -267,7 +269,8 @@ def link_logs(run_dir: Path, attempt: int, *, before: int, anew: Collection[str]
 
 
 def next_attempt(run_dir: Path) -> int:
-    """Return the number of the next attempt, above that of every folder and weight version here. Does not reserve it."""
+    """Return the number of the next attempt, above that of every attempt that has logs, configs, weight versions or checkpoints
+    here. Does not reserve the number."""
     names = [
         path.name
         for pattern in ("logs/attempt_*", "configs/attempt_*", "weights/*/a*-v*", "checkpoints/recover/a*-s*")

@@ -247,7 +247,8 @@ def make_scaling(
         revoke=service.revoke,
         notice=notice,
         clock=clock,
-        # At drain_timeout_s the manager moves the requests still running; rollout workers learn of it within a lease, or lose it
+        # At drain_timeout_s the manager moves the remaining groups to other servers. Their rollout workers learn of that within
+        # manager.lease_s, or lose the tickets
         drain_limit_s=config.manager.drain_timeout_s + config.manager.lease_s,
         stop_limit_s=2 * config.runtime.stop_timeout_s,  # twice the limit that the server has for its own closing
     )

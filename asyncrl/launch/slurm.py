@@ -3,11 +3,11 @@
     login node   asyncrl-launch run CONFIG cluster=slurm    writes <run>/slurm/job.sbatch, submits it, follows its output
     first node   the batch script: one srun task per node, each a host daemon; and the launcher, with hosts=[the job's nodes]
 
-Before the time limit the script receives SIGUSR1 (--signal). With PreemptParameters=send_user_signal it also does before a
-preemption. The script then tells the launcher to stop, the launcher writes a checkpoint, and the script requeues the job, which
-resumes from that checkpoint. scancel, or a preemption without that parameter, leaves no time, because Slurm signals all processes
-at once. The launcher handles the loss of another node (--no-kill). If its own node fails, the remaining host daemons requeue the
-job.
+Before the time limit the script receives SIGUSR1 (--signal). With PreemptParameters=send_user_signal it also receives SIGUSR1
+before a preemption. The script then tells the launcher to stop, the launcher writes a checkpoint, and the script requeues the job,
+which resumes from that checkpoint. scancel, or a preemption without that parameter, leaves no time, because Slurm signals all
+processes at once. The launcher handles the loss of another node (--no-kill). If its own node fails, the remaining host daemons
+requeue the job.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def slurm_dir(run_dir: Path) -> Path:
 
 
 def as_job(config: ExperimentConfig) -> ExperimentConfig:
-    """Return the config that a job runs with. The last checkpoint may use the time between signal and time limit."""
+    """Return the config that a job runs with. It gives the last checkpoint the time between signal and time limit, less
+    _SPARE_S."""
     checkpoint = config.checkpoint
     limit_s = config.slurm.signal_s - _SPARE_S
     if 0 < checkpoint.on_stop_s < limit_s:
@@ -89,7 +90,7 @@ def render(
     output: str = "",
     title: Sequence[str] = (),
 ) -> str:
-    """Return the batch script of a run. Arguments of the script at sbatch are further overrides.
+    """Return the batch script of a run. Arguments that follow the script on the command line of sbatch are further overrides.
 
     words: the arguments of `asyncrl-launch run`: a config and overrides. folder: the job's working folder, quoted for the shell.
     program: the command of asyncrl-launch on the nodes. output: file for the job's output (%j: its number). title: comments at the

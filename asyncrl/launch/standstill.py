@@ -26,7 +26,9 @@ from asyncrl.runtime.stacks import Stacks, ask_all, is_stopped
 
 _LOOK_EVERY_S = 1.0
 _STACKS_LIMIT_S = 5.0
-_STILL_S = 5.0  # statuses arrive twice a second, and a working process increments its heartbeat counter for each
+# The report names a process whose heartbeat counter has not grown for this time. Statuses arrive twice a second, and a working
+# process increments its counter for each
+_STILL_S = 5.0
 _MAX_WAITS = 4  # reported waits per process, the longest ones
 
 

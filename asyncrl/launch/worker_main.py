@@ -99,7 +99,7 @@ def join_network(info: WorkerInfo) -> None:
 def end_process(code: int) -> NoReturn:
     """Exit now, without the interpreter's shutdown, which takes a second with torch loaded. The worker is already closed, and a
     thread in a collective or in a user's code does not delay the exit."""
-    atexit._run_exitfuncs()  # registered by users' code
+    atexit._run_exitfuncs()  # users' code may have registered exit functions
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -29,7 +29,7 @@ from asyncrl.weights.lineage import Audit, audit
 
 _POLL_S = 0.1
 _STOP_LIMIT_S = 60.0
-_GONE_LIMIT_S = 10.0  # all processes end within this time after their launcher
+_GONE_LIMIT_S = 10.0  # longest time between the launcher's end and the end of all its processes
 _DEFAULT_TARGETS = ("rollout_worker", "generation_server", "gserver_manager", "model_worker", "master")
 
 _DESCRIPTION = """Run a config while faults kill, freeze and restart its processes, to test whether your agent, your reward
@@ -149,7 +149,7 @@ class _Subject:
 
     def __post_init__(self) -> None:
         self.began = self.clock.time()
-        self.before = _steps_written(self.run_dir)  # by earlier runs in this folder
+        self.before = _steps_written(self.run_dir)  # steps of earlier runs in this folder
         self._launcher = self._launch(self.command)
 
     def suffer(self, faults: Sequence[Fault]) -> int:

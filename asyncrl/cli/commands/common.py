@@ -33,7 +33,7 @@ Command: TypeAlias = Callable[[argparse.Namespace, Console], int]
 
 FAILED = 1  # exit codes
 CONFIG_ERROR = 2
-NOT_RUNNING = 3  # the command needs a run that is running, and it is not
+NOT_RUNNING = 3  # the command needs a run that is running, and this one is not
 
 _CONFIG_EPILOG = """overrides are dotted fields of the config, for instance:
   trial=second                        another folder: <fileroot>/<experiment>/second
@@ -110,7 +110,8 @@ def process_table(title: str, specs: Sequence[ProcessSpec]) -> Table:
 
 
 def holds(spec: ProcessSpec) -> list[str]:
-    """The models that a model worker has a rank of, such as `actor d2p1m1`."""
+    """The models of which this process runs a rank, each with its grid, such as `actor d2p1m1`. Empty unless it is a model
+    worker."""
     if not isinstance(spec.config, ModelWorkerConfig):
         return []
     index = spec.config.worker.index
@@ -164,7 +165,8 @@ def desired_servers(resolver: NameResolver, names: Names) -> int | None:
 
 
 def goes_on(run_dir: Path, record: RunRecord | None) -> bool:
-    """Whether the run is running, on whichever host its launcher is. Raises LaunchError if that cannot be found out."""
+    """Whether the run is running; its launcher may be on another host. Raises LaunchError if the run's name resolve does not
+    answer."""
     if record is None:
         return False
     if record.host in ("", socket.gethostname()):

@@ -113,7 +113,7 @@ def _join(config: ExperimentConfig, run_dir: Path, say: Callable[[str], None], c
                 led = _start_led_at(resolver, config) if start else ""
                 if led == start:
                     return resolver
-                resolver.close()  # it belongs to the job's previous start, and may end at any time
+                resolver.close()  # it may belong to the job's previous start, and then end at any time
                 met = f"the launcher of job {start} (job.restarts) has not started"
                 if led not in ("", earlier):
                     earlier = led

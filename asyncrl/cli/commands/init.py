@@ -80,8 +80,8 @@ def shipped_examples() -> dict[str, Path]:
 def write_task(example: Path, target: Path) -> list[str]:
     """Copy an example's files into a new or empty folder, and name the experiment after the folder. Return the files' names.
 
-    Configs get this version's JSON schema beside them, and a first line that names it. Folders are not copied: a run or `prepare`
-    has made them in the example.
+    Configs get this version's JSON schema beside them, and a first line that names it. Folders are not copied, because a run or
+    `prepare` has made them in the example.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"NAME {str(target)!r}: it exists and is not an empty folder; choose another name")
@@ -110,7 +110,7 @@ def write_task(example: Path, target: Path) -> list[str]:
 
 
 def _title(example: Path) -> str:
-    """The first line of its README."""
+    """The first line of the example's README."""
     with (example / "README.md").open(encoding="utf-8") as readme:
         return readme.readline().lstrip("# ").strip()
 

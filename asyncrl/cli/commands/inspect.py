@@ -1,7 +1,8 @@
 """`asyncrl-launch inspect`: a recorded trajectory as text, and per token its version, logprobs, mask, reward and advantage.
 
 The tokenizer comes from the run that recorded the file. If no advantages are recorded, they are computed from that run's config,
-as the trainer would. Without the run, it shows token ids only. torch is imported only to compute advantages.
+as the trainer would. Without the run's configs, tokens are shown by their ids and without text. torch is imported only to compute
+advantages.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class View(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What the run adds to the file: configs and tokenizer. None: not available."""
+    """The run's configs and tokenizer, which the file of a trajectory does not contain. None: not available."""
 
     master: MasterWorkerConfig | None
     rollout: RolloutWorkerConfig | None
@@ -144,7 +145,8 @@ def visible(text: str, *, lines: bool = False) -> str:
 
 
 def surroundings_of(path: Path) -> Surroundings:
-    """The surroundings of a trajectory's file, <run>/trajectories/attempt_N/<file>."""
+    """Read the configs and the tokenizer of the run that recorded <run>/trajectories/attempt_N/<file>. Notes say what is
+    missing."""
     match = re.fullmatch(r"attempt_(\d+)", path.parent.name)
     if match is None or path.parent.parent.name != FOLDER:
         return Surroundings(None, None, None, ["the file is not in a run's folder: no text, no advantages"])
@@ -192,7 +194,8 @@ def _texts(tokenizer_path: str, notes: list[str]) -> Texts | None:
 
 
 def make_view(path: Path, *, sequence: int = 0, advantages: bool = True) -> View:
-    """Read a file and what its run adds. Raises TrajectoryError; IndexError if the group has no such sequence."""
+    """Read a trajectory's file, and the configs and tokenizer of its run. Raises TrajectoryError; IndexError if the group has no
+    such sequence."""
     trajectory = read_trajectory(path)
     header, sample = trajectory.header, trajectory.sample
     around = surroundings_of(path.absolute())
@@ -431,7 +434,8 @@ def _folder(arguments: argparse.Namespace) -> Path:
 
 
 def _recorded(folder: Path) -> list[Path]:
-    """The recorded files of a folder. If the run continued from checkpoints: those of the lineage of its newest weights only."""
+    """The recorded files of a run. If the run continued from checkpoints: only files of the attempts and steps that its newest
+    weights come from."""
     newest = find_recording(folder)
     try:
         lineage = lineage_of(read_attempts(folder))

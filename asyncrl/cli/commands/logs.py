@@ -29,7 +29,7 @@ from asyncrl.cli.commands.common import Commands, add_command, print_json, run_d
 from asyncrl.launch.rundir import EXPERIMENT_FILE, LaunchError, configs_dir, is_running, logs_dir
 from asyncrl.runtime.clock import SYSTEM_CLOCK
 
-_MAX_UNDATED = 100  # lines at the beginning of a file in which a first time is searched
+_MAX_UNDATED = 100  # number of lines at the beginning of a file that are searched for a first time
 _POLL_S = 0.5
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -48,7 +48,8 @@ _HEADERS = tuple(
 )
 _LEVEL_OF_LETTER = {level[0]: level for level in LEVELS}
 _ETCD_LEVELS = {"debug": "DEBUG", "info": "INFO", "warn": "WARNING", "error": "ERROR"}  # all others are more severe
-# Output that does not come from a logger. It begins a new entry, unless the entry before is a warning or worse
+# Output that does not come from a logger, with the level that it gets. It begins a new entry, unless the entry before it is a
+# warning or worse
 _UNANNOUNCED = (
     (
         re.compile(r"Traceback \(most recent call last\):|Fatal Python error|terminate called|Segmentation fault"),
@@ -186,7 +187,7 @@ def stream_logs(
     goes_on: Callable[[], bool] = lambda: False,
     pause: Callable[[], None] = lambda: SYSTEM_CLOCK.sleep(_POLL_S),
 ) -> Iterator[Entry | None]:
-    """Yield all entries, and None once, after the entries that existed at the beginning.
+    """Yield all entries. If goes_on() is true at the beginning, also yield None once, after the entries that already exist.
 
     waits for: files to grow. unblocked by: goes_on() being false; then all files are read once more.
     """

@@ -22,8 +22,8 @@ from asyncrl.config.schema import ConfigError
 from asyncrl.launch.rundir import LOCK_FILE, RUN_FILE, LaunchError, is_running, read_record
 from asyncrl.runtime.metrics import METRICS_FILE
 
-_DEPTH = 2  # of a run below fileroot: <experiment>/<trial>
-_TAIL_BYTES = 100_000  # of metrics.jsonl; holds more than _REWARD_STEPS records
+_DEPTH = 2  # levels from fileroot to a run: <experiment>/<trial>
+_TAIL_BYTES = 100_000  # bytes read from the end of metrics.jsonl; they hold more than _REWARD_STEPS records
 _REWARD_STEPS = 5  # the reward shown is their mean
 
 _DESCRIPTION = """List all runs under a folder: state, step, reward and start. It only reads files.
@@ -108,7 +108,7 @@ def read_entry(run_dir: Path) -> RunEntry:
 
 
 def newest_step(metrics: Path) -> tuple[int, float | None]:
-    """The newest train step, and the mean reward of the last few. Lines that are not records are skipped."""
+    """The highest step, and the mean reward of the last _REWARD_STEPS train steps. Lines that are not records are skipped."""
     records, _ = read_records(metrics, _TAIL_BYTES)
     rewards = [reward for record in records if math.isfinite(reward := number(record, "reward/mean"))]
     step = max((int(number(record, "step")) for record in records), default=0)

@@ -66,7 +66,8 @@ def prepare(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _lacking(config: ExperimentConfig) -> list[str]:
-    """What the `prepare` command must make: the model, and prompt files. Without a command `check` reports missing prompt files."""
+    """The missing things that the `prepare` command must make: the model and prompt files. If the config has no such command,
+    prompt files are not looked for here; `check` reports missing ones."""
     lacking = []
     if not is_hub_name(config.model_path) and not (Path(config.model_path).expanduser() / "config.json").is_file():
         lacking.append(f"model in {config.model_path}")

@@ -52,8 +52,9 @@ def resume(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def config_to_resume(run_dir: Path, overrides: Sequence[str]) -> ExperimentConfig:
-    """The config of the run's newest attempt, with the overrides. Raises ConfigError; LaunchError for a newer release's run."""
-    read_record(run_dir)  # first, for its clear error: a newer release's config may have fields that are unknown here
+    """The config of the newest launch in the run's folder, with the overrides. Raises ConfigError; LaunchError if run.json is
+    damaged or has another format than this release's."""
+    read_record(run_dir)  # first, because its error is clear: another release's config may have fields unknown here
     kept = newest_experiment(run_dir)
     if kept is None:
         raise ConfigError(

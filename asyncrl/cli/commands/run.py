@@ -1,7 +1,7 @@
 """`asyncrl-launch run`, including --dry-run and --json.
 
-A dry run writes all resolved configs of the run, as its processes would get them. With --json every event is one JSON object on
-a line of its own, for programs that watch a run.
+A dry run writes all resolved configs of the run, as its processes would get them, except secrets and the endpoint of a private
+etcd. With --json every event is one JSON object on a line of its own, for programs that watch a run.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class JsonView:
         self._metrics = JsonLinesReader(run_dir / METRICS_FILE, broken=self.notice, newest_bytes=0)
         self._states: dict[str, str] = {}
         self._long_waits = LongWaits()
-        self._lock = threading.Lock()  # notices come from other threads
+        self._lock = threading.Lock()  # notices may come from other threads
         self._silent = False
 
     def emit(self, event: str, **fields: Any) -> None:
@@ -127,7 +127,8 @@ class JsonView:
 
 
 def _without_own_names(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record without the keys of the event itself. No metric is lost: their names are group/name, step, attempt and version."""
+    """The record without the keys of the event itself. Of a record of metrics.jsonl only its own `time` is lost; the event has the
+    time at which it is printed."""
     return {name: value for name, value in record.items() if name not in {"event", "time"}}
 
 

@@ -95,7 +95,8 @@ def scale(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def crowding(allocation: Allocation, count: int, num_devices: int, num_cores: int) -> list[str]:
-    """A warning if the servers and the trainer need more GPUs or cores than this machine has; else nothing."""
+    """A list with a warning if the servers and the trainer need more GPUs (without GPUs: cores) than this machine has; else
+    empty."""
     each = allocation.generation.tensor * allocation.generation.pipe
     needed = count * each + allocation.num_model_workers
     if num_devices and needed > num_devices:
@@ -160,7 +161,8 @@ def _allocation_of(run_dir: Path, count: int) -> Allocation:
 
 
 def _set_desired(resolver: NameResolver, record: RunRecord, count: int, allocated: int) -> tuple[int, int]:
-    """Set the desired number, unless the run already has it. Return the previous number, and the number of running servers."""
+    """Set the desired number of servers, unless it is already set and as many run. Return the previous number, and the number of
+    running servers."""
     names = Names(record.experiment, record.trial)
     before = desired_servers(resolver, names) or allocated
     there = len(resolver.get_subtree(names.generation_servers()))

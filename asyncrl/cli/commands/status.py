@@ -198,7 +198,7 @@ def _read(run_dir: Path, record: RunRecord, resolver: NameResolver, now: float) 
 
 
 def training_of(run_dir: Path, record: RunRecord) -> TrainingProgress:
-    """Progress by the newest steps of this attempt. An earlier attempt may have trained more steps."""
+    """The progress of the record's attempt, from its newest steps. An earlier attempt may have trained more steps."""
     training = TrainingProgress(record.total_steps)
     for metrics in read_records(run_dir / METRICS_FILE, _METRICS_BYTES)[0]:
         if metrics.get("attempt") == record.attempt:

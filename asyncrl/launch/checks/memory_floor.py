@@ -2,7 +2,9 @@
 
 - Each rank of a trained model holds its share of the weights, gradients and two Adam moments, in float32.
 - Each rank of a frozen model holds its share of the weights, in train.dtype.
-- A generation server holds weights and KV cache, in generation.dtype.
+- A generation server holds weights and KV cache, in generation.dtype. SGLang's cache is not counted, because SGLang chooses its
+  size.
+- Models that are offloaded (train.offload) are not counted on GPUs.
 """
 
 from __future__ import annotations
@@ -58,8 +60,8 @@ class _Part:
 def too_little_memory(
     specs: Sequence[ProcessSpec], sizes: Mapping[str, ModelSize], limits: Mapping[str, int]
 ) -> tuple[str, str] | None:
-    """Return the shortage of memory on the first device where the least need exceeds the limit, and the remedy (pure). None: it
-    fits everywhere.
+    """Find the first device with less memory than its processes need at least. Returns a text about the shortage, and the remedy
+    (pure). None: every device has enough.
 
     sizes: by model path. limits: bytes by device ("": available main memory); devices without a limit are not checked.
     """

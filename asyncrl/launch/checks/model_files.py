@@ -119,7 +119,8 @@ def _parameters_of(where: str, file: Path) -> int:
 
 
 def check_vocabulary(tokenizer_path: str, config: Mapping[str, Any]) -> None:
-    """Check that every token id of the tokenizer, EOS included, is in the model's vocabulary. Raises ConfigError.
+    """Check that the token ids of the tokenizer are in the model's vocabulary: those of its own vocabulary, and EOS. Raises
+    ConfigError.
 
     Added tokens other than EOS may lie beyond the vocabulary: some models have one for images, which does not occur in text. A
     prompt that contains such a token is rejected (`generation_refused`).

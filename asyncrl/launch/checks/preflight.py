@@ -293,8 +293,8 @@ def _check_replay(config: ExperimentConfig, model: Mapping[str, object]) -> int:
 def _check_room(config: ExperimentConfig, num_parameters: int) -> None:
     """Check that the run's disk has room for the files that the run is certain to write.
 
-    These are the weight versions kept, one more being written, the model (and a critic, assumed to be as large), the checkpoints,
-    and etcd's log.
+    These are the weight versions kept, one more being written, the final model (and critic, assumed to be as large), the
+    checkpoints kept, one more being written, and etcd's log.
     """
     run_dir = run_directory(config)
     dtype = resolve_auto(config, on_gpu=bool(visible_devices())).train.dtype
@@ -373,7 +373,8 @@ def _count(field: str, prompts: PromptSourceConfig, config: ExperimentConfig) ->
 
 
 def _check_engine(config: ExperimentConfig) -> None:
-    """Check that generation.python is an interpreter with SGLang. Reads its files instead of starting it, which takes a second."""
+    """Check that generation.python is an interpreter with SGLang, and that its NCCL fits the trainer's. Reads the files of its
+    environment, because a start of the interpreter takes a second."""
     if config.mode == "train_only" or allocation_of(config).engine != "sglang":
         return
     python = config.generation.python

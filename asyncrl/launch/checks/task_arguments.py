@@ -83,7 +83,7 @@ def find_parameters(spec: str) -> Parameters | None:
         )
         if init is not None:
             return _parameters(init)
-        if found.decorator_list:  # a dataclass has a generated __init__
+        if found.decorator_list:  # a decorator may generate __init__, as that of a dataclass does
             return None
     return None
 

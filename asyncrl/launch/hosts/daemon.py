@@ -1,8 +1,8 @@
 """The host daemon: starts the launcher's desired processes on its host, supervises them, and leaves no process behind.
 
 The launcher publishes the desired state of the host (names.desired_on). The host daemon starts and ends processes accordingly, and
-publishes the observed state (names.observed_on). Each message contains the full state, so the next message repairs a loss in an
-outage. rules.py decides; this file acts.
+publishes the observed state (names.observed_on). Each published value is complete: the whole state of one desired process, or of
+the host. So the next value repairs a loss in an outage. rules.py decides; this file acts.
 
 During an outage of name resolve, processes keep running. When the launcher is gone, or may be (rules.Tether), the host daemon ends
 all of them. When the host daemon dies, the parent-death signal and the reaper end them.
@@ -152,7 +152,8 @@ class HostDaemon:
         )
 
     def run(self) -> int:
-        """Serve until the run is over (0), a signal comes (128 + N), or the launcher is gone (LaunchError)."""
+        """Serve until the run is over (returns 0) or a signal comes (returns 128 + N). Raises LaunchError if the launcher is gone,
+        may be gone, or has not appeared (rules.Tether)."""
         try:
             while True:
                 self._turn()
@@ -462,13 +463,14 @@ class _LauncherLink:
             return None
 
     def _is_refused(self) -> bool:
-        """Whether the host of every endpoint refuses the connection, so nothing listens there."""
+        """Whether the host of every endpoint of name resolve refuses the connection, so nothing listens there."""
         endpoints = self._config.name_resolve.endpoints
         return bool(endpoints) and all(refuses(endpoint) for endpoint in endpoints)
 
 
 def _shortened(report: HostReport) -> HostReport:
-    """Return a shorter version of a report that is too large for name resolve. The logs contain the omitted parts."""
+    """Return a shorter version of a report that is too large for name resolve: without waits and queues, and with only the end of
+    errors and logs. The processes' logs contain these in full."""
 
     def short(child: ObservedProcess) -> ObservedProcess:
         status = child.status

@@ -4,9 +4,10 @@ consumes: process specs, hosts with their resources. produces: a place for each 
 
 - With GPUs: a generation server gets one GPU per tensor parallel rank, all on one host. Model workers fill one host after another
   in the order of their ranks, so that neighbouring ranks are close.
-- Without GPUs: computing processes go to the host with the most free cores. A model worker stays on the host of the rank before, as
-  long as a core is free there.
-- Processes that do not compute run on the launcher's host. Rollout workers are spread, because rewards and agents need cores.
+- Without GPUs: a computing process goes to the host with the largest share of free cores. A model worker stays on the host of the
+  previous rank as long as a core is free there.
+- Processes that do not compute run on the launcher's host, if its memory suffices. Rollout workers are placed like computing
+  processes, because rewards and agents need cores.
 - Cores may be oversubscribed, which makes processes slower. GPUs and memory may not.
 """
 
@@ -22,11 +23,11 @@ from asyncrl.launch.program import ProcessSpec, num_devices
 _COMPUTING_BYTES = 1_000_000_000
 _LIGHT_BYTES = 150_000_000
 _SERVER, _TRAINER, _ROLLOUT = "generation_server", "model_worker", "rollout_worker"
-_ORDER = (_SERVER, _TRAINER)  # placed first; then the others, in the order of the plan
+_ORDER = (_SERVER, _TRAINER)  # kinds placed first, in this order; then the others, in the order of the plan
 
 
 class PlacementError(ValueError):
-    """The hosts are too small or too few. The message says what would fit."""
+    """The hosts are too small or too few. The message says what a process needs; if `place_all` raises it, also what would fit."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,8 @@ class Placement:
         return f"{spec.name} needs at least {memory / 1e9:.2g} GB of memory; free memory: {room}"
 
     def _what_fits(self, specs: Sequence[ProcessSpec]) -> str:
-        """Return the largest number of generation servers that fits beside the other processes, as text."""
+        """Return a remedy: the largest number of generation servers that fits beside the other processes; if not even one fits, the
+        needs of the run beside the resources of the hosts."""
         servers = [spec for spec in specs if spec.kind == _SERVER]
         others = [spec for spec in specs if spec.kind != _SERVER]
         for count in range(len(servers) - 1, 0, -1):

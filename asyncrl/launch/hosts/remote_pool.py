@@ -2,8 +2,9 @@
 
 RemoteProcessPool has the interface of ProcessPool, which serves one machine. It publishes the desired state, one key per process.
 Each host daemon publishes the observed state of its host in a report. A host is lost when the key of its host daemon disappears
-from name resolve, because the lease has expired or the host daemon has ended. The processes of a lost host count as ended. An
-outage of name resolve, or a network failure shorter than the lease, has no effect, because sessions restore their keys.
+from name resolve, because the lease has expired or the host daemon has ended, or when a new host daemon has replaced it. The
+processes of a lost host count as ended. An outage of name resolve, or a network failure shorter than the lease, has no effect,
+because sessions restore their keys.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _LEASE_TTL_S = 10.0  # lease of the launcher's record; host daemons end soon aft
 _SAY_AFTER_S = 2.0
 _SILENT_S = 3.0  # a host without reports for this time is silent; host daemons report twice a second
 _KILL_LIMIT_S = 60.0
-_GOODBYE_LIMIT_S = 15.0  # wait for the ends of the host daemons
+_GOODBYE_LIMIT_S = 15.0  # how long to wait until the host daemons have ended
 _RETRY_S = 0.5
 _STOP_TURN_S = 0.05
 _LOST = -9  # return code of a process lost with its host
@@ -152,8 +153,8 @@ class RemoteChild(Child):
 class RemoteProcessPool:
     """consumes: reports of hosts, host daemons that appear and disappear. produces: children, up to date; the desired state.
 
-    waits for: in `wait_for_hosts` the daemons of all hosts (network.hosts_limit_s); in `turn` a report; in `stop` ends; all bounded
-    in time.
+    waits for: in `wait_for_hosts` the daemons of all hosts (network.hosts_limit_s); in `turn` a report; in `stop` the exit of the
+    children; all these waits have limits.
     """
 
     def __init__(
@@ -263,7 +264,8 @@ class RemoteProcessPool:
         return child
 
     def ask(self, spec: ProcessSpec, lease: Lease) -> Child:
-        """Start a server beyond the allocation. If no host has room, returns a child that has already ended."""
+        """Start a generation server that joins the run, without adding it to `children`. If no host has room, returns a child that
+        has already ended."""
         try:
             return self._start(spec, lease, 0)
         except PlacementError as error:
@@ -317,7 +319,7 @@ class RemoteProcessPool:
             self.turn(_STOP_TURN_S)
 
     def close(self) -> None:
-        """Announce the end of the run to the host daemons, and wait for their ends."""
+        """Announce the end of the run to the host daemons, and wait until they have ended, at most _GOODBYE_LIMIT_S."""
         with contextlib.suppress(NameResolveError):
             self._put_record(msgspec.structs.replace(self._record, ends=True))
         with self._news:
@@ -431,7 +433,8 @@ class RemoteProcessPool:
             )
 
     def _look_after_own_daemon(self) -> None:
-        """Restart the own host daemon if it has ended. Raises LaunchError after runtime.max_restarts restarts."""
+        """Restart the host daemon of the launcher's own host if it has ended. Raises LaunchError if it ends again after
+        runtime.max_restarts restarts."""
         if self._own_daemon is None or self._own_daemon.poll() is None:
             return
         self._own_daemon_ends += 1

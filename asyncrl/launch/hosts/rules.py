@@ -58,8 +58,8 @@ def obeyed(published: Collection[DesiredProcess], launcher: str, host_daemon: st
 
 
 class Tether:
-    """Decides whether a host daemon's processes may keep running. They may while the launcher is known to be alive, and for some
-    time after that."""
+    """Decides whether a host daemon's processes may keep running: yes while the launcher is known to be alive, and for a limited
+    time after the last sign of it. Before a launcher appears, decides how long the host daemon waits for one."""
 
     def __init__(self, now: float, *, cut_off_limit_s: float, wait_s: float) -> None:
         """cut_off_limit_s: longest time without name resolve. wait_s: longest time until a launcher appears."""

@@ -1,4 +1,5 @@
-"""Compares the state known from a watch with periodic reads. A watch stream that went silent then delays changes by seconds only.
+"""Compares the state known from a watch with periodic reads. So if the watch stream goes silent, changes arrive seconds late, but
+do arrive.
 
 A difference counts after two consecutive reads have shown it, because a single read may be older than the latest watch events.
 """
@@ -14,7 +15,8 @@ READ_EVERY_S = 5.0
 
 
 class WatchCache:
-    """consumes: events of a watch on a subtree (`observe`), reads of it (`read`). produces: events, each change once."""
+    """consumes: events of a watch on a subtree (`observe`), reads of it (`read`). produces: the same events, and one for
+    each change that only reads have shown."""
 
     def __init__(self, callback: WatchCallback) -> None:
         self._callback = callback

@@ -37,7 +37,7 @@ _MAX_STATUS_LINE_BYTES = 1_000_000
 _NOTICED_LATE_S = 0.5
 # Matches the error of another process, which that process sent as the reply to a call before it ended
 _PASSED_ON = re.compile(r"\bRemoteCallError: (\S+): ")
-_oom = OomCounters()  # counts since the launcher's start
+_oom = OomCounters()  # notes the counts at the start of this process, to compare with them later
 _KILLED_BY = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 
 
@@ -76,7 +76,7 @@ class Child:
     started: float = field(default_factory=SYSTEM_CLOCK.time)  # unix seconds
     was_running: bool = False  # it has completed its start
     froze_s: float = 0.0  # seconds without a heartbeat when the launcher killed it for that; 0: it was not
-    restarts: int = 0  # number of its restarts, this start included
+    restarts: int = 0  # how often it has been restarted so far, this start included; 0: its first start
     host: str = ""  # its host, on a run of more than one
     lost: str = ""  # how it was lost with its host; "": it was not
     clock: Clock = SYSTEM_CLOCK
@@ -228,7 +228,8 @@ def start_child(
 ) -> Child:
     """Write the process's config and start the process, with its output in its own log.
 
-    With a fork server the child has no process yet. ForkServer.forked supplies it, or start_process if the fork server has ended.
+    With a fork server the child has no process yet. ForkServer.forked supplies it, or start_process if the fork server has ended or
+    hangs.
     """
     save_config(spec.config, config_file(spec, run_dir))
     log = logs_dir(run_dir, spec.config.worker.attempt) / f"{spec.file_stem}.log"

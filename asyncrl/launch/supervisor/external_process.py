@@ -29,7 +29,8 @@ _MAX_NEWS = 1000  # unread statuses, enough for minutes; beyond that the oldest 
 
 
 class ExternalProcess:
-    """The launcher's record of one such process. A thread of name resolve calls `observe`; the launcher's thread calls the rest."""
+    """The launcher's record of one process that the user starts. A thread of name resolve calls `observe`; the launcher's thread
+    calls the rest."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class ExternalProcess:
         self._news: deque[WorkerStatus | None] = deque(maxlen=_MAX_NEWS)  # None: the process is gone
         self._status: WorkerStatus | None = None
         self._ending: psutil.Process | None = None
-        self._since = self._clock.monotonic()  # when the process was last missing
+        self._since = self._clock.monotonic()  # when the launcher began to wait for its (next) start
         notice(f"{self.name} is left to you: in another terminal, start it within {wait_s:g} s with\n{self.command}")
 
     @property
@@ -123,7 +124,8 @@ class ExternalProcess:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the process has ended. Valid after `ask_to_stop`."""
+        """Whether the launcher need not wait for the process: it has ended, or `ask_to_stop` left it alone (it was not started, has
+        failed, or is on another machine). Valid after `ask_to_stop`."""
         try:
             return self._ending is None or self._ending.status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:

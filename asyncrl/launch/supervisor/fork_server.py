@@ -6,6 +6,8 @@ forked worker behaves like a process with its own interpreter:
 - It is a child of the launcher, which sees its exit with waitpid. The parent-death signal ends it with the launcher.
 - It leads its own session and has its own environment and command line.
 
+On several hosts, the host daemons take the launcher's place: each starts the fork servers and the workers of its host.
+
 The fork server forks twice to make the worker a child of the launcher. The intermediate process exits at once, and the kernel
 reparents the orphan to the nearest ancestor that is a subreaper. The launcher is a subreaper while forks are pending. A fork server
 ends when the launcher needs no more workers.

@@ -30,8 +30,8 @@ class OomCounters:
         self._told = ("", -math.inf)
 
     def kills_lately(self, now: float) -> str:
-        """Return the counter that shows an OOM kill since the last call; "": no counter does. The answer is repeated for 10 s,
-        because the caller may ask twice about one process."""
+        """Return a text about the counter that shows an OOM kill since the last call; "": no counter does. The text is repeated for
+        10 s, because the caller may ask twice about one process."""
         before, self._seen = self._seen, self._read()
         for file, count in self._seen.items():
             if count > before.get(file, count):

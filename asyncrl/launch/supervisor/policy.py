@@ -4,8 +4,8 @@
 - Model workers of a detached group (dataflow/worker_groups.py) restart together, as the next incarnation of the group.
 - The master and the other model workers form the trainer group, which holds the run's records and the optimizer. They restart
   together, as the next attempt, from the newest checkpoint. Detached groups restart with them.
-- A unit that exceeds its restart limit within an hour causes a restart of everything, once per launch. After that, the run fails
-  and reports the first cause.
+- A unit that exceeds its restart limit within an hour causes a restart of everything, once per launch. The run fails instead, and
+  reports the first cause, if everything has already restarted, the mode has no checkpoints, or the user starts processes by hand.
 - An error that would recur fails the run at once. Such an error is fatal by its status (it lies in the user's input), or the
   process fails by itself before any process of its name has completed its start. A process that is killed from outside during its
   start restarts like any other.
@@ -85,7 +85,8 @@ class RestartBudget:
         self.limit = limit
         self._ends: defaultdict[str, deque[tuple[float, str]]] = defaultdict(deque)  # (when, cause), oldest first
         self._count: defaultdict[str, int] = defaultdict(int)
-        # per unit: how often it ended in a row before the latest time, each within CALM_S of its start; when the latest delay ends
+        # Per unit: how many ends in a row, up to the latest, came within CALM_S of the restart before them; when the latest delay
+        # ends
         self._rows: dict[str, tuple[int, float]] = {}
 
     def count(self, unit: str) -> int:
@@ -114,7 +115,8 @@ class RestartBudget:
 
 
 def pause_s(before: int) -> float:
-    """Return the delay between an end and the restart. before: earlier ends in a row, each within CALM_S of its start."""
+    """Return the delay between an end and the restart, in seconds. before: how many ends in a row, up to this one, came within
+    CALM_S of the restart before them."""
     return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(before - 1, 10)) if before else 0.0
 
 
@@ -159,7 +161,7 @@ class Supervision:
         return self._detached.get(name, (name,))
 
     def outlives(self, name: str, *, fatal: bool = False, struck: bool = False) -> bool:
-        """Whether the run can continue after this process has ended. If not, the run ends without waiting."""
+        """Whether a restart can repair the end of this process, as long as restarts are left. If not, the run fails."""
         return self.limit > 0 and bool(self.unit_of(name)) and (name in self._ran or struck) and not fatal
 
     def outlives_all(self, troubled: Iterable[Trouble]) -> bool:
@@ -219,7 +221,8 @@ def _kind(name: str) -> str:
 def standstill(still_s: float, idle_s: float, limit_s: float) -> Literal["moves", "busy", "frozen"]:
     """Return the state of a process whose heartbeat counter has not changed for still_s, and its CPU time not for idle_s.
 
-    A process that uses CPU is busy: its event loop is blocked but will continue. A process that uses none is stopped or deadlocked.
+    A process that uses CPU is busy: its event loop is blocked but probably continues later. It counts as frozen only after
+    BUSY_LIMITS times limit_s. A process that uses no CPU is stopped or deadlocked.
     """
     if still_s <= limit_s:
         return "moves"
@@ -228,7 +231,8 @@ def standstill(still_s: float, idle_s: float, limit_s: float) -> Literal["moves"
 
 @dataclass(frozen=True)
 class _Seen:
-    """The latest heartbeat count of a process and its time; a CPU time and when the process had reached it."""
+    """A process's latest heartbeat count and when it last changed (moved); a CPU time and when the process had reached it (worked).
+    Both times are seconds of FreezeWatch, which count only while the launcher's loop runs."""
 
     count: int | None
     moved: float

@@ -20,7 +20,8 @@ from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.names.interface import Lease
 
 _SAY_AFTER_S = 2.0  # after this time a stop reports which processes it waits for
-# Wait for killed processes. A process blocked inside the kernel (a hanging disk) ends only when its system call returns
+# Longest wait for the end of killed processes. A process blocked inside the kernel (a hanging disk) ends only when its system call
+# returns
 KILL_LIMIT_S = 60.0
 _STOP_TURN_S = 0.02
 _REAPER_LIMIT_S = 5.0
@@ -29,9 +30,9 @@ _ROOM_FOR_LATER = "0000"  # reserved in a worker's command line for attempts and
 
 
 class ProcessPool:
-    """consumes: status lines and ends of children. produces: the same children, up to date.
+    """consumes: status lines of children, their exits. produces: the same children, up to date.
 
-    waits for: in `turn` for a pipe, in `stop` for ends; both bounded.
+    waits for: in `turn` a pipe, in `stop` the exit of the children; both waits have limits.
     """
 
     def __init__(
@@ -62,7 +63,8 @@ class ProcessPool:
         return [child for child in self.children if child.returncode is None]
 
     def start(self, spec: ProcessSpec, lease: Lease, *, restarts: int = 0) -> Child:
-        """restarts: the number of restarts of this process, this start included."""
+        """restarts: how often this process has been restarted so far. A start that is itself a restart counts. 0: the first
+        start."""
         child = self._starts.start(spec, lease, restarts=restarts)
         self.take_in(child)
         return child
@@ -156,8 +158,8 @@ class _Starts:
     as long as the run, so a restarted process needs no imports either.
 
     produces: children. A child requested from a fork server is pending: it has no process until `turn` has seen the fork.
-    waits for: nothing. If a fork server ends or hangs before its first fork, the launch fails with that as first cause. After its
-    first fork, its children get their own interpreters instead.
+    waits for: nothing. If a fork server ends or hangs before its first fork, the launch fails with that as first cause. If it ends
+    or hangs after its first fork, the children that it has not forked yet, and all later ones, get their own interpreters.
     """
 
     def __init__(

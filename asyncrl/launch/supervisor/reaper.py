@@ -4,8 +4,8 @@ The launcher holds the write end of a pipe. It writes `add N` when it starts a p
 When the pipe closes, the reaper kills every remaining group. It also kills every process that has the run's marker in its
 environment, such as a process that a reward function started in its own session. Last, it removes the folder of the run's sockets.
 
-This file contains both ends: `Reaper` runs in the launcher, `main` in the reaper process. The reaper has its own session, so a
-Ctrl-C does not reach it.
+This file contains both ends of the pipe: `Reaper` runs in the launcher, `main` in the reaper process. The reaper has its own
+session, so a Ctrl-C does not reach it. A host daemon has a reaper for the processes on its host, too.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import sys
 import time
 from typing import IO
 
-# Time for the nurseries of reward functions (rewards/judge_main.py), which kill their own children after SIGTERM
+# Time between SIGTERM and SIGKILL, in which the nursery processes of reward functions (rewards/judge_main.py) kill their children
 _GRACE_S = 1.0
 _ROUNDS = 5  # repeated searches for processes, because one may start another during a search
 _ROUND_S = 0.02
 
 
 class Reaper:
-    """The launcher's end."""
+    """The launcher's end of the pipe. It starts the reaper process and keeps its list of process groups up to date."""
 
     def __init__(self, marker: str, folder: str = "") -> None:
         """marker: `NAME=value` in the environment of the run's processes. folder: removed at the end, with its contents;
@@ -46,7 +46,7 @@ class Reaper:
         self._tell(f"gone {group}")
 
     def turn(self) -> None:
-        """Start a new reaper if the process was killed."""
+        """Start a new reaper process if the present one was killed."""
         if self._process.poll() is not None:
             self._process, self._pipe = self._start()
             for group in self._groups:

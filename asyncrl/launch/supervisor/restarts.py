@@ -53,7 +53,7 @@ class Restarts:
         """Cancel a pending restart. Returns whether there was one."""
         coming = self._coming.pop(name, None)
         if coming is not None:
-            coming.lease.add_done_callback(self._give_back)  # this also deletes its published status
+            coming.lease.add_done_callback(self._give_back)  # revoking the lease also deletes the published status
         return coming is not None
 
     def turn(self) -> None:

@@ -28,7 +28,8 @@ from asyncrl.launch.supervisor.policy import (
 )
 
 LAST_WORDS_S = 1.0  # after the first failure: how long the other processes may report their own errors
-# Wait for killed processes. A process blocked inside the kernel (a hanging disk) ends only when its system call returns
+# Longest wait for the end of killed processes. A process blocked inside the kernel (a hanging disk) ends only when its system call
+# returns
 KILL_LIMIT_S = 60.0
 
 
@@ -54,7 +55,8 @@ class Forget:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Cancel the pending restarts of these processes. They start later, together with others."""
+    """Cancel pending restarts: those of the master and the model workers (trainer_only), or all. These processes start with the
+    next attempt instead."""
 
     trainer_only: bool
 
@@ -147,7 +149,8 @@ class Supervisor:
 
     @property
     def is_listening(self) -> bool:
-        """Whether the run is ending. The supervisor then only waits for error reports, to find the first cause."""
+        """Whether processes have failed in a way that the run cannot survive. The supervisor then waits for the error reports of
+        the other processes. They can show the first cause, or that the failures follow from a killed process, which can restart."""
         return self._listens_until is not None
 
     @property
@@ -212,7 +215,8 @@ class Supervisor:
     # --------------------------------------------------------------------------------------------------------------- ends
 
     def _see_to_ends(self, now: float, wall_time: float) -> bool:
-        """Decide which processes restart after failures and early ends, or that the run ends. False: the turn ends here."""
+        """Decide which processes restart after failures and early ends, or that the run ends. Returns False if pending restarts
+        must not advance in this turn: the run ends, or the supervisor waits for error reports."""
         if self._listens_until is not None and now < self._listens_until:
             return False
         troubled = self._in_trouble()
@@ -239,7 +243,8 @@ class Supervisor:
         return [child for child in self._children if child.in_trouble and self._matters(child)]
 
     def _matters(self, child: Child) -> bool:
-        """Whether its end needs a decision: it is not leaving the run, and no restart that includes it is in progress."""
+        """Whether the end of this child needs a decision: the run needs the child (see `leaves`), and no restart that includes it
+        is in progress."""
         comes_back = any(child.name in returning.names for returning in self._returning.values())
         is_renewed = self._renewal is not None and self._renewal.concerns(child)
         return not comes_back and not is_renewed and not self._leaves(child)
@@ -271,7 +276,7 @@ class Supervisor:
         """Decide what restarts because of this child. failed: this child and the unit's other failed ones. False: the run ends."""
         self._failing.pop(self.policy.unit_of(child.name), None)
         how = short_end(child).splitlines()[0]
-        # If one was struck, the other failures are its consequences, though reported earlier
+        # If one process was struck, the unit's other failures are consequences of that, even if they were reported earlier
         struck = any(one.was_struck for one in failed)
         end = End(child.name, how, first_cause(failed), child.could_run, child.is_fatal, struck)
         decision = self.policy.decide(end, wall_time, now)
@@ -342,7 +347,8 @@ class Supervisor:
             self._decisions.append(renewal.next)
 
     def _are_gone(self, members: Iterable[Child], how: str, since: float, now: float) -> bool:
-        """Whether all of them have ended. If so, decide to forget them; otherwise decide to kill the live ones."""
+        """Whether all members have ended. If so, decide to forget them; otherwise decide to kill the live ones, and to end the run
+        if they outlive KILL_LIMIT_S."""
         members = list(members)
         alive = [child for child in members if child.returncode is None]
         if alive and now - since > KILL_LIMIT_S:
