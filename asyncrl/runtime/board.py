@@ -49,12 +49,12 @@ class StatusBoard:
         self.fatal = False
 
     def enter(self, state: State) -> None:
-        """Enter this state, and have it reported at once."""
+        """Enter this state. The worker reports the change at once."""
         self.state = state
         self.entered.set()
 
     def progress(self) -> None:
-        """Count one turn of the worker's loop."""
+        """Count a sign of life: a unit of work, or a turn of the event loop (at each report of the status)."""
         self._progress += 1
 
     def set_queue(self, name: str, depth: int) -> None:
@@ -64,10 +64,10 @@ class StatusBoard:
     def waiting(
         self, what: str, *, on: str, limit_s: float, waited_s: float = 0.0, detail: Callable[[], str] = str
     ) -> _BoundedWait:
-        """Show the wait of the `async with` block in the status, and end the block at the shown limit.
+        """Show the wait of the `async with` block and its limit in the status, and bound the wait.
 
-        The awaited object may have the same limit itself, and then ends with its own error. Otherwise the block is
-        cancelled some seconds after the limit and WaitTimeoutError is raised.
+        The awaited object may have the same limit itself, and then ends with its own error. If the block has not ended
+        _OWN_LIMIT_SLACK_S after the limit, it is cancelled and WaitTimeoutError is raised.
         waited_s: time already waited, if this continues an earlier wait.
         detail: returns the progress of the wait; called for every status and shown after `what`.
         """

@@ -1,5 +1,5 @@
-"""A run's own TLS certificate, for runs on TCP. The private etcd, its clients and the run's HTTP servers present it,
-and all clients trust only this one.
+"""A run's own TLS certificate, for runs on TCP. The private etcd, its clients and the run's HTTP servers present it, and
+their clients trust only this one. With network.tls_cert, the HTTP servers use that certificate instead.
 
 All of them share one self-signed certificate: a process that has its key belongs to the run. It is made by the openssl
 program, which every cluster has.

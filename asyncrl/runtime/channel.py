@@ -1,12 +1,13 @@
-"""Channels: acknowledged messages from many senders to one receiver. Both kinds of streams are built on this file.
+"""Channels: acknowledged messages from many senders to one receiver. push_pull.py and request_reply.py are built on them.
 
         ChannelSender  -- data, resend queries (PUSH) -->  (PULL)  ChannelReceiver
               (PULL)  <-- verdicts, missing messages (PUSH) --
 
-A message is a typed header and raw frames, in one multipart message. The sender repeats it until the receiving
-application settles it with a verdict: a few bytes, or a refusal with its reason. Each message reaches the application
-of one receiver incarnation once. Each message contains the address for replies. A receiver publishes its Endpoint under
-a name. Senders follow the name and send unsettled messages to the next receiver that appears there.
+A message is a typed header and raw frames, in one multipart message. The sender keeps it until the receiving
+application settles it with a verdict (bytes, or a refusal with its reason), and sends it again if it was lost on the
+way. The application of one receiver incarnation gets each message at most once. Each message contains the address to
+which the receiver sends verdicts. A receiver publishes its Endpoint under a name. Senders follow the name. When another
+receiver appears there, they send it the unsettled messages, or fail them (`on_restart`).
 
 Backpressure: if the receiving application does not receive or settle messages, the senders run out of credit and their
 `send` waits. The credit bounds both the messages that can be sent again and those queued in sockets.
@@ -67,7 +68,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MAX_PEERS = 4096  # senders that a receiver remembers; above this, it forgets the one silent for longest
+# Senders that a receiver remembers. Above this, it forgets the longest silent one of those whose messages are all settled.
+MAX_PEERS = 4096
 _REPORT_VERDICTS = 8  # maximum verdicts per report, so that the sender can continue while the receiver works
 
 
@@ -121,8 +123,9 @@ class ChannelSender:
     together.
     unblocked by: the receiving application settling messages; a new receiver; close.
 
-    on_restart decides about unsettled messages when the receiver comes back as a new incarnation: `resend` sends them
-    again (the application must recognize repeated messages by their content), `fail` raises ReceiverRestarted.
+    on_restart decides about unsettled messages when a new incarnation of the receiver appears: `resend` sends them again
+    (the application must recognize repeated messages by their content). `fail` fails them with ReceiverRestarted, unless
+    the old incarnation has never answered and both have the same group incarnation; then they are sent again.
     """
 
     def __init__(
@@ -149,8 +152,8 @@ class ChannelSender:
         self._window: SendWindow[_Message] = SendWindow(
             credit_items=limits.credit_items, credit_bytes=limits.credit_bytes, resend_after_s=limits.resend_after_s
         )
-        self._backlog: OrderedDict[_Message, None] = OrderedDict()  # callers of send that wait for credit
-        self._places = Fence[tuple[int, int] | None](None)  # of receivers under the name
+        self._backlog: OrderedDict[_Message, None] = OrderedDict()  # messages of `send` that wait for credit
+        self._places = Fence[tuple[int, int] | None](None)  # of the receivers under the name; see Endpoint.place
         self._link: _Link | None = None  # None: no receiver has appeared under the name yet
         self._answered = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
@@ -162,7 +165,7 @@ class ChannelSender:
         self.num_malformed = 0
 
     async def start(self, resolver: NameResolver | None = None, key: str = "") -> None:
-        """Bind the socket for replies and follow the receiver published under `key`. Does not wait for it (see wait_answered)."""
+        """Bind the socket for replies and follow the receiver published under `key`. Does not wait for a receiver."""
         self._loop = asyncio.get_running_loop()
         self._pull = self._transport.bind_pull(
             self._host,
@@ -182,7 +185,7 @@ class ChannelSender:
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes sent and not yet settled: at most the credit."""
+        """Bytes sent and not yet settled: at most the credit, or one larger message."""
         return self._window.pending_bytes
 
     @property
@@ -199,10 +202,11 @@ class ChannelSender:
         await self._answered.wait()
 
     async def send(self, header: bytes, frames: Sequence[Buffer] = (), *, timeout_s: float, what: str) -> bytes:
-        """Send and wait for the verdict, at most timeout_s in total. The frames must stay unchanged until then.
+        """Send and wait for the verdict, at most timeout_s in total. The frames must stay unchanged until the message is
+        settled.
 
-        After TimeoutError or cancellation the outcome is unknown: a message that had credit is still delivered, and
-        counts against the credit until it is settled. A message that had no credit is not sent.
+        After TimeoutError or cancellation, a message that had no credit is never sent. For a message that had credit the
+        outcome is unknown: it may still be delivered, and it counts against the credit until it is settled.
         """
         message = self._message(header, frames)
         if self._backlog or not self._window.can_admit(message.nbytes):
@@ -236,7 +240,9 @@ class ChannelSender:
         return message.future
 
     def connect(self, endpoint: Endpoint) -> None:
-        """Send to this receiver from now on. `start` calls this when it follows a name."""
+        """Send to this receiver from now on, unless a later one is known (Endpoint.place). Also called whenever the name that
+        `start` follows gets a new endpoint.
+        """
         before = self.endpoint
         if endpoint == before or self._closed or self._pull is None:
             return
@@ -349,7 +355,7 @@ class ChannelSender:
             self._timer = self._loop.call_later(self._limits.resend_after_s / 2, self._tick)
 
     def _tick(self) -> None:
-        """The channel's only timer. It runs while messages are unsettled."""
+        """The channel's only timer. It runs while messages are unsettled or the current receiver has not answered."""
         self._timer = None
         seqs = self._window.resend_query(self._loop.time())
         if seqs is not None and self._link is not None:
@@ -381,7 +387,7 @@ class ChannelSender:
             return
         link = self._link
         if report.target != self._incarnation or link is None or report.source != link.endpoint.incarnation:
-            return  # a report of an earlier incarnation: its settlements are lost with it
+            return  # from or for an earlier incarnation: its verdicts do not count here
         now = self._loop.time()
         if not self._window.answered:
             self._window.heard()
@@ -483,8 +489,8 @@ class ChannelReceiver:
     waits for: room among the queued deliveries (at most credit_items, credit_bytes); without room it reads nothing.
     unblocked by: `receive`.
 
-    ordered: deliveries of one sender come in the order of sending without gaps (its channel must have
-    on_restart="fail").
+    ordered: deliveries of one sender come in the order of sending. Only messages that the sender has given up are skipped.
+    The sender must have on_restart="fail".
     """
 
     def __init__(
@@ -503,7 +509,7 @@ class ChannelReceiver:
         self._transport = transport or ZmqTransport()
         self._incarnation = f"{name}.{self._transport.new_id()[:12]}"
         self._peers: OrderedDict[str, _Peer] = OrderedDict()  # by incarnation, the longest silent first
-        self._queue: asyncio.Queue[Delivery | Exception] = asyncio.Queue()  # an error: the reader has ended
+        self._queue: asyncio.Queue[Delivery | Exception] = asyncio.Queue()  # an error: no further messages arrive
         self._queue_bytes = 0
         self._paused = False
         self._pull: PullSocket | None = None
@@ -524,7 +530,7 @@ class ChannelReceiver:
         return Endpoint(self._pull.address, self._incarnation, limits.max_message_bytes)
 
     async def receive(self) -> Delivery:
-        """Return the next delivery. A cancelled receive changes nothing. Raises ChannelClosed after close."""
+        """Return the next delivery. A cancelled receive changes nothing. Raises ChannelClosed, or the error of the socket."""
         if self._failure is not None and self._queue.empty():
             raise self._failure
         delivery = await self._queue.get()
@@ -581,7 +587,7 @@ class ChannelReceiver:
             if message.low < 0:
                 raise msgspec.DecodeError(f"low is {message.low}")
             if message.target != self._incarnation:
-                return  # for an earlier holder of the address: the sender will find the new one
+                return  # for an earlier receiver at this address, whose sender will find the next receiver by name
             peer = self._peers.get(message.source) or self._new_peer(message)
         except (*DECODE_ERRORS, ValueError) as error:
             self.num_malformed += 1
@@ -647,8 +653,8 @@ class ChannelReceiver:
             self._pull.pause()
 
     def _settle(self, peer: _Peer, seq: int, verdict: Verdict) -> None:
-        """Send verdicts to the sender. Verdicts from one event-loop turn are batched, up to _REPORT_VERDICTS. The last
-        outstanding verdict is sent immediately.
+        """Record a verdict and send it to the sender. Verdicts from one event-loop turn are batched, up to
+        _REPORT_VERDICTS. The last outstanding verdict is sent immediately.
         """
         if not peer.ledger.settle(seq, verdict):
             return
@@ -781,7 +787,7 @@ class PublishedReceiver(ABC, Generic[T]):
                 logger.warning("%s: refused message %d of %s: %s", self._label, delivery.seq, delivery.sender, error)
                 delivery.refuse(f"{self._label} cannot read the {self._what}: {error}")
 
-    _what: str  # what a message is called in refusals
+    _what: str  # the word for a message in refusals, such as `call`
 
     @abstractmethod
     def _read(self, delivery: Delivery) -> T:

@@ -40,11 +40,11 @@ MAX_QUERY = 1024  # sequence numbers in one resend query
 
 
 class ChannelError(Exception):
-    """A message was not settled and will not be."""
+    """Base class: the sender will get no verdict that accepts the message."""
 
 
 class ChannelRefused(ChannelError):
-    """The receiver refused a message, or the sender itself did because it is too large; the text is the reason."""
+    """The receiver refused the message, or it is too large, or it did not arrive in MAX_SENDS sends. The text is the reason."""
 
 
 class ChannelFull(ChannelError):
@@ -89,12 +89,12 @@ class Endpoint(Struct, frozen=True):
     address: str
     incarnation: str
     max_message_bytes: int
-    attempt: int = 1  # of its training side; senders never return to a lower one
-    group_incarnation: int = 0  # in that attempt, of a detached group's receiver; senders never return to a lower one
+    attempt: int = 1  # of the receiver's training side; senders never return to a lower one
+    group_incarnation: int = 0  # of a detached worker group; senders never return to a lower one in the same attempt
 
     @property
     def place(self) -> tuple[int, int]:
-        """The pair that only grows, for the fence."""
+        """The place of this receiver for the senders' fence (protocol/fence.py): a later receiver has a greater pair."""
         return self.attempt, self.group_incarnation
 
 
@@ -103,7 +103,7 @@ class Data(Struct, frozen=True, array_like=True, tag="data"):
     source: str  # incarnation of the sender
     name: str  # the sender's name
     back: str  # address for replies
-    low: int  # every earlier message is settled
+    low: int  # every message before this sequence number is settled or given up
     seq: int
     sizes: list[int]  # of the message's frames; see `pack`
     header: bytes
@@ -263,12 +263,12 @@ class SendWindow(Generic[T]):
 
     @property
     def low(self) -> int:
-        """Every message before this one is settled and will not be sent again, so the receiver may forget it."""
+        """Every message before this sequence number is settled or given up. The receiver may forget those messages."""
         return next(iter(self._pending), self._next_seq)
 
     def can_admit(self, nbytes: int, count: int = 1) -> bool:
-        """Return whether credit allows `count` more messages of nbytes in total. A message larger than all credit may
-        go when it is alone.
+        """Return whether credit allows `count` more messages of nbytes in total. If no message is pending,
+        any number of bytes is allowed.
         """
         if self._next_seq + count - self.low > WINDOW_SPAN or len(self._pending) + count > self._credit_items:
             return False
@@ -377,8 +377,8 @@ class PeerLedger:
 
     def arrive(self, seq: int, low: int) -> Arrival | Verdict:
         """Record the arrival of a message. Returns `new`: deliver it; `held`: it is being processed, ignore it; a
-        verdict: repeat that verdict; `past`: it is settled and the sender knows; `beyond`: further ahead than a
-        correct sender can be.
+        verdict: repeat that verdict; `past`: the sender knows the verdict or has given the message up; `beyond`: the
+        sequence number is higher than a correct sender can have reached.
         """
         self._advance(low)
         if seq < self._low:
@@ -403,7 +403,7 @@ class PeerLedger:
 
     def asked(self, seqs: Sequence[int], low: int) -> tuple[list[tuple[int, Verdict]], list[int]]:
         """Handle a resend query. Returns the verdicts of settled messages and the numbers that have not arrived. The
-        others are held.
+        others are held, or the sender no longer needs them.
         """
         self._advance(low)
         settled: list[tuple[int, Verdict]] = []

@@ -36,7 +36,7 @@ SYSTEM_CLOCK: Final = SystemClock()
 
 
 def wait_until(condition: Callable[[], bool], *, limit_s: float, every_s: float, clock: Clock = SYSTEM_CLOCK) -> bool:
-    """Check a condition every `every_s` seconds, on a thread that may block. Returns False if it was not met within limit_s."""
+    """Block until a condition is met, checking it every `every_s` seconds. Returns False if it is not met within limit_s."""
     deadline = clock.monotonic() + limit_s
     while not condition():
         if clock.monotonic() > deadline:

@@ -24,13 +24,13 @@ def usable_cores() -> list[int]:
 
 
 def granted_cores() -> int:
-    """The number of cores that a batch system has granted; otherwise the number of usable cores."""
+    """The number of cores that Slurm has granted on this machine; outside a Slurm job, the number of usable cores."""
     given = os.environ.get("SLURM_CPUS_ON_NODE", "")
     return int(given) if given.isdigit() and int(given) else len(usable_cores())
 
 
 def granted_memory() -> int:
-    """The bytes of memory that a batch system has granted; 0 if unknown."""
+    """The bytes of memory that Slurm has granted on this machine; 0 if unknown or outside a Slurm job."""
     node, core = os.environ.get("SLURM_MEM_PER_NODE", ""), os.environ.get("SLURM_MEM_PER_CPU", "")
     megabytes = int(node) if node.isdigit() else int(core) * granted_cores() if core.isdigit() else 0
     return megabytes << 20

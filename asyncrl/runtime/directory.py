@@ -55,9 +55,9 @@ class Directory:
 
 
 class _Changes:
-    """A queue of changes from a name-resolve thread to the event loop. Above _MAX_WATCH_EVENTS, when the loop is
-    blocked, it keeps only the newest change of each key, as the watch itself does: no current state is lost. (With
-    that many keys, it keeps at most two changes of each, so compaction costs little per change.)
+    """A queue of changes from a name-resolve thread to the event loop. Above _MAX_WATCH_EVENTS, because the loop is
+    blocked, it keeps only the newest change of each key, as the watch itself does: no current state is lost. With
+    very many keys, it does so again only when the queue has doubled, so this costs little per change.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -1,7 +1,7 @@
 """Explains to the user why a file of a run cannot be written: the path, the reason, the free space and the remedy.
 
-The operating system reports `No space left on device`, usually without the path. All code that writes into a run's
-folder does so inside `writing(path)`, which adds the rest.
+The operating system reports `No space left on device`, usually without the path. Processes of a run
+write metrics, journals, weights and checkpoints inside `writing(path)`, which adds the rest.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StorageError(OSError):
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise StorageError about `path` for operating system errors inside the block. Other exceptions pass through."""
+    """Raise StorageError about `path` for errors inside the block that `explain` knows. Other exceptions pass through."""
     try:
         yield
     except Exception as error:
@@ -63,7 +63,7 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def explain(path: Path, error: Exception) -> StorageError | None:
-    """Return the error as a StorageError about `path`; None if the disk did not cause it."""
+    """Return the error as a StorageError about `path`; None unless the disk or a lack of file descriptors caused it."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None and (match := _OS_ERROR.search(str(error))):
         number = int(match[1])
@@ -87,7 +87,9 @@ def too_many_open_files(number: int) -> str:
 
 
 def out_of_files(error: object) -> StorageError | None:
-    """Return the error as a StorageError, if it or one of its causes is a lack of file descriptors; otherwise None."""
+    """Return the error as a StorageError, if it or one of its causes is a lack of file descriptors. Returns None otherwise,
+    and if the error already is, or comes from, a StorageError.
+    """
     for _ in range(_MAX_CAUSES):
         if not isinstance(error, BaseException):
             return None

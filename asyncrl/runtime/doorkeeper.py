@@ -1,4 +1,4 @@
-"""Bounds the connections of a ZeroMQ socket that receives over TCP."""
+"""Bounds the number of connections of a ZeroMQ socket that receives over TCP."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def bound_connections(receiver: zmq.Socket[bytes], context: zmq.Context[zmq.Sock
 
     ZeroMQ has no such limit, and unbinding would end the connections. Instead, the listening socket gets a filter that
     drops its packets (socket(7), SO_ATTACH_FILTER). The sockets of existing connections do not have the filter.
-    Strangers are disconnected after ZMQ_HANDSHAKE_IVL.
+    ZeroMQ itself disconnects clients that do not authenticate within ZMQ_HANDSHAKE_IVL.
     """
     address = f"inproc://doorkeeper/{secrets.token_hex(8)}"
     receiver.monitor(address, _EVENTS)
@@ -44,7 +44,7 @@ def bound_connections(receiver: zmq.Socket[bytes], context: zmq.Context[zmq.Sock
 def _watch(events: zmq.Socket[bytes]) -> None:
     """Watch the connections on a thread, because a busy event loop would react too late to a flood.
 
-    waits for: connections that open and close.  unblocked by: them; the end of the receiver or the context.
+    waits for: connections that open or close.  unblocked by: such a connection; the end of the receiver or the context.
     """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files // 2)

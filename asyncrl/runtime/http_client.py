@@ -25,7 +25,7 @@ from asyncrl.runtime import security, unix_sockets
 
 Maker = Callable[[int, dict[str, Any]], Any]
 
-MAX_ANSWER_BYTES = 64 << 20  # the limit of our servers for a request; the largest replies are a few megabytes
+MAX_ANSWER_BYTES = 64 << 20  # as MAX_BODY_BYTES of generation/http.py; the largest replies are a few megabytes
 
 
 class BoundedResponse(aiohttp.ClientResponse):
@@ -78,7 +78,7 @@ _faults: HttpFaults | None = None
 
 
 def suffer(faults: FaultsConfig, who: str) -> None:
-    """Apply these faults to all sessions that this process opens later. A config without faults ends earlier ones."""
+    """Apply these faults to all sessions that this process opens later. A config without faults removes them again."""
     global _faults
     _faults = HttpFaults(faults, who) if faults.drop or faults.delay else None
 
@@ -95,7 +95,7 @@ class _Connector(aiohttp.TCPConnector):
         return await super()._get(key, traces)
 
     async def _create_connection(self, req: Any, traces: Any, timeout: aiohttp.ClientTimeout) -> Any:
-        """If the run uses Unix sockets, connect only to those, like aiohttp.UnixConnector, which supports only one path."""
+        """If the run uses Unix sockets, connect only to those. (aiohttp.UnixConnector supports only one path.)"""
         if not unix_sockets.in_use():
             return await super()._create_connection(req, traces, timeout)
         path = unix_sockets.path_of(req.url.host or "")

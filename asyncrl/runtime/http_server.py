@@ -1,9 +1,9 @@
 """HTTP servers of a run's processes: where they bind, and which requests they answer (security.py).
 
-On TCP a connection belongs to a stranger until a request on it has shown a secret. A server accepts at most
-MAX_STRANGERS such connections at a time and closes each after STRANGER_S. This bounds the resources that strangers
-hold, and it bounds the time for which they can keep out the run's own processes. Later connections wait in the kernel's
-accept queue.
+If the run authenticates (security.py), a TCP connection belongs to a stranger until a request on it has shown a secret.
+A server accepts at most MAX_STRANGERS such connections at a time and closes each after STRANGER_S. This bounds the
+resources that strangers hold, and it bounds the time for which they can keep out the run's own processes. Later
+connections wait in the kernel's accept queue.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _strangers: dict[object, asyncio.Future[None]] = {}  # keyed by the protocol obj
 async def serve(
     runner: web.BaseRunner, host: str, port: int = 0, *, backlog: int = 1024, for_others: bool = False
 ) -> str:
-    """Bind (port 0: a free one), serve `runner`, and return the URL to publish. The runner's owner cleans it up.
+    """Bind (port 0: a free one), serve `runner`, and return the URL to publish. The caller must clean up the runner.
 
     A run that uses Unix sockets serves on one of them. for_others: serve on TCP in any case, for clients outside
     asyncrl.
@@ -84,7 +84,9 @@ async def listen_http(answer: Answer, host: str, *, max_body_bytes: int) -> Asyn
 
 
 def refusal_of(request: web.BaseRequest) -> web.Response | None:
-    """Return the refusal for a stranger's request; None if one of the run's processes sent it. No body has been read yet."""
+    """Return the refusal for a stranger's request, without reading the request's body. None if the request shows the
+    run's token, or if the run does not authenticate.
+    """
     secured = security.current()
     if secured is None:
         return None
@@ -132,7 +134,7 @@ class _GuardedSite(web.BaseSite):
 
 
 class _Acceptor:
-    """The part of the server interface that an aiohttp site needs.
+    """Accepts the connections of a _GuardedSite. It has only those parts of asyncio's server interface that aiohttp needs.
 
     waits for: connections; for STRANGER_S, requests on them.  unblocked by: clients; close.
     """
@@ -169,7 +171,9 @@ class _Acceptor:
         self._room.release()
 
     async def _meet(self, connection: socket.socket) -> None:
-        """Serve the connection. Returns when a request on it has shown a secret, or when it has been closed."""
+        """Serve the connection. Returns when a request on it has shown a secret; then the connection stays open. Otherwise
+        closes the connection, after STRANGER_S or when it cannot be opened.
+        """
         loop = asyncio.get_running_loop()
         protocol, shown = self._make_protocol(), loop.create_future()
         _strangers[protocol] = shown
@@ -178,7 +182,7 @@ class _Acceptor:
             async with asyncio.timeout(STRANGER_S):
                 transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._tls)
                 await shown
-        except (OSError, TimeoutError):  # the peer left, does not speak TLS, or sent no request in time
+        except (OSError, TimeoutError):  # the TLS handshake failed, or no request has shown a secret in time
             if transport is not None:
                 transport.abort()
         finally:

@@ -42,7 +42,7 @@ class BackgroundJournal:
         """
         self._path = path
         self._writer = JsonLinesWriter(path)
-        self.last = _last_record(path)  # written by the previous process
+        self.last = _last_record(path)  # from the previous process with this journal; None: there is none
         self._max_unwritten, self._most_at_once, self._retry_s = max_unwritten, most_at_once, retry_s
         self._unwritten: list[bytes] = []
         self._news = asyncio.Event()
@@ -58,7 +58,7 @@ class BackgroundJournal:
         self._news.set()
 
     async def run(self) -> None:
-        """Write forever. Raises StorageError if too many records accumulate while the disk refuses or hangs."""
+        """Write forever. Raises StorageError if too many records accumulate because the disk refuses, hangs or is too slow."""
         while True:
             await self._news.wait()
             self._news.clear()

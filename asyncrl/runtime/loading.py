@@ -12,7 +12,7 @@ _WEIGHTS_BAR = "Loading weights"  # transformers' name for the progress bar over
 
 
 class LoadProgress:
-    """Counts the tensors that transformers has loaded; the bytes shown are in proportion.
+    """Counts the tensors that transformers has loaded. The bytes shown are the same share of the model's files.
 
     Use `watched` on the loading thread. `text` may be called from any thread.
     """

@@ -58,7 +58,7 @@ class JsonLinesWriter:
             os.fsync(self._file.fileno())
 
     def write_lines(self, lines: Sequence[bytes]) -> None:
-        """Write encoded lines: all of them or none."""
+        """Write encoded lines. If that fails, truncate the file to its previous size, so that no part of them remains."""
         before = os.fstat(self._file.fileno()).st_size
         try:
             with writing(self._path):
@@ -81,7 +81,7 @@ class JsonLinesWriter:
 
 
 class MetricsWriter:
-    """Writes metrics by train step to all of these outputs."""
+    """Writes the metrics of train steps and evaluations to metrics.jsonl and, if configured, to TensorBoard and W&B."""
 
     def __init__(self, run_dir: Path, *, attempt: int, tensorboard: bool, wandb: WandbWriter | None = None) -> None:
         self._attempt = attempt
@@ -92,7 +92,7 @@ class MetricsWriter:
             self._events = EventFile(run_dir / "tensorboard" / f"attempt_{attempt}")
 
     def write(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
-        """metrics: flat, `group/name`. Numbers also go to TensorBoard, under the train step. All values go to W&B."""
+        """metrics: by `group/name`. TensorBoard gets the numbers whose name has a group. W&B gets all values."""
         self._lines.write({"step": step, "attempt": self._attempt, **metrics})
         if self._events is not None:
             numbers = {name: value for name, value in metrics.items() if not isinstance(value, str) and "/" in name}
@@ -203,8 +203,8 @@ class JsonLinesReader:
     """Reads a file of JSON objects, one per line. The file may still grow or not exist yet.
 
     A last line without a newline is not read: it is still being written, or a crash or power failure cut it short.
-    broken: called with a message for each line that is not a JSON object; the line is skipped. Without it such a line
-    raises ValueError.
+    broken: called with a message for each line that is not a JSON object; the line is skipped. Without `broken`, such a
+    line raises ValueError.
     newest_bytes: skip lines that begin before the last newest_bytes of the file. 0: skip all existing lines.
     """
 

@@ -1,4 +1,6 @@
-"""Chooses free ports for programs that need a port number at their start, outside the range used for outgoing connections."""
+"""Chooses free ports for programs that need a port number at their start, if possible outside the range used for outgoing
+connections.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,8 @@ _TRIES = 1000
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """Return free ports below the range of outgoing connections, so that they are still free some time later.
-
-    Raises OSError if there are none.
+    """Return `count` free TCP ports, if possible below the range of outgoing connections, so that they stay free for some
+    time. Raises OSError if there are not enough.
     """
     try:
         highest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]) - 1

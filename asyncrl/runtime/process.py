@@ -25,7 +25,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 def die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the parent ends (Linux). Call it first, on the main thread."""
+    """Ask the kernel for SIGKILL when the parent ends (Linux). Call it at the start of the process, on the main thread."""
     if sys.platform != "linux":
         return
     parent = os.getppid()
@@ -35,8 +35,8 @@ def die_with_parent() -> None:
 
 
 def dying_with_parent(command: Sequence[str]) -> list[str]:
-    """Return a command that runs `command` and is killed when this process ends (Linux). The program must be given by
-    its path.
+    """Return a command that runs `command`. The kernel kills it when this process, or the thread that spawned the command,
+    ends (Linux). The program must be given by its path.
     """
     return [sys.executable, "-I", "-S", "-c", _EXEC_WITH_PARENT, str(os.getpid()), *command]
 

@@ -4,8 +4,8 @@
     MetaPusher             -- TrajectoryMeta                  --> MetaPuller                  (names.stream("master_meta"))
 
 The verdict returns along the same path: from the master to the head, and from the head to the rollout worker. A
-restarted puller receives its unanswered messages again, so heads and master recognize repeated trajectories by their
-ticket.
+restarted puller receives again the messages that had no verdict, so heads and master recognize repeated trajectories by
+their ticket.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def grouping(num_pushers: int, num_pullers: int) -> dict[int, list[int]]:
 
 class _TrajectoryHeader(Struct, frozen=True, array_like=True):
     meta: TrajectoryMeta
-    sample: bytes  # header of the codec
+    sample: bytes  # the sample's header, from encode_sample
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -63,7 +63,7 @@ def _acknowledger(delivery: Delivery) -> Callable[[StoreVerdict], None]:
 
 
 class DecodeSample(Protocol):
-    """The signature of codec.decode_sample."""
+    """The signature of data.sequence.decode_sample."""
 
     def __call__(self, header: bytes, frames: Sequence[Any], *, max_bytes: int) -> SequenceSample: ...
 
@@ -122,7 +122,7 @@ class NameResolvingZmqPusher:
     async def push(
         self, meta: TrajectoryMeta, sample: SequenceSample, *, head: int | None = None, timeout_s: float
     ) -> StoreVerdict:
-        """Send a trajectory to a head (default: the next one of this pusher's group) and wait for the verdict.
+        """Send a trajectory to a head (default: the heads that `grouping` assigns, in turn) and wait for the verdict.
 
         Do not change the sample's arrays: they are sent without copying. Raises ChannelRefused if the head cannot read
         the message, and TimeoutError, after which the trajectory may still be stored.
@@ -144,7 +144,7 @@ class NameResolvingZmqPusher:
 
     @property
     def pending_bytes(self) -> int:
-        """Number of bytes sent and without a verdict: at most the credit times the number of heads."""
+        """Number of bytes sent and without a verdict. For each head: at most the credit, or one larger message."""
         return sum(sender.pending_bytes for sender in self._senders)
 
     @property

@@ -10,8 +10,8 @@ at most once: when a worker comes back as a new incarnation, its unanswered call
 of a detached group (dataflow/worker_groups.py) come back together, as the group's next incarnation: when the first of
 them connects, the calls to all of them fail.
 
-Start-up barrier: the client sends each worker a resend query as soon as it finds its name. `start` returns when all
-have answered. Stale entries of dead workers do not answer, so they do not count.
+Start-up barrier: the client sends each worker a resend query as soon as that worker's name appears. `start` returns when
+all have answered. A name that a dead worker has left behind gets no answer, so it does not count.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class NameResolvingRequestClient:
         """Send one call to each handler's worker, all or none, without yielding to the event loop in between.
 
         All calls carry the same global sequence number. Raises ValueError for an unknown handler, ChannelFull if a
-        worker has CALL_CREDIT_ITEMS unanswered calls, and, after fail_all, its error.
+        worker has CALL_CREDIT_ITEMS unanswered calls, and, after fail_all, the error given to fail_all.
         """
         if self._failed is not None:
             raise self._failed
@@ -274,7 +274,7 @@ class Call:
         self._delivery.ack(_encoder.encode(_Success(result)))
 
     def fail(self, error: BaseException) -> None:
-        """Raise a RemoteCallError with this error and its traceback at the caller."""
+        """Answer that the call failed. The caller's future raises RemoteCallError with this error and its traceback."""
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         message = f"{type(error).__name__}: {error}"
         self._delivery.ack(_encoder.encode(_Failure(self._worker, message, text)))

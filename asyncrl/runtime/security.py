@@ -2,9 +2,9 @@
 
 The launcher creates the run's secrets at its start, in <run>/secrets/, readable only by its user. They are a CURVE key
 pair that identifies receivers, a CURVE key pair that admits senders, and a bearer token for HTTP. Each process reads
-the secrets once and applies them to all its sockets (`secure`). This is process-wide because a process belongs to one
-run, and because one forgotten socket would be an open door. Secrets never appear in a config, command line,
-environment, log or status; `repr` hides them.
+the secrets once and applies them to all its sockets (`secure`), except streams on Unix sockets, which need no secrets
+(unix_sockets.py). This is process-wide because a process belongs to one run, and because one forgotten socket would be
+an open door. Secrets never appear in a config, command line, environment, log or status; `repr` hides them.
 
 CURVE alone admits any client that has made a key of its own. A ZAP handler (Gatekeeper, one per ZeroMQ context) holds
 the list of admitted keys; without a handler ZeroMQ would admit no client.

@@ -84,10 +84,10 @@ class ServiceClient:
     async def post(
         self, path: str, message: msgspec.Struct, reply: type[R], *, limit_s: float, wait_s: float = 0.0
     ) -> R:
-        """Post a message and decode the reply. `wait_s` is how long the service may hold the reply by agreement.
+        """Post a message and decode the reply. wait_s: time for which the service may delay its reply (long polling).
 
-        Raises ServiceError if the service refuses the call, and WaitTimeoutError if no reply arrives within limit_s +
-        wait_s.
+        Raises ServiceError if the service refuses the call, WaitTimeoutError if no reply arrives within limit_s +
+        wait_s, and aiohttp's error if the process is out of file descriptors.
         """
         return await self._board.bounded(
             self._post(path, msgspec.json.encode(message), reply, wait_s),
@@ -135,7 +135,7 @@ class ServiceClient:
             return response.status, await response.read()
 
     async def _follow(self, addresses: AsyncIterator[WatchEvent]) -> None:
-        """consumes: addresses of the service. produces: the new URL, and an end of the calls that wait for the old one."""
+        """consumes: addresses of the service. produces: the new URL. Ends calls that wait for the old one."""
         async for event in addresses:
             if event.kind == "delete" or event.value == self._url:
                 continue

@@ -153,13 +153,14 @@ class Stacks:
 
 
 def ask_all(logs: Sequence[Path], limit_s: float) -> list[Stacks]:
-    """Return the stacks of all processes with a file in these folders, by name, except those that ended long ago.
+    """Return the stacks of all processes with a file in these folders, sorted by name. Of several processes with one
+    name, only one is included: the live one, if there is one.
 
     Waits for: the answers, at most limit_s for all together. Processes that cannot answer are not waited for.
     """
     asked = [_Request(path) for folder in logs for path in sorted(folder.glob(f"*{SUFFIX}"))]
     newest: dict[str, _Request] = {}
-    for request in asked:  # among processes with one name, take the live one, otherwise the newest
+    for request in asked:  # among processes with one name, take the live one, otherwise the first
         if request.name and (request.name not in newest or not request.is_gone):
             newest[request.name] = request
     requests = [newest[name] for name in sorted(newest)]
@@ -248,7 +249,7 @@ _STOPPED = "it is stopped (SIGSTOP, or a debugger) and cannot answer; SIGCONT le
 
 
 def _read_header(path: Path) -> tuple[str, int, int, int]:
-    """Return name, pid, thread and start time of the process that writes this file; name "" if there is none."""
+    """Return name, pid, thread and start time of the process that writes this file; name "" if the file has no header."""
     with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
         line = file.readline(4096).decode(errors="replace")
         head, _, started = line.rpartition(", started ")
@@ -260,7 +261,10 @@ def _read_header(path: Path) -> tuple[str, int, int, int]:
 
 
 def _stat_of(pid: int) -> tuple[str, int]:
-    """Return a process's state (R, S, D, T, Z, ...) and start time (ticks since the boot); state "" if there is none (Linux)."""
+    """Return a process's state (R, S, D, T, Z, ...) and start time (ticks since the boot); ("", 0) if it does not exist.
+
+    Elsewhere than on Linux, a live process has the state "?" and the start time 0.
+    """
     if sys.platform != "linux":
         try:
             os.kill(pid, 0)

@@ -4,9 +4,9 @@
 
 A Tracer buffers events in memory and writes them on each flush (a worker's status reporter flushes twice a second).
 A full buffer drops further events and counts them. If the file exceeds its limit or cannot be written, tracing ends with a
-warning. Tracing never fails a run. Times come from the monotonic clock, which all processes of a machine share. Each file also
-records the offset of that clock from calendar time. Merging uses it to align several machines, as accurately as their calendar
-clocks agree.
+warning. Once a process has opened its file, tracing never fails the run. Times come from the monotonic clock, which all
+processes of a machine share. Each file also records the offset of that clock from calendar time. Merging uses the offsets to
+align several machines, as accurately as their calendar clocks agree.
 """
 
 from __future__ import annotations
@@ -197,7 +197,10 @@ def place_of(info: WorkerInfo) -> int:
 
 
 def merge(folder: Path, out: Path) -> int:
-    """Merge the files of all processes into one timeline. Returns the number of events. Broken lines are skipped."""
+    """Merge the files of all processes into one timeline. Returns the number of events.
+
+    Skips broken lines, and files without a header.
+    """
     num_events = 0
     temporary = out.with_name(f".{out.name}")
     with temporary.open("w", encoding="utf-8") as target:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 # Frames of at least this size are sent without copying. For smaller frames a copy is cheaper: each frame that is not
 # copied wakes pyzmq's garbage collection thread, which needs the GIL.
 _ZERO_COPY_BYTES = 1 << 18
-# Maximum part of an encrypted stream: ZeroMQ accepts this much from a connection before its peer has authenticated.
+# Maximum size of a frame in an encrypted stream; larger frames are split. It is small because ZeroMQ allocates as much for
+# a frame of a peer that has not authenticated yet.
 PART_BYTES = 1 << 18
 _ENCRYPTION_BYTES = 64  # added to a part by CURVE
 _LENGTH_BYTES = 8
@@ -64,7 +65,7 @@ class PullSocket(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Discard undelivered messages. Idempotent."""
+        """Close the socket and discard undelivered messages. Idempotent."""
 
 
 class PushSocket(ABC):
@@ -74,12 +75,13 @@ class PushSocket(ABC):
     def send_nowait(self, frames: Sequence[Buffer]) -> bool:
         """Queue a message without blocking. Returns False if the queue is full; the message is then not sent.
 
-        Frames are not copied: they must stay unchanged until the message is settled.
+        Large frames are sent without copying, so all frames must stay unchanged until the channel has settled the
+        message.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Discard messages that have not been sent yet. Idempotent."""
+        """Close the socket and discard messages that have not been sent yet. Idempotent."""
 
 
 class Transport(ABC):
@@ -241,7 +243,7 @@ class _ZmqPush(PushSocket):
 
 def parts_of(frames: Sequence[Buffer]) -> list[Buffer]:
     """Split a message into parts of at most PART_BYTES, without copying. If any frame is split, the first part contains
-    all frame lengths.
+    all frame lengths; otherwise it is empty.
     """
     views = [memoryview(frame).cast("B") for frame in frames]
     if all(view.nbytes <= PART_BYTES for view in views):
@@ -417,7 +419,7 @@ class FaultyTransport(Transport):
     """Wraps a transport and injects faults into messages as they are sent, drawn from a generator seeded with
     `faults.seed` and `who`.
 
-    A message is dropped, delayed (and so reordered), duplicated, or has one byte changed in any of its frames.
+    A message is dropped, delayed (and so reordered), duplicated, or has one byte changed in one of its frames.
     """
 
     def __init__(self, transport: Transport, faults: FaultsConfig, who: str) -> None:
@@ -458,7 +460,7 @@ class _FaultyPush(PushSocket):
     def __init__(self, transport: FaultyTransport, push: PushSocket) -> None:
         self._transport = transport
         self._push = push
-        self._late: set[asyncio.TimerHandle] = set()  # bounded by the sender's window: it queries before it resends
+        self._late: set[asyncio.TimerHandle] = set()  # bounded by the window: the sender queries before it resends
 
     def send_nowait(self, frames: Sequence[Buffer]) -> bool:
         transport = self._transport
@@ -482,7 +484,7 @@ class _FaultyPush(PushSocket):
     def _send_later(self, frames: Sequence[Buffer]) -> None:
         def send() -> None:
             self._late.discard(handle)
-            self._push.send_nowait(frames)  # a full socket drops it, as any socket does
+            self._push.send_nowait(frames)  # if the socket is full, the message is lost
 
         handle = asyncio.get_running_loop().call_later(self._transport.delay_s(), send)
         self._late.add(handle)

@@ -2,7 +2,8 @@
 
 The kernel keeps other users out, so connections need no authentication or encryption, and no stranger can take over the
 address of a dead process. The launcher creates the folder at its start and removes it at its end. Each process binds
-all its sockets there (`use`). The folder is outside the run's folder, because a socket path has at most 107 bytes and
+the sockets of its streams and of its HTTP servers there (`use`), except servers for clients outside asyncrl, which use
+TCP. The folder is outside the run's folder, because a socket path has at most 107 bytes and
 network file systems do not support sockets.
 """
 
@@ -19,7 +20,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-LINK = "sockets"  # in the run's folder: a link to the folder of its launcher's sockets
+LINK = "sockets"  # in the run's folder: a symbolic link to the socket folder
 _PREFIX = "asyncrl-"
 _MAX_FOLDER_BYTES = 80  # the rest of the path is for socket names
 _DOMAIN = ".unix"  # in URLs: http://<name of the socket>.unix
@@ -90,7 +91,7 @@ def make_folder(run_dir: Path) -> str:
     """
     remove_folder(run_dir)
     failure = OSError("no usable folder for Unix sockets")
-    for base in dict.fromkeys(("/tmp", tempfile.gettempdir())):  # $XDG_RUNTIME_DIR is removed at the user's logout
+    for base in dict.fromkeys(("/tmp", tempfile.gettempdir())):  # not $XDG_RUNTIME_DIR: it is removed at logout
         if len(os.fsencode(base)) > _MAX_FOLDER_BYTES - len(_PREFIX) - 8:
             continue
         try:

@@ -31,7 +31,7 @@ class WandbWriter:
 
     consumes: records that `write` puts into a bounded queue. produces: a run at W&B, or offline files in <run>/wandb
     for `wandb sync`.
-    waits for: records; wandb.init, at most wandb.init_timeout_s. unblocked by: the master; the end of `finish`.
+    waits for: records; wandb.init, at most wandb.init_timeout_s. unblocked by: `write` and `finish`.
     Any failure logs one warning. Further records are then dropped, and no caller waits.
     """
 
@@ -121,8 +121,8 @@ class WandbWriter:
         return run
 
     def _run_id(self) -> str:
-        """Return the attempt's id, created once and kept in the run's folder. So another folder of the same name is
-        another W&B run.
+        """Return the attempt's id, created once and kept in the run's folder. So a new folder with the same experiment and
+        trial is a new W&B run.
         """
         file = self._run_dir / "wandb" / f"attempt_{self._attempt}.id"
         if not file.exists():

@@ -81,7 +81,7 @@ class Worker:
         work is over.
 
         Stopping the worker cancels this coroutine. Resources entered into `opened` are closed afterwards, when all
-        tasks of `self.tasks` have ended.
+        tasks of `self.tasks` have ended or stop_timeout_s is over.
         """
         raise NotImplementedError
 
@@ -118,8 +118,8 @@ class Worker:
                 await asyncio.to_thread(self._directory.resolver.close)
 
     async def _live(self) -> bool:
-        """Execute `run` until it ends, a background task fails, or the worker is asked to stop. Returns whether the
-        work is over.
+        """Execute `run` until it ends, a background task fails, or the worker is asked to stop. Returns True if
+        `run` has ended, False if the worker was asked to stop before.
         """
         opened = AsyncExitStack()
         stop = asyncio.create_task(self.stopping.wait(), name=f"{self.name}:stop")
@@ -143,8 +143,8 @@ class Worker:
         await self.run(self._directory, opened)
 
     async def _open_directory(self) -> Directory:
-        """Open name resolve. If a launcher keeps a lease, name resolve has answered before, so wait through an outage
-        (start_timeout_s).
+        """Open name resolve. If a launcher keeps the lease, name resolve has already answered the launcher, so wait
+        through an outage (start_timeout_s).
         """
         info = self.info
         lease = self.system.launcher.lease if self.system.launcher is not None else None
@@ -198,8 +198,8 @@ class Worker:
             await asyncio.to_thread(add, key, status, replace=True, lease=directory.lease)
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Handle an error that no task awaits. If the process is out of file descriptors, the loop retries accepting
-        every second.
+        """Handle an error that no task awaits. If the process is out of file descriptors, asyncio itself tries to
+        accept again every second; that is logged at most once in _SAY_AGAIN_S.
         """
         explained = out_of_files(context.get("exception"))
         if explained is None:

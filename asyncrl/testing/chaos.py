@@ -1,4 +1,4 @@
-"""Chaos tests of whole runs: a small run that learns, faults given by cells of (target, signal, phase), and checks at its end.
+"""Chaos tests of whole runs: a small run that learns, faults given by cells of (target, kind, phase), and checks at its end.
 
 config = make_chaos_run(folder)
 with ChaosRun(config, f"fileroot={folder}") as run:
@@ -84,7 +84,7 @@ def make_chaos_run(folder: Path, *, steps: int = STEPS) -> Path:
 
 @dataclass(frozen=True)
 class Cell:
-    """One fault of the matrix."""
+    """One fault: the process that it strikes, the kind of fault, and the phase of the run in which it happens."""
 
     target: str
     kind: Kind
@@ -137,7 +137,7 @@ class ChaosRun:
         return self._handles[-1]
 
     def wait_for_step(self) -> None:
-        """Wait until the run has trained, so that every process has worked."""
+        """Wait for train step 2, so that every process has worked."""
         self.handle.wait_for_step(2, _START_LIMIT_S)
 
     def strike(self, cell: Cell) -> Outcome:

@@ -27,5 +27,5 @@ class MemberAgent(Agent):
 
 
 async def reward(prompt: str, completion: str, answer: object) -> float:
-    """The reward is the length, so that rewards differ."""
+    """The reward is the length of the completion, so that the rewards of a group differ."""
     return float(len(completion))

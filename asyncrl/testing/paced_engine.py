@@ -1,8 +1,8 @@
 """A generation engine that computes nothing: it emits tokens at a fixed rate in each of a fixed number of slots.
 
-For benchmarks and tests of everything around generation. It uses the queue of all engines (generation/queueing.py), and implements
-everything that other processes rely on: verification of weight versions by their manifest, all pause modes, resuming of prefixes,
-and the version of every token.
+It serves benchmarks and tests of everything around generation. It uses the queue of all engines (generation/queueing.py), and
+implements everything that other processes rely on: verification of weight versions by their manifest, all pause modes, resuming
+of prefixes, and the version of every token.
 The length of a response depends only on its prompt (`LongTail`), however often it is interrupted and on whichever server it
 resumes. Prefill of a prompt or prefix takes no time.
 """
@@ -92,7 +92,7 @@ class PacedEngine(QueueingEngine[_Paced]):
     """Runs config.max_running_requests responses at a time, each at tokens_per_s. A load takes load_s plus the verification.
     Everything except the verification runs on the event loop.
 
-    It calls on_tokens(count, version) for new tokens whenever a response ends, and in `tell_tokens`.
+    It calls on_tokens(count, version) for new tokens whenever a response ends or is halted, and in `tell_tokens`.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class PacedEngine(QueueingEngine[_Paced]):
         super()._answer(pending, finish)
 
     def _close_span(self, pending: _Paced) -> None:
-        """Add a span for the tokens since the last one: the served version sampled them."""
+        """Add a span for the tokens since the last span. The version that is served now has sampled them."""
         start = pending.spans[-1].end if pending.spans else 0
         if pending.done > start:
             pending.spans.append(VersionSpan(version=str(self._version), start=start, end=pending.done))

@@ -138,11 +138,11 @@ class PacedTrainer(Worker):
         await self._work(server, receiver)
 
     async def _work(self, server: NameResolvingReplyServer, receiver: TrajectoryReceiver) -> None:
-        """Execute calls in order, forever. Weights are written in parallel to the next calls."""
+        """Execute calls in order, forever. While weights are being written, the next calls are executed."""
         while True:
             call = await server.receive()
             self.board.progress()
-            # a model for the user has no version; there is nothing to write
+            # a model saved for the user has no version; this stand-in does not write it
             if isinstance(call.body, CommitWeights) and call.body.weight_version:
                 self.tasks.spawn(self._write(call, call.body), "write")
             else:

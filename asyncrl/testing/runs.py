@@ -94,7 +94,7 @@ class RunHandle:
             self._clock.sleep(_POLL_S)
 
     def wait_for_step(self, step: int, limit_s: float) -> dict[str, Any]:
-        """Wait for a train step, and return its metrics."""
+        """Wait for this train step or a later one, and return the metrics of the first such step."""
 
         def find() -> dict[str, Any]:
             return next((record for record in train_steps(self.run_dir) if record["step"] >= step), {})
@@ -135,7 +135,7 @@ class RunHandle:
 
 
 def told_by(run: RunHandle, url: str) -> str:
-    """The answer of an HTTP endpoint of this run to a client with the run's token."""
+    """The answer of an HTTP endpoint of this run, which must use Unix sockets, to a client with the run's token."""
     parts, token = urlsplit(url), (run.run_dir / "secrets" / "token").read_text().strip()
     with unix_sockets.used(os.readlink(run.run_dir / unix_sockets.LINK)):
         connection = unix_sockets.Connection(unix_sockets.path_of(parts.hostname or ""), timeout_s=30.0)

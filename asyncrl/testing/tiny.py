@@ -29,9 +29,9 @@ ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral")
 def make_char_tokenizer(path: str | Path | None, alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
     """A tokenizer with one token per character, and EOS = id 0; saved to path if that is given.
 
-    EOS is also the padding token. There is no other special token, which a policy could sample invisibly in the middle of its
-    text. Encoding a character outside the alphabet raises. AutoTokenizer loads every `qwen2` directory as Qwen2Tokenizer, which
-    supports only printable ASCII without the space; asyncrl's own load_tokenizer supports every alphabet.
+    EOS is also the padding token. There is no other special token, because a policy could sample it in the middle of its text
+    and decoding would not show it. Encoding a character outside the alphabet raises. AutoTokenizer loads every `qwen2` directory
+    as Qwen2Tokenizer, which supports only printable ASCII without the space; asyncrl's own load_tokenizer supports every alphabet.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

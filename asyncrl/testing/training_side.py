@@ -122,7 +122,7 @@ class TrainingSide:
     async def make_groups(
         self, locators: Sequence[Locator], version: int, eval_mode: Literal["", "greedy", "sampled"] = ""
     ) -> list[CallResult]:
-        """Make groups of these prompts, `e<epoch>-p<position>`, on the data ranks, as the master does with mode=sync."""
+        """Make groups of these prompts (ids: `e<epoch>-p<position>`) on the data ranks, as the master does with mode=sync."""
         assert self.generation is not None, "there is no MFC of kind generate"
         makers = self._placements[self.generation.model]
         ids = [f"e{at.epoch}-p{at.position}" for at in locators]

@@ -32,7 +32,7 @@ _POOL_BATCHES = 8  # demonstrations of this many batches are sorted by length be
 
 
 class Reward(Protocol):
-    """A reward function that is told whether the completion ended with EOS."""
+    """A reward function with an argument `finished`: whether the completion ended with EOS."""
 
     def __call__(self, prompt: str, completion: str, answer: str, *, finished: bool = True) -> float: ...
 
@@ -152,7 +152,9 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, recipe: Re
 def _batches(
     tokenizer: PreTrainedTokenizerFast, recipe: Recipe, rng: np.random.Generator
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
-    """Endless batches of demonstrations, padded on the right: input_ids, labels (-100: no loss), mean number of labels a batch."""
+    """Endless batches of demonstrations, padded on the right: input_ids, labels (-100: no loss), mean number of labels per
+    batch.
+    """
     import torch
 
     eos = tokenizer.eos_token_id

@@ -5,7 +5,7 @@ does not affect `t10`. Two stores implement this interface: etcd (etcd/; between
 (memory.py; between threads of one process, for tests). One test suite covers both.
 
 All calls are synchronous and thread-safe; code on an event loop makes them through `asyncio.to_thread`. Every call has
-a limit: the resolver's `timeout_s` for operations, its own limit for `wait`.
+a limit: the resolver's `timeout_s`, or an argument of the call (`wait`, `publish`, `watch`).
 """
 
 from __future__ import annotations
@@ -245,9 +245,9 @@ class NameResolver(ABC):
         """Put an entry. Without `replace`, an existing key raises NameEntryExists, and exactly one of several
         concurrent adds succeeds.
 
-        If the backend loses the entry (its data, or a lease in an outage), this session restores it, with its lease or
-        without one, for as long as the session is open. It does not overwrite an entry that another session has put
-        meanwhile. Therefore each entry should belong to one session.
+        The backend may lose the entry: it loses its data, or a lease expires in an outage. As long as this session is
+        open, it then restores the entry, with the same lease if it had one. It does not overwrite an entry that another
+        session has put meanwhile. Therefore each entry should belong to one session.
 
         `lease` may belong to another session; it must exist (LeaseNotFound). Competing sessions should write distinct
         values: an add whose reply was lost in an outage is repeated, and then treats an equal entry as its own.
@@ -347,10 +347,10 @@ class NameResolver(ABC):
         """Report the current state to `callback` as puts (before this returns), then every change, until cancelled.
 
         limit_s: limit for reading the state; default: the limit of operations. After an outage of the backend, a watch
-        reports only the differences between the state before and after it. Deletes are reported some seconds later, so
-        that entries which the backend lost and their owners restore cause no event. Callbacks run in threads of the
-        resolver or of the session that changes an entry. They must be short and pass the event to their own loop. An
-        exception in a callback is logged; the watch continues.
+        reports only the differences between the state before and after the outage. It holds deletes back for some
+        seconds then, so that entries which the backend lost and their owners restore cause no event. Callbacks run in
+        threads of the resolver or of the session that changes an entry. They must be short and pass the event to their
+        own loop. An exception in a callback is logged; the watch continues.
         """
         return self._watch(self._key(name), callback, subtree=subtree, limit_s=limit_s)
 

@@ -47,8 +47,8 @@ class _MemoryWatch(Watch):
 
 
 class MemoryStore:
-    """The state shared by all memory resolvers of one space; the simulation uses a space of its own kind. Callbacks run
-    after the lock is released, in the changing thread.
+    """The state shared by all memory resolvers of one space; the simulation uses a subclass. Callbacks run after the
+    lock is released, in the thread that makes the change.
     """
 
     def __init__(self) -> None:
@@ -131,7 +131,10 @@ class MemoryStore:
             self.revoke(lease_id)
 
     def _reap(self) -> None:
-        """Consumes nothing; produces the deletes of expired leases. Waits for: the next expiry. Unblocked by: a new lease."""
+        """Consumes nothing; produces the deletes of entries whose lease has expired.
+
+        Waits for: the next expiry. Unblocked by: a new lease.
+        """
         while True:
             with self.locked():  # removes expired leases
                 pass

@@ -8,8 +8,8 @@ from asyncrl.runtime.names.memory import MEMORY, MemoryNameResolver
 
 
 def open_name_resolver(config: NameResolveConfig, limit_s: float | None = None) -> NameResolver:
-    """Open the resolver for a config. It uses the first endpoint that answers, and a later one if that fails. limit_s:
-    limit for reaching an endpoint (default: config.timeout_s).
+    """Open the resolver for a config. It uses the first endpoint that answers, and another one if that endpoint fails.
+    limit_s: limit for reaching an endpoint (default: config.timeout_s).
 
     The endpoint `memory://SPACE` is for tests: resolvers of one process that name the same space share their entries.
     """

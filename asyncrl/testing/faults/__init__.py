@@ -6,7 +6,7 @@ with launch(config, ...) as run:
         injector.run(faults, until=lambda: run.popen.poll() is not None)
 
 `asyncrl-launch chaos` does this with any config. For messages that are lost, duplicated, corrupted or delayed, use the config
-section runtime.faults, which applies to every channel of a run (runtime/transport.py).
+section runtime.faults, which applies to every channel and HTTP call of a run (runtime/transport.py, runtime/http_client.py).
 """
 
 from asyncrl.testing.faults.costs import Costs, cost_lines, read_costs

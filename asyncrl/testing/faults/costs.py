@@ -1,13 +1,14 @@
 """The throughput that faults cost a run: `costs_of` is pure, `read_costs` reads the files of the run.
 
 The time after a fault has up to four parts:
-  frozen     a process is stopped, and no other can do its work
-  detection  from the fault until it is noticed: the launcher has started another process, or the manager has given
-             tickets of a frozen rollout worker to another
+  detection  from the fault until the launcher has started another process; of a stopped rollout worker that continues:
+             until the manager has handed out one of the run's prompts again
+  frozen     until a stopped process continues; of a rollout worker only the time after the detection
   restart    until the new process runs (master and model workers: until all of them run)
   refill     until the run has trained _REFILL_STEPS more steps
-The loss of a part is its duration minus the undisturbed duration of the train steps in it. It is negative if more steps
-were trained. If faults overlap, time counts once: for the newest fault, and as refill only if no other part is active.
+The loss of a part is its duration minus the undisturbed duration of the train steps in it. It is negative if the run trained
+faster in this part than undisturbed. If faults overlap, time counts once: for the newest fault, and as refill only if no other
+part is active.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def stages_of(
     issued_again: Iterable[float],
     steps: Sequence[float],
 ) -> list[Stage]:
-    """The stages of each fault. records: of the injector. runs: time and name of each process that began to run.
+    """The stages of each fault. records: of the injector. runs: for each process, the time at which it began to run, and its name.
 
     issued_again: times at which a prompt was handed out again. steps: ends of train steps, in order.
     """

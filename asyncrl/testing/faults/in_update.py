@@ -54,7 +54,7 @@ def has_struck(folder: Path) -> bool:
 
 
 def moved_tickets(run_dir: Path) -> set[str]:
-    """Tickets that lost their server and continued on another, by the rollout workers' logs."""
+    """Tickets that lost their server and continued on another one, according to the rollout workers' logs of attempt 1."""
     logs = sorted((run_dir / "logs" / "attempt_1").glob("rollout_worker_*.log"))
     return {
         ticket for log in logs for ticket in re.findall(r"ticket (\S+): lost generation_server/\d", log.read_text())

@@ -37,7 +37,7 @@ class Strike(Struct, frozen=True, kw_only=True):
     fault: Fault
     name: str  # of the process, e.g. `rollout_worker/1`
     pid: int
-    in_phase: bool  # False: the phase did not come within a minute, and the fault was injected without it
+    in_phase: bool  # False: the phase did not come in time, and the fault was injected nevertheless
     time: float  # unix seconds
 
 
@@ -77,7 +77,7 @@ class Injector:
     def run(
         self, faults: Sequence[Fault], *, until: Callable[[], bool], after_each: Callable[[], None] = lambda: None
     ) -> None:
-        """Inject each fault at its time. Return when the last process is back, or when `until` reports the end of the run."""
+        """Inject each fault at its time. Return when all processes are back, or when `until` reports the end of the run."""
         start = self._clock.monotonic()
         for fault in faults:
             while self._clock.monotonic() < start + fault.at:
@@ -92,7 +92,9 @@ class Injector:
             self._clock.sleep(_POLL_S)
 
     def strike(self, fault: Fault) -> Strike | None:
-        """Wait for the fault's phase, and inject the fault. None if no process of the target is alive; that is recorded."""
+        """Wait for the fault's phase, and inject the fault. None if no process of the target is alive, or if it
+        ended before the phase came; the journal then has the event `missed`.
+        """
         living = self._processes.of(fault.target)
         if not living:
             self._note("missed", fault, why=f"no {fault.target} is alive")

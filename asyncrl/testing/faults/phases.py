@@ -1,4 +1,4 @@
-"""Detect the phase of a live run from outside within milliseconds, by the CPU use of its processes and the files in its folder.
+"""Detect the phase of a live run from outside within tens of milliseconds, by its processes' CPU use and the files in its folder.
 
 idle          the target computes nothing
 generation    a generation server computes
@@ -28,7 +28,7 @@ TEMPORARY_SUFFIX = ".writing"  # of folders of weights and checkpoints that are 
 _LOOK_S = 0.02  # a process is observed for this long
 _POLL_S = 0.001
 _BUSY, _IDLE = 0.6, 0.1  # shares of that time
-_HOLD_S = 0.5  # the master is stopped for this long; groups that finish meanwhile wait for its verdict
+_HOLD_S = 0.5  # the master is stopped this long before the fault, so that finished groups wait for its verdict
 
 
 class PhaseWatch:
@@ -75,7 +75,10 @@ class PhaseWatch:
         return True
 
     def _computes(self, kind: str, target: psutil.Process) -> bool:
-        """Whether the target, if it is of this kind, or else any process of this kind computes. A server's engine counts as it."""
+        """Whether the target computes, if it is of this kind; otherwise whether any process of this kind does.
+
+        If generation servers have engines as processes of their own, any server or engine counts.
+        """
         of_kind = self._processes.of(kind)
         engines = self._processes.of("engine") if kind == "generation_server" else {}
         those = {process.pid: process for process in (of_kind | engines).values()}

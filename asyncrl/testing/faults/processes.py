@@ -50,9 +50,10 @@ class RunProcesses:
         return {name: process for name, process in self.by_name().items() if target in (name, name.partition("/")[0])}
 
     def _workers(self, launcher: psutil.Process | None) -> dict[str, psutil.Process]:
-        """Workers that the launcher or a user started, and the nurseries of their reward functions.
+        """Workers that the launcher or a user started, and the nurseries (schedule.TARGETS) of their reward functions.
 
-        Forks of a worker or a nursery, and the parent of a nursery, have the same command line; their parents tell them apart.
+        A worker and its forks have the same command line, and so do a nursery, its forks and its parent. They differ in their
+        parent process.
         """
         found: dict[str, psutil.Process] = {}
         nurseries: list[tuple[int, str, psutil.Process]] = []  # parent, reward function

@@ -63,7 +63,9 @@ def schedule(
     weights: Mapping[str, float] | None = None,
     stop_s: tuple[float, float] = (1.0, 20.0),
 ) -> list[Fault]:
-    """Faults during for_s seconds, with `every` = (least, most) seconds between two. weights: of targets (default: 1 each)."""
+    """Faults during for_s seconds, with `every` = (least, most) seconds between two. weights: relative
+    frequency of each target (default: 1). stop_s: (least, most) duration of a stop.
+    """
     least, most = every
     if not 0 < least <= most:
         raise ValueError(

@@ -90,7 +90,9 @@ class Login:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def enter(self, channel: Any, limit_s: float) -> None:
-        """Ensure that there is a token. Raises gRPC's error in an outage, and NameResolveError if the server refuses the user."""
+        """Ensure that there is a token if a user is set. Raises gRPC's error in an outage, and NameResolveError if the server
+        refuses the user.
+        """
         with self._lock:
             if self.token or not self.access.user:
                 return

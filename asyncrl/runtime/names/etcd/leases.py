@@ -26,8 +26,8 @@ from asyncrl.runtime.names.interface import (
 
 logger = logging.getLogger(__name__)
 
-_LOST_CHECK_S = 0.5  # how often a session checks another session's lost lease that it uses
-_FOREIGN_FORGET_S = 120.0  # how long it keeps checking
+_LOST_CHECK_S = 0.5  # between two checks while a lease or its entries are lost
+_FOREIGN_FORGET_S = 120.0  # then a session forgets another session's lost lease and its own entries there
 _JOIN_LIMIT_S = 2.0
 _EVENT_DELETE = 1
 _NO_LEASE = 0
@@ -37,8 +37,8 @@ _NO_LEASE = 0
 class LeaseIntervals:
     """How often a session checks its leases. Shorter intervals detect a loss earlier but cause more requests to etcd."""
 
-    refresh_s: float = 3.0  # maximum for a lease that it keeps alive; longer with very many leases
-    check_s: float = 5.0  # for another session's lease that it uses: whether it is still the same lease
+    refresh_s: float = 3.0  # for a lease that the session keeps alive; see refresh_interval
+    check_s: float = 5.0  # for another session's lease that has entries of this one: was it lost?
 
 
 USUAL = LeaseIntervals()
@@ -46,7 +46,7 @@ USUAL = LeaseIntervals()
 
 @dataclass
 class _HeldLease:
-    """A lease with entries of this session, or (id 0) no lease."""
+    """A lease that this session keeps alive or that its entries use. Id 0 stands for the entries without a lease."""
 
     id: int
     ttl_s: int = 0
@@ -63,12 +63,12 @@ class _HeldLease:
 
 
 class LeaseKeeper:
-    """Keeps leases alive on one thread, started with the first lease or entry. It watches the store's id, so it detects
-    an outage at once.
+    """Keeps leases alive on one thread, started with the first lease or entry. The thread watches the store's id, so it
+    detects an outage at once.
 
     Another session's lease may disappear and come back between two checks, without our entries. Therefore the keeper
-    attaches a mark to the lease besides the entries. No other session deletes the mark: if it is missing, all entries
-    are put again.
+    puts a key of its own, the mark, under the lease besides the entries. No other session deletes the mark: if it is
+    missing, all entries are put again.
     """
 
     def __init__(self, store: EtcdStore, closed: threading.Event, store_id: bytes, intervals: LeaseIntervals) -> None:
@@ -146,7 +146,7 @@ class LeaseKeeper:
             del self._lease_of[key]
 
     def join(self) -> None:
-        """End the thread after the session is closed."""
+        """Wait a short time for the thread to end, after the session is closed."""
         with self._lock:
             if self._stream is not None:
                 self._stream.cancel()
@@ -231,7 +231,7 @@ class LeaseKeeper:
             self._store.revoke(lease_id)
 
     def _look_at(self, held: _HeldLease, now: float) -> None:
-        """Check another session's lease. If it is a new one, put our entries again."""
+        """Check another session's lease. If it was lost and granted again, put our entries again."""
         keys = self._store.lease_keys(held.id)
         if keys is None:
             with self._lock:

@@ -21,7 +21,7 @@ _CLOSE_LIMIT_S = 2.0
 
 
 class EtcdNameResolver(NameResolver):
-    """Name resolve over etcd. Endpoints are `host:port`; the first one that answers is used, and the next one when it fails."""
+    """Name resolve over etcd. Endpoints are `host:port` or `unix:/path`. One that answers is used, and the next one if it fails."""
 
     def __init__(
         self,

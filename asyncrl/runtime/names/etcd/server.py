@@ -1,6 +1,6 @@
 """A private etcd: a server for one run, started by the launcher (and by tests) if the config names no endpoints.
 
-It lives as long as the process that started it: the kernel kills it when that process ends for any reason.
+It does not outlive the process that started it: the kernel kills it when that process ends for any reason.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class EtcdServer:
     """Starts, stops and restarts one etcd. The ports are chosen at the first start and stay the same, so that clients
     can reconnect.
 
-    A single node does not wait for peers: heartbeat and election intervals are short, so a restart takes only 0.3 s.
+    The server is the only member of its cluster, so heartbeat and election intervals can be short. A restart therefore
+    takes only 0.3 s.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class EtcdServer:
         return True
 
     def start(self, timeout_s: float = 30.0) -> None:
-        """Start the server and wait until it answers. Raises EtcdServerError with the end of its log."""
+        """Start the server and wait until it answers. Raises EtcdServerError with the errors in its log."""
         if self.running:
             return
         deadline = time.monotonic() + timeout_s

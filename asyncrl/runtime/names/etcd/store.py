@@ -41,10 +41,10 @@ _CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 2000),  # in fact the limit of one connection attempt
     ("grpc.max_reconnect_backoff_ms", 300),
-    # the only way for an open stream to detect a frozen server; etcd allows a ping every 5 s
+    # Only these pings let an open stream detect a frozen server. etcd allows one every 5 s
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),  # newer releases ignore the timeout above and default to a minute
+    ("grpc.http2.ping_timeout_ms", 5_000),  # newer gRPC uses this, not the timeout above; its default is a minute
     ("grpc.http2.max_pings_without_data", 0),  # no limit: a watch may see no change for hours
     ("grpc.max_receive_message_length", -1),
     ("grpc.use_local_subchannel_pool", 1),  # sessions of one process do not share a connection
