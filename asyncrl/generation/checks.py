@@ -346,7 +346,7 @@ class VerifiedLoads:
         return num_ended
 
     def require_pause(self) -> None:
-        """Call this before a load: requests must not run on unverified weights. Raises WeightsRefused unless the engine is paused."""
+        """Call this before a load: requests must not run on unverified weights. Raises WeightsRefused if the engine runs."""
         if not self._engine.stats().paused:
             raise WeightsRefused(
                 "weights.verify_logprobs is on: pause generation before an update, and continue after it"

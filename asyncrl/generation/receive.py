@@ -80,7 +80,7 @@ class TensorEngine(Protocol):
 @dataclass
 class _Update:
     version: str
-    spare: list[torch.Tensor]  # buckets of earlier updates that the model does not use, in order: the next ones reuse them
+    spare: list[torch.Tensor]  # buckets of earlier updates, in order, whose memory the next buckets can reuse
     group: str = ""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     flats: list[torch.Tensor] = field(default_factory=list)  # the buckets; the tensors are views of them

@@ -2,7 +2,7 @@
 
 In: prompts (POST /generate, from rollout workers); weight versions from disk (POST /update_weights_from_disk, from the gserver
 manager) or over the network (receive.py). Out: tokens, logprobs and the version that sampled them. The server starts without a
-version and generates nothing until it has loaded one. It publishes its address after the socket is bound.
+version and generates nothing until it has loaded one at the manager's request. It publishes its address after the socket is bound.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class GenerationServer(Worker):
             return ""
 
     def _verified_loads(self, engine: GenerationEngine) -> VerifiedLoads | None:
-        """Make the check that after each load the engine computes the trainer's logprobs of a text. None: verify_logprobs is off."""
+        """Make the check that the engine computes the trainer's logprobs after each load. None: weights.verify_logprobs is off."""
         tolerance = self._config.verify_tolerance
         limit_s = self._config.generation.load_timeout_s
         return VerifiedLoads(engine, tolerance=tolerance, limit_s=limit_s, logger=self.logger) if tolerance else None
