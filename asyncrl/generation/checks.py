@@ -346,7 +346,10 @@ class VerifiedLoads:
         return num_ended
 
     def require_pause(self) -> None:
-        """Call this before a load: requests must not run on unverified weights. Raises WeightsRefused if the engine runs."""
+        """Call this before a load: requests must not run on unverified weights.
+
+        Raises WeightsRefused if the engine is not paused.
+        """
         if not self._engine.stats().paused:
             raise WeightsRefused(
                 "weights.verify_logprobs is on: pause generation before an update, and continue after it"
