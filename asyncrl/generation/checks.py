@@ -45,7 +45,7 @@ from asyncrl.weights.versions import ScoredText, read_manifest
 
 _FLOATING = frozenset({"F32", "F16", "BF16", "float32", "float16", "bfloat16"})  # safetensors' names, then torch's
 _SHOWN = 5  # problems listed in an error
-# The limit of the mean difference is a sixth of the limit for a single token: in bfloat16, the mean was 0.05 and the largest 0.3
+# The limit of the mean difference is a sixth of the limit of a single token, verify_tolerance. For bfloat16: 0.05 and 0.3
 _MEAN_SHARE = 6.0
 # If the trainer's logprobs of two versions differ by more than this on average, the server's logprobs must differ, too
 _LEAST_CHANGE = 1e-5
@@ -92,7 +92,10 @@ def check_prompt(request: EngineRequest, *, vocab_size: int, max_prompt: int, ma
 
 
 class VersionFence:
-    """Remembers the newest version that was loaded. Loading the same version again is allowed: the first load may have failed."""
+    """Remembers the newest version that was loaded.
+
+    Loading that version again is allowed: the manager may not have received the answer to the first load.
+    """
 
     def __init__(self, published: Published | None = None) -> None:
         """published: returns the newest version that the trainer has published. None: versions have no upper bound."""

@@ -128,7 +128,7 @@ class QueueingEngine(GenerationEngine, Generic[P]):
     def _admit(self) -> None:
         """Start waiting requests while there is room.
 
-        None starts during a pause: the pause has already ended or stopped the running requests, and would miss a new one.
+        None starts during a pause: a pause ends or stops only the requests that run when it begins.
         """
         while (
             self._waiting

@@ -63,8 +63,8 @@ from asyncrl.runtime.trace import OFF, Tracer
 
 logger = logging.getLogger(__name__)
 
-_ASK_LIMIT_S = 10.0  # of a request about SGLang's state, an abort, a pause or a flush
-_ABORT_LIMIT_S = 20.0  # until aborted requests have ended; they take one forward pass at most
+_ASK_LIMIT_S = 10.0  # limit of a request for SGLang's state, or to abort, pause, continue or flush
+_ABORT_LIMIT_S = 20.0  # limit until aborted requests have ended; they take one forward pass at most
 _ABORT_AGAIN_S = 0.2  # aborts are repeated, because one that overtakes its request is lost
 _FLUSH_TRIES, _UPDATE_FLUSH_TRIES = 5, 20
 _FLUSH_PAUSE_S = 0.05
@@ -129,8 +129,8 @@ class GrowingResponse(Pending):
         return None
 
     def label(self, last: Piece, began: WeightVersion, served: WeightVersion | None) -> None:
-        """Add SGLang's version labels as spans. Raises SGLangError if a label is not from `began` to `served`, or if the labels do
-        not cover all tokens of this sending.
+        """Add SGLang's version labels as spans. Raises SGLangError if a label is older than `began` or newer than
+        `served`, or if the labels do not cover all tokens that were sampled since the request was last sent.
 
         began: the version when the request was sent; served: the current one. They differ only after a pause in place.
         """
@@ -264,8 +264,8 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
     async def _watch(self) -> None:
         """Watch the server and its load until the engine fails.
 
-        In turn, waits half a second for the server to end, then asks for its load. When the server has ended, or has not answered
-        for _SILENT_LIMIT_S, the engine fails, and with it all requests in flight.
+        Repeatedly waits at most half a second for the server's end, then asks for its load. When the server has ended, or has not
+        answered for _SILENT_LIMIT_S, the engine fails, and with it all requests in flight.
         """
         answered = self._clock.monotonic()
         while self._failure is None:
