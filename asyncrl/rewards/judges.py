@@ -109,7 +109,7 @@ class _Judge:
 class Judges:
     """At most `most` judges of one function.
 
-    waits for: a free judge; the wait is bounded by the time limits of the calls ahead.  unblocked by: the end of a call.
+    waits for: a free judge; the wait is bounded by the time limits of the earlier calls.  unblocked by: the end of a call.
     """
 
     def __init__(

@@ -174,7 +174,7 @@ class Reward:
     async def _score_in_thread(self, calls: Calls) -> list[float]:
         """Run the calls one after another in a daemon thread. A call that hangs blocks neither the worker nor its shutdown.
 
-        A slot is held for at most timeout_s, so the number of rollouts ahead bounds the wait for a slot.
+        A slot is held for at most timeout_s, so the number of earlier calls that still wait bounds the wait for a slot.
         """
 
         def run() -> list[Any]:

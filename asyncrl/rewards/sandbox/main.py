@@ -79,7 +79,7 @@ def main(control: int) -> None:
 
 def run(control: int, program: Job, given: bytes, alone: bool) -> tuple[tuple[float, ...], bytes, bytes]:
     """Run the program on one input. Returns (what ended it, exit code, number of processes left running, CPU time and wall time
-    in microseconds), stdout, stderr."""
+    in microseconds), stdout, stderr. alone: the sandbox is isolated, so every other process that it sees is the program's."""
     fresh_scratch(program["scratch"], program["files"])
     if alone:  # without isolation, _SHARED is the machine's own folder
         empty(_SHARED)
