@@ -1,19 +1,22 @@
 """The checks of a generation server: requests, weight versions, tensors, and the logprobs that the engine computes after a load.
 
-Requests are checked against the model's limits, versions against those already loaded, and tensors against the model's.
-This module does not import torch: it reads config.json, generation_config.json and the headers of safetensors files.
+Requests are checked against the model's limits, versions against the newest loaded and the newest published one, and tensors
+against the model's tensors. This module does not import torch: it reads names, shapes and dtypes from the headers of safetensors
+files.
 
-The server refuses a version from any sender if its attempt is lower than the loaded one, if it is older, or if the run has not
-reached it. A frozen gserver manager or an old trainer may still send after its successor; it must not move a server back.
-If the server accepted a version far ahead of the run, it would refuse all the real versions that follow.
+The server refuses a version that is older than the newest one it has loaded; a version of an earlier attempt is always older. A
+gserver manager or trainer that was frozen may send a version after its successor has sent a newer one, and must not move a server
+back. The server also refuses a version that the trainer has not published, unless it loads the version from the run's folder, which
+only the trainer writes. If it accepted a version far ahead of the run, it would refuse all the real versions that follow.
 
 The logprob check is the servers' half of weights.verify_logprobs; the trainer's is model/logprob_check.py.
 
     manifest.json of the version (`probe`: tokens, the trainer's logprobs) --+
-    engine: load the version, score the same tokens -------------------------+--> LogprobCheck --> the version is echoed, or refused
+    engine: load the version, score the same tokens -------------------------+--> LogprobCheck --> the version is served, or refused
 
 Checksums prove that the files are intact. They do not prove that the engine computes with them: a load may report success and
-leave some or all of the old weights in place. A refused version is not served: the server has no version until a load passes.
+leave some or all of the old weights in place. A version that fails the logprob check is not served: the server has no version until
+a later load passes the check.
 """
 
 from __future__ import annotations
@@ -42,8 +45,10 @@ from asyncrl.weights.versions import ScoredText, read_manifest
 
 _FLOATING = frozenset({"F32", "F16", "BF16", "float32", "float16", "bfloat16"})  # safetensors' names, then torch's
 _SHOWN = 5  # problems listed in an error
-_MEAN_SHARE = 6.0  # limit of the mean: a sixth of the limit of a single token; bfloat16 gave 0.05 and 0.3
-_LEAST_CHANGE = 1e-5  # if the trainer's mean logprob changes by more between two versions, the server's must change too
+# The limit of the mean difference is a sixth of the limit of a single token, verify_tolerance. For bfloat16: 0.05 and 0.3
+_MEAN_SHARE = 6.0
+# If the trainer's logprobs of two versions differ by more than this on average, the server's logprobs must differ, too
+_LEAST_CHANGE = 1e-5
 
 Published = Callable[[], Awaitable[WeightVersion | None]]
 
@@ -87,7 +92,10 @@ def check_prompt(request: EngineRequest, *, vocab_size: int, max_prompt: int, ma
 
 
 class VersionFence:
-    """Remembers the newest version that was loaded. Loading the same version again is allowed: the first load may have failed."""
+    """Remembers the newest version that was loaded.
+
+    Loading that version again is allowed: the manager may not have received the answer to the first load.
+    """
 
     def __init__(self, published: Published | None = None) -> None:
         """published: returns the newest version that the trainer has published. None: versions have no upper bound."""
@@ -96,7 +104,7 @@ class VersionFence:
         self._highest: WeightVersion | None = None  # the last answer of `published`
 
     def check(self, version: WeightVersion) -> None:
-        """Call this before a load. Raises WeightsRefused if the version is outdated."""
+        """Call this before a load. Raises WeightsRefused if the version is older than the newest loaded one."""
         newest = self._loaded.newest
         if newest is not None and self._loaded.is_over(version):
             over = f"; attempt {version.attempt} is over" if version.attempt < newest.attempt else ""
@@ -105,8 +113,8 @@ class VersionFence:
     async def check_published(self, version: WeightVersion) -> None:
         """Call this before weights are taken from a source other than the run's folder, which only the trainer writes.
 
-        Raises WeightsRefused if the trainer has not published the version. Passes on errors of `published`, which is called at
-        most once per version.
+        Raises WeightsRefused if the trainer has not published the version. Passes on errors of `published`, which is called only
+        if the version is newer than its last answer.
         """
         if self._published is None or (self._highest is not None and version <= self._highest):
             return
@@ -147,7 +155,7 @@ def check_tensors(
 def check_sent(
     expected: Mapping[str, TensorSpec], aliases: Sequence[Sequence[str]], specs: TensorSpecs, *, complete: bool
 ) -> None:
-    """Like check_tensors, for tensors that arrive over the network. complete: these are all tensors of the model."""
+    """Like check_tensors, for tensors that arrive over the network. complete: no tensor of the model may be missing."""
     tensors = zip(specs.names, specs.dtypes, specs.shapes, strict=True)
     found = [(name, dtype, tuple(shape), "") for name, dtype, shape in tensors]
     check_found(expected, aliases if complete else (), found, source="the sent weights")
@@ -191,7 +199,8 @@ def read_header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
 class ModelTensors:
     """The tensors that every version of a model must have: those in the model's own folder.
 
-    If that folder has no safetensors files (an older format), the first version that arrives defines the tensors.
+    If that folder has no safetensors files (an older format), the first version that `verify` accepts defines the tensors. Until
+    then `check_sent` checks nothing.
     """
 
     def __init__(self, model_path: str | Path, *, tied: bool) -> None:
@@ -236,7 +245,7 @@ class ModelTensors:
 
 
 def _tied_names(names: Mapping[str, object]) -> tuple[str, str]:
-    """Names of the embedding and of the output layer. Hugging Face uses them in every causal model."""
+    """Names of the embedding and of the output layer, as in most of Hugging Face's causal models."""
     embedding = next((name for name in names if name.endswith("embed_tokens.weight")), "model.embed_tokens.weight")
     return embedding, "lm_head.weight"
 
@@ -261,8 +270,9 @@ class LogprobCheck:
 
     near: no logprob differs by more than `tolerance`, and the mean difference is at most a sixth of that. This finds wrong
         weights, and old weights if they differ by more than the tolerance.
-    moved: if the tensors differ from those of the last version that passed, and the trainer's logprobs changed, then the server's
-        logprobs must not be bit-identical to its last ones. This finds old weights after any step size and in any dtype.
+    moved: if the tensors differ from those of the last version that passed, and the trainer's logprobs changed by more than
+        _LEAST_CHANGE on average, then the server's logprobs must not be bit-identical to those that it had for that version. This
+        finds old weights even if the step was too small for the first rule, in any dtype.
     """
 
     def __init__(self, tolerance: float) -> None:
@@ -339,7 +349,10 @@ class VerifiedLoads:
         return num_ended
 
     def require_pause(self) -> None:
-        """Call this before a load: requests must not run on unverified weights. Raises WeightsRefused if it is not paused."""
+        """Call this before a load: requests must not run on unverified weights.
+
+        Raises WeightsRefused if the engine is not paused.
+        """
         if not self._engine.stats().paused:
             raise WeightsRefused(
                 "weights.verify_logprobs is on: pause generation before an update, and continue after it"

@@ -5,9 +5,9 @@ logprobs. `transformers.py` is the embedded engine, `sglang.py` drives a SGLang 
 All methods are called from the server's event loop.
 
 Life of a request: `submit` checks it and puts it in a bounded queue. It runs when the engine is not paused and has room. Its
-future resolves once, with all tokens sampled so far, whether the response stopped, reached its length or was aborted. Every token
-carries the weight version that sampled it. The mode of the pause around an update (INTERRUPT_MODES) decides how the update treats
-running requests.
+future resolves once: with all tokens sampled so far, if the response stopped, reached its length or was aborted; otherwise with an
+error. Every token carries the weight version that sampled it. The mode of the pause around an update (INTERRUPT_MODES) decides how
+the update treats running requests.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class EngineFailed(RuntimeError):
 class EngineRequest:
     """A prompt and its sampling parameters. `rid` is chosen by the caller and unique among the requests in flight.
 
-    first: the request goes to the front of the queue. Otherwise a response that an update has interrupted would fall behind the
-    waiting requests at every update, and so would the train step that waits for it.
+    first: the request goes to the front of the queue. Set for a response that has already begun: otherwise each update that
+    interrupts it would put it behind the waiting requests again, and the train step that needs it would wait longer.
     """
 
     rid: str
@@ -81,8 +81,8 @@ class EngineRequest:
 class Generated:
     """The result of a request. `logprobs[i]` belongs to `token_ids[i]`: after temperature, before top-p and top-k renormalisation.
 
-    `spans` says which version sampled which tokens: in order, without gaps, none empty. A request that was running during an
-    update has more than one.
+    `spans` says which version sampled which tokens: in order, without gaps, none empty. A response that has tokens from before and
+    after an update has more than one.
     """
 
     token_ids: list[int]
@@ -119,7 +119,7 @@ class WeightReceiver(ABC):
     @property
     @abstractmethod
     def num_ranks(self) -> int:
-        """The number of ranks that it takes in a group: one for each tensor parallel rank."""
+        """The number of ranks that the engine takes in a group: one for each tensor parallel rank."""
 
     @abstractmethod
     async def join(self, group: JoinUpdateGroup) -> None:
@@ -131,11 +131,11 @@ class WeightReceiver(ABC):
 
     @abstractmethod
     async def receive(self, bucket: ReceiveWeights) -> None:
-        """Receive a bucket; returns when it has arrived. Without `begin` it is refused, and the sender must send nothing."""
+        """Receive a bucket; returns when it has arrived. A bucket without `begin` is refused; the sender must then not send it."""
 
     @abstractmethod
     async def end(self, update: EndWeightUpdate) -> None:
-        """Finish the update: all buckets have arrived, and the engine serves the version. Flushes the prefix cache."""
+        """Finish the update after all buckets have arrived; on return the engine serves the version. Flushes the prefix cache."""
 
     @abstractmethod
     async def leave(self, group_name: str) -> None:
@@ -159,7 +159,10 @@ class GenerationEngine(ABC):
 
     @abstractmethod
     async def abort(self, rid: str) -> bool:
-        """End one request; its future resolves with the tokens so far. Returns False if no such request is in flight."""
+        """End one request; its future resolves with the tokens so far.
+
+        Returns False if no such request is in flight, or if it finished before the abort.
+        """
 
     @abstractmethod
     async def abort_all(self) -> int:
@@ -176,7 +179,7 @@ class GenerationEngine(ABC):
 
         abort: they end with the tokens so far. retract: they wait and continue after `resume`; their KV cache is recomputed.
         wait: they finish, and `pause` returns after that. in_place: they continue after `resume` with their existing KV cache.
-        Raises RequestRefused for another mode.
+        Raises RequestRefused for another mode, and with wait WeightsRefused if they do not finish within load_timeout_s.
         """
 
     @abstractmethod
@@ -202,7 +205,8 @@ class GenerationEngine(ABC):
     async def score(self, input_ids: list[int]) -> list[float]:
         """Logprob of each token given those before it, at temperature 1, under the loaded weights; 0 for the first.
 
-        Works while the engine is paused, and no waiting request starts because of it. Neither uses nor adds cached prefixes.
+        Works while the engine is paused (a SGLang server that is paused in place raises EngineUnavailable), and no waiting request
+        starts because of it. Neither uses nor adds cached prefixes.
         """
 
     @abstractmethod
@@ -210,7 +214,7 @@ class GenerationEngine(ABC):
         """Drop the version because the loaded weights are wrong: generate nothing and report no version until a load succeeds."""
 
     def weight_receiver(self, host: str) -> WeightReceiver | None:
-        """The receiver of weights over the network, on sockets of this host. None: this engine loads from disk only."""
+        """The receiver of weights over the network. host: address of its sockets. None: this engine loads from disk only."""
         return None
 
     @abstractmethod
@@ -219,7 +223,10 @@ class GenerationEngine(ABC):
 
     @abstractmethod
     def expire_waiting(self) -> int:
-        """Fail requests that have waited too long with EngineUnavailable; returns their number. Call it about once a second."""
+        """End requests that have waited longer than max_wait_s; returns their number. Call it about once a second.
+
+        Their futures get EngineUnavailable, or, for a retracted request, the tokens that it has.
+        """
 
     @abstractmethod
     def stats(self) -> EngineStats:
@@ -228,7 +235,7 @@ class GenerationEngine(ABC):
     @property
     @abstractmethod
     def model_path(self) -> str:
-        """Directory of the served weights. Before the first update: the model directory of the config."""
+        """Directory of the weights last loaded from disk. Before the first such load: the model directory of the config."""
 
     @property
     @abstractmethod

@@ -42,7 +42,7 @@ class Engines:
 
     @contextlib.contextmanager
     def starting(self, engine: GenerationEngine) -> Iterator[tuple[str, str, Callable[[], str]]]:
-        """Describe the wait for the engine's start: its name, the process or folder it waits for, and a function for progress."""
+        """Yield the name of the wait for the engine's start, the folder, interpreter or URL waited for, and a progress function."""
         config = self._config
         if config.engine == "transformers":
             loading = LoadProgress(config.model_path)

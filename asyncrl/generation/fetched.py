@@ -19,7 +19,7 @@ from asyncrl.weights.fetch import WeightFetcher
 from asyncrl.weights.versions import WeightsError
 
 _MAX_KNOWN = 8
-_LOCK_LIMIT_S = 30.0  # wait for the lock of a fetched version, which only a process that fetches it can hold
+_LOCK_LIMIT_S = 30.0  # limit of the wait while another process on this host fetches or removes the version to load
 
 
 class FetchedWeights:

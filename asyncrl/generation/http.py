@@ -3,7 +3,8 @@
     POST /generate                   GenerateRequest -> GenerateReply; a list of prompts in, a list of replies out
     POST /pause_generation           {"mode": "abort"}: new requests wait; the mode (engine.py) decides what happens to running ones
     POST /fetch_weights              FetchWeightsRequest -> UpdateWeightsReply; fetches and verifies files while requests run
-    POST /update_weights_from_disk   UpdateWeightsRequest -> UpdateWeightsReply, 200 or 400 (then nothing has changed)
+    POST /update_weights_from_disk   UpdateWeightsRequest -> UpdateWeightsReply, 200 or 400 (nothing has changed; or the logprob
+                                     check failed, and the server has no version)
     POST /init_weights_update_group  and the other steps of weights over the network: receive.py
     POST /continue_generation        {}
     POST /abort_request              {"rid": ...} or {"abort_all": true}
@@ -11,8 +12,9 @@
     GET  /health /health_generate /get_model_info /model_info /get_server_info /server_info /v1/loads /metrics
 
 Status codes: 400 the request is wrong (the body names the error), 503 temporarily unavailable (with Retry-After), 500 the engine
-failed. Requests of a client that disconnects are aborted. Other deviations from SGLang: before the first update /generate answers
-503; `stream` is refused; a paused server still answers control and state requests; pause also has the mode `wait`.
+failed. Generation requests of a client that disconnects are aborted. Other deviations from SGLang: before the first update
+/generate answers 503; `stream` is refused; a paused server still answers control and state requests; pause also has the mode
+`wait`.
 """
 
 from __future__ import annotations
@@ -129,9 +131,10 @@ class GenerationHTTP:
         published: Published | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """verified: loads versions and runs the logprob check (weights.verify_logprobs). receiver: of weights over the network.
-        fetched: versions that are not in the run's folder on this host. published: as in VersionFence.
-        run_dir: of the run whose weights this server loads; "": it loads from any folder."""
+        """verified: loads versions and runs the logprob check (weights.verify_logprobs); None: no check.
+        receiver: receives weights over the network; None: this server loads from disk only.
+        fetched: fetches versions that are not in the run's folder on this host; None: this server fetches none.
+        run_dir: the run whose weights this server loads; "": it loads from any folder. published: as in VersionFence."""
         self._engine = engine
         self._load_weights = engine.load_weights if verified is None else verified.load
         self._fence = VersionFence(published)
@@ -150,7 +153,7 @@ class GenerationHTTP:
 
     @contextlib.asynccontextmanager
     async def listening(self, host: str, listen: Listen = listen_http) -> AsyncIterator[str]:
-        """Bind and serve; yields the URL. When a client disconnects, its handler and its requests are cancelled."""
+        """Bind and serve; yields the URL. When a client disconnects, its handler and its generation requests are cancelled."""
         try:
             async with listen(self.answer, host, max_body_bytes=MAX_BODY_BYTES) as url:
                 yield url
@@ -385,7 +388,7 @@ class GenerationHTTP:
         )
 
     async def _loads(self, request: web.Request) -> web.Response:
-        """The load. The gserver manager may ask for it several times a second to route by it, so it must stay cheap."""
+        """The load. The gserver manager may ask for it several times a second to route requests, so the answer must stay cheap."""
         stats = self._engine.stats()
         # Estimate: a waiting request will use as many tokens as the average running one. Counting them would cost more.
         total = stats.used_tokens * (stats.running + stats.waiting) // max(stats.running, 1)

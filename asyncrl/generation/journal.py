@@ -1,6 +1,6 @@
 """The journal of generated tokens over time: evidence that generation continues while the trainer trains.
 
-One JSON line per 100 ms in which tokens were sampled, in `<run_dir>/journal/generation_server_<i>.jsonl`:
+One JSON line per 100 ms bucket and weight version with sampled tokens, in `<run_dir>/journal/generation_server_<i>.jsonl`:
 `{"time": start of the bucket in unix seconds, "tokens": number of tokens, "version": weight version}`.
 """
 
@@ -24,7 +24,8 @@ def journal_path(run_dir: str | Path, index: int) -> Path:
 class TokenJournal:
     """Counts tokens per bucket.
 
-    The generation thread calls `add` after every forward pass; the server calls `flush` about once a second.
+    The engine calls `add`, from any thread: the embedded engine after every forward pass, the SGLang engine for every piece of a
+    response. The server calls `flush` about once a second.
     """
 
     def __init__(self, path: Path, *, now: Callable[[], float] = SYSTEM_CLOCK.time) -> None:

@@ -52,7 +52,10 @@ class AttentionPlan:
 
 
 def group_lengths(query_lengths: np.ndarray, key_lengths: np.ndarray) -> list[np.ndarray]:
-    """Group requests into rectangles: indices, longest keys first. Decoding (one query) and prefill never share a rectangle."""
+    """Group requests into rectangles: an array of request indices for each, the request with most keys first.
+
+    Decoding (one query) and prefill never share a rectangle.
+    """
     groups: list[np.ndarray] = []
     for members in (np.flatnonzero(query_lengths == 1), np.flatnonzero(query_lengths > 1)):
         members = members[np.lexsort((-query_lengths[members], -key_lengths[members]))]

@@ -35,15 +35,15 @@ from asyncrl.runtime.trace import Tracer
 
 @dataclass(eq=False, slots=True)
 class Pending:
-    """A request in flight, with the tokens sampled so far (or up to its last retraction)."""
+    """A request in flight, with the tokens sampled so far (in the embedded engine: up to its last retraction)."""
 
     request: EngineRequest
     since: float  # start of the wait, monotonic seconds
     future: asyncio.Future[Generated] = field(repr=False)
-    key: str = ""  # its id in the backend, new for each run, so that late results of an earlier run are ignored
+    key: str = ""  # its id in the backend, new at each start, so that late results of an earlier start are ignored
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    spans: list[VersionSpan] = field(default_factory=list)  # of versions that no longer run
+    spans: list[VersionSpan] = field(default_factory=list)  # the newest tokens may have none yet
 
 
 P = TypeVar("P", bound=Pending)
@@ -126,7 +126,10 @@ class QueueingEngine(GenerationEngine, Generic[P]):
         return pending.future
 
     def _admit(self) -> None:
-        """Start waiting requests while there is room. None starts during a pause, because it could not be ended then."""
+        """Start waiting requests while there is room.
+
+        None starts during a pause: a pause ends or stops only the requests that run when it begins.
+        """
         while (
             self._waiting
             and len(self._running) < self._config.max_running_requests
@@ -152,7 +155,7 @@ class QueueingEngine(GenerationEngine, Generic[P]):
         self._waiting.move_to_end(pending.request.rid, last=False)
 
     def _forget(self, pending: P) -> None:
-        """Remove a request from the queue and the running ones, if it is still there."""
+        """Remove a request from the queue or from the running ones. If it is in neither, do nothing."""
         if self._waiting.get(pending.request.rid) is pending:
             del self._waiting[pending.request.rid]
         elif self._running.get(pending.key) is pending:

@@ -7,10 +7,13 @@
     POST /destroy_weights_update_group     LeaveUpdateGroup
 
 SGLang's protocol: 200 {"success": true, ...} or 400 {"success": false, "message": ...}. This server checks more than SGLang does:
-names, shapes and dtypes before a bucket is received, its checksum afterwards. The model changes only after all tensors have
-arrived. Until then they are kept in memory; this memory then becomes the model's, and the memory that it replaces receives the
-next update. A server therefore needs memory for two copies of its weights. In return no tensor is copied and no memory is
-allocated; an allocation may take longer than the transfer itself.
+names, shapes and dtypes before a bucket is received.
+
+An engine of this process (StagedReceiver) also compares the checksums of all buckets at the end, if they are on the CPU. Its model
+changes only after all tensors have arrived. Until then they are kept in memory; this memory then becomes the model's, and the
+memory that it replaces receives the next update. Such a server therefore needs memory for two copies of its weights. In return,
+later updates neither copy tensors of the model's dtype nor allocate memory; an allocation may take longer than the transfer itself.
+A SGLang server loads each bucket on arrival (sglang.py).
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 M = TypeVar("M", bound=msgspec.Struct)
 
-MAX_GROUPS = 4  # more than the senders and waves at any time, so the oldest group beyond it was abandoned by its sender
+MAX_GROUPS = 4  # more than are in use at any time: if there are more, the sender of the oldest group has abandoned it
 
 
 class TensorEngine(Protocol):
@@ -77,7 +80,7 @@ class TensorEngine(Protocol):
 @dataclass
 class _Update:
     version: str
-    spare: list[torch.Tensor]  # buckets of an earlier update, in order
+    spare: list[torch.Tensor]  # buckets of earlier updates, in order, whose memory the next buckets can reuse
     group: str = ""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     flats: list[torch.Tensor] = field(default_factory=list)  # the buckets; the tensors are views of them
@@ -137,7 +140,7 @@ class StagedReceiver(WeightReceiver):
         used = self._engine.uses(self._flats)
         spare = [flat for flat, in_use in zip(self._flats, used, strict=True) if not in_use]
         self._flats = [flat for flat, in_use in zip(self._flats, used, strict=True) if in_use]
-        self._update = _Update(update.weight_version, spare)  # an open update was abandoned by its sender
+        self._update = _Update(update.weight_version, spare)  # replaces an open update, which its sender has abandoned
 
     async def receive(self, bucket: ReceiveWeights) -> None:
         import torch
@@ -194,7 +197,7 @@ class StagedReceiver(WeightReceiver):
 
     @staticmethod
     async def _until(receiving: Coroutine[Any, Any, None], limit_s: float) -> None:
-        """The group has the same limit. This one covers transports that do not enforce it."""
+        """Wait for a bucket. The group enforces limit_s itself; this limit covers transports that do not."""
         async with asyncio.timeout(limit_s + 1.0):
             await receiving
 

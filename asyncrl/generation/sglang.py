@@ -4,16 +4,16 @@
                           ^                                             |
                           +------- retracted: waits, with its tokens ---+
 
-Invalid input never reaches SGLang. Prompts, lengths, rids and sampling parameters are checked here, versions are verified (files,
-checksums, names and shapes of tensors) before SGLang loads them, and no request is sent while the engine is paused.
+Invalid input never reaches SGLang. Prompts, lengths, rids and sampling parameters are checked here, versions on disk are verified
+(files, checksums, names and shapes of tensors) before SGLang loads them, and no queued request is sent while the engine is paused.
 
 Version labels are exact because SGLang runs no request during an update. `abort`, `retract` and `wait` all end SGLang's requests
-first, so each of them runs under one version, and SGLang's own label must confirm it. (`retract` keeps our requests: they wait
+first, so each request runs under one version, and SGLang's own label must confirm it. (`retract` keeps our requests: they wait
 here and continue with their tokens as a prefix.) Only `in_place`, which is approximate by design, pauses SGLang with its requests.
 SGLang then runs without overlap scheduling, which makes the labels exact, and without a prefix cache.
 
-SGLang's request ids are our `GrowingResponse.key`. They are unique, and none is a prefix of another because SGLang aborts by
-prefix.
+SGLang's request ids are our `GrowingResponse.key`. They are unique. None is a prefix of another, because SGLang aborts every
+request whose id begins with the given one.
 
 Weights over the network are forwarded to SGLang step by step; its schedulers are the ranks of the group. SGLang loads each bucket
 on arrival. From the first bucket until SGLang has confirmed the version its weights are unknown: meanwhile the engine has no
@@ -63,8 +63,8 @@ from asyncrl.runtime.trace import OFF, Tracer
 
 logger = logging.getLogger(__name__)
 
-_ASK_LIMIT_S = 10.0  # of a request that SGLang's HTTP process answers without its schedulers
-_ABORT_LIMIT_S = 20.0  # until aborted requests have ended; they take one forward pass at most
+_ASK_LIMIT_S = 10.0  # limit of a request for SGLang's state, or to abort, pause, continue or flush
+_ABORT_LIMIT_S = 20.0  # limit until aborted requests have ended; they take one forward pass at most
 _ABORT_AGAIN_S = 0.2  # aborts are repeated, because one that overtakes its request is lost
 _FLUSH_TRIES, _UPDATE_FLUSH_TRIES = 5, 20
 _FLUSH_PAUSE_S = 0.05
@@ -97,8 +97,8 @@ class GrowingResponse(Pending):
     def take(self, piece: Piece) -> int:
         """Append the new tokens of a piece; returns their number. Raises SGLangError if the piece is inconsistent.
 
-        A piece has either the new tokens or all tokens so far; `completion_tokens` shows which. A piece that aborts a request in
-        SGLang's queue repeats the last token and has no new one.
+        A piece has either the new tokens or all tokens so far; `completion_tokens` shows how many are new. A piece that aborts a
+        request in SGLang's queue repeats the last token and has no new one.
         """
         meta = piece.meta_info
         new = meta.completion_tokens - (len(self.token_ids) - self.begin)
@@ -129,7 +129,8 @@ class GrowingResponse(Pending):
         return None
 
     def label(self, last: Piece, began: WeightVersion, served: WeightVersion | None) -> None:
-        """Add SGLang's version labels as spans. Raises SGLangError if a label is not a version that this engine has served.
+        """Add SGLang's version labels as spans. Raises SGLangError if a label is older than `began` or newer than
+        `served`, or if the labels do not cover all tokens that were sampled since the request was last sent.
 
         began: the version when the request was sent; served: the current one. They differ only after a pause in place.
         """
@@ -232,7 +233,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         self._max_prompt = settings.max_req_input_len - 1
         self._max_length = min(
             self._limits.max_length, settings.max_req_input_len + 4
-        )  # SGLang reserves 6 positions of a prompt, but at most 2 of prompt and response together
+        )  # SGLang reserves 6 positions beside a prompt, but at most 2 beside prompt and response together
         self._in_background(self._watch(), "watch")
         logger.info("SGLang %s answers at %s", settings.version, self._client.url)
 
@@ -261,10 +262,10 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         task.add_done_callback(self._tasks.discard)
 
     async def _watch(self) -> None:
-        """Watch whether the server is alive, and its load.
+        """Watch the server and its load until the engine fails.
 
-        Waits for the server's end for half a second at most, then asks for its load. When the server ends, all requests in flight
-        fail.
+        Repeatedly waits at most half a second for the server's end, then asks for its load. When the server has ended, or has not
+        answered for _SILENT_LIMIT_S, the engine fails, and with it all requests in flight.
         """
         answered = self._clock.monotonic()
         while self._failure is None:
@@ -283,7 +284,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
                 self._die(f"{ended}; {self._server.told()}")
 
     async def _how_it_ended(self) -> str | None:
-        """How the server ended; None while it runs. If a child ended, wait briefly: the main process may be about to end, too."""
+        """How the server ended; None while it runs. If a child has ended, first wait briefly: the server may end, too."""
         ended = self._server.how_it_ended()
         if ended is not None:
             await self._server.wait_ended(_WATCH_S)
@@ -420,7 +421,10 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
             await self._abort_running(pending)
 
     async def _abort_running(self, pending: GrowingResponse) -> bool:
-        """True if this abort ended the request. While SGLang is paused in place, the request ends only after it continues."""
+        """Return True if this abort ended the request; False if it ended otherwise, or has not ended within _ABORT_LIMIT_S.
+
+        While SGLang is paused in place, no request ends: it must continue first.
+        """
         pending.retracted = False
         await self._end([pending], pending.key)
         if not pending.future.done() or pending.future.cancelled() or pending.future.exception() is not None:
@@ -441,9 +445,10 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         return self._num["aborted"] - before
 
     async def _end(self, requests: list[GrowingResponse], key: str = "") -> bool:
-        """Abort one request at SGLang, or all. Repeats the abort, because one that overtakes its request is lost.
+        """Abort the request with this key at SGLang; "": all requests.
 
-        Waits for the requests' ends for _ABORT_LIMIT_S at most, then returns False. Raises EngineFailed if SGLang has died.
+        Repeats the abort, because one that overtakes its request is lost. Waits until all of `requests` have ended. Returns False
+        if they have not after _ABORT_LIMIT_S. Raises EngineFailed if SGLang has died.
         """
         ends = [pending.ended for pending in requests]
         deadline = self._clock.monotonic() + _ABORT_LIMIT_S
@@ -531,7 +536,10 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
                 return num_aborted
 
     async def _load(self, path: Path, version: WeightVersion) -> None:
-        """Make SGLang load a version, and check the version that it then reports. A failure may leave unknown weights."""
+        """Make SGLang load a version, and check the version that it then reports.
+
+        Raises WeightsRefused if SGLang has changed nothing. After any other error its weights are unknown, and the engine fails.
+        """
         limit_s, flush = self._config.load_timeout_s, not self._held
         for tries_left in reversed(range(_FLUSH_TRIES)):
             try:
@@ -679,7 +687,7 @@ class SGLangReceiver(WeightReceiver):
         await self._call("/destroy_weights_update_group", {"group_name": group_name}, _ASK_LIMIT_S)
 
     async def abandon(self) -> None:
-        """Close an update that was left open. The next load overwrites the tensors that it brought."""
+        """Close an update that was left open. The next load overwrites the tensors that this update brought."""
         if self._version is not None:
             self._version = None
             await self._call("/end_weight_update", {}, _LOAD_LIMIT_S)
@@ -693,9 +701,9 @@ class SGLangReceiver(WeightReceiver):
             raise WeightsRefused("SGLang did not flush its prefix cache after the update: it reports running requests")
 
     async def _call(self, path: str, body: dict[str, Any], limit_s: float) -> None:
-        """POST to SGLang. Raises WeightsRefused if it refuses.
+        """POST to SGLang. Raises WeightsRefused if SGLang refuses or does not answer.
 
-        Without an answer the engine also fails: SGLang has died, or a scheduler hangs in a group.
+        If it does not answer, the engine fails, too: SGLang has died, or a scheduler hangs in a group.
         """
         try:
             await self._client.call(path, body, limit_s=limit_s + _HANG_SLACK_S)

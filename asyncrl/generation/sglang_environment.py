@@ -1,4 +1,4 @@
-"""SGLang's own environment: finds the versions of SGLang, torch and NCCL of an interpreter in its files, without importing them."""
+"""SGLang's own environment: finds the versions of SGLang, torch and NCCL that an interpreter has, without importing them."""
 
 from __future__ import annotations
 

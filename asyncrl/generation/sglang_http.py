@@ -143,7 +143,7 @@ class SGLangClient:
     ) -> AsyncGenerator[Piece, None]:
         """Yield the pieces of a response; the last one has the finish reason. idle_limit_s: limit until the next piece.
 
-        A short response is one piece. Closing the iterator before its end does not abort the request.
+        A short response is not streamed and is one piece. Closing the iterator before its end does not abort the request.
         """
         stream = params["max_new_tokens"] > STREAM_INTERVAL
         body = _encode(_Generate(rid=rid, input_ids=input_ids, sampling_params=params, stream=stream))
@@ -176,7 +176,7 @@ class SGLangClient:
         return [0.0, *(float("nan") if row[0] is None else row[0] for row in rows[1:])]
 
     async def abort(self, rid: str = "", *, limit_s: float) -> None:
-        """End one request, or all without a rid. SGLang ends every request whose id starts with rid."""
+        """End the request with this rid; "": all requests. SGLang ends every request whose id starts with rid."""
         await self._request("POST", "/abort_request", _encode({"rid": rid} if rid else {"abort_all": True}), limit_s)
 
     # ------------------------------------------------------------------------------------------------- weights and cache

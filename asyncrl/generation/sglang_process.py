@@ -6,8 +6,9 @@ SGLang runs with the interpreter of its own environment, so its pins of torch an
 It listens on loopback, serves only this process, and ends with it: the kernel kills it when the thread that started it ends
 (parent-death signal). SGLang requests the same signal for its children. The rest of its process group is killed after its end.
 
-SGLang never removes its load file in /dev/shm, which has a random name. While SGLang runs, its open files there are recorded,
-because their owner cannot be determined later. After its end this process or the guard removes them.
+SGLang never removes the file in /dev/shm in which its schedulers report their load, and the name of the file is random. While
+SGLang runs, its open files there are recorded, because their owner cannot be determined later. After its end this process or the
+guard removes them.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ _TRACKER_LIMIT_S, _SWEEP_S = 2.0, 0.05
 _TMP_PREFIX = "asyncrl-sglang-"
 _SHARED_MEMORY = Path("/dev/shm")
 _SHARED_PREFIXES = ("sglang_loads_", "sgl_shm_")  # SGLang's files: load of its schedulers, messages between its ranks
-_NOTED = "shared_memory"  # folder in the temporary folder with an empty file of the same name for each of them
-_NOTE_S = 1.0  # interval of recording them during the start, which may fail at any time
+_NOTED = "shared_memory"  # subfolder of TMPDIR: an empty file for each of these files, with the same name
+_NOTE_S = 1.0  # interval at which these files are recorded during the start, which may fail at any time
 _KEY_BYTES = 32
 _SPAWN_LIMIT_S = 30.0
 _KILL_LIMIT_S = 10.0
@@ -204,7 +205,7 @@ def server_environment(base: Mapping[str, str], *, python: str, tmp: str, tensor
         "PATH": f"{Path(python).parent}{os.pathsep}{base.get('PATH', os.defpath)}",  # tools of its environment, such as ninja
         "TMPDIR": tmp,  # for its sockets; removed after its end
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health would generate a token, and take seconds while paused
-        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # SPARE_POSITIONS more than the model has; never used
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # longer by SPARE_POSITIONS, which no request uses
         "SGLANG_FORCE_SHUTDOWN": "1",  # on SIGTERM it does not wait for requests
     }
     environment.setdefault(
@@ -277,7 +278,8 @@ class SGLangProcess:
         api_key: str = "",
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """arguments: makes them from the port. environment: makes it from the folder for temporary files.
+        """arguments: returns the server's arguments, given its port.
+        environment: returns its environment variables, given its folder for temporary files.
         api_key: the key that the server requires."""
         self._python = python
         self._arguments, self._environment = arguments, environment
@@ -375,7 +377,10 @@ class SGLangProcess:
         return f"its log, {self._log}, ends with\n{tail_of(self._log, line_chars=_LINE_CHARS)}"
 
     async def close(self) -> None:
-        """Send SIGTERM, then SIGKILL after a grace period. The thread that owns the process removes its group and files."""
+        """Send SIGTERM, then SIGKILL after a grace period.
+
+        The thread that owns the process then kills the rest of its group and removes its shared memory.
+        """
         running = self._running
         if running is not None and not running.exited.is_set():
             await asyncio.to_thread(_note_shared_memory, running.process.pid, self._noted)
@@ -520,7 +525,7 @@ def _remove_leftovers() -> None:
 
 
 def _is_sglang(process: psutil.Process) -> bool:
-    """Whether SGLang needs this process to live. It does not need Python's resource trackers."""
+    """Whether SGLang fails if this process ends. It does not need Python's resource trackers."""
     with contextlib.suppress(psutil.Error):
         return any(argument.startswith("sglang::") for argument in process.cmdline()[:1])
     return False

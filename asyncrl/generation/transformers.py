@@ -1,8 +1,8 @@
 """The embedded engine: Hugging Face transformers' continuous batching, on CPU or GPU.
 
 It uses three threads. The server's event loop owns the queue and makes all decisions. The generation thread (transformers' manager)
-runs one forward pass after another. The control thread, one at most, pauses the manager between two passes to collect interrupted
-requests or to change the weights. Requests reach the generation thread through the manager's queue; results return through one
+runs one forward pass after another. The control thread pauses the manager between two passes to collect interrupted requests, to
+change the weights or to score a text. Requests reach the generation thread through the manager's queue; results return through one
 callback per pass.
 
 Our additions to transformers' manager, each in a class below:
@@ -413,7 +413,7 @@ class TransformersEngine(QueueingEngine[_Pending]):
         self._admit()
 
     def _finish(self, pending: _Pending, tokens: list[int], logprobs: list[float], finish: FinishReason) -> None:
-        """Answer the request with its earlier tokens and these."""
+        """Answer the request with the tokens from before its last retraction and these."""
         self._extend(pending, tokens, logprobs)
         self._answer(pending, finish)
 
@@ -581,9 +581,10 @@ class TransformersEngine(QueueingEngine[_Pending]):
                 return num_aborted
 
     def _load(self, load: Callable[[], None], version: WeightVersion) -> dict[str, int]:
-        """In the control thread, while no request starts and none runs except those stopped by a pause in place.
+        """In the control thread: call `load`. No request starts meanwhile, and none runs except those that a pause in place has
+        stopped.
 
-        Returns how many tokens each of the stopped requests has.
+        Returns, for each of the stopped requests, how many tokens it has sampled since the manager got it.
         """
         with self._manager.pause():
             try:
@@ -749,7 +750,7 @@ class LiveTensors:
     def _copy(self, tensor_of: Callable[[str], Tensor], given: set[str], *, source: str, adopt: bool = False) -> None:
         """Overwrite the model's tensors. First check tied weights: names that share memory must have equal values.
 
-        adopt: parameters use the memory of the new tensors instead of copying them.
+        adopt: parameters use the memory of the new tensors where possible (`_is_like`), so that these are not copied.
         """
         for names in self._aliases:
             first, *others = [name for name in names if name in given]

@@ -1,8 +1,8 @@
 """GenerationServer: the process that samples. It owns one engine and serves it over HTTP.
 
-In: prompts (POST /generate, from rollout workers); weight versions on disk (POST /update_weights_from_disk, from the gserver
-manager). Out: tokens, logprobs and the version that sampled them. It starts without a version and generates nothing until it has
-loaded one at the manager's request. It publishes its address after the socket is bound.
+In: prompts (POST /generate, from rollout workers); weight versions from disk (POST /update_weights_from_disk, from the gserver
+manager) or over the network (receive.py). Out: tokens, logprobs and the version that sampled them. The server starts without a
+version and generates nothing until it has loaded one at the manager's request. It publishes its address after the socket is bound.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class GenerationServer(Worker):
             return ""
 
     def _verified_loads(self, engine: GenerationEngine) -> VerifiedLoads | None:
-        """weights.verify_logprobs: each loaded version must give a text the trainer's logprobs."""
+        """Make the check that the engine computes the trainer's logprobs after each load. None: weights.verify_logprobs is off."""
         tolerance = self._config.verify_tolerance
         limit_s = self._config.generation.load_timeout_s
         return VerifiedLoads(engine, tolerance=tolerance, limit_s=limit_s, logger=self.logger) if tolerance else None

@@ -32,14 +32,18 @@ def import_object(spec: str, what: str) -> Any:
 
 
 def config_error(text: str) -> ConfigError:
-    """Create a ConfigError for the caller to raise. Imports the config schema late: without it a judge starts ten times faster."""
+    """Create a ConfigError for the caller to raise.
+
+    Imports the config schema only when it is needed: the program that runs reward functions (judge_main.py) starts ten times faster
+    without it.
+    """
     from asyncrl.config.schema import ConfigError
 
     return ConfigError(text)
 
 
 def no_terminal(*_args: object, **_kwargs: object) -> None:
-    """Replacement for breakpoint() in judges and in processes that the launcher started: raises RuntimeError with the remedy."""
+    """Replaces breakpoint() in judge processes and in processes that the launcher started: raises RuntimeError with the remedy."""
     raise RuntimeError(
         "breakpoint(): this process has no terminal; start the run with debug.leave_out=[its name], which prints the command "
         "to start it by hand"

@@ -1,6 +1,6 @@
-"""The program in which users' reward functions run: a nursery that forks judges. judges.py starts it and explains why.
+"""The program in which users' reward functions run: a nursery that forks judges. judges.py starts it and gives the reasons.
 
-    worker  >  warden  >  nursery  >  guard  >  judge        each the parent of the next; all but the judge are subreapers
+    worker  >  warden  >  nursery  >  guard  >  judge        each the parent of the next; warden, nursery and guard are subreapers
     worker  <-- SEQPACKET: hello, start + a socket, kill | ready, started, died -->  nursery
     worker  <-- STREAM: calls | answers -->  judge, one call at a time
 
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def _be_nursery(control: socket.socket) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # while the user's module is imported
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # SIGTERM ends this process while the user's module is imported
     _on_parents_death(signal.SIGTERM)
     _adopt_orphans()
     hello = json.loads(control.recv(_MAX_MESSAGE))
@@ -219,7 +219,7 @@ def _end_as(status: int) -> NoReturn:
 
 
 def _guard(connection: int, function: Any, memory_bytes: int) -> NoReturn:
-    """Start a judge in a new session, and end as the judge ends."""
+    """Start a judge in a new session. When it ends, end with the same exit code or signal."""
     _on_parents_death(signal.SIGKILL)
     _adopt_orphans()
     os.setsid()

@@ -3,12 +3,14 @@
 A reward function processes generated text. It may meet a regular expression that never finishes (and holds the GIL meanwhile), a
 formula that takes all memory, or `exit()` in generated code. In a thread, the first would block the worker's event loop with all
 its rollouts, and the others would end the worker. A judge that exceeds its time limit is killed and replaced within milliseconds,
-and the rollout is rejected. If a judge dies, its call is retried in another judge, a bounded number of times. If the nursery dies,
-the interrupted calls are not at fault: they share one restart of the nursery, and are made again.
+and the rollout is rejected. If a judge dies, its call is retried in another judge, a bounded number of times. If the nursery
+(the process that forks the judges) dies, the interrupted calls are not at fault: they share one restart of the nursery, and are
+made again, a bounded number of times.
 
 Judges are forks of a nursery (judge_main.py), which has imported the function once. They share its memory and start in
 milliseconds. The nursery is a new interpreter, not a fork of the worker, because the worker has threads, sockets and maybe a GPU.
-Judges are started on demand, one per concurrent call. A judge works on one call at a time, and on that call's responses in turn.
+Judges are started on demand, one per concurrent call. A judge works on one call at a time. It judges the responses of the call one
+after another, or, if the function is async, at the same time.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ Calls = Sequence[Call]
 
 _START_LIMIT_S = 120.0  # to start the nursery, which imports the user's module
 _FORK_LIMIT_S = 30.0  # to fork a judge
-_MAX_TRIES = 3  # of a call whose judges die during it, each try in another judge
+_MAX_TRIES = 3  # of a call: if its judge dies, the call is tried again in another judge
 _MAX_LOSSES = 3  # of a call: judges or nurseries lost through no fault of the call
 _LOSS_PAUSE_S = 0.2  # between such a loss and the next try
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0  # delay before a nursery restarts: see RestartPace
@@ -55,8 +57,8 @@ class JudgesLost(RuntimeError):
 class RestartPace:
     """Delay before a nursery restarts (pure).
 
-    After the first death there is no delay. Each death within calm_s of the one before doubles the delay, from first_s up to
-    longest_s.
+    After the first death there is no delay. A death within calm_s of the latest restart doubles the delay, from first_s up to
+    longest_s. After a later death there is no delay again.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class _Judge:
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # result: how it ended
 
     async def ask(self, question: bytes) -> dict[str, Any] | None:
-        """Send a question and return the judge's answer; None if the judge is gone."""
+        """Send a question and return the judge's answer; None if the judge is gone or the answer is longer than _MAX_ANSWER."""
         loop = asyncio.get_running_loop()
         try:
             await loop.sock_sendall(self.connection, len(question).to_bytes(_LENGTH_BYTES, "little") + question)
@@ -107,7 +109,7 @@ class _Judge:
 class Judges:
     """At most `most` judges of one function.
 
-    waits for: a free judge; the wait is bounded by the time limits of the calls ahead.  unblocked by: the end of a call.
+    waits for: a free judge; the wait is bounded by the time limits of the earlier calls.  unblocked by: the end of a call.
     """
 
     def __init__(
@@ -127,9 +129,9 @@ class Judges:
         """Start the nursery, and block until it has imported the function. Raises ConfigError if the import fails.
 
         memory_bytes: per judge; 0: no limit. most_async: replaces `most` for an `async def`, which mostly waits. output: the file
-        descriptor that receives what the function prints; None: this process's stdout. death_limit_s: from the end of a judge's
-        output to the nursery's report of its death. end_limit_s: for the nursery and all its descendants to end after the
-        nursery's input is closed.
+        descriptor that receives what the function prints; None: this process's stdout. death_limit_s: limit from the end of a
+        judge's output to the nursery's report of its death. end_limit_s: limit from the end of the nursery's input to the end of
+        the nursery and all its descendants.
         """
         self.spec = spec
         self._memory_bytes = memory_bytes
@@ -162,7 +164,7 @@ class Judges:
         return tuple(self._judges)
 
     async def ask(self, calls: Calls, limit_s: float) -> dict[str, Any]:
-        """Run the calls in a judge and return its answer. limit_s: for one try.
+        """Run the calls in a judge and return its answer. limit_s: limit of one try.
 
         Raises TimeoutError (the judge is killed), JudgeDied, JudgesLost, or pickle's error if the arguments cannot be pickled.
         Cancelling it kills the judge.

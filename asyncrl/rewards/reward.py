@@ -1,8 +1,9 @@
 """Rewards: a user's function (prompt, completion, answer) -> float, judged for a whole group at once.
 
 The function may be sync or async, and may take any of the keyword arguments `finished`, `task`, `row`. It runs in judge processes
-(judges.py). With rollout.reward_isolation=thread a sync function runs in daemon threads, and an async one on the event loop. A
-fast function judges a group in one call. For a slow one, each response gets its own process or thread. The rollout is rejected,
+(judges.py). With rollout.reward_isolation=thread, or on a system other than Linux, a sync function runs in daemon threads, and an
+async one on the event loop. A fast or async function judges a whole group in one process or thread. For a slow sync function, each
+response gets its own process or thread. The rollout is rejected,
 with the reason, if the function exceeds its time limit, raises, ends its process or returns anything but a finite number. If
 processes are lost through no fault of the call, the rollout is released.
 """
@@ -30,7 +31,7 @@ from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 
 _SLOW_CALL_S = 0.01
-_MAX_THREADS = 16  # or judges, of a sync function
+_MAX_THREADS = 16  # threads or judge processes of a sync function at the same time
 _MAX_ABANDONED = 32  # threads that exceeded their time limit and still run; at this number no call is started
 
 
@@ -62,14 +63,14 @@ class Reward:
         slow_call_s: float = _SLOW_CALL_S,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """judges: the processes that run the function, ended by `close`; None: it runs in this process. slow_call_s: slower
-        functions judge the responses of a group in parallel."""
+        """judges: the processes that run the function, ended by `close`; None: it runs in this process. slow_call_s: a sync
+        function that takes this long or longer per response judges the responses of a group in parallel."""
         self.spec = spec
         self._timeout_s = timeout_s
         self._board = board
         self._logger, self._clock = logger, clock
         self._slow_call_s = slow_call_s
-        self._call_s = math.inf  # duration of the last call; unknown counts as slow
+        self._call_s = math.inf  # duration of the last call per response; unknown counts as slow
         self._logged: set[str] = set()
         self._judges = judges
         self._function: Callable[..., Any]
@@ -110,8 +111,8 @@ class Reward:
             self._judges.close()
 
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
-        """Judge the completions of one prompt. Waits for the user's function: at most timeout_s for each completion, or for all of
-        them together if one call judges all."""
+        """Judge the completions of one prompt. Waits for a free judge or thread, then for the user's function: in each try at most
+        timeout_s for each completion, or for all of them together if they are judged in one process or thread."""
         calls = [call_arguments(prompt, completion, self._arguments) for completion in completions]
         with self._board.showing("reward", on=self.spec):
             try:
@@ -173,7 +174,7 @@ class Reward:
     async def _score_in_thread(self, calls: Calls) -> list[float]:
         """Run the calls one after another in a daemon thread. A call that hangs blocks neither the worker nor its shutdown.
 
-        A slot is held for at most timeout_s, so the number of rollouts ahead bounds the wait for a slot.
+        A slot is held for at most timeout_s, so the number of earlier calls that still wait bounds the wait for a slot.
         """
 
         def run() -> list[Any]:

@@ -36,7 +36,7 @@ class RewardFunction:
 
 
 def as_reward(value: Any) -> float | None:
-    """The value as a float; None if it is not a finite float32 number."""
+    """The value as a float; None if it is not a finite number within the range of float32, or is a string."""
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except Exception:  # a user's object may raise any exception
@@ -55,7 +55,7 @@ def shown(value: Any) -> str:
 def _check_signature(spec: str, function: Callable[..., Any]) -> None:
     try:
         signature = inspect.signature(function)
-    except ValueError:  # a builtin without one
+    except ValueError:  # a builtin without a signature
         return
     try:
         signature.bind("prompt", "completion", "answer", **dict.fromkeys(_optional_arguments(function)))

@@ -1,6 +1,6 @@
-"""Recovery checkpoints: `<run>/checkpoints/recover/a0001-s00000010/` is the state of attempt 1 after its train step 10.
+"""Recovery checkpoints: `<run>/checkpoints/recover/a0001-s00000010/` is the state of attempt 1 after train step 10.
 
-    part-*.safetensors   models, optimizers; state-*.json: random numbers    model/checkpoint.py, at every model worker
+    part-*.safetensors   models, optimizers; state-*.json: random state      model/checkpoint.py, at every model worker
     master.json          MasterState: the master's state                     sent by the master, written by the committing worker
     checkpoint.json      Manifest: size and xxh3 of all of these
 
@@ -220,7 +220,8 @@ def shapes(path: Path) -> dict[str, tuple[int, ...]]:
 def newest(run_dir: str | Path, notice: Callable[[str], None]) -> Checkpoint | None:
     """The newest complete checkpoint of the current run in this folder; None if there is none. Reads all its files to verify them.
 
-    notice: receives a message for each torn checkpoint that is skipped. Raises NewerCheckpointError.
+    notice: receives a message for each torn checkpoint that is skipped. Raises NewerCheckpointError, and CheckpointError if
+    began_anew.json cannot be read.
     """
     floor = _first_attempt(run_dir)
     for attempt, step in reversed(list_checkpoints(run_dir)):
@@ -263,9 +264,10 @@ def begin_anew(run_dir: str | Path, attempt: int) -> None:
 
 
 def prune(run_dir: str | Path, keep_last: int) -> list[Path]:
-    """Remove unfinished checkpoints, and all but the newest `keep_last` of the newest one's lineage. Returns what was removed.
+    """Remove unfinished checkpoints, and all finished ones except the newest `keep_last` in the newest checkpoint's lineage.
 
-    Call it only while no checkpoint is being written. A checkpoint is renamed before its files are removed.
+    Returns the finished checkpoints that were removed. Call it only while no checkpoint is being written. A checkpoint is renamed
+    before its files are removed.
     """
     folder = recover_dir(run_dir)
     there = list_checkpoints(run_dir)
@@ -291,7 +293,7 @@ def prune(run_dir: str | Path, keep_last: int) -> list[Path]:
 
 
 def _void(run_dir: str | Path, there: list[tuple[int, int]]) -> set[tuple[int, int]]:
-    """Checkpoints that are not in the newest one's lineage: those between its parent and the beginning of its attempt."""
+    """Checkpoints outside the newest one's lineage: those that are later than its parent, but of earlier attempts than it."""
     attempt, step = there[-1]
     try:
         parent = read_state(checkpoint_dir(run_dir, attempt, step)).parent or (0, 0)

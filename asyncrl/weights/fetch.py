@@ -8,9 +8,9 @@ files are complete. It compares the manifests first: a host that sees the same v
 interrupted download resumes where it stopped, also in another process. Each file is checked against the manifest before the version
 gets its final name, and again when it is loaded.
 
-A host keeps the newest `keep` versions, and any version that is being loaded. File locks (flock) show which process fetches, which
-processes load, and whether servers of a run are still alive. The kernel drops the locks of a killed process, and the next process
-removes the files that it left.
+A host keeps the newest `keep` versions, fewer if there is no room for them, and any version that is being loaded. File locks
+(flock) show which process fetches, which processes load, and whether servers of a run are still alive. The kernel drops the locks
+of a killed process. The next WeightFetcher on the host removes the files of runs whose servers were all killed.
 """
 
 from __future__ import annotations
@@ -415,7 +415,7 @@ def _is_file(file: BinaryIO, path: Path) -> bool:
 
 
 def _make_private(folder: Path) -> None:
-    """Create a private folder in a world-writable one. Raises WeightsError if the folder belongs to another user."""
+    """Create a private folder in a world-writable one. Raises WeightsError if it is another user's or others can access it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
     if found.st_uid != os.getuid() or found.st_mode & 0o077 or not folder.is_dir() or folder.is_symlink():

@@ -1,15 +1,16 @@
-"""The lineage of the newest weights: the attempts and steps that they come from, and an audit whether each prompt in it was trained
-exactly once (pure, except for reading files).
+"""The lineage of the newest weights: the attempts and steps that they come from. An audit checks that each prompt in it was either
+trained once or rejected (pure, except for reading files).
 
-An interrupted run continues from a checkpoint, in a new attempt. Everything that the attempt before did after that checkpoint is
+An interrupted run continues from a checkpoint, in a new attempt. Everything that earlier attempts did after that checkpoint is
 void, because the weights contain none of it. The journals record everything, in the order of each process's events:
 
     master.jsonl            begun (from which checkpoint), stored, dropped, trained, rejected, snapshot, checkpoint, published,
                             ended
     gserver_manager.jsonl   admitted; adopted (by a restarted manager, for a ticket that its predecessor admitted)
-    rollout_worker_N.jsonl  pushed, with the head's verdict
+    rollout_worker_N.jsonl  pushed, with the verdict of the model worker that received the group
 
-A checkpoint holds the state at its `snapshot` event. The events of its attempt before that line belong to the lineage.
+A checkpoint holds the state at its `snapshot` event. If an attempt continues from it, the events before that line belong to the
+lineage, and those after it do not.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Attempt(Struct, frozen=True, kw_only=True):
 
 
 def read_attempts(run_dir: Path) -> list[Attempt]:
-    """The attempts that began to train, oldest first."""
+    """The attempts in the master's journal, oldest first."""
     return attempts_of(read_json_lines(run_dir / "journal" / "master.jsonl"))
 
 
@@ -99,7 +100,7 @@ def attempts_of(events: Iterable[Event]) -> list[Attempt]:
 
 
 def lineage_of(attempts: Sequence[Attempt], newest: int | None = None) -> Lineage | None:
-    """The lineage of the newest attempt, or of the attempt `newest`. None if no attempt has begun."""
+    """The lineage of the newest attempt, or of the attempt `newest`. None if there are no attempts."""
     known = {attempt.number: attempt for attempt in attempts}
     if not known:
         return None
@@ -166,7 +167,8 @@ def audit(run_dir: Path) -> Audit:
     """Check the journals. Raises ValueError for a journal that cannot be read.
 
     Checks that each prompt was trained once, or rejected for a reason that lies in its task; that no step is missing; that each
-    trained group was admitted, pushed and stored once, in the attempt that trained it; and that none exceeded the staleness bound.
+    trained group was admitted once, and stored once in the attempt that trained it; that no trained group was refused, or stored
+    by two pushes; and that none exceeded the staleness bound.
     """
     attempts = read_attempts(run_dir)
     admitted = list(_events_of(run_dir, "gserver_manager", ("admitted", "adopted")))
@@ -273,7 +275,7 @@ def _check_ways(
     known: Mapping[int, Attempt],
     problems: _Problems,
 ) -> list[str]:
-    """Check that each trained group was admitted, pushed and stored. Returns the checks that are impossible."""
+    """Check that each trained group was admitted and stored once, and not pushed twice. Returns the impossible checks."""
     stored = Counter((attempt, event["ticket"]) for attempt, event in kept if event["event"] == "stored")
     # A killed manager may have admitted tickets without recording them: its successor adopts them
     prompts = {event["ticket"]: _prompt(event) for event in admitted}

@@ -1,9 +1,9 @@
 """Weights over the network: the code shared by the sender (model/broadcast.py) and receivers (generation/receive.py, SGLang).
 
-An update group consists of one trainer rank, which is rank 0 and sends, and the generation servers of a wave. Each server has one
-rank per tensor parallel rank. Tensors are sent in buckets: tensors of one dtype, one after another in a flat tensor, which is
-SGLang's `load_format=flattened_bucket`. A group is independent of all other process groups of its process: it is not registered
-with torch.distributed, and its store uses the prefixes that SGLang derives from the same name.
+An update group consists of one trainer rank, which is rank 0 and sends, and the generation servers of a wave, which are updated
+together. Each server has one rank per tensor parallel rank. Tensors are sent in buckets: tensors of one dtype, one after another in
+a flat tensor, which is SGLang's `load_format=flattened_bucket`. A group is independent of all other process groups of its process:
+it is not registered with torch.distributed, and its store uses the prefixes that SGLang derives from the group's name.
 
 Every call that waits for a peer runs on a thread that only this group uses. A call that hangs blocks neither the event loop nor the
 end of the process, and ends by its own time limit.

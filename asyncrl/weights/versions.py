@@ -33,8 +33,9 @@ T = TypeVar("T")
 MANIFEST = "manifest.json"
 INDEX = "model.safetensors.index.json"
 _TMP_SUFFIX = ".writing"
-_CHUNK_BYTES = 1 << 20  # written and hashed at once, while it is in a core's cache
-_READ_BYTES = 1 << 23  # hashed at once; large, to take the GIL less often, which the manager's event loop needs
+_CHUNK_BYTES = 1 << 20  # a piece that is written, and then hashed while it is still in a core's cache
+# A piece that is read, then hashed: large, to take the GIL less often, because the manager's event loop needs it
+_READ_BYTES = 1 << 23
 _NUM_SYNCERS = 4  # threads that wait for the disk; the file system combines the syncs of small files into one commit
 _DTYPES = {
     "float64": "F64",
@@ -111,7 +112,7 @@ def version_dir(run_dir: str | Path, role: str, version: WeightVersion) -> Path:
 
 
 def publish_folder(path: Path, *, source_dir: Path, version: WeightVersion, fsync: bool = True) -> Manifest:
-    """Make a version from a model's folder, without torch. Its safetensors are hard-linked, or copied if that is impossible.
+    """Make a version from a model's folder, without torch. The folder's safetensors are hard-linked, or copied if that fails.
 
     path is complete or absent afterwards, as with write_version. Raises WeightsError if the folder has no safetensors.
     """
@@ -160,8 +161,9 @@ def write_part(
     offsets: Mapping[str, Sequence[int]] | None = None,
     others: Mapping[str, bytes] | None = None,
 ) -> list[WrittenFile]:
-    """The first step, at each rank that has tensors: write files of at most shard_bytes (or one tensor) beside path. They are on
-    disk when this returns. Does not wait for other ranks; `part` distinguishes the ranks. Writes no files if there are no tensors.
+    """The first step, at each rank that has tensors: write them to a temporary folder beside path, in files of at most shard_bytes
+    (or one larger tensor). With fsync they are on disk when this returns. Does not wait for other ranks; `part` distinguishes the
+    ranks. Writes no file for tensors if there are none.
 
     path: the final path of the version or other folder. offsets: position of each tensor that is a part of a larger one (in a
     checkpoint), in the format of torch.distributed.checkpoint. others: files without tensors, by name. Raises OSError (disk full,
@@ -217,7 +219,8 @@ def commit_version(
 def commit_folder(
     path: Path, files: Sequence[WrittenFile], finish: Callable[[FileWriter], T], *, fsync: bool, replace: bool = False
 ) -> T:
-    """Rename a folder that was written beside path to path, which is then complete or absent. `finish` adds the remaining files.
+    """Complete the temporary folder beside path, and rename it to path, which is then complete or absent. First `finish` adds the
+    remaining files.
 
     Removes files that are not in `files` (left by an attempt that died). replace: remove what is at path; without it, path must
     not exist.

@@ -43,8 +43,8 @@ _KILL_ROUNDS = 50
 _TICK = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _SHARED = "/dev/shm"
-# The usual net.core.wmem_default, if the kernel's value cannot be read. The filter refuses larger buffers. A queue may exceed its
-# buffer by one message
+# The usual net.core.wmem_default, used if the kernel's value cannot be read. The filter refuses larger buffers. A queue may exceed
+# its buffer by one message
 _QUEUE_BYTES = 212_992
 _INODE_BYTES = 1024  # kernel memory of a file without content
 
@@ -79,9 +79,9 @@ def main(control: int) -> None:
 
 def run(control: int, program: Job, given: bytes, alone: bool) -> tuple[tuple[float, ...], bytes, bytes]:
     """Run the program on one input. Returns (what ended it, exit code, number of processes left running, CPU time and wall time
-    in microseconds), stdout, stderr."""
+    in microseconds), stdout, stderr. alone: the sandbox is isolated, so every other process that it sees is the program's."""
     fresh_scratch(program["scratch"], program["files"])
-    if alone:  # without isolation this is the machine's own folder
+    if alone:  # without isolation, _SHARED is the machine's own folder
         empty(_SHARED)
     spent = children_cpu_s()
     start = time.monotonic()

@@ -376,8 +376,8 @@ class Sandbox:
         self._find_inner()
 
     def load(self, program: Program, packages: Sequence[str]) -> None:
-        """Send the program to the sandbox. Raises SandboxError if it is too large or the sandbox has ended; neither is the
-        program's verdict."""
+        """Send the program to the sandbox. Raises SandboxError if it is too large or the sandbox has ended. Neither counts as a
+        result of the program."""
         files = {
             n: c.encode("utf-8", "surrogatepass") if isinstance(c, str) else bytes(c) for n, c in program.files.items()
         }
@@ -487,7 +487,7 @@ class Sandbox:
     # ---------------------------------------------------------------------------------------------------------- the answer
 
     def _answer(self, deadline: float, refused: dict[str, int]) -> tuple[tuple[int, ...], bytes, bytes]:
-        """Read the sandbox's answer, and meanwhile fail the system calls that the filter holds. The answer is untrusted: its
+        """Read the sandbox's answer. Meanwhile refuse the system calls that the filter has suspended. The answer is untrusted: its
         length and ranges are checked."""
         data = bytearray()
         most = 2 * self._recipe.limits.output_bytes + 8 * _REPORT_NUMBERS
@@ -527,7 +527,7 @@ class Sandbox:
         return numbers[:5], bytes(data[at : at + numbers[5]]), bytes(data[at + numbers[5] : wanted])
 
     def _refuse(self, refused: dict[str, int]) -> None:
-        """Count one system call that the filter holds, and let it fail."""
+        """Count one system call that the filter has suspended, and make it fail."""
         held = bytearray(_NOTIF_BYTES)
         try:
             fcntl.ioctl(self._listener, _NOTIF_RECV, held)

@@ -8,7 +8,8 @@ The filter refuses
 - everything newer than this list: system calls from number 424 on have the same number on all architectures, and only the named
   ones pass.
 
-A refused call fails with "not permitted". With `told`, the listener is notified, too.
+A refused call fails with "not permitted", a newer one with "not implemented". With `told`, the listener is notified of refused
+calls that are not newer. A call through the interface of another architecture kills the process.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ _REFUSED: Mapping[str, tuple[int | None, int | None]] = {
     "socket": (41, 198),  # except for AF_UNIX
     "setsockopt": (54, 208),  # only for the size of a send buffer
     "clone": (56, 220),  # only with a new user namespace
-    "prlimit64": (302, 261),  # this one to ioprio_set: only for another process
+    "prlimit64": (302, 261),  # from here to ioprio_set: only if the call is for another process
     "setpriority": (141, 140),
     "sched_setaffinity": (203, 122),
     "sched_setscheduler": (144, 119),
