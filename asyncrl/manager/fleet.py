@@ -188,7 +188,7 @@ class Fleet:
         self._clock = clock or SystemClock()
         self._verifier = ThreadPoolExecutor(1, thread_name_prefix="verify_weights", initializer=_give_way)
         self._published = Fence[WeightVersion | None](None)
-        self._failing: tuple[WeightVersion, float] | None = None  # the publication that fails verification, and since when
+        self._failing: tuple[WeightVersion, float] | None = None  # the publication that fails its check, and since when
         self._publication = asyncio.Event()
         self._wake = asyncio.Event()
         self._updates: set[asyncio.Task[None]] = set()
@@ -587,7 +587,7 @@ class Fleet:
         return await self._request("POST", url, body, also_ok)
 
     async def _request(self, method: str, url: str, body: bytes | None = None, also_ok: int = 200) -> bytes:
-        """Return the body of the answer. Raises UpdateError for a status other than 200 and also_ok. Has no time limit of its own."""
+        """Return the answer's body. Raises UpdateError for a status other than 200 and also_ok. The caller sets a time limit."""
         headers = {"Content-Type": "application/json"}
         async with self._session.request(method, url, data=body, headers=headers) as response:
             answer = await response.read()

@@ -80,7 +80,7 @@ class _Live:
     seen_by_master: bool = False  # the master has reported it as stored
     num_missed: int = 0  # consecutive heartbeats that did not list it
     lost_url: str = ""  # the worker has reported the server at this URL as lost, and has had no server since
-    has_moved: bool = False  # do not count its duration for its present server: it has moved there, or is counted already
+    has_moved: bool = False  # its duration does not count for its present server: it has moved there, or is counted
     moved: bool = False  # moved to another server without a request of the worker; heartbeat replies name that server
     item: EvalItem | None = None  # for an eval ticket
 
@@ -118,8 +118,7 @@ class Ledger:
         ticket_key: bytes = b"",
         journal: Journal = lambda event, ticket: None,
     ) -> None:
-        """heads_of_worker: the heads that a worker may send to; by default all. A ticket gets the head with the fewest live tickets.
-
+        """heads_of_worker: the heads that a worker may send to; by default all. A ticket gets that with the fewest live tickets.
         grace_s: maximum length of the grace period, which begins with the first full report. No train ticket is admitted while
         workers report their tickets. It is the lease of tickets that a previous manager has issued; 0 without a previous manager.
         num_workers: number of rollout workers. The grace period ends when this many have reported. 0: not known.
@@ -533,8 +532,8 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------------- grace
 
     def _begin_grace(self, now: float) -> None:
-        """The master has registered. Tickets and results that workers reported earlier are adopted now. They are still valid, because
-        no train ticket was granted in between."""
+        """The master has registered. Adopt the tickets and results that workers reported earlier. They are still valid, because no
+        train ticket was granted in between."""
         self._grace_until, self._grace_s = now + self._grace_s, 0.0
         early_held, self._early_held = self._early_held, {}
         early_results, self._early_results = self._early_results, {}
@@ -824,8 +823,8 @@ class Ledger:
 
     def _store(self, ticket_id: str, now: float) -> None:
         """The master has the ticket's trajectory. A ticket that was released or is unknown here becomes live again, unless the
-        prompt is finished or the master has dropped the trajectory. The first trajectory of a prompt wins: the prompt's other ticket
-        is released."""
+        prompt is finished or the master has dropped the trajectory. The first trajectory of a prompt wins: the prompt's other
+        ticket is released."""
         assert self._cursor is not None
         live = self._live.get(ticket_id)
         if live is not None:
@@ -856,7 +855,7 @@ class Ledger:
         self._release(live, "overdue")
 
     def _give_up_others(self, ticket_id: str, locator: Locator) -> None:
-        """Release the other live ticket of a prompt whose trajectory has arrived with `ticket_id`. The prompt is not issued again."""
+        """Release the other live ticket of a prompt whose trajectory has come with `ticket_id`. The prompt is not issued again."""
         other = self._by_prompt.get(locator)
         if other is not None and other != ticket_id:
             self.counters["released", "superseded"] += 1

@@ -257,7 +257,8 @@ class ServerTable:
         self.servers[name].num_requests = None
 
     def has_drained(self, name: str) -> bool:
-        """Whether the server can stop without loss: it leaves, has no group and reports no request. Also true if it is dead or unknown."""
+        """Whether the server can stop without loss: it is leaving, has no group and reports no request; or it is dead or
+        unknown."""
         server = self.servers.get(name)
         if server is None or server.state is ServerState.DEAD:
             return True
@@ -292,8 +293,8 @@ class ServerTable:
         return server.incarnation
 
     def loaded(self, name: str, incarnation: int, version: WeightVersion, now: float, took_s: float = 0.0) -> bool:
-        """The server has loaded and echoed a verified version, in took_s. False: void, because the server has died or begun to leave
-        since, or the version's attempt is over."""
+        """The server has loaded and echoed a verified version, in took_s. False: void, because the server has died or begun to
+        leave since, or the version's attempt is over."""
         server = self.servers[name]
         if server.incarnation != incarnation or server.state is not ServerState.UPDATING:
             return False
