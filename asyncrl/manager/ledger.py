@@ -118,7 +118,8 @@ class Ledger:
         ticket_key: bytes = b"",
         journal: Journal = lambda event, ticket: None,
     ) -> None:
-        """heads_of_worker: the heads that a worker may send to; by default all. A ticket gets that with the fewest live tickets.
+        """heads_of_worker: the heads that a worker may send to; by default all. A ticket gets the one with the fewest live tickets.
+
         grace_s: maximum length of the grace period, which begins with the first full report. No train ticket is admitted while
         workers report their tickets. It is the lease of tickets that a previous manager has issued; 0 without a previous manager.
         num_workers: number of rollout workers. The grace period ends when this many have reported. 0: not known.
