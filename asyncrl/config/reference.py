@@ -71,7 +71,7 @@ def all_fields() -> list[FieldReference]:
 
 
 def sections() -> dict[str, str]:
-    """Path of each section, and what it holds."""
+    """Path and docstring of each section."""
     declared = _declared(ExperimentConfig, ExperimentConfig(), "")
     return {one.path: inspect.getdoc(one.section) or "" for one in declared if one.section is not None}
 

@@ -61,7 +61,7 @@ def problems_of_sizes(config: ExperimentConfig) -> Iterator[Problem]:
 
 
 def problems_of_fields(config: ExperimentConfig) -> Iterator[Problem]:
-    """Everything but sizes and layouts."""
+    """All problems except those of sizes (`problems_of_sizes`) and layouts (dataflow/layout_checks.py)."""
     yield from _bad_choices(config)
     yield from _bad_numbers(config)
     yield from _bad_algorithm(config)
