@@ -4,8 +4,9 @@ A train ticket is granted while the gate (admission.py) has room and a server of
 (else refused: `no_server`, `servers_full`). It is live from its grant until the master reports it as `consumed`, or until it is
 rejected, released or lost. The ledger keeps every live ticket.
 
-Every call may arrive twice, late, or from a worker that counts as lost. The master reports totals, not changes, so a repeated or
-late report does no harm. Time is passed in. The HTTP side (http.py) calls these methods between two awaits, so each is atomic.
+Every call may arrive twice, late, or from a worker that counts as lost. All fields that the master reports are absolute, except
+`consumed`: that is a set of tickets, and a repeated ticket has no effect. Time is passed in. The HTTP side (http.py) calls these
+methods between two awaits, so each is atomic.
 
 A manager that replaces a dead one admits no train ticket until the master has sent a full report. A *grace period* follows: it
 ends once every rollout worker has reported its tickets, at the latest after a lease. Reported tickets are adopted: they are live

@@ -97,7 +97,7 @@ class Server:
     num_requests: int | None = None  # running and waiting requests at the last poll; None: not known
     promised_tokens: float = 0.0  # tokens expected of the groups assigned since that poll
     update_s: float = 0.0  # seconds in successful updates
-    is_new: bool = True  # its state has not changed yet: it may serve a version since the previous manager
+    is_new: bool = True  # its state has not changed yet: the previous manager may have had it load its version
     num_updates: int = 0  # updates that were begun
     failed_load: bool = False  # a load failed: the server stays interrupted until a load succeeds
     late_answer: str = ""  # description of its last answer to a health probe, if that was late
