@@ -219,8 +219,8 @@ class PartialRolloutManager:
         update's interruption, or request_timeout_s.
         """
         response = Response(input_ids)
-        failures = aborts = 0  # in a row, without a new token
-        busy_since = 0.0  # when servers began to be busy, without a new token since; 0: they are not
+        failures = aborts = 0  # since the last new token
+        busy_since = 0.0  # time of the first busy answer since the last new token; 0: none
         while (missing := sampling.max_new_tokens - len(response.output_ids)) > 0:
             asked = min(missing, self._chunk)
             moves = route.moves
