@@ -73,7 +73,7 @@ class Ticket(Struct, frozen=True, kw_only=True):
     server: str  # generation server name, e.g. "generation_server/0"
     server_url: str
     head: int  # data-parallel rank that receives the trajectory
-    issue: int = 1  # how often this prompt has been handed out, including this time
+    issue: int = 1  # number of tickets granted for this prompt so far, this one included
     eval_id: str = ""
     eval_mode: Literal["", "greedy", "sampled"] = ""
 
@@ -128,7 +128,7 @@ class FinishReply(Struct, frozen=True, kw_only=True):
 
 
 class HeartbeatRequest(Struct, frozen=True, kw_only=True):
-    """POST /heartbeat: the tickets that a rollout worker holds. A ticket missing from two heartbeats in a row is released."""
+    """POST /heartbeat: the tickets that a rollout worker holds. A ticket missing from two consecutive heartbeats is released."""
 
     worker: str
     incarnation: str
