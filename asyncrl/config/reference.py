@@ -165,7 +165,7 @@ def _default_of(entry: Field[Any]) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """As YAML writes it."""
+    """Return a default value as YAML writes it."""
     if value is MISSING:
         return "required"
     if value is None or isinstance(value, bool):
