@@ -10,8 +10,7 @@ methods between two awaits, so each is atomic.
 
 A manager that replaces a dead one admits no train ticket until the master has sent a full report. A *grace period* follows: it
 ends once every rollout worker has reported its tickets, at the latest after a lease. Reported tickets are adopted: they are live
-again, so no running prompt is issued a second time. Until the grace period ends the view is not `settled`, no train ticket is
-admitted, and the master begins no step.
+again, so no running prompt is issued a second time. Until the grace period ends the view is not `settled`, and no step begins.
 """
 
 from __future__ import annotations
@@ -410,8 +409,7 @@ class Ledger:
     def move_leavers(self, now: float) -> int:
         """Move groups away from leaving servers that have not finished them in time. Returns the number of moved groups.
 
-        Workers learn of the move in the reply to their next heartbeat. If no server is available for a group now, the next call
-        tries again.
+        Workers learn of the move in the reply to their next heartbeat. The next call tries again with groups that found no server.
         """
         num_moved = 0
         for leaver in self.servers.overdue_leavers(now):
@@ -534,8 +532,7 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------------- grace
 
     def _begin_grace(self, now: float) -> None:
-        """The master has registered. Adopt the tickets and results that workers reported earlier. They are still valid, because no
-        train ticket was granted in between."""
+        """The master has registered. Adopt tickets and results reported before: no train ticket was granted since."""
         self._grace_until, self._grace_s = now + self._grace_s, 0.0
         early_held, self._early_held = self._early_held, {}
         early_results, self._early_results = self._early_results, {}
@@ -601,11 +598,8 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------------- grants
 
     def _grant_one(self, request: AllocateRequest, refusal: str, now: float) -> _Live | None:
-        """Grant one ticket. refusal: why train tickets are refused now; "" if they are not. None: no ticket can be granted.
-
-        An eval ticket is preferred while evaluations have less than their share of the running rollouts. It is also granted while
-        train tickets are refused, up to eval_limit.
-        """
+        """Grant an eval ticket while evaluations have less than their share of the running rollouts, or (up to eval_limit) while train
+        tickets are refused. Otherwise grant a train ticket. None: neither. refusal: why train tickets are refused, or ""."""
         if self._evaluations.num_waiting and self.served_version >= 0 and len(self._evals) < self.eval_limit:
             its_turn = len(self._evals) < self._eval_share * (self._num_running + 1)
             server = self.servers.pick(self.served_version) if (refusal or its_turn) else None
@@ -824,9 +818,8 @@ class Ledger:
             self._cursor.withdraw(name.locator)
 
     def _store(self, ticket_id: str, now: float) -> None:
-        """The master has the ticket's trajectory. A ticket that was released or is unknown here becomes live again, unless the
-        prompt is finished or the master has dropped the trajectory. The first trajectory of a prompt wins: the prompt's other
-        ticket is released."""
+        """The master has the ticket's trajectory. A released or unknown ticket becomes live again, unless its prompt is finished or
+        the master has dropped the trajectory. The first trajectory of a prompt wins: the prompt's other ticket is released."""
         assert self._cursor is not None
         live = self._live.get(ticket_id)
         if live is not None:
@@ -909,8 +902,7 @@ class Ledger:
         return list(self._running_of.get(worker, {}).values())
 
     def _moved_of(self, worker: str) -> list[MovedTicket]:
-        """Return all running tickets of the worker that were moved without its request. Every heartbeat reply repeats them, because
-        a reply may be lost."""
+        """Return the worker's running tickets that were moved without its request. Every reply repeats them, as one may be lost."""
         servers = self.servers.servers
         return [
             MovedTicket(ticket_id=live.ticket.ticket_id, server=live.server, server_url=servers[live.server].url)
