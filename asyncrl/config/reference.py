@@ -71,7 +71,7 @@ def all_fields() -> list[FieldReference]:
 
 
 def sections() -> dict[str, str]:
-    """Path of each section, and what it holds."""
+    """Path and docstring of each section."""
     declared = _declared(ExperimentConfig, ExperimentConfig(), "")
     return {one.path: inspect.getdoc(one.section) or "" for one in declared if one.section is not None}
 
@@ -165,7 +165,7 @@ def _default_of(entry: Field[Any]) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """As YAML writes it."""
+    """Return a default value as YAML writes it."""
     if value is MISSING:
         return "required"
     if value is None or isinstance(value, bool):

@@ -61,7 +61,7 @@ def problems_of_sizes(config: ExperimentConfig) -> Iterator[Problem]:
 
 
 def problems_of_fields(config: ExperimentConfig) -> Iterator[Problem]:
-    """Everything but sizes and layouts."""
+    """All problems except those of sizes (`problems_of_sizes`) and layouts (dataflow/layout_checks.py)."""
     yield from _bad_choices(config)
     yield from _bad_numbers(config)
     yield from _bad_algorithm(config)
@@ -430,7 +430,7 @@ def _deadlocks(config: ExperimentConfig) -> Iterator[Problem]:
     manager, batch_size = config.manager, config.train.batch_size
     has_manager = config.mode != "sync"
     if has_manager and 0 < manager.max_concurrent_rollouts < batch_size and manager.max_head_offpolicyness == 0:
-        # With eta = 0 this is slow, not a deadlock: tickets finish and free their slots. But it is never intended.
+        # With eta = 0 this is slow, not a deadlock: tickets finish and free their slots. But no user intends this.
         yield (
             "manager.max_concurrent_rollouts",
             manager.max_concurrent_rollouts,

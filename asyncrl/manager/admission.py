@@ -11,8 +11,8 @@ half of the staleness bound is the rule for when a step may start: asyncrl/maste
 A prompt is a Locator (epoch, position). The rollout workers' prompt source maps it to a line of the data set. Prompts are issued
 in order of their locators. Prompts to be reissued, because their ticket was lost, come first.
 
-An evaluation is num_prompts prompts in each of its modes. Its tickets bypass the train gate and have their own share of capacity.
-A lost one is issued again. One that is lost too often counts as failed.
+An evaluation consists of num_prompts prompts in each of its modes. Its tickets bypass the train gate and have their own share of
+capacity. If a ticket is lost, its prompt is issued again; a prompt whose tickets are lost too often counts as failed.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class PromptCursor:
         return any(waiting == locator for waiting, _ in self._again)
 
     def withdraw(self, locator: Locator) -> bool:
-        """Do not issue this prompt: another ticket holds it. Returns False if it was not waiting."""
+        """Do not issue this prompt: a ticket holds it, or it was trained. Returns False if it was not waiting."""
         if not self.is_waiting(locator):
             return False
         if locator >= self._next:

@@ -166,7 +166,7 @@ class Fleet:
         files_url: str = "",
     ) -> None:
         """replace_limit_s: time for the trainer to replace the version in `damaged`.
-        files_url: prefix for servers that do not see the run's folder to fetch versions from; "": all servers see the folder."""
+        files_url: URL prefix from which servers that do not see the run's folder fetch versions; "": all servers see the folder."""
         self.table = table
         self.plan = plan
         self.counters: Counter[tuple[str, str]] = Counter()
@@ -188,12 +188,12 @@ class Fleet:
         self._clock = clock or SystemClock()
         self._verifier = ThreadPoolExecutor(1, thread_name_prefix="verify_weights", initializer=_give_way)
         self._published = Fence[WeightVersion | None](None)
-        self._failing: tuple[WeightVersion, float] | None = None  # the publication that fails, and since when
+        self._failing: tuple[WeightVersion, float] | None = None  # the publication that fails its check, and since when
         self._publication = asyncio.Event()
         self._wake = asyncio.Event()
         self._updates: set[asyncio.Task[None]] = set()
         self._probes: dict[tuple[str, int], asyncio.Task[None]] = {}  # at most one at a time for each incarnation
-        self._from_disk: set[str] = set()  # servers with a failed last broadcast that was logged
+        self._from_disk: set[str] = set()  # servers whose last broadcast failed, with a warning in the log
         self._mismatches: Counter[str] = Counter()  # by server: consecutive mismatches
         self._fatal: RunEndedError | None = None
 
@@ -274,14 +274,14 @@ class Fleet:
     # -------------------------------------------------------------------------------------------------------- loops
 
     async def verify_loop(self) -> None:
-        """Verify the manifest of the newest publication before any server is sent it. Retry with backoff while that fails.
+        """Verify the files of the newest publication against their manifest before any server loads them. Retry with backoff.
 
         A network file system may show a version late. A version that fails for a quarter of verify_limit_s is `damaged`: the
         master has it written again, or a newer version replaces it. The run ends if neither happens within the limits.
         """
         pause_s = _FIRST_RETRY_S
         while True:
-            await self._publication.wait()  # without a publication the loop waits here
+            await self._publication.wait()  # the loop waits here until there is a publication to verify
             self._publication.clear()
             version = self._published.newest
             assert version is not None
@@ -323,10 +323,10 @@ class Fleet:
             self._changed()
 
     async def _fetch_everywhere(self, version: WeightVersion, num_bytes: int) -> None:
-        """Have the hosts fetch a version while their servers still serve the previous one.
+        """Have the servers' hosts fetch a version while the servers still serve the previous one.
 
-        The wait for slow hosts is bounded: once the first host has the version, the others get as long again plus _FETCH_SLACK_S.
-        A slower host continues fetching, and its update fetches the version if needed.
+        The wait for slow hosts is bounded: after each success, the next one must follow within the time that the first took plus
+        _FETCH_SLACK_S. A slower host continues fetching, and its update fetches the version if needed.
         """
         if not self._files_url:
             return
@@ -367,7 +367,8 @@ class Fleet:
             raise RefusedError(f"not fetched: {reply.message}")
 
     async def update_loop(self) -> None:
-        """Begin the updates that the plan lists as due, each in its own task. Raises RunEndedError once all servers mismatch."""
+        """Begin the updates that the plan lists as due, each in its own task. Raises RunEndedError once every live server has had
+        _MAX_MISMATCHES consecutive mismatches."""
         while True:
             if self._fatal is not None:
                 raise self._fatal
@@ -453,7 +454,8 @@ class Fleet:
         return info
 
     async def _update(self, update: Update, wave: Wave | None) -> None:
-        """Interrupt, load, check the echo, resume. A server that fails stays interrupted, because its weights are unknown."""
+        """Pause a server, have it load a version, check its echo, resume it. After a failure it stays out of service until a load
+        succeeds, because its weights are unknown."""
         began = self._clock.monotonic()
         try:
             with self._trace.overlapping(f"update {update.server}", kind="update", version=str(update.version)):
@@ -586,7 +588,7 @@ class Fleet:
         return await self._request("POST", url, body, also_ok)
 
     async def _request(self, method: str, url: str, body: bytes | None = None, also_ok: int = 200) -> bytes:
-        """The caller bounds the request. Raises UpdateError for a status other than 200 and also_ok."""
+        """Return the answer's body. Raises UpdateError for a status other than 200 and also_ok. The caller sets a time limit."""
         headers = {"Content-Type": "application/json"}
         async with self._session.request(method, url, data=body, headers=headers) as response:
             answer = await response.read()

@@ -52,7 +52,7 @@ MAX_WAIT_S = 60.0
 _MAX_WAITING = 4096  # pending allocate requests; further ones are refused with 503
 MAX_BODY_BYTES = 64 << 20
 _MAX_NAME = 200
-_COALESCE_S = 0.01  # a delayed answer collects changes for this long: fewer messages than finished rollouts
+_COALESCE_S = 0.01  # an answer to /report that had to wait collects further changes for this long
 _VIEW_SHARE = 0.05  # at most this share of the time goes into views for a waiting master
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 _encode = msgspec.json.Encoder().encode
@@ -141,7 +141,7 @@ class ManagerService:
         return await handler(request)
 
     def changed(self) -> None:
-        """The ledger, the servers or the time have changed: answer the requests that wait for a change."""
+        """The ledger or the servers have changed, or time has passed: answer the requests that wait for a change."""
         self._admit_waiting(len(self._waiting))
         self._tell_of_change()
 
@@ -245,7 +245,7 @@ class ManagerService:
         return AllocateReply(tickets=[], refusal=refusal, finished=self.ledger.finished)
 
     def _after_request(self) -> None:
-        """The ledger may have changed, by this request alone. Check only as many pending requests as there is now room for."""
+        """Only this request can have changed the ledger. Check only as many pending requests as there is now room for."""
         self._admit_room()
         if self.ledger.revision != self._told_revision:  # most heartbeats change nothing
             self._tell_of_change()

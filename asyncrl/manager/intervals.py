@@ -1,8 +1,8 @@
 """Intervals between heartbeats of a rollout worker and between health probes of a generation server (pure).
 
 The manager handles all of them on one core (about 8,000 requests a second), so the intervals grow with the number of peers. They
-stay at most a third of the lease, so that one lost message never ends a lease. The time to detect a dead peer does not change: it
-is the lease.
+grow to at most a third of the lease, so that one lost message never ends a lease. The time to detect a dead peer does not change:
+it is the lease.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
 """The ledger of live tickets. It neither loses nor duplicates a ticket (pure).
 
-A ticket is granted while the gate (admission.py) has room and a server of the newest version has room for a group (else refused:
-`no_server`, `servers_full`). It is live from its grant until the master reports it as `consumed`, or until it is rejected,
-released or lost. The ledger keeps every live ticket.
+A train ticket is granted while the gate (admission.py) has room and a server of the newest served version has room for a group
+(else refused: `no_server`, `servers_full`). It is live from its grant until the master reports it as `consumed`, or until it is
+rejected, released or lost. The ledger keeps every live ticket.
 
-Every call may arrive twice, late, or from a worker that counts as lost. All fields that the master reports are absolute. Time
-is passed in. The HTTP side (http.py) calls these methods between two awaits, so each is atomic.
+Every call may arrive twice, late, or from a worker that counts as lost. All fields that the master reports are absolute, except
+`consumed`: that is a set of tickets, and a repeated ticket has no effect. Time is passed in. The HTTP side (http.py) calls these
+methods between two awaits, so each is atomic.
 
-A manager that replaces a dead one begins with a *grace period*. It admits nothing until the master has sent a full report and
-every rollout worker has reported its tickets, or until a lease has passed. Reported tickets are adopted: they are live again, so no
-running prompt is issued a second time. Until then the view is not `settled`, and the master begins no step from it.
+A manager that replaces a dead one admits no train ticket until the master has sent a full report. A *grace period* follows: it
+ends once every rollout worker has reported its tickets, at the latest after a lease. Reported tickets are adopted: they are live
+again, so no running prompt is issued a second time. Until the grace period ends the view is not `settled`, and no step begins.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from asyncrl.rewards.outcome import REWARD_LOST
 MAX_COUNT = 4096  # tickets of one request
 _MAX_REQUESTS = 16  # answers kept per worker; a worker repeats only a request without an answer
 _MAX_DROPPED = 10_000
-_MAX_UNSEEN = 16_384  # rejections that the master has not recorded; at this number nothing is admitted until it does
+_MAX_UNSEEN = 16_384  # rejections that the master has not recorded; at this number train tickets are refused
 _MAX_REASONS = 32  # different reasons counted; further ones count as `other`
 _MAX_EARLY = 65_536  # results of rollouts that arrive before the master's first report
 _TOKENS_MEMORY = 0.95  # weight of the old value in the running mean of a group's tokens
@@ -58,7 +59,7 @@ Journal = Callable[[Literal["admitted", "adopted"], Ticket], None]
 
 
 class StaleAttemptError(ValueError):
-    """A report from an attempt of the training side that is over."""
+    """A report from an old attempt: the training side has begun a newer one."""
 
 
 class UnreachedError(ValueError):
@@ -79,8 +80,8 @@ class _Live:
     seen_by_master: bool = False  # the master has reported it as stored
     num_missed: int = 0  # consecutive heartbeats that did not list it
     lost_url: str = ""  # the worker has reported the server at this URL as lost, and has had no server since
-    has_moved: bool = False  # do not count its duration for its server: it has moved there, or is counted already
-    moved: bool = False  # to another server, without a request of the worker; heartbeats tell the worker
+    has_moved: bool = False  # its duration does not count for its present server: it has moved there, or is counted
+    moved: bool = False  # moved to another server without a request of the worker; heartbeat replies name that server
     item: EvalItem | None = None  # for an eval ticket
 
 
@@ -119,10 +120,10 @@ class Ledger:
     ) -> None:
         """heads_of_worker: the heads that a worker may send to; by default all. A ticket gets the one with the fewest live tickets.
 
-        grace_s: maximum length of the grace period, which begins with the first full report. Nothing is admitted while workers
-        report their tickets. It is the lease of tickets that a previous manager has issued; 0 without a previous manager.
-        num_workers: number of rollout workers. The grace period ends when so many have reported. 0: not known.
-        ticket_key: the run's key (tickets.py). The ledger recognizes tickets that previous managers have sealed with it.
+        grace_s: maximum length of the grace period, which begins with the first full report. No train ticket is admitted while
+        workers report their tickets. It is the lease of tickets that a previous manager has issued; 0 without a previous manager.
+        num_workers: number of rollout workers. The grace period ends when this many have reported. 0: not known.
+        ticket_key: the run's key (protocol/tickets.py). With it the ledger recognizes tickets that previous managers have granted.
         journal: called for every train ticket that is granted or adopted.
         """
         if max_issues < 1:
@@ -330,7 +331,7 @@ class Ledger:
                 raise ValueError(f"ticket {result.ticket_id} is a train ticket; it cannot end as `evaluated`")
             if result.ticket_id in self._evals and result.outcome == "stored":
                 raise ValueError(f"ticket {result.ticket_id} is an eval ticket; it cannot end as `stored`")
-        if self._holder(request.worker, request.incarnation, now) is None:  # its tickets were released
+        if self._holder(request.worker, request.incarnation, now) is None:  # an old process; its tickets were released
             return FinishReply(unknown=[result.ticket_id for result in request.results])
         unknown = []
         for result in request.results:
@@ -406,9 +407,9 @@ class Ledger:
         return ScheduleReply(server=server.name, server_url=server.url)
 
     def move_leavers(self, now: float) -> int:
-        """Move groups that leaving servers have not finished in time to other servers. Returns the number of moved groups.
+        """Move groups away from leaving servers that have not finished them in time. Returns the number of moved groups.
 
-        Workers learn of the move with their next heartbeat. A group that finds no server now is retried with the next call.
+        Workers learn of the move in the reply to their next heartbeat. The next call tries again with groups that found no server.
         """
         num_moved = 0
         for leaver in self.servers.overdue_leavers(now):
@@ -445,8 +446,8 @@ class Ledger:
     def report(self, report: MasterReport, now: float, *, newest_attempt: int | None = None) -> None:
         """Record the master's report of training. newest_attempt: the newest attempt that the run has begun; None: not known.
 
-        Raises StaleAttemptError if the report's attempt is over, and UnreachedError if the report is ahead of the run: a train
-        step produces one version and consumes at least one ticket. On either error the ledger is unchanged.
+        Raises StaleAttemptError if the report's attempt is over, and UnreachedError for an attempt or a version that the run cannot
+        have reached: a train step produces one version and consumes at least one ticket. On either error the ledger is unchanged.
         """
         if self._attempts.is_over(report.attempt):
             raise StaleAttemptError(f"attempt {report.attempt} is over; the manager serves attempt {self.attempt}")
@@ -531,7 +532,7 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------------- grace
 
     def _begin_grace(self, now: float) -> None:
-        """The master has registered. Reports that workers sent before this are still valid, because no ticket was granted since."""
+        """The master has registered. Adopt tickets and results reported before: no train ticket was granted since."""
         self._grace_until, self._grace_s = now + self._grace_s, 0.0
         early_held, self._early_held = self._early_held, {}
         early_results, self._early_results = self._early_results, {}
@@ -597,7 +598,8 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------------- grants
 
     def _grant_one(self, request: AllocateRequest, refusal: str, now: float) -> _Live | None:
-        """Grant one ticket: an eval ticket if that stays within the evaluations' share, else a train ticket."""
+        """Grant an eval ticket while evaluations have less than their share of the running rollouts, or (up to eval_limit) while
+        train tickets are refused. Otherwise grant a train ticket. None: neither. refusal: why train tickets are refused, or ""."""
         if self._evaluations.num_waiting and self.served_version >= 0 and len(self._evals) < self.eval_limit:
             its_turn = len(self._evals) < self._eval_share * (self._num_running + 1)
             server = self.servers.pick(self.served_version) if (refusal or its_turn) else None
@@ -769,9 +771,10 @@ class Ledger:
         self.servers.ended(live.server, live.expected_tokens)
 
     def _release(self, live: _Live, reason: str, detail: str = "") -> None:
-        """Take the ticket back. Its prompt is issued again before new ones. After max_issues issues it is rejected instead.
+        """Take the ticket back. Its prompt is issued again before new ones. After max_issues issues the prompt is rejected instead.
 
-        A prompt that lost its reward processes (REWARD_LOST) is never rejected for that: rollout workers pace their restarts.
+        A prompt whose reward processes died (REWARD_LOST) is never rejected for that. Reissues stay slow, because a rollout worker
+        limits how often it restarts its reward processes.
         """
         assert self._cursor is not None
         self.counters["released", reason] += 1
@@ -798,7 +801,7 @@ class Ledger:
         for length in lengths:
             self.rejected_lengths[reason, max(0, length).bit_length()] += 1
 
-    # ------------------------------------------------------------------------------------------ the master's word
+    # --------------------------------------------------------------------------------------- the master's reports
 
     def _consume(self, ticket_id: str) -> None:
         """The ticket's trajectory was trained. The prompt is finished, and its other tickets are void."""
@@ -815,8 +818,8 @@ class Ledger:
             self._cursor.withdraw(name.locator)
 
     def _store(self, ticket_id: str, now: float) -> None:
-        """The master has the ticket's trajectory. A ticket that was released, or is unknown here, is live again if its prompt is
-        open. The first trajectory of a prompt wins, so the prompt's other tickets are void."""
+        """The master has the ticket's trajectory. A released or unknown ticket becomes live again, unless its prompt is finished or
+        the master has dropped the trajectory. The first trajectory of a prompt wins: the prompt's other ticket is released."""
         assert self._cursor is not None
         live = self._live.get(ticket_id)
         if live is not None:
@@ -847,7 +850,7 @@ class Ledger:
         self._release(live, "overdue")
 
     def _give_up_others(self, ticket_id: str, locator: Locator) -> None:
-        """Release another ticket of a prompt whose trajectory came under `ticket_id`. The prompt is not issued again."""
+        """Release the other live ticket of a prompt whose trajectory has come with `ticket_id`. The prompt is not issued again."""
         other = self._by_prompt.get(locator)
         if other is not None and other != ticket_id:
             self.counters["released", "superseded"] += 1
@@ -880,7 +883,7 @@ class Ledger:
         return intervals.heartbeat_s(self._heartbeat_s, max(len(self._holders), self._num_workers), self._lease_s)
 
     def _holder(self, worker: str, incarnation: str, now: float, *, touch: bool = True) -> _Holder | None:
-        """Return the worker's record; None if a newer incarnation of it is known. touch: this call counts as a heartbeat."""
+        """Return the worker's record; None if a newer incarnation of the worker is known. touch: this call renews its lease."""
         holder = self._holders.get(worker)
         if holder is None:
             holder = self._holders[worker] = _Holder(IncarnationFence(incarnation), now, now)
@@ -899,7 +902,7 @@ class Ledger:
         return list(self._running_of.get(worker, {}).values())
 
     def _moved_of(self, worker: str) -> list[MovedTicket]:
-        """Return all of the worker's tickets that were moved without its request: each time, because an answer may be lost."""
+        """Return the worker's running tickets that were moved without its request. Every reply repeats them, as one may be lost."""
         servers = self.servers.servers
         return [
             MovedTicket(ticket_id=live.ticket.ticket_id, server=live.server, server_url=servers[live.server].url)

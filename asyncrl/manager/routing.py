@@ -4,12 +4,12 @@
                    any but DEAD -> DRAINING -> DEAD, or STALE if it is desired again
 
 Only a HEALTHY server gets groups: in this attempt it has loaded a version with valid checksums, and has echoed it. A server gets
-from STALE (and so from DEAD) to HEALTHY only by a load. A SUSPECT server is HEALTHY again if it still echoes what it loaded. A
-server that loaded the version (or a newer one) for the previous manager need not load it again: it reports its version when this
-manager first updates it.
-A server that answers late, or whose groups take much longer than those of its peers, is slow. It is shown as suspect and gets no
-groups while others have room, with one exception: one group at a time, which shows whether it is still slow. Its requests
-continue.
+from STALE (and so from DEAD) to HEALTHY only by a load, with one exception: a server that loaded the version (or a newer one) for
+the previous manager need not load it again. It reports its version when this manager first updates it. A SUSPECT server is
+HEALTHY again if it still echoes what it loaded.
+A server that answers health probes late, or whose groups take much longer than those of its peers, is slow. It is shown as
+suspect, and gets no groups while others have room. A server that is slow only by its groups still gets one group at a time, which
+shows whether it is still slow. Requests on a slow server continue.
 A server that leaves the run is DRAINING: it gets no groups and no weights, and finishes its groups. Groups that take too long
 are moved to other servers.
 
@@ -89,7 +89,7 @@ class Server:
     state: ServerState = ServerState.STALE
     version: WeightVersion | None = None  # verified and echoed; None while STALE, UPDATING or DEAD
     loading: WeightVersion | None = None  # while UPDATING
-    incarnation: int = 0  # grows when the server is announced anew or dies; outcomes for an older incarnation are void
+    incarnation: int = 0  # grows when it is announced anew, dies or leaves during a load; older outcomes are void
     listed: bool = True  # in name resolve
     reason: str = ""  # why it is in a state other than HEALTHY
     running: int = 0  # assigned groups that have not ended
@@ -97,7 +97,7 @@ class Server:
     num_requests: int | None = None  # running and waiting requests at the last poll; None: not known
     promised_tokens: float = 0.0  # tokens expected of the groups assigned since that poll
     update_s: float = 0.0  # seconds in successful updates
-    is_new: bool = True  # its state has not changed yet: the previous manager may have loaded its version
+    is_new: bool = True  # its state has not changed yet: the previous manager may have had it load its version
     num_updates: int = 0  # updates that were begun
     failed_load: bool = False  # a load failed: the server stays interrupted until a load succeeds
     late_answer: str = ""  # description of its last answer to a health probe, if that was late
@@ -137,7 +137,7 @@ class ServerTable:
     max_groups: int = 0  # for each server; 0: no limit
     drain_timeout_s: float = 30.0
     attempts: Fence[int] = field(default_factory=lambda: Fence(1))
-    served: int = -1  # newest version that a server of this attempt has served; never goes back within the attempt
+    served: int = -1  # newest version of this attempt that any server has served; never decreases within the attempt
     servers: dict[str, Server] = field(default_factory=dict)
     _last_picked: str = ""
     _dead_urls: OrderedDict[str, None] = field(default_factory=OrderedDict)
@@ -253,11 +253,12 @@ class ServerTable:
         ]
 
     def handed_over(self, name: str) -> None:
-        """The server's groups continue elsewhere. Their requests may still be on it, so its load must be polled again."""
+        """Groups of the server were moved to others. Their requests may still run on it, so its load must be polled again."""
         self.servers[name].num_requests = None
 
     def has_drained(self, name: str) -> bool:
-        """The server leaves and can stop without loss: it has no group, and reports no request."""
+        """Whether the server can stop without loss: it is leaving, has no group and reports no request; or it is dead or
+        unknown."""
         server = self.servers.get(name)
         if server is None or server.state is ServerState.DEAD:
             return True
@@ -292,7 +293,8 @@ class ServerTable:
         return server.incarnation
 
     def loaded(self, name: str, incarnation: int, version: WeightVersion, now: float, took_s: float = 0.0) -> bool:
-        """The server has loaded and echoed a verified version, in took_s. False: void, because it died or the attempt is over."""
+        """The server has loaded and echoed a verified version, in took_s. False: void, because the server has died or begun to
+        leave since, or the version's attempt is over."""
         server = self.servers[name]
         if server.incarnation != incarnation or server.state is not ServerState.UPDATING:
             return False
@@ -311,8 +313,8 @@ class ServerTable:
     def awaits_companions(self, now: float) -> bool:
         """A new version is served, but some servers are still loading it. Admission waits for them.
 
-        A new version admits many groups at once, and the first server that has it must not get all of them. The wait is bounded:
-        at most about as long again as the first server took.
+        A new version admits many groups at once, and the first server that has it must not get all of them. The wait is bounded by
+        the time that the first server's load took plus LEAST_COMPANIONS_S, and by MOST_COMPANIONS_S.
         """
         return now < self._companions_until and any(
             server.state is ServerState.UPDATING
@@ -385,7 +387,7 @@ class ServerTable:
                 continue
             if server.running >= limit or server.name == exclude or not self.can_serve(server, min_version):
                 continue
-            # A slow server comes last, except for one group at a time, which shows whether it is still slow.
+            # A slow server comes last. One that is slow only by its groups gets one group at a time, to show whether it still is.
             slow = server.late_answer != "" or (server.pace.slow != "" and server.running > 0)
             if best is None or (slow, load) < (best_slow, best_load):
                 best, best_slow, best_load = server, slow, load
@@ -479,7 +481,7 @@ class Members:
             self.table.leave(name, now)
 
     def drained(self) -> list[tuple[str, str]]:
-        """Servers that may be stopped, with the id of the DesiredServers that made them leave. Omits those already reported."""
+        """Servers that may be stopped, with the id of the newest DesiredServers. Omits those already reported for that id."""
         if self.desired is None:
             return []
         request = self.desired.id

@@ -7,8 +7,8 @@ A server that fails is retried with backoff, or at once if it answers again afte
 particular server.
 
 Weights may come over the network (`hold`: the trainer has them in memory). Then serving servers get them by broadcast, and the
-others load the newest version on disk. A server that fails in a broadcast loads that version or a newer one from disk. It also
-loads the next few versions from disk; their number about doubles with each consecutive failure.
+others load the newest version on disk. After a failed broadcast a server loads that version or a newer one from disk. After 1, 2,
+3, ... consecutive failures, it loads 1, 3, 7, ... versions (at most 31) from disk before the next broadcast.
 """
 
 from __future__ import annotations

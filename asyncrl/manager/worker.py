@@ -80,7 +80,7 @@ class GserverManager(Worker):
         config, options, clock = self.config, self.config.manager, self.system.clock
         journal = self._files.journal()
         opened.push_async_callback(asyncio.to_thread, journal.close)
-        noted = (journal.last or {}).get("attempt", 0)  # by the previous manager, in an attempt that may have continued
+        noted = (journal.last or {}).get("attempt", 0)  # of the previous manager's last ticket; the config may be older
         attempt = max(self.info.attempt, noted if isinstance(noted, int) else 0)
         is_successor = await self._is_successor(directory) or noted == attempt
         table = ServerTable(
@@ -144,12 +144,13 @@ class GserverManager(Worker):
         await self.manage(management)
 
     async def manage(self, management: Management) -> None:
-        """Run the management, once everything is open."""
+        """Start the tasks of `management` and run its loop. Everything that they use must be open."""
         management.spawn(self.tasks)
         await management.run()
 
     async def _serve_files(self, directory: Directory, opened: AsyncExitStack) -> str:
-        """Serve the weight files to hosts that do not see the run's folder. This process sees it, because it verifies the files."""
+        """Serve the weight files to hosts that do not see the run's folder. Returns the URL. This process always sees that folder:
+        it verifies the files there."""
         folder = role_dir(self.info.run_dir, self.config.role)
         files = WeightFiles(folder, host=self.info.runtime.host)
         opened.push_async_callback(asyncio.to_thread, files.close)
@@ -159,7 +160,7 @@ class GserverManager(Worker):
         return url
 
     async def _is_successor(self, directory: Directory) -> bool:
-        """Whether name resolve records that a manager has run before."""
+        """Whether name resolve records that a manager has run before. If not, record it now."""
         limit_s = self.info.runtime.start_timeout_s
         return await self.board.bounded(
             self._began_before(directory), what="the manager's entry", on="name resolve", limit_s=limit_s
@@ -177,8 +178,8 @@ class GserverManager(Worker):
                 return False
 
     async def _newest_attempt(self, directory: Directory, known: int) -> int:
-        """Return the newest attempt of weights and master in name resolve. 0: not known. A master publishes its stream before it
-        reports."""
+        """Return the newest attempt that name resolve shows, in the published weight version or in the master's stream. A master
+        publishes its stream before it reports. 0: the stream cannot be read, and the weights' attempt is not newer than `known`."""
         newest = 0
         with contextlib.suppress(NameEntryNotFound, NameResolveTimeout, ValueError):
             weights = await asyncio.to_thread(directory.resolver.get, self.names.model_version(self.config.role))
@@ -328,7 +329,8 @@ class Management:
                 self._follow_attempt()
 
     async def _watch_successor(self) -> None:
-        """End this process if another manager has replaced it, because it had stood still for too long. Both must not run."""
+        """End this process if another manager has replaced it, because this one stood still for too long. Two managers must not run
+        at the same time."""
         async for event in self._directory.watch(self._names.gserver_manager()):
             if event.kind == "put" and event.value != self._url:
                 raise RuntimeError(
@@ -367,8 +369,8 @@ class Management:
                 self._missing_wait.enter_context(self._board.showing("a server that may serve", on=missing))
 
     def _follow_attempt(self) -> None:
-        """Adopt a newer attempt from the weights. They may arrive before its master's report, and this manager's config may be
-        older."""
+        """Adopt the attempt of the weights if it is newer. Weights may arrive before the first report of that attempt's master, and
+        this manager's config may be older than the attempt."""
         if self.fleet.attempt > self.ledger.attempt:
             self._logger.info("attempt %d has begun: tickets of older attempts are void", self.fleet.attempt)
             self.ledger.begin_attempt(self.fleet.attempt)
@@ -389,8 +391,8 @@ def _noted(event: Literal["admitted", "adopted"], ticket: Ticket, now: float) ->
 async def _collect_garbage() -> None:
     """Run the garbage collector on a schedule of our own.
 
-    Python's collector scans all objects every few seconds. With 16,384 connections that is a million objects and most of a
-    second. Its thresholds also misjudge this process, where objects of one request replace those of the previous one: a
+    Python's collector scans all objects every few seconds. With 16,384 connections it scans a million objects, and that takes
+    most of a second. Its thresholds also misjudge this process, where objects of one request replace those of the previous one: a
     collection of supposedly few young objects takes half a second. Therefore young objects are collected every _COLLECT_S, and
     all objects, for the garbage of closed connections, only every _COLLECT_ALL_S.
     """

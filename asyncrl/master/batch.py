@@ -9,8 +9,9 @@ the manager's gate (asyncrl/manager/admission.py) it keeps every trained group w
 favour short ones. Otherwise the step waits for the tickets that NotReady names. Without faults that wait always ends when a
 rollout finishes.
 
-A rollout that holds up a batch for longer than `overdue_wait_s` (policy `wait`; policy `drop`: at once) is revoked, and its prompt
-is issued again. Policy `train` never waits for deadlines, so groups older than eta may be trained.
+A rollout that holds up a batch for longer than `overdue_wait_s` is revoked, and its prompt is issued again. With policy `drop`, a
+rollout that breaks the condition above is revoked at once. With policy `train` a step never waits for that condition, so groups
+older than eta may be trained.
 
 For experiments about staleness (`wait_for_full_lag`) a step also waits until generation is as far ahead as the gate permits:
 (1 + eta) B stored. From then on every group is eta versions old, on a machine of any speed.
@@ -32,7 +33,7 @@ class Ready:
     """Start the step with these tickets, in canonical order (by prompt). Empty: no trajectory is left to train."""
 
     tickets: tuple[str, ...]
-    partial: bool = False  # the last batch of the run
+    partial: bool = False  # the run's last batch, with fewer tickets than batch_size
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class BatchFormer:
         """Return all live tickets, earliest deadline first. The master's own store takes precedence over the ledger."""
         views = {view.ticket_id: view for view in live}
         self._gone &= views.keys()  # the ledger no longer lists the others
-        self._gone -= stored.keys()  # revoked, but its trajectory had arrived already
+        self._gone -= stored.keys()  # revoked, but the trajectory has arrived
         answered = {meta.locator for meta in stored.values()}  # a prompt's other tickets are void
         tickets = [
             _Live(view.ticket_id, view.locator, view.deadline, view.worker or "unknown")

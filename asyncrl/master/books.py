@@ -105,7 +105,7 @@ class Books:
         self._journal.sync()
 
     def begin(self) -> None:
-        """Record the begin of the attempt, with all that an audit of the following records needs."""
+        """Record the start of the attempt, with all that an audit of the following records needs."""
         config = self._config
         about = {
             "mode": config.mode,

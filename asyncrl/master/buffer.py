@@ -133,7 +133,8 @@ class StorageTracker:
 
     @property
     def there(self) -> Holders:
-        """Holders in all worker groups, without data that is on its way."""
+        """Holders in all worker groups that have reported the data. Redistributed data does not count, even after it has
+        arrived."""
         return self._there
 
     def add(self, worker: int, ids: Iterable[str], keys: Iterable[str]) -> None:
@@ -182,7 +183,8 @@ class Grants:
     may reach a head's socket, and forged metadata may reach the master's."""
 
     def __init__(self, read_key: Callable[[], bytes | None], logger: logging.Logger) -> None:
-        """read_key: returns the run's ticket key, or None until a manager has created it. Until then no ticket is granted."""
+        """read_key: returns the run's ticket key, or None until a manager has created it. Until then every trajectory is
+        refused."""
         self.num_refused = 0
         self._read_key = read_key
         self._seal: TicketSeal | None = None
@@ -217,7 +219,8 @@ class _Entry:
 
 
 class AsyncIOSequenceBuffer:
-    """The stored trajectories and the current batch. Holds at most `capacity` trajectories and refuses more (a head resends)."""
+    """The stored trajectories and the current batch. Holds at most `capacity` trajectories and refuses further ones: their rollout
+    workers release the tickets."""
 
     def __init__(self, progress: PromptProgress, *, capacity: int, attempt: int) -> None:
         self._progress = progress

@@ -6,8 +6,8 @@ Work that one incarnation of a detached group does not finish is repeated in the
                   \\_______________ one unit of work: if any part fails, all of it is repeated _______________/
 
 So a detached group holds the only copy of data at most during a unit of work. When one of its workers dies, the trainer group
-has all data that the worker held, or has it computed again. Models in a detached group are not trained, so the same inputs give
-the same outputs in every incarnation. The trainer group waits for the outputs, as for a slow reference, and then continues.
+has all data that the worker held, or the next incarnation computes it again. Models in a detached group are not trained, so the
+same inputs give the same outputs in every incarnation. The trainer group waits for the outputs and then continues.
 
 The launcher decides how often a group restarts (launch/supervisor/policy.py). Here the limit of a call bounds every wait.
 """
@@ -157,8 +157,8 @@ class DetachedGroups:
     async def call(
         self, what: str, incarnation: Incarnation, handlers: Sequence[Handler], bodies: Sequence[CallBody]
     ) -> list[CallResult]:
-        """Call workers of a group in this incarnation only. Raises GroupEndedError if the incarnation is over. A failed call also
-        raises it, because it ends the worker, and the worker's end ends its group."""
+        """Call workers of a group in this incarnation only. Raises GroupEndedError if the incarnation is over, or if the call fails
+        at a worker: a failed call ends the worker, and the worker's end ends its group."""
         self._check(incarnation)
         try:
             replies = await self._caller.start_each(what, handlers, bodies)

@@ -3,8 +3,9 @@
     after a step, in one turn of the event loop   take MasterState, send SaveCheckpoint to all workers, journal `snapshot`
     beside the steps that follow                  workers write files to disk; commit; journal; remove older checkpoints
 
-So the master's state and the models' state belong to the same step, whatever happens between snapshot and commit. If the set of
-done prompts were ahead of the models, prompts would be lost. If it were behind, prompts would be trained twice.
+So the master's state and the models' state belong to the same step, whatever happens between snapshot and commit. If the master's
+state were of a later step, prompts would be lost: they would count as done, but the models would not have trained on them. If it
+were of an earlier step, prompts would be trained twice.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from asyncrl.weights.checkpoints import MasterState, checkpoint_dir
 
 
 class Checkpointer:
-    """Writes one checkpoint at a time. If one is due while another is being written, it begins after the first step that ends after
-    the other.
+    """Writes one checkpoint at a time. A checkpoint that is due while another is being written begins after the first step that
+    ends once the other is complete.
 
     consumes: the state to be saved, the workers' files.  produces: checkpoints; `snapshot` and `checkpoint` in the journal.
     waits for: the replies of the model workers, within train.call_timeout_s.  unblocked by: the model workers.
@@ -99,7 +100,7 @@ class Checkpointer:
         start = self._clock.monotonic()
         with self._trace.overlapping(f"checkpoint of step {state.step}", kind="weights"):
             replies = await saved
-            if self._config.weights.fsync:  # the journal up to this checkpoint must be on disk before it is
+            if self._config.weights.fsync:  # the journal up to this checkpoint must be on disk before the checkpoint is
                 await asyncio.to_thread(self._books.sync_journal)
             commit = CommitCheckpoint(
                 folder=name_of(self._run_dir, path),

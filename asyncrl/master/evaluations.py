@@ -109,8 +109,8 @@ class Evaluations:
             self._logger.warning("no evaluation at step %d: %d are still running", version, _MAX_EVALUATIONS)
 
     def begin(self, name: str = "", *, baseline: bool = False) -> None:
-        """Evaluate the current weights. name: suffix of the evaluation's id; by default the step. baseline: they are the initial
-        weights."""
+        """Evaluate the current weights. name: suffix of the evaluation's id; by default the step. baseline: the current weights are
+        the initial ones."""
         step, before = self._books.step, self._begun[-1] if self._begun else None
         results = self._evaluator.begin(f"a{self._books.attempt}-{name or f's{step}'}", step)
         task = self._tasks.spawn(self._evaluate(results, step, before), "evaluate")

@@ -9,8 +9,8 @@ meshes run at the same time, and none waits for a worker that computes something
 No deadlock: one master sends all calls, each to all its workers without awaiting in between. So any two workers receive the calls
 that they share in the same order, even if meshes overlap.
 
-No step sends data between worker groups (dataflow/worker_groups.py). The workers of a detached model fetch the inputs of its MFC
-when it runs, and the trainer group fetches the outputs before the MFC counts as done (calls.py).
+Redistribute never sends data between worker groups (dataflow/worker_groups.py). The workers of a detached model fetch the inputs
+of its MFC when the MFC runs, and the trainer group fetches the outputs before the MFC counts as done (calls.py).
 """
 
 from __future__ import annotations
@@ -175,14 +175,14 @@ class _Step:
         return start_copies(copies, self._placements, self._caller)
 
     def _homes(self, group: str, placement: ModelPlacement, keys: Sequence[str]) -> list[int]:
-        """Return the data ranks that lack the fewest of these keys."""
+        """Return the data ranks whose workers lack the fewest of these keys of a group."""
         ranks = range(placement.grid.data)
         missing = [self.tracker.num_missing(group, placement.replica(rank), keys) for rank in ranks]
         return [rank for rank in ranks if missing[rank] == min(missing)]
 
     def _plan(self, model: str, keys: Sequence[str]) -> list[RedistribStep]:
-        """Plan the moves of these keys for a model; none for a detached model. They count as done, so that the next plan may build
-        on them."""
+        """Plan the moves of these keys to a model's workers; none for a detached model. Planned moves count as done, so that the
+        next plan can build on them."""
         return [] if self._is_detached(model) else self._plan_for(self._needed(model), keys)
 
     def _needed(self, model: str) -> dict[int, list[str]]:
@@ -299,7 +299,7 @@ class ModelFunctionCall:
 class DetachedFunctionCall(ModelFunctionCall):
     """An MFC of a model in a detached group.
 
-    waits for: the same as ModelFunctionCall; the next incarnation of its worker group, if that ends (calls.py).
+    waits for: the same as ModelFunctionCall; the next incarnation of its worker group, if the group ends (calls.py).
     """
 
     def __init__(
@@ -364,7 +364,7 @@ class FunctionExecutor:
                 self._calls.append(ModelFunctionCall(*about))
 
     async def execute_step(self, tickets: Sequence[str], version: int) -> StepResult:
-        """Run every MFC on a batch. If one fails, the others are cancelled and its error is raised."""
+        """Run the MFCs of the step from this version on a batch. If one fails, the others are cancelled and its error is raised."""
         left_out = self._hooks.left_out(version)
         calls = [call for call in self._calls if call.mfc.name not in left_out]
         mfcs = [call.mfc for call in calls]

@@ -96,8 +96,9 @@ class ModelWorkers:
         )
 
     async def load_checkpoint(self, path: Path, shared: Mapping[str, str]) -> None:
-        """Load a checkpoint at every worker of the trainer group. It may have been saved with another layout. shared: from
-        Refresher.state: the folders of refreshed weights that are not in this checkpoint, or that only the trainer group loads."""
+        """Load a checkpoint at every worker of the trainer group, and restore the references if the run refreshes them. The
+        checkpoint may have been saved with another layout. shared: the result of Refresher.state at the checkpoint: the folders
+        with the weights of detached models, which the checkpoint itself lacks."""
         load = LoadCheckpoint(folder=name_of(self._run_dir, path))
         await self.caller.call(f"{path.name} to be loaded", list(self.worker_groups.trainer), load)
         if self._refreshes_ref:

@@ -33,7 +33,7 @@ REWRITE_PAUSE_S = 10.0  # minimum time after a rewrite before the next, so that 
 
 
 class _Rewritten(NamedTuple):
-    """The version of the last rewrite."""
+    """The version that was rewritten last."""
 
     version: WeightVersion
     times: int  # number of its rewrites

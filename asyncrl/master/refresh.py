@@ -50,7 +50,7 @@ class Refresher:
         self._placements, self._detached, self._caller = placements, detached, caller
         self._run_dir, self._folder, self._attempt = run_dir, shared_dir(run_dir), attempt
         self._taken: dict[str, str] = {}  # model -> folder with its weights; without an entry: those of its path
-        self._named: frozenset[str] = frozenset()  # folders in the checkpoint that began last and may be incomplete
+        self._named: frozenset[str] = frozenset()  # folders in the newest checkpoint, which may be incomplete
 
     def is_detached(self, model: str) -> bool:
         return self._placements[model].workers[0] in self._detached.worker_groups.all_detached
@@ -79,9 +79,9 @@ class Refresher:
         await asyncio.to_thread(self._prune)
 
     async def restore(self, state: Mapping[str, str], checkpoint: str, refreshed: Sequence[str]) -> None:
-        """Continue from a checkpoint, whose layout may differ. state: the result of `state`. refreshed: the models that the
-        run refreshes, so that they may differ from the weights at their paths. The trainer group has loaded its own models from the
-        checkpoint already."""
+        """Continue from a checkpoint, whose layout may differ. state: the result of `state` at that checkpoint. refreshed: the
+        models that the run refreshes; their weights may therefore differ from those at their paths. The trainer group has loaded
+        its own models from the checkpoint already."""
         for model in refreshed:
             placement, folder = self._placements[model], state.get(model) or state.get(self._placements[model].role, "")
             if not self.is_detached(model):

@@ -119,7 +119,7 @@ class UpdateSeconds:
         self._before: dict[str, float] = {}
 
     def since_last(self, servers: Sequence[ServerView]) -> float:
-        """Return the mean seconds since the last call. A restarted manager counts from 0."""
+        """Return the mean seconds of interruption since the last call. A restarted manager counts from 0."""
         new = [max(0.0, server.update_s - self._before.get(server.server, 0.0)) for server in servers]
         self._before = {server.server: server.update_s for server in servers}
         return _mean(new) if new else 0.0
@@ -240,8 +240,8 @@ class RunSummary:
 def generation_idle_share(run_dir: Path, start: float, end: float) -> float | None:
     """Return the share of [start, end] (seconds since the epoch) in which no server generated a token.
 
-    None without journals, and for a span below _SHORTEST_SPAN_S, where the last second, which servers may not have written yet,
-    would matter.
+    None without journals, and for a span below _SHORTEST_SPAN_S: servers may not have written the last second yet, which would
+    matter in so short a span.
     """
     journals = sorted((run_dir / "journal").glob("generation_server_*.jsonl"))
     if not journals or end - start < _SHORTEST_SPAN_S:

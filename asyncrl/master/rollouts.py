@@ -101,7 +101,8 @@ async def accept_trajectories(
     board: StatusBoard,
     clock: Clock,
 ) -> None:
-    """Accept trajectories from the heads. Never returns. heads: the worker of each. grants: None if no manager grants tickets.
+    """Accept trajectories from the heads. Never returns. heads: by head, its model worker. grants: None if no manager grants
+    tickets.
 
     consumes: metadata from the heads.  produces: verdicts, which the heads forward as acknowledgements.
     waits for: the next metadata.  unblocked by: a head.

@@ -12,9 +12,9 @@ REWARD_WINDOW = 5  # steps that target_reward is averaged over
 
 
 def ended_by(train: TrainConfig, *, step: int, recent_rewards: Sequence[float], num_done: int, num_total: int) -> str:
-    """Return the field of `train` that makes this step the last one; "": another step follows.
+    """Return the field of `train` that ends training with this step; "" if another step follows.
 
-    recent_rewards: mean rewards of the last steps, at most REWARD_WINDOW. num_done: done prompts over all epochs.
+    recent_rewards: mean rewards of the newest steps, at most REWARD_WINDOW. num_done: done prompts over all epochs.
     """
     mean = sum(recent_rewards) / REWARD_WINDOW if len(recent_rewards) == REWARD_WINDOW else -math.inf
     if train.target_reward is not None and mean >= train.target_reward:

@@ -66,8 +66,8 @@ class Generation:
         return {self._mfc.name: self._seconds}
 
     async def form_batch(self) -> Sequence[str]:
-        """Generate the groups of the next prompts. Prompts without a group are rejected, and further prompts replace them. Only at
-        the end of the run a batch is smaller."""
+        """Generate the groups of the next prompts. Prompts without a group are rejected, and further prompts replace them. A
+        batch is smaller than batch_size only at the end of the run, or when the launcher stops the run."""
         self._seconds = 0.0
         self._board.set_queue("stored", len(self._buffer))
         batch_size, num_total = self._config.train.batch_size, self._books.progress.num_total
@@ -81,7 +81,7 @@ class Generation:
         """No-op: this process issues the prompts itself."""
 
     async def end(self) -> None:
-        """No-op: no other process needs the news."""
+        """No-op: no other process needs to know."""
 
     def begin(self, eval_id: str, step: int) -> Results:
         """Send the calls now: workers execute them before those of the next step, with the current weights."""

@@ -111,7 +111,7 @@ class Trainer:
         start = clock.monotonic()
         with self._trace.span("form batch", track="steps", step=books.step + 1):
             batch = await self._source.form_batch()
-        if self._leaving.is_set():  # the prompts in the buffer are rolled out again
+        if self._leaving.is_set():  # a later attempt rolls out the prompts in the buffer again
             return False
         if not batch:
             if books.step == self._config.first_step:
@@ -159,7 +159,8 @@ class Trainer:
         await self._evaluations.all_over()
 
     async def _write_last_checkpoint(self) -> None:
-        """Write a checkpoint of the last step, if this attempt has trained a step. `resume` continues from it."""
+        """Write a checkpoint of the last step, for a later attempt to continue from. An attempt that itself continues from a
+        checkpoint and has trained no step since writes none."""
         parent = self._books.parent
         if parent is None or self._books.step > parent[1]:
             await self._checkpointer.last(step=self._books.step, take=self._state)

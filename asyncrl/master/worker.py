@@ -208,8 +208,8 @@ class MasterWorker(Worker):
             logger,
             key=self.names.gserver_manager(),
             service="gserver manager",
-            # A new manager admits nothing before it has a report, so send one now, not at the end of this step. `reports` is
-            # created below
+            # A new manager grants no train ticket before it has a report, so send one now, not at the end of this step. `reports`
+            # is created below
             on_moved=lambda: self.tasks.spawn(reports.report(), "report to a new manager"),
         )
         manager = await opened.enter_async_context(connecting)
@@ -244,7 +244,7 @@ class MasterWorker(Worker):
         return rollouts, publisher, evaluations
 
     async def _hear_of_the_end(self, directory: Directory, leaving: asyncio.Event) -> None:
-        """Set `leaving` when the launcher asks this attempt for its last checkpoint."""
+        """Set `leaving` when the launcher requests that this attempt writes its last checkpoint and exits."""
         async for event in directory.watch(self.names.last_checkpoint()):
             if event.kind == "put" and event.value == str(self.info.attempt):
                 leaving.set()

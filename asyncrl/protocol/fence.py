@@ -48,8 +48,8 @@ class Fence(Generic[P]):
 
 
 class IncarnationFence(Fence[str]):
-    """A fence for the incarnations of a process. If two names do not show which is earlier, the first one heard counts
-    as earlier.
+    """A fence for the incarnations of a process. If two incarnations do not show which of them is earlier, the one that
+    the receiver saw first counts as earlier.
     """
 
     def __init__(self, newest: str) -> None:

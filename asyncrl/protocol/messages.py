@@ -73,7 +73,7 @@ class Ticket(Struct, frozen=True, kw_only=True):
     server: str  # generation server name, e.g. "generation_server/0"
     server_url: str
     head: int  # data-parallel rank that receives the trajectory
-    issue: int = 1  # how often this prompt has been handed out, including this time
+    issue: int = 1  # number of tickets granted for this prompt so far, this one included
     eval_id: str = ""
     eval_mode: Literal["", "greedy", "sampled"] = ""
 
@@ -128,7 +128,7 @@ class FinishReply(Struct, frozen=True, kw_only=True):
 
 
 class HeartbeatRequest(Struct, frozen=True, kw_only=True):
-    """POST /heartbeat: the tickets that a rollout worker holds. A ticket missing from two heartbeats in a row is released."""
+    """POST /heartbeat: the tickets that a rollout worker holds. A ticket missing from two consecutive heartbeats is released."""
 
     worker: str
     incarnation: str
@@ -158,12 +158,12 @@ class ScheduleRequest(Struct, frozen=True, kw_only=True):
     ticket_id: str
     worker: str
     lost_server: str = ""
-    lost_url: str = ""  # URL of the lost server: a restarted server keeps its name, but is not lost
+    lost_url: str = ""  # URL of the lost server; the name is not enough, because a restarted server has the same name
     busy: bool = False  # the server is healthy but accepts no more requests; the reply may name it again
 
 
 class ScheduleReply(Struct, frozen=True, kw_only=True):
-    server: str = ""  # empty: no server is healthy now (see reason); ask again
+    server: str = ""  # empty: none is assigned; `reason` is no_server (ask again) or unknown_ticket
     server_url: str = ""
     reason: str = ""
 
@@ -359,7 +359,7 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
 
     model_path: str
     weight_version: str
-    paused: bool = False  # ours: an update is pending or in progress
+    paused: bool = False  # not in SGLang: generation is paused
 
 
 class TensorSpecs(Struct, frozen=True, kw_only=True):
@@ -385,7 +385,7 @@ class JoinUpdateGroup(Struct, frozen=True, kw_only=True):
     world_size: int
     group_name: str = "weight_update_group"
     backend: str = "nccl"
-    limit_s: float = 60.0  # ours: limit for all members to join
+    limit_s: float = 60.0  # not in SGLang: time limit for all members to join
 
 
 class BeginWeightUpdate(Struct, frozen=True, kw_only=True):
@@ -402,9 +402,9 @@ class ReceiveWeights(TensorSpecs, frozen=True, kw_only=True):
 
     group_name: str = "weight_update_group"
     flush_cache: bool = True
-    weight_version: str | None = None  # with the last bucket
+    weight_version: str | None = None  # set in the request for the last bucket
     load_format: str | None = None  # only flattened_bucket is sent
-    limit_s: float = 60.0  # ours
+    limit_s: float = 60.0  # not in SGLang
 
 
 class EndWeightUpdate(Struct, frozen=True, kw_only=True):
@@ -488,7 +488,7 @@ class TrajectoryMeta(Struct, frozen=True, kw_only=True):
     rewards: list[float]
     version_start: list[int]  # packed WeightVersion per sequence: oldest sampled token
     version_end: list[int]  # newest sampled token
-    birth_time: float  # seconds since the epoch, when the ticket was granted
+    birth_time: float  # start of the rollout, in seconds since the epoch
     task_id: int = 0
 
 
@@ -645,9 +645,9 @@ class SaveModel(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class SaveCheckpoint(Struct, frozen=True, kw_only=True, tag=True):
-    """Write the state that training needs to resume (models, optimizers, random number generators), at every worker.
-    The checkpoint can be loaded in another layout. Each worker replies when its files are on disk, with `files`, and
-    with the state of its interfaces in `stats`.
+    """Write the state that training needs to resume (models, optimizers, random number generators), at every worker of
+    the trainer group. The checkpoint can be loaded in another layout. Each worker replies when its files are on disk,
+    with `files`, and with the state of its interfaces in `stats`.
     """
 
     folder: str  # its name in the run (run_folder.py)
@@ -663,7 +663,7 @@ class CommitCheckpoint(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class LoadCheckpoint(Struct, frozen=True, kw_only=True, tag=True):
-    """Inverse of SaveCheckpoint, at every worker."""
+    """Inverse of SaveCheckpoint, at every worker of the trainer group, or of a detached group."""
 
     folder: str  # its name in the run (run_folder.py)
 

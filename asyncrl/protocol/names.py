@@ -117,7 +117,9 @@ class Names:
         return f"{self.root}/gserver_manager"
 
     def gserver_manager_began(self) -> str:
-        """Written once by the first gserver manager. A later manager that finds it waits for its predecessor's tickets."""
+        """Written once by the first gserver manager. A later manager that finds this key waits until the rollout workers
+        have reported the tickets that they hold.
+        """
         return f"{self.root}/gserver_manager_began"
 
     def stream(self, stream_name: str) -> str:

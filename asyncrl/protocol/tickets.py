@@ -43,7 +43,7 @@ class TicketId(Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> TicketId | None:
-        """Inverse of `str`. Returns None for a text that no ledger has issued."""
+        """Inverse of `str`. Returns None for a text of another form. `TicketSeal.read` also checks the seal."""
         match = _TICKET_ID.fullmatch(text)
         if match is None or len(text) > 200:
             return None

@@ -53,7 +53,7 @@ class Env(ABC):
 
 
 class RewardEnv(Env):
-    """A one-step environment around a reward function. A list of completions is judged in one call and gives a list of rewards."""
+    """A one-step environment around a reward function. A step with a list of completions returns the list of their rewards."""
 
     def __init__(self, *, prompt: Prompt, reward: Reward | None) -> None:
         super().__init__(prompt=prompt, reward=reward)
@@ -258,7 +258,7 @@ class MultiStepAgent(Agent):
 
 
 def chat_turn(tokenizer: Any, role: str, content: str, template_args: Mapping[str, Any]) -> str:
-    """The text of a chat template between two responses with a message of this role and content in between.
+    """Return the text that a chat template puts between two responses that enclose a message of this role and content.
 
     The EOS of the first response is not included, because the response contains it. Raises ValueError if the template does not
     show the message.

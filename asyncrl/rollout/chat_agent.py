@@ -5,9 +5,9 @@
             reply = await session.client().chat.completions.create(model="policy", messages=prompt.row["messages"])
             return float(reply.choices[0].message.content == prompt.answer)
 
-Each member of a group has its own session; the sessions run concurrently. Training uses the policy's answers of a session exactly
-as they were sampled, token by token: one sequence, that of the last answer (or the longest), with the agent's messages masked out.
-Agents that use the queues instead are in agent.py.
+Each member of a group has its own session; the sessions run concurrently. Of each session one sequence is trained: the one that
+ends with the last answer, or the longest. It contains the policy's answers with exactly the sampled tokens, and the agent's
+messages are masked out. Agents that use the queues instead are in agent.py.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class ChatAgent(ABC):
     def chat(self, session: ChatSession, prompt: Prompt) -> Awaitable[float | None] | float | None:
         """Hold one conversation or several, as `async def` or as `def`, which runs in a thread. Returns the reward.
 
-        None: the task's env judges the last trained answer. An exception rejects the prompt as `agent_error`. Use a blocking
-        client only in a `def`: in an `async def` it would block the event loop that must answer it.
+        None: the task's env judges the last answer of the trained sequence. An exception rejects the prompt as `agent_error`. Use a
+        blocking client only in a `def`: in an `async def` it would block the event loop that must answer its request.
         """
 
     def parse_tool_calls(self, text: str) -> Said:

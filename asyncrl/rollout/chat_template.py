@@ -8,7 +8,7 @@ a mark in place of the answer, once up to the answer and once with all later mes
     full   = render(before, MARK, what follows)    ... MARK<|im_end|>\n<|im_start|>user\nNo.<|im_end|>\n<|im_start|>assistant\n
 
 The text after MARK in `full` is the continuation, without the end-of-turn token that the policy has sampled. For an answer with
-tool calls the mark is the name of its last call, or its content if the template shows no tool calls.
+tool calls the mark replaces the name of the last call, or the whole answer if the template does not show that name.
 
 Two kinds of template are refused: those that do not show the mark exactly once, for example because they drop or rewrite earlier
 answers, and those in which the end of a turn depends on later messages. The result is then None, and the caller renders the

@@ -46,7 +46,7 @@ from asyncrl.runtime.service_client import ServiceError
 
 T = TypeVar("T")
 
-_MAX_FAILURES = 4  # lost servers in a row, without a new token, before the ticket is released
+_MAX_FAILURES = 4  # consecutive losses of a server without a new token; after one more the ticket is released
 _MAX_ABORTS = 256
 _HEADERS = {"Content-Type": "application/json"}
 _MAX_TOKEN = (1 << 31) - 1  # the head refuses ids outside the model's vocabulary
@@ -178,7 +178,7 @@ class PartialRolloutManager:
     async def generate(
         self, route: Route, inputs: Sequence[Sequence[int]], sampling: SamplingConfig, stop_token_ids: Sequence[int]
     ) -> list[Response]:
-        """One response for each of the inputs, in order.
+        """Return one response for each of the inputs, in order.
 
         Raises RolloutReleased (`stale_server`, `server_lost`, `servers_busy`, `no_server`) or RolloutRejected
         (`generation_refused`, `empty_response`, `bad_logprobs`, `bad_tokens`). The first failure cancels the other responses.
@@ -196,7 +196,8 @@ class PartialRolloutManager:
         stop_token_ids: Sequence[int],
         on_piece: OnPiece | None = None,
     ) -> Response:
-        """One response, with the errors of `generate`. on_piece is called after each piece; it returns True to end the response."""
+        """Return one response. Raises the same errors as `generate`. on_piece is called after each piece with a token, and returns
+        True to end the response."""
         self._routes[route.ticket.ticket_id] = route
         if sampling.max_new_tokens < 1:
             raise ValueError(f"rollout.sampling.max_new_tokens is {sampling.max_new_tokens}; it must be at least 1")
@@ -218,8 +219,8 @@ class PartialRolloutManager:
         update's interruption, or request_timeout_s.
         """
         response = Response(input_ids)
-        failures = aborts = 0  # in a row, without a new token
-        busy_since = 0.0  # when servers began to be busy, without a new token since; 0: they are not
+        failures = aborts = 0  # since the last new token
+        busy_since = 0.0  # time of the first busy answer since the last new token; 0: none
         while (missing := sampling.max_new_tokens - len(response.output_ids)) > 0:
             asked = min(missing, self._chunk)
             moves = route.moves
@@ -321,7 +322,8 @@ class PartialRolloutManager:
                 await asyncio.sleep(delay_s)
 
     def move(self, ticket_id: str, server: str, server_url: str) -> bool:
-        """Move a ticket's responses to another server because its server leaves the run. Returns False if they have moved already.
+        """Move a ticket's responses to another server because its server leaves the run. Returns False if they have moved
+        already, or the ticket has no responses here.
 
         Outstanding requests are aborted, so the old server answers them with their tokens so far. A repeated call aborts again the
         requests that are still at another server.

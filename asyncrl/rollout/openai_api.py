@@ -48,7 +48,7 @@ class ChatEndpoint:
 
     def __init__(self, *, board: StatusBoard, logger: logging.Logger, clock: Clock = SYSTEM_CLOCK) -> None:
         self._board, self._logger, self._clock = board, logger, clock
-        self._sessions: dict[str, Session] = {}  # bounded: one per group member of each running rollout
+        self._sessions: dict[str, Session] = {}  # one per group member of each running rollout, so bounded
         self._runner: web.AppRunner | None = None
         self._client: AsyncOpenAI | None = None
         self._starting = asyncio.Lock()
@@ -133,7 +133,8 @@ class ChatEndpoint:
             raise session.refused(RequestError(f"the body has more than {MAX_BODY_BYTES} bytes", status=413)) from None
 
     def _refusal_of(self, error: Exception, session: Session) -> RequestError:
-        """The reply for an error. An error of ours, or of a user's parse_tool_calls, ends the rollout, so that it is not hidden."""
+        """Return the reply for an error. An error of asyncrl, or of a user's parse_tool_calls, ends the rollout, because the agent
+        could hide it."""
         if isinstance(error, RequestError):
             return error
         if isinstance(error, RolloutEnded):

@@ -1,8 +1,9 @@
-"""Session: the conversations of one group member with the policy through the OpenAI API, stored as a tree of turns.
+"""Session: the conversations of one group member with the policy through the OpenAI API, stored as trees of turns.
 
-A turn is an answer and its request, in tokens and in messages. A request whose messages start with those of a turn continues it
-with exactly its tokens. A request that continues no turn starts a new tree. A turn that is continued twice branches. Each leaf is
-therefore a sequence. A group member trains one sequence, selected by `trained_turn`; the sampled tokens of the others are counted.
+A turn is a request and its answer, in tokens and in messages. If the messages of a request start with all messages of a turn,
+answer included, the request continues that turn, with exactly the turn's tokens. A request that continues no turn starts a new
+tree. A turn that two requests continue has two branches. Each leaf is therefore the end of a sequence. One sequence of a session
+is trained, selected by `trained_turn`; the sampled tokens of the others are counted.
 
 This module does not depend on HTTP (openai_api.py) or on servers (the policy: client.py). Requests of a session may run
 concurrently.

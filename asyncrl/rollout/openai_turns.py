@@ -18,7 +18,7 @@ class Turn:
     setting: tuple[Any, Any]  # tools and template arguments; a request continues only turns with the same setting
     messages: Sequence[Message]  # of the request, after those of the parent
     added_ids: list[int]  # tokens between the parent's tokens and the response's
-    number: int = -1  # in the order of the turns' ends; -1: not ended
+    number: int = -1  # position in the order in which the turns were answered; -1: no answer yet
     response: Response | None = None
     answer: Message | None = None
     text: str = ""  # of the answer, without special tokens
@@ -47,7 +47,8 @@ class Turn:
 
 
 def find_turn(roots: Sequence[Turn], messages: Sequence[Message], setting: tuple[Any, Any]) -> tuple[Turn | None, int]:
-    """The turn whose messages and answer match most of these messages, and their number. Of equal ones, the latest."""
+    """Return the turn that these messages continue, and how many of them it covers, its answer included. Of several matching turns,
+    return the one that covers most messages; of those, the one answered last. (None, 0): no turn matches."""
     best: tuple[Turn | None, int] = (None, 0)
     open_turns = [(turn, 0) for turn in roots if turn.setting == setting]
     while open_turns:

@@ -1,7 +1,7 @@
 """Tasks, and the rollout of a ticket.
 
-A task is one kind of problem: its reward, its agents (one per mode) and its environments, loaded from config once. A failure of a
-user's agent, environment or reward ends only its own rollout.
+A task is one kind of problem: its reward, its agents (one per mode) and the class of its environments, which the worker loads once.
+A failure of a user's agent, environment or reward ends only the rollout in which it happened.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Task:
 
 
 class TaskTable:
-    """All tasks of a run. Their ids are numbers in the order of their names."""
+    """All tasks of a run. Task ids are 0, 1, ... in the alphabetical order of the names."""
 
     def __init__(self, rollout: RolloutConfig, *, tokenizer: Any, board: StatusBoard, logger: logging.Logger) -> None:
         if not rollout.tasks:
@@ -177,7 +177,7 @@ def _check_arguments(
 
 _MAX_DETAIL_CHARS = 400  # length of the detail in a report about a rollout without a trajectory
 _CANCEL_LIMIT_S = 5.0  # for a cancelled agent to end
-_MAX_LEFT_BEHIND = 64  # cancelled agents that have not ended; beyond this every rollout is rejected
+_MAX_LEFT_BEHIND = 64  # cancelled agents that have not ended; at this number every further rollout is rejected
 # Reasons of a head to refuse a trajectory because of its content (model/trajectory_receiver.py). A retry would be refused again.
 _BAD_CONTENT = frozenset({"missing_keys", "bad_lengths", "bad_tokens", "bad_logprobs", "not_finite"})
 

@@ -1,9 +1,10 @@
 """A rollout worker's tickets: the gserver manager grants them, the worker holds them and reports the result of each.
 
 ManagerClient makes the HTTP calls. Every call is idempotent and is retried, with back-off, until its limit. A manager that restarts
-at another address is found immediately (runtime/service_client.py) and immediately gets the list of held tickets; it admits nothing
-before that. Results are sent in batches: results that arrive while a batch is being sent go into the next one. HeldTickets requests
-as many tickets as it has room for, runs each rollout and reports its result.
+at another address is found immediately (runtime/service_client.py) and immediately gets the list of held tickets: a new manager
+grants no train ticket until it has the lists of all workers, or a lease has passed. Results are sent in batches: results that
+arrive while a batch is being sent go into the next one. HeldTickets requests as many tickets as it has room for, runs each
+rollout and reports its result.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ class ManagerClient:
 
 _ALLOCATE_WAIT_S = 5.0  # longest time that the manager holds back its answer until it can grant a ticket
 _REFUSED_PAUSE_S = 0.2  # pause after an empty answer that came sooner than this
-STOP_REPORT_S = 2.0  # limit of the report of a stopped worker's released tickets
+STOP_REPORT_S = 2.0  # time limit for a stopping worker to report a released ticket
 
 
 @dataclass
@@ -307,7 +308,7 @@ class HeldTickets:
             await self._changed.wait()
 
     async def _see_through(self, held: _HeldTicket) -> None:
-        """Roll out a ticket, then report its result, also after a failure. Errors that are not the rollout's end the worker."""
+        """Roll out a ticket, then report its result, also after RolloutEnded or cancellation. Any other error ends the worker."""
         ticket = held.ticket
         try:
             with self._trace.overlapping("rollout", kind="rollout", ticket=ticket.ticket_id):
@@ -318,7 +319,7 @@ class HeldTickets:
                 ticket_id=ticket.ticket_id, outcome=ended.outcome, reason=ended.reason, detail=detail
             )
         except asyncio.CancelledError:
-            held.taken_back = held.taken_back or "stopped"  # no reason set: the worker stops
+            held.taken_back = held.taken_back or "stopped"  # cancelled without a reason: the worker is stopping
             result = RolloutResult(ticket_id=ticket.ticket_id, outcome="released", reason=held.taken_back)
         held.reporting = True
         await self._report(result, stopping=held.taken_back == "stopped")
