@@ -33,7 +33,7 @@ from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.http_server import for_the_run, serve
 
 PATH = "/held_data"
-LIMIT_S = 10.0  # of an answer; then the fetch fails and the master, which knows the source's state, decides when to retry
+LIMIT_S = 10.0  # of an answer; after that the fetch fails and the master, which knows the source's state, decides when to retry
 _ANSWER_BYTES = 64_000_000  # quick to send; a large batch takes several answers, each with its own limit
 _RETRY_S = 0.1
 _TRIES = 4  # in a row; few, because a lost connection may come back soon, but a refused one stays refused
