@@ -55,7 +55,8 @@ class Made:
 
 
 class GroupMaker:
-    """consumes: locators of prompts.  produces: groups.  waits for: the rewards of each group, at most train.call_timeout_s."""
+    """consumes: locators of prompts.  produces: groups.  waits for: the rewards of each group, at most train.call_timeout_s (each
+    try at most rollout.reward_timeout_s)."""
 
     def __init__(
         self,
