@@ -1,8 +1,9 @@
 """From rewards to advantages: reward shaping, baselines of groups, generalised advantage estimation on packed sequences.
 
-`compute_advantages` does all of this, as configured in train.ppo. The interfaces of the actor and the critic call it once per train
-step on the groups that this rank holds, before the batch is split into minibatches. The functions above it are its parts. A group
-never spans ranks; only normalisation over the batch communicates (packed.py).
+`compute_advantages` does all of this, as configured in train.ppo. The MFC `advantages` (AdvantagesInterface in model/interfaces.py)
+calls it once per train step on the groups that this rank holds, before the batch is split into minibatches. The functions above
+`compute_advantages` in this file are its parts. A group never spans ranks; only normalisation over the batch communicates
+(packed.py).
 
 Shapes: T tokens, packed; S sequences; sequence s is cu_seqlens[s]:cu_seqlens[s + 1]; groups lie one after another, `group_sizes`
 sequences each; A actions: the tokens that the policy sampled (mask_T), in order. float32 outside, float64 inside.
@@ -88,8 +89,8 @@ def mean_baseline_advantages(rewards_S: Tensor, group_sizes: Sequence[int]) -> T
 def leave_one_out_advantages(rewards_S: Tensor, group_sizes: Sequence[int]) -> Tensor:
     """A_s = reward_s - mean of the others of its group: Ahmadian et al., RLOO, arXiv:2402.14740.
 
-    An unbiased baseline: it does not depend on the response it is compared with. It equals n / (n - 1) times
-    mean_baseline_advantages. In a group of one it is 0.
+    The baseline is unbiased, because it does not depend on the response that is compared with it. In a group of n responses these
+    advantages equal n / (n - 1) times those of mean_baseline_advantages. In a group of one the advantage is 0.
     """
     sizes_G = torch.tensor(group_sizes, dtype=torch.float64, device=rewards_S.device)
     factor_G = sizes_G / (sizes_G - 1).clamp(min=1)
@@ -103,7 +104,7 @@ def leave_one_out_advantages(rewards_S: Tensor, group_sizes: Sequence[int]) -> T
 def final_rewards(rewards_S: Tensor, mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Rewards per token: the sequence's reward at the last token that the policy sampled, 0 elsewhere.
 
-    A sequence without a sampled token has no position for its reward, so it is dropped: there is nothing to learn from it.
+    A sequence without a sampled token has no position for its reward, so its reward is dropped: there is nothing to learn from.
     """
     end_S = count_per_sequence(mask_T, cu_seqlens).cumsum(0)  # actions up to the end of each sequence
     has_actions_S = count_per_sequence(mask_T, cu_seqlens) > 0
@@ -133,7 +134,8 @@ def gae(
 
     r_k is the sum of rewards from t_k until before the next action (tokens of an environment in between belong to the action
     before them). V_{K+1} is 0 if the sequence has ended. If it was truncated, V_{K+1} is the value at its last action (bootstrap:
-    more reward was to come). Value-free: values 0; with discount = gae_lambda = 1 every token gets the sum of rewards to come.
+    more reward was to come). To use no values, pass zeros: with discount = gae_lambda = 1 every action then gets the sum of the
+    rewards to come.
 
     The recursion is a suffix sum, computed by doubling in log2(longest) vector operations instead of one per token.
     """
@@ -202,7 +204,7 @@ class Advantages:
     rewards_S: Tensor  # shaped: scaled, clipped, with overlong penalties
     kl_T: Tensor | None  # estimate of KL(policy || reference), 0 where nothing was sampled; None without a KL penalty
     returns_T: Tensor  # targets of a critic where states_T is True, else 0; only meaningful with a critic
-    states_T: Tensor  # bool: the states in which the tokens to train were sampled
+    states_T: Tensor  # bool: positions of the states in which the tokens to train were sampled (see returns_of)
 
 
 def compute_advantages(
@@ -216,11 +218,13 @@ def compute_advantages(
 ) -> Advantages:
     """Compute advantages from the keys of `advantage_keys` (packed, of this rank's groups). kl_coef: of the KL controller.
 
-    Optional keys: `values` (T, in units of rewards: a critic's, denormalised), `dense_rewards` (T, added to the sequence's reward).
+    Optional keys: `values` (T: a critic's values, denormalised to units of rewards) and `dense_rewards` (T).
     Collective if config.advantage_norm is `batch` (every rank calls it, even without groups), else not.
 
-    Scored by group (config.judges_by_group): every token gets its response's advantage, plus a KL penalty per token. The penalty
-    is not normalised, because a group of equal rewards would blow it up. Otherwise: the reward at the last sampled token, GAE.
+    If config compares responses within their group (schema.judges_by_group), the sum of a sequence's dense rewards is added to its
+    reward, and every token gets the advantage of its response plus the sum of its KL penalties to come. The penalties take no part
+    in the group's normalisation, which would enlarge them in a group of nearly equal rewards. Values are not used.
+    Otherwise the reward is placed at the last sampled token, each dense reward at its own token, and GAE gives the advantages.
     """
     sampled_T, truncated_S = data["loss_mask"], data["seq_no_eos_mask"]
     mask_T = trained_mask(sampled_T, truncated_S, cu_seqlens, mask_too_long=config.mask_too_long)

@@ -65,8 +65,8 @@ class AdaptiveKLController:
 
         coef <- coef * (1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon)
 
-    Ziegler et al., "Fine-tuning language models from human preferences" (arXiv:1909.08593). It gets statistics over all ranks,
-    so that every rank has the same coefficient.
+    Ziegler et al., "Fine-tuning language models from human preferences" (arXiv:1909.08593). `update` takes statistics over all
+    ranks, so that every rank has the same coefficient.
     """
 
     def __init__(self, coef: float, target: float, horizon: float) -> None:

@@ -1,5 +1,7 @@
 """Shared by the algorithms: sums over the tokens of a sequence, and normalisation over a batch or within groups.
 
+In this package an element is "masked" if its mask is True: it counts. Elements whose mask is False are left out.
+
 Normalisation gives mean 0 and standard deviation 1 over the masked elements. Sums are taken in float64, so that another order of
 addition (another layout of ranks) changes nothing that survives rounding to float32. The standard deviation is the population's
 (divided by n): that of a single element is 0.
@@ -53,7 +55,8 @@ def masked_sum(x_T: Tensor, mask_T: Tensor) -> Tensor:
     return x_T.detach().masked_fill(~mask_T, 0.0).sum()
 
 
-# Sums over data-parallel ranks: every rank calls it the same number of times and gets the same sums. `identity_sum`: one rank.
+# A function that sums each value over the data-parallel ranks. Every rank calls it the same number of times and gets the same sums.
+# `identity_sum` is the function for a single rank.
 AllReduceSum = Callable[[list[float]], npt.NDArray[np.float64]]
 
 
@@ -67,7 +70,7 @@ def normalise_batch(
 ) -> Tensor:
     """(x - mean) / (std + eps), with mean and std over the masked elements of all ranks; 0 elsewhere.
 
-    Two collective calls, on every rank, even without elements.
+    Makes two collective calls, so every rank must call it, even without elements.
     """
     values = x_N[mask_N].double()
     count, total = all_reduce_sum([float(values.numel()), float(values.sum())])
@@ -78,7 +81,7 @@ def normalise_batch(
 
 
 def normalise_groups(x_N: Tensor, mask_N: Tensor, group_sizes: Sequence[int], eps: float = 1e-6) -> Tensor:
-    """(x - mean) / (std + eps), with mean and std over the masked elements of its own group; 0 elsewhere.
+    """(x - mean) / (std + eps), with mean and std over the masked elements of x's own group; 0 elsewhere.
 
     Groups lie one after another, `group_sizes` elements each. A group never spans ranks, so this needs no communication.
     """

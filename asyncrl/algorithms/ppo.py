@@ -1,10 +1,14 @@
 """The policy losses: from the logprobs of three policies to the scalar loss.
 
-The policies differ because generation runs ahead of training (each gives logprobs of the tokens in the batch):
+The policies differ because generation continues with older weights while training updates them. Each policy gives logprobs of the
+tokens in the batch:
 
     behaviour   sampled the tokens, possibly several versions ago, possibly several versions in one response
-    proximal    the trained policy at the start of this train step; the trust region is around it
+    proximal    the trained policy at the start of this train step
     current     the policy being optimised; only this one carries gradients
+
+The anchor is the policy at the centre of the trust region: the proximal one with the decoupled loss or recompute_logprob, else the
+behaviour policy.
 
 Four independent choices define the loss of a token. docs/algorithms.md lists the choices of each algorithm:
 
@@ -22,7 +26,8 @@ Not included: an entropy bonus.
 
 Shapes: T tokens, packed (sequences one after another); S sequences; sequence s is cu_seqlens[s]:cu_seqlens[s + 1]. Position t
 describes token t: logprobs_T[t] is the logprob of token t, mask_T[t] says whether the policy sampled it and it is to be trained.
-Logprobs, advantages and losses are float32, masks bool. Values outside the mask, even nan, have no effect.
+A masked token is one whose mask is True. Logprobs, advantages and losses are float32, masks bool. Values where the mask is False,
+even nan, have no effect.
 """
 
 from __future__ import annotations
@@ -64,14 +69,14 @@ def token_ratios(
 def clip_loss(
     ratio_T: Tensor, advantages_T: Tensor, eps_low: float, eps_high: float, c_clip: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss_T, where the clip decided, where the dual clip decided).
+    """Return loss_T and two bool masks: where the clipped term below is the larger one, and where the dual clip lowers the loss.
 
     The clipped surrogate (Schulman et al., PPO, arXiv:1707.06347, eq. 7), as a loss:
 
         L = max(-A * r, -A * clip(r, 1 - eps_low, 1 + eps_high))
 
-    eps_high above eps_low is clip-higher (Yu et al., DAPO, arXiv:2503.14476). With c_clip = c > 1, dual clip (Ye et al.,
-    arXiv:1912.09729): where A < 0, a large r must not make the loss larger than
+    eps_high above eps_low is clip-higher (Yu et al., DAPO, arXiv:2503.14476). c_clip = c > 1 adds the dual clip (Ye et al.,
+    arXiv:1912.09729). It bounds the loss where A < 0, which otherwise grows with r:
 
         L <- min(L, c * |A|)
     """
@@ -90,9 +95,10 @@ def cispo_loss(
 ) -> tuple[Tensor, Tensor]:
     """(loss_T, where the ratio was clipped).
 
-    CISPO (MiniMax-M1, arXiv:2506.13585, eq. 4) clips the ratio, not the update. Every token keeps its gradient, weighted by
+    CISPO (MiniMax-M1, arXiv:2506.13585, eq. 4) clips the ratio, not the update. The clipped ratio is a weight without gradient, so
+    every token keeps a gradient:
 
-        L = -sg(clip(r, 1 - eps_low, 1 + eps_high)) * A * log pi        sg: no gradient
+        L = -sg(clip(r, 1 - eps_low, 1 + eps_high)) * A * log pi        sg: stop gradient
 
     eps_low = 1 means no lower bound. The value of L has little meaning: it moves with log pi.
     """
@@ -105,26 +111,26 @@ def cispo_loss(
 
 
 def masked_weights(weight_T: Tensor, cap: float | None, floor: float | None) -> Tensor:
-    """w where floor <= w <= cap, else 0; None: no such bound.
+    """w where floor <= w <= cap, else 0. A bound of None does not apply.
 
-    Far outside the bounds, the two policies disagree so much that the weight is mostly noise. With a cap alone: the
-    decoupled loss of Fu et al., AReaL, arXiv:2505.24298. With both: IcePop (Ling Team, Ring-1T, arXiv:2510.18855), for servers
-    and a trainer that compute the same policy differently.
+    Far outside the bounds, the two policies disagree so much that the weight is mostly noise. With a cap alone this is the
+    decoupled loss of Fu et al., AReaL, arXiv:2505.24298. With both bounds it is IcePop (Ling Team, Ring-1T, arXiv:2510.18855), for
+    servers and a trainer that compute the same policy differently.
     """
     return weight_T.masked_fill(outside(weight_T, cap, floor), 0.0)
 
 
 def clamped_weights(weight_T: Tensor, cap: float | None, floor: float | None) -> Tensor:
-    """clip(w, floor, cap); None: no such bound.
+    """clip(w, floor, cap). A bound of None does not apply.
 
-    With a cap alone: truncated importance sampling, min(w, C) (Ionides, 2008; for language models Yao et al., "Your efficient RL
-    framework secretly brings you off-policy RL training", 2025; as in V-trace, arXiv:1802.01561).
+    With a cap C alone this is truncated importance sampling, min(w, C) (Ionides, 2008; for language models Yao et al., "Your
+    efficient RL framework secretly brings you off-policy RL training", 2025; as in V-trace, arXiv:1802.01561).
     """
     return weight_T if cap is None and floor is None else weight_T.clamp(floor, cap)
 
 
 def outside(weight_T: Tensor, cap: float | None, floor: float | None) -> Tensor:
-    """bool: weights beyond a bound."""
+    """Return where a weight is above the cap or below the floor (bool)."""
     outside_T = torch.zeros_like(weight_T, dtype=torch.bool)
     if cap is not None:
         outside_T |= weight_T > cap
@@ -143,8 +149,8 @@ class TokenLoss:
     loss_T: Tensor
     ratio_T: Tensor  # current / anchor
     weight_T: Tensor  # proximal / behaviour, before the bounds; 1 with the naive loss
-    clipped_T: Tensor  # bool: the clip decided
-    dual_clipped_T: Tensor  # bool: the dual clip decided
+    clipped_T: Tensor  # bool: clip_loss took the clipped term, or cispo_loss clipped the ratio
+    dual_clipped_T: Tensor  # bool: the dual clip lowered the loss
     capped_T: Tensor  # bool: the behaviour weight is beyond its bounds
 
 
@@ -159,14 +165,15 @@ def policy_token_loss(
 ) -> TokenLoss:
     """The loss of every token, with r = current / anchor.
 
-    Naive: the anchor is the behaviour policy (behav_logprobs_T is None), or, with recompute_logprob, the proximal policy as if it
-    had sampled. The decoupled loss (Hilton et al., arXiv:2110.00641; for language models Fu et al., AReaL, arXiv:2505.24298): the
-    anchor is the proximal policy, and a weight without gradient corrects for the policy that sampled the tokens:
+    With the naive loss, behav_logprobs_T is None. The anchor is the behaviour policy, or, with recompute_logprob, the proximal
+    policy, which is then treated as if it had sampled the tokens. With the decoupled loss (Hilton et al., arXiv:2110.00641; for
+    language models Fu et al., AReaL, arXiv:2505.24298) the anchor is the proximal policy, and a weight without gradient corrects
+    for the policy that sampled the tokens:
 
         L <- L * w,    w = proximal / behaviour, within its bounds
 
-    A token whose weight is masked is removed from the sum but counts in the denominator. With importance_level `sequence` both
-    ratios are of whole sequences: weights of single tokens would bring the noise back.
+    A token whose weight masked_weights sets to 0 adds nothing to the sum but counts in the denominator. With importance_level
+    `sequence` both r and w are ratios of whole sequences: token weights would bring back the noise that sequence ratios avoid.
     """
     eps_low = config.eps_clip
     eps_high = config.eps_clip if config.eps_clip_higher is None else config.eps_clip_higher
@@ -280,8 +287,8 @@ class PPOLoss:
         """Reason not to take the step, or "". stats: sums over the whole minibatch, all ranks, before the optimizer step.
 
         The first minibatch of a step starts at the proximal policy; later ones start from a policy that has moved. A mean
-        importance ratio or KL beyond its bound means that it moved too far. Values that are not finite do not stop the step here:
-        the engine skips it.
+        importance ratio or KL beyond its bound means that it moved too far. A NaN does not stop the step here, because the engine
+        itself skips steps whose loss or gradient is not finite.
         """
         num_tokens = max(stats["num_tokens"], 1.0)
         for name, mean, bound in (

@@ -3,7 +3,8 @@
 A critic outputs a value at every position: that of the state after token t. Its targets (returns) and the mask of states to learn
 from come from advantages.py (`returns_of`), in the same positions.
 
-Shapes: T tokens, packed; N of them, as the caller likes; mask_T: the states to learn from. float32 outside, float64 inside.
+Shapes: T tokens, packed; N returns, in any order; mask_T: the states to learn from. ValueNorm takes and returns the caller's dtype
+and computes in float64.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from asyncrl.algorithms.packed import AllReduceSum, identity_sum, masked_sum
 def value_loss(
     values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, mask_T: Tensor, eps_clip: float
 ) -> tuple[Tensor, Tensor]:
-    """(loss_T, where the clip decided); 0 and False where mask_T is False.
+    """Return loss_T, and where the clipped term below is the larger one (bool). They are 0 and False where mask_T is False.
 
     The clipped value loss of PPO's original implementation (studied in arXiv:2006.05990). With V_old, the critic's value at the
     start of the train step,
@@ -41,7 +42,7 @@ def value_loss(
     clipped_T = (within_T - returns_T).square() / 2
     decided_T = (clipped_T > loss_T) & (
         (values_T - old_values_T).abs() > eps_clip
-    )  # within eps_clip of the old value the two losses differ only by rounding
+    )  # a value within eps_clip of its old value is not clipped: there the two losses differ only by rounding
     return torch.max(loss_T, clipped_T), decided_T
 
 
@@ -75,14 +76,15 @@ class ValueLoss:
 class ValueNorm:
     """Running mean and standard deviation of returns. A critic is trained in these units, so its outputs stay of order 1.
 
-    With m and q the mean of R and of R^2 over the batch of a train step (all ranks), exponential decay with bias correction:
+    m and q are the means of R and of R^2 over the batch of a train step (all ranks), R the returns. The running means decay
+    exponentially, with bias correction:
 
         m_run <- beta * m_run + (1 - beta) * m        q_run likewise        w <- beta * w + (1 - beta)
         mean = m_run / w        std = sqrt(max(q_run / w - mean^2, MIN_VARIANCE))
 
-    (MAPPO, arXiv:2103.01955, after PopArt, arXiv:1602.07714, without its rescaling of the output layer.) float64; the same on
-    every rank. Before the first update mean is 0 and std 1. If all rewards so far were equal, the floor keeps the first different
-    one from looking enormous.
+    (MAPPO, arXiv:2103.01955, after PopArt, arXiv:1602.07714, without PopArt's rescaling of the output layer.) The state is float64
+    and the same on every rank. Before the first update mean is 0 and std 1. If all returns so far were equal, MIN_VARIANCE keeps
+    the first different return from looking enormous.
 
     The order within one train step, so that the critic is clipped around its actual output:
 
@@ -113,7 +115,8 @@ class ValueNorm:
         return math.sqrt(max(self._mean_square / self._weight - self.mean**2, self.MIN_VARIANCE))
 
     def update(self, returns_N: Tensor, all_reduce_sum: AllReduceSum = identity_sum) -> None:
-        """Call once per train step, on every rank, even without returns: one collective call. An empty batch changes nothing."""
+        """Call once per train step, on every rank, even without returns: this makes one collective call. A batch without returns,
+        or with one that is not finite, changes nothing."""
         x = returns_N.double()
         sums = [float(x.numel()), float(x.sum()), float(x.square().sum())]
         count, total, squares = all_reduce_sum(sums).tolist()

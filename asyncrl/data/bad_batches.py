@@ -3,9 +3,10 @@
     <run>/bad_batches/a0001-s00000012/      attempt 1, train step 12, which began from version 11
         step_00000011-group_0000-model_worker_0.safetensors ...       as in trajectories.py, with all keys present at the time
         why.json                                                      time and statistics of the step
-        weights/                                                      mode=sync: the weights it left; else see <run>/weights
+        weights/                                                      only with mode=sync: the weights after the step
 
-The run keeps the newest `train.keep_bad_batches`, each with the weights that its step began from. No torch.
+The run keeps the newest `train.keep_bad_batches`. In a mode that publishes weights, it also keeps the version that each step began
+from, in <run>/weights. No torch.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _WHY = "why.json"
 
 @dataclass(frozen=True, order=True)
 class BadBatch:
-    """One kept batch; ordered by time."""
+    """One kept batch. Batches are ordered by attempt, then by step."""
 
     attempt: int
     step: int  # numbered as in metrics.jsonl and the launcher's lines
@@ -53,14 +54,14 @@ def write_why(folder: Path, time: float, stats: Mapping[str, float]) -> None:
 
 
 def list_bad_batches(run_dir: Path) -> list[BadBatch]:
-    """Oldest first."""
+    """List the kept batches of a run, oldest first."""
     folder = run_dir / FOLDER
     found = [(_NAME.fullmatch(entry.name), entry) for entry in folder.iterdir()] if folder.is_dir() else []
     return sorted(BadBatch(int(match[1]), int(match[2]), entry) for match, entry in found if match)
 
 
 def prune_bad_batches(run_dir: Path, keep: int) -> None:
-    """Delete all but the newest batches."""
+    """Delete all kept batches but the newest `keep`."""
     batches = list_bad_batches(run_dir)
     for batch in batches[: max(0, len(batches) - keep)]:
         shutil.rmtree(batch.path, ignore_errors=True)

@@ -1,8 +1,9 @@
 """Prompts: from a JSONL file, a Parquet file or a Hub dataset, in an order determined by a seed.
 
 A ticket carries a Locator (epoch, position). Every rollout worker opens the same source with the same seed and finds the same
-prompt there. So a Locator is the whole state of the iteration: the master tracks which are done, and no process stores a
-shuffled list. The whole source is read and checked when it is opened: a broken line stops the run before it starts.
+prompt at a Locator. So Locators are the whole state of the iteration: the master tracks which of them are done, and no process
+sends or saves a shuffled list. The whole source is read and checked when it is opened: a broken line stops the run before it
+starts.
 
 No torch: `load_tokenizer` loads tokenizers without importing it, unlike AutoTokenizer.
 """
@@ -25,7 +26,7 @@ from asyncrl.protocol.messages import Locator
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-DEFAULT_TASK = "default"  # the task of every line if the config names no task_key
+DEFAULT_TASK = "default"  # the task of a line if the config has neither task_key nor default_task
 
 Row = dict[str, Any]
 
@@ -40,7 +41,7 @@ class Prompt:
     answer: Any  # the line's unchanged value under answer_key; "" if the config names none
     task: str
     row: Row  # the whole line
-    too_long: bool  # longer than max_prompt_length tokens: to be rejected
+    too_long: bool  # it has more than max_prompt_length tokens; the caller rejects it
 
 
 class PromptError(ValueError):
@@ -50,7 +51,7 @@ class PromptError(ValueError):
 class PromptSource:
     """All prompts of one source. Opening it raises ValueError (FileNotFoundError, ImportError) with location and remedy.
 
-    Without a tokenizer it counts, locates and shows plain text, which is enough for the master.
+    Without a tokenizer it counts and locates prompts, and returns those without a chat template as text. The master needs no more.
     """
 
     def __init__(
@@ -103,7 +104,10 @@ class PromptSource:
         return int(self._order(epoch)[position]) if self.config.shuffle else position
 
     def get(self, locator: Locator) -> Prompt:
-        """Return the prompt at a locator. It is the same in every process with this source and seed. Raises PromptError."""
+        """Return the prompt at a locator. It is the same in every process with this source and seed.
+
+        Raises PromptError if the chat template refuses the prompt, or if the tokenizer cannot encode it.
+        """
         row = self._rows[self.locate(locator.epoch, locator.position)]
         text, input_ids = self._render(row[self.config.prompt_key])
         return Prompt(
@@ -150,7 +154,7 @@ class PromptSource:
 
 
 def is_file_name(path: str) -> bool:
-    """Whether the path names a file of prompts; otherwise it is the name of a Hub dataset."""
+    """Return whether the path ends like a prompt file (.jsonl, .parquet). Any other path must be the name of a Hub dataset."""
     return Path(path).suffix in {".jsonl", ".parquet"}
 
 

@@ -1,17 +1,18 @@
 """Input of `mode=train_only`: recorded trajectories, in recorded order, cut into batches. Reads and checks; sends nothing.
 
-Order and batches: groups are sorted by step and position in the batch, then cut into batches of train.batch_size. The last one may
-be smaller, as at the end of any run. Batch k is train step replay.first_step + k. So replaying the recording of a training run with
-its own batch size repeats its exact batches. A recording of `rollout_only` can be cut into any batches.
+Order and batches: groups are sorted by step and position in the batch, then cut into batches of train.batch_size. The last batch
+may be smaller, as at the end of any run. Batches are counted from 0. Batch k is train step replay.first_step + k, where a step has
+the number of the version in training, as in the recorded headers. So replaying the recording of a training run with that run's
+batch size repeats its exact batches. A recording of `rollout_only` can be cut into any batches.
 
 Versions: a token keeps the number of the version that sampled it, and gets the attempt of the replaying run. Version v of the
 recording and of the replay are the same weights if both start from the same model and train on the same batches. With
 first_step = s the learner starts as version s, so model_path must be the weights of that version (<run>/weights/actor/). The
-learner's off-policyness is counted and bounded as in any run. A group is refused before the run starts if its train step comes
-before the version that sampled it, or more than manager.max_head_offpolicyness versions after it. Version 0 samples everything that
-`rollout_only` records, so its k-th batch is k versions old.
+learner's off-policyness is counted and bounded as in any run. The run is refused before it starts if it would train a group before
+the version that sampled the group, or more than manager.max_head_offpolicyness versions after it. Version 0 samples everything that
+`rollout_only` records, so batch k of such a recording is k versions old.
 
-Keys: those that the rollout worker sent. Keys that MFCs of the recorded run added are computed again.
+Keys: only those that the rollout worker sent are replayed. Keys that MFCs of the recorded run added are computed again.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ write into the arrays of a sample that other code uses.
 
 Layouts of the known keys (KEY_SPECS), for a group of n sequences with full lengths L_1..L_n (prompt + response):
 
-    token     n runs of L_i values, aligned: value t describes token t; 0 (versions: -1) where the policy sampled nothing
+    token     n runs; run i has L_i values, and its value t describes token t of sequence i
     prompt    one run: the tokens of the prompt
     sequence  n values
     group     one value
@@ -17,7 +17,7 @@ Layouts of the known keys (KEY_SPECS), for a group of n sequences with full leng
 Wire format (`encode_sample`, `decode_sample`): one typed header (MessagePack) and one raw frame per key. The header has ids, keys,
 dtypes and lengths. Frames are the arrays' bytes, not copied when sending. Nothing is unpickled. The receiver trusts nothing: the
 header is decoded into typed fields, dtypes come from a fixed list, and the announced lengths are compared with the sizes of the
-received frames before anything is allocated. Each frame is then copied once, into memory of its own: received frames are read-only
+received frames before any array is allocated. Each frame is then copied once, into memory of its own: received frames are read-only
 and often misaligned, and would keep a larger message alive.
 
 Byte order is little-endian on the wire; asyncrl runs on little-endian machines only.
@@ -76,10 +76,10 @@ KEY_SPECS: Mapping[str, KeySpec] = {
     "values": _spec("float32", "token"),  # of the state after token t, in the critic's units
     "model_rewards": _spec("float32", "sequence"),  # scores of the reward model
     "dense_rewards": _spec("float32", "token"),  # a reward at any token, from an MFC of train.extra_mfcs
-    "advantages": _spec("float32", "token"),  # of sampling token t
+    "advantages": _spec("float32", "token"),  # of sampling token t; 0 where trained_mask is False
     "trained_mask": _spec("bool", "token"),  # loss_mask without the tokens that train.ppo excludes
-    "returns": _spec("float32", "token"),  # targets of `values`, in the same units ...
-    "value_mask": _spec("bool", "token"),  # ... where a trained token follows
+    "returns": _spec("float32", "token"),  # targets of `values`, in the same units; 0 where value_mask is False
+    "value_mask": _spec("bool", "token"),  # the next token is trained: `values` has a target here
 }
 
 DTYPES = tuple(
@@ -141,7 +141,8 @@ class SequenceSample:
     def of_decoded(
         cls, ids: tuple[str, ...], seqlens: dict[str, SeqLens], data: dict[str, Array], distinct: Iterable[str]
     ) -> SequenceSample:
-        """For the codec: arrays already have the right dtypes, and lengths are plain, one list per id. Checks the rest.
+        """Make a sample without repeating the checks of the codec: dtypes and numbers of values are right, and lengths are plain
+        integers, one list per id. Only ids and layouts are checked here.
 
         distinct: one key for each occurring combination of layout and lengths.
         """
@@ -195,7 +196,8 @@ class SequenceSample:
         )
 
     def derive(self, data: Mapping[str, Array], like: str = "packed_input_ids") -> SequenceSample:
-        """New keys for the same ids, packed like the key `like`; only the new keys. MFCs make their results with it."""
+        """Return a sample of the same ids that has only the new keys, each with the lengths of the key `like`. MFCs make their
+        results with this method."""
         return SequenceSample(self.ids, {key: self._lengths_of(like) for key in data}, dict(data))
 
     # ------------------------------------------------------------------------------------------------------------- looking
@@ -283,7 +285,7 @@ class SequenceSample:
         return self._take(*(range(cuts[i], cuts[i + 1]) for i in range(n)))
 
     def split_tokens(self, max_tokens: int, key: str = "packed_input_ids") -> list[SequenceSample]:
-        """The fewest runs of consecutive ids of at most max_tokens each. A longer id gets a run of its own."""
+        """Cut into the fewest runs of consecutive ids of at most max_tokens each. An id with more tokens gets a run of its own."""
         _check_positive(max_tokens, "max_tokens")
         parts: list[list[int]] = []
         room = -1
@@ -297,7 +299,7 @@ class SequenceSample:
         return self._take(*parts)
 
     def split_balanced(self, n: int, key: str = "packed_input_ids") -> list[SequenceSample]:
-        """n parts with similar numbers of tokens: longest ids first, each to the part with the fewest so far.
+        """n parts with similar numbers of tokens: ids with the most tokens first, each to the part with the fewest tokens so far.
 
         Within a part ids keep their order. The same sample always splits the same way.
         """
@@ -493,7 +495,7 @@ def _same(a: Array, b: Array) -> bool:
 
 FORMAT = 1  # of the header
 DEFAULT_MAX_BYTES = 1_000_000_000
-MAX_HEADER_BYTES = 4_000_000  # enough for thousands of groups; decoding a hostile header takes up to 64 times its size
+MAX_HEADER_BYTES = 4_000_000  # enough for thousands of groups; a hostile header takes up to 64 times its size in memory
 _DTYPES = {name: np.dtype(name) for name in DTYPES}
 _MAX_REMEMBERED_BYTES = 4096  # longer encoded keys are not cached, so that a hostile sender cannot fill our memory
 _BOOL = _DTYPES["bool"]
@@ -517,7 +519,7 @@ class _Header(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class _Layout(NamedTuple):
-    """The keys of a header. They are the same in every sample of a run, so checks that depend only on them run once."""
+    """The keys of a header. A run has only a few combinations of keys, so checks that depend only on them run once for each."""
 
     names: tuple[str, ...]
     dtypes: tuple[DType, ...]
@@ -607,7 +609,7 @@ _known_layout = lru_cache(maxsize=16)(_read_layout)
 
 
 def _check_sizes(head: _Header, layout: _Layout, buffers: Sequence[memoryview], max_bytes: int) -> list[int]:
-    """Number of values of each key. Uses Python integers, so no length overflows."""
+    """Return the number of values of each key. Uses Python integers, so no length overflows. Raises CodecError for wrong sizes."""
     if len(buffers) != len(layout.names):
         raise CodecError(f"{len(buffers)} frames for {len(layout.names)} keys")
     found = [buffer.nbytes for buffer in buffers]
@@ -634,7 +636,7 @@ def _count(seqlens: SeqLens, num_ids: int) -> int:
 
 
 def _objection(head: _Header, name: str, dtype: DType, lengths: int, found: int) -> str:
-    """What is wrong with the size of a key's frame; "" if it is right."""
+    """Return the error in the size of a key's frame; "" if the size is right."""
     if lengths >= len(head.lengths):
         return f"key {name!r}: the lengths index {lengths} is out of range; the header has {len(head.lengths)} lengths"
     seqlens = head.lengths[lengths]

@@ -82,7 +82,7 @@ def file_name(header: TrajectoryHeader) -> str:
 
 
 def write_trajectory(folder: Path, header: TrajectoryHeader, sample: SequenceSample) -> Path:
-    """Write a group's file, completely or not at all. Not synced: a file torn by a power cut fails its checksum."""
+    """Write a group's file, completely or not at all. It is not synced to disk: if a power cut damages it, its checksum fails."""
     text = msgspec.json.encode(header).decode()
     content = save(dict(sample.data), {_HEADER: text, _CHECKSUM: _checksum(text, sample.data)})
     path = folder / file_name(header)
@@ -97,7 +97,7 @@ def write_trajectory(folder: Path, header: TrajectoryHeader, sample: SequenceSam
 
 
 def read_trajectory(path: Path) -> Trajectory:
-    """Read and verify a whole trajectory. Raises TrajectoryError for a broken or truncated file, or one of another kind."""
+    """Read and verify a whole trajectory. Raises TrajectoryError for a file that is damaged, truncated or no trajectory."""
     try:
         content = path.read_bytes()
         text, checksum = _metadata(path, content)
@@ -233,7 +233,10 @@ class Entry:
 
 
 class TrajectoryStore:
-    """Writes the files of one worker and keeps them within max_bytes by deleting the oldest steps as a whole."""
+    """Writes the files of one worker, and keeps them at about max_bytes in total.
+
+    If it may prune, it then deletes the oldest steps as a whole, but never the newest step, whatever its size.
+    """
 
     def __init__(
         self,
@@ -246,7 +249,7 @@ class TrajectoryStore:
         tokenizer: str = "",
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """prune: delete old steps; False: refuse new ones that do not fit."""
+        """prune: delete old steps once the files exceed max_bytes. False: refuse new groups from then on."""
         self.folder = folder
         self._worker = worker
         self._trained = trained
@@ -326,7 +329,7 @@ class BackgroundRecorder:
             self._lose(len(entries), "the disk is slower than training; use record.every")
 
     def close(self, limit_s: float) -> None:
-        """Write the queued steps, for at most limit_s."""
+        """Wait until the queued steps are written: at most limit_s for room in the queue, then at most limit_s for the thread."""
         try:
             self._queue.put(None, timeout=limit_s)
         except queue.Full:
@@ -348,7 +351,7 @@ class BackgroundRecorder:
 
 
 def tokenizer_fingerprint(path: str) -> str:
-    """Hash of a tokenizer's vocabulary in 16 hex digits, equal for copies of the tokenizer. "" without a tokenizer.json."""
+    """Hash of a tokenizer's vocabulary in 16 hex digits, equal for copies of it; "" without a readable tokenizer.json."""
     try:
         raw = msgspec.json.decode((Path(path).expanduser() / "tokenizer.json").read_bytes())
         vocabulary = raw["model"]["vocab"]

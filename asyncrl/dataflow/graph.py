@@ -1,7 +1,7 @@
 """The dataflow of one train step: model function calls (MFCs), joined by the keys they read and write.
 
-An MFC starts when all ids of the batch have all its input keys. Keys that no MFC writes come with the trajectories. Adding an
-MFC takes a definition (here, or `train.extra_mfcs` in the config) and a function. No other code names the MFC.
+An MFC starts when all ids of the batch have all input keys of the MFC. Keys that no MFC writes come with the trajectories. Adding
+an MFC takes a definition (here, or `train.extra_mfcs` in the config) and a function. No other code has to name the new MFC.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ def training_mfcs(train: TrainConfig) -> list[MFCDef]:
         critic_inf  values               ---+--> advantages -------+
         rew_inf     model_rewards        ---+                      +--> critic_train
 
-    `advantages` reads every key that scores responses. That includes `dense_rewards` and `values` of extra MFCs.
+    The config decides which inference MFCs exist. `advantages` reads their keys, and `dense_rewards` and `values` of extra MFCs.
+    It reads `proximal_logprobs` only for a KL penalty. `actor_train` also reads `proximal_logprobs`, if the key exists.
     """
     ppo = train.ppo
     inference: list[MFCDef] = []

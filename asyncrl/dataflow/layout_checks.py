@@ -11,9 +11,9 @@ from asyncrl.dataflow.topology import Allocation, allocation_of, unknown_name
 from asyncrl.protocol.names import ACTOR
 
 MFC_ROLES = (ACTOR, CRITIC, REF, REWARD)
-_MOST_PROCESSES = 65_536  # of an allocation
+_MOST_PROCESSES = 65_536  # limit on an allocation's generation servers, and on its model workers
 _OURS = "is set by asyncrl"
-OWN_SERVER_ARGS = {  # argument that generation.server_args must not contain -> what to set instead
+OWN_SERVER_ARGS = {  # argument that generation.server_args must not contain -> the setting to use instead, or the reason
     "model-path": "use model_path",
     "host": _OURS,
     "port": _OURS,
@@ -64,7 +64,8 @@ def problems_of_layout(config: ExperimentConfig) -> Iterator[Problem]:
 
 
 def _bad_layout(config: ExperimentConfig, allocation: Allocation) -> Iterator[Problem]:
-    """Yield conflicts of the run's MFCs: with each other, with their places in the allocation, and with train.offload."""
+    """Yield conflicts of the run's MFCs: with each other, with their places in the allocation, and with the fields
+    record.trajectories, train.offload and train.ref."""
     train = config.train
     try:
         graph = build_dataflow(train, config.mode)

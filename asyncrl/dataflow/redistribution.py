@@ -1,15 +1,16 @@
 """Which ranks compute on which groups of a batch, and how the groups' keys reach their workers. Pure.
 
-The master knows which worker holds which (id, key). Before a step `assign` gives every data-parallel rank of a model its part of
-the batch. It leaves ids where their data already is, unless that puts the ranks out of balance. `plan_redistribution` then moves
-exactly the pairs (id, key) that a worker needs and does not hold. Each worker receives each such pair once.
+The master knows which worker holds which (id, key). When a batch begins, `assign` gives every data-parallel rank of a model its
+part of the batch. It leaves ids where their data already is, unless that puts the ranks out of balance. `plan_redistribution` then
+plans steps that move exactly the pairs (id, key) that a worker needs and does not hold. Each worker receives each such pair once.
+The kinds of step:
 
     bcast     one worker sends the same data to several workers
     scatter   one worker sends different data to each of several workers
     gather    several workers send data to one worker
 
-Workers execute the steps in order (asyncrl/model/data_manager.py). No step sends data between worker groups: a worker fetches
-missing data from the other group (worker_groups.py; `plan_fetches`, asyncrl/model/fetching.py).
+Workers execute these steps in order (asyncrl/model/data_manager.py). No step sends data between worker groups: a worker fetches
+the data that it lacks from workers of the other group (worker_groups.py; `plan_fetches`, asyncrl/model/fetching.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 
 from asyncrl.protocol.messages import RedistribStep
 
-Holders = Mapping[str, Mapping[str, Collection[int]]]  # id -> key -> the workers that hold it
+Holders = Mapping[str, Mapping[str, Collection[int]]]  # id -> key -> the workers that hold this key of this id
 
 
 # ------------------------------------------------------------------------------------------------------------ assignment
@@ -35,9 +36,10 @@ def assign(
     """Return the ids of each rank, in the order of `ids`. With more ranks than ids, some ranks get none.
 
     tokens: number of tokens of each id. holders: the ranks that hold an id's data. An id without holders may go to any rank.
-    An id stays at one of its holders unless the fullest rank would have more than (1 + tolerance) times the mean of tokens.
+    An id stays at one of its holders unless the fullest rank would have more than (1 + tolerance) times the mean number of tokens.
     In that case ids move from the fullest rank to the emptiest rank until the limit holds, or until no move of a single id makes
-    the fullest rank less full. Afterwards an id whose move was unnecessary goes back. The result is deterministic.
+    the fullest rank less full. If the limit then holds, every id that can return to one of its holders within the limit does so.
+    The result is deterministic.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks is {num_ranks}; use at least 1")
@@ -92,7 +94,7 @@ def plan_redistribution(
 ) -> list[RedistribStep]:
     """Return steps after which each worker has these keys of the ids it needs. Raises ValueError for a pair without a holder.
 
-    If several workers hold a pair, the one with the fewest pairs to send so far sends it.
+    If several workers hold a pair, the sender is the one that has the fewest pairs to send in the plan so far.
     """
     wanted: dict[str, list[int]] = {}
     for worker, ids in needed.items():
@@ -153,8 +155,9 @@ def plan_fetches(
 ) -> list[Transfer]:
     """Return the fetches by which each worker gets these keys of the ids it needs from workers of other groups.
 
-    Each pair comes from the one of `sources` with the fewest pairs to serve so far. Raises ValueError for a pair that none of
-    them holds. there: the workers that hold each pair now. Data that is still on its way does not count.
+    Each pair comes from a worker of `sources` that holds it: the one with the fewest pairs to serve in the plan so far. Raises
+    ValueError for a pair that no worker of `sources` holds. there: the workers that hold each pair now. A worker to which a pair is
+    still on its way is not among them.
     """
     asked: dict[int, int] = {}
     found: dict[tuple[int, int, tuple[str, ...]], list[str]] = {}

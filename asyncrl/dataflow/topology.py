@@ -1,7 +1,8 @@
 """Ranks of pipe/data/tensor grids, the placement of models by an allocation, and the routing table of calls to model workers. Pure.
 
 Training order is pipe, data, tensor. The last axis varies fastest: rank = (pipe * data_size + data) * tensor_size + tensor.
-The head of a data-parallel replica is its rank with tensor 0 on the last pipeline stage. It receives trajectories and replies.
+The head of a data-parallel replica is its rank with tensor 0 on the last pipeline stage. The head stores and reports the replica's
+results. The heads of the first model also receive trajectories.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class ProcessTopology:
         return self.dims[self.axes.index(axis)]
 
     def get_rank(self, **coordinates: int) -> int:
-        """Rank of a full set of coordinates."""
+        """Return the rank at these coordinates. Each axis must have one."""
         if set(coordinates) != set(self.axes):
             raise ValueError(f"coordinates are {sorted(coordinates)}; give exactly {sorted(self.axes)}")
         rank = 0
@@ -153,12 +154,12 @@ class ModelPlacement:
         return ModelShardID.from_rank(self.name, self.topology, self.workers.index(worker))
 
     def replica(self, data: int) -> tuple[int, ...]:
-        """Workers of a data-parallel replica. All of them need its data."""
+        """Workers of a data-parallel replica. All of them need the replica's part of a batch."""
         coordinates = map(self.topology.get_coord, range(self.grid.size))
         return tuple(worker for worker, at in zip(self.workers, coordinates, strict=True) if at["data"] == data)
 
     def head(self, data: int) -> int:
-        """The worker of a replica that holds its outputs: tensor 0 of the last stage."""
+        """The worker that holds the outputs of a replica: tensor 0 of the last stage."""
         return self.worker_of(data=data, pipe=self.grid.pipe - 1, tensor=0)
 
     @property
@@ -215,8 +216,8 @@ class Allocation:
     A set is a group of model workers. `d2p2m1` serves every MFC that no other set names. `name:grid,name:grid` serves the named
     MFCs, which share the set's workers; a role's name stands for all its MFCs. `sglang.d4p1m1+d2p2m1+ref_inf:d1p1m1` has four
     workers for all models but the reference, and a fifth for the reference. MFCs of one role with the same grid on the same
-    workers share one model; otherwise the role has several models. If no set serves the unnamed MFCs, an MFC runs with its role,
-    and a role that is not named runs with the actor.
+    workers share one model; otherwise the role has several models. If no set is without names, an MFC that is not named runs where
+    another MFC of its role runs, and an MFC of a role that is not named at all runs where the actor runs.
     """
 
     engine: str  # "": no generation servers
@@ -275,8 +276,8 @@ class Allocation:
         """Return the models of training, with the actor's trained model first, and each MFC's model: MFC name -> model name.
 
         Model workers are numbered from 0, set after set. A role with several models has `actor`, which is the trained one (or the
-        first one defined), `actor@1` and so on. Raises ValueError with the remedy if the graph does not have one of the names, if
-        no MFC uses one of the grids, if the actor has no workers, or if two MFCs would train different models of a role.
+        first one defined), `actor@1` and so on. Raises ValueError with the remedy if the graph lacks one of the allocation's names,
+        if a grid is used by no MFC, if the actor has no workers, or if two MFCs would train different models of a role.
         """
         spots = self._spots()
         for name in self.names:
@@ -330,7 +331,7 @@ class _Spot:
 
 
 class _Named:
-    """Finds the spot of each MFC from the names in an allocation. used: the names that decided a spot."""
+    """Finds the spot of each MFC from the names in an allocation. used: the names whose spot some MFC has got."""
 
     def __init__(self, spots: Mapping[str, _Spot], graph: DataflowGraph) -> None:
         self.spots, self.graph = spots, graph

@@ -29,7 +29,7 @@ MODES = ("async",)  # modes with detached groups
 
 
 class PlacedNode(Protocol):
-    """What dataflow.MFCDef and config.PlacedMFC have in common."""
+    """The attributes that dataflow.MFCDef and config.PlacedMFC share."""
 
     @property
     def model(self) -> str: ...
@@ -89,15 +89,18 @@ def worker_groups_of(
 
 
 class GroupIncarnations:
-    """The incarnation of a worker group, from the reports of its workers. Members restart together but connect one by one."""
+    """The incarnation of a worker group, from the reports of its workers. Members restart together but connect one by one.
+
+    At first all members count as connected in incarnation 0.
+    """
 
     def __init__(self, members: Sequence[int]) -> None:
         self._numbers = dict.fromkeys(members, 0)
         self._newest = Fence(0)
 
     def connected(self, worker: int, number: int) -> bool:
-        """A worker has connected in this incarnation. Returns True if it is the first of a new incarnation. The previous
-        incarnation is then over for all members."""
+        """Record that a worker has connected in this incarnation. Returns True if the worker is the first member that connects in a
+        new incarnation. The previous incarnation is then over for all members."""
         self._numbers[worker] = max(number, self._numbers[worker])
         return self._newest.adopt(number)
 

@@ -1,12 +1,12 @@
-"""Attention over a packed row: each token sees the tokens before it in its own sequence.
+"""Attention over a packed row: each token sees itself and the tokens before it in its own sequence.
 
-Registered with transformers as `asyncrl_packed`. Load a model with attn_implementation=NAME and pass `segments=` to its forward
-pass; transformers hands it to every layer. transformers builds no mask for an implementation it does not know and would drop a
-given attention_mask, so pass none. Without segments every row of the batch is one sequence.
+Registered with transformers as `asyncrl_packed`. Load a model with attn_implementation=NAME and pass `segments=` to the model's
+forward pass; transformers passes the segments on to every layer. transformers builds no mask for an implementation it does not know
+and would drop a given attention_mask, so pass none. Without segments every row of the batch is one sequence.
 
-On a CUDA device with a 16-bit dtype, attention runs in torch's varlen kernel. Elsewhere, sequences of similar length become the
-rows of a rectangle, padded to its width, and run through sdpa's causal path. Padding comes after the real tokens, so no real
-token attends to it.
+On a CUDA device with a 16-bit dtype, attention runs in torch's varlen kernel if the kernel supports the device and the head width
+(_has_varlen). Otherwise, sequences of similar length become the rows of a rectangle, padded to the rectangle's width, and run
+through sdpa's causal path. Padding comes after the real tokens, so no real token attends to it.
 
 Shapes: T tokens, H query heads, K key heads, D head width, S sequences, B rows of a rectangle, W its width, P places in all
 rectangles.
@@ -27,7 +27,7 @@ from transformers import AttentionInterface
 
 NAME = "asyncrl_packed"
 
-# A rectangle accepts a sequence while the longest one is at most _STRETCH times its length plus _SLACK tokens. Padding costs
+# A rectangle accepts a sequence of length n if the rectangle's longest one has at most _STRETCH * n + _SLACK tokens. Padding costs
 # arithmetic; each further rectangle costs a few kernel launches per layer. Measured on one CPU core, forward and backward of
 # attention, 128 and 512 sequences of up to 107 tokens, 32 of up to 2000: (1.05, 2) to (1.2, 4) are within 10 % of each other,
 # (1.5, 8) takes 1.1 to 1.3 times as long, (2, 16) 1.4 to 1.5 times.
@@ -36,7 +36,8 @@ _SLACK = 4
 
 
 def _find_varlen() -> Any:
-    """Return torch's kernel for sequences of varying length; None before torch 2.10 or if it does not support windows yet."""
+    """Return torch's kernel for sequences of varying length; None before torch 2.10, or if this torch's kernel has no windows or no
+    grouped-query attention."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -183,7 +184,7 @@ def _in_rectangles(
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int) -> Tensor:
-    """[B, H, W, D]. window: number of tokens each token attends to, itself included; 0: all tokens before it."""
+    """[B, H, W, D]. window: number of tokens that each token attends to, itself included; 0: itself and all tokens before it."""
     length = query.shape[2]
     mask = None
     if 0 < window < length:

@@ -2,7 +2,7 @@
 
     compute threads of all ranks -- export.take_whole, in buckets --> held: the newest version, in this rank's memory
     gserver manager -- POST /broadcast_weights: version, paused servers --> one broadcast to all of them
-    per server: join a group (kept while the set of servers is the same), begin, one request per bucket beside its broadcast, end
+    per server: join a group (reused for the same set of servers), begin, one request per bucket during its broadcast, end
 
 In every layout this rank holds the whole model in CPU memory, in the dtype of exports. It holds two copies while the previous
 version is still being broadcast. If that is too much memory, set weights.transport=disk: each rank then writes its own share.
@@ -91,7 +91,7 @@ class ServerClient:
         return info.tp_size if info.num_weight_ranks is None else info.num_weight_ranks
 
     async def post(self, target: BroadcastTarget, path: str, message: msgspec.Struct) -> UpdateWeightsReply:
-        """Raises BroadcastError if the server does not report success or a mismatch."""
+        """Post a message and return the reply. Raises BroadcastError unless the reply reports success or a mismatch."""
         body = await self._ask(target, "POST", path, msgspec.json.encode(message))
         reply = msgspec.json.decode(body, type=UpdateWeightsReply)
         if not reply.success and not reply.mismatch:
@@ -157,7 +157,8 @@ class Broadcast:
         await _of_all([self._client.post(target, "/begin_weight_update", begin) for target in self._targets])
 
     async def _send(self, group: GroupMember, bucket: Bucket, flat: torch.Tensor, *, is_last: bool) -> None:
-        """Servers answer after receiving the bucket, so the broadcast runs concurrently with the requests. One refusal ends it."""
+        """Servers answer after receiving the bucket, so the broadcast runs concurrently with the requests. A refusal by one server
+        ends the broadcast to all."""
         message = ReceiveWeights(
             names=bucket.specs.names,
             dtypes=bucket.specs.dtypes,
@@ -334,7 +335,7 @@ class WeightSender:
         return member
 
     def _forget(self, targets: Sequence[BroadcastTarget]) -> None:
-        """Leave every group that contains one of these servers, after a failed broadcast: its connections are not reused."""
+        """Leave every group that contains one of these servers, so that connections of a failed broadcast are not reused."""
         urls = {target.url for target in targets}
         for key in [key for key in self._groups if urls & set(key)]:
             self._leave(key)

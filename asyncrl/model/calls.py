@@ -97,8 +97,8 @@ class Calls:
         )  # of the groups in the store
 
     async def run(self, server: NameResolvingReplyServer) -> None:
-        """Runs forever. A failed call is answered with its error and ends this worker: its peers may be in a collective with it,
-        and must not wait for it."""
+        """Runs forever. A failed call is answered with its error and ends this worker: other workers may be in a collective with
+        this one, and must not wait for it."""
         while True:
             call = await server.receive()
             self._board.progress()
@@ -110,7 +110,7 @@ class Calls:
                 raise
 
     async def _execute(self, call: Call) -> None:
-        """Execute one call. It is answered here, or by the exporter once its files are on disk."""
+        """Execute one call. It is answered before this returns, or by the exporter once its files are on disk."""
         body, exporter = call.body, self._exporter
         if isinstance(body, ExecuteMFC):
             call.reply(await self._compute(partial(self._run_mfc_traced, body), f"MFC {body.mfc}"))
@@ -129,7 +129,7 @@ class Calls:
             await self._execute_here(call)
 
     async def _execute_here(self, call: Call) -> None:
-        """Execute a call that is complete, and answered, before the next one starts."""
+        """Execute a call of a kind that does not overlap later calls: it is complete and answered when this returns."""
         body, start, num_bytes, unfetched = call.body, self._clock.monotonic(), 0, ""
         if isinstance(body, FetchData):
             try:
@@ -220,7 +220,8 @@ class Calls:
         recorder.record_nowait(body.version, len(body.ids), entries)
 
     def _save_batch(self, body: SaveBatch) -> int:
-        """Write on this thread, so that the reply confirms the files. A disk error is logged and does not stop training."""
+        """Write the groups of the batch that came to this head. The files are written before the reply, which so confirms them. A
+        disk error is logged and does not stop training."""
         placed = [(place, meta) for place, meta in enumerate(body.metas) if meta.ticket_id in self.store]
         mine = [
             (place, meta) for place, meta in placed if self._heads[meta.head % len(self._heads)] == self._info.index
@@ -246,7 +247,8 @@ class Calls:
 
     @property
     def _checkpointed(self) -> dict[str, TrainEngine]:
-        """Models that training changes. All others are unchanged on disk, or further layouts of one of these."""
+        """This worker's engines of the models that a run changes. Every other model is unchanged on disk, or is a further layout of
+        one of these."""
         ref_moves = self._config.train.ref.update_interval > 0
         return {
             name: engine

@@ -181,10 +181,10 @@ def load(
 ) -> dict[str, Any]:
     """Load a checkpoint, saved in any layout, into these models. Returns the `state` passed to `commit`.
 
-    Collective over `workers`, which must be the same everywhere. Each worker checks some of the files; if one fails, all raise
-    CheckpointError before anything changes. A tensor that does not fit a model (missing, other shape) is raised only on the ranks
-    that find it. A model saved without optimizer state is loaded without it. Random state is restored if the worker numbers are
-    the same as when saving. A second model of a role (`ref@1`) that was not saved is loaded from the first one of that role.
+    Collective over `workers`, which must be the same everywhere. Each worker checks some of the files; if one check fails, all
+    workers raise CheckpointError before anything changes. For a tensor that does not fit a model (missing, other shape) only the
+    ranks that find it raise CheckpointError. A model saved without optimizer state is loaded without it. Random state is restored
+    if `workers` are those that saved. A second model of a role (`ref@1`) that was not saved is loaded from the role's first one.
     or_as_is: roles whose models stay unchanged if the checkpoint lacks them.
     """
     manifest = _verified(path, workers)
@@ -272,7 +272,7 @@ def _load_model(path: Path, model_name: str, model: TrainedModel, steps: Mapping
             wanted[f"{model_name}.{name}.{moment}"] = state[moment]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # it warns about no_dist, which is intended
+            warnings.simplefilter("ignore", UserWarning)  # load_into warns about no_dist, which is intended here
             load_into(wanted, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
     except (ValueError, RuntimeError, KeyError, CheckpointException) as error:
         causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
@@ -288,7 +288,8 @@ def _optimizer_state(model: TrainedModel, tensor: Tensor) -> dict[str, Any]:
 
 
 def _check_whole(directory: Path, states: Sequence[WorkerState]) -> None:
-    """Check by the files' headers that the parts of every tensor are complete. Parts cannot overlap: each is written once."""
+    """Check by the files' headers that every tensor is complete: the sizes of its parts add up. Parts cannot overlap, because each
+    is written once."""
     found: dict[str, int] = {}
     for name, about in HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata.items():
         assert isinstance(about, TensorStorageMetadata)

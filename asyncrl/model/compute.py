@@ -1,4 +1,7 @@
-"""The compute thread of a model worker: everything that touches a tensor runs on it."""
+"""The compute thread of a model worker: it runs everything that reads or changes models, and all collectives of the worker group.
+
+Snapshots are written and broadcast outside it: they are copies.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ class Compute:
     async def __call__(
         self, function: Callable[[], T], what: str, *, limit_s: float = 0.0, detail: Callable[[], str] = str
     ) -> T:
-        """Run on the thread, shown on the status board and bounded. Raises WaitTimeoutError and the function's errors."""
+        """Run the function on the thread. The status board shows the wait for it, which ends with WaitTimeoutError after the limit.
+        Raises the function's errors."""
         future = asyncio.get_running_loop().run_in_executor(self._pool, function)
         return await self._board.bounded(
             future, what=what, on=self._name, limit_s=limit_s or self._limit_s, detail=detail

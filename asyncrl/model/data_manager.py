@@ -2,12 +2,12 @@
 
     master -- Redistribute(steps) --> DataManager of each worker in them: store -> [bytes] -> store
 
-All workers execute calls in the master's order, and the steps of a call in the same order. A worker receives when the step's turn
-comes. Sends are asynchronous: a busy receiver does not block the sender's computation. So a waiting worker only ever waits for one
-that is at an earlier call or step, and waits cannot form a cycle.
+All workers execute calls in the master's order, and the steps of a call in the same order. A worker receives a step's data when it
+reaches this step. Sends are asynchronous: a busy receiver does not block the sender's computation. So a worker only ever waits for
+a worker that is at an earlier call or step, and waits cannot form a cycle.
 
-A transfer has three kinds of message, sent as raw bytes in the CPU's process group: sizes, the header of data/sequence.py, one
-frame per key. Dtypes are kept, nothing is unpickled, and the receiver checks that the data matches the plan.
+A transfer has three kinds of message, sent as raw bytes through the process group's CPU backend: sizes, the header of
+data/sequence.py, one frame per key. Dtypes are kept, nothing is unpickled, and the receiver checks that the data matches the plan.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DataManager:
     """One worker's part of redistributions. Runs on the compute thread, except for the waits for posted sends.
 
     consumes: steps.  produces: copies in the store.
-    waits for: the senders, each at most limit_s; a separate thread waits for posted sends.
+    waits for: the senders, each message at most limit_s; a separate thread waits for posted sends.
     unblocked by: the senders reaching the same step; a sender's error, which ends the connection.
     """
 
@@ -48,7 +48,7 @@ class DataManager:
         self._worker = worker
         self._rank_of = rank_of or int
         self._limit = timedelta(seconds=limit_s)
-        # Bounded by the master: it starts no step before all workers have answered the moves of the last one
+        # Bounded by the master: it begins no batch before all workers have answered the moves of the previous batch
         self._posted: queue.SimpleQueue[_Posted | None] = queue.SimpleQueue()
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None

@@ -1,7 +1,8 @@
 """Training engine: one rank of one Hugging Face model, in any layout of data, tensor and pipeline ranks.
 
-Interfaces (asyncrl/model/interfaces) define what to compute. The engine loads the model, runs forward and backward in token-budget
-micro-batches, sums gradients over ranks, steps the optimizer and exports weights. sharding.py and pipeline.py split the model.
+Interfaces (asyncrl/model/interfaces.py) define what to compute. The engine loads the model, runs forward and backward in
+micro-batches within a token budget, sums gradients over ranks and steps the optimizer. sharding.py and pipeline.py split the model;
+export.py exports its weights.
 
 The update is the same in any layout. The loss of a micro-batch is a sum that is already divided by the global denominator, so
 gradients add up over micro-batches and over ranks, however the batch is distributed. A rank without groups contributes zero: it
@@ -134,7 +135,8 @@ class TrainEngine:
         return stage
 
     def _load_shard(self, model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype, mesh: ModelMesh) -> Stage:
-        """Load the pieces that this rank holds. Other tensors exist only while one unit is being sharded."""
+        """Load the pieces that this rank holds. With several data ranks, each loads one unit (sharding.shard_units) at a time, and
+        FSDP cuts the unit. A checkpoint that cannot be read in pieces is loaded whole first (sharding.open_weights)."""
         grid = mesh.placement.grid
         skeleton = sharding.Skeleton.of(config, model.kind, dtype)
         read = sharding.open_weights(model.path, skeleton, config, dtype)
@@ -247,7 +249,7 @@ class TrainEngine:
     # ----------------------------------------------------------------------------------------------------------- training
 
     def set_total_steps(self, total_steps: int) -> None:
-        """Set the number of lr_steps over which the learning rate decays. 0: unknown, no decay."""
+        """Set the lr_step at which the decay of the learning rate ends. 0: unknown, no decay."""
         self._total_steps = total_steps
 
     def train_step(
@@ -258,7 +260,8 @@ class TrainEngine:
         consumes: the part and loss_fn.  produces: new parameters, equal in any layout, and statistics over all data ranks:
         those of loss_fn and `loss` on the last stage; `grad_norm`, `lr`, `skipped_steps` and `stopped_steps` everywhere.
         waits for: the other ranks in collectives, within the process group's timeout.  unblocked by: their arrival or the loss of
-        their connection. If the loss or gradient is not finite, all ranks skip the step and count it.
+        their connection. If the loss or gradient is not finite, all ranks skip the step and count it. If loss_fn.stop_reason
+        returns a text on some rank, no rank steps.
         """
         result = self._backward(sample, loss_fn, temperature)
         stop = ""
@@ -273,7 +276,8 @@ class TrainEngine:
         return result | {"grad_norm": grad_norm}
 
     def _backward(self, sample: SequenceSample | None, loss_fn: LossFn, temperature: float) -> dict[str, float]:
-        """Compute gradients, not yet summed over ranks. Returns the statistics of all data ranks, on the last stage only."""
+        """Compute gradients. FSDP sums them over data ranks; `_finish_gradients` must still sum some over tensor ranks and stages.
+        Returns the statistics of all data ranks, on the last stage only."""
         if self.optimizer is None:
             raise RuntimeError("train_step on a frozen model")
         self.onload()
@@ -341,7 +345,7 @@ class TrainEngine:
 
     @torch.no_grad()
     def _finish_gradients(self) -> dict[str, Tensor]:
-        """Add what backward leaves unsummed; return this rank's part of the summed gradient, by name."""
+        """Sum the gradients that backward leaves unsummed; return this rank's part of the summed gradient, by name."""
         grads: dict[str, Tensor] = {}
         for name, parameter in self.named_parameters().items():
             if parameter.grad is None:
@@ -430,14 +434,14 @@ class TrainEngine:
     def named_parameters(self) -> dict[str, Tensor]:
         """This rank's parameters by their names in the whole model's Hugging Face checkpoint; DTensors if split over ranks.
 
-        A tied parameter is listed once, under its embedding's name; also on a later last stage, which holds a copy of it.
+        A tied parameter is listed once, under its embedding's name. In a pipeline the last stage lists its own copy of it, too.
         """
         return {name: getattr(module, attribute) for name, (module, attribute) in self._slots.items()}
 
     # -------------------------------------------------------------------------------------------------------------- memory
 
     def offload(self) -> None:
-        """Move weights and optimizer state to the CPU until the next call. Does nothing on a CPU."""
+        """Move weights and optimizer state to the CPU until `onload`, and drop the gradients. Does nothing on a CPU."""
         if self.device.type == "cpu" or self._offloaded:
             return
         tensors = [local_tensor(parameter.detach()) for parameter in self.named_parameters().values()]
@@ -454,7 +458,8 @@ class TrainEngine:
         self._offloaded = []
 
     def _reshard(self) -> None:
-        """Without a backward pass FSDP's root keeps its gathered parameters, which would be stale after the next step."""
+        """Free the gathered parameters that FSDP's root keeps after a forward pass without a backward pass. They would be stale
+        after the next step."""
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -7,9 +7,9 @@
 Exports are in Hugging Face format from any layout. No rank gathers the whole model, except for a broadcast
 (weights.transport=broadcast): the first rank of the model then has the sender and, with take_whole, the whole model in CPU memory.
 
-Names and values are those of the checkpoint that the model was loaded from. Bits are those of the parameters, cast to the dtype of
-exports. Some architectures fuse several checkpoint tensors into one module (fused experts). They are split again, which only
-works on a single rank.
+Tensors have the names and shapes of the checkpoint that the model was loaded from. Their values are those of the parameters, cast
+to the dtype of exports. Some architectures fuse several checkpoint tensors into one parameter (fused experts). Such a parameter is
+split again, which only works if the model is on a single rank.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ LAST_WORDS_S = 0.2  # between the answer to a failed call and the end of the wor
 
 
 class _Lane:
-    """Writes one item at a time, on a thread of its own, so that weights and checkpoints do not wait for each other."""
+    """Writes one item at a time, on a thread of its own. Weights and checkpoints have a lane each: neither waits for the other."""
 
     def __init__(self, name: str) -> None:
         self.pool = ThreadPoolExecutor(1, name)
@@ -297,7 +297,7 @@ class Exporter:
         self._begin(self._weights, call, "write weights", path, partial(self._write_part, path, tensors))
 
     async def commit(self, call: Call, body: CommitWeights, engine: TrainEngine, model: ModelConfig) -> None:
-        """Give the folder its final name; all files are on disk."""
+        """Write the manifest (or the config) and give the folder its final name. The files of all ranks are already on disk."""
         path = self._path(body.folder)
         await self._end_of_writing(self._weights)
         commit = partial(self._commit, path, body, engine, model, self._measured)
@@ -306,7 +306,7 @@ class Exporter:
     async def write_checkpoint(
         self, call: Call, body: SaveCheckpoint, engines: Mapping[str, TrainEngine], state: dict[str, float]
     ) -> None:
-        """Like write, for a training checkpoint. state: of this worker's interfaces; the reply returns it to the master."""
+        """Like `write`, for a training checkpoint. state: of this worker's interfaces; the reply takes the state to the master."""
         path = self._path(body.folder)
         await self._end_of_writing(self._checkpoints)
         part = await self._snapshot(partial(checkpoint.snapshot, engines), "a checkpoint")

@@ -1,12 +1,13 @@
-"""Transfers data between model workers of different worker groups (worker_groups.py). Collectives end at the border of a group, so
-it uses HTTP.
+"""Transfers data between model workers of different worker groups (worker_groups.py). A collective cannot cross the border of a
+group, so the transfers use HTTP.
 
-    HeldData, at each worker of a run with detached groups -- POST /held_data: ids, keys --> the first of these ids that fit, raw
     master -- FetchData(parts) --> DataFetcher of a worker: requests, checks, stores copies
+    DataFetcher -- POST /held_data: ids, keys --> HeldData, at each worker of a run with detached groups
+    HeldData -- as many of these ids, from the first on, as fit into one answer --> DataFetcher
 
 Data moves only on the master's request. The master names the incarnation of the source's worker group: a restarted worker is asked
-under its new URL, and a worker that is gone does not answer. A failed fetch changes nothing and ends no process. Its reply tells
-the master, which repeats the fetch (master/calls.py).
+under its new URL, and a worker that is gone does not answer. A failed fetch ends no process, and copies that have arrived stay in
+the store. The reply tells the master, which repeats the fetch (master/calls.py).
 
 An answer is the number of sizes, the sizes, then the header and the frames of data/sequence.py. Dtypes are kept, nothing is
 unpickled, and the fetcher checks that the answer matches its request.
@@ -35,7 +36,7 @@ PATH = "/held_data"
 LIMIT_S = 10.0  # of an answer; after that the fetch fails and the master, which knows the source's state, decides when to retry
 _ANSWER_BYTES = 64_000_000  # quick to send; a large batch takes several answers, each with its own limit
 _RETRY_S = 0.1
-_TRIES = 4  # consecutive; a lost connection is worth a retry, a refused one stays refused
+_TRIES = 4  # in a row; few, because a lost connection may come back soon, but a refused one stays refused
 _MAX_IDS = 1024  # per request
 _MAX_KEYS = 256
 _MAX_REQUEST_BYTES = 1_000_000
@@ -55,7 +56,7 @@ class FetchError(RuntimeError):
 
 
 def read_request(body: bytes) -> HeldDataRequest:
-    """Raises one of DECODE_ERRORS, or ValueError if it requests nothing or too much at once."""
+    """Decode a request. Raises one of DECODE_ERRORS, or ValueError for a request without ids or keys, or with too many."""
     wanted = _decode_request(body)
     if not 1 <= len(wanted.ids) <= _MAX_IDS or not 1 <= len(wanted.keys) <= _MAX_KEYS:
         told = f"{len(wanted.ids)} ids and {len(wanted.keys)} keys"
@@ -99,7 +100,7 @@ class HeldData:
     """
 
     def __init__(self, store: DataStore, *, host: str, max_bytes: int) -> None:
-        """max_bytes: of an answer; a single group may exceed it, because it arrived here in one message."""
+        """max_bytes: of an answer. An answer with a single group may exceed this limit: the group arrived here in one message."""
         self._store, self._host, self._max_bytes = store, host, min(max_bytes, _ANSWER_BYTES)
 
     @contextlib.asynccontextmanager
@@ -163,7 +164,7 @@ class DataFetcher:
         self._urls: dict[tuple[int, int], str] = {}  # by (worker, incarnation of its group)
 
     async def fetch(self, parts: Sequence[FetchPart]) -> int:
-        """Fetch and store all parts. Returns the bytes received. Raises FetchError; some parts may be stored then."""
+        """Fetch and store all parts. Returns the number of bytes received. After a FetchError some groups may be stored already."""
         asking = [asyncio.create_task(self._fetch(part)) for part in parts]
         try:
             return sum(await asyncio.gather(*asking))
@@ -199,7 +200,8 @@ class DataFetcher:
 
     @property
     def _limit_of_body(self) -> int:
-        """A group arrived at its head in one message; later keys add only a few numbers per token."""
+        """Largest answer that is accepted, in bytes. It has room for one whole group: the group arrived at its head in one message,
+        and keys added later have only a few numbers per token."""
         return 2 * self._max_bytes + MAX_HEADER_BYTES
 
     async def _ask(self, part: FetchPart, ids: Sequence[str]) -> bytes:
@@ -217,7 +219,8 @@ class DataFetcher:
             return bytes(body)
 
     async def _url_of(self, source: int, group_incarnation: int) -> str:
-        """The source publishes its URL before its first answer in this incarnation; the URL stays the same in that incarnation."""
+        """Return the source's URL, which is cached for each incarnation of the source's group. The source publishes its URL when it
+        starts, and the URL stays the same within the incarnation."""
         if (source, group_incarnation) not in self._urls:
             key = self._directory.names.held_data(source, self._attempt, group_incarnation)
             url = await asyncio.to_thread(self._directory.resolver.wait, key, LIMIT_S)

@@ -3,8 +3,8 @@
     TrainEngine -- all weights, gathered over data ranks --> a model of the same architecture -- generate --> tokens
 
 The second model has no weights of its own. While it samples it borrows the engine's tensors, or, if those are sharded or of another
-dtype, uses copies in train.dtype. So it runs attention suited to decoding instead of packed rows. Once it has its weights, each
-data rank samples independently: ranks need not make the same number of forward passes.
+dtype, uses copies in train.dtype. It exists so that decoding can use other attention than the engine's packed rows. Once it has its
+weights, each data rank samples independently: ranks need not make the same number of forward passes.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Sampler:
     ) -> Iterator[tuple[int, list[list[int]]]]:
         """Yield (index of a prompt, its responses) as soon as they are complete. A sampled end token is kept.
 
-        Prompts of similar length are sampled together. Each must be shorter than max_length.
+        Prompts of similar length are sampled together. Each prompt must be shorter than max_length.
         """
         rows = [at for at in sorted(range(len(prompts)), key=lambda at: -len(prompts[at])) for _ in range(num_each)]
         found: dict[int, list[list[int]]] = {}
@@ -87,7 +87,8 @@ class Sampler:
                     yield at, found.pop(at)
 
     def _batches(self, lengths: Sequence[int], max_new_tokens: int) -> Iterator[range]:
-        """Yield consecutive rows within the budget. Rows are ordered longest first."""
+        """Yield ranges of consecutive rows within the limits on sequences and tokens, but at least one row each. lengths: longest
+        first."""
         start = 0
         while start < len(lengths):
             width = lengths[start] + max_new_tokens

@@ -1,8 +1,8 @@
 """Makes groups on a model worker (mode=sync): prompts at positions of the epoch's order -> responses -> rewards -> trajectories.
 
-For tasks with one response it replaces a rollout worker, with the same prompts, rewards, limits and rejection reasons. Computation
-runs on the compute thread. Users' reward functions run concurrently, on the worker's event loop and its threads, while the next
-responses are sampled.
+For tasks whose episodes have a single response, it replaces a rollout worker, with the same prompts, rewards, limits and rejection
+reasons. Sampling and logprobs run on the compute thread. Rewards are computed concurrently, from the worker's event loop, while
+the next responses are sampled.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Group:
 
 @dataclass
 class Made:
-    """Result for some prompts. Trajectories of an evaluation have no logprobs."""
+    """Result for some prompts. In trajectories of an evaluation the logprobs are not computed: they are 0."""
 
     samples: list[SequenceSample]  # of one group each
     metas: list[TrajectoryMeta]  # of these samples
@@ -55,7 +55,8 @@ class Made:
 
 
 class GroupMaker:
-    """consumes: locators of prompts.  produces: groups.  waits for: rewards, each at most rollout.reward_timeout_s."""
+    """consumes: locators of prompts.  produces: groups.  waits for: the rewards of each group, at most train.call_timeout_s (each
+    try at most rollout.reward_timeout_s)."""
 
     def __init__(
         self,
@@ -169,7 +170,7 @@ class GroupMaker:
         return prompt
 
     async def _judge(self, group: _Group) -> list[float]:
-        """On the event loop. A reward whose processes are lost is retried until train.call_timeout_s ends the wait."""
+        """On the event loop. A reward whose judge processes are lost is retried until train.call_timeout_s ends the wait."""
         async with self._judging:
             completions = [
                 Completion(str(self._tokenizer.decode(output, skip_special_tokens=True)), self._finished(output))
@@ -185,7 +186,7 @@ class GroupMaker:
         return output[-1] in self._sampler.eos_token_ids
 
     def _finish(self, group: _Group, version: int, birth_time: float, evaluates: bool) -> SequenceSample:
-        """Build the trajectory, without logprobs. Raises RolloutRejected if it cannot be trained on."""
+        """Build the trajectory, with logprobs of 0. Raises RolloutRejected if a reward failed or the config rejects the rewards."""
         assert group.rewards is not None, "all prompts are sampled"
         episodes = []
         for output, reward in zip(group.outputs, group.rewards.result(self._train.call_timeout_s), strict=True):
@@ -206,7 +207,8 @@ class GroupMaker:
         return sample
 
     def _with_logprobs(self, samples: Sequence[SequenceSample]) -> list[SequenceSample]:
-        """Add the engine's own logprobs under the weights that sampled, which are exact. Collective; a rank may have no samples."""
+        """Replace the logprobs of the sampled tokens by those that the engine computes. They are exact: the engine still has the
+        weights that sampled. Collective; a rank may have no samples."""
         whole = SequenceSample.gather(samples) if samples else None
         logprobs = self._engine.logprobs(whole, temperature=temperature_of(self._train))
         if whole is None:
@@ -233,7 +235,7 @@ class GroupMaker:
         )
 
     def _rejection(self, locator: Locator, ended: RolloutEnded, outputs: Sequence[list[int]] = ()) -> RejectedPrompt:
-        """The master receives the detail of only the first rejection for each reason."""
+        """Make the report of a rejection. The master receives the detail of only the first rejection for each reason."""
         first = ended.reason not in self._told
         self._told.add(ended.reason)
         self._logger.log(logging.WARNING if first else logging.DEBUG, "no group of prompt %s: %s", locator, ended)

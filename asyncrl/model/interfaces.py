@@ -67,12 +67,13 @@ class Engine(Ranks, Protocol):
     """The methods of an engine (asyncrl.model.engine.TrainEngine) that interfaces use.
 
     All methods are collective over the ranks of the model: every rank calls them, with None if it holds no groups. The ranks of a
-    replica get the same sample. Results are on the last stage of a replica that has a sample, else None.
+    replica get the same sample. logprobs, values and scores return their result on the last stage of a replica that has a sample,
+    else None.
     """
 
     @property
     def is_head(self) -> bool:
-        """Tensor rank 0 of the last stage: its results are stored."""
+        """Whether this is tensor rank 0 of the last stage, the rank whose results are stored."""
 
     def logprobs(self, sample: SequenceSample | None, *, temperature: float) -> npt.NDArray[np.float32] | None:
         """Logprobs under a language model, packed like packed_input_ids."""
@@ -86,7 +87,7 @@ class Engine(Ranks, Protocol):
     def train_step(
         self, sample: SequenceSample | None, loss_fn: LossFn, *, temperature: float, lr_step: int
     ) -> dict[str, float]:
-        """Take one optimizer step. Returns statistics of all data ranks, on the last stage."""
+        """Take one optimizer step. Returns statistics over all data ranks; those of loss_fn on the last stage only."""
 
 
 class OneRank:
@@ -123,7 +124,7 @@ class Interface(ABC):
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """This rank's groups as tensors. All have length 0 on a rank without groups, which computes like the others."""
+    """This rank's groups as tensors. A rank without groups computes like the others, on `data` of length 0."""
 
     position: dict[str, int]  # id -> index of the group
     group_sizes: list[int]  # sequences of each group
@@ -242,7 +243,8 @@ def batch_stats(engine: Ranks, local: LocalBatch, made: Advantages) -> Stats:
 def value_stats(engine: Ranks, values: Tensor, returns: Tensor) -> Stats:
     """How well the values predicted the returns, over the states of the whole batch, in units of rewards. One collective call.
 
-    explained_variance = 1 - Var(returns - values) / Var(returns). 1: perfect; 0: no better than a constant; below 0: worse.
+    explained_variance = 1 - Var(returns - values) / Var(returns). 1: perfect; 0: no better than a constant; below 0: worse. It is
+    also 0 if all returns are equal.
     """
     values, returns = values.double(), returns.double()
     errors = returns - values
@@ -275,7 +277,8 @@ class StepStats:
         self.values: Stats = {}  # sums and maxima over the minibatches
 
     def add(self, stats: Mapping[str, float], num_tokens: float) -> None:
-        """stats: of one `train_step`; empty before the last stage. num_tokens: masked tokens of the minibatch, all ranks."""
+        """stats: of one `train_step`; before the last stage without those of the loss. num_tokens: tokens in the minibatch's
+        `loss_mask`, all ranks."""
         self.steps += 1
         self.num_tokens += num_tokens
         for name, value in stats.items():
@@ -395,12 +398,13 @@ def _import_function(mfc: MFCDef) -> Callable[..., Any]:
 
 
 class AdvantagesInterface(Interface):
-    """Rewards (from functions and a reward model, dense rewards, minus the KL penalty) and values -> targets of the train steps.
+    """Makes the targets of the train steps from values and rewards: those of reward functions and of a reward model, dense rewards,
+    and the KL penalty.
 
     consumes: the groups of this rank.  produces: `advantages` and `trained_mask` for the actor; `returns` and `value_mask` for a
     critic, in the units of its `values`.  waits for: the other data-parallel ranks, in sums.
-    Its state is the KL coefficient and, with train.critic.value_norm, those units. It is a separate MFC so that this state lives in
-    one place, whatever meshes actor and critic use, and only its results travel to them.
+    Its state is the KL coefficient and, with train.critic.value_norm, the critic's units. It is a separate MFC so that this state
+    lives in one place, whatever meshes actor and critic use, and only its results travel to them.
     """
 
     def __init__(self, mfc: MFCDef, train: TrainConfig) -> None:
@@ -444,7 +448,10 @@ class AdvantagesInterface(Interface):
         return sample.derive({key: found[key].numpy() for key in self.output_keys}), stats
 
     def compute(self, engine: Ranks, local: LocalBatch) -> tuple[Advantages, Stats]:
-        """Compute from `keys` of this rank's groups, in units of rewards; statistics of the whole batch. Collective. Stateless."""
+        """Return the targets, in units of rewards, and the statistics of the whole batch. Collective. Does not change the state.
+
+        local: this rank's groups, with the keys `keys`.
+        """
         data = dict(local.data)
         if "model_rewards" in data:
             data["rewards"] = data["rewards"] + self.model_reward_scale * data["model_rewards"]
@@ -483,8 +490,8 @@ class AdvantagesInterface(Interface):
 def split_minibatches(batch_ids: Sequence[str], num: int, *, seed: int, version: int) -> list[list[str]]:
     """Shuffle the whole batch by (seed, version) and cut it into `num` parts whose sizes differ by at most one.
 
-    The result is the same on every rank, whatever it holds. With fewer groups than parts each part has one group. Ids within a
-    part are in canonical order.
+    The result is the same on every rank, whichever groups it holds. With fewer groups than `num` there is one part for each group.
+    Ids within a part are in canonical order.
     """
     order = np.random.default_rng([seed, version]).permutation(len(batch_ids))
     parts = np.array_split(order, max(1, min(num, len(batch_ids))))
@@ -500,7 +507,7 @@ def train_minibatches(
     temperature: float,
     lr_step: int,
 ) -> StepStats:
-    """Take one optimizer step per minibatch. Collective.
+    """Take one optimizer step per minibatch that has tokens to train on. Collective.
 
     sample: the groups of this rank with the keys that the engine and the loss read. loss_of: makes a minibatch's loss from two
     counts over all ranks: its tokens in `loss_mask`, and its sequences that have any.
@@ -599,7 +606,7 @@ class PPOCriticInterface(Interface):
 def make_interface(mfc: MFCDef, train: TrainConfig, seed: int = 1) -> Interface:
     """Return the interface that an MFC names.
 
-    seed: of the experiment; it determines the minibatches. A batch may mix groups of any sizes.
+    seed: of the experiment; it determines the minibatches. The groups of a batch may have different sizes.
     """
     if mfc.interface == "actor_logprobs":
         return LogprobsInterface("proximal_logprobs", train)

@@ -31,9 +31,10 @@ class ScoringModel(ShardedModel, Protocol):
 
 
 class TextScorer:
-    """Scores one text per run, fixed at the first measurement. After some random tokens, the model itself continues the text at
-    temperature 1: the precision of a dtype is known for tokens like those of rollouts. A text of random tokens only would have
-    logprobs far from 0, where bfloat16 is coarse. A text of the likeliest tokens has logprobs close to 0 under any weights.
+    """Scores one text, which is written at the first measurement and kept. After some random tokens, the model itself continues
+    the text at temperature 1, so that its tokens resemble those of rollouts: for these the precision of a dtype is known. A text
+    of random tokens only would have logprobs far from 0, where bfloat16 is coarse. A text of the likeliest tokens would have
+    logprobs close to 0 under any weights.
     """
 
     def __init__(self, seed: int) -> None:
@@ -48,9 +49,9 @@ class TextScorer:
         return ScoredText(self._input_ids, logprobs_T[-_NUM_SAMPLED:].tolist())
 
     def _write_text(self, engine: ScoringModel) -> list[int]:
-        """Write the text, once per run, in less time than a train step. A layout gives logprobs of given tokens only: no rank has
-        all logits. So tokens come from importance sampling: draw candidates from a simple distribution, pick one by its weight
-        p(model) / p(candidate).
+        """Write the text, once per process, in less time than a train step. An engine gives logprobs of given tokens only, because
+        in some layouts no rank has all logits. So tokens come from importance sampling: draw candidates from a simple distribution,
+        pick one by its weight p(model) / p(simple distribution).
 
         Candidates are log-uniform: tokenizers number tokens by frequency, most frequent first (Zipf's law).
         """

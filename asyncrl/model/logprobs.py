@@ -1,10 +1,12 @@
 """Logprobs of given tokens from hidden states, in blocks: the [tokens, vocabulary] matrix never exists as a whole.
 
 With a vocabulary of 150k, logits are by far the largest tensor of training: 16k tokens in float32 are 10 GB, and several times
-that with gradients. Here logits exist for one block of tokens and vocabulary at a time. Forward keeps one number per token (the
-normaliser); backward recomputes each block's logits. A token whose logprob gets no gradient costs nothing in backward.
+that with gradients. Here logits exist for one block of tokens and vocabulary at a time. Besides its inputs, forward keeps one
+number per token for backward (the normaliser); backward recomputes each block's logits. A token whose logprob gets no gradient
+costs nothing in backward.
 
-Vocabulary-parallel: with a tensor_group each rank has some rows of the output layer; only a few numbers per token are reduced.
+Vocabulary-parallel: with a tensor_group each rank has some rows of the output layer. Forward reduces three sums and a maximum per
+token over the ranks, backward the gradient of the hidden states.
 
 Shapes: N tokens, H hidden size, V vocabulary (of this rank), C tokens and U words of a block.
 """
@@ -74,7 +76,7 @@ class _TokenLogprobs(torch.autograd.Function):
             dtype = torch.get_autocast_dtype(hidden_NH.device.type)
         targets_N = targets_N - vocab_start
         hidden = hidden_NH.to(dtype)
-        # Relative to the highest logit so far: sum of exp, and sum of exp * logit.
+        # Per token: the highest logit so far, and relative to it the sum of exp and the sum of exp * logit; the target's logit.
         high_N = hidden.new_full(targets_N.shape, -torch.inf, dtype=torch.float32)
         sum_N, weighted_N, target_N = hidden.new_zeros((3, len(targets_N)), dtype=torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
@@ -125,7 +127,7 @@ class _TokenLogprobs(torch.autograd.Function):
                     delta_CU.sub_(normaliser[tokens, None]).exp_()
                     inside_C, column_C = _inside(targets[tokens], words)
                     delta_CU.scatter_add_(1, column_C, -inside_C[:, None].float())
-                    # factor multiplies [tokens, hidden] tensors (scaled, grad_hidden) instead, which is less work.
+                    # delta_CU is not multiplied by factor: scaled and grad_hidden, of [tokens, hidden], are, which is less work.
                     if grad_bias is not None:
                         grad_bias[words] += (factor[tokens].T @ delta_CU)[0]
                     delta_CU = delta_CU.to(dtype)
@@ -145,7 +147,8 @@ class _TokenLogprobs(torch.autograd.Function):
 def _words(
     weight_VH: Tensor, bias_V: Tensor | None, dtype: torch.dtype, num_tokens: int
 ) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """Yield the output layer in pieces, in the dtype of the computation; a block with num_tokens has about _BLOCK_LOGITS logits."""
+    """Yield slices of the output layer's rows (words), in the dtype of the computation. Each has so many words that a block with
+    num_tokens has about _BLOCK_LOGITS logits, but at least _LEAST_WORDS."""
     num_words = max(_LEAST_WORDS, _BLOCK_LOGITS[weight_VH.device.type == "cuda"] // max(num_tokens, 1))
     for start in range(0, len(weight_VH), num_words):
         words = slice(start, min(start + num_words, len(weight_VH)))

@@ -5,7 +5,8 @@ transformer runs on exactly these tokens. Only attention (attention.py) needs to
 
 An earlier version used micro-batches of right-padded rows of similar length. They cost as much or more, there are more of them (the
 tail of lengths never fills a class of rows), and ranks get different numbers of them. CPU ms of forward and backward, one core
-of a busy machine (minimum of two runs), budget of 2048 / 16384 tokens, 2 layers; number of micro-batches in parentheses:
+of a busy machine (minimum of two runs), budget of 2048 / 16384 tokens, 2 layers; in parentheses the number of micro-batches;
+"to N": the longest sequence has N tokens:
 
                                                     packed                       right-padded rows
     hidden 64:  512 sequences of 17 tokens          246 (5) / 225 (1)            252 (5) / 226 (1)
@@ -45,8 +46,9 @@ def plan_micro_batches(lengths: Sequence[int], max_tokens: int, *, min_count: in
     """Plan micro-batches of at most max_tokens with balanced token counts, as few as first fit (longest first) needs.
 
     There are at least min_count; the last ones are empty if there are fewer sequences. Every sequence is in exactly one
-    micro-batch. A sequence longer than the budget gets one of its own. Ranks that must run the same number take the maximum of
-    their counts and plan again with it. The plan depends only on the arguments. No sequences and min_count 0 give an empty plan.
+    micro-batch. A sequence of more than max_tokens gets a micro-batch of its own. Ranks that must run the same number take the
+    maximum of their counts and plan again with it as min_count. The plan depends only on the arguments. No sequences and
+    min_count 0 give an empty plan.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1 (train.max_tokens_per_mb)")

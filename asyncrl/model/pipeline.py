@@ -92,7 +92,7 @@ class Stage(nn.Module):
         return torch.autocast(self.device.type, self._autocast)
 
     def _logprobs(self, hidden_TH: Tensor, packed: Packed) -> Outputs:
-        """Aligned: position t describes token t. 0 for the first token of each sequence."""
+        """Compute logprobs and entropy so that position t describes token t. Both are 0 for the first token of each sequence."""
         layer = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
         logprobs_N, entropy_N = token_logprobs(
             hidden_TH[packed.predictors],
@@ -108,7 +108,7 @@ class Stage(nn.Module):
         return zeros_T.index_put((packed.predicted,), logprobs_N), zeros_T.index_put((packed.predicted,), entropy_N)
 
     def _scores(self, hidden_NH: Tensor) -> Tensor:
-        """In float32: this layer is cheap, and learning from its output needs the precision."""
+        """Compute one number per position, in float32: this layer is cheap, and learning from its output needs the precision."""
         layer: nn.Linear = self.model.score  # type: ignore[assignment]
         scores_N = hidden_NH.float() @ layer.weight[0].float()
         return scores_N if layer.bias is None else scores_N + layer.bias.float()
@@ -118,7 +118,8 @@ class Stage(nn.Module):
 
 
 def layers_of_stage(num_layers: int, num_stages: int, stage: int) -> range:
-    """Stages have equal numbers of layers. If these do not divide, the first ones have one more: the last has the output layer."""
+    """Return the numbers of a stage's layers. Stages have equally many. If that does not divide, the first stages have one more,
+    because the last one also has the output layer."""
     each, more = divmod(num_layers, num_stages)
     start = stage * each + min(stage, more)
     return range(start, start + each + (stage < more))

@@ -1,7 +1,8 @@
 """A model's weights: loaded whole, or as the pieces that this rank of a mesh holds.
 
-A sharded model is created without weights and cut to its stage (pipeline.py). Then the tensor ranks split its layers according to
-transformers' plans, and the data ranks split the result (FSDP2). Only this rank's slice of each tensor is read, unit by unit.
+A sharded model is created without weights. The tensor ranks split its layers according to transformers' plans, and it is cut to its
+stage (pipeline.py). Then each rank reads its tensor rank's slice of each tensor, unit by unit, and the data ranks split the units
+(FSDP2).
 
 Tensor parallelism follows Megatron-LM (arXiv:1909.08053). Column-parallel layers take the same input on every rank and produce
 their part of the outputs. Row-parallel layers take those parts, and their outputs are summed. Layers compute on local tensors.
@@ -47,8 +48,9 @@ AUTO_CLASSES: dict[str, Any] = {
     "value": AutoModelForTokenClassification,
     "reward": AutoModelForSequenceClassification,
 }
-# Number of elements that FSDP gathers at once. A smaller model is one unit. On a CPU over gloo, 2 layers of hidden size 64 took 1.1
-# times the CPU time of replicas with one all-reduce, and 1.4 times with one unit per layer, resharded after forward.
+# Least number of elements that FSDP gathers at once. A smaller model is one unit. On a CPU over gloo, 2 layers of hidden size 64
+# took 1.1 times the CPU time of replicas with one all-reduce if they were one unit, and 1.4 times that time with one unit per
+# layer, resharded after forward.
 UNIT_ELEMENTS = 16_000_000
 _LOADING = threading.Lock()  # from_pretrained patches torch for the whole process while it builds the empty model
 
@@ -158,8 +160,9 @@ Read = Callable[[str, int, int, int], Tensor]  # (name, dimension, start, length
 
 
 def open_weights(path: str | Path, skeleton: Skeleton, config: PreTrainedConfig, dtype: torch.dtype) -> Read:
-    """Return a function that reads pieces of the checkpoint, directly from safetensors files with the model's own names. Other
-    checkpoints (experts that transformers fuses, torch's format, a bare backbone) are loaded whole and freed with the function.
+    """Return a function that reads pieces of the checkpoint, directly from safetensors files if these have the model's own names.
+    Any other checkpoint (experts that transformers fuses, torch's format, a bare backbone) is loaded whole and stays in memory as
+    long as the function.
     """
     needed = [name for name in skeleton.names.values() if not may_lack(name, skeleton.kind)]
     needed += [name for name, _ in _persistent_buffers(skeleton.model)]
@@ -389,7 +392,7 @@ def apply_tensor_parallel(skeleton: Skeleton, mesh: ModelMesh, path: str | Path)
 
 
 def _check_sizes(model: PreTrainedModel, plan: Mapping[str, str], tensor_size: int, what: str) -> None:
-    """Check that attention heads stay whole and every rank has the same number."""
+    """Check that the tensor ranks divide the attention heads, the key heads and the width of the MLPs evenly."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     sizes = {"attention heads": heads, "key heads": getattr(config, "num_key_value_heads", None) or heads}
@@ -498,7 +501,8 @@ class _VocabParallelEmbedding:
 
 
 def shard_units(model: PreTrainedModel) -> list[list[nn.Module]]:
-    """Layers in groups of at least UNIT_ELEMENTS, counted before the data ranks split them. Empty if there is only one group."""
+    """Layers in groups of at least UNIT_ELEMENTS elements, counted before the data ranks split them. The last group may have fewer.
+    Empty if there is only one group."""
     units: list[list[nn.Module]] = [[]]
     elements = 0
     for layer in getattr(model.base_model, "layers", ()):

@@ -105,8 +105,8 @@ def tensors_of(holdings: Mapping[int, Holding]) -> dict[str, Piece]:
 def plan_owners(holdings: Mapping[int, Holding], num_bytes: Mapping[str, int]) -> dict[str, int]:
     """Choose the worker that assembles each tensor: one of those that hold its parts, with byte counts balanced.
 
-    Largest tensor first, each to the candidate with the fewest bytes so far (longest processing time first). The largest total
-    is at most the even share plus one tensor.
+    Largest tensor first, each to the candidate with the fewest bytes so far (longest processing time first). Within a stage, the
+    largest total of a worker is at most an even share of the stage plus one tensor.
     """
     candidates: dict[str, list[int]] = {}
     for worker in sorted(holdings):

@@ -1,8 +1,10 @@
 """Data store of a model worker: groups by id, with the keys stored so far. Bounded in groups.
 
-The event loop of a head puts trajectories before it informs the master, so a call that names one always finds it. The compute
-thread adds copies of other workers' groups, with the keys that MFCs read here, and the keys that MFCs make. A lock protects both.
-Groups are removed on the master's request. Copies have a separate bound, so they never take room from trajectories.
+The event loop of a head (with mode=sync: the compute thread) puts trajectories before the master learns of them, so a call that
+names a trajectory always finds it. Copies of other workers' groups, with the keys that MFCs read here, are added by the compute
+thread, or by the event loop if they come from another worker group. The compute thread adds the keys that MFCs make. A lock
+protects the store. Groups are removed on the master's request. Copies have a separate bound, so they never take room from
+trajectories.
 """
 
 from __future__ import annotations

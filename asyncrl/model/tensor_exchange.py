@@ -3,8 +3,9 @@
     exchange     every worker sends the others a few bytes (its holdings)
     carry        sends raw parts in rounds, with at most max_bytes in transit at a worker
 
-Transfers are point-to-point over the world, in which a worker's rank is its number. Any subset of workers can take part without the
-others. With NCCL all ranks of the world must have run one collective together before a subset communicates.
+Transfers are point-to-point over torch.distributed's world, the process group of this worker group. In this file and in shards.py a
+worker is identified by its rank in this world. Any subset of workers can take part without the others. With NCCL all ranks of the
+world must have run one collective together before a subset communicates.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class ShardedModel(Protocol):
 
 
 def this_worker() -> int:
-    """Number of this worker; 0 without a world."""
+    """Rank of this worker in the world; 0 without a world."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 

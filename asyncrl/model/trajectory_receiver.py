@@ -186,7 +186,8 @@ class TrajectoryReceiver:
         return reason
 
     def _objection(self, meta: TrajectoryMeta, sample: SequenceSample) -> str:
-        """Why a trajectory is refused, or "": it is for another head or attempt, or its metadata contradict its tensors."""
+        """Return the reason to refuse a trajectory, or "". It is refused if it is for another head or attempt, or if `check` finds
+        an error."""
         if not self._attempts.is_current(meta.attempt):
             return f"wrong_attempt: it is of attempt {meta.attempt}, this is attempt {self._attempts.newest}"
         if meta.head != self._head:
@@ -195,7 +196,7 @@ class TrajectoryReceiver:
 
 
 def trajectory_error(meta: TrajectoryMeta, sample: SequenceSample, *, limits: ModelLimits) -> str:
-    """How a trajectory's metadata and tensors contradict each other, or what would break training; "" if it is valid."""
+    """Return the error of a trajectory: its metadata contradict its tensors, or its content would break training. "": no error."""
     missing = [key for key in TRAJECTORY_KEYS if key not in sample.keys]
     if missing:
         return f"missing_keys: {missing}"

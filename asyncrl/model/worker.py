@@ -7,8 +7,8 @@
     workers of other groups <-- data --> [held data, fetcher]      (if the run has detached groups: worker_groups.py)
     gserver manager -- /broadcast_weights --> [sender, on the first model's first rank]: snapshots to generation servers
 
-Sockets belong to the event loop. Everything that touches a tensor runs on one compute thread, one call after another in the
-master's order. That order is the same on all workers, so collectives match. Weights are written on other threads.
+Sockets belong to the event loop. Everything that reads or changes models runs on one compute thread, one call after another in the
+master's order. That order is the same on all workers, so collectives match. Snapshots of weights are written on other threads.
 """
 
 from __future__ import annotations
