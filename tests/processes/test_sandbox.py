@@ -461,6 +461,21 @@ def test_forks_of_a_process_with_a_pool_use_it(pool: SandboxPool) -> None:
     assert run(pool, "print(2)").stdout == "2\n"
 
 
+def test_a_kernel_that_does_not_report_refused_calls_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The filter with a listener is not a valid program here, as on a kernel without listeners."""
+    monkeypatch.setattr(
+        "asyncrl.rewards.sandbox.pool.build_filter", lambda *, told: bytes(8) if told else build_filter(told=False)
+    )
+    with caplog.at_level(logging.WARNING, logger="asyncrl.sandbox"):
+        pool = SandboxPool(limits=LIMITS)
+    assert "refused system calls are not reported on this machine" in caplog.text
+    result = run(pool, "import socket; socket.socket()")
+    pool.close()
+    assert (result.ok, result.refused) == (False, {})
+
+
 def test_without_bubblewrap_nothing_is_run_unless_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

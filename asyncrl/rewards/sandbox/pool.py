@@ -208,12 +208,12 @@ class SandboxPool:
         folders = [str(Path(folder).resolve()) for folder in read_only] + self._packages
         self._recipe = _Recipe.make(isolation == "required", self.limits, folders)
         self._renew()
-        self._try()
+        reports_refusals = self._try()
         if isolation == "limits":
             self._logger.warning(
                 "isolation=limits: untrusted programs run as this user and can read and write all files of this user"
             )
-        elif not self._recipe.told:
+        elif not reports_refusals:
             self._logger.warning("refused system calls are not reported on this machine (they are still refused)")
 
     @contextlib.contextmanager
@@ -246,12 +246,14 @@ class SandboxPool:
             while self._ready:
                 self._ready.popleft().close()
 
-    def _try(self) -> None:
+    def _try(self) -> bool:
+        """Run a trial program. Return whether sandboxes of this machine report refused system calls."""
         recipe, limits = self._recipe, self._recipe.limits
         # Use a generous time limit here: a busy machine can be slow and still isolate programs
         self._recipe = replace(recipe, limits=replace(limits, wall_s=max(limits.wall_s, START_LIMIT_S)))
         try:
-            result = self.run(Program({"main.py": "print(6 * 7)"}))
+            with self.open(Program({"main.py": "print(6 * 7)"})) as sandbox:
+                result, reports_refusals = sandbox.run(), sandbox.reports_refusals
         except IsolationMissing:
             raise
         except SandboxError as error:
@@ -265,6 +267,7 @@ class SandboxPool:
             raise IsolationMissing(
                 f"a sandbox started, but the trial program in it {result.report} {result.stderr[-500:]}. {_REMEDY}"
             )
+        return reports_refusals
 
     def _renew(self) -> None:
         self._pid = os.getpid()
@@ -303,7 +306,6 @@ class _Recipe:
     command: tuple[str, ...]  # everything before the interpreter
     alone: bool  # isolated
     limits: Limits
-    told: bool
     setup: bytes
 
     @classmethod
@@ -321,7 +323,7 @@ class _Recipe:
             "seccomp": SECCOMP_NUMBERS[platform.machine()],
         }
         command = _bwrap(limits, folders) if isolated else ()
-        return cls(tuple(command), isolated, limits, True, _framed(marshal.dumps(setup)))
+        return cls(tuple(command), isolated, limits, _framed(marshal.dumps(setup)))
 
 
 class Sandbox:
@@ -359,6 +361,11 @@ class Sandbox:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # wait_until_ready reports the cause
             self._control.settimeout(START_LIMIT_S)
             self._control.sendall(_framed(code) + self._recipe.setup)
+
+    @property
+    def reports_refusals(self) -> bool:
+        """Whether the kernel notifies the sandbox of refused system calls. Valid after `wait_until_ready`."""
+        return self._listener >= 0
 
     def wait_until_ready(self) -> None:
         """Raises SandboxError if the sandbox has not started."""
