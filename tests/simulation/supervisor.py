@@ -20,7 +20,7 @@ _KILLED = "was killed"
 
 
 class Supervisor:
-    """One launch after another."""
+    """Supervises a run through its successive launches."""
 
     def __init__(self, run: SimulatedRun, runtime: RuntimeConfig) -> None:
         self._run, self._runtime = run, runtime
