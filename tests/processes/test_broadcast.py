@@ -228,7 +228,7 @@ async def sender(
     client: Callable[[aiohttp.ClientSession], ServerClient] = ServerClient,
     told: Callable[[str], None] = lambda url: None,
 ) -> AsyncIterator[WeightSender]:
-    """told: called with the address."""
+    """told: called with the sender's address."""
     options = WeightsConfig(transport="broadcast", broadcast_timeout_s=limit_s)
     async with open_session(max_connections=0) as session:
         made = WeightSender(

@@ -70,7 +70,7 @@ def make(path: str, grid: str, ref_grid: str, *, change: float) -> dict[str, Tra
 
 
 def step(model: TrainEngine) -> None:
-    """A step with gradients that each part of a parameter computes alone."""
+    """Take an optimizer step. The gradients are elementwise functions of the parameters, so each shard computes its own."""
     for parameter in model.named_parameters().values():
         parameter.grad = parameter.detach().sin()
     assert model.optimizer is not None

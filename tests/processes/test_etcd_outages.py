@@ -223,7 +223,8 @@ def test_adds_are_done_once_through_an_outage(server: EtcdServer, open_etcd: Ope
 
 
 def wait_until_frozen(pid: int) -> None:
-    """Each thread stops when it is next scheduled. On a busy machine one of them may still answer."""
+    """Wait until all threads of a process stand still after SIGSTOP. Each stops when it is next scheduled, so on a busy machine one
+    of them may still answer for a moment."""
     tasks = Path(f"/proc/{pid}/task")
 
     def runs(task: Path) -> bool:
@@ -389,7 +390,8 @@ def test_an_entry_of_somebody_who_is_gone_is_looked_after(
 def test_deletes_of_an_outage_are_told_once_they_are_certain(
     server: EtcdServer, open_etcd: OpenSession, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not earlier: a watcher of a server's address must not drop it because etcd was down."""
+    """A watcher receives a deletion only when the key stays away after the outage: a process that watches a server's address must
+    not drop it because etcd was down."""
     monkeypatch.setattr(etcd_watch, "SETTLE_S", 10.0)  # long, for a busy machine
     stays, other = open_etcd(), open_etcd()
     leaves = open_name_resolver(patient(NameResolveConfig(endpoints=[server.endpoint])))
@@ -566,7 +568,7 @@ def test_a_private_etcd_that_ends_again_and_again_ends_the_run(tmp_path: Path) -
 
 
 def test_leases_of_the_dead_are_revoked_after_an_outage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them, not only the first one tried. Otherwise the session would keep the others alive forever."""
+    """All these leases are revoked, not only the first one tried. Otherwise the session would keep the others alive forever."""
     with EtcdServer(tmp_path / "data", tmp_path / "log", extra_args=["--unsafe-no-fsync"]) as server:
         config = ExperimentConfig(
             experiment="e", trial="t", name_resolve=NameResolveConfig(endpoints=[server.endpoint], timeout_s=3.0)

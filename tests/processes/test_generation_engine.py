@@ -271,7 +271,8 @@ LONG = SamplingParams(max_new_tokens=400, temperature=0.8, ignore_eos=True)
 
 
 async def test_a_response_across_an_update(store: Store) -> None:
-    """Interrupted, then continued with new weights: every token's logprob is its own version's, over the whole prefix."""
+    """Responses are interrupted, then continued with new weights. Every token's logprob is that of the version that sampled it,
+    given the whole prefix."""
     rng = random.Random(7)
     prompts = [make_prompt(rng, rng.randrange(1, 40)) for _ in range(24)]
     async with running(store, prefix_sharing=True) as engine:
@@ -316,7 +317,8 @@ async def test_the_prefix_cache_does_not_outlive_an_update(store: Store) -> None
 
 
 def versions_prove_themselves(store: Store, prompt: list[int], result: Generated) -> None:
-    """Every token's logprob is its own version's, over the whole prefix, and no other version's."""
+    """Assert that every token's logprob is that of its span's version, given the whole prefix, and that the logprobs of each span
+    differ from the other version's."""
     assert [span.version for span in result.spans] == [str(V0), str(V1)]
     assert [span.start for span in result.spans] == [0, result.spans[0].end]
     for span, version in zip(result.spans, (V0, V1), strict=True):

@@ -140,7 +140,7 @@ def test_a_run_is_seen_from_outside_and_stopped(start, config, tmp_path, capsys)
     capsys.readouterr()
     assert (
         cli.main(["logs", str(run.run_dir), "--json"]) == 0
-    )  # all have started: no process can come too late for its place
+    )  # all processes have started: no late log file can break the order of time
     *whole, _ = map(json.loads, capsys.readouterr().out.splitlines())
     assert [line["time"] for line in whole] == sorted(line["time"] for line in whole)
     assert len(whole) >= len(lines)
