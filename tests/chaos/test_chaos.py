@@ -1,6 +1,7 @@
 """Cells of the matrix {process} x {signal} x {phase}: the run survives each, and its records are consistent at the end.
 
-Two runs, each struck repeatedly. The whole matrix: python benchmarks/chaos_matrix.py, and its table in docs/chaos-matrix.md.
+Three runs, each struck several times, and one of the chaos command. `python benchmarks/chaos_matrix.py` runs the whole matrix;
+docs/chaos-matrix.md has its table.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def test_killed_in_the_middle_of_what_they_do(config: Path, tmp_path: Path, caps
 
 
 def test_frozen_on_a_bad_network_and_without_a_launcher(config: Path, tmp_path: Path) -> None:
-    """Processes frozen too long are killed; others learn of all changes when they wake up. Messages are lost, doubled, damaged."""
+    """The launcher kills a process that is frozen too long. A process that wakes up earlier learns of all changes. Messages are
+    lost, doubled, damaged and delayed."""
     cells = [
         Cell("generation_server", "stop", "generation", stop_s=60.0),  # the launcher kills it before 60 s have passed
         Cell("rollout_worker", "stop", "push", stop_s=5.0),
