@@ -167,7 +167,8 @@ async def test_without_begin_it_answers_400_and_nothing_is_sent(
 async def test_a_sender_that_goes_away_leaves_a_server_that_loads_from_disk(
     sglang_url: str, store: WeightStore, sglang_config: GenerationConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang alone would wait for half an hour. The sender's end unblocks it. It serves nothing until it has loaded from disk."""
+    """SGLang alone would wait for half an hour. The end of the sender unblocks it. The server then serves nothing until it has
+    loaded weights from disk."""
     broadcast, sent = GroupMember.broadcast, []
 
     async def stop_sending(self: GroupMember, *arguments: Any) -> None:

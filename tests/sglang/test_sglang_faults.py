@@ -69,7 +69,7 @@ def sglang_servers(run: RunHandle) -> list[psutil.Process]:
 
 
 def sglang_with_its_owner(run: RunHandle) -> bool:
-    """Whether some SGLang server has a live generation server. An orphan has another parent."""
+    """Whether some SGLang server is a child of the live generation server 0. An orphan has another parent."""
     owners = [
         process.pid
         for process in processes_of(run.run_dir)
