@@ -506,7 +506,7 @@ async def push_all(side: TrainingSide, heads: dict[str, int]) -> None:
 
 
 def wait_until_stores_are_empty(side: TrainingSide) -> None:
-    """Read from the workers' statuses, which are published twice a second."""
+    """Wait until no worker's status shows a group in its store. Statuses are published twice a second."""
     keys = [side.names.status(f"model_worker/{index}") for index in range(side.num_workers)]
     deadline = time.monotonic() + LIMIT_S
     while held := [msgspec.json.decode(side.resolver.get(key), type=WorkerStatus).queues.get("store") for key in keys]:

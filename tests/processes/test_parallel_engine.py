@@ -181,7 +181,7 @@ def one_torch_thread():
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
-    """Tiny models of 3 layers, which 2 stages do not divide."""
+    """Tiny models of 3 layers, which 2 stages cannot share evenly."""
     kinds = {"tied": ("qwen2", True), "untied": ("qwen2", False), "qwen3": ("qwen3", True), "llama": ("llama", False)}
     made = {}
     for name, (architecture, tied) in kinds.items():
@@ -273,7 +273,7 @@ def test_heads_with_norms_of_their_own(ranks, paths):
 
 
 def test_a_vocabulary_that_does_not_divide(ranks, tmp_path_factory):
-    """65 words over 2 tensor ranks, and each part over 2 data ranks."""
+    """65 tokens over 2 tensor ranks, and in d2m2 each part over 2 data ranks."""
     for tied in (True, False):
         path = str(tmp_path_factory.mktemp("odd"))
         tokenizer = make_char_tokenizer(None, ALPHABET + "#")

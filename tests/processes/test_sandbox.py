@@ -378,7 +378,7 @@ def test_who_goes_on_trying_is_ended(pool: SandboxPool) -> None:
 def test_time_is_limited(pool: SandboxPool) -> None:
     busy = run(pool, "while True: pass")
     assert busy.outcome == "cpu_time"
-    each = 0.4  # below the limit, also the kernel's for each process; eight times this is over the limit for all
+    each = 0.4  # CPU seconds of each of eight processes: below the limit of one process, in total above the program's
     burn = f"while time.process_time() < {each}: pass"
     spread = run(pool, f"import os, time\nfor _ in range(3): os.fork()\n{burn}\ntime.sleep(1000)")
     assert spread.outcome == "cpu_time"  # their total
