@@ -50,7 +50,7 @@ def as_stranger(question: Callable[[], Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunHandle]:
-    """Below a folder that all users may enter, as they may /home and /tmp."""
+    """A run whose folder lies below folders that all users may enter, like /home and /tmp."""
     assert os.geteuid() == 0, "the test becomes another user, which needs root: sudo bash launcher/run_tests.sh --all"
     folder = tmp_path_factory.mktemp("run")
     for part in (folder, *folder.parents[:-1]):
