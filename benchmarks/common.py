@@ -81,7 +81,7 @@ def parser(description: str, *, rounds: int = 5, quick: Mapping[str, Any] | None
 
 
 def say(args: argparse.Namespace, text: str) -> None:
-    """Progress, for people."""
+    """Print progress for people to stderr, unless --json-only is given."""
     if not args.json_only:
         print(text, file=sys.stderr, flush=True)
 

@@ -250,7 +250,7 @@ class Bench:
     ) -> tuple[dict[str, Any], list[tuple[float, float]]]:
         """Run the open loop while versions are published one after another.
 
-        Returns the load, and for each version the times of its publication and of all servers serving it.
+        Returns the load, and for each version the time of its publication and the time from which all servers serve it.
         """
         spans: list[tuple[float, float]] = []
         done = threading.Event()
