@@ -227,7 +227,7 @@ def _digits(value: float) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """Where a figure comes from."""
+    """The machine, the versions of its software, the date and the commit, which a result records."""
     cpu = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -95,7 +95,7 @@ def test_frozen_on_a_bad_network_and_without_a_launcher(config: Path, tmp_path: 
 
 
 def test_the_nursery_of_a_reward_killed_frozen_and_stopped(config: Path, tmp_path: Path) -> None:
-    """No prompt is lost: each is trained."""
+    """The faults hit the nursery, which starts the judges of rewards. No prompt is rejected: each is trained."""
     cells = [
         Cell("nursery", "kill", "generation"),
         Cell("nursery", "kill", "push"),

@@ -49,7 +49,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def train(tmp_path: Path) -> TrainConfig:
-    """No normalization, so that a bad reward affects only its own response."""
+    """A config without advantage normalization, so that a bad reward affects only its own response."""
     (tmp_path / "poison.py").write_text(POISON)
     poison = MFCConfig(
         interface=f"{tmp_path}/poison.py:poison", input_keys=["packed_input_ids"], output_keys=["dense_rewards"]

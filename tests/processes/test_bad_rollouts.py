@@ -248,7 +248,7 @@ def reward(prompt, completion, answer):
 
 
 class OddError(BaseException):
-    """Not an Exception: a worker that catches only Exception would die of it."""
+    """A BaseException that is not an Exception: it would end a worker that catches only Exception."""
 
 
 class OddAgent(SingleStepAgent):

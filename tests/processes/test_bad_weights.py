@@ -230,7 +230,7 @@ async def test_a_loop_that_is_woken_in_the_turn_that_cancels_it_ends(tmp_path: P
 
 
 async def test_a_version_that_a_server_refuses_is_verified_again(tmp_path: Path, sound: Path) -> None:
-    """It may have been damaged after the manager verified it."""
+    """A version may be damaged on disk after the manager has verified it."""
     session = open_session(max_connections=0)
     published = Published(tmp_path, sound, verify_limit_s=0.3, replace_limit_s=1000.0, session=session)
     path = published.write(V1)

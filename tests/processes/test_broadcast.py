@@ -260,7 +260,8 @@ async def send(
 
 
 async def test_a_version_sent_is_the_version_on_disk(model_path: Path) -> None:
-    """Bit for bit, then again through the same group, then over HTTP as the manager requests it."""
+    """After a broadcast, a server computes exactly as with the same version from disk. A second broadcast, requested over HTTP as by
+    the manager, goes through the same group."""
     requests, urls = Watch(), list[str]()
     async with served(model_path) as client, sender(client=requests.client, told=urls.append) as trainer:
         before = await client.logprobs()

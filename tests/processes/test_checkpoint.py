@@ -157,7 +157,7 @@ def test_each_part_is_written_once_and_by_all(saved, model_path):
 
 
 def test_one_process_without_a_world(model_path, tmp_path):
-    """Also before the first step, when there are no moments yet."""
+    """A checkpoint of one process can be saved and loaded, also before the first step, when AdamW has no moments yet."""
     for steps in (0, 2):
         model = shard(model_path, None, change=0.1)
         for _ in range(steps):

@@ -451,7 +451,8 @@ async def test_in_place_keeps_the_kv_cache(store: Store) -> None:
 
 
 async def test_an_update_without_a_pause(store: Store) -> None:
-    """It waits for running requests, or ends them on request. In both cases no reply mixes versions."""
+    """An update without a pause waits for running requests or, with abort_running, ends them. In both cases no reply mixes
+    versions."""
     rng = random.Random(9)
     prompt = make_prompt(rng, 10)
     async with running(store, max_running_requests=2) as engine:

@@ -219,7 +219,7 @@ def test_ctrl_c_in_the_terminal_ends_grandchildren_too(start, with_grandchildren
 
 
 def test_a_killed_launcher_leaves_nothing(start, with_grandchildren):
-    """This holds even if the reaper was killed first."""
+    """Nothing of the run remains after the launcher is killed, even if its reaper was killed first."""
     run = start(*ENDLESS, with_grandchildren)
     run.wait_until(lambda: grandchildren(run), "the reward function had started its processes", LIMIT_S)
     (reaper,) = reapers(run)
@@ -289,7 +289,7 @@ def test_etcd_comes_back_and_a_killed_worker_is_the_first_cause(start):
 
 @pytest.mark.parametrize("name", ["model_worker/0", "gserver_manager/0"])
 def test_a_worker_that_is_killed_in_its_start_is_started_again(start, tmp_path, name):
-    """It is killed as it reads its config, in its first incarnation only."""
+    """The worker is killed as it reads its config, in its first incarnation only."""
     killed, log_name = tmp_path / "killed", name.replace("/", "_")
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\n"

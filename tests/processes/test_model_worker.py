@@ -466,7 +466,8 @@ def test_the_interface_of_loopback():
 
 
 def in_one_process(model_path, train: TrainConfig, batches: list[list[str]]) -> dict[str, dict[str, torch.Tensor]]:
-    """The same batches and dataflow on whole models, without ranks, streams or stores. Return the weights by trained role."""
+    """Train on the same batches with the same dataflow on whole models, without ranks, streams or stores. Return the weights by
+    trained role."""
     graph = build_dataflow(train)
     engines = {model.name: TrainEngine(model, train) for model in on_one_worker(model_path, train)}
     interfaces = {name: make_interface(mfc, train, seed=1) for name, mfc in graph.mfcs.items()}

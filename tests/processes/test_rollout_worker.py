@@ -318,7 +318,8 @@ async def test_groups_that_teach_nothing_are_rejected_where_the_config_says_so(s
 
 
 async def test_a_new_manager_is_told_at_once_what_is_held(stage: Stage) -> None:
-    """This holds although the next heartbeat is not due for long, and the frozen old manager has closed no connection."""
+    """A new manager learns at once which tickets the worker holds, although the next heartbeat is not due for long, and although
+    the frozen old manager has closed no connection."""
     stage.server.hold.clear()
     stage.manager.heartbeat_s = 1000.0
     await stage.start()

@@ -229,7 +229,7 @@ def test_same_update(
 
 
 def test_the_update_changes_all_weights(expected: dict[str, Update], paths: dict[str, Path]) -> None:
-    """Otherwise the comparison would show little."""
+    """If some weights did not change, the comparison of the layouts would show little."""
     for role, weights in expected["seven"].weights.items():
         before = load_file(paths[role] / "model.safetensors")
         for name, tensor in weights.items():

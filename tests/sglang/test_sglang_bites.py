@@ -149,7 +149,8 @@ async def test_4_a_request_that_comes_while_sglang_is_paused_cannot_be_aborted(
 async def test_5_an_update_without_a_pause_waits_for_running_requests(
     sglang_url: str, store: WeightStore, sglang_config: GenerationConfig
 ) -> None:
-    """Such an update takes as long as the longest running response. asyncrl therefore always sets a pause mode or a time limit."""
+    """An update without a pause takes as long as the longest running response. asyncrl therefore pauses the server, or limits the
+    time of the update."""
     async with raw(sglang_url) as client, attached(sglang_url, store, sglang_config) as engine:
         future = engine.submit(EngineRequest("r", [1, 2], LONG))
         await counter_of(engine).reaches(20)
@@ -265,7 +266,7 @@ async def test_9_weights_come_from_disk_or_over_the_network_only(
 
 
 def test_scoring_while_paused_in_place_is_refused_by_the_config(store: WeightStore) -> None:
-    """Such a request would make SGLang wait for itself: see test 4."""
+    """A scoring request would wait for the end of SGLang's pause (see test 4), and the pause would end only after the scores."""
     from asyncrl.config.schema import WeightsConfig
 
     config = ExperimentConfig(

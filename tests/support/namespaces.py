@@ -26,7 +26,7 @@ _LIMIT_S = 20.0
 
 
 class NamespacesUnavailable(RuntimeError):
-    """This user may not create namespaces, or a tool is missing. The message says which."""
+    """Raised if this user may not create namespaces, or if a tool is missing. The message says which."""
 
 
 class NetworkHost:
