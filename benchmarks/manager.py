@@ -50,7 +50,7 @@ NUM_SERVERS = 4
 SERVER_LOADS_S = 0.2
 UPDATE_PAUSE_S = 0.1
 _START_LIMIT_S = 60.0
-_SERVED_POLL_S = 0.02  # rarely: polling takes the interpreter's lock from the measured work
+_SERVED_POLL_S = 0.02  # long, because each poll takes the interpreter's lock from the measured work
 
 
 # ------------------------------------------------------------------------------------------------------ parts: the server

@@ -61,7 +61,7 @@ def test_killed_in_the_middle_of_what_they_do(config: Path, tmp_path: Path, caps
     assert [attempt.number for attempt in attempts] == [1, 2, 3]  # the training side died twice
     _, second, third = (attempt.parent for attempt in attempts)
     assert second is not None
-    assert third is not None  # its checkpoint is the second attempt's, unless that attempt died before it wrote one
+    assert third is not None  # it resumes from the second attempt's checkpoint, or from the first's if there is none
     assert [stretch.attempt for stretch in audit(run.run_dir).lineage] == sorted({1, third[0], 3})
     assert cli.main(["audit", str(run.run_dir)]) == 0
     assert "ok: each of these prompts was trained or rejected once; no problem found" in capsys.readouterr().out

@@ -202,7 +202,7 @@ def test_told_to_stop_now_it_writes_none(runs: Runs) -> None:
     options = [*EXACT, "trial=now", "checkpoint.every_steps=0", "checkpoint.every_s=3600"]
     with runs.gate.shut(STEPS - 1), launch(runs.config, *options) as run:
         run.wait_for_step(1, LIMIT_S)
-        run.worker("master/0").suspend()  # otherwise it might end before the second signal
+        run.worker("master/0").suspend()  # otherwise the master might end before the second signal
         assert cli.main(["stop", str(run.run_dir), "--now"]) == 0
         assert run.wait(LIMIT_S) == 128 + signal.SIGTERM, run.output()
         assert not list_checkpoints(run.run_dir)

@@ -226,7 +226,7 @@ async def test_what_would_end_or_stop_a_worker_ends_a_judge(stage: Stage) -> Non
     assert order[-1] == "ticket-3"  # the busy loop
     (detail,) = [
         result.detail for result in found[:2] if result.detail
-    ]  # of the first rejection with this reason, in any order
+    ]  # only the first rejection with a reason has a detail; either of the two may be first
     ends = ("it ended with exit code 3", "it was killed by SIGABRT")
     assert detail.endswith(tuple(f"judge.py:reward has ended its process: {end}" for end in ends))
 

@@ -218,7 +218,7 @@ async def test_a_damaged_version_is_reported_and_its_replacement_served(
 async def test_a_loop_that_is_woken_in_the_turn_that_cancels_it_ends(tmp_path: Path, sound: Path, loop: str) -> None:
     """asyncio.wait_for of Python 3.11 loses the cancellation."""
     fleet = Published(tmp_path, sound, verify_limit_s=1000.0).fleet
-    fleet.publish(str(V1))  # it does not exist: verification is next tried after the next publication
+    fleet.publish(str(V1))  # V1 does not exist on disk: verification is next tried after the next publication
     task = asyncio.create_task(getattr(fleet, loop)())
     await asyncio.sleep(0.1)
     fleet.publish(str(V2))

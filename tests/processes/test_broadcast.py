@@ -54,7 +54,7 @@ V0, V1, V2 = WeightVersion(1, 0), WeightVersion(1, 1), WeightVersion(1, 2)
 GENERATION = GenerationConfig(max_running_requests=8, max_batch_tokens=128, num_blocks=32, page_size=16)
 LIMIT_S = 30.0
 START_LIMIT_S = 90.0  # for a process that imports torch, on a busy machine
-SEND_LIMIT_S = 10.0  # for a broadcast that cannot succeed but must reach its middle; one test waits for it
+SEND_LIMIT_S = 10.0  # for a broadcast that cannot succeed but must reach its middle; one test waits for this limit
 PROMPT = [3, 1, 4, 1, 5]
 _spaces = itertools.count()
 
@@ -260,8 +260,8 @@ async def send(
 
 
 async def test_a_version_sent_is_the_version_on_disk(model_path: Path) -> None:
-    """After a broadcast, a server computes exactly as with the same version from disk. A second broadcast, requested over HTTP as by
-    the manager, goes through the same group."""
+    """After a broadcast, a server computes exactly as with the same version from disk. A second broadcast, requested over HTTP as
+    by the manager, goes through the same group."""
     requests, urls = Watch(), list[str]()
     async with served(model_path) as client, sender(client=requests.client, told=urls.append) as trainer:
         before = await client.logprobs()

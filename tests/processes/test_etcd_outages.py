@@ -311,7 +311,8 @@ def test_a_lease_that_expires_under_a_frozen_server(
 def test_somebody_elses_lease_that_is_back_before_anybody_looked(
     server: EtcdServer, open_etcd: OpenSession, root: str
 ) -> None:
-    holder, user = open_etcd(), open_etcd(LeaseIntervals(check_s=1000.0))  # it does not check: it must be notified
+    # The session makes no check during the test: etcd must notify it of the lost lease
+    holder, user = open_etcd(), open_etcd(LeaseIntervals(check_s=1000.0))
     lease = holder.grant_lease(30)
     user.add(f"{root}/a", "1", lease=lease.id)
     deleted = Recorder()

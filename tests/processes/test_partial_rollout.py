@@ -148,7 +148,8 @@ async def test_an_interruption_resumes_on_the_same_server_with_versions_exact(
     assert response.logprobs == [logprob_of(token) for token in response.output_ids]
     assert response.versions == [(V1, 21), (V2, 11)]
     assert [len(request.input_ids) for request in server.requests] == [3, 19, 24]
-    assert [request.priority for request in server.requests] == [0, 1, 1]  # it keeps its place before waiting requests
+    # A continued response goes before new requests
+    assert [request.priority for request in server.requests] == [0, 1, 1]
     assert client.counts.interrupted == 1
     assert chooser.lost == []
 

@@ -96,7 +96,7 @@ def test_a_disk_that_fills_up_under_etcd(mount: Callable[[str], Path]) -> None:
             assert worker.wait(name, LIMIT_S) == "http://here"
 
             (disk / "filling").unlink()
-            tear_its_data()  # with whole data it could start without further space
+            tear_its_data()  # with undamaged data etcd could start without free space
             told = r"etcd ended and could not be started again: .*The disk is full"
             with filled(disk):
                 os.kill(server.pid, signal.SIGKILL)

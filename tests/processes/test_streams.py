@@ -271,7 +271,7 @@ async def test_a_frozen_head_leaves_the_pusher_within_its_credit(resolver, opene
     assert turned == 20
     assert 0 < most_bytes <= RUNTIME.push_credit_items * size
     assert frozen_at < 120
-    assert push.num_resent == 0  # it had received all of them, and its answers to resend queries said so
+    assert push.num_resent == 0  # the head had received all messages, and its answers to resend queries said so
     assert verdicts == ["stored"] * 200
     assert sorted(map(int, head.stored())) == list(range(200))
 
