@@ -209,7 +209,8 @@ def test_told_to_stop_now_it_writes_none(runs: Runs) -> None:
 
 
 def test_few_checkpoints_are_kept(runs: Runs) -> None:
-    """The last two are kept. One is due every three steps; it is taken a step later if the previous one is still being written."""
+    """The last two checkpoints are kept. One is due every three steps. It is taken a step later if the previous one is still being
+    written."""
     for run_dir in (runs.whole, runs.killed, runs.elsewhere):
         done = written(run_dir)
         assert done[0] == EVERY

@@ -107,7 +107,7 @@ def test_another_user_reads_no_file(run: RunHandle) -> None:
 
 
 def test_the_token_of_another_run_is_refused_on_every_route(run: RunHandle) -> None:
-    """The servers of the manager and of a generation server refuse it."""
+    """The HTTP servers of the manager and of a generation server refuse a token that is not the run's."""
     with unix_sockets.used(os.readlink(run.run_dir / unix_sockets.LINK)):
         for owner, url in (
             ("gserver_manager", entry(run, lambda names: names.gserver_manager())),

@@ -199,7 +199,8 @@ async def test_what_the_head_refuses_comes_back_with_its_reason(
 
 
 async def test_what_would_end_or_stop_a_worker_ends_a_judge(stage: Stage) -> None:
-    """The default: rewards run in separate processes. A reward that holds the GIL does not delay a valid rollout beside it."""
+    """By default rewards run in judge processes of their own. A reward that holds the GIL does not delay a valid rollout beside
+    it."""
     judge = stage.tmp_path / "judge.py"
     judge.write_text(DANGEROUS)
     dangerous = TaskConfig(reward=f"{judge}:reward")
@@ -419,7 +420,8 @@ def too_long(reply: GenerateReply) -> bytes:
 async def test_what_a_server_answers_and_no_model_can_have_said(
     stage: Stage, answer: Any, reason: str, detail: str
 ) -> None:
-    """Bad numbers that depend on the prompt reject it. A malformed answer loses the server, and the prompt is retried elsewhere."""
+    """Bad numbers reject the prompt, because they may depend on it. After a malformed answer the server counts as lost, and the
+    prompt is tried again elsewhere."""
     stage.rollout = replace(stage.rollout, group_size=1)
     await stage.start()
     stage.manager.replacement = ScheduleReply(server=stage.server.name, server_url=stage.server.url)

@@ -143,8 +143,8 @@ def test_random_numbers_go_on_where_they_were(ranks, model_path, tmp_path):
 
 
 def test_each_part_is_written_once_and_by_all(saved, model_path):
-    """The parameters, two moments in float32, and the reference. Nothing is written twice, although all ranks hold the norms and
-    two stages hold tied tensors."""
+    """The files contain the parameters, two moments in float32, and the reference. Nothing is written twice, although all ranks
+    hold the norms and two stages hold tied tensors."""
     manifest = checkpoint.verify(saved)
     sizes = [entry.bytes for name, entry in manifest.files.items() if name.endswith(".safetensors")]
     one = sum(tensor.nbytes for tensor in shard(model_path, None).named_parameters().values())

@@ -108,7 +108,7 @@ def test_what_is_no_process_config_is_refused(tiny, tmp_path):
 
 
 def test_a_process_that_runs_already_is_not_started_again(tiny, tmp_path):
-    """Name resolve of a run in which the process already exists. The test publishes the process's entry."""
+    """Name resolve says that the process already runs: the test publishes the process's status there."""
     with EtcdServer(tmp_path / "etcd", tmp_path / "etcd.log", NameResolveConfig().binary) as etcd:
         path = resolved(tiny, tmp_path, "rollout_worker/0", endpoints=[etcd.endpoint])
         worker = load_process_config(path).worker

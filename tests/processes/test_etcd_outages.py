@@ -512,7 +512,7 @@ def wait_until_long(condition: Callable[[], bool], what: str) -> None:
 
 
 def test_a_private_etcd_that_freezes_for_good_is_replaced(tmp_path: Path) -> None:
-    """A new server on the same data replaces it. Watchers see the run's keys as present all the time."""
+    """A new server on the same data replaces the frozen one. Watchers see the run's keys as present all the time."""
     names = Names("e", "t")
     with private_service(tmp_path) as (service, notices):
         lease = service.grant_lease()

@@ -165,7 +165,8 @@ def close_to(found: list[float], expected: list[float]) -> None:
 
 @pytest.mark.parametrize("attention", ["padded", "sdpa", "eager"])
 async def test_logprobs_equal_a_plain_forward(store: Store, attention: str) -> None:
-    """Very different lengths, temperatures and filters in the same passes. Some prompts are longer than a pass."""
+    """Requests with very different lengths, temperatures and filters run in the same passes. Some prompts are longer than a
+    pass."""
     rng = random.Random(1)
     async with running(store, attention=attention, max_batch_tokens=96, max_running_requests=32) as engine:
         asked = []

@@ -235,7 +235,8 @@ async def test_a_bad_update_gets_400_and_the_old_version_serves(model_path: Path
 
 
 async def test_no_version_of_a_lower_attempt_and_none_that_is_older_is_loaded(model_path: Path, tmp_path: Path) -> None:
-    """Any sender may ask: for example a manager or trainer that was frozen and sends after its successor."""
+    """Such a request may come from any sender, for example from a manager or trainer that was frozen and sends after its
+    successor."""
     async with served(model_path, tmp_path, V1) as client:
         status, reply = await client.update(V0)
         assert (status, reply.success) == (400, False)

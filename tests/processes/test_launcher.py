@@ -259,7 +259,7 @@ def with_daemons(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_the_end_of_a_launcher_ends_daemons_of_rewards(start, with_daemons, number):
-    """The daemons have their own sessions and empty environments."""
+    """Processes that rewards leave behind end with the launcher, although they have their own sessions and empty environments."""
     override, pids = with_daemons
     run = start(*ENDLESS, override)
     run.wait_until(pids.exists, "the reward function had left a process", LIMIT_S)
@@ -445,7 +445,7 @@ def test_status_when_etcd_is_down(tmp_path, capsys):
 
 
 def test_a_process_runs_alone_from_its_config(config, tmp_path, etcd):
-    """Without a launcher it refreshes its own lease and publishes its own status. At its end it deletes its keys."""
+    """A process without a launcher refreshes its own lease and publishes its own status. At its end it deletes its keys."""
     overrides = [f"fileroot={tmp_path}", f"name_resolve.endpoints=[{etcd.endpoint}]", "network.authenticate=off"]
     experiment = load_experiment(config, overrides)
     spec = next(spec for spec in plan(experiment, attempt=1, num_prompts=100) if spec.kind == "gserver_manager")

@@ -324,7 +324,8 @@ def ids(reply: AllocateReply) -> list[str]:
 
 
 async def test_an_answer_waits_for_admission(setup: Setup) -> None:
-    """The bound is reached. A train step consumes samples, but capacity grows only once its weights are served."""
+    """Requests for tickets wait, because the staleness bound is reached. A train step consumes samples, but the manager grants new
+    tickets only once the step's weights are served."""
     tickets = ids(await setup.allocate(100))
     assert len(tickets) == (1 + ETA) * B
     await setup.finish(*tickets)
@@ -375,7 +376,8 @@ async def test_clients_that_vanish_while_waiting_get_nothing(setup: Setup) -> No
 
 
 async def test_tickets_of_answers_that_nobody_read_come_back(setup: Setup) -> None:
-    """The grant was made, but the client had disconnected. No heartbeat lists its tickets, so they are handed out again."""
+    """The manager granted tickets, but the client had disconnected. No heartbeat lists these tickets, so they are handed out
+    again."""
     lost = ids(await setup.allocate(3))  # the test acts as if it had never read them
     (kept,) = ids(await setup.allocate(1))
     for _ in range(3):
@@ -473,7 +475,7 @@ async def test_unknown_paths_and_wrong_methods_are_told(setup: Setup) -> None:
 
 
 async def test_answers_are_plain_http_whatever_the_client_does(setup: Setup) -> None:
-    """A body in several pieces, a reused connection, and a connection that closes after its answer."""
+    """The client sends a body in several pieces, reuses a connection, and asks the server to close it after the answer."""
     body = b'{"worker": "rollout_worker/0", "incarnation": "a", "held": []}'
     reader, writer = await asyncio.open_connection(*setup.url.removeprefix("http://").split(":"))
     answers = []

@@ -492,7 +492,7 @@ def test_a_busy_pool_says_so(pool: SandboxPool, monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_the_examples_reward_runs_what_the_model_wrote_in_its_judges(tmp_path: Path) -> None:
-    """A group with a right answer, a wrong one, and some that would harm a machine."""
+    """Judge a group with right answers, wrong ones, and some that would harm a machine without a sandbox."""
     path = Path(__file__).parents[2] / "examples" / "code" / "reward.py"
     logger = logging.getLogger("test")
     board = StatusBoard(worker_info("rollout_worker", tmp_path), logger)
