@@ -60,7 +60,7 @@ class Row:
 
 
 def measure(config: Path, kind: Kind, phase: Phase, targets: Sequence[str], overrides: Sequence[str]) -> Row:
-    """Run all cells of one signal and phase in one run."""
+    """Run the cells of one signal and phase in one run, until one of them has a problem."""
     row = Row(kind, phase)
     with tempfile.TemporaryDirectory(prefix="asyncrl-chaos-", ignore_cleanup_errors=True) as folder:
         with ChaosRun(config, f"fileroot={folder}", *overrides) as run:

@@ -81,7 +81,7 @@ def parser(description: str, *, rounds: int = 5, quick: Mapping[str, Any] | None
 
 
 def say(args: argparse.Namespace, text: str) -> None:
-    """Progress, for people."""
+    """Print progress for people to stderr, unless --json-only is given."""
     if not args.json_only:
         print(text, file=sys.stderr, flush=True)
 
@@ -227,7 +227,7 @@ def _digits(value: float) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """Where a figure comes from."""
+    """The machine, the versions of its software, the date and the commit, which a result records."""
     cpu = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -50,7 +50,7 @@ NUM_SERVERS = 4
 SERVER_LOADS_S = 0.2
 UPDATE_PAUSE_S = 0.1
 _START_LIMIT_S = 60.0
-_SERVED_POLL_S = 0.02  # rarely: polling takes the interpreter's lock from the measured work
+_SERVED_POLL_S = 0.02  # long, because each poll takes the interpreter's lock from the measured work
 
 
 # ------------------------------------------------------------------------------------------------------ parts: the server
@@ -250,7 +250,7 @@ class Bench:
     ) -> tuple[dict[str, Any], list[tuple[float, float]]]:
         """Run the open loop while versions are published one after another.
 
-        Returns the load, and for each version the times of its publication and of all servers serving it.
+        Returns the load, and for each version the time of its publication and the time from which all servers serve it.
         """
         spans: list[tuple[float, float]] = []
         done = threading.Event()

@@ -99,7 +99,8 @@ class Overlap:
     def pace(self, scenario: str, seed: int) -> Pace:
         """Return the pace of a run.
 
-        All slots together generate a batch in SCENARIOS[scenario] times the duration of a train step.
+        The rate of one slot is chosen so that all slots together generate a batch in SCENARIOS[scenario] times the duration of a
+        train step.
         """
         args = self.args
         lengths = response_lengths(seed, self._prompts, args.group)
@@ -215,7 +216,8 @@ def main() -> None:
 
 
 def sides(args: argparse.Namespace, bench: Overlap) -> dict[str, Callable[[], dict[str, float]]]:
-    """(scenario, eta) pairs: every eta in the balanced scenario, the quoted eta in the others."""
+    """Return the sides by name, as functions that run once: each of --etas in the balanced scenario, and in the other scenarios
+    only the quoted eta, if it is among them."""
     found: dict[str, Callable[[], dict[str, float]]] = {}
     for scenario in args.scenarios:
         for eta in args.etas:

@@ -309,7 +309,8 @@ def _prepare(core: int) -> None:
 
 
 def measure_manager(args: argparse.Namespace, folder: Path, num_clients: int) -> dict[str, float]:
-    """Measure one number of clients. The cost of the servers alone, measured before without clients, is subtracted."""
+    """Measure one number of clients. The manager's CPU time for its servers alone, measured first, without clients, is subtracted
+    from that per request."""
     cores = sorted(os.sched_getaffinity(0))
     own, others = (cores[0], cores[-1]) if len(cores) > 1 else (-1, -1)
     # Until each client was heard, and the effects of its first request are over

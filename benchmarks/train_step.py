@@ -219,7 +219,7 @@ def trl_step(model: str, sequences: list[dict[str, Any]], max_tokens: int) -> St
         use_cpu=True,
         bf16=False,
         report_to="none",
-        per_device_train_batch_size=2 * num_rows,  # 2 rows per unit: it must be a multiple of a group
+        per_device_train_batch_size=2 * num_rows,  # twice the rows, because it must be a multiple of num_generations
         gradient_accumulation_steps=num_parts,
         num_generations=2,
         loss_type="dapo",  # mean over response tokens of the batch

@@ -81,7 +81,7 @@ def part_server(parent: Parent, *, folder: str, model: str, dtype: str) -> None:
     resolver = open_name_resolver(info.name_resolve)
 
     def obey() -> None:
-        # Stands for the trainer, which is in another process
+        # Act as the trainer, which is in another process: every version up to this one counts as published
         resolver.add(server.names.weights_held("actor"), str(WeightVersion(1, 1 << 30)))
         parent.send(url=resolver.wait(server.names.generation_server(0), _START_LIMIT_S))
         while parent.receive() is not None:
@@ -93,7 +93,8 @@ def part_server(parent: Parent, *, folder: str, model: str, dtype: str) -> None:
 
 
 def part_manager(parent: Parent, *, folder: str, server: str, sender: str, **_: Any) -> None:
-    """The gserver manager. Publishes each version that it receives; answers, when it is served, with the phases' durations."""
+    """The gserver manager. It receives version numbers, publishes each version, waits until the server serves the version, and then
+    answers with the seconds that verification and loading took."""
     from asyncrl.config.schema import GserverManagerConfig, ManagerConfig
     from asyncrl.manager.worker import ManagerFiles
     from asyncrl.protocol.messages import WeightVersion

@@ -51,7 +51,8 @@ def final_answer(response: str) -> str | None:
 
 
 def _braced(text: str, start: int) -> str | None:
-    """The text between braces that opened before start. None if they never close, because the response was cut off."""
+    """The text from `start` to the brace that closes the one opened just before `start`. None if there is none, because the
+    response was cut off."""
     depth = 1
     for at in range(start, len(text)):
         if text[at] == "\\":

@@ -51,7 +51,8 @@ class VerifierPool:
             self._free.put(None)
 
     def verify(self, right: str, found: str) -> bool:
-        """Whether both formulas are equal. Raises VerifierError if no process was available."""
+        """Whether both formulas are equal. Raises VerifierError if no process was free within BUSY_LIMIT_S, or if the process was
+        alive but gave no verdict within WALL_LIMIT_S."""
         if max(len(right), len(found)) > MAX_CHARS:
             return False
         try:

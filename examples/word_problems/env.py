@@ -14,7 +14,8 @@ SECOND_TRY = 0.5  # reward of a right second answer
 
 
 class TwoTries(RewardEnv):
-    """Gives reward 1 for a right answer, and half of it for a right answer after the hint. Each group member plays a fork of it."""
+    """Gives reward 1 for a right answer, and half of it for a right answer after the hint. Each group member plays in its own fork
+    of the environment."""
 
     tries = 0
 

@@ -21,7 +21,7 @@ def judge(prompt: str, completion: str, answer: str, *, finished: bool = True) -
 
 
 async def judge_async(prompt: str, completion: str, answer: str, *, finished: bool = True) -> float:
-    """The same as a coroutine function, for a judge that is called over the network: many calls run concurrently."""
+    """Like `judge`, as a coroutine function, for a judge that is called over the network: many calls run concurrently."""
     await asyncio.sleep(JUDGE_S)
     return score(completion, answer, finished)
 

@@ -1,6 +1,7 @@
 """Cells of the matrix {process} x {signal} x {phase}: the run survives each, and its records are consistent at the end.
 
-Two runs, each struck repeatedly. The whole matrix: python benchmarks/chaos_matrix.py, and its table in docs/chaos-matrix.md.
+Three runs, each struck several times, and one of the chaos command. `python benchmarks/chaos_matrix.py` runs the whole matrix;
+docs/chaos-matrix.md has its table.
 """
 
 from __future__ import annotations
@@ -60,14 +61,15 @@ def test_killed_in_the_middle_of_what_they_do(config: Path, tmp_path: Path, caps
     assert [attempt.number for attempt in attempts] == [1, 2, 3]  # the training side died twice
     _, second, third = (attempt.parent for attempt in attempts)
     assert second is not None
-    assert third is not None  # its checkpoint is the second attempt's, unless that attempt died before it wrote one
+    assert third is not None  # it resumes from the second attempt's checkpoint, or from the first's if there is none
     assert [stretch.attempt for stretch in audit(run.run_dir).lineage] == sorted({1, third[0], 3})
     assert cli.main(["audit", str(run.run_dir)]) == 0
     assert "ok: each of these prompts was trained or rejected once; no problem found" in capsys.readouterr().out
 
 
 def test_frozen_on_a_bad_network_and_without_a_launcher(config: Path, tmp_path: Path) -> None:
-    """Processes frozen too long are killed; others learn of all changes when they wake up. Messages are lost, doubled, damaged."""
+    """The launcher kills a process that is frozen too long. A process that wakes up earlier learns of all changes. Messages are
+    lost, doubled, damaged and delayed."""
     cells = [
         Cell("generation_server", "stop", "generation", stop_s=60.0),  # the launcher kills it before 60 s have passed
         Cell("rollout_worker", "stop", "push", stop_s=5.0),
@@ -93,7 +95,7 @@ def test_frozen_on_a_bad_network_and_without_a_launcher(config: Path, tmp_path: 
 
 
 def test_the_nursery_of_a_reward_killed_frozen_and_stopped(config: Path, tmp_path: Path) -> None:
-    """No prompt is lost: each is trained."""
+    """The faults hit the nursery, which starts the judges of rewards. No prompt is rejected: each is trained."""
     cells = [
         Cell("nursery", "kill", "generation"),
         Cell("nursery", "kill", "push"),

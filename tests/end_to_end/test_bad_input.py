@@ -139,7 +139,7 @@ def assert_versions_are_whole(run_dir: Path, *, interrupted: bool = False) -> No
 
 
 def fill_until_it_ends(disk: Path, run: RunHandle) -> None:
-    """Another process takes all free space, including the space that the run frees when it removes old files."""
+    """Act as another process that takes all free space, also what the run frees when it removes old files, until the run ends."""
     with (disk / "somebody_elses").open("wb", buffering=0) as file:
 
         def filled_and_ended() -> bool:

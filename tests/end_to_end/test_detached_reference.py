@@ -71,7 +71,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def allow(folder: Path, num_steps: int) -> None:
-    """Withhold rewards of prompts that belong to later steps until the next call. Prompts are in order."""
+    """Let the run make `num_steps` steps: until the next call, rewards of the prompts of later steps are withheld. Prompts are in
+    order."""
     (folder / "next").write_text(str(num_steps))
     (folder / "next").replace(folder / "allowed")
 

@@ -133,7 +133,8 @@ def test_prompts_are_what_the_chat_template_makes_of_the_messages(word_run: RunH
 
 
 def test_what_the_environment_says_is_read_and_not_trained(word_run: RunHandle, word_problems: Path) -> None:
-    """One step gives prompt, response and EOS. With two, the template's user turn follows the first response."""
+    """An episode of one step is prompt, response and EOS. In an episode of two steps, the template's user turn with the hint
+    follows the first response."""
     tokenizer = load_tokenizer(word_problems / "model")
     eos = tokenizer.eos_token_id
     hints = 0
@@ -167,7 +168,8 @@ def said_by(mask: np.ndarray, ids: np.ndarray) -> list[tuple[int, np.ndarray]]:
 
 
 def test_real_gsm8k(tmp_path: Path) -> None:
-    """The excerpt in the repository: unicode, prompts of all lengths (the run rejects the longest), commas in the answers."""
+    """The excerpt of GSM8K in the repository. It has unicode, prompts of all lengths (the run rejects the longest), and commas in
+    answers."""
     made = make("word_problems", tmp_path, "--gsm8k", "gsm8k_excerpt.jsonl", "--steps", "5", folder="gsm8k")
     source = prompt_source(made, "gsm8k.yaml", load_tokenizer(made / "gsm8k" / "model"))
     assert len(source) == 48

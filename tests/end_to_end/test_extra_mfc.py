@@ -97,7 +97,8 @@ def test_mfcs_added_by_config_and_a_reference_model(sorter: Path, tmp_path: Path
 
 
 def test_naive_loss(sorter: Path, tmp_path: Path) -> None:
-    """Without the decoupled loss the trainer recomputes no logprobs: the ratio uses the servers' logprobs."""
+    """Without the decoupled loss (and by default without `recompute_logprob`) the trainer recomputes no logprobs: the ratio uses
+    the servers' logprobs."""
     with launch_sorter(
         sorter, tmp_path, *SMALL, "train.ppo.use_decoupled_loss=false", "allocation=transformers.d1+d1"
     ) as run:

@@ -25,7 +25,7 @@ from asyncrl.weights.lineage import audit
 
 LIMIT_S = 400.0
 LEASE_S = 12.0  # a rollout worker may be delayed for this long on a busy machine, and keeps its tickets
-AT_WORK_S = 1.0  # a client that has waited this long since the freeze had sent its request, and no answer is under way
+AT_WORK_S = 1.0  # a client that has waited this long after the freeze has sent its request, and no answer is on its way
 LOOK_S = 5.0  # time limit for observing such a wait
 BATCH, GROUP, ETA, MAX_NEW_TOKENS = 4, 4, 1, 96
 
@@ -147,7 +147,7 @@ def test_two_servers_one_killed_one_killed_in_an_update_one_frozen(
     serves_newer(run, 1, str(WeightVersion(1, 7)))
     killed = run.wait_until(lambda: moved_tickets(run.run_dir), "responses went on elsewhere", LIMIT_S)
 
-    already = left_for_dead(run)  # frozen before the kill, it may have been declared dead, on a busy machine
+    already = left_for_dead(run)  # server 0 was frozen before its kill, so it may have been declared dead already
     frozen, before = freeze_at_work(run)
     run.wait_until(lambda: left_for_dead(run) - already, "clients left the frozen server", LIMIT_S)
     step = len(train_steps(run.run_dir))

@@ -74,7 +74,7 @@ def reward(prompt, completion, answer):
 
 
 def test_rejected_prompts_are_replaced_in_the_batch(tmp_path: Path) -> None:
-    """Two data ranks generate with the weights of an actor trained by two tensor ranks. Two epochs of seven prompts."""
+    """Two data ranks generate with the weights of an actor that two tensor ranks train. The run has two epochs of seven prompts."""
     config = make_tiny_run(tmp_path, num_prompts=7)
     (tmp_path / "reward.py").write_text(REWARD)
     overrides = ("mode=sync", "allocation=m2+actor_gen:d2", "train.max_steps=0", "train.num_epochs=2")

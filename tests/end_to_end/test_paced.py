@@ -79,7 +79,7 @@ def test_a_response_has_its_length_however_often_it_was_interrupted(
 
 
 def test_only_the_asynchronous_run_samples_while_it_trains(result: Mapping[str, Any], folder: Path) -> None:
-    """The journals resolve a tenth of a second. The tenths at either end of a train step count as neither inside nor outside."""
+    """The journals resolve a tenth of a second. The tenths at either end of a train step are not counted."""
     sampled = Counter[int]()
     for eta in (0, 4):
         run_dir = run_of(folder, eta)

@@ -50,14 +50,14 @@ def words(line: str, *overrides: str) -> list[str]:
 
 
 def done(place: Path, line: str, *overrides: str) -> str:
-    """The output of a command that ends with exit code 0."""
+    """Run a line of a page and return its output (stdout, then stderr). Asserts that the exit code is 0."""
     found = subprocess.run(words(line, *overrides), cwd=place, capture_output=True, text=True, timeout=300, check=False)
     assert found.returncode == 0, f"{line}\n{found.stdout}{found.stderr}"
     return found.stdout + found.stderr
 
 
 def begun(place: Path, line: str, *overrides: str) -> RunHandle:
-    """A command that goes on while others run."""
+    """Start a line of a page: a command that goes on while others run."""
     return RunHandle(words(line, *overrides), place / RUNS / "b", cwd=place)
 
 

@@ -128,13 +128,13 @@ def runs(config: Path, gate: Gate) -> Iterator[Runs]:
 
 
 def test_it_ends_with_the_weights_of_a_run_that_was_not_interrupted(runs: Runs) -> None:
-    """Bit for bit, including the learning rate schedule and the optimizer."""
+    """The final weights are equal bit for bit, so the learning rate schedule and the optimizer also went on where they were."""
     expected, found = final_weights(runs.whole), final_weights(runs.killed)
     assert expected.keys() == found.keys()
     assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
     start = load_file(next((runs.config.parent / "model").glob("*.safetensors")))
     moved = max(float((start[name] - tensor).abs().max()) for name, tensor in expected.items())
-    assert moved > 100 * TOLERANCE  # the run did learn, so that the comparison means something
+    assert moved > 100 * TOLERANCE  # training has changed the weights; otherwise equal weights would prove nothing
 
 
 def test_it_trains_each_prompt_once(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,7 +174,8 @@ def test_another_layout_goes_on_from_the_checkpoint_before_a_torn_one(runs: Runs
 
 
 def test_a_run_that_is_told_to_stop_writes_a_checkpoint_first(runs: Runs) -> None:
-    """No schedule would have written this checkpoint. The steps trained before the stop are in it when the run goes on."""
+    """`stop` makes the run write a checkpoint that no schedule would have written. It contains all steps trained before the stop,
+    so the resumed run repeats none."""
     options = [*EXACT, "trial=stopped", "checkpoint.every_steps=0", "checkpoint.every_s=3600"]
     with runs.gate.shut(STEPS - 1), launch(runs.config, *options) as run:
         stopped = run.run_dir
@@ -201,14 +202,15 @@ def test_told_to_stop_now_it_writes_none(runs: Runs) -> None:
     options = [*EXACT, "trial=now", "checkpoint.every_steps=0", "checkpoint.every_s=3600"]
     with runs.gate.shut(STEPS - 1), launch(runs.config, *options) as run:
         run.wait_for_step(1, LIMIT_S)
-        run.worker("master/0").suspend()  # otherwise it might end before the second signal
+        run.worker("master/0").suspend()  # otherwise the master might end before the second signal
         assert cli.main(["stop", str(run.run_dir), "--now"]) == 0
         assert run.wait(LIMIT_S) == 128 + signal.SIGTERM, run.output()
         assert not list_checkpoints(run.run_dir)
 
 
 def test_few_checkpoints_are_kept(runs: Runs) -> None:
-    """The last two are kept. One is due every three steps; it is taken a step later if the previous one is still being written."""
+    """The last two checkpoints are kept. One is due every three steps. It is taken a step later if the previous one is still being
+    written."""
     for run_dir in (runs.whole, runs.killed, runs.elsewhere):
         done = written(run_dir)
         assert done[0] == EVERY
@@ -235,7 +237,8 @@ def test_a_complete_run_begins_anew(runs: Runs) -> None:
 
 
 def test_a_complete_run_goes_on_for_more_steps(config: Path) -> None:
-    """It goes on as if it had never ended. The learning rate must not depend on the total number of steps."""
+    """A complete run that is resumed with a higher train.max_steps goes on as if it had never ended. For this the learning rate
+    must not depend on the total number of steps."""
     overrides = [option for option in EXACT if option != Gate.OVERRIDE]
     overrides += ["train.optimizer.schedule=constant", "checkpoint.every_steps=0", "checkpoint.every_s=3600"]
     weights = {}

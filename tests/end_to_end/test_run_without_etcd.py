@@ -1,4 +1,4 @@
-"""A run survives etcd outages: a kill for half a minute, a freeze for longer than leases live, and a restart without its data."""
+"""A run survives etcd outages: etcd killed for half a minute, frozen for longer than the lease time, and restarted without data."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_servers_join_and_leave_a_run_and_no_sample_is_lost(
     run.wait_until(lambda: sampled_by(run, 1) and sampled_by(run, 2), "the new servers have sampled", LIMIT_S)
     gate.let(0)
 
-    run.worker("generation_server/2").suspend()  # otherwise it might leave before it is killed
+    run.worker("generation_server/2").suspend()  # otherwise the server might leave before it is killed
     assert scale(run, 1, capsys) == {"before": 3, "wanted": 1, "there": 3}
     run.wait_for_output("generation servers: 3 -> 1", LIMIT_S)
     run.worker("generation_server/2").send_signal(signal.SIGKILL)  # a killed server leaves at once

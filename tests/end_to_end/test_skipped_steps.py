@@ -121,7 +121,7 @@ def test_one_bad_sequence_costs_its_minibatch(tiny: Path, run: RunHandle) -> Non
 
 
 def test_what_was_recorded_is_skipped_again_when_it_is_trained_again(tiny: Path, run: RunHandle) -> None:
-    """mode=train_only: the recorded batch is bad again, and the run detects it again."""
+    """With mode=train_only the recorded batch is bad again, and the run detects this again."""
     overrides = ("mode=train_only", "trial=again", f"replay.path={run.run_dir}", "train.max_steps=3")
     with launch(tiny, *OVERRIDES, *overrides, env=environment(tiny, "0003")) as again:
         assert again.wait(300) == 0, again.output()
@@ -133,7 +133,7 @@ def test_what_was_recorded_is_skipped_again_when_it_is_trained_again(tiny: Path,
 
 
 def test_too_many_in_a_row_end_the_run_with_the_reason(tiny: Path) -> None:
-    """mode=sync. From the second step on, all prompts are bad."""
+    """In this run with mode=sync every prompt is bad, so every step is skipped."""
     overrides = (*OVERRIDES, "mode=sync", "trial=sync", "train.max_skipped_steps=4", "train.keep_bad_batches=2")
     with launch(tiny, *overrides, "train.max_steps=20", env=environment(tiny, "00")) as run:
         assert run.wait(300) == 1

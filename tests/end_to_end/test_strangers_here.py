@@ -50,7 +50,7 @@ def as_stranger(question: Callable[[], Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunHandle]:
-    """Below a folder that all users may enter, as they may /home and /tmp."""
+    """A run whose folder lies below folders that all users may enter, like /home and /tmp."""
     assert os.geteuid() == 0, "the test becomes another user, which needs root: sudo bash launcher/run_tests.sh --all"
     folder = tmp_path_factory.mktemp("run")
     for part in (folder, *folder.parents[:-1]):
@@ -107,7 +107,7 @@ def test_another_user_reads_no_file(run: RunHandle) -> None:
 
 
 def test_the_token_of_another_run_is_refused_on_every_route(run: RunHandle) -> None:
-    """The servers of the manager and of a generation server refuse it."""
+    """The HTTP servers of the manager and of a generation server refuse a token that is not the run's."""
     with unix_sockets.used(os.readlink(run.run_dir / unix_sockets.LINK)):
         for owner, url in (
             ("gserver_manager", entry(run, lambda names: names.gserver_manager())),

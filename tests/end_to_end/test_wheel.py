@@ -38,7 +38,7 @@ def call(*command: str | Path, cwd: Path, **env: str) -> str:
 
 @pytest.fixture
 def wheel(tmp_path: Path) -> Path:
-    """Build from a copy, because builds leave files behind. The example's folder contains the remains of a run."""
+    """Build from a copy, because builds leave files behind. The copied example has a model folder; the wheel must not have it."""
     source = tmp_path / "source"
     for name in ("asyncrl", "examples"):
         ignored = shutil.ignore_patterns("__pycache__", "model", "data", "runs")

@@ -36,13 +36,13 @@ def _watched_imports() -> contextlib.AbstractContextManager[None]:
 with _watched_imports():
     from targets import Target, all_targets, mutated
 
-LIMIT_S = 1.0  # for one input; a process without progress for a minute is killed, with a stack dump
-HANG_S = 60.0
-BATCH = 2000  # inputs from one seed
+LIMIT_S = 1.0  # processor time for one input
+HANG_S = 60.0  # for BATCH inputs: after this time a process dumps its stacks and exits
+BATCH = 2000
 
 
 def input_of(target: Target, seed: int, number: int) -> bytes:
-    """The same input for the same seed and number."""
+    """Return an input of the target. The same target, seed and number always give the same bytes."""
     return mutated(random.Random(f"{seed} {target.name} {number}"), target.corpus)
 
 

@@ -321,7 +321,8 @@ def _reply(loop: asyncio.AbstractEventLoop, resolver: NameResolver, common: dict
 
 
 class _OpenSocket(PullSocket):
-    """A socket without a wire: `deliver` is the function with which its owner reads messages. It raises the owner's exceptions."""
+    """A socket without a wire. `deliver` is the function with which the socket's owner reads messages: a call raises what the
+    owner raises."""
 
     def __init__(self, address: str) -> None:
         self.address = address

@@ -25,7 +25,7 @@ def targets():
 
 
 def test_a_hundred_thousand_inputs():
-    """As the command runs it: with memory and time limits."""
+    """Run the fuzzer's command, which limits memory and time."""
     command = [sys.executable, "fuzz.py", "--inputs", "100000", "--seed", "1"]
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr + done.stdout

@@ -19,7 +19,8 @@ def hosts():
 
 @pytest.fixture
 def run_on_hosts(hosts):
-    """run_on_hosts(config, "key=value", ...) starts a run across the three hosts; with a folder, it uses the page's commands."""
+    """run_on_hosts(config, "key=value", ...) starts a run across the three hosts. run_on_hosts(folder) starts one in this folder
+    with the commands of docs/hosts.md."""
     started = []
 
     def start(config, *overrides):

@@ -44,7 +44,7 @@ def sockets_of(host):
 
 
 def scanned(run, stranger):
-    """The answers of the run's sockets, by process and address. Silent sockets are left out."""
+    """The answers of the run's sockets, by process and address. Sockets that revealed nothing are left out."""
     sockets = {address: listener for host in run.hosts for address, listener in sockets_of(host).items()}
     processes = {listener.process.rpartition("/")[2].strip() for listener in sockets.values()}
     for kind in ("master_0", "gserver_manager_0", "generation_server_0", "model_worker_0", "rollout_worker_0"):
@@ -68,7 +68,7 @@ def test_no_port_answers_a_stranger(run_and_stranger, tmp_path):
 
 
 def test_the_scanner_finds_what_answers_where_authentication_is_off(run_and_stranger, tmp_path):
-    """With authentication off, strangers could contact the processes. Still, no process survives the launcher."""
+    """With authentication off, the scanner finds open ports, which shows that it works. Still, no process survives the launcher."""
     run, stranger = run_and_stranger(
         make_tiny_run(tmp_path), "rollout.num_workers=1", "train.max_steps=0", "network.authenticate=off"
     )

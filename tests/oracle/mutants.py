@@ -1,12 +1,12 @@
-"""Applies each mutant of mutant_table.py and requires that the tests it names find it.
+"""Applies each mutant of mutant_table.py and requires that the mutant's tests find it.
 
     python tests/oracle/mutants.py               # all of them
     python tests/oracle/mutants.py NAME ...      # these
 
 A mutant is one plausible fault in a decider or an algorithm. Its tests run in a forked process, which compiles the one module
-from the changed text; the checkout is not written to. A mutant is killed when a test fails. A test run that ends in any
-other way (no test found, a module that cannot be imported) is an error, not a kill. The named tests must also pass without a
-mutant. The exit code is 1 if a mutant survives or cannot be judged.
+from the changed text; the checkout is not written to. A mutant is killed when a test fails, or when its tests run longer than
+LIMIT_S. A test run that ends in any other way (no test found, a module that cannot be imported) is an error, not a kill. The
+named tests must also pass without a mutant. The exit code is 1 if a mutant survives or cannot be judged.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ PASSED, FAILED = 100, 101  # pytest's exit codes and 100: Python itself exits wi
 
 
 def run_all() -> list[str]:
-    """Tests all mutants. Returns a line for each that survives or cannot be judged. The processes are forked from a new one,
-    because the caller's may have imported asyncrl or started threads."""
+    """Tests all mutants. Returns a line for each that survives or cannot be judged. The test processes are forked from a new
+    process, because the calling process may have imported asyncrl or started threads."""
     done = subprocess.run([sys.executable, __file__], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode == 0:
         return []
@@ -50,7 +50,7 @@ def run_all() -> list[str]:
 
 
 def anchor_problem(mutant: Mutant) -> str:
-    """Why the mutant cannot be applied, or ""."""
+    """Return the reason why the mutant cannot be applied; "" if it can."""
     count = (ROOT / mutant.file).read_text().count(mutant.original)
     if count == 1:
         return ""

@@ -81,7 +81,8 @@ def _fields(config: Any, prefix: str) -> Entries:
 
 
 def _inner(hint: Any) -> tuple[Any, str]:
-    """The config class in a hint such as `CriticConfig | None`, and the notation of its place in a name; None if there is none."""
+    """Return the config class in a hint such as `CriticConfig | None` or `dict[str, TaskConfig]`, and its place in a field's name:
+    ".<name>" in a dict, ".<item>" in a list, else "". The class is None if the hint has none."""
     for argument in typing.get_args(hint):
         if dataclasses.is_dataclass(argument):
             return argument, {dict: ".<name>", list: ".<item>"}.get(typing.get_origin(hint), "")

@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
-BASE_TOLERANCE = 1e-6  # to the base commit's weights, on the same machine
-FILE_TOLERANCE = 1e-4  # to the committed weights, on any machine
+BASE_TOLERANCE = 1e-6  # largest difference from weights that the base commit trains on the same machine
+FILE_TOLERANCE = 1e-4  # largest difference from the committed weights, on any machine
 RUN_LIMIT_S = 600.0
 
-Weights = dict[str, Tensor]  # by `<folder of the checkpoint>/<name of the tensor>`
+Weights = dict[str, Tensor]  # key: `<folder of the checkpoint>/<name of the tensor>`
 
 
 def extract(revision: str, folder: Path) -> Path:
@@ -80,7 +80,8 @@ def committed(run: str) -> Weights:
 
 
 def compare(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], tolerance: float) -> tuple[float, list[str]]:
-    """The largest absolute difference of two sets of weights, and a text for each tensor that differs by more."""
+    """Return the largest absolute difference of two sets of weights, and a text for each tensor that differs by more than the
+    tolerance, or is missing, new, or of another shape or dtype."""
     problems = [f"{name} is missing" for name in sorted(expected.keys() - found.keys())]
     problems += [f"{name} is new" for name in sorted(found.keys() - expected.keys())]
     largest = 0.0

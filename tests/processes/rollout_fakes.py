@@ -92,7 +92,7 @@ class FakeGenerationServer(HttpService):
         self.in_flight = self.most_in_flight = 0
         self.hold = asyncio.Event()  # cleared: requests with input longer than hold_beyond tokens wait
         self.hold_beyond = 0
-        self.abort_after = 5  # tokens of a request that is aborted while it waits
+        self.abort_after = 5  # tokens in the answer to a request that is aborted while it waits
         self._held: dict[str, asyncio.Event] = {}  # set: the request was aborted
         self.hold.set()
         self.arrived = asyncio.Condition()

@@ -1,4 +1,4 @@
-"""Engines for tests of weights, changed by known numbers, in any layout."""
+"""Engines in any layout for tests of weights. Each parameter is changed by random numbers that depend only on its name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def shard(
     change: float = 0.0,
     trainable: bool = True,
 ) -> TrainEngine:
-    """The model of `path` in the layout of the mesh, with a random number added to each element. mesh None: unsharded."""
+    """The model of `path` in the layout of the mesh. `change` times a normal random number is added to each element; the numbers
+    are the same in every layout. mesh None: unsharded."""
     name, grid, workers = ("whole", "d1p1m1", [0])
     if mesh is not None:
         name, grid, workers = mesh.placement.name, str(mesh.placement.grid), list(mesh.placement.workers)

@@ -121,7 +121,7 @@ def test_with_gradient_checkpointing():
 
 
 def test_the_gradient_of_attention_itself():
-    """torch's numerical check of the function's gradients, in float64."""
+    """Check the gradients of the attention function with torch's gradcheck, in float64."""
     segments = attention.Segments.of([3, 1, 5])
     generator = torch.Generator().manual_seed(0)
     inputs = [

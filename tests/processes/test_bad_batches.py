@@ -49,7 +49,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def train(tmp_path: Path) -> TrainConfig:
-    """No normalization, so that a bad reward affects only its own response."""
+    """A config without advantage normalization, so that a bad reward affects only its own response."""
     (tmp_path / "poison.py").write_text(POISON)
     poison = MFCConfig(
         interface=f"{tmp_path}/poison.py:poison", input_keys=["packed_input_ids"], output_keys=["dense_rewards"]
@@ -72,7 +72,7 @@ def spread_out(path: Path, train: TrainConfig) -> list[ModelConfig]:
 
 
 async def bad_step(side: TrainingSide, train: TrainConfig, run_dir: Path) -> dict[str, float]:
-    """A step on all groups, and the master's reaction to it."""
+    """Execute a step on all groups, and save its batch as the master does after a skipped step. Return the step's stats."""
     await push_all(side, HEADS)
     result = await side.executor().execute_step(IDS, 0)
     skipped = SkippedSteps(train, run_dir, 1, LOGGER)

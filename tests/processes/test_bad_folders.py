@@ -177,7 +177,8 @@ def test_a_folder_on_a_full_disk(small_disk: Path) -> None:
     "left", ["logs/attempt_7", "configs/attempt_7", "weights/actor/a0007-v00000003", "weights/ref/a0007-v00000000"]
 )
 def test_an_attempt_comes_after_all_that_left_something(tmp_path: Path, left: str) -> None:
-    """This holds even if a user has deleted the logs. No version is written twice, and no two attempts share a journal's lines."""
+    """A new attempt gets a higher number than each attempt that left a folder, even if a user has deleted the logs. Thus no version
+    is written twice, and no two attempts share a journal's lines."""
     (tmp_path / left).mkdir(parents=True)
     (tmp_path / "summary.json").write_text("{}")
     assert next_attempt(tmp_path) == 8

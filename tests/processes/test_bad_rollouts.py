@@ -199,7 +199,8 @@ async def test_what_the_head_refuses_comes_back_with_its_reason(
 
 
 async def test_what_would_end_or_stop_a_worker_ends_a_judge(stage: Stage) -> None:
-    """The default: rewards run in separate processes. A reward that holds the GIL does not delay a valid rollout beside it."""
+    """By default rewards run in judge processes of their own. A reward that holds the GIL does not delay a valid rollout beside
+    it."""
     judge = stage.tmp_path / "judge.py"
     judge.write_text(DANGEROUS)
     dangerous = TaskConfig(reward=f"{judge}:reward")
@@ -226,7 +227,7 @@ async def test_what_would_end_or_stop_a_worker_ends_a_judge(stage: Stage) -> Non
     assert order[-1] == "ticket-3"  # the busy loop
     (detail,) = [
         result.detail for result in found[:2] if result.detail
-    ]  # of the first rejection with this reason, in any order
+    ]  # only the first rejection with a reason has a detail; either of the two may be first
     ends = ("it ended with exit code 3", "it was killed by SIGABRT")
     assert detail.endswith(tuple(f"judge.py:reward has ended its process: {end}" for end in ends))
 
@@ -248,7 +249,7 @@ def reward(prompt, completion, answer):
 
 
 class OddError(BaseException):
-    """Not an Exception: a worker that catches only Exception would die of it."""
+    """A BaseException that is not an Exception: it would end a worker that catches only Exception."""
 
 
 class OddAgent(SingleStepAgent):
@@ -419,7 +420,8 @@ def too_long(reply: GenerateReply) -> bytes:
 async def test_what_a_server_answers_and_no_model_can_have_said(
     stage: Stage, answer: Any, reason: str, detail: str
 ) -> None:
-    """Bad numbers that depend on the prompt reject it. A malformed answer loses the server, and the prompt is retried elsewhere."""
+    """Bad numbers reject the prompt, because they may depend on it. After a malformed answer the server counts as lost, and the
+    prompt is tried again elsewhere."""
     stage.rollout = replace(stage.rollout, group_size=1)
     await stage.start()
     stage.manager.replacement = ScheduleReply(server=stage.server.name, server_url=stage.server.url)

@@ -218,7 +218,7 @@ async def test_a_damaged_version_is_reported_and_its_replacement_served(
 async def test_a_loop_that_is_woken_in_the_turn_that_cancels_it_ends(tmp_path: Path, sound: Path, loop: str) -> None:
     """asyncio.wait_for of Python 3.11 loses the cancellation."""
     fleet = Published(tmp_path, sound, verify_limit_s=1000.0).fleet
-    fleet.publish(str(V1))  # it does not exist: verification is next tried after the next publication
+    fleet.publish(str(V1))  # V1 does not exist on disk: verification is next tried after the next publication
     task = asyncio.create_task(getattr(fleet, loop)())
     await asyncio.sleep(0.1)
     fleet.publish(str(V2))
@@ -230,7 +230,7 @@ async def test_a_loop_that_is_woken_in_the_turn_that_cancels_it_ends(tmp_path: P
 
 
 async def test_a_version_that_a_server_refuses_is_verified_again(tmp_path: Path, sound: Path) -> None:
-    """It may have been damaged after the manager verified it."""
+    """A version may be damaged on disk after the manager has verified it."""
     session = open_session(max_connections=0)
     published = Published(tmp_path, sound, verify_limit_s=0.3, replace_limit_s=1000.0, session=session)
     path = published.write(V1)

@@ -54,7 +54,7 @@ V0, V1, V2 = WeightVersion(1, 0), WeightVersion(1, 1), WeightVersion(1, 2)
 GENERATION = GenerationConfig(max_running_requests=8, max_batch_tokens=128, num_blocks=32, page_size=16)
 LIMIT_S = 30.0
 START_LIMIT_S = 90.0  # for a process that imports torch, on a busy machine
-SEND_LIMIT_S = 10.0  # for a broadcast that cannot succeed but must reach its middle; one test waits for it
+SEND_LIMIT_S = 10.0  # for a broadcast that cannot succeed but must reach its middle; one test waits for this limit
 PROMPT = [3, 1, 4, 1, 5]
 _spaces = itertools.count()
 
@@ -228,7 +228,7 @@ async def sender(
     client: Callable[[aiohttp.ClientSession], ServerClient] = ServerClient,
     told: Callable[[str], None] = lambda url: None,
 ) -> AsyncIterator[WeightSender]:
-    """told: called with the address."""
+    """told: called with the sender's address."""
     options = WeightsConfig(transport="broadcast", broadcast_timeout_s=limit_s)
     async with open_session(max_connections=0) as session:
         made = WeightSender(
@@ -260,7 +260,8 @@ async def send(
 
 
 async def test_a_version_sent_is_the_version_on_disk(model_path: Path) -> None:
-    """Bit for bit, then again through the same group, then over HTTP as the manager requests it."""
+    """After a broadcast, a server computes exactly as with the same version from disk. A second broadcast, requested over HTTP as
+    by the manager, goes through the same group."""
     requests, urls = Watch(), list[str]()
     async with served(model_path) as client, sender(client=requests.client, told=urls.append) as trainer:
         before = await client.logprobs()
@@ -292,7 +293,8 @@ def test_nccl_needs_a_gpu() -> None:
 
 
 async def test_nothing_is_broadcast_that_a_server_refuses(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another model, an older version, or one that the trainer does not hold: refused at once. The old weights stay in use."""
+    """A broadcast of another model's tensors, of an older version, or of a version that the trainer does not hold is refused at
+    once. The old weights stay in use."""
     broadcasts: list[str] = []
     broadcast = GroupMember.broadcast
 
@@ -344,7 +346,7 @@ async def test_the_protocol_refuses_what_comes_in_another_order(model_path: Path
 
 
 async def test_a_version_that_the_trainer_has_not_published_is_refused(model_path: Path) -> None:
-    """A label that is far ahead would make the server refuse all versions that follow."""
+    """A label with a far higher version number would make the server refuse all versions that follow."""
     ahead = WeightVersion(1, 99_999)
     why = f"weight_version is {ahead}, which the trainer has not published; the newest is {V2}"
     async with served(model_path) as client:
@@ -359,7 +361,8 @@ async def test_a_version_that_the_trainer_has_not_published_is_refused(model_pat
 
 
 async def test_a_sender_that_repeats_itself_fills_no_memory(model_path: Path) -> None:
-    """The sender here does not announce its tensors. Otherwise the server would refuse it for the repetition."""
+    """The sender here does not announce its tensors. If it did, the server would refuse it earlier, because the announcement
+    repeats a name."""
     async with served(model_path) as client, sender(client=Unannounced) as trainer:
         buckets = held(V1).buckets
         trainer.hold(HeldSnapshot(V1, [*buckets, buckets[0]]))
@@ -368,7 +371,8 @@ async def test_a_sender_that_repeats_itself_fills_no_memory(model_path: Path) ->
 
 
 async def test_one_that_hangs_in_the_middle_holds_nobody_up(model_path: Path, process: tuple[BaseProcess, str]) -> None:
-    """SIGSTOP: the trainer answers within the limit. The other server and, later, the stopped one recover from disk."""
+    """One server is stopped with SIGSTOP. The trainer still answers within the limit. The other server and, once it runs again, the
+    stopped one load from disk."""
     child, url = process
     requests = Watch()
     async with served(model_path) as client, sender(client=requests.client) as trainer:

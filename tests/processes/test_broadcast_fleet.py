@@ -180,7 +180,7 @@ async def test_what_a_broadcast_fails_with_loads_from_disk_when_that_is_there(ho
 
 
 async def test_a_fall_back_to_disk_is_one_warning_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
-    """Not one warning a version. There is another one if broadcasts have worked in between."""
+    """There is not one warning for each version. A second warning comes only if broadcasts have worked in between."""
 
     def warnings() -> list[str]:
         return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]

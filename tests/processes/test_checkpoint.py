@@ -70,7 +70,7 @@ def make(path: str, grid: str, ref_grid: str, *, change: float) -> dict[str, Tra
 
 
 def step(model: TrainEngine) -> None:
-    """A step with gradients that each part of a parameter computes alone."""
+    """Take an optimizer step. The gradients are elementwise functions of the parameters, so each shard computes its own."""
     for parameter in model.named_parameters().values():
         parameter.grad = parameter.detach().sin()
     assert model.optimizer is not None
@@ -143,8 +143,8 @@ def test_random_numbers_go_on_where_they_were(ranks, model_path, tmp_path):
 
 
 def test_each_part_is_written_once_and_by_all(saved, model_path):
-    """The parameters, two moments in float32, and the reference. Nothing is written twice, although all ranks hold the norms and
-    two stages hold tied tensors."""
+    """The files contain the parameters, two moments in float32, and the reference. Nothing is written twice, although all ranks
+    hold the norms and two stages hold tied tensors."""
     manifest = checkpoint.verify(saved)
     sizes = [entry.bytes for name, entry in manifest.files.items() if name.endswith(".safetensors")]
     one = sum(tensor.nbytes for tensor in shard(model_path, None).named_parameters().values())
@@ -157,7 +157,7 @@ def test_each_part_is_written_once_and_by_all(saved, model_path):
 
 
 def test_one_process_without_a_world(model_path, tmp_path):
-    """Also before the first step, when there are no moments yet."""
+    """A checkpoint of one process can be saved and loaded, also before the first step, when AdamW has no moments yet."""
     for steps in (0, 2):
         model = shard(model_path, None, change=0.1)
         for _ in range(steps):

@@ -109,7 +109,7 @@ STEP = RedistribStep("scatter", 0, [1], [["t"]], list(KEYS))
 
 
 def send_to_one_who_is_busy(rank: int) -> None:
-    """Worker 1 computes when the data arrives, until worker 0 has gone on. A sender that waited for it would deadlock."""
+    """Worker 1 is busy when the data arrives, until worker 0 has gone on. A sender that waited for the receiver would deadlock."""
     store, manager = make_manager(rank)
     if rank == 0:
         store.put(make_group("t"))

@@ -1,4 +1,4 @@
-"""A single process, started from its resolved config in its own terminal."""
+"""Tests of `asyncrl-launch debug`, which runs a single process from its resolved config in the user's terminal."""
 
 import subprocess
 import sys
@@ -73,7 +73,8 @@ def test_a_process_left_for_debugging_stops_when_its_run_ends(tiny, tmp_path):
 
 
 def with_breakpoint(tiny, tmp_path):
-    """The config of a rollout worker. Its reward function has a breakpoint at import. Its names are private, so it is alone."""
+    """The config of a rollout worker whose reward function has a breakpoint at import. Its name resolve is in its own memory, so it
+    finds no other process."""
     (tmp_path / "stops.py").write_text("breakpoint()\ndef reward(prompt, completion, answer):\n    return 0.0\n")
     overrides = [f"rollout.tasks.default.reward={tmp_path}/stops.py:reward", "runtime.start_timeout_s=2"]
     config = load_experiment(tiny, [*overrides, "name_resolve.endpoints=[memory://]", "network.authenticate=off"])
@@ -107,7 +108,7 @@ def test_what_is_no_process_config_is_refused(tiny, tmp_path):
 
 
 def test_a_process_that_runs_already_is_not_started_again(tiny, tmp_path):
-    """Name resolve of a run in which the process already exists. The test publishes the process's entry."""
+    """Name resolve says that the process already runs: the test publishes the process's status there."""
     with EtcdServer(tmp_path / "etcd", tmp_path / "etcd.log", NameResolveConfig().binary) as etcd:
         path = resolved(tiny, tmp_path, "rollout_worker/0", endpoints=[etcd.endpoint])
         worker = load_process_config(path).worker

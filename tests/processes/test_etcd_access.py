@@ -32,7 +32,7 @@ class Certificates:
     folder: Path
 
     def __getattr__(self, name: str) -> str:
-        """`server_crt`, `client_key`, ..."""
+        """The path of a file: `server_crt` is server.crt, `client_key` is client.key."""
         return str(self.folder / name.replace("_", "."))
 
 
@@ -140,7 +140,8 @@ def test_a_user_with_a_password_and_a_prefix(
 def test_tokens_that_a_server_forgets_are_renewed(
     guarded: tuple[EtcdServer, NameResolveConfig], open_alice: OpenSession, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the server's auth-token-ttl (2 s here) without use, and after a restart. Leases and watches survive."""
+    """The server forgets a token that is not used for its auth-token-ttl (2 s here), and all tokens when it restarts. Leases and
+    watches survive."""
     server = guarded[0]
     refreshes = Refreshes(monkeypatch)
     names, other = open_alice(), open_alice()
@@ -171,7 +172,7 @@ def test_tokens_that_a_server_forgets_are_renewed(
 def test_tokens_that_are_over_before_they_were_used(
     open_alice: OpenSession, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a machine that stands still for longer than a token lives. Here this happens three times in one call."""
+    """A token may expire before its first use, for example if the machine stands still. Here this happens three times in a call."""
     names = open_alice()
     enter, ends = Login.enter, iter(range(3))
 

@@ -223,7 +223,8 @@ def test_adds_are_done_once_through_an_outage(server: EtcdServer, open_etcd: Ope
 
 
 def wait_until_frozen(pid: int) -> None:
-    """Each thread stops when it is next scheduled. On a busy machine one of them may still answer."""
+    """Wait until all threads of a process stand still after SIGSTOP. Each stops when it is next scheduled, so on a busy machine one
+    of them may still answer for a moment."""
     tasks = Path(f"/proc/{pid}/task")
 
     def runs(task: Path) -> bool:
@@ -310,7 +311,8 @@ def test_a_lease_that_expires_under_a_frozen_server(
 def test_somebody_elses_lease_that_is_back_before_anybody_looked(
     server: EtcdServer, open_etcd: OpenSession, root: str
 ) -> None:
-    holder, user = open_etcd(), open_etcd(LeaseIntervals(check_s=1000.0))  # it does not check: it must be notified
+    # The session makes no check during the test: etcd must notify it of the lost lease
+    holder, user = open_etcd(), open_etcd(LeaseIntervals(check_s=1000.0))
     lease = holder.grant_lease(30)
     user.add(f"{root}/a", "1", lease=lease.id)
     deleted = Recorder()
@@ -389,7 +391,8 @@ def test_an_entry_of_somebody_who_is_gone_is_looked_after(
 def test_deletes_of_an_outage_are_told_once_they_are_certain(
     server: EtcdServer, open_etcd: OpenSession, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not earlier: a watcher of a server's address must not drop it because etcd was down."""
+    """A watcher receives a deletion only when the key stays away after the outage: a process that watches a server's address must
+    not drop it because etcd was down."""
     monkeypatch.setattr(etcd_watch, "SETTLE_S", 10.0)  # long, for a busy machine
     stays, other = open_etcd(), open_etcd()
     leaves = open_name_resolver(patient(NameResolveConfig(endpoints=[server.endpoint])))
@@ -509,7 +512,7 @@ def wait_until_long(condition: Callable[[], bool], what: str) -> None:
 
 
 def test_a_private_etcd_that_freezes_for_good_is_replaced(tmp_path: Path) -> None:
-    """A new server on the same data replaces it. Watchers see the run's keys as present all the time."""
+    """A new server on the same data replaces the frozen one. Watchers see the run's keys as present all the time."""
     names = Names("e", "t")
     with private_service(tmp_path) as (service, notices):
         lease = service.grant_lease()
@@ -566,7 +569,7 @@ def test_a_private_etcd_that_ends_again_and_again_ends_the_run(tmp_path: Path) -
 
 
 def test_leases_of_the_dead_are_revoked_after_an_outage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them, not only the first one tried. Otherwise the session would keep the others alive forever."""
+    """All these leases are revoked, not only the first one tried. Otherwise the session would keep the others alive forever."""
     with EtcdServer(tmp_path / "data", tmp_path / "log", extra_args=["--unsafe-no-fsync"]) as server:
         config = ExperimentConfig(
             experiment="e", trial="t", name_resolve=NameResolveConfig(endpoints=[server.endpoint], timeout_s=3.0)

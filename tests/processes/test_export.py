@@ -25,7 +25,7 @@ from tests.support.rank_processes import RankProcesses
 
 V1 = WeightVersion(1, 1)
 GRIDS = ["d2", "m2", "p2", "d3", "d2m2", "p2m2", "d2p2", "d2p2m2"]
-MAX_BYTES = 3000  # in transit at a rank: many rounds, tensors in pieces
+MAX_BYTES = 3000  # limit of the bytes in transit at a rank: so low that there are many rounds, and tensors in pieces
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def ranks():
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def model_path(request, tmp_path_factory) -> Path:
-    """63 tokens, 3 layers, 54 intermediate: sizes that 2 or 4 do not divide."""
+    """A model with 63 tokens, 3 layers and intermediate size 54: none is divisible by 4, and the first two not even by 2."""
     path = tmp_path_factory.mktemp("model")
     tokenizer = make_char_tokenizer(None, ALPHABET[:-1])
     make_tiny_model(
@@ -88,7 +88,7 @@ def hold(rank: int, path: str, grid: str) -> dict[str, torch.Tensor]:
 
 
 class MemoryCounter(TorchDispatchMode):
-    """The peak of the tensor memory, in bytes, that was allocated inside and is alive."""
+    """Measures the peak, in bytes, of the live tensor memory that is allocated inside this context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ def test_a_model_for_the_user(ranks, tmp_path, model_path):
 
 @pytest.fixture(scope="module")
 def experts_path(tmp_path_factory) -> Path:
-    """Its checkpoint has a tensor for each expert. Its module has one for all experts."""
+    """A model whose checkpoint has a tensor for each expert, and whose module has one tensor for all experts."""
     path = tmp_path_factory.mktemp("experts")
     tokenizer = make_char_tokenizer(path)
     config = AutoConfig.for_model(

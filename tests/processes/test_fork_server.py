@@ -135,7 +135,8 @@ def test_they_draw_different_random_numbers(workers):
 
 @pytest.mark.parametrize("kind", list(PRELOADS))
 def test_what_must_not_be_there_before_a_fork(subreaper, tmp_path, kind):
-    """Before a fork: one thread, no gRPC, no socket context, no CUDA. The workers' modules are imported. Then it is closed."""
+    """Before it forks, the server has one thread, no gRPC, no socket context and no CUDA, and has imported the workers' modules.
+    Then the test closes the server."""
     workers = Workers(tmp_path, kind)
     found = workers.find_out(
         "{'threads': int(open('/proc/self/stat').read().rpartition(')')[2].split()[17]),"

@@ -145,7 +145,7 @@ def test_the_seed_alone_decides(model_path):
 
 
 def test_samples_come_as_often_as_the_model_says(model_path):
-    """One token after one prompt, with temperature 0.8 and top_k 3."""
+    """Sample one token after one prompt 2,000 times, with temperature 0.8 and top_k 3, and compare the frequencies."""
     engine = make_engine(model_path)
     sampling = SamplingConfig(max_new_tokens=1, temperature=0.8, top_k=3)
     found = sampled(
@@ -168,7 +168,8 @@ def test_batches_keep_to_the_budget(model_path):
 
 
 def batch_sizes(sampler: Sampler, lengths: list[int]) -> list[int]:
-    """Sizes of the batches: rows of the passes between two batches' first responses. A batch completes before the next one runs."""
+    """Return the size of each batch: the number of rows in its first forward pass. A batch's responses come before the next batch
+    runs, so the passes recorded since the previous batch's responses belong to one batch."""
     passes: list[int] = []
     sizes: list[int] = []
 
@@ -200,7 +201,7 @@ def mesh_of(grid: str) -> ModelMesh | None:
 
 
 def sample_and_train(rank: int, path: str, dtype: str):
-    """Each rank samples its own prompts, in its own batches. The weights are whole only meanwhile."""
+    """Each rank samples its own prompts, in its own batches. The parameters are whole only while a rank samples."""
     torch.set_num_threads(1)
     engine = make_engine(path, "d2", mesh_of("d2"), replace(TRAIN, dtype=dtype))
     sampler = make_sampler(engine, max_sequences=1 + rank)

@@ -165,7 +165,8 @@ def close_to(found: list[float], expected: list[float]) -> None:
 
 @pytest.mark.parametrize("attention", ["padded", "sdpa", "eager"])
 async def test_logprobs_equal_a_plain_forward(store: Store, attention: str) -> None:
-    """Very different lengths, temperatures and filters in the same passes. Some prompts are longer than a pass."""
+    """Requests with very different lengths, temperatures and filters run in the same passes. Some prompts are longer than a
+    pass."""
     rng = random.Random(1)
     async with running(store, attention=attention, max_batch_tokens=96, max_running_requests=32) as engine:
         asked = []
@@ -271,7 +272,8 @@ LONG = SamplingParams(max_new_tokens=400, temperature=0.8, ignore_eos=True)
 
 
 async def test_a_response_across_an_update(store: Store) -> None:
-    """Interrupted, then continued with new weights: every token's logprob is its own version's, over the whole prefix."""
+    """Responses are interrupted, then continued with new weights. Every token's logprob is that of the version that sampled it,
+    given the whole prefix."""
     rng = random.Random(7)
     prompts = [make_prompt(rng, rng.randrange(1, 40)) for _ in range(24)]
     async with running(store, prefix_sharing=True) as engine:
@@ -316,7 +318,8 @@ async def test_the_prefix_cache_does_not_outlive_an_update(store: Store) -> None
 
 
 def versions_prove_themselves(store: Store, prompt: list[int], result: Generated) -> None:
-    """Every token's logprob is its own version's, over the whole prefix, and no other version's."""
+    """Assert that every token's logprob is that of its span's version, given the whole prefix, and that the logprobs of each span
+    differ from the other version's."""
     assert [span.version for span in result.spans] == [str(V0), str(V1)]
     assert [span.start for span in result.spans] == [0, result.spans[0].end]
     for span, version in zip(result.spans, (V0, V1), strict=True):
@@ -449,7 +452,8 @@ async def test_in_place_keeps_the_kv_cache(store: Store) -> None:
 
 
 async def test_an_update_without_a_pause(store: Store) -> None:
-    """It waits for running requests, or ends them on request. In both cases no reply mixes versions."""
+    """An update without a pause waits for running requests or, with abort_running, ends them. In both cases no reply mixes
+    versions."""
     rng = random.Random(9)
     prompt = make_prompt(rng, 10)
     async with running(store, max_running_requests=2) as engine:

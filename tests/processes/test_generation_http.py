@@ -117,7 +117,7 @@ async def served(model_path: Path, run_dir: Path, version: WeightVersion | None 
 
 
 async def test_a_server_from_start_to_stop(model_path: Path, tmp_path: Path) -> None:
-    """503 without a version. Then v0, a request, a pause with its effects, v1."""
+    """The server answers 503 until it has a version. Then the test loads v0, sends a request, pauses the server and loads v1."""
     async with served(model_path, tmp_path, None) as client:
         told = {"model_path": str(model_path), "weight_version": "", "paused": False}
         assert (await client.get("/get_model_info"))[1] == told
@@ -243,7 +243,8 @@ async def test_a_bad_update_gets_400_and_the_old_version_serves(model_path: Path
 
 
 async def test_no_version_of_a_lower_attempt_and_none_that_is_older_is_loaded(model_path: Path, tmp_path: Path) -> None:
-    """Any sender may ask: for example a manager or trainer that was frozen and sends after its successor."""
+    """Such a request may come from any sender, for example from a manager or trainer that was frozen and sends after its
+    successor."""
     async with served(model_path, tmp_path, V1) as client:
         status, reply = await client.update(V0)
         assert (status, reply.success) == (400, False)

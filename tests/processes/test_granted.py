@@ -18,7 +18,7 @@ from tests.support.master import master_config
 
 
 def make_master(setup: Setup, folder: Path) -> MasterWorker:
-    """Its model workers never start, so it does not train. It takes in metadata while it waits for them."""
+    """A master whose model workers never start, so it does not train. It takes in metadata while it waits for them."""
     folder.mkdir()
     runtime = replace(setup.info.runtime, start_timeout_s=10 * LIMIT_S)
     return MasterWorker(master_config(folder, worker=replace(setup.info, kind="master", runtime=runtime)))

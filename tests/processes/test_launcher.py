@@ -140,7 +140,7 @@ def test_a_run_is_seen_from_outside_and_stopped(start, config, tmp_path, capsys)
     capsys.readouterr()
     assert (
         cli.main(["logs", str(run.run_dir), "--json"]) == 0
-    )  # all have started: no process can come too late for its place
+    )  # all processes have started: no late log file can break the order of time
     *whole, _ = map(json.loads, capsys.readouterr().out.splitlines())
     assert [line["time"] for line in whole] == sorted(line["time"] for line in whole)
     assert len(whole) >= len(lines)
@@ -219,7 +219,7 @@ def test_ctrl_c_in_the_terminal_ends_grandchildren_too(start, with_grandchildren
 
 
 def test_a_killed_launcher_leaves_nothing(start, with_grandchildren):
-    """This holds even if the reaper was killed first."""
+    """Nothing of the run remains after the launcher is killed, even if its reaper was killed first."""
     run = start(*ENDLESS, with_grandchildren)
     run.wait_until(lambda: grandchildren(run), "the reward function had started its processes", LIMIT_S)
     (reaper,) = reapers(run)
@@ -259,7 +259,7 @@ def with_daemons(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_the_end_of_a_launcher_ends_daemons_of_rewards(start, with_daemons, number):
-    """The daemons have their own sessions and empty environments."""
+    """Processes that rewards leave behind end with the launcher, although they have their own sessions and empty environments."""
     override, pids = with_daemons
     run = start(*ENDLESS, override)
     run.wait_until(pids.exists, "the reward function had left a process", LIMIT_S)
@@ -289,7 +289,7 @@ def test_etcd_comes_back_and_a_killed_worker_is_the_first_cause(start):
 
 @pytest.mark.parametrize("name", ["model_worker/0", "gserver_manager/0"])
 def test_a_worker_that_is_killed_in_its_start_is_started_again(start, tmp_path, name):
-    """It is killed as it reads its config, in its first incarnation only."""
+    """The worker is killed as it reads its config, in its first incarnation only."""
     killed, log_name = tmp_path / "killed", name.replace("/", "_")
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\n"
@@ -445,7 +445,7 @@ def test_status_when_etcd_is_down(tmp_path, capsys):
 
 
 def test_a_process_runs_alone_from_its_config(config, tmp_path, etcd):
-    """Without a launcher it refreshes its own lease and publishes its own status. At its end it deletes its keys."""
+    """A process without a launcher refreshes its own lease and publishes its own status. At its end it deletes its keys."""
     overrides = [f"fileroot={tmp_path}", f"name_resolve.endpoints=[{etcd.endpoint}]", "network.authenticate=off"]
     experiment = load_experiment(config, overrides)
     spec = next(spec for spec in plan(experiment, attempt=1, num_prompts=100) if spec.kind == "gserver_manager")

@@ -48,7 +48,8 @@ def test_every_rank_of_every_layout_has_the_same(model_path):
 
 
 def test_the_text_is_such_as_the_model_writes(model_path):
-    """As likely as the model's own samples: a mean logprob near minus the entropy, unlike that of random tokens."""
+    """The text is as likely as the model's own samples: its mean logprob is near minus the mean entropy, unlike that of random
+    tokens."""
     engine = shard(model_path, None)
     scored_text = TextScorer(seed=3).measure(engine)
     entropies = []

@@ -109,7 +109,7 @@ def test_no_tokens_are_allowed():
 
 
 def test_logits_far_apart_neither_overflow_nor_vanish():
-    """A softmax of e^500 : 1 in every order of blocks, compared with the plain formula in float64."""
+    """Logits from -500 to 500, in ascending and in descending order, compared with the plain formula in float64."""
     hidden = torch.tensor([[500.0], [-500.0], [90.0]], requires_grad=True)
     layer = torch.nn.Linear(1, VOCAB, bias=False)
     layer.weight.data = torch.linspace(-1, 1, VOCAB)[:, None]

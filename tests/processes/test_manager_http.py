@@ -1,4 +1,4 @@
-"""The manager over real HTTP: waits that events end, clients that disappear, servers that are slow, wrong or dead."""
+"""The manager over real HTTP: requests that wait for an event, clients that disappear, servers that are slow, wrong or dead."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 B, ETA = 2, 1
 HEARTBEAT_S = 0.1
-LEASE_S = 20.0  # for tests in which no lease may end; an answer is late after a sixth of it
+LEASE_S = 20.0  # for tests in which no lease may end; a health probe's answer is late after a sixth of it
 SHORT_LEASE_S = 4.0  # for tests that wait for the end of a lease
 LIMIT_S = 25.0  # less than the 30 s of waiting requests: events must answer them earlier
 
@@ -63,7 +63,7 @@ class FakeServer:
         self.loading = asyncio.Event()
         self.echo: Callable[[str], str] = lambda version: version
         self.broken = False
-        self.mismatch = False  # it loads the weights but computes with others
+        self.mismatch = False  # True: it loads the weights, but reports that its logprobs differ from the trainer's
 
     async def start(self) -> str:
         app = web.Application()
@@ -324,7 +324,8 @@ def ids(reply: AllocateReply) -> list[str]:
 
 
 async def test_an_answer_waits_for_admission(setup: Setup) -> None:
-    """The bound is reached. A train step consumes samples, but capacity grows only once its weights are served."""
+    """Requests for tickets wait, because the staleness bound is reached. A train step consumes samples, but the manager grants new
+    tickets only once the step's weights are served."""
     tickets = ids(await setup.allocate(100))
     assert len(tickets) == (1 + ETA) * B
     await setup.finish(*tickets)
@@ -375,7 +376,8 @@ async def test_clients_that_vanish_while_waiting_get_nothing(setup: Setup) -> No
 
 
 async def test_tickets_of_answers_that_nobody_read_come_back(setup: Setup) -> None:
-    """The grant was made, but the client had disconnected. No heartbeat lists its tickets, so they are handed out again."""
+    """The manager granted tickets, but the client had disconnected. No heartbeat lists these tickets, so they are handed out
+    again."""
     lost = ids(await setup.allocate(3))  # the test acts as if it had never read them
     (kept,) = ids(await setup.allocate(1))
     for _ in range(3):
@@ -473,7 +475,7 @@ async def test_unknown_paths_and_wrong_methods_are_told(setup: Setup) -> None:
 
 
 async def test_answers_are_plain_http_whatever_the_client_does(setup: Setup) -> None:
-    """A body in several pieces, a reused connection, and a connection that closes after its answer."""
+    """The client sends a body in several pieces, reuses a connection, and asks the server to close it after the answer."""
     body = b'{"worker": "rollout_worker/0", "incarnation": "a", "held": []}'
     reader, writer = await asyncio.open_connection(*setup.url.removeprefix("http://").split(":"))
     answers = []
@@ -495,7 +497,7 @@ async def test_answers_are_plain_http_whatever_the_client_does(setup: Setup) -> 
 
 
 async def test_a_report_of_a_large_batch_is_taken_in(setup: Setup) -> None:
-    """Longer than aiohttp's default limit of 1 MiB."""
+    """The report is longer than aiohttp's default limit of 1 MiB."""
     (ticket,) = ids(await setup.allocate(1))
     others = [f"a1-e0-p{position}-i1-v0-h0-x_{position}" for position in range(50_000)]
     body = {"attempt": 1, "trained_version": 0, "consumed": [*others, ticket], "stored": []}
@@ -517,7 +519,7 @@ async def test_room_for_one_goes_to_who_waits_longest(setup: Setup) -> None:
 
 
 async def test_an_attempt_that_no_master_has_begun_is_refused(setup: Setup) -> None:
-    """A forged attempt number of 999, sent over HTTP, used to end the run's tickets and its master, once an attempt."""
+    """A forged attempt number of 999, sent over HTTP, used to end the run's tickets and its master, once per attempt."""
     (ticket,) = ids(await setup.allocate())
     report = {"attempt": 999, "trained_version": 0, "consumed": [], "stored": [], "full": True, "num_prompts": 9}
     body = msgspec.json.encode({**report, "num_epochs": 1})
@@ -669,7 +671,7 @@ async def test_weights_that_no_server_computes_with_end_the_run(tmp_path: Path) 
 
 
 async def test_one_mismatch_of_a_server_that_has_gone_does_not_end_the_run(tmp_path: Path) -> None:
-    """It is the only one, and its name disappears while it loads: no server that lives has failed the check."""
+    """The name of the only server disappears while the server loads, so no live server has failed the check."""
     async with running(tmp_path) as setup:
         server = await setup.add_server()
         server.mismatch = True

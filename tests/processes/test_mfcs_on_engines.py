@@ -113,7 +113,7 @@ def test_a_critic_learns_what_is_to_come(tiny: Path) -> None:
 
 
 def test_a_critic_step_is_that_of_a_loop_by_hand(tiny: Path) -> None:
-    """Sequence by sequence, with transformers' own model and torch's AdamW."""
+    """The loop processes one sequence at a time, with transformers' own model and torch's AdamW."""
     train = replace(TRAIN, critic=replace(TRAIN.critic, value_norm=False))
     engines = {role: TrainEngine(model_config(tiny, role), train) for role in KINDS}
     graph = build_dataflow(train)

@@ -466,7 +466,8 @@ def test_the_interface_of_loopback():
 
 
 def in_one_process(model_path, train: TrainConfig, batches: list[list[str]]) -> dict[str, dict[str, torch.Tensor]]:
-    """The same batches and dataflow on whole models, without ranks, streams or stores. Return the weights by trained role."""
+    """Train on the same batches with the same dataflow on whole models, without ranks, streams or stores. Return the weights by
+    trained role."""
     graph = build_dataflow(train)
     engines = {model.name: TrainEngine(model, train) for model in on_one_worker(model_path, train)}
     interfaces = {name: make_interface(mfc, train, seed=1) for name, mfc in graph.mfcs.items()}
@@ -506,7 +507,7 @@ async def push_all(side: TrainingSide, heads: dict[str, int]) -> None:
 
 
 def wait_until_stores_are_empty(side: TrainingSide) -> None:
-    """Read from the workers' statuses, which are published twice a second."""
+    """Wait until no worker's status shows a group in its store. Statuses are published twice a second."""
     keys = [side.names.status(f"model_worker/{index}") for index in range(side.num_workers)]
     deadline = time.monotonic() + LIMIT_S
     while held := [msgspec.json.decode(side.resolver.get(key), type=WorkerStatus).queues.get("store") for key in keys]:

@@ -225,7 +225,7 @@ def test_concurrent_swaps_lose_no_increment(open_session: OpenSession, root: str
 
 @pytest.fixture
 def slow_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Delay reads, as a busy machine may, whatever the limit of a wait."""
+    """Let the read of a wait take up to LIMIT_S, whatever the limit of the wait is, because a busy machine may delay it."""
     monkeypatch.setattr(interface, "_MIN_READ_S", LIMIT_S)
 
 

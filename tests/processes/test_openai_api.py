@@ -245,7 +245,7 @@ async def test_errors_have_the_form_of_the_api(stage: Stage) -> None:
 
 
 async def test_the_end_of_a_rollout_reaches_the_client_and_is_kept(stage: Stage) -> None:
-    """Once: openai's client retries by itself, but not in this case."""
+    """The policy is called once: openai's client retries by itself after many errors, but not after this one."""
     stage.policy.say(RolloutReleased("server_lost", "gone"))
     async with openai.AsyncOpenAI(base_url=stage.endpoint.base_url(stage.id), api_key="any", max_retries=3) as client:
         with pytest.raises(openai.APIStatusError, match="server_lost: gone") as ended:

@@ -181,7 +181,7 @@ def one_torch_thread():
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
-    """Tiny models of 3 layers, which 2 stages do not divide."""
+    """Tiny models of 3 layers, which 2 stages cannot share evenly."""
     kinds = {"tied": ("qwen2", True), "untied": ("qwen2", False), "qwen3": ("qwen3", True), "llama": ("llama", False)}
     made = {}
     for name, (architecture, tied) in kinds.items():
@@ -268,12 +268,13 @@ def compare(ranks: RankProcesses, cell: Cell, grids: tuple[str, ...]) -> None:
 
 
 def test_heads_with_norms_of_their_own(ranks, paths):
-    """Qwen3: every tensor rank has q_norm and uses it on its own heads, so the gradient is a sum over the tensor ranks."""
+    """In Qwen3 every tensor rank has q_norm and uses it on its own heads, so the gradient of q_norm is a sum over the tensor
+    ranks."""
     compare(ranks, Cell(paths["qwen3"]), ("m2", "d2p2m2"))
 
 
 def test_a_vocabulary_that_does_not_divide(ranks, tmp_path_factory):
-    """65 words over 2 tensor ranks, and each part over 2 data ranks."""
+    """65 tokens over 2 tensor ranks, and in d2m2 each part over 2 data ranks."""
     for tied in (True, False):
         path = str(tmp_path_factory.mktemp("odd"))
         tokenizer = make_char_tokenizer(None, ALPHABET + "#")
@@ -314,7 +315,7 @@ def run_in_units(rank: int, grid: str, cell: Cell) -> Outcome:
 
 
 def test_large_models_are_gathered_in_units(ranks, paths):
-    """Here every layer is a unit."""
+    """The test makes units so small that every layer is one."""
     ranks.run(make_meshes)
     cell = Cell(paths["untied"], train=replace(MICRO, gradient_checkpointing=True))
     for grid in ("d2", "d2p2"):
@@ -341,7 +342,7 @@ def count_reductions(rank: int, grid: str, cell: Cell) -> int:
 
 
 def test_gradients_are_summed_after_each_micro_batch_unless_they_may_add_up(ranks, paths):
-    """Until they are summed, each rank holds the gradients of all parameters."""
+    """If gradients are not summed after each micro-batch, each rank holds those of all parameters until the end of the step."""
     ranks.run(make_meshes)
     once = ranks.run(count_reductions, "d2", Cell(paths["untied"]), num_ranks=2)
     each = ranks.run(count_reductions, "d2", Cell(paths["untied"], train=MICRO), num_ranks=2)

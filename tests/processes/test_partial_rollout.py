@@ -27,12 +27,12 @@ MakeClient = Callable[..., Awaitable[PartialRolloutManager]]
 
 
 class Chooser:
-    """The manager's /schedule_request: return the servers that the test lists, one a call."""
+    """Acts as the manager's /schedule_request: each call removes the first of `servers` and returns it, or "no_server"."""
 
     def __init__(self) -> None:
         self.servers: list[FakeGenerationServer] = []
         self.lost: list[str] = []
-        self.busy = 0  # calls because a server was busy
+        self.busy = 0  # number of calls with the reason that the server was busy
 
     async def schedule(self, ticket_id: str, lost_server: str, *, busy: bool, **_: object) -> ScheduleReply:
         self.lost.append(lost_server)
@@ -148,7 +148,8 @@ async def test_an_interruption_resumes_on_the_same_server_with_versions_exact(
     assert response.logprobs == [logprob_of(token) for token in response.output_ids]
     assert response.versions == [(V1, 21), (V2, 11)]
     assert [len(request.input_ids) for request in server.requests] == [3, 19, 24]
-    assert [request.priority for request in server.requests] == [0, 1, 1]  # it keeps its place before waiting requests
+    # A continued response goes before new requests
+    assert [request.priority for request in server.requests] == [0, 1, 1]
     assert client.counts.interrupted == 1
     assert chooser.lost == []
 
@@ -156,7 +157,7 @@ async def test_an_interruption_resumes_on_the_same_server_with_versions_exact(
 async def test_a_group_stays_on_one_server_over_pieces_updates_and_steps(
     servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser
 ) -> None:
-    """That server has its prefixes in the cache."""
+    """The server that the group stays on has the group's prefixes in its cache."""
     server, other = servers
     server.script.extend([None, 7, 3, 0])  # updates in the middle
     server.version_after_interrupt = 2
@@ -215,7 +216,7 @@ async def test_a_full_queue_is_waited_for_and_then_left(
 async def test_servers_that_are_full_for_long_lose_no_ticket(
     servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser
 ) -> None:
-    """For longer than a lost server would be retried."""
+    """The servers stay full for longer than the client would retry a lost server."""
     servers[0].script.extend(web.Response(status=503) for _ in range(40))
     chooser.servers = [servers[0]] * 20  # the manager says that no other server has room
     client = await make_client({"busy_s": (0.0,)})
@@ -334,7 +335,8 @@ async def test_a_frozen_server_is_left_after_the_timeout(
 async def test_a_server_that_is_said_to_be_dead_is_left_at_once(
     servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser
 ) -> None:
-    """Long before the timeout. Unanswered tokens are generated again elsewhere; answered ones are kept."""
+    """The client leaves the server long before the timeout. It keeps the tokens that were answered. The others are generated again
+    elsewhere."""
     first, second = servers
     first.hold_beyond = 1 + len(PROMPT)
     first.hold.clear()

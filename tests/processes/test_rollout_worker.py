@@ -302,7 +302,8 @@ async def test_rollouts_that_will_not_do_are_rejected_with_their_reason(
 
 
 async def test_groups_that_teach_nothing_are_rejected_where_the_config_says_so(stage: Stage) -> None:
-    """DAPO's dynamic sampling, in any units of the rewards: all rewards equal, or not. Evaluation accepts every group."""
+    """DAPO's dynamic sampling for rewards in any unit: a group is rejected if all its rewards are equal. Evaluation accepts every
+    group."""
     stage.rollout = replace(stage.rollout, reject_equal_rewards=True)
     stage.rows[1]["answer"] = "differ"
     await stage.start()
@@ -317,7 +318,8 @@ async def test_groups_that_teach_nothing_are_rejected_where_the_config_says_so(s
 
 
 async def test_a_new_manager_is_told_at_once_what_is_held(stage: Stage) -> None:
-    """This holds although the next heartbeat is not due for long, and the frozen old manager has closed no connection."""
+    """A new manager learns at once which tickets the worker holds, although the next heartbeat is not due for long, and although
+    the frozen old manager has closed no connection."""
     stage.server.hold.clear()
     stage.manager.heartbeat_s = 1000.0
     await stage.start()

@@ -122,7 +122,8 @@ async def beat(setup: Setup, client: PartialRolloutManager, tickets: Sequence[Ti
 
 
 async def keep_busy(setup: Setup, url: str, first: int) -> None:
-    """Long responses of another client, one after the other. The first is shorter, so that those of several clients end apart."""
+    """Request long responses as another client, one after another. The first has `first` tokens, so that the responses of several
+    such clients end at different times."""
     for number in itertools.count():
         body = {
             "input_ids": PROMPT,

@@ -1,9 +1,10 @@
 """The same batch gives the same update in any layout: PPO with critic and reference, through the real calls.
 
-One trainer group of eight model workers holds an actor and a critic in every layout, each twice: for whole batches, and for batches
-split into micro-batches. The master's executor runs the same trajectories through each of them, over etcd, ZeroMQ and
-torch.distributed. They are pushed to the heads, moved to the workers that need them, and trained on. The ranks that hold the
-weights export them. The result is compared with an engine in this process that has no ranks.
+There are two trainer groups, one after the other: one for whole batches, and one for batches split into micro-batches. A trainer
+group of eight model workers holds an actor and a critic in every layout. The master's executor runs the same trajectories through
+each layout, over etcd, ZeroMQ and torch.distributed. The trajectories are pushed to the heads, moved to the workers that need them,
+and trained on. The ranks that hold the weights export them. The result is compared with that of an engine in this process without
+ranks.
 
 The loss is the decoupled one, with a KL penalty to a reference, GAE from the critic's values, and advantages normalized over the
 batch.
@@ -118,7 +119,7 @@ def group(name: str, size: int, ticket: str, number: int) -> tuple[TrajectoryMet
 
 @pytest.fixture(scope="module")
 def expected(paths: dict[str, Path], train: TrainConfig) -> dict[str, Update]:
-    """By batch, computed in this process on engines without ranks."""
+    """The expected update of each batch, computed in this process on engines without ranks."""
     updates = {}
     for batch, groups in BATCHES.items():
         graph = DataflowGraph(training_mfcs(train))
@@ -144,7 +145,7 @@ def expected(paths: dict[str, Path], train: TrainConfig) -> dict[str, Update]:
 def found(
     paths: dict[str, Path], train: TrainConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, str, str], Update]:
-    """By cell, computed by a trainer group of model workers for each budget."""
+    """The update of each cell. A trainer group of model workers for each budget computes them."""
     updates = {}
     for budget, max_tokens in BUDGETS.items():
         cells = [Cell(*cell) for cell in CELLS if cell[1] == budget]
@@ -228,7 +229,7 @@ def test_same_update(
 
 
 def test_the_update_changes_all_weights(expected: dict[str, Update], paths: dict[str, Path]) -> None:
-    """Otherwise the comparison would show little."""
+    """If some weights did not change, the comparison of the layouts would show little."""
     for role, weights in expected["seven"].weights.items():
         before = load_file(paths[role] / "model.safetensors")
         for name, tensor in weights.items():

@@ -378,12 +378,12 @@ def test_who_goes_on_trying_is_ended(pool: SandboxPool) -> None:
 def test_time_is_limited(pool: SandboxPool) -> None:
     busy = run(pool, "while True: pass")
     assert busy.outcome == "cpu_time"
-    each = 0.4  # below the limit, also the kernel's for each process; eight times this is over the limit for all
+    each = 0.4  # CPU seconds of each of eight processes: below the limit of one process, in total above the program's
     burn = f"while time.process_time() < {each}: pass"
     spread = run(pool, f"import os, time\nfor _ in range(3): os.fork()\n{burn}\ntime.sleep(1000)")
     assert spread.outcome == "cpu_time"  # their total
     assert LIMITS.cpu_s < spread.cpu_s
-    with contextlib.closing(SandboxPool(limits=Limits(wall_s=0.01))) as impatient:  # its own trial is exempt
+    with contextlib.closing(SandboxPool(limits=Limits(wall_s=0.01))) as impatient:  # not for the pool's own trial
         assert run(impatient, SLEEPER).outcome == "wall_time"
 
 
@@ -507,7 +507,7 @@ def test_a_busy_pool_says_so(pool: SandboxPool, monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_the_examples_reward_runs_what_the_model_wrote_in_its_judges(tmp_path: Path) -> None:
-    """A group with a right answer, a wrong one, and some that would harm a machine."""
+    """Judge a group with right answers, wrong ones, and some that would harm a machine without a sandbox."""
     path = Path(__file__).parents[2] / "examples" / "code" / "reward.py"
     logger = logging.getLogger("test")
     board = StatusBoard(worker_info("rollout_worker", tmp_path), logger)

@@ -98,7 +98,7 @@ async def until(condition):
 
 
 def with_own_key(secrets):
-    """A peer that CURVE alone lets in: a key of the stranger's own, and the receiver's public key."""
+    """A stranger that CURVE alone would let in: it has a key pair of its own, and the receiver's public key."""
 
     def setup(push):
         public, secret = zmq.curve_keypair()
@@ -131,7 +131,7 @@ async def test_only_a_process_of_the_run_reaches_a_receiver():
 
 
 async def test_the_keys_of_one_receiver_open_no_other_in_the_same_process():
-    """Two runs in one context: each is a domain of its own."""
+    """Two runs have receivers in one ZeroMQ context. Each run is an authentication domain of its own."""
     one, other = Secrets.make(), Secrets.make()
     context = zmq.Context()
     delivered = asyncio.Queue()

@@ -44,7 +44,7 @@ def fill(disk: Path) -> None:
 
 @contextmanager
 def filled(disk: Path) -> Iterator[None]:
-    """Another process takes all free space at once."""
+    """Act as another process that takes all free space, and again as soon as some is free."""
     over = threading.Event()
 
     def take() -> None:
@@ -61,7 +61,8 @@ def filled(disk: Path) -> Iterator[None]:
 
 
 def test_a_disk_that_fills_up_under_etcd(mount: Callable[[str], Path]) -> None:
-    """Its data is removed, which frees space, and all sessions put their entries again. If that is not enough, the run ends."""
+    """The launcher removes etcd's data, which frees space, and all sessions put their entries again. If that is not enough, the run
+    ends."""
     disk = mount("size=200m")
     notices: list[str] = []
     service = NameService.open(
@@ -95,7 +96,7 @@ def test_a_disk_that_fills_up_under_etcd(mount: Callable[[str], Path]) -> None:
             assert worker.wait(name, LIMIT_S) == "http://here"
 
             (disk / "filling").unlink()
-            tear_its_data()  # with whole data it could start without further space
+            tear_its_data()  # with undamaged data etcd could start without free space
             told = r"etcd ended and could not be started again: .*The disk is full"
             with filled(disk):
                 os.kill(server.pid, signal.SIGKILL)

@@ -143,7 +143,7 @@ def test_of_one_that_is_stopped_or_gone_it_is_said(found: dict[str, Stacks]) -> 
 
 
 def test_nobody_else_is_sent_a_signal(tmp_path: Path) -> None:
-    """The pid now belongs to another process, or the file is not one of stacks."""
+    """No signal is sent if the pid in a stacks file now belongs to another process, or if the file is not a stacks file."""
     with subprocess.Popen(["sleep", "1000"]) as other:
         try:
             file = tmp_path / f"master_0{SUFFIX}"

@@ -194,7 +194,7 @@ async def test_oversized_is_refused_by_the_limit_of_the_head(resolver, opened):
 
 
 class HeadProcess:
-    """Runs stream_puller.py and publishes it in the test's resolver."""
+    """Runs stream_puller.py and publishes its endpoint in the test's resolver."""
 
     def __init__(self, resolver, journal: Path) -> None:
         self.resolver, self.journal = resolver, journal
@@ -271,7 +271,7 @@ async def test_a_frozen_head_leaves_the_pusher_within_its_credit(resolver, opene
     assert turned == 20
     assert 0 < most_bytes <= RUNTIME.push_credit_items * size
     assert frozen_at < 120
-    assert push.num_resent == 0  # it had received all of them, and its answers to resend queries said so
+    assert push.num_resent == 0  # the head had received all messages, and its answers to resend queries said so
     assert verdicts == ["stored"] * 200
     assert sorted(map(int, head.stored())) == list(range(200))
 
@@ -408,7 +408,7 @@ async def test_the_barrier_waits_for_late_workers_and_passes_over_stale_names(re
 
 
 async def test_calls_of_a_master_whose_attempt_is_over_are_refused(resolver, opened):
-    """The master was frozen while all model workers were restarted. It finds them by name and sends before its successor."""
+    """The old master was frozen while all model workers were restarted. It finds them by name and sends before the new master."""
     workers = [await opened(server(resolver, i, attempt=2)) for i in range(2)]
     ghost = await opened(client(resolver))
     calls = await opened(client(resolver, attempt=2))

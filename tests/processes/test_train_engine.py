@@ -55,7 +55,7 @@ def make_sample(num_groups: int = 7, group_size: int = 3, seed: int = 0) -> Sequ
 
 
 def policy_gradient(denominator: float):
-    """-sum(advantage * logprob) / denominator, with statistics of both kinds."""
+    """-sum(advantage * logprob) / denominator, with statistics that are summed (tokens, entropy) and a maximum (length_max)."""
 
     def loss_fn(outputs, data, cu_seqlens):
         logprobs_T, entropy_T = outputs["logprobs"], outputs["entropy"]

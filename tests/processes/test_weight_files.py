@@ -81,7 +81,8 @@ def damaged(body: bytes) -> bytes:
 
 
 class Flaky:
-    """Forwards the source's answers, damaged: (number of the request, body) -> body, maybe shorter."""
+    """Forwards the source's answers. `spoil` maps the number of a tensor file's request (from 1) and the answer's body to the body
+    that is sent, which may be damaged or shorter."""
 
     def __init__(self, source: str, spoil: Callable[[int, bytes], bytes]) -> None:
         self.requests: list[str] = []  # the requested range of each file request

@@ -57,7 +57,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
 def session_servers(
     sglang_config: GenerationConfig, store: WeightStore, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[], ServerInThread]]:
-    """Starts the server at the first request, and again if a test has killed it."""
+    """A function that returns the session's server. It starts the server at the first call, and again if a test has killed it."""
     log = tmp_path_factory.mktemp("sglang") / "sglang.log"
     started: list[ServerInThread] = []
 

@@ -77,7 +77,8 @@ async def status_of(url: str, path: str, body: dict[str, Any]) -> tuple[int, str
 async def test_1_tensors_are_received_between_begin_and_end_only(
     sglang_url: str, store: WeightStore, sglang_config: GenerationConfig
 ) -> None:
-    """A trainer that broadcasts without it would hang. The answer must be checked before any tensor is sent."""
+    """Without begin_weight_update SGLang receives no tensor, so a trainer that broadcasts one would hang. Therefore the trainer
+    must check SGLang's answer before it sends any tensor."""
     body = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "none", "flush_cache": False}
     async with raw(sglang_url) as client:
         with pytest.raises(SGLangError, match="must run between begin_weight_update") as refused:
@@ -133,7 +134,7 @@ async def test_4_a_request_that_comes_while_sglang_is_paused_cannot_be_aborted(
         began = time.monotonic()
         async with aiohttp.ClientSession() as session, session.get(f"{sglang_url}/health") as answer:
             assert answer.status == 200
-        assert time.monotonic() - began < 15.0  # otherwise 20 s: SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0
+        assert time.monotonic() - began < 15.0  # 20 s without SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0
         await client.resume(limit_s=10.0)
         await within(blocked)
     environment = server_environment({}, python="/venv/bin/python", tmp="/t", tensor=1, on_gpu=True)
@@ -148,7 +149,8 @@ async def test_4_a_request_that_comes_while_sglang_is_paused_cannot_be_aborted(
 async def test_5_an_update_without_a_pause_waits_for_running_requests(
     sglang_url: str, store: WeightStore, sglang_config: GenerationConfig
 ) -> None:
-    """Its duration is that of the longest response. asyncrl states how to treat running requests: a pause mode, or a time limit."""
+    """An update without a pause takes as long as the longest running response. asyncrl therefore pauses the server, or limits the
+    time of the update."""
     async with raw(sglang_url) as client, attached(sglang_url, store, sglang_config) as engine:
         future = engine.submit(EngineRequest("r", [1, 2], LONG))
         await counter_of(engine).reaches(20)
@@ -255,7 +257,7 @@ async def test_8_logprobs_are_after_temperature_and_before_filters(
 async def test_9_weights_come_from_disk_or_over_the_network_only(
     sglang_url: str, store: WeightStore, sglang_config: GenerationConfig
 ) -> None:
-    """/update_weights_from_tensor of another process kills SGLang on a CPU (not shown here). asyncrl never calls it."""
+    """/update_weights_from_tensor, called by another process, kills SGLang on a CPU (not shown here). asyncrl never calls it."""
     import asyncrl
 
     sources = Path(asyncrl.__file__).parent.rglob("*.py")
@@ -264,7 +266,7 @@ async def test_9_weights_come_from_disk_or_over_the_network_only(
 
 
 def test_scoring_while_paused_in_place_is_refused_by_the_config(store: WeightStore) -> None:
-    """Such a request would make SGLang wait for itself: see test 4."""
+    """A scoring request would wait for the end of SGLang's pause (see test 4), and the pause would end only after the scores."""
     from asyncrl.config.schema import WeightsConfig
 
     config = ExperimentConfig(

@@ -132,7 +132,7 @@ async def test_both_engines_get_a_version_in_one_broadcast(
 async def test_a_request_lives_through_a_broadcast(
     sglang_url: str, store: WeightStore, sglang_config: GenerationConfig
 ) -> None:
-    """retract: the request waits with its tokens and goes on under the new version."""
+    """With mode retract the request waits, keeps its tokens, and goes on under the new version."""
     async with sglang(sglang_url, store, sglang_config) as ours, sender() as trainer:
         trainer.hold(held(store, V1))  # makes a model, which may take as long as the response
         sampling = SamplingParams(max_new_tokens=800, ignore_eos=True)
@@ -146,7 +146,7 @@ async def test_a_request_lives_through_a_broadcast(
 async def test_without_begin_it_answers_400_and_nothing_is_sent(
     sglang_url: str, store: WeightStore, sglang_config: GenerationConfig
 ) -> None:
-    """SGLang's own answer, and asyncrl's refusal before SGLang is asked."""
+    """SGLang itself answers 400. asyncrl refuses such a request earlier, without a request to SGLang."""
     client = SGLangClient(sglang_url)
     try:
         body = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "none"}
@@ -167,7 +167,8 @@ async def test_without_begin_it_answers_400_and_nothing_is_sent(
 async def test_a_sender_that_goes_away_leaves_a_server_that_loads_from_disk(
     sglang_url: str, store: WeightStore, sglang_config: GenerationConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang alone would wait for half an hour. The sender's end unblocks it. It serves nothing until it has loaded from disk."""
+    """SGLang alone would wait for half an hour. The end of the sender unblocks it. The server then serves nothing until it has
+    loaded weights from disk."""
     broadcast, sent = GroupMember.broadcast, []
 
     async def stop_sending(self: GroupMember, *arguments: Any) -> None:

@@ -136,7 +136,7 @@ async def within(awaitable: Any, limit_s: float = LIMIT_S) -> Any:
 async def test_logprobs_equal_a_plain_forward(
     sglang_url: str, store: WeightStore, sglang_config: GenerationConfig
 ) -> None:
-    """Very different lengths, temperatures and filters in one batch."""
+    """Requests with very different lengths, temperatures and filters run in one batch."""
     rng = random.Random(1)
     async with attached(sglang_url, store, sglang_config) as engine:
         asked = []
@@ -226,7 +226,8 @@ async def test_a_whole_context_can_be_filled(
 async def test_updates_under_load_give_exact_versions(
     sglang_url: str, store: WeightStore, sglang_config: GenerationConfig, mode: str
 ) -> None:
-    """More requests than run at a time, and updates while they run. Each token is shown to be of the version that it names."""
+    """The weights are updated while requests run and others wait. Each token's logprob shows that the version of its label sampled
+    the token."""
     rng = random.Random(6)
     async with attached(sglang_url, store, sglang_config, max_running_requests=12) as engine:
         prompts = [make_prompt(rng, rng.choice([3, 20, 90])) for _ in range(18)]
@@ -431,7 +432,8 @@ async def test_what_sglang_would_take_badly_is_refused(
 async def test_a_whole_generation_server_in_front(
     sglang_url: str, store: WeightStore, sglang_config: GenerationConfig, tmp_path: Path
 ) -> None:
-    """The engine `external` in its process: asyncrl's protocol over sockets, versions, the journal. SGLang lives on afterwards."""
+    """A generation server with the engine `external`: asyncrl's protocol over sockets, versions, the journal. SGLang still runs
+    after the server has ended."""
     name_resolve = NameResolveConfig(endpoints=[f"memory://{tmp_path}"])
     run_dir = str(store.root / "run")
     info = WorkerInfo("generation_server", 0, 1, "e", "t", 1, run_dir, 1, name_resolve, RuntimeConfig())

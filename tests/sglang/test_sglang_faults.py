@@ -69,7 +69,7 @@ def sglang_servers(run: RunHandle) -> list[psutil.Process]:
 
 
 def sglang_with_its_owner(run: RunHandle) -> bool:
-    """Whether some SGLang server has a live generation server. An orphan has another parent."""
+    """Whether some SGLang server is a child of the live generation server 0. An orphan has another parent."""
     owners = [
         process.pid
         for process in processes_of(run.run_dir)
@@ -128,7 +128,7 @@ async def test_sglang_that_stands_still_is_given_up_and_who_waits_is_told(
     session_servers: Callable[[], object],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The server process then fails, and the launcher restarts it as if SGLang had died."""
+    """The engine fails if SGLang stands still. In a run the generation server then fails, and the launcher restarts it."""
     server = session_servers().process  # type: ignore[attr-defined]
     engine = SGLangEngine(str(store.model_path), sglang_config, AttachedServer(server.url))
     await engine.start()

@@ -15,8 +15,8 @@ from asyncrl.weights.versions import version_dir, write_version
 
 V0, V1, V2, V3 = (WeightVersion(1, v) for v in range(4))
 MAX_POSITIONS = 1024
-EXACT = 1e-5  # SGLang and transformers compute the same logprobs, in float32
-_TELLING = 8  # tokens: the mean logprobs differ clearly between two versions; those of a single token may be close
+EXACT = 1e-5  # largest difference between logprobs of SGLang and of transformers with equal weights, in float32
+_TELLING = 8  # least number of tokens whose mean logprobs always differ clearly between two versions
 
 
 class WeightStore:
@@ -63,7 +63,8 @@ class WeightStore:
             return self._models[version](torch.tensor([ids])).logits[0]
 
     def assert_versions_are_exact(self, prompt: Sequence[int], generated: Generated) -> set[str]:
-        """Each token's logprob matches the version that it is labelled with, and no other. Return the versions."""
+        """Assert that each token's logprob matches the version that labels its span, and that no other version matches the span.
+        Return the versions of the spans."""
         tokens, found = generated.token_ids, generated.logprobs
         assert [span.start for span in generated.spans] == [0, *(span.end for span in generated.spans[:-1])]
         assert generated.spans[-1].end == len(tokens) == len(found)

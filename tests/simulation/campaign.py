@@ -1,4 +1,4 @@
-"""Simulates many seeds on several cores. For a failing seed, finds the smallest set of faults that still makes it fail.
+"""Simulates many seeds on several cores. For a failing seed, finds a small set of faults that still makes it fail.
 
 Seeds run in separate interpreters with a fixed hash seed, so that sets of strings have the same order everywhere. A failing seed
 then fails in the same way on any machine with the same code and the same Python.
@@ -49,7 +49,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Explained:
-    """A simulated seed with its events. If it fails, the scenario has the fewest faults that still make it fail in the same way."""
+    """A simulated seed with its events. If the seed fails and shrinking is on, this is its shrunk scenario (see `shrunk`)."""
 
     violation: str
     scenario: Scenario
@@ -59,7 +59,8 @@ class Explained:
 
 
 def campaign(first: int, count: int, *, jobs: int, bug: str = "", faults: bool = True) -> Iterator[Progress]:
-    """Simulate `count` seeds from `first` on. The last Progress has the first failure, if any. No seed starts after a failure."""
+    """Simulate `count` seeds from `first` on. After a failure no further seeds are submitted, but submitted ones still run. The
+    last Progress has the failing seed with the lowest number among those that ran, if any."""
     began = time.monotonic()
     num_seeds = num_steps = 0
     virtual_s = 0.0
@@ -91,7 +92,8 @@ def explain(
     log: bool = False,
     extra: tuple[Fault, ...] = (),
 ) -> Explained:
-    """Simulate a seed again and keep its events. If it fails, find the fewest faults. extra: faults in addition to the seed's."""
+    """Simulate a seed again and keep its events. If it fails, shrink its scenario, unless `shrink` is False. extra: faults in
+    addition to the seed's."""
     with _interpreters(1) as pool:
         return pool.submit(_explain, seed, bug, shrink, faults, log, extra).result()
 
@@ -144,7 +146,8 @@ def _explain(seed: int, bug: str, shrink: bool, faults: bool, log: bool, extra: 
 
 
 def shrunk(outcome: Outcome, simulate: Callable[[Scenario], Outcome]) -> Outcome:
-    """Shrink a scenario: try fewer faults, then shorter and simpler ones. Keep each change that still gives the same violation."""
+    """Shrink a scenario: try fewer faults, then shorter and simpler ones. Keep each change with which the same invariant is still
+    broken; the details may differ. At most _TRIES simulations."""
     name, tries = outcome.violation.partition(":")[0], 0
 
     def still(scenario: Scenario) -> bool:

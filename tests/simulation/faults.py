@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Injector:
-    """Injects each fault at its time, or at the event that it waits for."""
+    """Injects each fault at the time `at`, or `at` seconds after the event that it waits for."""
 
     def __init__(self, run: SimulatedRun, faults: tuple[Fault, ...]) -> None:
         self._run = run

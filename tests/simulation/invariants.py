@@ -1,4 +1,4 @@
-"""Invariants that must hold after every event of a simulated run: invariants 1 to 5, and that the run ends.
+"""Invariants that must hold after every event of a simulated run: invariants 1 to 5 of DESIGN.md, and that the run ends.
 
 They are plain functions of the events and of the state, and do not rely on checks of the run's own parts. The first broken
 invariant is the outcome of the simulation.

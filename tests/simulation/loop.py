@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 MONOTONIC_START = 10_000.0  # not zero, because no code may rely on a clock that starts at zero
 CALENDAR_START = 1_800_000_000.0
-_MOST_AT_ONCE = 200_000  # handles without clock progress; more mean that a loop never waits
+_MOST_AT_ONCE = 200_000  # callbacks that may run before the clock advances; more of them mean that a loop never waits
 
 
 class StuckError(RuntimeError):
@@ -116,7 +116,7 @@ class Scheduler:
         raise StuckError(f"a process blocks its loop for {seconds:g} s")
 
     def at(self, when: float, callback: Callable[..., Any], *args: Any, loop: ProcessLoop | None = None) -> Handle:
-        """Call the function at that time: in a process's loop or, if loop is None, outside all processes."""
+        """Call the function at the time `when`: in a process's loop or, if loop is None, outside all processes."""
         handle = Handle(callback, args, None, when)
         heapq.heappush(self._timers, (when, self._next_number(), loop, handle))
         return handle
@@ -271,7 +271,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         return task
 
     def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
-        """Run the function on this thread, after the simulated delay of a thread and its disk."""
+        """Run the function on this thread, with the delays that `SimulatedWorld.on_thread` simulates."""
         if isinstance(func, functools.partial) and getattr(func.func, "__self__", None).__class__ is Context:
             # called by asyncio.to_thread, which runs the function in a copy of the context
             return self.create_task(self.process.world.on_thread(self.process, *func.args, **func.keywords))

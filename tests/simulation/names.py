@@ -76,7 +76,7 @@ class NameStore(MemoryStore):
         return lease_id
 
     def forget(self) -> None:
-        """Drop all data, as after a restart without the data folder."""
+        """Drop all data, as after a restart without the data folder, and end an outage."""
         self.entries.clear()
         self.leases.clear()
         self.watches.clear()

@@ -281,7 +281,7 @@ class _Exchange:
         pass
 
     def _travel(self, site: Site | None, then: Callable[[], None]) -> None:
-        """Simulate one way: to a site, where `then` runs in its process; or, if site is None, back to the client."""
+        """Simulate a transfer in one direction, then call `then`: in the site's process or, if site is None, in the client's."""
         world = self._world
         at = world.now + world.draw_delay()
         other = self._peer.process if self._peer is not None else None

@@ -165,7 +165,7 @@ class _Tail(LongTail):
 
     def length(self, input_ids: Sequence[int]) -> int:
         drawn = zlib.crc32(bytes(input_ids[: self.prompt_tokens]), self.seed) / 2**32
-        return 1 + int(3.0 / (0.04 + drawn**1.5))  # mean about 9, a few above 60
+        return 1 + int(3.0 / (0.04 + drawn**1.5))  # mean about 16, 5 % above 60, at most 76
 
 
 class SimEngine(PacedEngine):

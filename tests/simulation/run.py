@@ -48,7 +48,7 @@ class Outcome:
 
     scenario: Scenario
     violation: str
-    digest: str  # hash of the events: the same scenario always gives the same digest
+    digest: str  # hash of the events: the same scenario always gives the same digest; "" if the events are not kept
     num_events: int
     num_handles: int
     num_steps: int
@@ -158,7 +158,7 @@ class SimulatedRun(SimulatedWorld):
     # ----------------------------------------------------------------------------------------------- used by invariants
 
     def attempt_of(self, label: str) -> int:
-        """The attempt of a running incarnation."""
+        """The attempt of the newest incarnation of this process. label: name#incarnation."""
         return int(self.processes[label.partition("#")[0]].config.worker.attempt)
 
     def master_buffer(self, label: str) -> Any:
@@ -177,7 +177,7 @@ class SimulatedRun(SimulatedWorld):
         return folder.content if folder is not None else None
 
     def excused(self, label: str, error: str) -> bool:
-        """Whether a fault explains this end."""
+        """Whether a process may end with this error. Always False: no fault excuses one."""
         return False
 
     def note_death(self, process: Process) -> None:

@@ -23,18 +23,18 @@ from asyncrl.config.schema import (
     WeightsConfig,
 )
 
-NUM_STEPS = 50  # of every simulated run, at least
+NUM_STEPS = 50  # least number of train steps of a simulated run
 _HERE = "tests.simulation.processes"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault: at a time, or some time after the nth event of a kind."""
+    """A fault that strikes at a time, or some time after the nth event of a kind."""
 
     kind: str  # kill | power | torn | freeze | cut | messages | requests | outage | slow_disk | late_disk | damage
-    target: str = ""  # a process; for a cut, two processes: "one other"
+    target: str = ""  # a process; for a cut, one process to cut off from all others, or two names separated by a space
     at: float = 0.0  # seconds; after the event, if `event` is set
-    event: str = ""  # kind of event
+    event: str = ""  # kind of the event that the fault waits for; "" if it waits for none
     count: int = 0  # the fault waits for the nth event of this kind
     lasts_s: float = 0.0
     strength: float = 0.0

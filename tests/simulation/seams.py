@@ -324,8 +324,8 @@ def _patches() -> list[tuple[Any, str, Any]]:
 
 @contextlib.contextmanager
 def installed(wraps: Sequence[tuple[type, str, Callable[[Any], Any]]] = (), *, log: bool = False) -> Iterator[None]:
-    """Install the seams; simulations may run inside this block. wraps: further replacements, such as a bug: (owner, name, function
-    that makes the new attribute from the old one)."""
+    """Context in which the seams are installed. Simulations run inside it. wraps: further replacements, such as a bug: (owner,
+    name, function that makes the new attribute from the old one)."""
     replaced: list[tuple[Any, str, Any]] = []
     registry = asyncio.tasks._all_tasks  # type: ignore[attr-defined]
     registry.add = lambda task: None  # loops keep their own list, because Python's weak set costs more than a task

@@ -20,7 +20,7 @@ _KILLED = "was killed"
 
 
 class Supervisor:
-    """One launch after another."""
+    """Supervises a run through its successive launches."""
 
     def __init__(self, run: SimulatedRun, runtime: RuntimeConfig) -> None:
         self._run, self._runtime = run, runtime
@@ -77,7 +77,7 @@ class Supervisor:
         decision = self._supervision.decide(end, run.scheduler.time(), run.scheduler.monotonic())
         if isinstance(decision, EndRun):
             if how == _KILLED and not self._supervision.outlives(process.name):
-                # it was killed during its first start: the launcher gives up, and the user starts the run again
+                # the process was killed during its first start: the launcher gives up, and the user starts the run again
                 self.lose_power(run.network.random())
                 return
             run.invariants.broken("failed", f"the run ended: {decision.cause}")

@@ -167,7 +167,7 @@ class SimulatedWorld:
         """Called for each line of a journal."""
 
     def prune_checkpoints(self, keep_last: int) -> None:
-        """Simulates checkpoints.prune."""
+        """Called in place of checkpoints.prune. SimulatedRun prunes; this class does nothing."""
 
     def look_at(self, process: Process, board: StatusBoard) -> None:
         """Called about once a second with the board that a process shows to the launcher."""
@@ -275,7 +275,7 @@ class SimulatedWorld:
         )
 
     def tear_down(self) -> None:
-        """Forget all processes, and close their coroutines. Their `finally` blocks run, but cannot reach other processes."""
+        """Forget all processes, and close their coroutines. The `finally` blocks of these run, but cannot reach other processes."""
         for process in [*self.graveyard, *self.processes.values()]:
             process.dead = True
             process.loop.kill()
@@ -299,8 +299,8 @@ class SimulatedWorld:
     # --------------------------------------------------------------------------------------------------------- threads
 
     async def on_thread(self, process: Process, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Simulates asyncio.to_thread and run_in_executor. Calls of name resolve see its delays and outages. All other calls return
-        after the disk's delay."""
+        """Simulates asyncio.to_thread and run_in_executor. Calls of name resolve see its delays and outages. Calls marked `on_disk`
+        are delayed while the process has a slow disk. All other calls return at once, in a later turn of the loop."""
         owner = getattr(func, "__self__", None)
         if isinstance(owner, SimNameResolver):
             return await owner.on_thread(self, func, args, kwargs)

@@ -26,7 +26,7 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _quiet_nodes(cluster):
-    """Restore the nodes after each test."""
+    """Cancel all jobs after each test, and wait until no process is left on the nodes."""
     yield
     cluster.end_all_jobs()
 

@@ -73,7 +73,8 @@ class Job:
         return f"the job printed:\n{self.output()}\n{logs}"
 
     def devices(self) -> dict[str, tuple[str, str]]:
-        """Node and CUDA_VISIBLE_DEVICES of each worker process. The run must not use a fork server: forks do not show theirs."""
+        """Node and CUDA_VISIBLE_DEVICES of each worker process. The run must not use a fork server: /proc does not show the
+        environment that a forked worker sets."""
         found = {}
         for node in self.cluster.nodes:
             for pid in self.cluster.pids(node):
@@ -230,7 +231,7 @@ def start_soon(cluster: SlurmCluster, job: Job) -> None:
 
 
 def answer(start: str) -> str:
-    """The command's output. The command must succeed."""
+    """Run the page's command that begins with `start`, assert that it succeeds, and return its output."""
     done = subprocess.run(typed(start), capture_output=True, text=True, check=False, timeout=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

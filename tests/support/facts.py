@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 FOLDERS = ("asyncrl/", "launcher/", "examples/", "benchmarks/", "tests/", "configs/")
 SHARED, SHARED_IN_FILE = 0.5, 0.25
-FEWEST_WORDS = 4  # of a message; a sentence with fewer is compared by the words of its paragraph
+FEWEST_WORDS = 4  # shorter messages are no prose; for shorter sentences the words of their paragraph are compared
 # Generated files, and files that quote source code.
 _NO_PROSE = re.compile(
     r"docs/(configuration|chaos-matrix.*|design/path-of-a-.*)\.md|benchmarks/results\.md"
@@ -104,7 +104,7 @@ def facts_of(revision: str) -> list[Fact]:
 
 
 def lost(before: list[Fact], after: list[Fact], renamed: dict[str, str]) -> list[Fact]:
-    """The facts of `before` without a partner in `after`. renamed: new names of files by their old ones."""
+    """Return the facts of `before` without a partner in `after`. renamed: maps a file's old name to its new one."""
     candidates: defaultdict[str, list[Fact]] = defaultdict(list)
     for new in after:
         number, _, unit = new.fact.partition(" ")

@@ -5,8 +5,8 @@ with Hosts.make(3) as hosts:
     hosts[1].unplug(); hosts[1].plug()          # its network cable
     hosts[2].kill()                             # kills the host: all of its processes at once
 
-They share file system, memory and cores. They are isolated from all other networks. Every `Hosts` object has its own network, so
-concurrent test runs do not interfere.
+The hosts share this machine's file system, memory and cores. They are isolated from all other networks. Every `Hosts` object has
+its own network, so concurrent test runs do not interfere.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LIMIT_S = 20.0
 
 
 class NamespacesUnavailable(RuntimeError):
-    """This user may not create namespaces, or a tool is missing. The message says which."""
+    """Raised if this user may not create namespaces, or if a tool is missing. The message says which."""
 
 
 class NetworkHost:
@@ -94,17 +94,17 @@ class NetworkHost:
         )
 
     def unplug(self) -> None:
-        """Pull its cable: packets are lost, and no peer is notified."""
+        """Pull the host's network cable: packets are lost, and no peer is notified."""
         _ip("link", "set", self._cable, "down")
 
     def plug(self) -> None:
         _ip("link", "set", self._cable, "up")
 
     def kill(self) -> None:
-        """Cut its power: kill all its processes."""
+        """Simulate a power cut: kill all processes of the host."""
         if self._holder is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._init(), 9)  # the kernel then kills all others of the namespace
+                os.kill(self._init(), 9)  # the kernel then kills all other processes of the namespace
             self._holder.wait(_LIMIT_S)
             self._holder = None
 
@@ -116,7 +116,7 @@ class NetworkHost:
                 _ip(*words)
 
     def _init(self) -> int:
-        """Process id, in the outer namespace, of the first process of its namespace."""
+        """Return the id of the first process of the host's pid namespace, as the test process sees it."""
         assert self._holder is not None, f"{self.name} is not up"
         children = f"/proc/{self._holder.pid}/task/{self._holder.pid}/children"
         deadline = time.monotonic() + _LIMIT_S

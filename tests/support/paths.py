@@ -12,9 +12,10 @@ the path if
   contains the ticket's id, the prompt's locator or its text; or the version, as an object, as text or in a path. Strings, bytes,
   containers, messages and dataclasses are searched. Other objects, such as a worker or a ledger, are not, because they hold
   everything;
-- or it *carries* it: a function that holds it calls this one, directly or not, and it takes tensors, arrays, bytes or token ids;
-- or it *computes* it in a batch whose parts have no names: it takes tensors, in a generation server, while that server holds one
-  of the sample's requests.
+- or it *carries* the sample or the version: it takes tensors, arrays, bytes or token ids, and one of its callers, direct or
+  indirect, holds the sample or the version;
+- or it *computes* the sample in a batch whose parts have no names: it is called with tensors in a generation server, between
+  the first and the last event in which a generation server holds the sample.
 
 `BESIDE` lists files that are not counted although a function in them holds the sample or the version, each with the reason:
 metrics, traces and journals, the base of all workers, and the drivers of ZeroMQ, HTTP and etcd below our interfaces. The output
@@ -298,7 +299,7 @@ def paths(events: Path) -> dict[str, list[Visit]]:
 
 
 def is_beside(kind: str, file: str) -> bool:
-    """Whether a file is not counted on the path of this kind: sample or version."""
+    """Whether the path of this kind, sample or version, does not count the file."""
     return any(file == entry or (entry.endswith("/") and file.startswith(entry)) for entry in BESIDE[kind])
 
 

@@ -50,8 +50,8 @@ class RankProcesses:
     def __init__(
         self, num_ranks: int, *, backend: str = "gloo", limit_s: float = 60.0, preload: tuple[str, ...] = ()
     ) -> None:
-        """limit_s: of a call, and of each collective. preload: additional modules for the server to import, if it is not running
-        yet."""
+        """limit_s: time limit of a call, and of each collective. preload: further modules that the fork server imports when it
+        starts. A fork server that already runs does not import them."""
         self.num_ranks = num_ranks
         self.backend = backend
         self.limit_s = limit_s

@@ -28,8 +28,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 LIMIT_S = 1.0  # per request
 HANDSHAKE_S = 1.0  # of ZeroMQ; a refused handshake ends earlier
-STORE_S = 1.0  # per request to a possible TCPStore of torch
-_SILENCE_S = 0.3  # without data, after which an answer counts as complete
+STORE_S = 1.0  # per request to a socket that may be a TCPStore of torch
+_SILENCE_S = 0.3  # an answer counts as complete when no data has come for this time
 _AT_ONCE = 32
 _REFUSALS = (400, 401, 403, 404, 405, 408, 411, 413, 415, 426, 431, 501, 505)
 _PATHS = (
