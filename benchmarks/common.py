@@ -128,7 +128,8 @@ def seen_manager(config: GserverManagerConfig, files: ManagerFiles | None = None
 def make_manager(
     folder: str, servers: Sequence[str], *, eta: int, batch_size: int, num_clients: int
 ) -> tuple[Any, Any]:
-    """(manager, name resolver): configured as by the launcher, but with name resolve in memory, which holds the servers' URLs."""
+    """Return (manager, name resolver): configured as by the launcher, but with name resolve in memory, which holds the servers'
+    URLs."""
     from asyncrl.config.schema import GserverManagerConfig, ManagerConfig
     from asyncrl.runtime.names.open import open_name_resolver
 

@@ -325,7 +325,7 @@ class Generator:
     # ------------------------------------------------------------------------------------------------------ inside
 
     def _answers(self, wait_s: float) -> Iterator[tuple[int, Connection, bytes]]:
-        """(number, connection, body) of each answer within wait_s. `_asked` is the kind of its request."""
+        """Yield (number, connection, body) of each answer within wait_s. `_asked` is the kind of its request."""
         if self._master.unsent:
             self._master.flush()
             wait_s = min(wait_s, 0.001)

@@ -80,7 +80,7 @@ def part_asyncrl(parent: Parent, *, core: int, folder: str, servers: list[str], 
 
 
 def part_bare_aiohttp(parent: Parent, *, core: int, **_: Any) -> None:
-    """Only reads the body and answers with a recorded answer of the manager."""
+    """A bare aiohttp server that only reads the body and answers with a recorded answer of the manager."""
     from aiohttp import web
 
     _pin(core)

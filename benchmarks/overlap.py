@@ -258,7 +258,7 @@ def report(args: argparse.Namespace, bench: Overlap, rounds: Rounds) -> None:
 
 
 def speedups(medians: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Steps/s over those of the synchronous run of the same scenario."""
+    """Return steps/s over those of the run at eta 0 in the same scenario, for each side with such a run."""
     found = {}
     for name, numbers in medians.items():
         scenario, _, eta = name.rpartition("eta")

@@ -445,7 +445,8 @@ def single(part: str, cases: list[str], seconds: float, batch: int = 1) -> Calla
 
 
 def train_steps(rounds: int) -> dict[str, dict[str, float]]:
-    """Median milliseconds of a train step without and with the stream, in alternation."""
+    """Return by case the median milliseconds of a train step without and with the stream, measured in alternation, and the
+    slowdown."""
     found: dict[str, dict[str, list[float]]] = {case: {"alone": [], "beside": []} for case in TRAIN_CASES}
     with children(__file__, "asyncrl_receiver", "asyncrl_sender", trainer=True) as (trainer, sender):
         sender.send(**trainer.receive(START_S))

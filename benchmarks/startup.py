@@ -117,7 +117,7 @@ _IMPORTED = {**dict.fromkeys(KINDS, "setting up"), "generation_server": "loading
 
 
 def _log_lines(folder: Path) -> list[tuple[str, str, float]]:
-    """(kind of process, message, time) of all log lines."""
+    """Return (kind of process, message, time) of all log lines."""
     return [
         (kind, text, datetime.strptime(when, "%Y-%m-%d %H:%M:%S.%f").timestamp())
         for log in folder.glob("*.log")

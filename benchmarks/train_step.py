@@ -53,7 +53,7 @@ Step = Callable[[], float]  # takes one optimizer step; returns the gradient nor
 
 
 def long_tail(num_prompts: int) -> list[tuple[str, str]]:
-    """(prompt, response) of examples/long_tail: 280: -> 270;261;...;9;0, starts log-uniform in 5 to 300."""
+    """Return (prompt, response) pairs of examples/long_tail: 280: -> 270;261;...;9;0, starts log-uniform in 5 to 300."""
     import numpy as np
 
     pairs = []
@@ -99,7 +99,7 @@ def num_response_tokens(sequences: list[dict[str, Any]]) -> int:
 
 
 def rows_of(values: list[Any], width: int, *, left: bool = False) -> tuple[Any, Any]:
-    """(values padded with 0 to width, mask of the values)."""
+    """Return (values padded with 0 to width, mask of the values)."""
     import torch
 
     rows = torch.zeros(len(values), width, dtype=torch.as_tensor(values[0]).dtype)

@@ -57,7 +57,7 @@ def test_the_timeline_shows_all_processes_on_one_clock(run: RunHandle) -> None:
     ]
 
     def spans(name: str, kind: str) -> list[tuple[int, int]]:
-        """(start, end) in microseconds of each event called `name` in processes of this kind."""
+        """Return (start, end) in microseconds of each event called `name` in processes of this kind."""
         mine = [event for event in events if event["name"].startswith(name) and process[event["pid"]].startswith(kind)]
         complete = [(event["ts"], event["ts"] + event["dur"]) for event in mine if event["ph"] == "X"]
         begun = {(event["pid"], event["id2"]["local"]): event["ts"] for event in mine if event["ph"] == "b"}

@@ -162,7 +162,7 @@ def test_what_the_environment_says_is_read_and_not_trained(word_run: RunHandle, 
 
 
 def said_by(mask: np.ndarray, ids: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """(start, ids) of each consecutive run of the mask."""
+    """Return (start, ids) of each run of consecutive tokens in the mask."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
     return [(int(start), ids[start:end]) for start, end in zip(edges[::2], edges[1::2], strict=True)]
 

@@ -46,8 +46,8 @@ def launch_sorter(
 
 
 def launch_synchronous(sorter: Path, fileroot: Path, *overrides: str) -> RunHandle:
-    """eta = 0, greedy, one response a prompt: the run is deterministic. Advantages are normalized over the batch, because
-    a group of equal responses has no gradient."""
+    """Launch a run with eta = 0, greedy decoding and one response a prompt: it is deterministic. Advantages are normalized over
+    the batch, because a group of equal responses has no gradient."""
     return launch_sorter(
         sorter,
         fileroot,
@@ -150,7 +150,7 @@ def published_weights(run_dir: Path, version: int) -> dict[str, torch.Tensor]:
 
 
 def trained_events(run_dir: Path, attempt: int = 1) -> list[Event]:
-    """One event a train step, in order."""
+    """Return the journal's "trained" event of each train step, in order."""
     events = [event for event in journal(run_dir) if event["event"] == "trained" and event["attempt"] == attempt]
     assert [event["step"] for event in events] == list(range(1, len(events) + 1))
     return events

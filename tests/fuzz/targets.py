@@ -141,7 +141,7 @@ def mutated(rng: random.Random, corpus: Sequence[bytes]) -> bytes:
 
 @contextmanager
 def all_targets() -> Iterator[list[Target]]:
-    """Targets with sockets use in-memory sockets, on an event loop that lives as long as the targets."""
+    """Yield all targets. Those with sockets use in-memory sockets, on an event loop that lives as long as the targets."""
     loop = asyncio.new_event_loop()
     logging.disable(logging.WARNING)  # a million refusals would fill the log
     try:
@@ -198,7 +198,7 @@ def _meta() -> TrajectoryMeta:
 
 
 def _joined(header: bytes, frames: Sequence[memoryview]) -> bytes:
-    """One input: the length of the header, the header, then frames with the sizes that the header lists."""
+    """Return one input: the length of the header, the header, then frames with the sizes that the header lists."""
     parts = [len(header).to_bytes(2, "little"), header, bytes([len(frames)])]
     parts += [frame.nbytes.to_bytes(2, "little") for frame in frames]
     return b"".join([*parts, *frames])

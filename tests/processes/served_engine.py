@@ -72,7 +72,7 @@ class Served:
 
 @asynccontextmanager
 async def serve(run_dir: Path, tokenizer: Any = None) -> AsyncIterator[Served]:
-    """tokenizer: the model's tokenizer. None: one token a character."""
+    """Run a generation server that serves v0. tokenizer: the model's tokenizer; None: one with a token for each character."""
     torch.set_num_threads(1)
     make_tiny_model(run_dir / "model", tokenizer=tokenizer)
     models = {version: make_tiny_model(None, tokenizer=tokenizer, seed=version.version) for version in (V0, V1)}

@@ -21,7 +21,7 @@ def one_torch_thread():
 
 
 def models(architecture: str = "qwen2", plain: str = "eager", window: int | None = None, **shape):
-    """(the Hugging Face model, the same model with packed attention)."""
+    """Return (the Hugging Face model, the same model with packed attention)."""
     model = make_tiny_model(None, architecture, **({"hidden_size": 32, "intermediate_size": 64} | shape)).base_model
     model.config.sliding_window = window
     if hasattr(model, "has_sliding_layers"):

@@ -42,7 +42,7 @@ def model(sound: Path, tmp_path: Path) -> Path:
 
 
 def change(model: Path, key: str, make) -> None:  # type: ignore[no-untyped-def]
-    """Replace each tensor with `key` in its name by make(tensor). None removes it."""
+    """Replace each tensor with `key` in its name by make(tensor). If this is None, the tensor is removed."""
     tensors = load_file(model / "model.safetensors")
     made = {name: make(tensor) if key in name else tensor for name, tensor in tensors.items()}
     kept = {name: tensor for name, tensor in made.items() if tensor is not None}

@@ -77,7 +77,7 @@ def tensors_of(version: WeightVersion) -> list[tuple[str, torch.Tensor]]:
 
 
 def held(version: WeightVersion, bucket_bytes: int = 100_000) -> HeldSnapshot:
-    """Several buckets, so that a broadcast can fail in the middle."""
+    """A snapshot with several buckets, so that a broadcast can fail in the middle."""
     buckets = pack(((name, tensor, tensor.dtype) for name, tensor in tensors_of(version)), bucket_bytes)
     assert len(buckets) > 3
     return HeldSnapshot(version, buckets)

@@ -59,7 +59,7 @@ def save_all(ranks: RankProcesses, model_path: str, grid: str, path: Path) -> li
 
 
 def make(path: str, grid: str, ref_grid: str, *, change: float) -> dict[str, TrainEngine]:
-    """This rank's part of an actor with an optimizer, and of a frozen reference on the first ranks."""
+    """Make this rank's part of an actor with an optimizer, and of a frozen reference that only the first ranks hold."""
     models = {}
     for name, sizes in (("actor", grid), ("ref", ref_grid)):
         mesh = ModelMesh.make(placement(name, sizes), "cpu")
@@ -99,7 +99,7 @@ def save(rank: int, model_path: str, grid: str, path: str) -> tuple[list[Written
 
 
 def load(rank: int, model_path: str, grid: str, ref_grid: str, path: str, num_ranks: int) -> Any:
-    """(actor after one more step, ref, the state, random numbers)."""
+    """Load the checkpoint. Return (actor after one more step, ref, the state, random numbers)."""
     models = make(model_path, grid, ref_grid, change=0.5)
     if rank >= num_ranks:
         return {}, {}, None, None

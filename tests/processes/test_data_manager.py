@@ -27,7 +27,7 @@ def ranks():
 
 
 def make_group(ticket: str) -> SequenceSample:
-    """Every dtype, with varied values and lengths. The same ticket gives the same group."""
+    """Make a group with keys of every dtype and varied values and lengths. The same ticket gives the same group."""
     rng = np.random.default_rng(list(ticket.encode()))
     lengths = [int(n) for n in rng.integers(0, 9, rng.integers(1, 4))]
     group = {

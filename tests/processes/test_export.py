@@ -119,7 +119,7 @@ class MemoryCounter(TorchDispatchMode):
 
 
 def measure(rank: int, path: str, grid: str) -> tuple[int, int, int]:
-    """(bytes of this rank's share, most bytes that the snapshot allocated at once, bytes of its own parameters)."""
+    """Return (bytes of this rank's share, most bytes that the snapshot allocated at once, bytes of its own parameters)."""
     mesh = ModelMesh.make(placement("actor", grid), "cpu")
     assert mesh is not None
     model = shard(path, mesh)

@@ -35,7 +35,7 @@ SOURCE, ME = 0, 4
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
-    """Long time limits, because the sources here answer, but a busy machine may delay them."""
+    """Set long time limits: the sources here do answer, but a busy machine may delay them."""
     monkeypatch.setattr(fetching, "LIMIT_S", 100.0)
 
 

@@ -60,7 +60,7 @@ def etcd(tmp_path):
 
 
 def all_started(run):
-    """Every process exists. Most are still importing."""
+    """Wait until every process exists. Most are still importing then."""
     run.wait_until(lambda: len(workers_of(run)) == len(WORKERS), "all workers were started", LIMIT_S)
 
 

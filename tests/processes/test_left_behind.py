@@ -59,7 +59,7 @@ async def wait_until_gone(*processes):
 
 @pytest.fixture
 def cleared():
-    """Processes of the test. They end with it in every case."""
+    """A list for processes of the test. Those that still run at its end are killed."""
     left = []
     yield left
     for process in left:

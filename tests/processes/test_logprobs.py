@@ -25,7 +25,7 @@ def small_blocks(monkeypatch):
 
 
 def problem(bias: bool = False, num_tokens: int = NUM_TOKENS, vocab: int = VOCAB):
-    """(hidden, layer, targets, weights of the tokens' logprobs in the loss)."""
+    """Return (hidden, layer, targets, weights of the tokens' logprobs in the loss)."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(num_tokens, 8, generator=generator, requires_grad=True)
     layer = torch.nn.Linear(8, vocab, bias=bias)
@@ -36,7 +36,7 @@ def problem(bias: bool = False, num_tokens: int = NUM_TOKENS, vocab: int = VOCAB
 
 
 def plain(hidden, layer, targets, temperature):
-    """(logprobs, entropy), computed from all logits."""
+    """Return (logprobs, entropy), computed from all logits."""
     all_logprobs = (layer(hidden).float() / temperature).log_softmax(-1)
     entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
     return all_logprobs.gather(-1, targets[:, None])[:, 0], entropy.detach()

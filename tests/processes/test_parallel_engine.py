@@ -409,7 +409,7 @@ def weights_of(rank: int, grid: str, path: str, kind: str) -> tuple[dict[str, np
 
 
 def largest_load(rank: int, grid: str, path: str) -> tuple[int, int]:
-    """(peak number of elements in whole parameters on this rank during loading, elements of the model)."""
+    """Return (peak number of elements in whole parameters on this rank during loading, elements of the model)."""
     alive: list[weakref.ref[torch.Tensor]] = []
     most = 0
     values = sharding.Filler._values

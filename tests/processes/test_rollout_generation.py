@@ -24,8 +24,8 @@ PASSES = 12  # before the update: every running response is in its first piece, 
 
 @pytest.fixture
 def reached(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set after PASSES passes. The engine then blocks until it is to pause. Therefore the update comes in the middle of a piece,
-    however slow the client is."""
+    """An event that is set after PASSES passes. The engine then blocks until it is to pause. Therefore the update comes in the
+    middle of a piece, however slow the client is."""
     reached, paused = threading.Event(), threading.Event()
     count_pass, pause = TransformersEngine._count_pass, TransformersEngine.pause
 

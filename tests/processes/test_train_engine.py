@@ -195,7 +195,7 @@ def assert_same_parameters(found, expected, atol=1e-5):
 
 
 def plain_updates(model_path, sample: SequenceSample, steps: int, denominator: float) -> dict[str, np.ndarray]:
-    """Plain torch, one sequence at a time. Every layout must give this result."""
+    """Compute the updates in plain torch, one sequence at a time. Every layout must give this result."""
     model = AutoModelForCausalLM.from_pretrained(model_path)
     config = TRAIN.optimizer
     optimizer = torch.optim.AdamW(

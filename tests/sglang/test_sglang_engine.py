@@ -546,7 +546,7 @@ async def test_its_own_server_in_place_then_death(
 
 
 async def in_place(engine: SGLangEngine, store: WeightStore, counter: Counter) -> None:
-    """Requests survive an update. Tokens of the old weights are exactly theirs; later tokens are approximate."""
+    """Requests survive an update. Logprobs of tokens before the update are exactly the old weights'; later ones are approximate."""
     prompts = [make_prompt(random.Random(i), 10) for i in range(8)]
     futures = [engine.submit(EngineRequest(f"p{i}", prompt, LONG)) for i, prompt in enumerate(prompts)]
     await counter.reaches(8 * 40)

@@ -226,7 +226,7 @@ class SimulatedRun(SimulatedWorld):
 
 
 def _of_checkpoint(path: str) -> tuple[int, int]:
-    """(attempt, step) of a checkpoint's folder."""
+    """Return (attempt, step) of a checkpoint's folder."""
     attempt, _, step = path.rpartition("/")[2].partition("-")
     return int(attempt[1:]), int(step[1:])
 

@@ -208,7 +208,7 @@ class SlurmCluster:
         daemon.wait()
 
     def kill_slurmd(self, node: str) -> None:
-        """Slurm loses contact with the node. The processes that it has started there live on."""
+        """Kill slurmd on the node: Slurm loses contact with the node, and the processes that it has started there live on."""
         daemon = self._daemons.pop(node)
         daemon.kill()
         daemon.wait()

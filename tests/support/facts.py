@@ -147,7 +147,7 @@ def _words(text: str) -> frozenset[str]:
 
 
 def _paragraphs(file: str, text: str) -> Iterator[tuple[int, str]]:
-    """Paragraphs of a file's prose, with their first lines."""
+    """Yield (line, text) of each paragraph of a file's prose. line: the number of its first line."""
     if file.endswith(".md"):
         yield from _split(text, 1)
         return
@@ -170,7 +170,7 @@ def _paragraphs(file: str, text: str) -> Iterator[tuple[int, str]]:
 
 
 def _split(text: str, line: int) -> Iterator[tuple[int, str]]:
-    """Paragraphs, items of lists and rows of tables."""
+    """Yield (line, text) of each paragraph, item of a list and row of a table."""
     for paragraph in re.split(r"(\n\s*\n|\n(?=\s*[-*|#]))", text):
         if paragraph.strip():
             yield line, paragraph

@@ -170,7 +170,7 @@ def install() -> None:
 
 
 def _name_of(code: CodeType) -> tuple[str, str] | None:
-    """File, relative to the root of the repository, and function; None for code outside asyncrl."""
+    """Return (file relative to the root of the repository, function), or None for code outside asyncrl."""
     file = code.co_filename
     if not file.startswith(f"{ROOT}/asyncrl/"):
         return None
