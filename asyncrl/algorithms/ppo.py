@@ -288,7 +288,7 @@ class PPOLoss:
 
         The first minibatch of a step starts at the proximal policy; later ones start from a policy that has moved. A mean
         importance ratio or KL beyond its bound means that it moved too far. A NaN does not stop the step here, because the engine
-        itself skips steps whose loss or gradient is not finite.
+        itself skips steps with a loss or gradient that is not finite.
         """
         num_tokens = max(stats["num_tokens"], 1.0)
         for name, mean, bound in (

@@ -168,7 +168,7 @@ def _steadied(curve: Curve) -> Sequence[float]:
 
 
 def _keys(panel: Panel) -> list[Curve]:
-    """The first curve of each role, for roles whose first curve has a name."""
+    """The first curve of each role, for roles that name their first curve."""
     kinds = groupby(sorted(panel.curves, key=lambda curve: curve.role), key=lambda curve: curve.role)
     return [curve for _, of_kind in kinds if (curve := next(of_kind)).name]
 

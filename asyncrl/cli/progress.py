@@ -387,7 +387,7 @@ def is_evaluation(record: Mapping[str, Any]) -> bool:
 
 
 class SkippedSteps:
-    """Reports train steps whose loss or gradient was not finite: the first three, then every tenth."""
+    """Reports train steps with a loss or gradient that was not finite: the first three, then every tenth."""
 
     ALL_UNTIL, THEN_EVERY = 3, 10
 

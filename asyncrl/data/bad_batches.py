@@ -1,4 +1,4 @@
-"""Batches whose loss or gradient was not finite. examples/bad_batch/examine.py finds the sequences that caused it.
+"""Batches with a loss or gradient that was not finite. examples/bad_batch/examine.py finds the sequences that caused it.
 
     <run>/bad_batches/a0001-s00000012/      attempt 1, train step 12, which began from version 11
         step_00000011-group_0000-model_worker_0.safetensors ...       as in trajectories.py, with all keys present at the time

@@ -173,7 +173,7 @@ def _inference(name: str, role: str, interface: str, output_key: str) -> MFCDef:
 
 
 def _check_roles(extra: Sequence[MFCDef], train: TrainConfig) -> None:
-    """Refuse an extra MFC whose role this run does not have, or that trains a frozen model.
+    """Refuse an extra MFC with a role that this run does not have, or that trains a frozen model.
 
     The roles actor and ref always exist. critic and reward exist only if the config defines them.
     """

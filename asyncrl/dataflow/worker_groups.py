@@ -24,7 +24,7 @@ from asyncrl.protocol.fence import Fence
 if TYPE_CHECKING:
     from asyncrl.dataflow.topology import ModelPlacement
 
-STATELESS_ROLES = (REF, REWARD)  # roles whose weights are all on disk
+STATELESS_ROLES = (REF, REWARD)  # their weights are all on disk
 MODES = ("async",)  # modes with detached groups
 
 

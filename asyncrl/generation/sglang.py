@@ -13,7 +13,7 @@ here and continue with their tokens as a prefix.) Only `in_place`, which is appr
 SGLang then runs without overlap scheduling, which makes the labels exact, and without a prefix cache.
 
 SGLang's request ids are our `GrowingResponse.key`. They are unique. None is a prefix of another, because SGLang aborts every
-request whose id begins with the given one.
+request with an id that begins with the given one.
 
 Weights over the network are forwarded to SGLang step by step; its schedulers are the ranks of the group. SGLang loads each bucket
 on arrival. From the first bucket until SGLang has confirmed the version its weights are unknown: meanwhile the engine has no

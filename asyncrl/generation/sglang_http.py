@@ -176,7 +176,7 @@ class SGLangClient:
         return [0.0, *(float("nan") if row[0] is None else row[0] for row in rows[1:])]
 
     async def abort(self, rid: str = "", *, limit_s: float) -> None:
-        """End the request with this rid; "": all requests. SGLang ends every request whose id starts with rid."""
+        """End the request with this rid; "": all requests. SGLang ends every request with an id that starts with rid."""
         await self._request("POST", "/abort_request", _encode({"rid": rid} if rid else {"abort_all": True}), limit_s)
 
     # ------------------------------------------------------------------------------------------------- weights and cache

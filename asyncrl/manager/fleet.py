@@ -193,7 +193,7 @@ class Fleet:
         self._wake = asyncio.Event()
         self._updates: set[asyncio.Task[None]] = set()
         self._probes: dict[tuple[str, int], asyncio.Task[None]] = {}  # at most one at a time for each incarnation
-        self._from_disk: set[str] = set()  # servers whose last broadcast failed, with a warning in the log
+        self._from_disk: set[str] = set()  # servers that failed to load the last broadcast, with a warning in the log
         self._mismatches: Counter[str] = Counter()  # by server: consecutive mismatches
         self._fatal: RunEndedError | None = None
 

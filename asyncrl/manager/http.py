@@ -62,7 +62,7 @@ _FINAL_REFUSALS = ("superseded", "expired")  # waiting does not help
 class FleetMetrics(Protocol):
     """The fleet's numbers for /metrics and for the master."""
 
-    damaged: WeightVersion | None  # a published version whose files do not match its manifest
+    damaged: WeightVersion | None  # a published version with files that do not match its manifest
     counters: Counter[tuple[str, str]]  # (event, server) -> count
     update_seconds: defaultdict[str, float]  # server -> seconds spent in successful updates
 

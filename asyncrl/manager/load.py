@@ -31,7 +31,7 @@ def interval_s(num_servers: int, heartbeat_s: float) -> float:
 
 
 class LoadPoller:
-    """Polls the servers whose load is needed: all leaving servers, and with routing by tokens all healthy servers too."""
+    """Polls the load of the servers where it is needed: all leaving servers, and with routing by tokens all healthy servers too."""
 
     def __init__(
         self,

@@ -151,7 +151,7 @@ class RunSummary:
     num_mixed: int = 0
     num_finished_sequences: int = 0  # in all groups that arrived, trained or not
     num_finished_tokens: int = 0
-    num_skipped_steps: int = 0  # optimizer steps whose loss or gradient was not finite
+    num_skipped_steps: int = 0  # optimizer steps with a loss or gradient that was not finite
     num_dropped: int = 0  # groups that arrived and were too old to train
     wait_data_s: float = 0.0
     train_s: float = 0.0

@@ -87,7 +87,7 @@ class TrainEngine:
         self.vocab_size: int = config.get_text_config().vocab_size
         self._slots: sharding.Slots  # (module, attribute) of each parameter of this rank
         self._split: set[str] = set()  # parameters that are split over tensor ranks
-        self._partial: set[str] = set()  # parameters whose gradients must still be summed over tensor ranks
+        self._partial: set[str] = set()  # their gradients must still be summed over tensor ranks
         self._tied = ""  # name of the tied embedding if the last of several stages has a copy as its output layer
         weights_dtype = torch.float32 if self.trainable else self.dtype
         if self._mesh is None:

@@ -73,7 +73,7 @@ class Engine(Ranks, Protocol):
 
     @property
     def is_head(self) -> bool:
-        """Whether this is tensor rank 0 of the last stage, the rank whose results are stored."""
+        """Whether this is tensor rank 0 of the last stage, the rank that stores its results."""
 
     def logprobs(self, sample: SequenceSample | None, *, temperature: float) -> npt.NDArray[np.float32] | None:
         """Logprobs under a language model, packed like packed_input_ids."""

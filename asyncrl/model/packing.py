@@ -153,7 +153,7 @@ class Packed:
     input_ids: Tensor  # [1, T'] int64; 0 in the padding
     position_ids: Tensor  # [1, T'] int64, from 0 in each sequence; 0 in the padding
     segments: Segments
-    predictors: Tensor  # [N] int64: positions whose hidden states predict a token
+    predictors: Tensor  # [N] int64: positions with a hidden state that predicts a token
     predicted: Tensor  # [N] int64: the positions of those tokens
     num_tokens: int  # T
 

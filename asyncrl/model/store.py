@@ -19,7 +19,7 @@ FULL = "store_full"
 
 
 class DataStore:
-    """Groups by id: at most `capacity` trajectories, and at most `capacity` copies of groups whose trajectory is elsewhere."""
+    """Groups by id: at most `capacity` trajectories, and at most `capacity` copies of groups that another worker received."""
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:

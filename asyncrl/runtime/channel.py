@@ -515,7 +515,7 @@ class ChannelReceiver:
         self._pull: PullSocket | None = None
         self._failure: Exception | None = None
         self.num_malformed = 0  # messages too malformed to be answered
-        self.num_damaged = 0  # messages whose frames did not match their digest
+        self.num_damaged = 0  # messages with frames that did not match their digest
 
     async def start(self) -> Endpoint:
         """Bind the socket. The caller publishes the result under the channel's name."""

@@ -92,7 +92,7 @@ class MetricsWriter:
             self._events = EventFile(run_dir / "tensorboard" / f"attempt_{attempt}")
 
     def write(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
-        """metrics: by `group/name`. TensorBoard gets the numbers whose name has a group. W&B gets all values."""
+        """metrics: by `group/name`. TensorBoard gets the numbers with a group in their name. W&B gets all values."""
         self._lines.write({"step": step, "attempt": self._attempt, **metrics})
         if self._events is not None:
             numbers = {name: value for name, value in metrics.items() if not isinstance(value, str) and "/" in name}

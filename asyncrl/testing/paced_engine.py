@@ -153,7 +153,7 @@ class PacedEngine(QueueingEngine[_Paced]):
         return min(pending.total, pending.done + new)
 
     def _end(self, pending: _Paced) -> None:
-        """Answer a response whose last token is due."""
+        """Answer a response when its last token is due."""
         pending.done = pending.total
         pending.timer = None
         self._answer(pending, pending.ends)

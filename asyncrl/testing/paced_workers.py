@@ -50,7 +50,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PacedServer(Worker):
-    """A generation server whose engine is a PacedEngine.
+    """A generation server with a PacedEngine.
 
     consumes: prompts, weight versions.  produces: tokens, and a journal of their times.  waits for: the clock only.
     """

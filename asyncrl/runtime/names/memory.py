@@ -131,7 +131,7 @@ class MemoryStore:
             self.revoke(lease_id)
 
     def _reap(self) -> None:
-        """Consumes nothing; produces the deletes of entries whose lease has expired.
+        """Consumes nothing; produces the deletes of entries with an expired lease.
 
         Waits for: the next expiry. Unblocked by: a new lease.
         """

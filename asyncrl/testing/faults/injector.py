@@ -123,7 +123,7 @@ class Injector:
 
     @property
     def num_open(self) -> int:
-        """Number of faults whose process is stopped, or not back yet."""
+        """Number of faults with a process that is stopped, or not back yet."""
         return len(self._stopped) + len(self._lost)
 
     def turn(self) -> None:
