@@ -286,9 +286,9 @@ class PPOLoss:
     def stop_reason(self, stats: Mapping[str, float]) -> str:
         """Reason not to take the step, or "". stats: sums over the whole minibatch, all ranks, before the optimizer step.
 
-        The first minibatch of a step starts at the proximal policy; later ones start from a policy that has moved. A mean
-        importance ratio or KL beyond its bound means that it moved too far. A NaN does not stop the step here, because the engine
-        itself skips steps with a loss or gradient that is not finite.
+        The ratio and the KL compare the policy with the centre of the trust region (`anchor_key`). If that is the policy at the
+        start of the step, the first minibatch never stops. A mean beyond its bound means that the policy moved too far. A NaN
+        does not stop the step here, because the engine itself skips steps with a loss or gradient that is not finite.
         """
         num_tokens = max(stats["num_tokens"], 1.0)
         for name, mean, bound in (

@@ -495,7 +495,7 @@ class NetworkConfig:
     # TCP are encrypted | off: any client that reaches a port can take part in the run; the launcher warns
     authenticate: str = "on"
     # HTTP over TLS: path of a PEM certificate that is valid for every host of the run. Every host reads this file and those of
-    # tls_key and tls_ca. "": no TLS
+    # tls_key and tls_ca. "": where the run uses TCP and authenticates, it makes a certificate of its own for its processes
     tls_cert: str = ""
     tls_key: str = ""  # private key of tls_cert (PEM); "": it is in the same file
     tls_ca: str = ""  # certificate of the authority that signed tls_cert; "": one that the system trusts

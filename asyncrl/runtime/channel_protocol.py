@@ -89,7 +89,7 @@ class Endpoint(Struct, frozen=True):
     address: str
     incarnation: str
     max_message_bytes: int
-    attempt: int = 1  # of the receiver's training side; senders never return to a lower one
+    attempt: int = 1  # of the receiver; senders never return to a lower one
     group_incarnation: int = 0  # of a detached worker group; senders never return to a lower one in the same attempt
 
     @property
