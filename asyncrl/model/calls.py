@@ -214,7 +214,7 @@ class Calls:
         )
 
     def _record(self, recorder: BackgroundRecorder, body: ExecuteMFC) -> None:
-        """Queue the trajectories of the batch that this head received, with all keys present here, for the recorder's thread."""
+        """Queue the batch's trajectories that this head received, for the recorder's thread. Each has all keys of this store."""
         here = [(place, ticket) for place, ticket in enumerate(body.ids) if ticket in self._metas]
         entries = [Entry(self.store.whole(ticket), self._metas[ticket], place) for place, ticket in here]
         recorder.record_nowait(body.version, len(body.ids), entries)

@@ -122,10 +122,11 @@ def solution(a: int, operator: str, b: int) -> str:
 
 
 def sloppy(rng: np.random.Generator) -> list[dict[str, str]]:
-    """Return a conversation for the warm start. It ends with an answer that is sometimes wrong.
+    """Return a conversation for the warm start. Its last answer is wrong with probability SHARE_WRONG.
 
-    A third of these conversations are second tries, so that the model has seen the hints that the environment gives after a
-    wrong answer. The environment has two steps.
+    Half of the conversations are of the task `once`, half of `twice`. The environment of `twice` has two steps: after a wrong
+    answer it gives a hint and allows a second try. A third of all conversations are such second tries, so that the model has
+    seen the hints.
     """
     question, right = draw(rng)
     task = (ONCE, TWICE)[rng.integers(2)]

@@ -71,7 +71,7 @@ def test_frozen_on_a_bad_network_and_without_a_launcher(config: Path, tmp_path: 
     """The launcher kills a process that is frozen too long. A process that wakes up earlier learns of all changes. Messages are
     lost, doubled, damaged and delayed."""
     cells = [
-        Cell("generation_server", "stop", "generation", stop_s=60.0),  # the launcher kills it before 60 s have passed
+        Cell("generation_server", "stop", "generation", stop_s=60.0),  # frozen for 60 s; the launcher kills it before
         Cell("rollout_worker", "stop", "push", stop_s=5.0),
         Cell("gserver_manager", "restart", "idle"),
         Cell("launcher", "kill", "train_step"),

@@ -1,4 +1,8 @@
-"""Weights for hosts that cannot read the run's folder: fetched once a host, despite interruptions, and only from the run."""
+"""Weights for hosts that cannot read the run's folder.
+
+A host fetches each version once, and continues an interrupted fetch. Only files of versions are served, and with authentication
+only to processes of the run.
+"""
 
 from __future__ import annotations
 

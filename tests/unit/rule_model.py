@@ -417,7 +417,7 @@ class World:
             self.zombies = [*self.zombies[-1:], old]
 
     def publish(self) -> None:
-        """Publish the newest weights: they are on disk."""
+        """Publish the newest weights. The model assumes that their files are on disk."""
         version = WeightVersion(self.master.attempt, self.master.version)
         self.published = max(self.published, version)
 

@@ -96,7 +96,7 @@ def test_an_mfc_may_run_on_the_critic_and_the_reward_model():
 
 
 def test_an_mfc_may_produce_the_trajectories():
-    """The synchronous graph does so; the MFCs after it are the same."""
+    """With mode=sync the MFC actor_gen produces the trajectories. The MFCs after actor_gen are the same as in the other modes."""
     made = [key for key in TRAJECTORY_KEYS if key != "packed_prompts"]
     train = TrainConfig(ppo=PPOConfig(kl_coef=0.1))
     graph = DataflowGraph(

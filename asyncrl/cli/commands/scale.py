@@ -116,7 +116,9 @@ def _read_words(words: Sequence[str]) -> tuple[int, str, list[str]]:
     if len(targets) > 1:
         raise ConfigError(f"{' and '.join(targets)}: scale one run at a time")
     if others and not targets:
-        raise ConfigError(f"{' '.join(others)}: overrides need the config that the run was started from before them")
+        raise ConfigError(
+            f"{' '.join(others)}: overrides need the config that the run was started from; put it before them"
+        )
     text = counts[0].removeprefix(_WHAT)
     count = int(text) if text.isdecimal() else 0
     if not 1 <= count <= _MOST:
