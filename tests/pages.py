@@ -26,7 +26,7 @@ def commands(page: Path) -> list[str]:
 
 
 def line_of(page: Path, start: str) -> str:
-    """The one line that begins so, blanks apart."""
+    """Return the only line of the commands that begins with the words of `start`. The amount of whitespace does not matter."""
     (line,) = (line for line in commands(page) if line.split()[: len(start.split())] == start.split())
     return line
 

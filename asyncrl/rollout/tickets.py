@@ -234,7 +234,7 @@ class HeldTickets:
         await self._drain()
 
     def _room(self) -> int:
-        """The number of train tickets that fit. As many evaluation tickets may run in addition, without taking room from them."""
+        """Return how many more train tickets fit. Up to max_concurrent_per_worker evaluation tickets may run in addition."""
         most = self._rollout.max_concurrent_per_worker
         train = sum(held.ticket.kind == "train" for held in self._held.values())
         return min(most - train, 2 * most - len(self._held))

@@ -123,7 +123,9 @@ class PacedEngine(QueueingEngine[_Paced]):
 
     def _check(self, request: EngineRequest) -> None:
         if len(request.input_ids) < self._tail.prompt_tokens or request.params.max_new_tokens < 1:
-            raise RequestRefused(f"prompts must have {self._tail.prompt_tokens} tokens here, responses at least one")
+            raise RequestRefused(
+                f"the input must have at least {self._tail.prompt_tokens} tokens, and max_new_tokens must be at least 1"
+            )
 
     def _make(self, request: EngineRequest, since: float, future: asyncio.Future[Generated]) -> _Paced:
         missing = self._tail.length(request.input_ids) - (len(request.input_ids) - self._tail.prompt_tokens)

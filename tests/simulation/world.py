@@ -122,7 +122,7 @@ class SimulatedWorld:
         self.disk = Disk()
         self.pulls: dict[str, SimPull] = {}
         self.sites: dict[str, Site] = {}
-        self.urls: dict[str, str] = {}  # URL of every site, also of past ones -> the incarnation that listened there
+        self.urls: dict[str, str] = {}  # URL of each server, also of closed ones -> the incarnation that listened there
         self.processes: dict[str, Process] = {}  # the newest incarnation of each
         self.graveyard: list[Process] = []
         self.partitions: dict[frozenset[str], float] = {}  # two processes -> end of their partition

@@ -43,7 +43,10 @@ STOP_S = 10.0
 
 
 class World:
-    """The supervisor and the children of a launcher. `turn` carries out all decisions but starts, and returns them."""
+    """A supervisor and the children of its launcher.
+
+    `turn` carries out Kill and Forget, stores the notices in `told`, and returns these two and all other decisions.
+    """
 
     def __init__(self, folder: Path, *, max_restarts: int = 3, frozen_after_s: float = 0.0) -> None:
         file = folder / "c.yaml"
