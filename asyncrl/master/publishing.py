@@ -107,8 +107,8 @@ class WeightPublisher:
         self._books.note("published", version=version.version)
 
     async def replace_damaged(self, damaged: str) -> None:
-        """Rewrite the newest version if the gserver manager reports it as damaged on disk. Must be called between two steps, while
-        the model workers still hold it.
+        """Rewrite the newest version if the gserver manager reports it as damaged on disk, unless it was rewritten less than
+        REWRITE_PAUSE_S ago. Must be called between two steps, while the model workers still hold it.
 
         A damaged older version needs no rewrite, because the newest one replaces it. Raises RunEndedError if the version cannot be
         rewritten, or is damaged again after _MAX_REWRITES rewrites.

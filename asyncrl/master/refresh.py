@@ -35,7 +35,7 @@ from asyncrl.weights.versions import WeightsError
 class Refresher:
     """Refreshes detached models.
 
-    consumes: refreshes.  produces: folders with weights, and models that have taken them.
+    consumes: requests for a refresh.  produces: folders with weights, and models that have taken them.
     waits for: replies, each at most the limit of a call.  unblocked by: the workers of both models.
     """
 
@@ -70,7 +70,7 @@ class Refresher:
             await self._take(incarnation, target, source, body.share)
             if body.share == 1.0:
                 return source
-            kept = f"{source}-taken-{incarnation.number}"  # an earlier incarnation may have written a part
+            kept = f"{source}-taken-{incarnation.number}"  # its own name: an earlier incarnation may have left a part
             await self._keep(incarnation, target, kept)
             return kept
 
@@ -116,7 +116,7 @@ class Refresher:
         if folder:
             await self._take(incarnation, model, folder, 1.0)
             return folder
-        # The model was in the trainer group, or had not been refreshed yet
+        # No folder: at the checkpoint the model was in the trainer group, or had not been refreshed yet
         load = [LoadCheckpoint(folder=name_of(self._run_dir, Path(checkpoint)))] * len(incarnation.group)
         await self._detached.call(f"{model.name} of a checkpoint to be loaded", incarnation, incarnation.group, load)
         kept = f"{model.name}-a{self._attempt:04d}-begun-{incarnation.number}"  # the checkpoint will be pruned

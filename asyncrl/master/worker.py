@@ -159,7 +159,8 @@ class MasterWorker(Worker):
         config, info = self.config, self.info
 
         def begin_anew(group: Sequence[int]) -> None:
-            """A detached group has begun a new incarnation. Its workers' stores are empty."""
+            """Called when a detached group has begun a new incarnation: forget what its workers held, because their stores are
+            empty."""
             tracker.forget(group)
             books.note("restarted", workers=[f"model_worker/{worker}" for worker in group])
 
