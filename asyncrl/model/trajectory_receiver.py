@@ -32,7 +32,7 @@ from asyncrl.runtime.push_pull import DecodeSample, MetaPusher, NameResolvingZmq
 from asyncrl.runtime.system import System
 
 _ROOM_LIMIT_S = (
-    30.0  # a trajectory waits this long for room in a full store: the master clears data at the end of a step
+    30.0  # a trajectory waits at most this long for room in a full store: the master clears data at the end of a step
 )
 
 
@@ -40,7 +40,7 @@ class TrajectoryReceiver:
     """Receives trajectories into one head's store.
 
     consumes: trajectories.  produces: metadata (to the master), verdicts (to the rollout worker).
-    waits for: a trajectory; while runtime.push_credit_items trajectories have no verdict of the master yet, one of these verdicts.
+    waits for: a trajectory; or, while runtime.push_credit_items trajectories have no verdict of the master, one of these verdicts.
     unblocked by: rollout workers; the master. Backpressure: unanswered trajectories use up the pushers' credit.
     """
 
@@ -60,7 +60,7 @@ class TrajectoryReceiver:
         logger: logging.Logger,
         clock: Clock,
     ) -> None:
-        """Use `open`. check: returns the error of a trajectory, or ""."""
+        """Call `open` instead, which also opens the sockets. check: returns the error of a trajectory, or ""."""
         self.store = store
         self.metas: dict[str, TrajectoryMeta] = {}  # of the groups in the store
         self._info, self._puller, self._meta_pusher, self._head = info, puller, meta_pusher, head
