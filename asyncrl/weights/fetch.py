@@ -170,7 +170,8 @@ class WeightFetcher:
             yield
 
     def close(self) -> None:
-        """Stop fetching, also in another thread. The last fetcher of the run on this host removes the files."""
+        """Stop fetching, also a fetch that runs in another thread. If no other fetcher of the run is left on this host, remove the
+        run's files there."""
         self._closed = True
         in_use, self._in_use = self._in_use, None
         if in_use is None:
@@ -380,7 +381,8 @@ class _Source:
             raise WeightsError("fetching exceeded its time limit")
 
     def _pause(self, pause_s: float) -> float:
-        """Wait before a retry, and return the next delay. Call it in the exception handler: re-raises if no time is left."""
+        """Wait before a retry, and return the next delay. Call it in an exception handler: if no time is left, it re-raises
+        the handled exception."""
         if self._clock.monotonic() + pause_s > self._deadline:
             raise
         self._check()
