@@ -106,7 +106,7 @@ def final_rewards(rewards_S: Tensor, mask_T: Tensor, cu_seqlens: Tensor) -> Tens
 
     A sequence without a sampled token has no position for its reward, so its reward is dropped: there is nothing to learn from.
     """
-    end_S = count_per_sequence(mask_T, cu_seqlens).cumsum(0)  # actions up to the end of each sequence
+    end_S = count_per_sequence(mask_T, cu_seqlens).cumsum(0)  # number of actions up to the end of each sequence
     has_actions_S = count_per_sequence(mask_T, cu_seqlens) > 0
     action_at = mask_T.nonzero().squeeze(1)
     rewards_T = torch.zeros(len(mask_T), dtype=rewards_S.dtype, device=rewards_S.device)
@@ -146,7 +146,7 @@ def gae(
     sequence_A = torch.arange(len(num_actions_S), device=device).repeat_interleave(
         num_actions_S, output_size=num_actions
     )
-    end_A = num_actions_S.cumsum(0)[sequence_A]  # one past the last action of the same sequence
+    end_A = num_actions_S.cumsum(0)[sequence_A]  # index after the last action of the same sequence
     index_A = torch.arange(num_actions, device=device)
     is_last_A = index_A + 1 == end_A
 

@@ -241,8 +241,8 @@ def loss_denominator(config: PPOConfig, num_tokens: float, num_sequences: float)
 class PPOLoss:
     """The loss of one minibatch in the form of LossFn: an engine calls it on each micro-batch, under autograd.
 
-    outputs: `logprobs` and `entropy`, T each. data: the keys of `loss_keys`. The statistics are sums over masked tokens, so that
-    they add up over micro-batches and ranks (names ending in `_max`: maxima).
+    outputs: `logprobs` and `entropy`, T each. data: the keys of `loss_keys`. The statistics are sums over masked tokens (`loss`:
+    this micro-batch's share), so that they add up over micro-batches and ranks. Those with names ending in `_max` are maxima.
     """
 
     config: PPOConfig

@@ -53,10 +53,10 @@ class Books:
         )
         self.summary = RunSummary()
         self.parent: tuple[int, int] | None = None  # (attempt, step) that this attempt continues from
-        self._first_details: dict[str, str] = {}  # by reason: detail of its first rejection
+        self._first_details: dict[str, str] = {}  # reason -> detail of the first rejection for it
         self._recent_outcomes: deque[bool] = deque(maxlen=_REJECTION_WINDOW * config.train.batch_size)
         self._recent_rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
-        self._started = clock.time()  # minus the seconds of previous attempts
+        self._started = clock.time()  # if continued: minus the seconds of previous attempts
         now, train = clock.monotonic(), config.train
         self._schedules = {
             "save": Schedule(

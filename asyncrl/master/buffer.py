@@ -267,7 +267,7 @@ class AsyncIOSequenceBuffer:
         return locator in self._by_prompt
 
     def drop(self, ticket_id: str) -> None:
-        """Forget a trajectory that will not be trained."""
+        """Remove a trajectory: its step is over, or it will not be trained."""
         entry = self._entries.pop(ticket_id)
         del self._by_prompt[entry.meta.locator]
 

@@ -233,7 +233,7 @@ def start_copies(
 
 
 def shard_handlers(placement: ModelPlacement) -> list[Handler]:
-    """Return the handlers of all workers of a model, in rank order."""
+    """Return the handlers (addresses for calls) of all workers of a model, in rank order."""
     return [ModelShardID.from_rank(placement.name, placement.topology, rank) for rank in range(placement.grid.size)]
 
 

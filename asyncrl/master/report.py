@@ -151,7 +151,7 @@ class RunSummary:
     head_max: float = 0.0
     num_prompts: int = 0
     num_mixed: int = 0
-    num_finished_sequences: int = 0  # in all groups that arrived, trained or not
+    num_finished_sequences: int = 0  # responses in all groups that were stored, trained or not
     num_finished_tokens: int = 0
     num_skipped_steps: int = 0  # optimizer steps with a loss or gradient that was not finite
     num_dropped: int = 0  # groups that arrived and were too old to train

@@ -82,7 +82,7 @@ class ManagerReports:
             self._full_report_due = not view.known
             if view.known:
                 break
-            self._num_rejections_seen = 0  # a new manager counts from the start
+            self._num_rejections_seen = 0  # a new manager counts rejections from the start
         del self._consumed[: len(consumed)]
         self._num_rejections_seen += len(view.rejected)
         self._books.reject(view.rejected, self._buffer.holds)

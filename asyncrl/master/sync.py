@@ -78,7 +78,7 @@ class Generation:
         return [meta.ticket_id for meta in sorted(self._buffer.stored, key=lambda meta: meta.locator)]
 
     async def trained(self, tickets: Sequence[str]) -> None:
-        """No-op: this process issues the prompts itself."""
+        """No-op: the master itself issues the prompts, so no other process needs to know."""
 
     async def end(self) -> None:
         """No-op: no other process needs to know."""

@@ -251,7 +251,7 @@ class MasterWorker(Worker):
                 leaving.set()
 
     async def _write_summary(self, books: Books, wandb: WandbWriter | None, began: float, ended: float) -> None:
-        """Write summary.json. began, ended: of training, in seconds since the epoch."""
+        """Write summary.json. began, ended: start and end of training, in seconds since the epoch."""
         summary = books.summarize(self.system.clock.time(), self._files.generation_idle_share(began, ended))
         if wandb is not None:
             limit_s = self.config.wandb.finish_timeout_s + SLACK_S

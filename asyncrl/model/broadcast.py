@@ -49,7 +49,7 @@ from asyncrl.runtime.trace import OFF, Tracer
 from asyncrl.weights.update_group import Bucket, GroupMember, digest, rank_offsets, serve_store
 from asyncrl.weights.versions import ScoredText
 
-_MAX_GROUPS = 4  # update waves use few combinations of servers; the least recently used group is dropped
+_MAX_GROUPS = 4  # update waves use few combinations of servers; beyond these, the least recently used group is dropped
 _LEAVE_LIMIT_S = 5.0
 _CLOSE_LIMIT_S = 1.0
 _FAILURES = (aiohttp.ClientError, OSError, RuntimeError, ValueError)  # of a failed step of a broadcast
@@ -213,7 +213,7 @@ class WeightSender:
         self._logger, self._trace, self._clock = logger, trace, clock
         self._groups: OrderedDict[tuple[str, ...], GroupMember] = OrderedDict()  # by the servers' URLs
         self._held: HeldSnapshot | None = None
-        self._failing = False  # the last broadcast failed and was logged
+        self._failing = False  # whether the last broadcast failed; its failure has been logged
         self._client = client
         self._goodbyes: set[asyncio.Task[None]] = set()
 

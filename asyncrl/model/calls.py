@@ -97,8 +97,8 @@ class Calls:
         )  # by ticket: metadata of the groups in the store
 
     async def run(self, server: NameResolvingReplyServer) -> None:
-        """Runs forever. A failed call is answered with its error and ends this worker: other workers may be in a collective with
-        this one, and must not wait for it."""
+        """Runs forever. A failed call is answered with its error and ends this worker. So other workers that are in a collective
+        with this one lose their connection instead of waiting for it."""
         while True:
             call = await server.receive()
             self._board.progress()

@@ -99,7 +99,7 @@ class Snapshot:
 
     worker: WorkerState
     tensors: dict[str, Tensor] = field(default_factory=dict)  # parts, by global name
-    offsets: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of each part in the whole tensor
+    offsets: dict[str, tuple[int, ...]] = field(default_factory=dict)  # first index of each part in the whole tensor
 
 
 # ---------------------------------------------------------------------------------------------------------------- saving
@@ -284,7 +284,7 @@ def _load_model(path: Path, model_name: str, model: TrainedModel, steps: Mapping
 
 
 def _optimizer_state(model: TrainedModel, tensor: Tensor) -> dict[str, Any]:
-    """State of one parameter; empty before the first step."""
+    """Optimizer state of one parameter; empty before the first step."""
     return dict(model.optimizer.state.get(tensor, {})) if model.optimizer is not None else {}
 
 

@@ -48,7 +48,7 @@ class DataManager:
         self._worker = worker
         self._rank_of = rank_of or int
         self._limit = timedelta(seconds=limit_s)
-        # Bounded by the master: it begins no batch before all workers have answered the moves of the previous batch
+        # The master bounds this queue: it begins no batch before all workers have answered the moves of the previous batch
         self._posted: queue.SimpleQueue[_Posted | None] = queue.SimpleQueue()
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None

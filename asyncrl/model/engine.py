@@ -107,7 +107,7 @@ class TrainEngine:
             # The method's name changed within transformers 5; its first argument did not.
             enable = getattr(self.model, "activation_checkpointing_enable", None)
             (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
-            self.model.train()  # transformers applies checkpointing in training mode only; all dropout is 0
+            self.model.train()  # transformers needs it for gradient checkpointing; it changes nothing else, as all dropout is 0
         self.optimizer = _make_optimizer(
             self.named_parameters().values(), model.optimizer, fused=self.device.type == "cuda"
         )
@@ -528,7 +528,7 @@ class _AdamW(torch.optim.AdamW):
 
 
 def _make_optimizer(parameters: Iterable[Tensor], config: OptimizerConfig, *, fused: bool) -> torch.optim.AdamW:
-    """AdamW; vectors (norms and biases) do not decay."""
+    """Return an AdamW optimizer, without weight decay for vectors (norms and biases)."""
     parameters = list(parameters)
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},

@@ -34,7 +34,7 @@ from asyncrl.runtime.http_server import for_the_run, serve
 
 PATH = "/held_data"
 LIMIT_S = 10.0  # for an answer; after that the fetch fails and the master, which knows the source's state, decides when to retry
-_ANSWER_BYTES = 64_000_000  # quick to send; a large batch takes several answers, each with its own limit
+_ANSWER_BYTES = 64_000_000  # of one answer: quick to send; a large batch takes several answers, each with its own limit
 _RETRY_S = 0.1
 _TRIES = 4  # attempts in a row; few: a lost connection may come back soon, but a refused one stays refused
 _MAX_IDS = 1024  # per request

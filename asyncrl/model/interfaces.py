@@ -177,7 +177,7 @@ def temperature_of(train: TrainConfig) -> float:
     return temperature
 
 
-_MIN_STD = 1e-4  # a smaller spread of returns is rounding error
+_MIN_STD = 1e-4  # a smaller standard deviation of the returns is taken for rounding error
 
 
 def batch_stats(engine: Ranks, local: LocalBatch, made: Advantages) -> Stats:

@@ -30,7 +30,7 @@ from asyncrl.model.packing import Packed
 from asyncrl.model.sharding import VocabPart, local_tensor
 
 Outputs = tuple[Tensor, ...]  # lm: (logprobs_T, entropy_T); value: (values_T,); reward: (scores_S,)
-_PARTS = ("embed_tokens", "layers", "norm")  # of a backbone, with their names in base_model_pp_plan
+_PARTS = ("embed_tokens", "layers", "norm")  # parts of a backbone, by their names in transformers' base_model_pp_plan
 
 
 class Stage(nn.Module):

@@ -108,7 +108,7 @@ def load_whole(path: str | Path, kind: str, config: PreTrainedConfig, dtype: tor
 
 
 def may_lack(name: str, kind: str) -> bool:
-    """Whether a checkpoint may lack this parameter; it is zero then."""
+    """Whether a checkpoint may lack this parameter. If it does, the parameter is zero."""
     return kind == "value" and name.startswith("score.")
 
 
@@ -156,7 +156,7 @@ class Skeleton:
         return self.names[id(embedding.weight)] if getattr(output_layer, "weight", None) is embedding.weight else ""
 
 
-Read = Callable[[str, int, int, int], Tensor]  # (name, dimension, start, length) -> that slice
+Read = Callable[[str, int, int, int], Tensor]  # (name, dimension, start, length) -> this slice of the tensor
 
 
 def open_weights(path: str | Path, skeleton: Skeleton, config: PreTrainedConfig, dtype: torch.dtype) -> Read:

@@ -62,7 +62,7 @@ class TrajectoryReceiver:
     ) -> None:
         """Call `open` instead, which also opens the sockets. check: returns the error of a trajectory, or ""."""
         self.store = store
-        self.metas: dict[str, TrajectoryMeta] = {}  # of the groups in the store
+        self.metas: dict[str, TrajectoryMeta] = {}  # ticket -> metadata, of the groups in the store
         self._info, self._puller, self._meta_pusher, self._head = info, puller, meta_pusher, head
         self._check, self._verdict_limit_s, self._room_limit_s = check, verdict_limit_s, room_limit_s
         self._tasks, self._board, self._logger, self._clock = tasks, board, logger, clock
@@ -173,7 +173,7 @@ class TrajectoryReceiver:
         self._board.set_queue("store", len(self.store))
 
     async def _put(self, sample: SequenceSample) -> str:
-        """Store the sample, waiting for room if necessary. Returns "" or the obstacle."""
+        """Store the sample. If the store is full, wait for room, at most room_limit_s. Returns "" or the obstacle."""
         deadline = self._clock.monotonic() + self._room_limit_s
         while (reason := self.store.put(sample)) == FULL and (left := deadline - self._clock.monotonic()) > 0:
             self._room.clear()

@@ -107,7 +107,7 @@ class MasterState(msgspec.Struct, frozen=True, kw_only=True):
     recent_rewards: list[float]
     recent_outcomes: list[bool]
     batch_size: int
-    wall_s: float = 0.0  # since the run began, without the time between attempts
+    wall_s: float = 0.0  # seconds since the run began, without the time between attempts
     evaluating: bool = False  # an evaluation of these weights was due and not finished
     shared: dict[str, str] = {}  # detached model -> the folder in shared_dir with its weights
 

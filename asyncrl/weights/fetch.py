@@ -269,7 +269,7 @@ class WeightFetcher:
             self._clock.sleep(_LOCK_POLL_S)
 
     def _sweep(self, base: Path) -> None:
-        """Remove the files of runs whose servers were killed."""
+        """Remove the files of other runs that have no living fetcher on this host: their servers were killed."""
         for folder in base.iterdir():
             with contextlib.suppress(OSError), (folder / _IN_USE_LOCK).open("ab") as in_use:
                 if folder != self._root and _try_lock(in_use, fcntl.LOCK_EX):

@@ -185,7 +185,7 @@ def write_part(
     except BaseException:
         for file in written:
             (temporary / file.name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # not empty: other ranks write to it
+        with contextlib.suppress(OSError):  # raised if it is not empty: other ranks write to it
             temporary.rmdir()
         raise
     entries = writer.files
