@@ -129,7 +129,7 @@ class BatchFormer:
         stragglers, too_many = self._stragglers(tickets, batch, version)
         if too_many > 0 and self._overdue != "train":
             limit_s = 0.0 if self._overdue == "drop" and current else self._limit_s
-            reason = f"step {version} waits for rollouts that would exceed the allowed off-policyness"
+            reason = f"step {version} waits for rollouts that would otherwise exceed the allowed off-policyness"
             return self._wait_for(stragglers, reason, now, limit_s, too_many)
         return self._ready(batch, partial=False)
 

@@ -125,7 +125,7 @@ def packed_attention(
     if segments is None:
         return _causal(query, key, value, scaling, window).transpose(1, 2).contiguous(), None
     if query.shape[0] != 1:
-        raise ValueError(f"{NAME} attention with segments takes one packed row, not {query.shape[0]}")
+        raise ValueError(f"{NAME} attention with segments takes one packed row, not {query.shape[0]} rows")
     num_tokens, num_all = segments.num_tokens, query.shape[2]
     query_THD, key_TKD, value_TKD = (t[0].transpose(0, 1)[:num_tokens] for t in (query, key, value))
     attend = _varlen if _has_varlen(query) else _in_rectangles

@@ -280,7 +280,10 @@ class WeightSender:
             level, self._failing = logging.DEBUG if self._failing else logging.WARNING, True
             causes = "; ".join(sorted(set(reply.errors.values())))
             self._logger.log(
-                level, "weights %s were not broadcast: %s; servers load them from disk", held.version, causes
+                level,
+                "weights %s did not reach every server: %s; servers without them load from disk",
+                held.version,
+                causes,
             )
         else:
             self._failing = False

@@ -209,7 +209,7 @@ def trajectory_error(meta: TrajectoryMeta, sample: SequenceSample, *, limits: Mo
     if meta.seqlens != lengths:
         return f"bad_meta: lengths {meta.seqlens}, tensors {lengths}"
     if not lengths or min(lengths) < 2:
-        return f"bad_lengths: {lengths}; a group has sequences of a prompt and a response"
+        return f"bad_lengths: {lengths}; each sequence has a prompt and a response, so at least 2 tokens"
     if max(lengths) > limits.max_length:
         return f"bad_lengths: {lengths}; the model has {limits.max_length} positions for prompt and response"
     ids = sample.data["packed_input_ids"]

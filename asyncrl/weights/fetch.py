@@ -246,7 +246,7 @@ class WeightFetcher:
             with path.open("ab") as lock:
                 while not _try_lock(lock, how):
                     if self._closed or self._clock.monotonic() > deadline:
-                        raise WeightsError(f"another process on this host is still fetching {version}")
+                        raise WeightsError(f"another process on this host is still fetching or loading {version}")
                     self._clock.sleep(_LOCK_POLL_S)
                 if _is_file(lock, path):  # else the previous holder removed the lock file with the version: retry
                     yield
@@ -422,5 +422,6 @@ def _make_private(folder: Path) -> None:
     found = folder.lstat()
     if found.st_uid != os.getuid() or found.st_mode & 0o077 or not folder.is_dir() or folder.is_symlink():
         raise WeightsError(
-            f"{folder} is accessible to other users; remove it, or set weights.fetch_dir=... to another folder"
+            f"{folder} is accessible to other users or is not a folder of this user; remove it, or set weights.fetch_dir=... "
+            "to another folder"
         )

@@ -303,7 +303,7 @@ def _check_ways(
                 problems.add("groups admitted for another prompt", ticket)
             said = verdicts.get(ticket, [])
             if said.count("stored") > 1:
-                problems.add("trained groups pushed more than once", ticket)
+                problems.add("trained groups stored by more than one push", ticket)
             if "refused" in said and "stored" not in said:
                 problems.add("trained groups that were refused", ticket)
     unchecked = []

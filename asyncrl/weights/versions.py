@@ -284,7 +284,7 @@ def _finish_version(
 
 def _check_absent(path: Path) -> None:
     if path.exists():
-        raise FileExistsError(f"weight version {path} exists already; versions are written once")
+        raise FileExistsError(f"{path} exists already; a version or checkpoint is written only once")
 
 
 def _temporary(path: Path) -> Path:

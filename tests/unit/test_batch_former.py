@@ -135,7 +135,7 @@ def test_waits_for_a_straggler_that_would_be_too_old() -> None:
     books.store("ef")
     waits = books.waits()
     assert waits.stragglers == ("a", "b")
-    assert waits.reason == "step 1 waits for rollouts that would exceed the allowed off-policyness (a, b)"
+    assert waits.reason == "step 1 waits for rollouts that would otherwise exceed the allowed off-policyness (a, b)"
     assert waits.on == "rollout_worker/1, rollout_worker/0"
     books.store("b")
     assert books.waits().stragglers == ("a",)
