@@ -50,7 +50,7 @@ class NotReady:
 
 @dataclass(frozen=True)
 class _Live:
-    """A ticket that is stored at the master, or will be."""
+    """A ticket whose trajectory is stored at the master, or whose rollout is still running."""
 
     ticket_id: str
     locator: Locator

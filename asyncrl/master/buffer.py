@@ -192,7 +192,7 @@ class Grants:
         self._said = -math.inf
 
     def refusal(self, meta: TrajectoryMeta, now: float) -> str:
-        """Why a trajectory is refused; "" if its ticket was granted for this prompt, attempt and head."""
+        """Return why a trajectory is refused; "" if its ticket was granted for this prompt, attempt and head."""
         if self._seal is None and (key := self._read_key()) is not None:
             self._seal = TicketSeal(key)
         name = self._seal.read(meta.ticket_id) if self._seal is not None else None

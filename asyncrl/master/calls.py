@@ -9,7 +9,7 @@ So a detached group holds the only copy of data at most during a unit of work. W
 has all data that the worker held, or the next incarnation computes it again. Models in a detached group are not trained, so the
 same inputs give the same outputs in every incarnation. The trainer group waits for the outputs and then continues.
 
-The launcher decides how often a group restarts (launch/supervisor/policy.py). Here the limit of a call bounds every wait.
+The launcher decides how often a group restarts (launch/supervisor/policy.py). In this file the limit of a call bounds every wait.
 """
 
 from __future__ import annotations

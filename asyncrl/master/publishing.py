@@ -134,7 +134,7 @@ class WeightPublisher:
         self._rewritten = _Rewritten(version, count + 1, self._clock.monotonic())
 
     async def served(self) -> None:
-        """Wait until servers serve the newest version. Raises WaitTimeoutError after eval.timeout_s."""
+        """Wait until the gserver manager reports the newest version as served. Raises WaitTimeoutError after eval.timeout_s."""
         version = self._books.version.version
         what, limit_s = f"version {version} to be served", self._config.eval.timeout_s
         await self._board.bounded(self._until_served(version), what=what, on="gserver manager", limit_s=limit_s)

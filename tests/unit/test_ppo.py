@@ -470,7 +470,7 @@ def test_the_loss_reads_only_the_keys_that_it_names(name: str) -> None:
             {"early_stop_kl": 0.1},
             1.0,
             0.25,
-            "mean KL to the start of the train step 0.25 is above train.ppo.early_stop_kl=0.1",
+            "mean KL to the anchor policy 0.25 is above train.ppo.early_stop_kl=0.1",
         ),
         ({"early_stop_kl": 0.1}, 1.0, -0.25, ""),
         ({"early_stop_imp_ratio": 2.0, "early_stop_kl": 0.1}, math.nan, math.nan, ""),
@@ -496,7 +496,7 @@ def test_early_stop_by_the_statistics_of_the_loss() -> None:
         reasons.append(loss_fn.stop_reason({name: float(value) for name, value in stats.items()}))
     assert reasons[0] == ""
     assert reasons[1].startswith("mean importance ratio 2.718")
-    assert reasons[2].startswith("mean KL to the start of the train step 1 ")
+    assert reasons[2].startswith("mean KL to the anchor policy 1 ")
 
 
 # -------------------------------------------------------------------------------------------------------------- config
