@@ -1,16 +1,19 @@
 """The ledger of live tickets. It neither loses nor duplicates a ticket (pure).
 
 A train ticket is granted while the gate (admission.py) has room and a server of the newest served version has room for a group
-(else refused: `no_server`, `servers_full`). It is live from its grant until the master reports it as `consumed`, or until it is
+(else refused: `no_server`, `servers_full`, or `updating` while other servers still load that version). The ledger also refuses
+while it is not `settled` (`not_ready`), if no prompt is left (`exhausted`), and while too many rejections wait for the master to
+record them (`rejections_unseen`). A ticket is live from its grant until the master reports it as `consumed`, or until it is
 rejected, released or lost. The ledger keeps every live ticket.
 
-Every call may arrive twice, late, or from a worker that counts as lost. All fields that the master reports are absolute, except
-`consumed`: that is a set of tickets, and a repeated ticket has no effect. Time is passed in. The HTTP side (http.py) calls these
-methods between two awaits, so each is atomic.
+Every call may arrive twice, late, or from a worker that counts as lost. All fields that the master reports are absolute values, not
+changes, except `consumed`: that is a set of tickets, and a repeated ticket has no effect. Time is passed in. The HTTP side
+(http.py) calls these methods between two awaits, so each is atomic.
 
-A manager that replaces a dead one admits no train ticket until the master has sent a full report. A *grace period* follows: it
-ends once every rollout worker has reported its tickets, at the latest after a lease. Reported tickets are adopted: they are live
-again, so no running prompt is issued a second time. Until the grace period ends the view is not `settled`, and no step begins.
+No train ticket is admitted until the master has sent a full report. In a manager that replaces a dead one, a *grace period* follows
+the report: it ends once every rollout worker has reported its tickets, at the latest after a lease. Reported tickets are adopted:
+they are live again, so no running prompt is issued a second time. Until the grace period ends the view is not `settled`, no train
+ticket is admitted, and no step begins.
 """
 
 from __future__ import annotations
@@ -48,11 +51,11 @@ from asyncrl.protocol.tickets import TicketId, TicketSeal
 from asyncrl.rewards.outcome import REWARD_LOST
 
 MAX_COUNT = 4096  # tickets of one request
-_MAX_REQUESTS = 16  # answers kept per worker; a worker repeats only a request without an answer
+_MAX_REQUESTS = 16  # answers to allocate requests kept per worker; a worker repeats a request only if it got no answer
 _MAX_DROPPED = 10_000
 _MAX_UNSEEN = 16_384  # rejections that the master has not recorded; at this number train tickets are refused
 _MAX_REASONS = 32  # different reasons counted; further ones count as `other`
-_MAX_EARLY = 65_536  # results of rollouts that arrive before the master's first report
+_MAX_EARLY = 65_536  # at most this many results of rollouts are kept that arrive before the master's first report
 _TOKENS_MEMORY = 0.95  # weight of the old value in the running mean of a group's tokens
 
 Journal = Callable[[Literal["admitted", "adopted"], Ticket], None]
@@ -80,7 +83,8 @@ class _Live:
     seen_by_master: bool = False  # the master has reported it as stored
     num_missed: int = 0  # consecutive heartbeats that did not list it
     lost_url: str = ""  # the worker has reported the server at this URL as lost, and has had no server since
-    has_moved: bool = False  # its duration does not count for its present server: it has moved there, or is counted
+    # Its duration does not count for its present server's pace: it has moved there from another one, or it has been counted
+    has_moved: bool = False
     moved: bool = False  # moved to another server without a request of the worker; heartbeat replies name that server
     item: EvalItem | None = None  # for an eval ticket
 
@@ -118,10 +122,11 @@ class Ledger:
         ticket_key: bytes = b"",
         journal: Journal = lambda event, ticket: None,
     ) -> None:
-        """heads_of_worker: the heads that a worker may send to; by default all. A ticket gets the one with the fewest live tickets.
+        """heads_of_worker: the heads that a worker may send to; by default all. A ticket gets the head with fewest live tickets.
 
         grace_s: maximum length of the grace period, which begins with the first full report. No train ticket is admitted while
-        workers report their tickets. It is the lease of tickets that a previous manager has issued; 0 without a previous manager.
+        workers report their tickets. After a previous manager it is one lease, because that manager's tickets last that long; 0
+        without a previous manager.
         num_workers: number of rollout workers. The grace period ends when this many have reported. 0: not known.
         ticket_key: the run's key (protocol/tickets.py). With it the ledger recognizes tickets that previous managers have granted.
         journal: called for every train ticket that is granted or adopted.
@@ -154,8 +159,9 @@ class Ledger:
         self._grace_s = grace_s
         self._num_workers = num_workers
         self._journal = journal
-        self._early_held: dict[str, HeartbeatRequest] = {}  # by worker, until the master has registered
-        self._early_results: dict[str, tuple[FinishRequest, RolloutResult]] = {}  # by ticket, until then
+        # Until the master has registered: the last heartbeat of each worker, and the results by ticket
+        self._early_held: dict[str, HeartbeatRequest] = {}
+        self._early_results: dict[str, tuple[FinishRequest, RolloutResult]] = {}
         self._nonce = nonce
         self._seal = TicketSeal(ticket_key)
         self._num_train_tickets = 0
@@ -510,7 +516,8 @@ class Ledger:
         return self._evaluations.reply(request.eval_id)
 
     def begin_attempt(self, attempt: int) -> None:
-        """The training side has restarted: discard all live tickets, which belong to an abandoned lineage. Ignores old attempts."""
+        """The training side has restarted: discard all live tickets, because they belong to an older attempt. Without effect if
+        `attempt` is not newer than the ledger's."""
         if not self._attempts.adopt(attempt):
             return
         for live in [*self._live.values(), *self._evals.values()]:
@@ -532,7 +539,8 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------------- grace
 
     def _begin_grace(self, now: float) -> None:
-        """The master has registered. Adopt tickets and results reported before: no train ticket was granted since."""
+        """The master has registered. Adopt the tickets and results that workers have reported so far. Their prompts cannot have
+        been issued again, because no train ticket was granted meanwhile."""
         self._grace_until, self._grace_s = now + self._grace_s, 0.0
         early_held, self._early_held = self._early_held, {}
         early_results, self._early_results = self._early_results, {}
@@ -582,7 +590,8 @@ class Ledger:
         return True
 
     def _finish_adopted(self, request: FinishRequest, result: RolloutResult, now: float) -> bool:
-        """Record the result of a ticket of the previous manager, as if the ticket had been adopted before. False: unknown."""
+        """Record the result of a ticket of the previous manager, as if the ticket had been adopted before. Returns False if the
+        ticket is unknown: it cannot be adopted."""
         if self._cursor is None and self._grace_s > 0.0 and len(self._early_results) < _MAX_EARLY:
             self._early_results[result.ticket_id] = request, result
             return True
@@ -902,7 +911,8 @@ class Ledger:
         return list(self._running_of.get(worker, {}).values())
 
     def _moved_of(self, worker: str) -> list[MovedTicket]:
-        """Return the worker's running tickets that were moved without its request. Every reply repeats them, as one may be lost."""
+        """Return the worker's running tickets that were moved without its request. Every reply repeats them, because a reply may be
+        lost."""
         servers = self.servers.servers
         return [
             MovedTicket(ticket_id=live.ticket.ticket_id, server=live.server, server_url=servers[live.server].url)

@@ -13,9 +13,9 @@ shows whether it is still slow. Requests on a slow server continue.
 A server that leaves the run is DRAINING: it gets no groups and no weights, and finishes its groups. Groups that take too long
 are moved to other servers.
 
-Members decides which servers belong to the run. `asyncrl-launch scale` sets a desired number: servers with that index and above
-leave. The launcher starts and stops processes by the same number. Only the manager knows when a leaving server has no work left.
-It reports that to the launcher, once for each server and each request.
+The class Members decides which servers belong to the run. `asyncrl-launch scale` sets a desired number N: servers 0 to N - 1 stay,
+the others leave. The launcher starts and stops processes by the same number. Only the manager knows when a leaving server has no
+work left. It reports that to the launcher, once for each server and each change of N.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Server:
     listed: bool = True  # in name resolve
     reason: str = ""  # why it is in a state other than HEALTHY
     running: int = 0  # assigned groups that have not ended
-    used_tokens: int = 0  # tokens in its KV cache, waiting requests included, at the last poll
+    used_tokens: int = 0  # KV cache tokens of its requests at the last poll, with an estimate for waiting ones
     num_requests: int | None = None  # running and waiting requests at the last poll; None: not known
     promised_tokens: float = 0.0  # tokens expected of the groups assigned since that poll
     update_s: float = 0.0  # seconds in successful updates
@@ -219,7 +219,8 @@ class ServerTable:
         return self._told_dead
 
     def load_told(self, name: str, used_tokens: int, num_requests: int, promised_before: float) -> None:
-        """The server reported its load. promised_before: promised_tokens at the time of the request, which the report includes."""
+        """The server reported its load. promised_before: promised_tokens when the report was requested. The report includes those
+        groups, so their expected tokens are subtracted."""
         server = self.servers[name]
         server.used_tokens, server.num_requests = used_tokens, num_requests
         server.promised_tokens = max(0.0, server.promised_tokens - promised_before)
@@ -349,7 +350,7 @@ class ServerTable:
     # ------------------------------------------------------------------------------------------------- routing
 
     def can_serve(self, server: Server, min_version: int) -> bool:
-        """Whether the server may get a group with a first token of min_version or newer."""
+        """Whether the server may get a group whose first tokens must be sampled with min_version or newer."""
         version = server.version  # a version of this attempt if the server is healthy
         return server.state is ServerState.HEALTHY and version is not None and version.version >= min_version
 
@@ -410,7 +411,7 @@ class ServerTable:
             server.promised_tokens = max(0.0, server.promised_tokens - expected_tokens)
 
     def group_ended(self, name: str, tokens: int, seconds: float) -> None:
-        """A group that ran on this server only has generated this many tokens in this many seconds."""
+        """Update the server's pace: a group that never ran on another server has ended after `seconds`, with `tokens` tokens."""
         server = self.servers.get(name)
         if server is None or tokens <= 0 or seconds <= 0.0:
             return
@@ -465,7 +466,7 @@ POLICIES: dict[str, Callable[[Server], float]] = {
 class Members:
     table: ServerTable
     desired: DesiredServers | None = None
-    _told: dict[str, str] = field(default_factory=dict)  # drained server -> id of the DesiredServers in its last report
+    _told: dict[str, str] = field(default_factory=dict)  # server -> id of the DesiredServers for which it was last reported
 
     def set_desired(self, desired: DesiredServers | None, now: float) -> None:
         """Apply the newest desired number of servers to all servers."""

@@ -19,7 +19,7 @@ from asyncrl.manager.routing import Server, ServerState, ServerTable
 from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.messages import WeightVersion
 
-# Fetching, verifying and loading a version together are slower than this only if there is a fault
+# Bytes a second. If fetching, verifying and loading a version together are slower than this, there is a fault
 SLOW_BYTES_PER_S = 100e6
 FIRST_RETRY_S = 0.5
 LONGEST_RETRY_S = 30.0
@@ -193,7 +193,8 @@ class UpdatePlan:
         return pause
 
     def _failed_in_broadcast(self, update: Update, reason: str) -> float:
-        """The server loads from disk as soon as the version is published, without a pause."""
+        """Count a failed broadcast. The server then loads from disk, without a retry pause, as soon as this version or a newer one
+        is published."""
         failures = self._distrusted[update.server].failures + 1 if update.server in self._distrusted else 1
         from_disk = min(2 ** min(failures, 16) - 1, _MOST_FROM_DISK)
         self._distrusted[update.server] = _Distrust(failures, from_disk, update.version)

@@ -80,7 +80,7 @@ class GserverManager(Worker):
         config, options, clock = self.config, self.config.manager, self.system.clock
         journal = self._files.journal()
         opened.push_async_callback(asyncio.to_thread, journal.close)
-        noted = (journal.last or {}).get("attempt", 0)  # of the previous manager's last ticket; the config may be older
+        noted = (journal.last or {}).get("attempt", 0)  # attempt of a previous manager's last ticket
         attempt = max(self.info.attempt, noted if isinstance(noted, int) else 0)
         is_successor = await self._is_successor(directory) or noted == attempt
         table = ServerTable(
