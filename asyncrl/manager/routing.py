@@ -466,7 +466,7 @@ POLICIES: dict[str, Callable[[Server], float]] = {
 class Members:
     table: ServerTable
     desired: DesiredServers | None = None
-    _told: dict[str, str] = field(default_factory=dict)  # server -> id of the DesiredServers for which it was last reported
+    _told: dict[str, str] = field(default_factory=dict)  # server -> DesiredServers.id for which it was last reported
 
     def set_desired(self, desired: DesiredServers | None, now: float) -> None:
         """Apply the newest desired number of servers to all servers."""

@@ -31,7 +31,8 @@ class Response:
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)  # runs: packed WeightVersion, number of tokens
-    finished: bool = False  # True: ended by EOS; False: cut at max_new_tokens
+    # True: ended by EOS, or by a stop string of the OpenAI API. False: cut at max_new_tokens, or the server's context was full
+    finished: bool = False
 
     def add_piece(self, output_ids: list[int], logprobs: list[float], versions: Sequence[tuple[int, int]]) -> None:
         """Append the result of one request. The runs in `versions` must cover the piece."""
@@ -93,7 +94,7 @@ class Episode:
 
     @property
     def truncated(self) -> bool:
-        """The last response was cut before its EOS."""
+        """Whether the last response was cut before its EOS."""
         return bool(self.responses) and not self.responses[-1][1].finished
 
     @property

@@ -57,7 +57,7 @@ class ChatEndpoint:
 
     async def start(self, host: str, port: int = 0) -> None:
         """Bind and serve."""
-        # Otherwise an agent's first request imports this module on the event loop, which takes a second.
+        # Otherwise an agent's first request imports openai.resources.chat.completions on the event loop, which takes a second.
         if "openai" in sys.modules:
             await asyncio.to_thread(importlib.import_module, "openai.resources.chat.completions")
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._errors_to_replies])

@@ -143,9 +143,10 @@ def _refused(name: str, value: Any, why: str) -> RequestError:
 
 
 def _check_sampling(asked: _Body, sampling: SamplingConfig) -> None:
-    """Refuse other sampling parameters than the run's.
+    """Refuse temperature, top_p and top_k that differ from the run's.
 
-    The trainer computes logprobs with the run's temperature; with another one, those of the behaviour policy would be wrong.
+    The trainer computes logprobs with the run's temperature. Logprobs recorded with another temperature could not be compared
+    with them.
     """
     greedy = sampling.greedy and asked.temperature == 0.0
     if asked.temperature not in (None, sampling.temperature) and not greedy:

@@ -22,7 +22,7 @@ class Turn:
     response: Response | None = None
     answer: Message | None = None
     text: str = ""  # of the answer, without special tokens
-    stop_token: int | None = None  # the token that ended the answer
+    stop_token: int | None = None  # the token that ended the answer; None: cut, ended by a stop string, or pending
     children: list[Turn] = field(default_factory=list)
 
     def path(self) -> list[Turn]:
