@@ -88,7 +88,7 @@ class _Judge:
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # result: how it ended
 
     async def ask(self, question: bytes) -> dict[str, Any] | None:
-        """Send the pickled calls and return the judge's answer. None: the judge is gone, or its answer is too long (_MAX_ANSWER)."""
+        """Send the pickled calls and return the judge's answer. None: the judge is gone, or its answer exceeds _MAX_ANSWER."""
         loop = asyncio.get_running_loop()
         try:
             await loop.sock_sendall(self.connection, len(question).to_bytes(_LENGTH_BYTES, "little") + question)
