@@ -199,7 +199,8 @@ def server_arguments(
 
 
 def server_environment(base: Mapping[str, str], *, python: str, tmp: str, tensor: int, on_gpu: bool) -> dict[str, str]:
-    """The environment of SGLang's process: this process's environment without variables of this interpreter."""
+    """The environment of SGLang's process: this process's environment without the variables of this interpreter (PYTHONPATH, ...),
+    and with settings for SGLang."""
     foreign = {"PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV"}
     environment = {name: value for name, value in base.items() if name not in foreign}
     environment |= {

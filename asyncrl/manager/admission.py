@@ -171,7 +171,7 @@ class EvaluationBook:
     def __init__(self, max_issues: int) -> None:
         self._max_issues = max_issues
         self._evaluations: OrderedDict[str, Evaluation] = OrderedDict()
-        self.num_waiting = 0  # items still to be issued; a counter, because every ticket reads it
+        self.num_waiting = 0  # items still to be issued; a counter, because it is read for every ticket
 
     def begin(self, request: EvaluateRequest) -> bool:
         """Start an evaluation. Returns False, without effect, if one with this id was started before."""

@@ -214,7 +214,8 @@ class Fleet:
         return max(self.table.attempt, published.attempt if published is not None else 0)
 
     def publish(self, text: str) -> None:
-        """`model_version` was put. A value that is malformed or older than the known version is logged and ignored."""
+        """The key `model_version` has this new value. A value that is malformed or older than the known version is logged and
+        ignored."""
         try:
             version = WeightVersion.parse(text)
         except ValueError as error:
@@ -230,7 +231,7 @@ class Fleet:
         self._publication.set()
 
     def hold(self, text: str) -> None:
-        """`weights_held` was put: the trainer can broadcast this version.
+        """The key `weights_held` has this new value: the trainer can broadcast this version from its memory.
 
         No file needs verification: the sender knows which version it holds, and receivers check the data that they get.
         """
@@ -311,7 +312,8 @@ class Fleet:
                 self._changed()
 
     def _judge_damage(self, version: WeightVersion, broken_s: float, error: Exception) -> None:
-        """The version has failed verification for broken_s: report it as damaged, or end the run with RunEndedError."""
+        """The version has failed verification for broken_s seconds. Report it as damaged after a quarter of verify_limit_s. Raise
+        RunEndedError, which ends the run, after verify_limit_s plus replace_limit_s."""
         if broken_s > self._verify_limit_s + self._replace_limit_s:
             raise RunEndedError(
                 f"weights {version} cannot be served: {error}; verification has failed for {broken_s:.0f} s (limits: "
@@ -356,7 +358,7 @@ class Fleet:
             self._logger.warning("prefetching weights failed: %s", error or repr(error))
 
     async def _fetch(self, url: str, version: WeightVersion, limit_s: float) -> None:
-        """Have the server fetch the version, unless it sees the files, and verify it. Raises any of _FAILURES."""
+        """Have the server verify the version, which it first fetches unless it sees the files. Raises any of _FAILURES."""
         request = FetchWeightsRequest(
             model_path=str(self._path_of(version)),
             weight_version=str(version),

@@ -607,8 +607,9 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------------- grants
 
     def _grant_one(self, request: AllocateRequest, refusal: str, now: float) -> _Live | None:
-        """Grant an eval ticket while evaluations have less than their share of the running rollouts, or (up to eval_limit) while
-        train tickets are refused. Otherwise grant a train ticket. None: neither. refusal: why train tickets are refused, or ""."""
+        """Grant an eval ticket if fewer than eval_limit are running, and either evaluations have less than their share of the
+        running rollouts or train tickets are refused. Otherwise grant a train ticket. Returns None if neither is possible. refusal:
+        why train tickets are refused, or ""."""
         if self._evaluations.num_waiting and self.served_version >= 0 and len(self._evals) < self.eval_limit:
             its_turn = len(self._evals) < self._eval_share * (self._num_running + 1)
             server = self.servers.pick(self.served_version) if (refusal or its_turn) else None

@@ -124,7 +124,7 @@ class Server:
 
     @property
     def is_gone(self) -> bool:
-        """The server has left the run and is not expected back."""
+        """Whether the server has left the run for good: it is dead and no longer desired."""
         return self.leaving and self.state is ServerState.DEAD
 
 

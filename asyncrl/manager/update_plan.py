@@ -218,11 +218,12 @@ class UpdatePlan:
         return True
 
     def num_failures(self, server: str) -> int:
-        """Number of consecutive failures of the server to load the target."""
+        """Number of consecutive failures of the server to load from disk, since the newest publication."""
         return self._failures[server].count if server in self._failures else 0
 
     def next_change(self, now: float) -> float | None:
-        """When `due` may return new updates without another event: a pause ends, or a slow server stops counting in its wave."""
+        """Return the time of the next change without an event, after which `due` may return new updates: a retry pause ends, or a
+        slow server stops counting in its wave. None: there is none."""
         times = [failed.not_before for failed in self._failures.values()]
         times += [running.since + self.slow_after_s for running in self._running.values()]
         return min((at for at in times if at > now), default=None)
