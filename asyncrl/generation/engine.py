@@ -111,9 +111,10 @@ class EngineStats:
 class WeightReceiver(ABC):
     """An engine's receiver of weights that are sent over the network; model/broadcast.py is the sender.
 
-    Order of calls: `join` once per group; for each update `begin`, `receive` for each bucket, `end`; then `leave`. The server is
-    paused from before `begin` until after `end`. Each call may raise WeightsRefused. An update that stops before `end` may have
-    changed some tensors of the engine; if it has, the engine serves nothing until a load succeeds.
+    Order of calls: `join` once per group; for each update `begin`, `receive` for each bucket, `end`; then `leave`. A bucket is a
+    part of the model's tensors that is sent at once. The server is paused from before `begin` until after `end`. Each call may
+    raise WeightsRefused. An update that stops before `end` may have changed some tensors of the engine; if it has, the engine
+    serves nothing until a load succeeds.
     """
 
     @property

@@ -459,8 +459,8 @@ class Fleet:
         return info
 
     async def _update(self, update: Update, wave: Wave | None) -> None:
-        """Pause a server, have it load a version, check its echo, resume it. After a failure it stays out of service until a load
-        succeeds, because its weights are unknown."""
+        """Pause a server, have it load a version, check that it then reports this version, resume it. After a failure the server
+        stays out of service until a load succeeds, because its weights are unknown."""
         began = self._clock.monotonic()
         try:
             with self._trace.overlapping(f"update {update.server}", kind="update", version=str(update.version)):

@@ -122,7 +122,8 @@ class Ledger:
         ticket_key: bytes = b"",
         journal: Journal = lambda event, ticket: None,
     ) -> None:
-        """heads_of_worker: the heads that a worker may send to; by default all. A ticket gets the head with fewest live tickets.
+        """heads_of_worker: the heads (trainer processes that receive trajectories) that a worker may send to; by default all. A
+        ticket gets the one of these heads that has fewest live tickets.
 
         grace_s: maximum length of the grace period, which begins with the first full report. No train ticket is admitted while
         workers report their tickets. After a previous manager it is one lease, because that manager's tickets last that long; 0

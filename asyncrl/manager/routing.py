@@ -3,10 +3,10 @@
     announced -> STALE -> UPDATING -> HEALTHY <-> SUSPECT -> DEAD -> STALE -> ...
                    any but DEAD -> DRAINING -> DEAD, or STALE if it is desired again
 
-Only a HEALTHY server gets groups: in this attempt it has loaded a version with valid checksums, and has echoed it. A server gets
-from STALE (and so from DEAD) to HEALTHY only by a load, with one exception: a server that loaded the version (or a newer one) for
-the previous manager need not load it again. It reports its version when this manager first updates it. A SUSPECT server is
-HEALTHY again if it still echoes what it loaded.
+Only a HEALTHY server gets groups: in this attempt it has loaded a version with valid checksums, and has then reported that version
+as the one it serves (its echo). A server gets from STALE (and so from DEAD) to HEALTHY only by a load, with one exception: a server
+that loaded the version (or a newer one) for the previous manager need not load it again. It reports its version when this manager
+first updates it. A SUSPECT server is HEALTHY again if it still echoes what it loaded.
 A server that answers health probes late, or whose groups take much longer than those of its peers, is slow. It is shown as
 suspect, and gets no groups while others have room. A server that is slow only by its groups still gets one group at a time, which
 shows whether it is still slow. Requests on a slow server continue.
@@ -228,7 +228,8 @@ class ServerTable:
     # ----------------------------------------------------------------------------------------------- members that leave
 
     def leave(self, name: str, now: float) -> None:
-        """The server is no longer desired: it gets no new groups and no new weights, and a load in progress is void."""
+        """The server is no longer desired: it gets no new groups and no new weights, and the result of a load in
+        progress is ignored."""
         server = self.servers[name]
         if server.leaving:
             return
@@ -294,8 +295,8 @@ class ServerTable:
         return server.incarnation
 
     def loaded(self, name: str, incarnation: int, version: WeightVersion, now: float, took_s: float = 0.0) -> bool:
-        """The server has loaded and echoed a verified version, in took_s. False: void, because the server has died or begun to
-        leave since, or the version's attempt is over."""
+        """The server has loaded and echoed a verified version, in took_s seconds. Returns False if the load is void: the server has
+        died or begun to leave since the load began, or the version's attempt is over."""
         server = self.servers[name]
         if server.incarnation != incarnation or server.state is not ServerState.UPDATING:
             return False
@@ -329,7 +330,8 @@ class ServerTable:
         return max(0.0, self._companions_until - now)
 
     def load_failed(self, name: str, incarnation: int, reason: str) -> bool:
-        """A load failed, so the server's weights are unknown: it gets no traffic until a load succeeds. False: void."""
+        """A load failed, so the server's weights are unknown: it gets no traffic until a load succeeds. Returns False, without
+        effect, if the server has died or begun to leave since the load began."""
         server = self.servers[name]
         if server.incarnation != incarnation or server.state is not ServerState.UPDATING:
             return False

@@ -28,7 +28,7 @@ _MOST_FROM_DISK = 31  # maximum number of versions that a server loads from disk
 
 @dataclass(frozen=True)
 class Update:
-    """Interrupt the server, let it load the version, check its echo: all within limit_s."""
+    """Interrupt the server, let it load the version, check its echo (the version that it then reports): all within limit_s."""
 
     server: str
     url: str
@@ -131,7 +131,7 @@ class UpdatePlan:
         for name in [
             name for name, running in self._running.items() if running.incarnation != servers[name].incarnation
         ]:
-            del self._running[name]  # that process is gone; its update ends on its own and is void
+            del self._running[name]  # that process is gone; its update ends on its own, and its result is ignored
         away = (ServerState.DEAD, ServerState.DRAINING)
         alive = sum(server.state not in away for server in servers.values())
         room = max(1, int(self._fraction * alive)) - sum(
@@ -170,7 +170,7 @@ class UpdatePlan:
         return on_disk, False
 
     def succeeded(self, update: Update, now: float) -> bool:
-        """The server has echoed the version. Returns False if the update is void by now."""
+        """The server has echoed the version. Returns False if the update no longer counts (see ServerTable.loaded)."""
         running = self._running.get(update.server)
         took_s = now - running.since if running is not None else 0.0
         self._end(update)

@@ -405,7 +405,8 @@ async def _collect_garbage() -> None:
 
 
 def heads_of_workers(config: GserverManagerConfig) -> dict[str, list[int]] | None:
-    """Return the heads that each rollout worker may send to, by head_policy. None: every worker may send to every head."""
+    """Return, for each rollout worker, the heads (trainer processes that receive trajectories) to which head_policy lets it send.
+    None: every worker may send to every head."""
     policy, num_workers = config.manager.head_policy, config.num_rollout_workers
     if policy == "balanced":
         return None

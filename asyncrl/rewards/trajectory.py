@@ -30,7 +30,8 @@ class Response:
     input_ids: list[int]
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    versions: list[tuple[int, int]] = field(default_factory=list)  # runs: packed WeightVersion, number of tokens
+    # For each run of tokens of one version: the WeightVersion packed into an integer, and the number of tokens
+    versions: list[tuple[int, int]] = field(default_factory=list)
     # True: ended by EOS, or by a stop string of the OpenAI API. False: cut at max_new_tokens, or the server's context was full
     finished: bool = False
 
@@ -58,7 +59,7 @@ class Response:
 
     @property
     def oldest_version(self) -> int:
-        """Packed version; NOT_SAMPLED if there is no token."""
+        """The oldest version of the tokens, packed into an integer; NOT_SAMPLED if there is no token."""
         return min((version for version, _ in self.versions), default=NOT_SAMPLED)
 
 
