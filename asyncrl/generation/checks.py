@@ -276,9 +276,9 @@ class LogprobCheck:
 
     near: no logprob differs by more than `tolerance`, and the mean difference is at most a sixth of that. This finds wrong
         weights, and old weights if they differ by more than the tolerance.
-    moved: if the tensors differ from those of the last version that passed, and the trainer's logprobs changed by more than
-        _LEAST_CHANGE on average, then the server's logprobs must not be bit-identical to those that it had for that version. This
-        finds old weights even if the step was too small for the first rule, in any dtype.
+    moved: if the tensors differ from those of the last version that passed, its text was the same, and the trainer's logprobs
+        changed by more than _LEAST_CHANGE on average since then, the server's logprobs must not be bit-identical to those that it
+        had for that version. This finds old weights even if the step was too small for the first rule, in any dtype.
     """
 
     def __init__(self, tolerance: float) -> None:

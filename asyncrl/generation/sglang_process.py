@@ -68,7 +68,7 @@ _SHOWN_CHARS = 60
 _LINE_CHARS = 300  # characters shown of a log line: SGLang prints all its arguments in one line
 
 # The guard, a process beside SGLang. When our process has ended for any reason, it kills SGLang's process group and removes its
-# shared memory. The parent-death signal is not enough: SGLang's children request it only after their imports.
+# shared memory. The parent-death signal is not enough: SGLang's children request that signal only after their imports.
 _GUARD = """
 import os, signal, sys
 from contextlib import suppress
@@ -102,7 +102,7 @@ class ServerLink(Protocol):
         """How the server ended. None while it runs, or if its end cannot be observed from here."""
 
     def told(self) -> str:
-        """The location of its log, for an error message."""
+        """Where its log is, and the log's last lines if this process can read it; for an error message."""
 
     async def wait_ended(self, limit_s: float) -> None:
         """Returns when it has ended, or after limit_s at the latest."""
