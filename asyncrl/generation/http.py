@@ -306,8 +306,8 @@ class GenerationHTTP:
         return where
 
     def _check_place(self, model_path: str, version: WeightVersion) -> None:
-        """Raises WeightsRefused or OutsideRunError unless model_path is the run's directory of this version. Without a run_dir every
-        path is allowed."""
+        """Raises WeightsRefused or OutsideRunError unless model_path is the run's directory of this version. Without a run_dir
+        every path is allowed."""
         own = version_dir(self._run_dir, ACTOR, version)
         if self._run_dir and name_of(self._run_dir, Path(model_path)) != name_of(self._run_dir, own):
             raise WeightsRefused(f"model_path is {model_path!r}, but this run stores {version} only in {own}")
