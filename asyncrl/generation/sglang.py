@@ -87,7 +87,7 @@ class GrowingResponse(Pending):
     It grows piece by piece. Each piece is checked before any of its tokens is added. Pure.
     """
 
-    begin: int = 0  # number of tokens when it was last sent
+    begin: int = 0  # number of its tokens when it was last sent to SGLang
     retracted: bool = False  # when it ends at SGLang, it goes back to the queue and continues later
     ended: asyncio.Event = field(default_factory=asyncio.Event, repr=False)  # set when it has ended at SGLang
 

@@ -204,8 +204,8 @@ def server_environment(base: Mapping[str, str], *, python: str, tmp: str, tensor
     foreign = {"PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV"}
     environment = {name: value for name, value in base.items() if name not in foreign}
     environment |= {
-        "PATH": f"{Path(python).parent}{os.pathsep}{base.get('PATH', os.defpath)}",  # tools of its environment, such as ninja
-        "TMPDIR": tmp,  # for its sockets; removed after its end
+        "PATH": f"{Path(python).parent}{os.pathsep}{base.get('PATH', os.defpath)}",  # tools installed beside it, such as ninja
+        "TMPDIR": tmp,  # folder for SGLang's sockets; it is removed after SGLang has ended
         # Otherwise /health generates a token, and takes seconds while SGLang is paused
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         # context-length exceeds the model's limit by SPARE_POSITIONS; no request uses these positions

@@ -147,7 +147,7 @@ class EvalItem:
 
     eval_id: str
     mode: int  # index in the request's modes
-    position: int  # of the prompt among the evaluation prompts
+    position: int  # index of the prompt among the evaluation prompts
 
 
 @dataclass

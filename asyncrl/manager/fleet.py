@@ -523,7 +523,7 @@ class Fleet:
     async def _load(self, update: Update, wave: Wave | None) -> None:
         url, version = update.url, str(update.version)
         if wave is None:
-            await self._fetch(url, update.version, update.limit_s)  # and verify; the server generates meanwhile
+            await self._fetch(url, update.version, update.limit_s)  # fetch and verify, while the server still generates
         try:
             await self._post(f"{url}/pause_generation", self._pause_body)
             if wave is not None:

@@ -185,7 +185,7 @@ class Ledger:
         self._live_of_head: Counter[int] = Counter()
         self._rejected: deque[RejectedPrompt] = deque()
         self._num_forgotten = 0  # rejections that the master has recorded
-        self._dropped: OrderedDict[str, None] = OrderedDict()  # stored tickets that the master has dropped
+        self._dropped: OrderedDict[str, None] = OrderedDict()  # tickets whose trajectories the master has dropped
         self._stopped = False
         self._grace_until: float | None = None  # None: no grace period, or it is over
         self._heard: set[str] = set()  # workers that have reported their tickets in this grace period
@@ -277,7 +277,7 @@ class Ledger:
             return [self._allocate_alone(requests[0], now)]
         granted: dict[tuple[str, str], list[Ticket]] = {}
         turn: deque[tuple[AllocateRequest, list[Ticket]]] = deque()
-        known: dict[int, AllocateReply] = {}  # by index: answers that need no admission
+        known: dict[int, AllocateReply] = {}  # by index of the request: answers that need no admission
         for index, request in enumerate(requests):
             holder = self._holder(request.worker, request.incarnation, now, touch=False)
             if holder is None:

@@ -386,7 +386,7 @@ class ServerTable:
         best_slow, best_load = False, 0.0
         for server in itertools.chain(healthy[first:], healthy[:first]):
             load = load_of(server)
-            if best is not None and load >= best_load and not best_slow:  # checked first: true for nearly all
+            if best is not None and load >= best_load and not best_slow:  # first, because it is true for nearly all
                 continue
             if server.running >= limit or server.name == exclude or not self.can_serve(server, min_version):
                 continue
@@ -434,7 +434,7 @@ class ServerTable:
 
     def _healthy(self) -> list[Server]:
         """The healthy servers, sorted by name."""
-        if self._now_healthy is None:  # cached, because every ticket reads it
+        if self._now_healthy is None:  # cached, because it is read for every ticket
             self._now_healthy = [s for _, s in sorted(self.servers.items()) if s.state is ServerState.HEALTHY]
         return self._now_healthy
 

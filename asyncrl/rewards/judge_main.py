@@ -146,7 +146,7 @@ def _reap(control: socket.socket, judges: set[int]) -> None:
         if pid not in judges:  # a process that a judge started, or a judge whose guard has ended
             continue
         judges.discard(pid)
-        _kill(pid)  # the rest of its process group
+        _kill(pid)  # kill the processes that are left in its process group
         code = os.waitstatus_to_exitcode(status)
         how = f"it ended with exit code {code}" if code >= 0 else f"it was killed by {signal.Signals(-code).name}"
         control.send(json.dumps({"died": pid, "how": how}).encode())

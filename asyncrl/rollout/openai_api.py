@@ -44,7 +44,7 @@ _CHAT = "/v1/chat/completions"
 
 
 class ChatEndpoint:
-    """The server and its open sessions."""
+    """The HTTP server of the OpenAI API, and its open sessions."""
 
     def __init__(self, *, board: StatusBoard, logger: logging.Logger, clock: Clock = SYSTEM_CLOCK) -> None:
         self._board, self._logger, self._clock = board, logger, clock

@@ -124,7 +124,7 @@ class RolloutWorker(Worker):
         await self.roll_out(tickets)
 
     async def roll_out(self, tickets: HeldTickets) -> None:
-        """Run rollouts; all parts are open."""
+        """Run rollouts. The caller has opened all parts that they use."""
         await tickets.run()
 
 
