@@ -169,7 +169,7 @@ def _check_unsupported(asked: _Body) -> None:
         ("logit_bias", asked.logit_bias, bool, "it would make the recorded logprobs wrong"),
         ("response_format", asked.response_format, lambda x: x.get("type", "text") != "text", "only text is sampled"),
         ("tool_choice", asked.tool_choice, lambda x: x not in ("auto", "none"), "the policy decides (auto, none)"),
-        ("parallel_tool_calls", asked.parallel_tool_calls, lambda x: not x, "the policy chooses the number of calls"),
+        ("parallel_tool_calls", asked.parallel_tool_calls, lambda x: not x, "the policy decides the number of calls"),
     )
     for name, value, is_refused, why in refused:
         if is_refused(value):
