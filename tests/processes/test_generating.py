@@ -164,7 +164,7 @@ def test_samples_come_as_often_as_the_model_says(model_path):
 def test_batches_keep_to_the_budget(model_path):
     sampler = make_sampler(make_engine(model_path), max_sequences=3, max_tokens=22)
     assert batch_sizes(sampler, [5, 5, 5, 1, 1, 1, 1]) == [2, 2, 3]
-    assert batch_sizes(sampler, [40, 1]) == [1, 1]  # at least one, even beyond the budget
+    assert batch_sizes(sampler, [40, 1]) == [1, 1]  # a batch has at least one response, even beyond the budget
 
 
 def batch_sizes(sampler: Sampler, lengths: list[int]) -> list[int]:

@@ -279,7 +279,7 @@ class Setup:
         await self.until_view(lambda view: [(server.state, server.version) for server in view.servers] == wanted)
 
     async def until_view(self, condition: Callable[[LedgerView], bool]) -> LedgerView:
-        """Wait as the master does: each answer waits for a newer ledger."""
+        """Wait until the condition holds for a view. As the master does, each further report waits for a newer ledger."""
 
         async def reports() -> LedgerView:
             view = await self.report(full=True)
@@ -606,7 +606,7 @@ async def test_a_slow_server_blocks_neither_the_other_nor_the_http_side(tmp_path
         await setup.until_served(2)
         began = time.monotonic()
         tickets = (await setup.allocate(4)).tickets
-        assert time.monotonic() - began < LIMIT_S / 2  # the slow load ends when its gate is opened
+        assert time.monotonic() - began < LIMIT_S / 2  # the slow load, whose gate stays closed, delays no answer
         assert {ticket.server for ticket in tickets} == {"generation_server/1"}
         assert {ticket.min_version for ticket in tickets} == {2}
         assert len(quick.loads) == 3
