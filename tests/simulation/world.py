@@ -77,8 +77,8 @@ class Process:
     worker: Worker | None = None
     lease: int | None = None
     config: Any = None
-    ledger: Any = None  # of a manager, set by the first request for tickets
-    buffer: Any = None  # of a master, set by the first trajectory
+    ledger: Any = None  # a manager's ledger, known from the first request for tickets on
+    buffer: Any = None  # a master's buffer, known from the first trajectory on
     main: asyncio.Task[Any] | None = None
     watches: list[Watch | SimWatch] = field(default_factory=list)
     frozen_until: float = 0.0
