@@ -31,7 +31,7 @@ def reward(prompt, completion, answer):
         threading.Event().wait(1000)
     return {"none": None, "nan": float("nan"), "text": "good", "list": [1.0]}.get(answer, float(len(set(completion))))
 """
-# The outcome of each prompt, by its answer. The tokenizer finds the overlong prompt; it has no token for "ü".
+# Answer of a prompt -> the reason for which the prompt is rejected. "ü" is a prompt for which the tokenizer has no token.
 _REASONS = {
     "raise": "reward_error",
     "none": "reward_not_finite",

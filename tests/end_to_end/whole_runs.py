@@ -191,7 +191,8 @@ def assert_nobody_left_behind(run_dir: Path, eta: int) -> None:
     assert tickets.keys() - may_wait <= trained <= tickets.keys()
     assert max(trained) < (0, len(trained) + eta * batch_size)
     first_that_may_wait = min(may_wait, default=(0, len(tickets)))
-    assert first_that_may_wait >= (0, (num_steps - eta) * batch_size)  # so many were trained before its grant
+    # its ticket has at least version num_steps - eta, so that many steps had trained the prompts before it
+    assert first_that_may_wait >= (0, (num_steps - eta) * batch_size)
 
 
 def min_version(ticket_id: str) -> int:

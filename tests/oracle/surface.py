@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-CLAIM_WORDS = 8  # so many of its first words are the name of a claim
+CLAIM_WORDS = 8  # a claim's name consists of this many of its first words
 NOTHING = "-"
 
 Entries = dict[str, str]

@@ -148,7 +148,7 @@ async def test_a_disk_that_refuses_costs_a_warning(
 
 
 def break_weights(model_path: Path, broken: Path) -> str:
-    """A copy with an infinite value in one tensor. Return the tensor's name."""
+    """Copy the model folder to `broken`, with an infinite value in one tensor. Return the tensor's name."""
     broken.mkdir()
     for file in model_path.iterdir():
         if file.suffix != ".safetensors":

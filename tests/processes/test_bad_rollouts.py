@@ -58,7 +58,7 @@ class HangingAgent(Agent):
 
 
 class BreakingAgent(SingleStepAgent):
-    """A valid trajectory, changed as the prompt's answer says."""
+    """Returns a valid trajectory that is then changed as the prompt's answer says."""
 
     async def collect_trajectory(
         self, prompt: Any, env: Env, obs_queue: ObsQueue, act_queue: ActQueue

@@ -314,7 +314,7 @@ def test_model_workers_make_groups_and_train_on_them(tmp_path, model_path, group
         data = sample.data
         assert {"proximal_logprobs", "advantages", "trained_mask"} <= data.keys()  # wherever they were made
         assert not data["packed_logprobs"][~data["loss_mask"]].any()
-        # the sampling weights are the trained weights: the proximal policy
+        # The weights that sampled are the weights before the step, so the logprobs are those of the proximal policy
         expected = data["proximal_logprobs"][data["loss_mask"]]
         np.testing.assert_allclose(data["packed_logprobs"][data["loss_mask"]], expected, atol=1e-5)
         assert expected.all()

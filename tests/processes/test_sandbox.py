@@ -1,4 +1,4 @@
-"""Untrusted programs in a sandbox: permitted operations, and attempts to escape. Each is refused, and the result says so."""
+"""Untrusted programs in a sandbox: what they may do, and attempts to escape. Every attempt is refused, and the result says so."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 FOLDERS = ("asyncrl/", "launcher/", "examples/", "benchmarks/", "tests/", "configs/")
 SHARED, SHARED_IN_FILE = 0.5, 0.25
 FEWEST_WORDS = 4  # shorter messages are no prose; for shorter sentences the words of their paragraph are compared
-# Generated files, and files that quote source code.
+# Files without prose: generated ones, and those that quote source code.
 _NO_PROSE = re.compile(
     r"docs/(configuration|chaos-matrix.*|design/path-of-a-.*)\.md|benchmarks/results\.md"
     r"|tests/(oracle/mutant_table\.py|support/facts.*)"

@@ -249,8 +249,8 @@ def test_every_algorithm_learns(name: str, correction: str) -> None:
     config = PPOConfig(**fields | CORRECTIONS[correction]["train"]["ppo"] | {"overlong_penalty": 0.0})
     random = torch.Generator().manual_seed(1)
     logits = torch.zeros(4, requires_grad=True)
-    served = [logits.detach().clone()] * 2  # the version before the newest one samples
-    # Adam, because the losses differ in scale. One step leaves GSPO's range, so its second minibatch often does nothing.
+    served = [logits.detach().clone()] * 2  # samples come from the version before the newest one
+    # Optimizer: Adam, because the losses differ in scale. One step leaves GSPO's range, so its second minibatch often does nothing.
     optimizer = torch.optim.Adam([logits], lr=0.05)
     shares = []
     for _ in range(30):

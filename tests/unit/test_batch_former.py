@@ -228,7 +228,7 @@ def test_waits_for_a_straggler_at_most_overdue_wait_s() -> None:
     books.now = 30.0
     waits = books.waits()
     assert (waits.revoke, waits.drop, waits.stragglers) == (("a",), (), ("a",))
-    assert books.ready() == "bc"  # although the ledger still lists it
+    assert books.ready() == "bc"  # although the ledger still lists a
 
 
 def test_drop_revokes_a_straggler_at_once() -> None:

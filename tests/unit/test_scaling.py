@@ -1,4 +1,4 @@
-"""Scaling of generation servers: their starts, drains and stops, ends that do not fail the run, and the specs of the processes."""
+"""Scaling of generation servers: their starts, drains and stops, exits that do not fail the run, and the processes' specs."""
 
 from __future__ import annotations
 
