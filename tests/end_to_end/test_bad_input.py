@@ -199,7 +199,7 @@ def test_a_disk_that_fills_up_under_checkpoints(config: Path, tmp_path: Path, mo
         "checkpoint.every_steps=2",
         "checkpoint.every_s=0",
         "train.max_steps=0",
-    ]  # 1000 steps: the run does not end before the disk is full
+    ]  # all 1000 steps: the run does not end before the disk is full
     with launch(config, f"fileroot={tmp_path}", *every_2) as run:
         run.wait_until(lambda: list_checkpoints(run_dir), "a checkpoint was complete", LIMIT_S)
         fill_until_it_ends(disk, run)

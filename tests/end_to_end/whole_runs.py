@@ -121,7 +121,7 @@ class Gate:
         self.reward = f"{config.with_name('reward.py')}:reward"
 
     def let(self, step: int) -> None:
-        """Allow steps up to this one."""
+        """Allow `step` steps in total: hold the prompts of all later ones."""
         temporary = self._held.with_name(".held")
         temporary.write_text("\n".join(self._prompts[step * self._batch_size :]))
         temporary.rename(self._held)

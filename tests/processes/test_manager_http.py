@@ -572,7 +572,7 @@ async def test_the_end_of_the_run_is_told_to_who_waits(setup: Setup) -> None:
     await setup.allocate(100)
     waiting = asyncio.create_task(setup.allocate(wait_s=30.0))
     await setup.poll(lambda: setup.manager.seen.service.num_waiting == 1)
-    await setup.report(stop=True)  # the last evaluation may still come
+    await setup.report(stop=True)  # the master stops, but its last evaluation may still come: workers wait
     assert not (await setup.allocate(worker=1)).finished
     setup.resolver.add(setup.names.experiment_status(), "COMPLETE", replace=True)
     assert (await asyncio.wait_for(waiting, LIMIT_S)).finished

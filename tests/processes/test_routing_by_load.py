@@ -171,7 +171,7 @@ async def test_full_queues_lose_no_ticket(tmp_path: Path, model_path: Path) -> N
         a_client(setup) as client,
     ):
         tickets = (await setup.allocate(2)).tickets
-        sampling = SamplingConfig(max_new_tokens=24, greedy=True)  # with greedy decoding this model never ends
+        sampling = SamplingConfig(max_new_tokens=24, greedy=True)  # with greedy decoding this model never samples EOS
         beating = asyncio.create_task(beat(setup, client, tickets))
         groups = await asyncio.gather(
             *(client.generate(Route(ticket), [PROMPT] * 8, sampling, []) for ticket in tickets)
