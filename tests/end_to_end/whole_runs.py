@@ -191,7 +191,7 @@ def assert_nobody_left_behind(run_dir: Path, eta: int) -> None:
     assert tickets.keys() - may_wait <= trained <= tickets.keys()
     assert max(trained) < (0, len(trained) + eta * batch_size)
     first_that_may_wait = min(may_wait, default=(0, len(tickets)))
-    # its ticket has at least version num_steps - eta, so that many steps had trained the prompts before it
+    # its ticket's min_version is at least num_steps - eta: that many steps were done by then, on the prompts before it
     assert first_that_may_wait >= (0, (num_steps - eta) * batch_size)
 
 

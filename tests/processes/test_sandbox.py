@@ -383,7 +383,7 @@ def test_time_is_limited(pool: SandboxPool) -> None:
     spread = run(pool, f"import os, time\nfor _ in range(3): os.fork()\n{burn}\ntime.sleep(1000)")
     assert spread.outcome == "cpu_time"  # their total
     assert LIMITS.cpu_s < spread.cpu_s
-    with contextlib.closing(SandboxPool(limits=Limits(wall_s=0.01))) as impatient:  # its own trial gets longer
+    with contextlib.closing(SandboxPool(limits=Limits(wall_s=0.01))) as impatient:  # the pool's trial gets 30 s
         assert run(impatient, SLEEPER).outcome == "wall_time"
 
 

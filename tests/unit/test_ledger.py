@@ -428,7 +428,7 @@ def test_a_silent_worker_loses_its_running_tickets() -> None:
 
 
 def test_tickets_not_listed_twice_are_released() -> None:
-    """The manager takes it that the reply with a ticket was lost if two heartbeats in a row do not list the ticket."""
+    """If two heartbeats in a row do not list a ticket, the manager concludes that the reply with the ticket was lost."""
     desk = Desk()
     kept, lost = desk.take(2)
     assert desk.beat(kept) == []
