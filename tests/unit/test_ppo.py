@@ -303,7 +303,7 @@ def test_a_capped_token_stays_in_the_denominator() -> None:
 
 
 def test_normalisations_by_hand() -> None:
-    """Responses of 3 tokens with loss 1 and of 1 token with loss 5. The maximum length is 4."""
+    """A response of 3 tokens with loss 1 each, and a response of 1 token with loss 5. The maximum length is 4."""
     loss, mask = torch.tensor([0.0, 1, 1, 1, 0, 5]), torch.tensor([False, True, True, True, False, True])
     for normalization, expected in (("token", 2.0), ("sequence", 3.0), ("constant", 1.0)):
         config = PPOConfig(loss_normalization=normalization, loss_length=4)
