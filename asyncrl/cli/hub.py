@@ -1,10 +1,10 @@
 """Models by their name on the Hugging Face Hub: `model_path: Qwen/Qwen2.5-1.5B-Instruct` instead of a folder. The paths of
 reference, critic and reward model, and tokenizer_path, can be such names, too.
 
-Only the launcher accesses the Hub, once, before any other process starts, and replaces each name by a local folder. `prepare` and
-`run` download missing files; `check` only looks into the cache. Preflight, workers and SGLang get the folder. `name@revision` pins
-a revision. The environment variables of huggingface_hub apply (HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN), and its limits
-bound each wait for the network (HF_HUB_ETAG_TIMEOUT, HF_HUB_DOWNLOAD_TIMEOUT: 10 s without a byte).
+Only the process of the command accesses the Hub, once, before any other process starts, and replaces each name by a local folder.
+`prepare`, `run` and `resume` download missing files; `check` only looks into the cache. Preflight, workers and SGLang get the
+folder. `name@revision` pins a revision. The environment variables of huggingface_hub apply (HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT,
+HF_TOKEN), and its limits bound each wait for the network (HF_HUB_ETAG_TIMEOUT, HF_HUB_DOWNLOAD_TIMEOUT: 10 s without a byte).
 """
 
 from __future__ import annotations
