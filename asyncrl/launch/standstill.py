@@ -1,4 +1,5 @@
-"""The standstill report: what each process waits for, on which process and since when, if no train step ends for a long time.
+"""The standstill report, made if no train step ends for a long time: what each process waits for, from which process, and for how
+long so far.
 
     no train step for 120 s
       master/0: waits for 3 stragglers from rollout_worker/1 (45 of 3600 s)
@@ -26,14 +27,15 @@ from asyncrl.runtime.stacks import Stacks, ask_all, is_stopped
 
 _LOOK_EVERY_S = 1.0
 _STACKS_LIMIT_S = 5.0
-# The report names a process whose heartbeat counter has not grown for this time. Statuses arrive twice a second, and a working
-# process increments its counter for each
+# The report says so if a process has sent no heartbeat for longer than this: its heartbeat counter has not grown. Statuses arrive
+# twice a second, and a working process increments its counter for each status
 _STILL_S = 5.0
-_MAX_WAITS = 4  # reported waits per process, the longest ones
+_MAX_WAITS = 4  # the report shows at most so many waits per process, the longest ones
 
 
 class StandstillReport:
-    """consumes: statuses; the growth of metrics.jsonl, which gains a line per step. produces: notices, stacks in logs.
+    """consumes: statuses; the size of metrics.jsonl, which grows by a line per step and evaluation. produces: notices, stacks in
+    logs.
 
     waits for: nothing; a thread requests the stacks from the processes and waits at most 5 s.
     """
@@ -44,7 +46,7 @@ class StandstillReport:
         self._notice = notice
         self._watchdog = Watchdog(after_s, self._clock.monotonic())
         self._mark: tuple[int, int] = (0, 0)  # attempt, size of the metrics
-        # By process: (pid, heartbeat counter), and since when
+        # By process: (pid, heartbeat counter), and since when both are unchanged
         self._moved: dict[str, tuple[tuple[int, int], float]] = {}
         self._next_look = 0.0
         self._thread: threading.Thread | None = None
@@ -61,7 +63,7 @@ class StandstillReport:
         counts = {status.worker: (status.pid, status.progress) for status in statuses}
         elsewhere = {
             status.worker for status in statuses if status.host
-        }  # on other hosts, so their pids mean nothing here
+        }  # processes on other hosts, whose pids mean nothing here
         before = self._moved
         self._moved = {
             name: before[name] if name in before and before[name][0] == count else (count, now)
@@ -105,7 +107,7 @@ class Watchdog:
         self._due_s = after_s
 
     def stepped(self, now: float) -> None:
-        """Record that a train step has ended, or that a new attempt has begun."""
+        """Record that a train step or an evaluation has ended, or that a new attempt has begun."""
         self._since, self._due_s = now, self._after_s
 
     def turn(
