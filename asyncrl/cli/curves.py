@@ -32,6 +32,7 @@ class Run:
     attempt: int  # the newest of these attempts
     steps: Sequence[Record]  # by step, ascending
     evaluations: Sequence[Record]  # by step, ascending
+
     # The tenths of a second in which at least one server generated: unix time in tenths of a second, ascending. They are those of
     # the whole run, not only of this lineage
     generating: Sequence[int] = ()

@@ -79,6 +79,7 @@ _LOW_SHM_BYTES = GIB  # NCCL needs this much between several ranks; Docker's def
 _LOW_OPEN_FILES = 1024
 _SPARE_OPEN_FILES = 256  # added to the connections of a process, for libraries, pipes and its streams
 _BUSY_GPU_SHARE = 0.1  # a GPU counts as in use if more than this share of its memory is used
+
 # This many computing threads per core are acceptable, because generation and training use the cores in turn
 _CROWDED = 2
 

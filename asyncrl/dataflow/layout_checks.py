@@ -11,7 +11,7 @@ from asyncrl.dataflow.topology import Allocation, allocation_of, unknown_name
 from asyncrl.protocol.names import ACTOR
 
 MFC_ROLES = (ACTOR, CRITIC, REF, REWARD)
-_MOST_PROCESSES = 65_536  # most generation servers of an allocation, and most model workers
+_MOST_PROCESSES = 65_536  # limit on the ranks of all generation servers, and on the model workers
 _OURS = "is set by asyncrl"
 OWN_SERVER_ARGS = {  # argument that generation.server_args must not contain -> the setting to use instead, or the reason
     "model-path": "use model_path",

@@ -91,6 +91,7 @@ T = TypeVar("T")
 _TURN_S = 0.1
 _PUBLISH_STATUS_S = 1.0
 _ASK_SHARE = 0.6  # share of runtime.stop_timeout_s in which processes may stop by themselves; then they are killed
+
 # How long to wait for an earlier launcher to end when Slurm has given up that launcher's node and has requeued the job
 _TAKE_OVER_S = 90.0
 _SAME_SIGNAL_S = 1.0  # signals this close together count as one

@@ -22,6 +22,7 @@ _WINDOW_S = 3600.0  # window for counting restarts
 _START_LIMIT_S = 15.0
 _LOOK_EVERY_S = 1.0
 _LOOK_LIMIT_S = 2.0  # limit of one health probe; a healthy server answers in milliseconds
+
 # After this many failed probes in a row the server counts as frozen. Counted, not timed, because the launcher itself may have
 # frozen meanwhile
 _FROZEN_LOOKS = 4

@@ -109,9 +109,9 @@ def _num_done(state: MasterState) -> int:
 
 
 def going_on(config: ExperimentConfig, found: Checkpoint | None, num_prompts: int) -> ExperimentConfig:
-    """Return the config of a run that resumes from a checkpoint (None: it starts anew). If the batch size has changed, and the user
-    has not set train.total_steps, it is set to the steps done plus those for the remaining prompts. The learning rate decays over
-    this number of steps. Otherwise the config is unchanged."""
+    """Return the config of a run that resumes from the checkpoint `found`. If the batch size has changed, and the user has not set
+    train.total_steps, set that field to the steps done plus the steps for the remaining prompts. The learning rate decays over this
+    number of steps. Otherwise, or if the run starts anew (found is None), the config is unchanged."""
     train = config.train
     if found is None or train.total_steps or train.batch_size == found.state.batch_size:
         return config

@@ -69,6 +69,7 @@ class RunRecord(_Written, frozen=True, kw_only=True):
     endpoints: list[str]
     started: float
     on_stop_s: float = 0.0  # checkpoint.on_stop_s: how long the run may continue after it is told to stop
+
     # The complete config to reach name resolve. Secrets are in it as paths of files. None: an older release has begun the run
     name_resolve: NameResolveConfig | None = None
     total_steps: int = 0  # train steps of the complete run; 0: an older release has begun it
@@ -140,7 +141,7 @@ class RunLock:
         """Take the lock. Raises RunBusyError if another launcher holds it, LaunchError if the folder cannot be written.
 
         take_over_s: how long to wait for another launcher to end. That launcher is asked to end, because the batch system has given
-        it up, perhaps without its knowledge.
+        it up, which that launcher may not know.
         """
         try:
             self._run_dir.mkdir(parents=True, exist_ok=True)
@@ -287,7 +288,7 @@ def check_folder(run_dir: Path) -> None:
     except LaunchError as error:
         raise LaunchError(f"{error}. To start anew choose another trial=..., or move {run_dir} away") from error
     latest = _latest_logs(run_dir)
-    if latest.is_dir() and not latest.is_symlink():  # a copy of the folder that followed links makes it one
+    if latest.is_dir() and not latest.is_symlink():  # after the folder was copied and the copy followed links
         raise LaunchError(
             f"{latest} is a folder, but must be a link to the newest logs: move it away (mv {latest} {latest}.old)"
         )

@@ -75,12 +75,13 @@ class Scaling:
         self._drain_limit_s, self._stop_limit_s = drain_limit_s, stop_limit_s
         self._lock = threading.Lock()
         self._newest: DesiredServers | None = None  # observed
+
         # Observed: server index -> id of the DesiredServers under which the server has drained
         self._drained: dict[int, str] = {}
         self._request = ""
         self._coming: dict[str, _Coming] = {}
         self._leaving: dict[str, _Leaving] = {}
-        self._joined: set[str] = set()  # started here, and have not completed their start
+        self._joined: set[str] = set()  # names of servers started here that have not completed their start
         self._given_up: set[str] = set()  # failed to join under the current request
 
     # --------------------------------------------------------------------------------- called by threads of name resolve

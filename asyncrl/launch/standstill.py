@@ -27,8 +27,8 @@ from asyncrl.runtime.stacks import Stacks, ask_all, is_stopped
 
 _LOOK_EVERY_S = 1.0
 _STACKS_LIMIT_S = 5.0
-# The report says so if a process has sent no heartbeat for longer than this: its heartbeat counter has not grown. Statuses arrive
-# twice a second, and a working process increments its counter for each status
+# A process whose heartbeat counter has not grown for longer than this is reported as sending no heartbeat. Statuses arrive twice a
+# second, and a working process increments its counter for each status
 _STILL_S = 5.0
 _MAX_WAITS = 4  # the report shows at most so many waits per process, the longest ones
 
@@ -46,6 +46,7 @@ class StandstillReport:
         self._notice = notice
         self._watchdog = Watchdog(after_s, self._clock.monotonic())
         self._mark: tuple[int, int] = (0, 0)  # attempt, size of the metrics
+
         # By process: (pid, heartbeat counter), and since when both are unchanged
         self._moved: dict[str, tuple[tuple[int, int], float]] = {}
         self._next_look = 0.0

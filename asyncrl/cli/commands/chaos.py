@@ -169,7 +169,7 @@ class _Subject:
 
     def stop(self) -> int:
         """Wait for the launcher, at most _STOP_LIMIT_S. It received the Ctrl-C too, because it is in the same process group. Return
-        the exit code of a run that Ctrl-C stopped."""
+        130, the exit code after Ctrl-C."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._launcher.wait(_STOP_LIMIT_S)
         return 128 + signal.SIGINT

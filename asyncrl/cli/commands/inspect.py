@@ -77,7 +77,7 @@ class SequenceRow(Struct, frozen=True, kw_only=True):
     response_tokens: int
     version_start: str
     version_end: str
-    offpolicyness: int | None  # versions behind of its oldest token when it was trained
+    offpolicyness: int | None  # versions by which its oldest token was behind when it was trained; None: not trained
     text: str | None
 
 

@@ -43,12 +43,13 @@ _HEADERS = tuple(
         rf"{_DAY} {_SECOND}[,.](?P<milli>\d{{3}})\d* - (?P<text>\S+ - {_LEVEL} - .*)",  # libraries
         rf"{_DAY} {_SECOND}\.(?P<milli>\d{{3}})\d* (?P<level>[DIWEC]) \| (?P<text>.*)",  # etcd 3.4 and older
         rf"{_LEVEL}: {_DAY} {_SECOND} (?P<text>.*)",  # gRPC in etcd
-        # SGLang, with its rank after the time. Few of its lines have a level; the others count as INFO
+        # The last pattern is for SGLang, with its rank after the time. Few of its lines have a level; the others count as INFO
         rf"\[{_DAY} {_SECOND}(?: [A-Z0-9 ]+)?\] (?:{_LEVEL}: )?(?P<text>.*)",
     )
 )
 _LEVEL_OF_LETTER = {level[0]: level for level in LEVELS}
 _ETCD_LEVELS = {"debug": "DEBUG", "info": "INFO", "warn": "WARNING", "error": "ERROR"}  # etcd's other levels: ERROR
+
 # Output that does not come from a logger, with the level that it gets. It begins a new entry, unless the entry before it is a
 # warning or worse
 _UNANNOUNCED = (

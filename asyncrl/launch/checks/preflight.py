@@ -132,7 +132,7 @@ def _read_other_models(
 
 def _check_grids(config: ExperimentConfig, models: Mapping[str, Mapping[str, object]]) -> None:
     """Check that each model can be split into the pipeline stages and tensor parallel ranks of its grid in the allocation, and that
-    a mixture of experts is not split."""
+    a mixture of experts has only one rank."""
     placements, _ = allocation_of(config).place(build_dataflow(config.train, config.mode))
     for placement in placements:
         whole = models.get(placement.role, models[ACTOR])

@@ -51,8 +51,8 @@ class Place:
 
 
 class Placement:
-    """The place of each process. No process has a place on a lost host: `place` then finds places for its processes on other
-    hosts."""
+    """The place of each process. No process has a place on a host that is lost: `place` then finds places for its processes on
+    other hosts."""
 
     def __init__(self, hosts: Iterable[Host], first: str) -> None:
         """first: name of the launcher's own host, on which processes that do not compute are placed."""

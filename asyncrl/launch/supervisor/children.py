@@ -33,10 +33,10 @@ from asyncrl.runtime.system import LEASE_ENV, STATUS_FD_ENV
 _READ_BYTES = 1 << 16
 _MAX_STATUS_LINE_BYTES = 1_000_000
 
-# A killed process counts as failed this long before the launcher noticed its end: its peers notice the end a moment earlier than
-# the launcher, and report errors at once, but theirs must not count as the first failure
+# A killed process counts as failed this long before the launcher noticed that it had ended. Its peers notice that a moment earlier
+# than the launcher and report errors at once, but the killed process must count as the first failure
 _NOTICED_LATE_S = 0.5
-# Matches an error that this process only passes on: another process, named in it, sent it as its reply to a call
+# Matches an error that a process received as the reply to a call and only passes on. Group 1: the process that sent the reply
 _PASSED_ON = re.compile(r"\bRemoteCallError: (\S+): ")
 _oom = OomCounters()  # made now, because later counts are compared with those at this process's start
 _KILLED_BY = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}

@@ -29,6 +29,7 @@ EVERYTHING = "everything"
 TRAINER_KINDS = frozenset({"master", "model_worker"})
 _ALONE_KINDS = frozenset({"rollout_worker", "generation_server", "gserver_manager"})
 _MODES_WITH_TRAINER_GROUP = frozenset({"async", "sync"})  # the other modes write no checkpoint to resume from
+
 # Delay if a unit ends within CALM_S of its restart; doubled with each further such end, up to _LONGEST_PAUSE_S. After any other end
 # the restart is immediate
 _FIRST_PAUSE_S = 1.0
@@ -256,7 +257,7 @@ class FreezeWatch:
         self._awake_s = 0.0
         self._last_turn: float | None = None
         self._seen: dict[int, _Seen] = {}
-        self.busy: dict[int, float] = {}  # busy ones at the latest turn: process -> seconds without a heartbeat
+        self.busy: dict[int, float] = {}  # busy processes of the latest turn: key -> seconds without a heartbeat
 
     def turn(
         self, now: float, counts: Mapping[int, int | None], cpu_s: Mapping[int, float] = MappingProxyType({})

@@ -21,12 +21,13 @@ from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.names.interface import Lease
 
 _SAY_AFTER_S = 2.0  # after this time a stop reports which processes it waits for
+
 # Longest wait for the end of killed processes. A process blocked inside the kernel (a hanging disk) ends only when its system call
 # returns
 KILL_LIMIT_S = 60.0
 _STOP_TURN_S = 0.02
 _REAPER_LIMIT_S = 5.0
-_FORK_LIMIT_S = 10.0  # limit of a fork after the fork server has forked once, so its imports are done
+_FORK_LIMIT_S = 10.0  # limit of a fork, if the fork server has forked before, so that its imports are done
 _ROOM_FOR_LATER = "0000"  # room in a worker's command line for longer numbers of attempts and servers
 
 
@@ -184,6 +185,7 @@ class _Starts:
         self._notice, self._clock = notice, clock
         self._servers: dict[str, ForkServer] = {}
         self._answered: dict[str, float] = {}  # when a fork server of this kind last forked
+
         # By path of the config: a child that is not forked yet, and when it was requested
         self._pending: dict[Path, tuple[Child, float]] = {}
         self._started: list[Child] = []  # since the last turn

@@ -2,7 +2,7 @@
 
 The launcher holds the write end of a pipe. It writes `add N` when it starts a process group and `gone N` when a group has ended.
 When the pipe closes, the reaper kills every remaining group. It also kills every process that has the run's marker in its
-environment, such as a process that a reward function started in its own session; that process first gets a SIGTERM. Last, the
+environment, such as a process that a reward function started in its own session; such processes first get a SIGTERM. Last, the
 reaper removes the folder of the run's sockets.
 
 This file contains both ends of the pipe: `Reaper` runs in the launcher, `main` in the reaper process. The reaper has its own

@@ -28,6 +28,7 @@ from asyncrl.launch.supervisor.policy import (
 )
 
 LAST_WORDS_S = 1.0  # after the first failure: how long to wait for error reports of other processes
+
 # Longest wait for the end of killed processes. A process blocked inside the kernel (a hanging disk) ends only when its system call
 # returns
 KILL_LIMIT_S = 60.0
