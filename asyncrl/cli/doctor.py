@@ -167,7 +167,7 @@ def judge_platform(system: str, release: str, machine: str) -> Finding:
 
 
 def judge_cores(cores: int, load: float, computing: int) -> Finding:
-    """computing: threads that compute on cores all the time; 0: unknown, or they use GPUs."""
+    """computing: number of threads that compute on cores all the time; 0: it is unknown, or GPUs compute."""
     value = f"{cores}{f' for {computing} computing threads' if computing else ''}; load {load:.1f}"
     if computing > _CROWDED * cores:
         remedy = "the threads share cores, so steps are slow; use fewer processes in allocation=..., or more cores"
@@ -237,7 +237,8 @@ class Need:
             threads=0 if on_gpu else computing * max(train.torch_threads, 1),
             memory=memory,
             disk=num_copies * model.num_parameters * DTYPE_BYTES.get(train.dtype, 4) + LOGS_BYTES,
-            open_files=rolled_out * rollout.group_size + _SPARE_OPEN_FILES,  # a server has one connection per response
+            # A generation server has one connection for each response that it generates
+            open_files=rolled_out * rollout.group_size + _SPARE_OPEN_FILES,
         )
 
 
@@ -444,7 +445,7 @@ def _because() -> str:
 
 
 def query_gpus(command: str = "nvidia-smi") -> list[Gpu] | str:
-    """All GPUs as reported by nvidia-smi, or why it does not answer."""
+    """All GPUs as reported by nvidia-smi; if it does not answer or lists none, a text that says so."""
     query = "--query-gpu=name,memory.total,memory.used,driver_version"
     output = _output_of([command, query, "--format=csv,noheader,nounits"])
     if isinstance(output, OSError):

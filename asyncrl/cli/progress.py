@@ -271,7 +271,7 @@ class TrainingProgress:
         self.total_steps = total_steps
         self.step = 0
         self.reward = math.nan  # of the newest step
-        self._newest = -math.inf  # time when that step's record was added
+        self._newest = -math.inf  # time when the record of `step` was added
         self._durations: deque[float] = deque(maxlen=WINDOW)
 
     def add(self, record: Mapping[str, Any], now: float) -> None:

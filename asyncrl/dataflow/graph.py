@@ -47,12 +47,12 @@ class MFCDef:
 
     @classmethod
     def of(cls, placed: PlacedMFC) -> MFCDef:
-        """Convert from the form that process configs hold."""
+        """Make the MFC from its form in process configs (PlacedMFC)."""
         reads, writes = tuple(placed.input_keys), tuple(placed.output_keys)
         return cls(placed.name, placed.role, placed.kind, placed.interface, reads, writes, placed.model)
 
     def placed(self, model: str) -> PlacedMFC:
-        """Convert to the form that process configs hold."""
+        """Return this MFC, placed on `model`, in its form in process configs (PlacedMFC)."""
         keys = list(self.input_keys), list(self.output_keys)
         return PlacedMFC(self.name, self.role, model, self.kind, self.interface, *keys)
 
@@ -111,7 +111,7 @@ def build_dataflow(train: TrainConfig, mode: str = "async") -> DataflowGraph:
 
 
 def without_generation(mfcs: Sequence[MFCDef]) -> DataflowGraph:
-    """The same graph without its generate node: the MFCs that process existing trajectories."""
+    """The graph of these MFCs without the generate node: the MFCs that process existing trajectories."""
     return DataflowGraph([mfc for mfc in mfcs if mfc.kind != "generate"])
 
 

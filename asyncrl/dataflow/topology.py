@@ -169,7 +169,7 @@ class ModelPlacement:
 
     @classmethod
     def of(cls, model: ModelConfig) -> ModelPlacement:
-        """Convert from the form that process configs hold."""
+        """Make the placement from its form in process configs (ModelConfig)."""
         return cls(model.name, ParallelGrid.parse(model.grid), tuple(model.workers))
 
 

@@ -577,7 +577,8 @@ class Launch:
             failed = any(child.in_trouble for child in self._pool.children if child.spec.kind in TRAINER_KINDS)
             if failed or (asked.done() and asked.exception() is not None):
                 break
-        if there := list_checkpoints(self._run_dir):  # the schedule may already have written this step's checkpoint
+        # Even if the master could not write one now, there may be a checkpoint that was written on schedule
+        if there := list_checkpoints(self._run_dir):
             self._view.say(
                 f"checkpoint of step {there[-1][1]} is the newest; asyncrl-launch resume {self._run_dir} resumes from it"
             )

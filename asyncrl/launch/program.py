@@ -339,7 +339,7 @@ def with_name_resolve(config: ExperimentConfig, name_resolve: NameResolveConfig)
 
 
 def absolute_name_resolve(config: NameResolveConfig) -> NameResolveConfig:
-    """Return the config with absolute paths."""
+    """Return the config of name resolve, with the paths of its files made absolute."""
     return replace(
         config,
         password_file=_absolute(config.password_file),

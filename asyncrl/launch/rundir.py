@@ -47,7 +47,7 @@ class LaunchError(RuntimeError):
 
 
 class RunBusyError(LaunchError):
-    """Another launcher runs in this folder."""
+    """Another launcher or Slurm job uses this run's folder."""
 
 
 class _Written(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,7 +186,7 @@ class RunLock:
         """Return an error if the folder, or the lock in it, was removed or moved; "": it is in place."""
         try:
             os.stat(self._run_dir / LOCK_FILE)
-            if os.fstat(self._fd).st_nlink:  # 0: this lock was deleted, and the file there now is a different one
+            if os.fstat(self._fd).st_nlink:  # 0 links: the locked file was deleted, and another one is there now
                 return ""
         except (FileNotFoundError, NotADirectoryError):
             pass

@@ -52,7 +52,7 @@ _METASPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's leading space, whic
 
 
 class TokenRow(Struct, frozen=True, kw_only=True):
-    """One token and all its values. None: the token has no such value."""
+    """One token and all its values. A field is None if the token has no such value."""
 
     position: int
     text: str | None

@@ -154,7 +154,7 @@ def _watch(
             except NameResolveError:
                 if goes_on(run_dir, record):
                     raise
-                break  # name resolve ended with the run
+                break  # the run has ended meanwhile, and its name resolve with it
             if as_json or not console.is_terminal:
                 _show(run_dir, record, seen, console, as_json=as_json)
             elif seen.statuses:

@@ -135,7 +135,7 @@ class HostDaemon:
         self._first_desired_at: float | None = None
         self._notices: deque[tuple[int, str]] = deque(maxlen=_MAX_NOTICES)
         self._num_notices = 0
-        self._launcher = ""  # the incarnation that this daemon obeys
+        self._launcher = ""  # incarnation of the launcher that this daemon obeys; "": none has appeared
         os.environ[HOST_DAEMON_ENV] = self.incarnation
         network = config.network
         tether = Tether(clock.monotonic(), cut_off_limit_s=network.cut_off_limit_s, wait_s=network.hosts_limit_s)

@@ -77,7 +77,7 @@ class Child:
     started: float = field(default_factory=SYSTEM_CLOCK.time)  # unix seconds
     was_running: bool = False  # it has completed its start
     froze_s: float = 0.0  # seconds without a heartbeat when it was killed for that; 0: it was not killed for it
-    restarts: int = 0  # how often it has been restarted so far, this start included; 0: its first start
+    restarts: int = 0  # restarts so far, including this start if it is a restart; 0: its first start
     host: str = ""  # its host, if the run has several
     lost: str = ""  # a text that says how it was lost with its host; "": it was not lost
     clock: Clock = SYSTEM_CLOCK

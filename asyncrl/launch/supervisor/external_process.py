@@ -164,7 +164,7 @@ class ExternalProcesses:
             process.turn()
 
     def renew(self, specs: Mapping[str, ProcessSpec]) -> None:
-        """Overwrite their configs with those of the newest attempt. specs: by name."""
+        """Overwrite the processes' configs with those of the newest attempt. specs: by name."""
         for process in self._processes:
             process.renew(specs[process.name])
 

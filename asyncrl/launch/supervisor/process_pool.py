@@ -220,7 +220,7 @@ class _Starts:
         return start_child(spec, self._run_dir, lease, clock=self._clock, restarts=restarts)
 
     def turn(self) -> list[Child]:
-        """Return the children that have got their process since the last turn. Raises LaunchError."""
+        """Return the children that have got their process since the last turn. Raises LaunchError if a fork server fails."""
         started, self._started = self._started, []
         for kind, server in list(self._servers.items()):
             answered = self._answered.get(kind)

@@ -72,7 +72,8 @@ class Restarts:
             self._start(name, coming.lease.result(), coming.count)
 
     def statuses(self) -> dict[int, WorkerStatus]:
-        """Return the statuses shown for pending restarts, by the ids of their new leases."""
+        """Return the statuses to show for pending restarts, by the id of the new lease. Restarts without a lease yet are left
+        out."""
         return {
             coming.lease.result().id: self._status(name, coming)
             for name, coming in self._coming.items()

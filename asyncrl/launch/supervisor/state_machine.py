@@ -190,7 +190,7 @@ class Supervisor:
 
     def _kill_frozen(self, now: float) -> None:
         """Kill frozen processes, because their peers wait for them. Report busy ones, and let them run up to a longer limit."""
-        alive = {  # by lease, because processes on different hosts may have the same pid
+        alive = {  # keyed by lease, because processes on different hosts may have the same pid
             child.lease.id: child
             for child in self._children
             if child.returncode is None and child.process is not None and not child.is_done
