@@ -382,7 +382,7 @@ class Gpu:
 
 
 def judge_gpus(devices: Sequence[str], gpus: Sequence[Gpu] | str, torch_version: str) -> Finding:
-    """devices: those that a run would use. gpus: all GPUs of the driver, or why the driver does not answer."""
+    """devices: those that a run would use. gpus: all GPUs of the driver, or a text that says why it does not answer."""
     if not devices:
         return Finding("GPUs", "ok", f"none{_because()}: everything runs on the CPU")
     if isinstance(gpus, str):
@@ -401,7 +401,7 @@ def judge_gpus(devices: Sequence[str], gpus: Sequence[Gpu] | str, torch_version:
 
 
 def judge_num_gpus(found: int, config: ExperimentConfig) -> Finding:
-    """Check that there are as many GPUs as the allocation needs. Without any GPU a run uses the CPU."""
+    """Check that there are as many GPUs as the allocation needs. Without any GPU a run uses the CPU; only SGLang needs GPUs."""
     allocation, name = allocation_of(config), "GPUs asked for"
     generation = allocation.generation.size if config.mode != "train_only" and allocation.engine != "external" else 0
     training = allocation.num_model_workers if config.mode != "rollout_only" else 0

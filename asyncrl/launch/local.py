@@ -405,7 +405,8 @@ class Launch:
                 self._pool.start(self._numbered(spec), self._service.grant_lease())
 
     def watch_over(self) -> int:
-        """Turn until the master is done, or a signal arrives. Returns the exit code. Raises LaunchError if the run fails."""
+        """Repeat the turn until the master is done or a signal arrives. Returns the exit code. Raises LaunchError if the run
+        fails."""
         while True:
             self._turn()
             # While the supervisor listens for error reports after a failure, only the first cause matters: signals, the master's

@@ -1,6 +1,7 @@
 """Derives the processes of a run from its config. Planning is pure: it reads no files and starts no processes.
 
-`plan` is the only place that derives a process's config from the user's. Every launcher starts the processes that it returns.
+`plan` is the only place that derives a process's config from the user's config. The launcher starts the processes that `plan`
+returns.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ long so far.
       generation_server/0: has sent no heartbeat for 43 s, is stopped (SIGSTOP, or a debugger), waits for nothing
 
 The report appears once, again after twice the time, and so on, until a step ends. Watchdog decides when, and makes the text (pure).
-The launcher's StandstillReport prints it, and collects the stacks of all processes into their logs.
+The launcher's StandstillReport prints it, and writes the stacks of the processes on its machine into their logs.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _facts(status: WorkerStatus, still_s: Mapping[str, float], stopped: Collecti
 
 
 def write_stacks(run_dir: Path, why: str, clock: Clock) -> None:
-    """Request the stacks of all processes of the run, and append each process's stacks to its log."""
+    """Request the stacks of the run's processes on this machine, and append each process's stacks to its log."""
     for stacks in ask_all(all_logs_dirs(run_dir), _STACKS_LIMIT_S):
         log = Path(stacks.file).with_suffix(".log")
         if stacks.state == "gone" or not log.exists():

@@ -115,7 +115,8 @@ def _classes(spec: str) -> Iterator[tuple[str, ast.ClassDef]]:
 
 
 def module_file(module: str) -> Path | None:
-    """Return the source file of a module. Finds it as an import would, but does not run its parent packages."""
+    """Return the source file of a module; None if there is none. Finds it as an import would, but does not run its parent
+    packages."""
     path: list[str] | None = [os.getcwd(), *sys.path]
     name = ""
     for part in module.split("."):

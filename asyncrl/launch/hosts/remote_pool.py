@@ -211,7 +211,8 @@ class RemoteProcessPool:
     # ------------------------------------------------------------------------------------------------------------- the start
 
     def wait_for_hosts(self, interrupted: Callable[[], bool]) -> bool:
-        """Wait for the host daemons of all hosts. False if interrupted. Raises LaunchError with the missing hosts at the limit."""
+        """Wait for the host daemons of all hosts. Returns False if interrupted. Raises LaunchError, which names the missing hosts,
+        at the limit."""
         if self._config.cluster == "hosts":
             self._start_own_daemon()
         limit_s = self._config.network.hosts_limit_s

@@ -179,7 +179,7 @@ class Child:
 
     @property
     def waits_for_words_of(self) -> str:
-        """The process whose error this one received as a reply; "" if the error is its own."""
+        """Name of the process whose error this one received as a reply and reported; "" if its error is its own, or it has none."""
         passed_on = _PASSED_ON.search(self.status.error) if self.status is not None else None
         return passed_on[1] if passed_on else ""
 
