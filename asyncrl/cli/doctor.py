@@ -272,8 +272,8 @@ def memory_limits(root: Path = Path("/")) -> tuple[int, int]:
 
 
 def _cgroup_values(root: Path, name: str) -> Iterator[str]:
-    """A setting of this process's control group (version 2) and of all groups that contain it, innermost first; "" for a group
-    whose setting cannot be read."""
+    """A setting of this process's control group (version 2) and of all groups that contain it, innermost first; "" if the
+    setting of a group cannot be read."""
     top = root / "sys/fs/cgroup"
     try:
         own = next(line[3:] for line in (root / "proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))

@@ -169,7 +169,7 @@ def _steadied(curve: Curve) -> Sequence[float]:
 
 
 def _keys(panel: Panel) -> list[Curve]:
-    """One curve for each role, as a sample for the legend. Roles whose first curve has no name are left out."""
+    """One curve for each role, as a sample for the legend. A role is left out if its first curve has no name."""
     kinds = groupby(sorted(panel.curves, key=lambda curve: curve.role), key=lambda curve: curve.role)
     return [curve for _, of_kind in kinds if (curve := next(of_kind)).name]
 

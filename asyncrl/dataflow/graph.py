@@ -174,7 +174,7 @@ def _inference(name: str, role: str, interface: str, output_key: str) -> MFCDef:
 
 
 def _check_roles(extra: Sequence[MFCDef], train: TrainConfig) -> None:
-    """Raise ValueError for an extra MFC whose role this run does not have, or which trains a frozen model.
+    """Raise ValueError if this run does not have the role of an extra MFC, or if an extra MFC trains a frozen model.
 
     The roles actor and ref always exist. critic and reward exist only if the config defines them.
     """

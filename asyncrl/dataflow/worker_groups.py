@@ -25,7 +25,7 @@ from asyncrl.protocol.fence import Fence
 if TYPE_CHECKING:
     from asyncrl.dataflow.topology import ModelPlacement
 
-STATELESS_ROLES = (REF, REWARD)  # roles of models whose weights are all on disk
+STATELESS_ROLES = (REF, REWARD)  # the weights of models of these roles are all on disk
 MODES = ("async",)  # modes with detached groups
 
 

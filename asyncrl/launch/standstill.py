@@ -64,7 +64,7 @@ class StandstillReport:
         counts = {status.worker: (status.pid, status.progress) for status in statuses}
         elsewhere = {
             status.worker for status in statuses if status.host
-        }  # processes on other hosts, whose pids mean nothing here
+        }  # processes on other hosts; their pids mean nothing here
         before = self._moved
         self._moved = {
             name: before[name] if name in before and before[name][0] == count else (count, now)

@@ -310,7 +310,7 @@ def _dry_run(config: ExperimentConfig, num_prompts: int, arguments: argparse.Nam
     console.print(sizes_text(config, num_prompts), highlight=False)
     if not config.name_resolve.endpoints:
         console.print(
-            "the run would also start a private etcd, whose endpoint would be in the processes' configs",
+            "the run would also start a private etcd, and write its endpoint into the processes' configs",
             highlight=False,
         )
     console.print(

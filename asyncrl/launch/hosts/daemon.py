@@ -415,7 +415,7 @@ class _LauncherLink:
 
     def _run(self) -> None:
         sent: HostReport | None = None
-        met = ""  # incarnation of the launcher whose secrets this host has
+        met = ""  # this host has the secrets of the launcher with this incarnation
         next_look = next_read = 0.0
         while True:
             closing = self._closing.wait(_REPORT_S)

@@ -57,7 +57,7 @@ class Restarts:
         return coming is not None
 
     def turn(self) -> None:
-        """Start the processes whose delay is over and whose lease is granted. Raises LaunchError if a request for a lease fails
+        """Start each process when its delay is over and its lease is granted. Raises LaunchError if a request for a lease fails
         more than 60 s after the process ended."""
         now = self._clock.monotonic()
         for name, coming in list(self._coming.items()):
