@@ -35,12 +35,12 @@ _JOINED_BYTES = 1 << 15  # frames up to this size are joined into one: a frame c
 # Maximum distance between the oldest unacknowledged message and the newest one. It bounds a receiver's memory.
 WINDOW_SPAN = 4096
 MAX_SENDS = 16  # a message that is still missing after this many sends is given up
-MAX_BACKOFF = 8  # the interval of resend queries grows to at most this multiple
+MAX_BACKOFF = 8  # the interval of resend queries grows to at most this many times resend_after_s
 MAX_QUERY = 1024  # sequence numbers in one resend query
 
 
 class ChannelError(Exception):
-    """Base class: the sender will get no verdict that accepts the message."""
+    """Base class of the errors of a message that has failed: the sender will get no verdict that accepts it."""
 
 
 class ChannelRefused(ChannelError):

@@ -46,7 +46,7 @@ class BackgroundJournal:
         self._max_unwritten, self._most_at_once, self._retry_s = max_unwritten, most_at_once, retry_s
         self._unwritten: list[bytes] = []
         self._news = asyncio.Event()
-        self._lock = threading.Lock()  # at the end two threads may write
+        self._lock = threading.Lock()  # `close` may write while the thread of `run` still does
 
     @property
     def num_unwritten(self) -> int:

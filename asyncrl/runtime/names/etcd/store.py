@@ -226,7 +226,9 @@ class EtcdStore:
         self._call(f"put {key!r}", key, lambda stubs, limit_s: stubs.kv.Put(request, timeout=limit_s), lease=lease)
 
     def create(self, key: str, value: str, lease: int | None, again: bool = False) -> None:
-        """Put unless the key exists. An equal entry counts as success if this call or (again) an earlier one may have put it."""
+        """Put the entry unless the key exists. An existing equal entry counts as success if an earlier attempt of this call may
+        have put it, or, with `again`, an earlier call.
+        """
         put = self._api.rpc.PutRequest(key=self._raw(key.encode()), value=value.encode(), lease=lease or 0)
         response, tried_before = self._create(f"add {key!r}", put, lease)
         if response.succeeded:
