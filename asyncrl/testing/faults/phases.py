@@ -54,7 +54,8 @@ class PhaseWatch:
         return False
 
     def release(self, phase: Phase, stopped: psutil.Process | None = None) -> None:
-        """Continue the master after the fault, if the phase stopped it. stopped: the process that the fault keeps stopped."""
+        """Continue the master after the fault, if the phase stopped it. stopped: the process that the fault has stopped; if
+        that is the master, it stays stopped."""
         if phase == "push":
             self._signal_master(signal.SIGCONT, but_not=stopped)
 
