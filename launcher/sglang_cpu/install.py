@@ -1,4 +1,4 @@
-"""Makes SGLang importable on a CPU without AMX. launcher/setup_sglang.sh --cpu runs it with the interpreter of SGLang's environment.
+"""Makes SGLang importable on a CPU without AMX. launcher/setup_sglang.sh --cpu runs it with the Python of SGLang's environment.
 
 SGLang imports two packages whose compiled parts do not exist for such a CPU or cannot be loaded. Serving text never calls these
 parts.
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def install_stub(target: Path) -> str:
-    """Copy the stub to `target`, unless a real sgl_kernel is there, which has more files than the stub's one. Return what was done."""
+    """Copy the stub to `target` and return what was done. A real sgl_kernel, which has more files than the stub's one, stays."""
     if target.is_dir() and any(entry.name not in {"__init__.py", "__pycache__"} for entry in target.iterdir()):
         return f"{target} is a real sgl_kernel: it is not changed"
     shutil.copytree(STUB, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
