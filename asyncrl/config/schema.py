@@ -232,7 +232,7 @@ class PPOConfig:
     # Bounds of the decoupled loss's weight proximal / behaviour, above 0; null: no bound. A weight beyond a bound becomes 0 (mask)
     # or the bound (clamp)
     behav_imp_weight_cap: float | None = 5.0
-    behav_imp_weight_floor: float | None = None  # lower bound of the same weight; null: no bound
+    behav_imp_weight_floor: float | None = None  # lower bound of the weight proximal / behaviour; null: no bound
     behav_imp_weight_mode: str = "mask"  # mask | clamp
     # Skip the optimizer step of a minibatch whose mean importance ratio is above this (above 1); null: off
     early_stop_imp_ratio: float | None = None
@@ -322,7 +322,7 @@ class TrainConfig:
     target_reward: float | None = None  # end the run when the mean reward of the last 5 steps reaches it; null: off
     dtype: str = "float32"  # float32 | bfloat16 (trained weights stay float32) | auto: bfloat16 on a GPU, else float32
     max_tokens_per_mb: int = limited(16384, at_least=1)  # tokens of a micro-batch
-    logprob_chunk_tokens: int = limited(1024, at_least=1)  # tokens whose logits exist at the same time
+    logprob_chunk_tokens: int = limited(1024, at_least=1)  # number of tokens whose logits are in memory at a time
     tf32: bool | str = False  # float32 matmuls on a GPU use TF32 (10 bits of mantissa) | auto: true on a GPU
     gradient_checkpointing: bool | str = False  # the backward pass recomputes activations | auto: true on a GPU
     # true: each data rank adds up the gradients of several micro-batches in float32 before they are summed over the ranks. That
@@ -392,11 +392,11 @@ class WeightsConfig:
     # Tensors are sent in buckets of at most this size; each bucket costs one round of requests
     bucket_bytes: int = limited(1_000_000_000, at_least=1)
     # Logprob check: after each update, before it serves, a server scores a short text, and its logprobs must equal the trainer's.
-    # It finds what checksums cannot: an engine that reports the new weights and computes with others. It costs a forward pass of
-    # 32 tokens on both sides.
+    # It detects an engine that reports the new weights but computes with others, which checksums cannot detect. It costs a forward
+    # pass of 32 tokens on both sides.
     verify_logprobs: bool = False
-    # Largest error of one logprob; the mean error may be a sixth of it. 0: 0.001 if both sides compute in float32 without TF32,
-    # else 0.3
+    # Largest allowed error of one logprob; the mean error may be at most a sixth of it. 0: 0.001 if both sides compute in float32
+    # without TF32, else 0.3
     verify_tolerance: float = limited(0.0, at_least=0)
 
 

@@ -55,7 +55,7 @@ class TrajectoryHeader(Struct, frozen=True, kw_only=True):
     """Header of a group's file: everything but the tensors."""
 
     format: int = FORMAT
-    meta: TrajectoryMeta  # as sent by the rollout worker; `keys` are the keys it sent, the file may hold more
+    meta: TrajectoryMeta  # as the rollout worker sent it; its `keys` are the keys sent, and the file may hold more
     seqlens: dict[str, list[int]]  # key -> length of each sequence
     step: int  # version in training when the group was used; in a rollout-only run: number of the batch
     position: int  # index in the batch, in canonical order

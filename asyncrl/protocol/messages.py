@@ -83,8 +83,8 @@ class RolloutResult(Struct, frozen=True, kw_only=True):
 
     ticket_id: str
     outcome: Literal["stored", "rejected", "evaluated", "released"]
-    reason: str = ""  # for rejected and released; short, low cardinality: it becomes a metric label
-    detail: str = ""  # for people; each worker gives it only for its first result with this reason
+    reason: str = ""  # of outcome `rejected` or `released`; one of few short words, because it becomes a metric label
+    detail: str = ""  # text for people; each worker sends it only with its first result of this reason
     num_tokens: int = 0  # generated tokens, all sequences of the group
     lengths: list[int] = []  # response length of each sequence
     rewards: list[float] = []
@@ -188,7 +188,7 @@ class RejectedPrompt(Struct, frozen=True, kw_only=True):
 
     locator: Locator
     reason: str
-    detail: str = ""  # for people, if the rollout worker gave one
+    detail: str = ""  # text for people; "": the rollout worker sent none
     num_tokens: int = 0
     lengths: list[int] = []
 
@@ -205,7 +205,7 @@ class MasterReport(Struct, frozen=True, kw_only=True):
     stored: list[str]  # all tickets whose trajectories the master has accepted and not yet consumed
     revoke: list[str] = []  # overdue tickets to interrupt; their prompts return to the front of the queue
     rejected_seen: int = 0  # how many rejections the master has recorded: the manager forgets those
-    done: list[Locator] = []  # only at (re-)registration: see full
+    done: list[Locator] = []  # finished prompts after done_cursor; only if `full`
     full: bool = False  # a new master or a new manager: `done_cursor` and `done` describe all finished prompts
     done_cursor: Locator = Locator(0, 0)  # every prompt before it is done
     num_prompts: int = 0  # size of the prompt source
@@ -295,7 +295,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     sampling_params: SamplingParams
     rid: str
     return_logprob: bool = True
-    priority: int = 0  # above 0: scheduled before the waiting requests
+    priority: int = 0  # above 0: the request goes to the front of the queue
 
 
 class FinishReason(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -594,7 +594,7 @@ class ShareWeights(Struct, frozen=True, kw_only=True, tag=True):
     """
 
     model: str
-    folder: str  # its name in the run (run_folder.py)
+    folder: str  # name of this folder in the run (run_folder.py)
 
 
 class TakeWeights(Struct, frozen=True, kw_only=True, tag=True):
@@ -604,7 +604,7 @@ class TakeWeights(Struct, frozen=True, kw_only=True, tag=True):
     """
 
     model: str
-    folder: str  # its name in the run (run_folder.py)
+    folder: str  # name of this folder in the run (run_folder.py)
     share: float = 1.0
 
 
@@ -617,7 +617,7 @@ class WriteWeights(Struct, frozen=True, kw_only=True, tag=True):
 
     role: str
     weight_version: str
-    folder: str  # its name in the run (run_folder.py)
+    folder: str  # name of this folder in the run (run_folder.py)
     rewrite: bool = False
 
 
@@ -630,7 +630,7 @@ class CommitWeights(Struct, frozen=True, kw_only=True, tag=True):
 
     role: str
     weight_version: str
-    folder: str  # its name in the run (run_folder.py)
+    folder: str  # name of this folder in the run (run_folder.py)
     files: list[WrittenFile]
     rewrite: bool = False
 
@@ -646,7 +646,7 @@ class SaveModel(Struct, frozen=True, kw_only=True, tag=True):
     """Like WriteWeights, but for the user: Hugging Face format, which transformers can load."""
 
     role: str
-    folder: str  # its name in the run (run_folder.py)
+    folder: str  # name of this folder in the run (run_folder.py)
 
 
 class SaveCheckpoint(Struct, frozen=True, kw_only=True, tag=True):
@@ -655,13 +655,13 @@ class SaveCheckpoint(Struct, frozen=True, kw_only=True, tag=True):
     with `files`, and with the state of its interfaces in `stats`.
     """
 
-    folder: str  # its name in the run (run_folder.py)
+    folder: str  # name of this folder in the run (run_folder.py)
 
 
 class CommitCheckpoint(Struct, frozen=True, kw_only=True, tag=True):
     """To any one worker, when all files of a checkpoint are on disk: write the manifest, sync, rename to the final name."""
 
-    folder: str  # its name in the run (run_folder.py)
+    folder: str  # name of this folder in the run (run_folder.py)
     files: list[WrittenFile]
     state: dict[str, float]  # state of the interfaces, merged from all replies
     master: str = ""  # JSON: the state that the master needs to resume (checkpoints.MasterState)
@@ -670,15 +670,15 @@ class CommitCheckpoint(Struct, frozen=True, kw_only=True, tag=True):
 class LoadCheckpoint(Struct, frozen=True, kw_only=True, tag=True):
     """Inverse of SaveCheckpoint, at every worker of the trainer group, or of a detached group."""
 
-    folder: str  # its name in the run (run_folder.py)
+    folder: str  # name of this folder in the run (run_folder.py)
 
 
 class SaveBatch(Struct, frozen=True, kw_only=True, tag=True):
     """Write a batch with all its keys into a folder (data/bad_batches.py). Each head writes its own groups."""
 
-    folder: str  # its name in the run (run_folder.py)
+    folder: str  # name of this folder in the run (run_folder.py)
     version: int  # the weight version at which the step began
-    metas: list[TrajectoryMeta]  # of the whole batch, in canonical order
+    metas: list[TrajectoryMeta]  # metadata of all groups of the batch, in canonical order
 
 
 class ClearData(Struct, frozen=True, kw_only=True, tag=True):
@@ -760,7 +760,7 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     error: str = ""
     fatal: bool = False  # the cause lies in the user's input (config, data) or the disk: it would recur after a restart
     restarts: int = 0  # how often the launcher has restarted this worker
-    host: str = ""  # its host, in a run with more than one; filled in by the launcher
+    host: str = ""  # host of this worker, in a run with several hosts; the launcher fills it in
 
 
 # -------------------------------------------------------------------- launcher <-> host daemons, through name resolve

@@ -90,7 +90,7 @@ class _Message:
         self.nbytes = len(header) + sum(self.sizes)
         self.read = read
         self.future = future
-        self.digest: int | None = None  # of the frames when first sent
+        self.digest: int | None = None  # checksum of the frames, computed when they are first sent
 
     def settle(self, refused: bool, verdict: bytes) -> None:
         if refused:
@@ -153,7 +153,7 @@ class ChannelSender:
             credit_items=limits.credit_items, credit_bytes=limits.credit_bytes, resend_after_s=limits.resend_after_s
         )
         self._backlog: OrderedDict[_Message, None] = OrderedDict()  # messages of `send` that wait for credit
-        self._places = Fence[tuple[int, int] | None](None)  # of the receivers under the name; see Endpoint.place
+        self._places = Fence[tuple[int, int] | None](None)  # of receivers under the name; see Endpoint.place
         self._link: _Link | None = None  # None: no receiver has appeared under the name yet
         self._answered = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
@@ -509,7 +509,7 @@ class ChannelReceiver:
         self._ordered = ordered
         self._transport = transport or ZmqTransport()
         self._incarnation = f"{name}.{self._transport.new_id()[:12]}"
-        self._peers: OrderedDict[str, _Peer] = OrderedDict()  # by incarnation, the longest silent first
+        self._peers: OrderedDict[str, _Peer] = OrderedDict()  # by sender incarnation, the longest silent first
         self._queue: asyncio.Queue[Delivery | Exception] = asyncio.Queue()  # an error: no further messages arrive
         self._queue_bytes = 0
         self._paused = False

@@ -89,8 +89,8 @@ class Endpoint(Struct, frozen=True):
     address: str
     incarnation: str
     max_message_bytes: int
-    attempt: int = 1  # of the receiver; senders never return to a lower one
-    group_incarnation: int = 0  # of a detached worker group; senders never return to a lower one in the same attempt
+    attempt: int = 1  # attempt of the receiver; senders never return to a lower attempt
+    group_incarnation: int = 0  # of a detached worker group; within an attempt senders never return to a lower one
 
     @property
     def place(self) -> tuple[int, int]:
@@ -107,7 +107,7 @@ class Data(Struct, frozen=True, array_like=True, tag="data"):
     seq: int
     sizes: list[int]  # of the message's frames; see `pack`
     header: bytes
-    digest: int = 0  # of the frames as sent; see `digest_of`
+    digest: int = 0  # checksum of the frames as sent; see `digest_of`
 
 
 class ResendQuery(Struct, frozen=True, array_like=True, tag="probe"):

@@ -243,7 +243,7 @@ def _names(run_dir: Path, cmdline: list[str]) -> bool:
 def _environment_names(run_dir: Path, process: psutil.Process) -> bool:
     try:
         environment = process.environ()
-    except (psutil.Error, OSError):  # it has ended, or belongs to another user
+    except (psutil.Error, OSError):  # the process has ended, or belongs to another user
         return False
     return str(run_dir) in (environment.get(RUN_DIR_ENV), environment.get(_LAUNCHED_ENV))
 

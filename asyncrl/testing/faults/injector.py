@@ -65,7 +65,7 @@ class Injector:
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.strikes: list[Strike] = []
-        self.recovered_s: dict[int, float] = {}  # by the fault's number: seconds until another process had the name
+        self.recovered_s: dict[int, float] = {}  # number of a fault -> seconds until another process had the name
         self._processes = RunProcesses(run_dir)
         self._phases = PhaseWatch(run_dir, clock)
         self._phase_limit_s = phase_limit_s

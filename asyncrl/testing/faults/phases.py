@@ -23,7 +23,7 @@ from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.testing.faults.processes import RunProcesses
 from asyncrl.testing.faults.schedule import Phase
 
-TEMPORARY_SUFFIX = ".writing"  # of folders of weights and checkpoints that are being written
+TEMPORARY_SUFFIX = ".writing"  # suffix of folders of weights and checkpoints that are being written
 
 _LOOK_S = 0.02  # a process is observed for this long
 _POLL_S = 0.001

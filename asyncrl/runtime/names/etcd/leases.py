@@ -79,7 +79,7 @@ class LeaseKeeper:
         self._marks = f"asyncrl\0session/{secrets.token_hex(8)}/".encode()
         self._lock = threading.Lock()
         self._leases: dict[int, _HeldLease] = {}
-        self._lease_of: dict[str, int] = {}  # by key: the lease that its entry belongs to
+        self._lease_of: dict[str, int] = {}  # key of an entry -> the lease to which the entry belongs
         self._wakes_at = -math.inf  # the thread checks leases at this time at the latest
         self.losses = 0  # number of losses: an entry put while this changes may have to be put again
         self._store_id = store_id
