@@ -236,7 +236,8 @@ class PPOConfig:
     behav_imp_weight_mode: str = "mask"  # mask | clamp
     # Skip the optimizer step of a minibatch whose mean importance ratio is above this (above 1); null: off
     early_stop_imp_ratio: float | None = None
-    # Skip the optimizer step of a minibatch whose mean KL to the start of the train step is above this (nats per token); null: off
+    # Skip the optimizer step of a minibatch whose mean KL to the anchor is above this (nats per token); null: off. The anchor is the
+    # policy at the start of the train step; in naive PPO without recompute_logprob the policy of the servers
     early_stop_kl: float | None = None
     minibatches: int = limited(4, at_most=65_536)  # optimizer steps per train step; at least 1
     discount: float = 1.0  # discount factor of later rewards, per token; 1: none
@@ -486,7 +487,7 @@ class RuntimeConfig:
     push_credit_items: int = limited(64, at_least=1)  # trajectories that a pusher may have unacknowledged, per head
     push_credit_bytes: int = limited(256_000_000, at_least=1)  # ... and their bytes, per head
     resend_after_s: float = limited(5.0, above=0)  # a sender asks about a message without an answer after this time
-    # A larger message is rejected; a trajectory has 22 bytes per token of its group
+    # A larger message is rejected; a trajectory has about 22 bytes per token of its group
     max_message_bytes: int = limited(256_000_000, at_least=1)
     log_level: str = "INFO"  # DEBUG | INFO | WARNING | ERROR
     group: str = ""  # Unix group whose members may read the run's files; "": only you can

@@ -427,7 +427,7 @@ def _bad_sync(config: ExperimentConfig) -> Iterator[Problem]:
 
 
 def _deadlocks(config: ExperimentConfig) -> Iterator[Problem]:
-    """Settings under which batches fill never or slowly: too few prompts in flight, leases that expire between two heartbeats,
+    """Settings under which batches fill never or slowly: too few prompts in flight, leases shorter than two heartbeat intervals,
     or a KV cache smaller than a sequence."""
     manager, batch_size = config.manager, config.train.batch_size
     has_manager = config.mode != "sync"
