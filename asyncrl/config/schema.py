@@ -236,8 +236,8 @@ class PPOConfig:
     behav_imp_weight_mode: str = "mask"  # mask | clamp
     # Skip the optimizer step of a minibatch whose mean importance ratio is above this (above 1); null: off
     early_stop_imp_ratio: float | None = None
-    # Skip the optimizer step of a minibatch whose mean KL to the anchor is above this (nats per token); null: off. The anchor is the
-    # policy at the start of the train step; in naive PPO without recompute_logprob the policy of the servers
+    # Skip the optimizer step of a minibatch whose mean KL to the anchor is above this (nats per token); null: off. The anchor is
+    # the policy at the start of the train step; in naive PPO without recompute_logprob it is the policy of the servers
     early_stop_kl: float | None = None
     minibatches: int = limited(4, at_most=65_536)  # optimizer steps per train step; at least 1
     discount: float = 1.0  # discount factor of later rewards, per token; 1: none
