@@ -26,6 +26,7 @@ from asyncrl.launch.program import load_process_config
 from asyncrl.launch.rundir import LaunchError, RunLock, RunRecord, begin_attempt, next_attempt, write_record
 from asyncrl.protocol.messages import WorkerStatus
 from asyncrl.runtime.metrics import METRICS_FILE, JsonLinesWriter
+from tests.support.clock import ManualClock
 
 COMMANDS = ("init", "run", "check", "prepare", "ls", "status", "scale", "logs", "stop", "plot", "inspect", "chaos")
 OWN = ("init", "run", "check", "prepare", "ls", "status", "scale", "logs", "stop")
@@ -303,6 +304,22 @@ def test_events_of_a_run_as_json(tmp_path, capsys):
     assert events[1] == {**events[1], "name": "master/0", "state": "starting", "pid": 7, "attempt": 3}
     assert events[2]["text"] == "etcd at u:***@h:1 runs again"
     assert events[4] == {**events[4], "step": 1, "reward/mean": 0.5, "actor/loss": None}
+
+
+def test_an_event_of_a_run_has_the_time_when_it_happened(tmp_path, capsys):
+    view = JsonView(tmp_path, ManualClock(1000.0))
+    with JsonLinesWriter(tmp_path / METRICS_FILE) as writer:
+        writer.write({"step": 1, "time": 997.5})
+        writer.write({"step": 2})
+    view.turn([msgspec.structs.replace(status("master/0", "running"), time=998.25)])
+    view.notice("now")
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(event["event"], event["time"]) for event in events] == [
+        ("worker", 998.25),
+        ("metrics", 997.5),
+        ("metrics", 1000.0),
+        ("notice", 1000.0),
+    ]
 
 
 class FakeLauncher:
