@@ -508,7 +508,8 @@ class Launch:
         self._specs = self._plans.of(self._attempt, checkpoint)
         again = [spec for spec in self._specs.values() if decision.concerns(spec.kind) and self._is_wanted(spec.name)]
         link_logs(self._run_dir, self._attempt, before=before, anew=[spec.file_stem for spec in again])
-        self._record = msgspec.structs.replace(self._record, attempt=self._attempt)
+        began = self._clock.time()
+        self._record = msgspec.structs.replace(self._record, attempt=self._attempt, attempt_started=began)
         write_record(self._run_dir, self._record)
         self._external.renew(self._specs)
         for spec in again:

@@ -67,12 +67,17 @@ class RunRecord(_Written, frozen=True, kw_only=True):
     experiment: str
     trial: str
     endpoints: list[str]
-    started: float
+    started: float  # when the launch began, unix seconds
+    attempt_started: float = 0.0  # when this attempt began, if it is not the first one of the launch
     on_stop_s: float = 0.0  # checkpoint.on_stop_s: how long the run may continue after it is told to stop
     # The complete config to reach name resolve, with secrets as paths of their files. None: an older run
     name_resolve: NameResolveConfig | None = None
     total_steps: int = 0  # train steps of the complete run; 0: an older run
     host: str = ""  # the launcher's host, on a run of more than one; its pid and its lock are valid only there
+
+    @property
+    def attempt_began(self) -> float:
+        return self.attempt_started or self.started
 
     @property
     def names_at(self) -> NameResolveConfig:

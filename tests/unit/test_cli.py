@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 
 import msgspec
 import pytest
@@ -17,8 +18,9 @@ import asyncrl
 from asyncrl.cli import main as cli
 from asyncrl.cli.commands import check as check_command
 from asyncrl.cli.commands import run as run_command
+from asyncrl.cli.commands.common import not_running
 from asyncrl.cli.commands.run import JsonView
-from asyncrl.cli.commands.status import training_of
+from asyncrl.cli.commands.status import _Seen, _view, training_of
 from asyncrl.cli.doctor import Finding
 from asyncrl.config.schema import ConfigError
 from asyncrl.launch.experiment import load_experiment
@@ -377,6 +379,16 @@ def test_a_run_that_is_over(call, tmp_path):
     code, out, _ = call("stop", tmp_path, "--json")
     assert code == 0
     assert answer(out) == {"run_dir": str(tmp_path), "was_running": False, "running": False}
+
+
+def test_a_later_attempt_is_shown_with_its_own_start(tmp_path):
+    about = {"pid": 4, "experiment": "e", "trial": "t", "endpoints": [], "started": 1000.0}
+    first, second = RunRecord(attempt=1, **about), RunRecord(attempt=2, attempt_started=87_400.0, **about)
+    assert [not_running(tmp_path, record).split(" begun ")[1] for record in (first, second)] == [
+        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began)) for began in (1000.0, 87_400.0)
+    ]
+    title = _view(tmp_path, second, _Seen(training_of(tmp_path, second), [], None, at=87_410.0)).renderables[1].title
+    assert title.endswith(", attempt 2, up 10 s")
 
 
 def test_status_shows_the_newest_step_of_the_attempt(tmp_path):
