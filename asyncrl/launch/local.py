@@ -518,7 +518,8 @@ class Launch:
         start = (
             f"resumes from step {checkpoint.step}" if checkpoint else "starts anew, because there is no checkpoint yet"
         )
-        self._view.notice(f"{TRAINER_GROUP} {start}, as attempt {self._attempt}")
+        unit = TRAINER_GROUP if decision.unit == TRAINER_GROUP else "the run"
+        self._view.notice(f"{unit} {start}, as attempt {self._attempt}")
 
     def _start_again(self, name: str, lease: Lease, count: int) -> None:
         """Restart a process. Its delay is over, and its lease is granted."""

@@ -14,7 +14,7 @@ from test_supervisor import World
 from asyncrl.launch.local import Launch, Plans, StopRequest
 from asyncrl.launch.program import run_directory
 from asyncrl.launch.rundir import LaunchError, RunRecord, read_record
-from asyncrl.launch.supervisor.policy import TRAINER_GROUP
+from asyncrl.launch.supervisor.policy import EVERYTHING, TRAINER_GROUP
 from asyncrl.launch.supervisor.state_machine import BeginAttempt
 
 
@@ -84,3 +84,17 @@ def test_the_record_of_a_later_attempt_says_when_it_began(world: World, tmp_path
     record = read_record(run_dir)
     assert record is not None
     assert (record.attempt, record.started, record.attempt_began) == (2, 3.0, world.clock.time())
+
+
+@pytest.mark.parametrize(("unit", "named"), [(TRAINER_GROUP, TRAINER_GROUP), (EVERYTHING, "the run")])
+def test_the_notice_of_a_new_attempt_names_the_unit_that_restarts(
+    world: World, tmp_path: Path, unit: str, named: str
+) -> None:
+    world.config = replace(world.config, fileroot=str(tmp_path))
+    run_directory(world.config).mkdir(parents=True)
+    made = launch(world, Pool(world), StopRequest(MagicMock(), world.clock))
+    made._record = RunRecord(pid=4, attempt=1, experiment="e", trial="t", endpoints=[], started=3.0)
+    made._view = MagicMock()
+    made._begin_attempt(BeginAttempt(unit, "master/0 failed"))
+    told = f"{named} starts anew, because there is no checkpoint yet, as attempt 2"
+    made._view.notice.assert_called_once_with(told)
