@@ -29,7 +29,7 @@ from asyncrl.launch.name_service import NameService
 from asyncrl.launch.program import ProcessSpec, config_text, save_config
 from asyncrl.launch.rundir import LaunchError, configs_dir, logs_dir
 from asyncrl.launch.slurm import own_start
-from asyncrl.launch.supervisor.children import Child
+from asyncrl.launch.supervisor.children import KILL_LIMIT_S, Child
 from asyncrl.launch.worker_main import PARENT_ENV
 from asyncrl.protocol.messages import (
     DECODE_ERRORS,
@@ -46,7 +46,6 @@ from asyncrl.runtime.names.interface import Lease, LeaseNotFound, NameResolveErr
 _LEASE_TTL_S = 10.0  # lease of the launcher's record; host daemons end soon after it has expired
 _SAY_AFTER_S = 2.0
 _SILENT_S = 3.0  # a host without reports for this time is silent; host daemons report twice a second
-_KILL_LIMIT_S = 60.0
 _GOODBYE_LIMIT_S = 15.0  # how long to wait until the host daemons have ended
 _RETRY_S = 0.5
 _STOP_TURN_S = 0.05
@@ -312,7 +311,7 @@ class RemoteProcessPool:
         rollout_workers = [child for child in self.children if child.spec.kind == "rollout_worker"]
         self._ask_and_wait(rollout_workers, limit_s / 3, impatient)
         self._ask_and_wait(self.children, limit_s * 2 / 3, impatient)
-        deadline = self._clock.monotonic() + _KILL_LIMIT_S
+        deadline = self._clock.monotonic() + KILL_LIMIT_S
         while (alive := self.alive) and self._clock.monotonic() < deadline:
             for child in alive:
                 child.kill()

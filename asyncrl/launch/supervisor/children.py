@@ -33,6 +33,10 @@ from asyncrl.runtime.system import LEASE_ENV, STATUS_FD_ENV
 _READ_BYTES = 1 << 16
 _MAX_STATUS_LINE_BYTES = 1_000_000
 
+# Longest wait for the end of killed processes. A process blocked inside the kernel (a hanging disk) ends only when its system call
+# returns
+KILL_LIMIT_S = 60.0
+
 # The launcher sees that the kernel killed a process a moment after the peers see it, and the peers report errors at once
 _NOTICED_LATE_S = 0.5
 # Matches the error of another process, which that process sent as the reply to a call before it ended
