@@ -329,12 +329,13 @@ class BackgroundRecorder:
             self._lose(len(entries), "the disk is slower than training; use record.every")
 
     def close(self, limit_s: float) -> None:
-        """Wait until the queued steps are written: at most limit_s for room in the queue, then at most limit_s for the thread."""
+        """Wait until the queued steps are written, at most limit_s."""
+        deadline = self._clock.monotonic() + limit_s
         try:
             self._queue.put(None, timeout=limit_s)
         except queue.Full:
             return
-        self._thread.join(limit_s)
+        self._thread.join(max(0.0, deadline - self._clock.monotonic()))
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:

@@ -27,6 +27,7 @@ from asyncrl.data.trajectories import (
     write_trajectory,
 )
 from asyncrl.testing.tiny import make_char_tokenizer
+from tests.support.clock import ManualClock
 
 
 def header_of(meta, sample, **changes) -> TrajectoryHeader:
@@ -208,6 +209,16 @@ def test_a_disk_that_fails_does_not_fail_training(tmp_path, caplog):
     recorder.close(10.0)
     assert recorder.num_lost == 1
     assert "not recorded" in caplog.text
+
+
+def test_room_in_the_queue_and_the_thread_are_waited_for_within_one_limit(tmp_path, monkeypatch):
+    clock, joined = ManualClock(), []
+    recorder = BackgroundRecorder(make_store(tmp_path, trained=True, prune=True), clock=clock)
+    put = recorder._queue.put
+    monkeypatch.setattr(recorder._queue, "put", lambda item, timeout: (clock.sleep(3.0), put(item)))
+    monkeypatch.setattr(recorder._thread, "join", joined.append)
+    recorder.close(5.0)
+    assert joined == [2.0]
 
 
 def test_equal_tokenizers_have_equal_fingerprints(tmp_path):
