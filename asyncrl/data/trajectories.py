@@ -357,8 +357,11 @@ def tokenizer_fingerprint(path: str) -> str:
         raw = msgspec.json.decode((Path(path).expanduser() / "tokenizer.json").read_bytes())
         vocabulary = raw["model"]["vocab"]
         added = {token["content"]: token["id"] for token in raw.get("added_tokens") or ()}
-    except (OSError, *DECODE_ERRORS, KeyError, TypeError, AttributeError):
+        if isinstance(vocabulary, dict):
+            vocabulary = sorted({**vocabulary, **added}.items())
+        else:  # of Unigram: pairs of token and score, in the order of the ids
+            there = {token: number for number, (token, _) in enumerate(vocabulary)}
+            vocabulary = [*vocabulary, *sorted(added.items() - there.items())]
+    except (OSError, *DECODE_ERRORS, KeyError, TypeError, ValueError, AttributeError):
         return ""
-    if isinstance(vocabulary, dict):
-        vocabulary = sorted({**vocabulary, **added}.items())
     return xxhash.xxh3_64(msgspec.json.encode(vocabulary)).hexdigest()

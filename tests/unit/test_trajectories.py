@@ -1,5 +1,6 @@
 """Trajectories on disk: written ones are read back, and broken ones are refused."""
 
+import json
 import threading
 import time
 
@@ -227,3 +228,15 @@ def test_equal_tokenizers_have_equal_fingerprints(tmp_path):
     marks = {name: tokenizer_fingerprint(str(tmp_path / name)) for name in ("one", "copy", "other", "nowhere")}
     assert marks["one"] == marks["copy"] != marks["other"]
     assert marks["nowhere"] == ""
+
+
+def test_added_tokens_of_a_unigram_vocabulary_are_part_of_its_fingerprint(tmp_path):
+    def fingerprint(*added):
+        vocabulary = {"type": "Unigram", "vocab": [["<unk>", 0.0], ["a", -1.5]]}
+        tokens = [{"content": content, "id": number} for content, number in added]
+        (tmp_path / "tokenizer.json").write_text(json.dumps({"model": vocabulary, "added_tokens": tokens}))
+        return tokenizer_fingerprint(str(tmp_path))
+
+    plain = fingerprint()
+    assert fingerprint(("<unk>", 0)) == plain
+    assert len({plain, fingerprint(("<think>", 2)), fingerprint(("<tool>", 2)), ""}) == 4
