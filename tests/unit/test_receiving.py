@@ -5,16 +5,18 @@ from __future__ import annotations
 from typing import Any, cast
 
 import msgspec
+import pytest
 from aiohttp import web
 
-from asyncrl.generation.checks import VerifiedLoads, VersionFence
-from asyncrl.generation.engine import WeightReceiver
+from asyncrl.generation.checks import TensorSpec, VerifiedLoads, VersionFence, check_sent, check_tensors
+from asyncrl.generation.engine import WeightReceiver, WeightsRefused
 from asyncrl.generation.receive import ReceivingHTTP
 from asyncrl.protocol.messages import (
     BeginWeightUpdate,
     EndWeightUpdate,
     JoinUpdateGroup,
     ReceiveWeights,
+    TensorSpecs,
     WeightVersion,
 )
 from asyncrl.runtime.clock import SYSTEM_CLOCK
@@ -98,3 +100,16 @@ async def test_the_version_of_begin_is_verified_and_recorded() -> None:
 async def test_a_version_that_a_bucket_names_replaces_that_of_begin() -> None:
     assert await versions_of_update(str(V1), None, str(V2)) == ([V2], [V2])
     assert await versions_of_update("", str(V2), None) == ([V2], [V2])
+
+
+def test_tensors_without_a_file_are_refused_with_a_message_that_names_none() -> None:
+    expected, aliases = {"a": TensorSpec((2,))}, [["a"]]
+    twice = TensorSpecs(names=["a", "a"], dtypes=["float32", "float32"], shapes=[[2], [2]])
+    with pytest.raises(
+        WeightsRefused, match=r"^the tensors in the sent weights do not fit the model: a was sent twice$"
+    ):
+        check_sent(expected, aliases, twice, complete=True)
+    with pytest.raises(
+        WeightsRefused, match=r"^the tensors in a version without files do not fit the model: a is missing$"
+    ):
+        check_tensors(expected, aliases, [])
