@@ -330,12 +330,13 @@ class BackgroundRecorder:
             self._lose(len(entries), "the disk is slower than training; use record.every")
 
     def close(self, limit_s: float) -> None:
-        """Wait until the queued steps are written: at most limit_s for room in the queue, then at most limit_s for the thread."""
+        """Wait until the queued steps are written, at most limit_s."""
+        deadline = self._clock.monotonic() + limit_s
         try:
             self._queue.put(None, timeout=limit_s)
         except queue.Full:
             return
-        self._thread.join(limit_s)
+        self._thread.join(max(0.0, deadline - self._clock.monotonic()))
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -357,8 +358,11 @@ def tokenizer_fingerprint(path: str) -> str:
         raw = msgspec.json.decode((Path(path).expanduser() / "tokenizer.json").read_bytes())
         vocabulary = raw["model"]["vocab"]
         added = {token["content"]: token["id"] for token in raw.get("added_tokens") or ()}
-    except (OSError, *DECODE_ERRORS, KeyError, TypeError, AttributeError):
+        if isinstance(vocabulary, dict):
+            vocabulary = sorted({**vocabulary, **added}.items())
+        else:  # of Unigram: pairs of token and score, in the order of the ids
+            there = {token: number for number, (token, _) in enumerate(vocabulary)}
+            vocabulary = [*vocabulary, *sorted(added.items() - there.items())]
+    except (OSError, *DECODE_ERRORS, KeyError, TypeError, ValueError, AttributeError):
         return ""
-    if isinstance(vocabulary, dict):
-        vocabulary = sorted({**vocabulary, **added}.items())
     return xxhash.xxh3_64(msgspec.json.encode(vocabulary)).hexdigest()

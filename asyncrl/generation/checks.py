@@ -149,7 +149,7 @@ def check_tensors(
     WeightsRefused with the differences.
     """
     found = [(name, dtype, shape, file.name) for file in files for name, (shape, dtype) in read_header(file).items()]
-    check_found(expected, aliases, found, source=str(files[0].parent) if files else "?")
+    check_found(expected, aliases, found, source=str(files[0].parent) if files else "a version without files")
     by_name = {file.name: file for file in files}
     return {name: by_name[file] for name, _, _, file in found}
 
@@ -171,12 +171,12 @@ def check_found(
     *,
     source: str,
 ) -> None:
-    """found: name, dtype, shape and file of each tensor. Raises WeightsRefused with the differences."""
+    """found: name, dtype, shape and file of each tensor; file "": it was sent. Raises WeightsRefused with the differences."""
     where: dict[str, str] = {}
     problems: list[str] = []
     for name, dtype, shape, file in found:
         if name in where:
-            problems.append(f"{name} is in {where[name]} and in {file}")
+            problems.append(f"{name} is in {where[name]} and in {file}" if file else f"{name} was sent twice")
         where[name] = file
         spec = expected.get(name)
         if spec is None:

@@ -256,8 +256,14 @@ class ReceivingHTTP:
         began = self._clock.monotonic()
         if bucket.weight_version:  # it replaces the version that the update began with
             await self._check(bucket.weight_version)
-        await self._to_the_end(self._engines.receive(bucket))
+        await self._to_the_end(self._take(bucket))
         return f"{len(bucket.names)} tensors received in {self._clock.monotonic() - began:.3f} s"
+
+    async def _take(self, bucket: ReceiveWeights) -> None:
+        begun = self._begun
+        await self._engines.receive(bucket)
+        if bucket.weight_version and begun is not None and self._begun is begun:
+            self._begun = msgspec.structs.replace(begun, weight_version=bucket.weight_version)
 
     async def _end(self, ended: EndWeightUpdate) -> str:
         await self._to_the_end(self._load(ended))

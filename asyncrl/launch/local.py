@@ -517,7 +517,8 @@ class Launch:
         self._specs = self._plans.of(self._attempt, checkpoint)
         again = [spec for spec in self._specs.values() if decision.concerns(spec.kind) and self._is_wanted(spec.name)]
         link_logs(self._run_dir, self._attempt, before=before, anew=[spec.file_stem for spec in again])
-        self._record = msgspec.structs.replace(self._record, attempt=self._attempt)
+        began = self._clock.time()
+        self._record = msgspec.structs.replace(self._record, attempt=self._attempt, attempt_started=began)
         write_record(self._run_dir, self._record)
         self._external.renew(self._specs)
         for spec in again:
@@ -526,7 +527,8 @@ class Launch:
         start = (
             f"resumes from step {checkpoint.step}" if checkpoint else "starts anew, because there is no checkpoint yet"
         )
-        self._view.notice(f"{TRAINER_GROUP} {start}, as attempt {self._attempt}")
+        unit = TRAINER_GROUP if decision.unit == TRAINER_GROUP else "the run"
+        self._view.notice(f"{unit} {start}, as attempt {self._attempt}")
 
     def _start_again(self, name: str, lease: Lease, count: int) -> None:
         """Restart a process. Called when its delay is over and its lease is granted."""

@@ -67,13 +67,18 @@ class RunRecord(_Written, frozen=True, kw_only=True):
     experiment: str
     trial: str
     endpoints: list[str]
-    started: float
+    started: float  # when the launch began, unix seconds
+    attempt_started: float = 0.0  # when this attempt began, if it is not the first one of the launch
     on_stop_s: float = 0.0  # checkpoint.on_stop_s: how long the run may continue after it is told to stop
 
     # The complete config to reach name resolve. Secrets are in it as paths of files. None: an older release has begun the run
     name_resolve: NameResolveConfig | None = None
     total_steps: int = 0  # train steps of the complete run; 0: an older release has begun it
     host: str = ""  # the launcher's host, if the run has several; pid and lock are valid only there
+
+    @property
+    def attempt_began(self) -> float:
+        return self.attempt_started or self.started
 
     @property
     def names_at(self) -> NameResolveConfig:

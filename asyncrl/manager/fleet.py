@@ -328,9 +328,8 @@ class Fleet:
     async def _fetch_everywhere(self, version: WeightVersion, num_bytes: int) -> None:
         """Have the servers' hosts fetch a version while the servers still serve the previous one.
 
-        The wait for slow hosts is bounded. After the first host has the version, each further result must follow the previous one
-        within the time that the first host took, plus _FETCH_SLACK_S. Otherwise the wait ends. A slower host continues fetching,
-        and its update fetches the version if needed.
+        The wait for slow hosts is bounded: once the first host has the version, the others get as much time again plus
+        _FETCH_SLACK_S. A slower host continues fetching, and its update fetches the version if needed.
         """
         if not self._files_url:
             return
@@ -342,15 +341,16 @@ class Fleet:
         self._updates |= tasks
         for task in tasks:
             task.add_done_callback(self._fetched)
-        wait_s = limit_s
+        deadline = began + limit_s
         while tasks:
+            wait_s = max(0.0, deadline - self._clock.monotonic())
             done, tasks = await asyncio.wait(tasks, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 self._logger.warning("%d servers have not fetched %s yet; the others continue", len(tasks), version)
                 return
             if any(not task.cancelled() and task.exception() is None for task in done):
-                took_s = self._clock.monotonic() - began
-                wait_s = min(wait_s, took_s + _FETCH_SLACK_S)
+                now = self._clock.monotonic()
+                deadline = min(deadline, now + (now - began) + _FETCH_SLACK_S)
 
     def _fetched(self, task: asyncio.Task[None]) -> None:
         self._updates.discard(task)

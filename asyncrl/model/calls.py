@@ -159,6 +159,8 @@ class Calls:
             self._forget(body.ids)
         elif isinstance(body, Ping):
             await self._compute(lambda: None, "ping")
+        else:
+            raise TypeError(f"this worker cannot execute a call of kind {type(body).__name__}")
         call.reply(CallResult(seconds=self._clock.monotonic() - start, num_bytes=num_bytes, unfetched=unfetched))
 
     def _run_mfc_traced(self, body: ExecuteMFC) -> CallResult:

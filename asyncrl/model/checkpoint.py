@@ -296,10 +296,12 @@ def _check_whole(directory: Path, states: Sequence[WorkerState]) -> None:
         assert isinstance(about, TensorStorageMetadata)
         found[name] = sum(math.prod(chunk.sizes) for chunk in about.chunks)
     expected = {name: torch.Size(shape).numel() for state in states for name, shape in state.shapes.items()}
-    for name in sorted(found.keys() | expected.keys()):
-        if found.get(name, 0) != expected.get(name, -1):
+    if unknown := found.keys() - expected.keys():
+        raise CheckpointError(f"{directory} is incomplete: no worker's state has the shape of tensor {min(unknown)}")
+    for name, num in sorted(expected.items()):
+        if found.get(name, 0) != num:
             raise CheckpointError(
-                f"{directory} is incomplete: tensor {name} has {found.get(name, 0)} of {expected.get(name, 'no')} elements"
+                f"{directory} is incomplete: tensor {name} has {found.get(name, 0)} of {num} elements"
             )
 
 

@@ -171,19 +171,36 @@ class _Acceptor:
         self._room.release()
 
     async def _meet(self, connection: socket.socket) -> None:
-        """Serve the connection. Returns when a request on it has shown a secret; then the connection stays open. Otherwise
-        closes the connection, after STRANGER_S or when it cannot be opened.
+        """Serve the connection. Returns when a request on it has shown a secret; then the connection stays open. Returns also
+        when the client disconnects. Otherwise closes the connection, after STRANGER_S or when it cannot be opened.
         """
         loop = asyncio.get_running_loop()
         protocol, shown = self._make_protocol(), loop.create_future()
         _strangers[protocol] = shown
+        watched: Any = _Watched(protocol, shown)
         transport: Any = None
         try:
             async with asyncio.timeout(STRANGER_S):
-                transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._tls)
+                transport, _ = await loop.connect_accepted_socket(lambda: watched, connection, ssl=self._tls)
                 await shown
         except (OSError, TimeoutError):  # the TLS handshake failed, or no request has shown a secret in time
             if transport is not None:
                 transport.abort()
         finally:
             _strangers.pop(protocol, None)
+
+
+class _Watched:
+    """aiohttp's protocol of a connection. `ended` is set when the connection ends."""
+
+    def __init__(self, protocol: Any, ended: asyncio.Future[None]) -> None:
+        self._protocol, self._ended = protocol, ended
+        self.data_received = protocol.data_received  # spares the most frequent call __getattr__
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._protocol, name)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self._ended.done():
+            self._ended.set_result(None)
+        self._protocol.connection_lost(error)

@@ -154,14 +154,15 @@ class Stacks:
 
 def ask_all(logs: Sequence[Path], limit_s: float) -> list[Stacks]:
     """Return the stacks of all processes with a file in these folders, sorted by name. Of several processes with one
-    name, only one is included: the live one, if there is one.
+    name, only one is included: the live one, if there is one, otherwise that of the last folder.
 
     Waits for: the answers, at most limit_s for all together. Processes that cannot answer are not waited for.
     """
     asked = [_Request(path) for folder in logs for path in sorted(folder.glob(f"*{SUFFIX}"))]
     newest: dict[str, _Request] = {}
-    for request in asked:  # among processes with one name, take the live one, otherwise the first
-        if request.name and (request.name not in newest or not request.is_gone):
+    for request in asked:  # among processes with one name, take the live one, otherwise the last
+        there = newest.get(request.name)
+        if request.name and (there is None or there.is_gone or not request.is_gone):
             newest[request.name] = request
     requests = [newest[name] for name in sorted(newest)]
     for request in requests:

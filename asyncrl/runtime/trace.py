@@ -3,8 +3,8 @@
     every process of a run with `trace: true` -- Tracer --> trace/attempt_N/<worker>.jsonl -- merge --> trace/attempt_N.json
 
 A Tracer buffers events in memory and writes them on each flush (a worker's status reporter flushes twice a second).
-A full buffer drops further events and counts them. If the file exceeds its limit or cannot be written, tracing ends with a
-warning. Once a process has opened its file, tracing never fails the run. Times come from the monotonic clock, which all
+A full buffer drops further events and counts them. If the file exceeds its limit or cannot be opened or written, tracing
+ends with a warning. Tracing never fails the run. Times come from the monotonic clock, which all
 processes of a machine share. Each file also records the offset of that clock from calendar time. Merging uses the offsets to
 align several machines, as accurately as their calendar clocks agree.
 """
@@ -66,13 +66,19 @@ class Tracer:
         self._file_lock = threading.Lock()
         self._pid = os.getpid()
         self._file: TextIO | None = None
-        if path is not None:
+        if path is None:
+            return
+        try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists():  # a previous process with the same name wrote it
                 path = path.with_name(f"{path.stem}.{self._pid}{path.suffix}")
             self._file = path.open("w", encoding="utf-8")
-            header = TraceHeader(process, self._pid, order, _boot(), time.time_ns() // 1000 - _now_us())
-            self._file.write(_encoder.encode(header).decode() + "\n")
+        except OSError as error:
+            logging.getLogger(__name__).warning("there is no timeline of this process: %s", error)
+            self.enabled = False
+            return
+        header = TraceHeader(process, self._pid, order, _boot(), time.time_ns() // 1000 - _now_us())
+        self._file.write(_encoder.encode(header).decode() + "\n")
 
     @contextlib.contextmanager
     def span(self, name: str, *, track: str, **args: Value) -> Iterator[None]:

@@ -173,6 +173,13 @@ def test_one_process_without_a_world(model_path, tmp_path):
             assert torch.equal(other.named_parameters()[name], tensor), name
 
 
+def test_a_tensor_that_no_state_describes_is_named(saved):
+    with pytest.raises(
+        CheckpointError, match=r"is incomplete: no worker's state has the shape of tensor actor\.[a-z0-9._]+$"
+    ):
+        checkpoint._check_whole(saved, [])
+
+
 def test_what_a_died_attempt_left_goes(ranks, model_path, tmp_path):
     left = tmp_path / "c.writing"
     left.mkdir()

@@ -4,7 +4,7 @@ import uuid
 from datetime import timedelta
 
 import pytest
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from asyncrl.model.name_store import NameStore
 from asyncrl.runtime.names.memory import MemoryNameResolver
@@ -38,6 +38,16 @@ def test_it_sets_what_is_as_expected(store):
     assert store.compare_set("k", "b", "c") == b"a"
     assert store.compare_set("k", "a", "c") == b"c"
     assert store.get("k") == b"c"
+
+
+@pytest.mark.parametrize("torchs_own", [False, True])
+def test_an_absent_key_is_set_only_if_none_is_expected(store, torchs_own):
+    """As torch's own stores do: compare_set returns the expected value, although the key is still absent."""
+    compared = HashStore() if torchs_own else store
+    assert compared.compare_set("k", "b", "c") == b"b"
+    assert not compared.check(["k"])
+    assert compared.compare_set("k", "", "c") == b"c"
+    assert compared.compare_set("k", "", "d") == b"c"
 
 
 def test_who_does_not_come_is_waited_for_no_longer_than_the_limit(store):

@@ -548,6 +548,17 @@ async def test_http_waits_for_few_strangers_and_hangs_up_on_them(run, monkeypatc
             stranger.close()
 
 
+async def test_a_stranger_that_hangs_up_leaves_room_at_once(run, monkeypatch):
+    monkeypatch.setattr(http_server, "MAX_STRANGERS", 8)
+    monkeypatch.setattr(http_server, "STRANGER_S", 10 * LIMIT_S)
+    async with application() as url, open_session(max_connections=1) as session:
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        for stranger in [socket.create_connection(address, timeout=LIMIT_S) for _ in range(20)]:
+            stranger.close()
+        async with asyncio.timeout(LIMIT_S), session.post(f"{url}/echo", data=b"ours") as answer:
+            assert await answer.read() == b"ours"
+
+
 @pytest.mark.parametrize("sizes", [[10], [10, 0, PART_BYTES], [10, 0, PART_BYTES + 1, 3], [3 * PART_BYTES, 5]])
 async def test_encrypted_messages_of_any_size_arrive_as_they_were(sizes):
     sent = [os.urandom(size) for size in sizes]

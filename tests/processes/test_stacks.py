@@ -156,6 +156,25 @@ def test_nobody_else_is_sent_a_signal(tmp_path: Path) -> None:
             other.kill()
 
 
+def test_of_several_that_have_ended_the_newest_is_named(tmp_path: Path) -> None:
+    """All attempts' processes of one name have ended: that of the last folder is reported. A live one is reported in any case."""
+    folders = [tmp_path / f"attempt_{number}" for number in (1, 2, 3)]
+    for folder in folders:
+        folder.mkdir()
+        (folder / f"master_0{SUFFIX}").write_text("asyncrl stacks of master/0, process 1, thread 1, started -2\n")
+    (stacks,) = ask_all(folders, 1.0)
+    assert (stacks.state, stacks.file) == ("gone", str(folders[2] / f"master_0{SUFFIX}"))
+    with subprocess.Popen(["sleep", "1000"]) as other:
+        try:
+            started = Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[19]
+            live = folders[0] / f"master_0{SUFFIX}"
+            live.write_text(f"asyncrl stacks of master/0, process {other.pid}, thread 0, started {started}\n")
+            (stacks,) = ask_all(folders, 0.0)
+            assert (stacks.state, stacks.file) == ("busy", str(live))
+        finally:
+            other.kill()
+
+
 def test_the_file_does_not_grow_for_ever(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path), "turns"], stdout=subprocess.PIPE) as process:
         try:

@@ -176,10 +176,6 @@ class SimulatedRun(SimulatedWorld):
         folder = self.disk.folders.get(f"{self.run_dir}/checkpoints/final")
         return folder.content if folder is not None else None
 
-    def excused(self, label: str, error: str) -> bool:
-        """Whether a process may end with this error. Always False: no fault excuses one."""
-        return False
-
     def note_death(self, process: Process) -> None:
         if process.worker is not None:
             self.died_at[process.worker.incarnation] = self.now

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+DOCS = BENCHMARKS.parent / "docs"
 
 
 @pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("baselines/*.json")), ids=lambda path: path.stem)
@@ -19,3 +22,19 @@ def test_baselines_are_results(path: Path) -> None:
     assert result["machine"].keys() >= {"cpu", "cores", "python", "torch", "date", "commit"}
     for ratio in result["ratio"].values():
         assert all(number > 0 for number in (ratio.values() if isinstance(ratio, dict) else [ratio]))
+
+
+def test_pages_tell_the_cells_of_the_chaos_matrix_that_exist_and_that_are_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    matrix = importlib.import_module("chaos_matrix")
+    num_cells = len(matrix.TARGETS) * len(matrix.KINDS) * len(matrix.PHASES)
+    pages = {name: (DOCS / name).read_text() for name in ("verification.md", "design/recovery.md", "faults.md")}
+    for name in ("verification.md", "design/recovery.md"):
+        assert f"all {num_cells} cells" in pages[name]
+    table = (DOCS / "chaos-matrix.md").read_text()
+    num_measured = len(re.findall(r"\| ok [\d.]+ s ", table))  # without the column `the run`
+    assert f"\n{num_measured} cells in " in table
+    for page in pages.values():
+        assert re.search(rf"\b{num_measured} (cells|without the nursery)", page)

@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 
 import msgspec
 import pytest
@@ -17,8 +18,9 @@ import asyncrl
 from asyncrl.cli import main as cli
 from asyncrl.cli.commands import check as check_command
 from asyncrl.cli.commands import run as run_command
+from asyncrl.cli.commands.common import not_running
 from asyncrl.cli.commands.run import JsonView
-from asyncrl.cli.commands.status import training_of
+from asyncrl.cli.commands.status import _Seen, _view, training_of
 from asyncrl.cli.doctor import Finding
 from asyncrl.config.schema import ConfigError
 from asyncrl.launch.experiment import load_experiment
@@ -26,6 +28,7 @@ from asyncrl.launch.program import load_process_config
 from asyncrl.launch.rundir import LaunchError, RunLock, RunRecord, begin_attempt, next_attempt, write_record
 from asyncrl.protocol.messages import WorkerStatus
 from asyncrl.runtime.metrics import METRICS_FILE, JsonLinesWriter
+from tests.support.clock import ManualClock
 
 COMMANDS = ("init", "run", "check", "prepare", "ls", "status", "scale", "logs", "stop", "plot", "inspect", "chaos")
 OWN = ("init", "run", "check", "prepare", "ls", "status", "scale", "logs", "stop")
@@ -305,6 +308,22 @@ def test_events_of_a_run_as_json(tmp_path, capsys):
     assert events[4] == {**events[4], "step": 1, "reward/mean": 0.5, "actor/loss": None}
 
 
+def test_an_event_of_a_run_has_the_time_when_it_happened(tmp_path, capsys):
+    view = JsonView(tmp_path, ManualClock(1000.0))
+    with JsonLinesWriter(tmp_path / METRICS_FILE) as writer:
+        writer.write({"step": 1, "time": 997.5})
+        writer.write({"step": 2})
+    view.turn([msgspec.structs.replace(status("master/0", "running"), time=998.25)])
+    view.notice("now")
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(event["event"], event["time"]) for event in events] == [
+        ("worker", 998.25),
+        ("metrics", 997.5),
+        ("metrics", 1000.0),
+        ("notice", 1000.0),
+    ]
+
+
 class FakeLauncher:
     """A launcher whose run ends at once, as `ending` says."""
 
@@ -360,6 +379,16 @@ def test_a_run_that_is_over(call, tmp_path):
     code, out, _ = call("stop", tmp_path, "--json")
     assert code == 0
     assert answer(out) == {"run_dir": str(tmp_path), "was_running": False, "running": False}
+
+
+def test_a_later_attempt_is_shown_with_its_own_start(tmp_path):
+    about = {"pid": 4, "experiment": "e", "trial": "t", "endpoints": [], "started": 1000.0}
+    first, second = RunRecord(attempt=1, **about), RunRecord(attempt=2, attempt_started=87_400.0, **about)
+    assert [not_running(tmp_path, record).split(" begun ")[1] for record in (first, second)] == [
+        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began)) for began in (1000.0, 87_400.0)
+    ]
+    title = _view(tmp_path, second, _Seen(training_of(tmp_path, second), [], None, at=87_410.0)).renderables[1].title
+    assert title.endswith(", attempt 2, up 10 s")
 
 
 def test_status_shows_the_newest_step_of_the_attempt(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -11,7 +12,10 @@ import pytest
 from test_supervisor import World
 
 from asyncrl.launch.local import Launch, Plans, StopRequest
-from asyncrl.launch.rundir import LaunchError
+from asyncrl.launch.program import run_directory
+from asyncrl.launch.rundir import LaunchError, RunRecord, read_record
+from asyncrl.launch.supervisor.policy import EVERYTHING, TRAINER_GROUP
+from asyncrl.launch.supervisor.state_machine import BeginAttempt
 
 
 class Pool:
@@ -67,3 +71,30 @@ def test_the_first_cause_decides_how_the_launch_ends(world: World, meanwhile: st
     with pytest.raises(LaunchError, match="no such model"):
         made.watch_over()
     assert (pool.turns < 8) == (meanwhile == "signal")  # after a signal the launch does not wait for further errors
+
+
+def test_the_record_of_a_later_attempt_says_when_it_began(world: World, tmp_path: Path) -> None:
+    world.config = replace(world.config, fileroot=str(tmp_path))
+    made = launch(world, Pool(world), StopRequest(MagicMock(), world.clock))
+    run_dir = run_directory(world.config)
+    run_dir.mkdir(parents=True)
+    made._record = RunRecord(pid=4, attempt=1, experiment="e", trial="t", endpoints=[], started=3.0)
+    world.clock.now = 50.0
+    made._begin_attempt(BeginAttempt(TRAINER_GROUP, "master/0 failed"))
+    record = read_record(run_dir)
+    assert record is not None
+    assert (record.attempt, record.started, record.attempt_began) == (2, 3.0, world.clock.time())
+
+
+@pytest.mark.parametrize(("unit", "named"), [(TRAINER_GROUP, TRAINER_GROUP), (EVERYTHING, "the run")])
+def test_the_notice_of_a_new_attempt_names_the_unit_that_restarts(
+    world: World, tmp_path: Path, unit: str, named: str
+) -> None:
+    world.config = replace(world.config, fileroot=str(tmp_path))
+    run_directory(world.config).mkdir(parents=True)
+    made = launch(world, Pool(world), StopRequest(MagicMock(), world.clock))
+    made._record = RunRecord(pid=4, attempt=1, experiment="e", trial="t", endpoints=[], started=3.0)
+    made._view = MagicMock()
+    made._begin_attempt(BeginAttempt(unit, "master/0 failed"))
+    told = f"{named} starts anew, because there is no checkpoint yet, as attempt 2"
+    made._view.notice.assert_called_once_with(told)

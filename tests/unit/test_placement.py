@@ -72,6 +72,14 @@ def test_the_error_says_which_layout_would_fit():
         Placement([host(1, memory_bytes=10**9)], "h1").place_all(specs_of("transformers.d2+d2"))
 
 
+def test_without_gpus_the_error_compares_the_memory():
+    with pytest.raises(
+        PlacementError,
+        match=r"in total the run needs at least [\d.]+ GB of memory and the hosts have 1: use a smaller allocation, or more hosts$",
+    ):
+        Placement([host(1, memory_bytes=10**9)], "h1").place_all(specs_of("transformers.d1+d2"))
+
+
 def test_processes_of_a_lost_host_are_placed_on_other_hosts_with_room():
     placement = Placement([host(1, 4), host(2, 2), host(3, 2)], "h1")
     specs = {spec.name: spec for spec in specs_of("sglang.d2+d2")}

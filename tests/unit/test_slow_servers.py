@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import pytest
 from test_ledger import Desk
 
+from asyncrl.manager import fleet
+from asyncrl.manager.fleet import Fleet
+from asyncrl.manager.routing import ServerTable
+from asyncrl.manager.update_plan import UpdatePlan
 from asyncrl.protocol.messages import HeartbeatRequest, WeightVersion
 
 SLOW, QUICK, OTHER = (f"generation_server/{index}" for index in range(3))
@@ -106,3 +114,38 @@ def test_moved_groups_do_not_count_towards_the_pace_of_a_server() -> None:
     for ticket in tickets:
         desk.finish(ticket, num_tokens=100)
     assert {server.pace.num_groups for server in desk.table.servers.values()} == {0}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_all_slow_hosts_together_are_waited_for_within_one_limit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: bool
+) -> None:
+    """Ten hosts end their fetch one after another. The end of one does not prolong the wait for the next one."""
+    monkeypatch.setattr(fleet, "_FETCH_SLACK_S", 0.4)
+    table = ServerTable("round_robin", dead_after_s=10.0)
+    nobody: Any = None
+    made = Fleet(
+        table,
+        UpdatePlan(table),
+        session=nobody,
+        path_of=lambda version: Path(str(version)),
+        on_change=lambda: None,
+        probe_every_s=1.0,
+        probe_limit_s=1.0,
+        verify_limit_s=0.8,  # half of it limits the wait for the first host
+        logger=logging.getLogger("asyncrl.test.fleet"),
+        files_url="http://files",
+    )
+    for index in range(10):
+        table.announce(f"generation_server/{index}", str(index), 0.0)
+
+    async def fetch(url: str, version: WeightVersion, limit_s: float) -> None:
+        await asyncio.sleep(0.2 * int(url))
+        if fails:
+            raise OSError("no disk")
+
+    monkeypatch.setattr(made, "_fetch", fetch)
+    await made._fetch_everywhere(WeightVersion(1, 0), 0)
+    assert f"servers have not fetched {WeightVersion(1, 0)} yet; the others continue" in caplog.text
+    assert made._updates
+    await asyncio.wait(made._updates)

@@ -12,10 +12,9 @@ import pytest
 
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import ProcessSpec, plan
-from asyncrl.launch.supervisor.children import Child, Forked
+from asyncrl.launch.supervisor.children import KILL_LIMIT_S, Child, Forked
 from asyncrl.launch.supervisor.policy import EVERYTHING, TRAINER_GROUP, EndRun, FreezeWatch, Supervision
 from asyncrl.launch.supervisor.state_machine import (
-    KILL_LIMIT_S,
     LAST_WORDS_S,
     BeginAttempt,
     Cancel,

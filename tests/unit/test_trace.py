@@ -106,6 +106,17 @@ def test_a_tracer_is_bounded_in_memory_and_on_disk(tmp_path: Path, caplog: pytes
     tracer.close()
 
 
+def test_without_its_file_a_tracer_records_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "full").touch()  # no folder, so neither mkdir nor open succeeds
+    tracer = Tracer(tmp_path / "full" / "a.jsonl")
+    assert not tracer.enabled
+    assert "there is no timeline of this process: " in caplog.text
+    with tracer.span("outer", track="steps"):
+        pass
+    assert tracer.num_buffered == 0
+    tracer.close()
+
+
 def test_threads_share_a_tracer(tmp_path: Path) -> None:
     tracer = Tracer(tmp_path / "a.jsonl")
     start = threading.Barrier(4)

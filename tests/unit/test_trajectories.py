@@ -1,5 +1,6 @@
 """Trajectories on disk: written ones are read back, and broken ones are refused."""
 
+import json
 import threading
 import time
 
@@ -27,6 +28,7 @@ from asyncrl.data.trajectories import (
     write_trajectory,
 )
 from asyncrl.testing.tiny import make_char_tokenizer
+from tests.support.clock import ManualClock
 
 
 def header_of(meta, sample, **changes) -> TrajectoryHeader:
@@ -210,9 +212,31 @@ def test_a_disk_that_fails_does_not_fail_training(tmp_path, caplog):
     assert "not recorded" in caplog.text
 
 
+def test_room_in_the_queue_and_the_thread_are_waited_for_within_one_limit(tmp_path, monkeypatch):
+    clock, joined = ManualClock(), []
+    recorder = BackgroundRecorder(make_store(tmp_path, trained=True, prune=True), clock=clock)
+    put = recorder._queue.put
+    monkeypatch.setattr(recorder._queue, "put", lambda item, timeout: (clock.sleep(3.0), put(item)))
+    monkeypatch.setattr(recorder._thread, "join", joined.append)
+    recorder.close(5.0)
+    assert joined == [2.0]
+
+
 def test_equal_tokenizers_have_equal_fingerprints(tmp_path):
     for name, alphabet in (("one", "0123"), ("copy", "0123"), ("other", "0124")):
         make_char_tokenizer(tmp_path / name, alphabet)
     marks = {name: tokenizer_fingerprint(str(tmp_path / name)) for name in ("one", "copy", "other", "nowhere")}
     assert marks["one"] == marks["copy"] != marks["other"]
     assert marks["nowhere"] == ""
+
+
+def test_added_tokens_of_a_unigram_vocabulary_are_part_of_its_fingerprint(tmp_path):
+    def fingerprint(*added):
+        vocabulary = {"type": "Unigram", "vocab": [["<unk>", 0.0], ["a", -1.5]]}
+        tokens = [{"content": content, "id": number} for content, number in added]
+        (tmp_path / "tokenizer.json").write_text(json.dumps({"model": vocabulary, "added_tokens": tokens}))
+        return tokenizer_fingerprint(str(tmp_path))
+
+    plain = fingerprint()
+    assert fingerprint(("<unk>", 0)) == plain
+    assert len({plain, fingerprint(("<think>", 2)), fingerprint(("<tool>", 2)), ""}) == 4

@@ -195,7 +195,7 @@ def not_running(run_dir: Path, record: RunRecord | None) -> str:
         return f"{run_dir}: no run is running here yet; job {job.job_id} is {state.state} ({state.reason})"
     if record is None:
         return f"{run_dir}: no run is running here, and none was started before"
-    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.started))
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.attempt_began))
     return f"{run_dir}: no run is running here; the last one was attempt {record.attempt}, begun {began}"
 
 

@@ -72,7 +72,8 @@ def write_dry_run(config: ExperimentConfig, specs: Sequence[ProcessSpec], folder
 
 
 class JsonView:
-    """Prints events as JSON lines. Every line has `event` and `time` (unix seconds).
+    """Prints events as JSON lines. Every line has `event` and `time` (unix seconds): when the event happened, for a worker when
+    its first status with the new state was made.
 
     Events: start (run_dir, processes, sizes); worker (name, state, pid, attempt: a process has changed its state); metrics (a
     record of metrics.jsonl: a train step or an evaluation); notice (text); end (exit_code, and summary or error). If the reader of
@@ -88,7 +89,10 @@ class JsonView:
         self._silent = False
 
     def emit(self, event: str, **fields: Any) -> None:
-        line = msgspec.json.encode({"event": event, "time": round(self._clock.time(), 3), **fields})
+        self._emit(event, self._clock.time(), fields)
+
+    def _emit(self, event: str, happened: float, fields: Mapping[str, Any]) -> None:
+        line = msgspec.json.encode({"event": event, "time": round(happened, 3), **fields})
         with self._lock:
             if self._silent:
                 return
@@ -102,9 +106,12 @@ class JsonView:
         for status in statuses:
             if self._states.get(status.worker) != status.state:
                 self._states[status.worker] = status.state
-                self.emit("worker", name=status.worker, state=status.state, pid=status.pid, attempt=status.attempt)
+                about = {"name": status.worker, "state": status.state, "pid": status.pid, "attempt": status.attempt}
+                self._emit("worker", status.time, about)
         for record in self._metrics.new_records():
-            self.emit("metrics", **_without_own_names(record))
+            happened = record.get("time")
+            at = happened if isinstance(happened, (int, float)) else self._clock.time()
+            self._emit("metrics", at, _without_own_names(record))
         for text in self._long_waits.new(statuses):
             self.notice(text)
 
@@ -127,8 +134,7 @@ class JsonView:
 
 
 def _without_own_names(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record without the keys that the event itself has. A record of metrics.jsonl loses only its `time`; the event has the
-    time at which it is printed."""
+    """The record without the keys of the event itself. The event takes over the record's `time`."""
     return {name: value for name, value in record.items() if name not in {"event", "time"}}
 
 

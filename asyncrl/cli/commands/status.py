@@ -165,7 +165,7 @@ def _watch(
 
 def _view(run_dir: Path, record: RunRecord, seen: _Seen) -> Group:
     """A line about training, then the table of workers."""
-    title = f"{run_dir}, attempt {record.attempt}, up {seen.at - record.started:.0f} s"
+    title = f"{run_dir}, attempt {record.attempt}, up {seen.at - record.attempt_began:.0f} s"
     servers = [status for status in seen.statuses if status.worker.startswith("generation_server/")]
     num_running = sum(status.state == "running" for status in servers)
     if seen.desired not in (None, num_running):

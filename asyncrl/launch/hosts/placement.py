@@ -101,7 +101,7 @@ class Placement:
         if spec.name in self._places:
             return self._places[spec.name]
         gpus = num_devices(spec) if self.has_gpus else 0
-        memory = _COMPUTING_BYTES if spec.computes else _LIGHT_BYTES
+        memory = _memory_of(spec)
         if not self._hosts:
             raise PlacementError(f"{spec.name} cannot be placed: no host is left")
         fitting = [
@@ -172,13 +172,22 @@ class Placement:
             except PlacementError:
                 continue
             return f"use {count} generation servers, which would fit, instead of {len(servers)}; or use more hosts"
+        remedy = "use a smaller allocation, or more hosts"
+        if not self.has_gpus:  # then only memory can be missing
+            least = sum(map(_memory_of, specs)) / 1e9
+            total = sum(host.memory_bytes for host in self._hosts.values()) / 1e9
+            return f"in total the run needs at least {least:.3g} GB of memory and the hosts have {total:.3g}: {remedy}"
         needs = Counter({spec.kind: 0 for spec in specs if spec.computes})
         for spec in specs:
             needs[spec.kind] += num_devices(spec)
         wanted = ", ".join(f"{kind}s {count}" for kind, count in needs.items() if count)
         there = sum(len(host.gpus) for host in self._hosts.values())
-        unit = "GPUs" if self.has_gpus else "processes that compute"
-        return f"in total the run needs {wanted} {unit} and the hosts have {there}: use a smaller allocation, or more hosts"
+        return f"in total the run needs {wanted} GPUs and the hosts have {there}: {remedy}"
+
+
+def _memory_of(spec: ProcessSpec) -> int:
+    """Return a lower bound of the memory of a process in bytes."""
+    return _COMPUTING_BYTES if spec.computes else _LIGHT_BYTES
 
 
 def placed(spec: ProcessSpec, place: Place, *, with_gpus: bool) -> ProcessSpec:

@@ -29,7 +29,7 @@ from asyncrl.launch.name_service import NameService
 from asyncrl.launch.program import ProcessSpec, config_text, save_config
 from asyncrl.launch.rundir import LaunchError, configs_dir, logs_dir
 from asyncrl.launch.slurm import own_start
-from asyncrl.launch.supervisor.children import Child
+from asyncrl.launch.supervisor.children import KILL_LIMIT_S, Child
 from asyncrl.launch.worker_main import PARENT_ENV
 from asyncrl.protocol.messages import (
     DECODE_ERRORS,
@@ -46,8 +46,7 @@ from asyncrl.runtime.names.interface import Lease, LeaseNotFound, NameResolveErr
 _LEASE_TTL_S = 10.0  # lease of the launcher's record; host daemons end soon after it has expired
 _SAY_AFTER_S = 2.0
 _SILENT_S = 3.0  # a host that has sent no report for this time is silent; host daemons report twice a second
-_KILL_LIMIT_S = 60.0
-_GOODBYE_LIMIT_S = 15.0  # how long to wait until the host daemons have ended
+_GOODBYE_LIMIT_S = 15.0  # how long to wait at least until the host daemons have ended
 _RETRY_S = 0.5
 _STOP_TURN_S = 0.05
 _LOST = -9  # return code of a process lost with its host
@@ -313,18 +312,23 @@ class RemoteProcessPool:
         rollout_workers = [child for child in self.children if child.spec.kind == "rollout_worker"]
         self._ask_and_wait(rollout_workers, limit_s / 3, impatient)
         self._ask_and_wait(self.children, limit_s * 2 / 3, impatient)
-        deadline = self._clock.monotonic() + _KILL_LIMIT_S
+        deadline = self._clock.monotonic() + KILL_LIMIT_S
         while (alive := self.alive) and self._clock.monotonic() < deadline:
             for child in alive:
                 child.kill()
             self.turn(_STOP_TURN_S)
 
     def close(self) -> None:
-        """Announce the end of the run to the host daemons, and wait until they have ended, at most _GOODBYE_LIMIT_S."""
+        """Announce the end of the run to the host daemons, and wait until they have ended.
+
+        A host that is cut off may be back at any time until it is lost, and its daemon learns of the end only from name resolve. So
+        the wait takes at most network.host_lost_after_s, or _GOODBYE_LIMIT_S if that is longer.
+        """
         with contextlib.suppress(NameResolveError):
             self._put_record(msgspec.structs.replace(self._record, ends=True))
         with self._news:
-            self._news.wait_for(lambda: not self._daemons, _GOODBYE_LIMIT_S)
+            limit_s = max(_GOODBYE_LIMIT_S, self._config.network.host_lost_after_s)
+            self._news.wait_for(lambda: not self._daemons, limit_s)
         self._desired.close()
         if self._own_daemon is not None:
             try:

@@ -33,6 +33,10 @@ from asyncrl.runtime.system import LEASE_ENV, STATUS_FD_ENV
 _READ_BYTES = 1 << 16
 _MAX_STATUS_LINE_BYTES = 1_000_000
 
+# Longest wait for the end of killed processes. A process blocked inside the kernel (a hanging disk) ends only when its system call
+# returns
+KILL_LIMIT_S = 60.0
+
 # A killed process counts as failed this long before the launcher noticed that it had ended. Its peers notice that a moment earlier
 # than the launcher and report errors at once, but the killed process must count as the first failure
 _NOTICED_LATE_S = 0.5

@@ -14,17 +14,21 @@ from pathlib import Path
 
 from asyncrl.launch.program import ProcessSpec
 from asyncrl.launch.rundir import RUN_DIR_ENV, LaunchError, logs_dir
-from asyncrl.launch.supervisor.children import Child, Forked, config_file, how_it_ended, start_child, start_process
+from asyncrl.launch.supervisor.children import (
+    KILL_LIMIT_S,
+    Child,
+    Forked,
+    config_file,
+    how_it_ended,
+    start_child,
+    start_process,
+)
 from asyncrl.launch.supervisor.fork_server import ForkServer, ForkServerEnded, adopt_orphans, is_supported
 from asyncrl.launch.supervisor.reaper import Reaper
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.names.interface import Lease
 
 _SAY_AFTER_S = 2.0  # after this time a stop reports which processes it waits for
-
-# Longest wait for the end of killed processes. A process blocked inside the kernel (a hanging disk) ends only when its system call
-# returns
-KILL_LIMIT_S = 60.0
 _STOP_TURN_S = 0.02
 _REAPER_LIMIT_S = 5.0
 _FORK_LIMIT_S = 10.0  # limit of a fork, if the fork server has forked before, so that its imports are done

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from asyncrl.launch.supervisor.children import Child, first_cause, first_failed, short_end
+from asyncrl.launch.supervisor.children import KILL_LIMIT_S, Child, first_cause, first_failed, short_end
 from asyncrl.launch.supervisor.policy import (
     BUSY_LIMITS,
     EVERYTHING,
@@ -28,10 +28,6 @@ from asyncrl.launch.supervisor.policy import (
 )
 
 LAST_WORDS_S = 1.0  # after the first failure: how long to wait for error reports of other processes
-
-# Longest wait for the end of killed processes. A process blocked inside the kernel (a hanging disk) ends only when its system call
-# returns
-KILL_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)
