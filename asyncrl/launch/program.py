@@ -167,6 +167,7 @@ class _Run:
             tensor_parallel=allocation.generation.tensor,
             fetch=fetches_weights(config),
             fetch_dir=config.weights.fetch_dir,
+            shares_devices=bool(self.allocation.shared_workers),
         )
 
     def model_worker(self, index: int) -> ModelWorkerConfig:
@@ -188,6 +189,7 @@ class _Run:
             ),
             groups=groups if config.mode == "sync" else None,
             detached=self.detached,
+            shares_devices=index in self.allocation.shared_workers,
         )
 
     def recorder(self) -> RecorderConfig:
@@ -227,6 +229,7 @@ class _Run:
             records=config.record.trajectories and trains,
             num_replayed=self.num_prompts if config.mode == "train_only" else 0,
             detached=self.detached,
+            shared_workers=list(self.allocation.shared_workers),
         )
 
     def gserver_manager(self) -> GserverManagerConfig:
@@ -244,6 +247,8 @@ class _Run:
             broadcast_timeout_s=config.weights.broadcast_timeout_s,
             replace_timeout_s=config.train.call_timeout_s,
             fetch=fetches_weights(config),
+            shares_devices=bool(self.allocation.shared_workers),
+            wake_limit_s=config.generation.load_timeout_s if self.allocation.shared_workers else 0.0,
         )
 
     def rollout_worker(self, index: int) -> RolloutWorkerConfig:
@@ -308,8 +313,11 @@ def writes_checkpoints(config: ExperimentConfig) -> bool:
 
 
 def can_scale(config: ExperimentConfig) -> bool:
-    """Whether the run starts its generation servers itself, so that their number can change."""
-    return config.mode in ("async", "rollout_only") and allocation_of(config).engine != "external"
+    """Whether the run starts its generation servers itself, and on devices of their own, so that their number can change."""
+    allocation = allocation_of(config)
+    return (
+        config.mode in ("async", "rollout_only") and allocation.engine != "external" and not allocation.shared_workers
+    )
 
 
 def server_spec(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from asyncrl.config.schema import MasterWorkerConfig
 from asyncrl.master.batch import BatchFormer, NotReady
@@ -36,6 +36,7 @@ class ManagerReports:
     def __init__(self, books: Books, buffer: AsyncIOSequenceBuffer, manager: ServiceClient) -> None:
         self._books, self._buffer, self._manager = books, buffer, manager
         self.servers: Sequence[ServerView] = ()  # from the newest view
+        self.turn: Literal["", "generation", "training"] = ""  # see MasterReport
         self._consumed: list[str] = []  # not yet acknowledged by the manager
         self._num_rejections_seen = 0
         self._full_report_due = True
@@ -74,6 +75,7 @@ class ManagerReports:
                     after_revision=after_revision,
                     wait_s=wait_s,
                     stop=stop,
+                    turn=self.turn,
                 ),
                 LedgerView,
                 limit_s=CALL_LIMIT_S,
