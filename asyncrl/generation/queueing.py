@@ -264,8 +264,8 @@ class QueueingEngine(GenerationEngine, Generic[P]):
             with self._nothing_begins():
                 await self._until_idle()
                 self._version = None
+                self._asleep = True  # from now on the end of the engine's threads or processes is no failure
                 await self._release_devices()
-                self._asleep = True
 
     async def wake(self) -> None:
         async with self._update_lock:

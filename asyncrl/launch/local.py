@@ -27,6 +27,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from asyncrl.config.schema import ExperimentConfig, authenticates, has_unix_sockets, resolve_auto
+from asyncrl.dataflow.topology import allocation_of
 from asyncrl.launch.hosts.addresses import address_of, own_host
 from asyncrl.launch.hosts.remote_pool import RemoteProcessPool
 from asyncrl.launch.name_service import NameService
@@ -308,7 +309,8 @@ class LocalLauncher:
         if not has_unix_sockets(config):
             return config
         try:
-            folder = unix_sockets.make_folder(self.run_dir)
+            shared = bool(allocation_of(config).shared_workers)
+            folder = unix_sockets.make_folder(self.run_dir, with_weights=shared)
         except OSError as error:
             raise LaunchError(f"network.sockets=unix: {error}; set TMPDIR, or network.sockets=tcp") from error
         return replace(config, network=replace(config.network, socket_dir=folder))

@@ -201,7 +201,7 @@ class Rollouts:
         wait_s = min(LONG_POLL_S, max(0.0, self._limit_s - waited_s))
         report = self._reports.report(revoke=decision.revoke, wait_s=wait_s, after_revision=view.revision)
         async with self._board.waiting(decision.reason, on=decision.on, limit_s=self._limit_s, waited_s=waited_s):
-            return await _unless(self._leaving, report)
+            return await unless(self._leaving, report)
 
     async def trained(self, tickets: Sequence[str]) -> None:
         self._reports.consume(tickets)
@@ -211,7 +211,7 @@ class Rollouts:
         await self._reports.report(stop=True)
 
 
-async def _unless(event: asyncio.Event, coroutine: Coroutine[Any, Any, T]) -> T | None:
+async def unless(event: asyncio.Event, coroutine: Coroutine[Any, Any, T]) -> T | None:
     """Return the coroutine's result; None if the event is set meanwhile, which cancels the coroutine."""
     work, stop = asyncio.create_task(coroutine), asyncio.create_task(event.wait())
     try:

@@ -19,6 +19,7 @@ from asyncrl.master.executor import StepResult
 from asyncrl.master.model_workers import ModelWorkers
 from asyncrl.master.publishing import WeightPublisher
 from asyncrl.master.report import StepTimes, UpdateSeconds, step_metrics
+from asyncrl.master.rollouts import unless
 from asyncrl.master.skipped import SkippedSteps
 from asyncrl.protocol.messages import ServerView, TrajectoryMeta
 from asyncrl.protocol.names import ACTOR
@@ -132,9 +133,9 @@ class Trainer:
                 raise RejectedShareError(f"every prompt was rejected, so no step was trained: {books.rejections()}")
             return True
         if self._turns is not None:
-            await (
-                self._evaluations.baseline_over()
-            )  # it needs the servers, and no newer weights may be published before its end
+            await unless(self._leaving, self._evaluations.all_over())  # they need the servers, with these weights
+            if self._leaving.is_set():
+                return False
             await self._turns.training()
         version = books.version.version
         metas = self._buffer.metas(batch)
