@@ -283,6 +283,23 @@ class Allocation:
             first += devices.size
         return tuple(shared)
 
+    def device_of_worker(self, index: int) -> int:
+        """The number of a model worker's device. The allocation must name devices."""
+        for devices in self.training:
+            if index < devices.size and devices.devices is not None:
+                return devices.devices.first + index
+            index -= devices.size
+        raise ValueError(f"{self} names no device for this model worker")
+
+    @property
+    def num_devices(self) -> int:
+        """The least number of devices with which no two processes compute on one, unless they share it by name."""
+        named = [devices for devices in (self.generation_devices, *(part.devices for part in self.training)) if devices]
+        if named:
+            return 1 + max(devices.last for devices in named)
+        generation = self.generation.size if self.engine not in ("", "external") else 0
+        return generation + self.num_model_workers
+
     @property
     def names(self) -> tuple[str, ...]:
         """MFCs and roles that the allocation names."""

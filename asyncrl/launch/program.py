@@ -110,8 +110,9 @@ def plan(
 
     resume: the folder of the checkpoint from which the attempt resumes; "": it starts anew.
 
-    devices: the machine's GPUs, by their names in CUDA_VISIBLE_DEVICES. Generation servers get the first ones, one per tensor
-    parallel rank; model workers get the next ones, one each. If there are too few, processes share them in turn.
+    devices: the machine's GPUs, by their names in CUDA_VISIBLE_DEVICES. The allocation may name each process's GPUs. Otherwise
+    generation servers get the first ones, one per tensor parallel rank; model workers get the next ones, one each. If there are too
+    few, processes get the same ones: checks/gpus.py refuses that before.
     """
     run = _Run(resolve_auto(_patient(with_absolute_paths(config)), on_gpu=bool(devices)), attempt, num_prompts, resume)
     processes = run.processes()
@@ -119,6 +120,8 @@ def plan(
     specs = [_spec(process, config.train.torch_threads) for process in processes]
     if not devices:
         return specs
+    if run.allocation.generation_devices is not None:
+        return [_on_named(spec, run.allocation, devices) for spec in specs]
     slots = itertools.cycle(devices)
     return [replace(s, env={**s.env, "CUDA_VISIBLE_DEVICES": ",".join(_take(slots, num_devices(s)))}) for s in specs]
 
@@ -474,6 +477,18 @@ def _model(placement: ModelPlacement, mfcs: Sequence[PlacedMFC], train: TrainCon
 def num_devices(spec: ProcessSpec) -> int:
     """Return the number of GPUs of a process."""
     return getattr(spec.config, "tensor_parallel", 1) if spec.computes else 0
+
+
+def _on_named(spec: ProcessSpec, allocation: Allocation, devices: Sequence[str]) -> ProcessSpec:
+    """Return the process with the devices that the allocation names for it."""
+    index, count = spec.config.worker.index, num_devices(spec)
+    numbers = range(0)
+    if spec.kind == "generation_server" and allocation.generation_devices is not None:
+        first = allocation.generation_devices.first + index * count
+        numbers = range(first, first + count)
+    elif spec.kind == "model_worker":
+        numbers = range(allocation.device_of_worker(index), allocation.device_of_worker(index) + 1)
+    return replace(spec, env={**spec.env, "CUDA_VISIBLE_DEVICES": ",".join(devices[number] for number in numbers)})
 
 
 def _take(slots: Iterator[str], count: int) -> list[str]:

@@ -519,6 +519,7 @@ class Fleet:
             self._logger.warning("%s did not sleep: %r; retrying in %.1f s", server.name, error, pause_s)
         else:
             self.plan.slept(server.name, incarnation, self._clock.monotonic())
+            self._logger.info("%s sleeps: it has released its devices", server.name)
         self._changed()
 
     def _count_mismatch(self, update: Update, error: MismatchError) -> None:
