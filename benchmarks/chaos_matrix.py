@@ -165,12 +165,12 @@ def main() -> None:
     options.add_argument(
         "--sglang-python",
         default="",
-        help="generate with SGLang of this interpreter; its own process is the target `engine`",
+        help="interpreter whose SGLang generates; SGLang's own process is then the target `engine`",
     )
     options.add_argument("--write", action="store_true", help="write the table into docs/")
     options.add_argument("overrides", metavar="key=value", nargs="*", help="overrides of the small run's config")
     args = options.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the processes that it started end with it
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM ends its child processes, too
     targets, rows, began = words(args.targets), [], time.monotonic()
     overrides = [*args.overrides]
     if args.sglang_python:

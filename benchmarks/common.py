@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from asyncrl.manager.worker import ManagerFiles
 
 BASELINES = Path(__file__).parent / "baselines"
-PART = "--part"  # marks a process that the benchmark itself started
+PART = "--part"  # first argument of a process that the benchmark itself started
 _PR_SET_PDEATHSIG = 1
 
 Numbers = Mapping[str, float]  # case -> measured value
@@ -356,7 +356,7 @@ class Child:
         return message
 
     def close(self, grace_s: float = 5.0) -> None:
-        """Close its standard input, which makes it end. Kill its session after grace_s at the latest."""
+        """Close the child's standard input, so that the child ends. After grace_s at most, kill the child's session."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(OSError):
@@ -394,13 +394,13 @@ class Parent:
         self._out.write(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> dict[str, Any] | None:
-        """The next message, or None when the benchmark has closed the pipe, which also limits this wait."""
+        """The next message, or None when the benchmark has closed the pipe. The wait has no limit except this closing."""
         line = sys.stdin.buffer.readline()
         return json.loads(line) if line else None
 
 
 def run_part(parts: Mapping[str, Callable[..., None]]) -> bool:
-    """Call in a script's main: run the part that this process was started for. False if it was not started as a part.
+    """Call in a script's main: run the part that this process was started for. Returns False if it was not started as a part.
 
     A part is called with a Parent and its settings.
     """
@@ -414,7 +414,7 @@ def run_part(parts: Mapping[str, Callable[..., None]]) -> bool:
 def network_of(way: str, other: dict[str, str] | None = None) -> dict[str, str]:
     """Call in a part: select Unix sockets (way="unix"), unauthenticated TCP ("plain") or encrypted TCP ("curve") for its streams.
 
-    Returns the value of `other` for the other part.
+    Returns the value that the part at the other end has to pass as `other`.
     """
     import msgspec
 

@@ -146,7 +146,7 @@ class Served:
             await self._settle(tasks, 2 * load)
             before, began = client.counts.tokens, time.monotonic()
             await _unless_failed(tasks, seconds)
-            while client.counts.tokens == before:  # on a slow machine; the limit of a request ends this wait
+            while client.counts.tokens == before:  # slow machine: a request's own limit ends this wait
                 await _unless_failed(tasks, 0.1)
             return (client.counts.tokens - before) / (time.monotonic() - began)
         finally:
@@ -291,7 +291,7 @@ def main() -> None:
         "--seconds", type=float, default=5.0, help="duration of one measurement; longer if updates are rare"
     )
     options.add_argument(
-        "--interrupt", default="abort", help="mode of the pause of an update, for running requests (default abort)"
+        "--interrupt", default="abort", help="what an update does to running requests (a pause mode, default abort)"
     )
     options.add_argument(
         "--sglang-python",

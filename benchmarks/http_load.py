@@ -55,7 +55,7 @@ class Connection:
         self._received = b""
         self._unsent = b""
         self.kind = ""  # of the request in flight
-        self.since = 0.0  # time at which it was sent, or was due
+        self.since = 0.0  # closed loop: time at which the request was sent; open loop: at which it was due
         self._heads = {
             kind: (
                 f"POST /{kind} HTTP/1.1\r\nHost: {parts.netloc}\r\nAccept: */*\r\nAccept-Encoding: gzip, deflate\r\n"
@@ -176,7 +176,7 @@ class _Rollouts:
         self._stored.append(ticket_id)
 
     def report(self, *, full: bool = False, also: Sequence[str] = ()) -> MasterReport | None:
-        """A report that one full batch was consumed. None without a full batch, unless `full`."""
+        """A report that the oldest stored tickets were consumed, at most a batch. None if there is no full batch, unless `full`."""
         if len(self._stored) < self._batch_size and not full:
             return None
         consumed = [self._stored.popleft() for _ in range(min(self._batch_size, len(self._stored)))]

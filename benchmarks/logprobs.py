@@ -85,7 +85,7 @@ def part(parent: Parent, side: str, tokens: int, vocab: int, hidden: int) -> Non
 class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.checks: dict[str, list[float]] = {}  # by case, from the first side measured
+        self.checks: dict[str, list[float]] = {}  # by case: results of the first side
 
     def measure(self, side: str) -> Numbers:
         numbers: dict[str, float] = {}

@@ -51,9 +51,9 @@ QUOTED_ETA = 4
 AREAL_HEADLINE = 2.77
 # Ratio of generation's time for a batch to training's
 SCENARIOS = {"balanced": 1.0, "generation": 2.0, "training": 0.5, "abort": 1.0, "default": 1.0}
-_FILLED = 1.5  # prompts in flight fill the slots so many times
-_FILL_STEPS = 2  # plus eta: steps at the start that are not measured
-_SPARE_STEPS = 1  # steps after the last measured one
+_FILLED = 1.5  # number of responses in flight, as a multiple of the number of slots
+_FILL_STEPS = 2  # this number plus eta is the number of steps at the start that are not measured
+_SPARE_STEPS = 1  # number of steps after the last measured one
 _SLACK = 20.0  # limit of a run: this multiple of its ideal time, plus _START_S
 _START_S = 180.0
 

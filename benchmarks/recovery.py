@@ -80,7 +80,7 @@ def measure(args: argparse.Namespace) -> Numbers:
 
 
 def _recovery(run: RunHandle, kind: str, name: str, struck: float) -> dict[str, float]:
-    """Seconds until the process's replacement does useful work, and its start time for some kinds."""
+    """Seconds until the process's replacement does useful work; for generation server and master also the seconds of the start."""
     at = run.wait_until(lambda: useful(run.run_dir, kind, name, struck), f"{name} worked again", _LIMIT_S)
     found = {kind: at - struck}
     if kind == "generation_server":

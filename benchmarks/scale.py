@@ -229,7 +229,7 @@ def part_clients(parent: Parent, *, core: int, **_: Any) -> None:
             cpu_share=(time.process_time() - cpu) / spent_s,
             seconds=spent_s,
         )
-        for number, connection in enumerate(connections):  # requests in flight are answered before the next round
+        for number, connection in enumerate(connections):  # wait for answers to requests in flight
             limit = time.monotonic() + 30.0
             while connection.kind and time.monotonic() < limit:
                 connection.receive()
@@ -310,10 +310,10 @@ def _prepare(core: int) -> None:
 
 def measure_manager(args: argparse.Namespace, folder: Path, num_clients: int) -> dict[str, float]:
     """Measure one number of clients. The manager's CPU time for its servers alone, measured first, without clients, is subtracted
-    from that per request."""
+    before the CPU time per request is computed."""
     cores = sorted(os.sched_getaffinity(0))
     own, others = (cores[0], cores[-1]) if len(cores) > 1 else (-1, -1)
-    # Until each client was heard, and the effects of its first request are over
+    # Warm up until each client has sent a heartbeat, and the effects of its first request are over
     warm_up_s = 2 * max(heartbeat_s(num_clients), 2.5)
     run_dir = folder / str(num_clients)
     run_dir.mkdir()
@@ -473,7 +473,7 @@ def measure_launcher(folder: Path, num_processes: int) -> dict[str, float]:
             share = (time.process_time() - cpu) / (time.monotonic() - began)
             alive = sum(lease.alive for lease in leases[::257])
             expected = len(leases[::257])
-            os.kill(server.pid, 9)  # revoking all leases at the end is not measured
+            os.kill(server.pid, 9)  # kill etcd: revoking all leases at the end would only take time
     return {
         "grant_us": 1e6 * grant_s / num_processes,
         "status_us": 1e6 * put_s / num_processes,

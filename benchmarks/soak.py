@@ -38,7 +38,7 @@ from asyncrl.testing.runs import RunHandle, assert_nothing_left, launch, train_s
 from asyncrl.weights.lineage import audit
 
 TARGETS = ("rollout_worker", "generation_server", "gserver_manager", "model_worker", "master")
-# Default 1: faults of the trainer group cost steps, so they are less frequent
+# Relative frequency of faults; 1 for kinds not named: the trainer group gets fewer faults, because each costs steps
 WEIGHTS = {"rollout_worker": 3.0, "generation_server": 3.0, "gserver_manager": 2.0}
 KINDS = ("kill", "stop")
 _LIMIT_S = 180.0

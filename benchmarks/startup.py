@@ -70,7 +70,7 @@ def measure(args: argparse.Namespace, *, fork_server: bool) -> Numbers:
             output.seek(0)
             if code != 0:
                 raise RunFailedError(f"`{' '.join(command)}` ended with {code}:\n{output.read().decode()}")
-        cpu = os.times()  # of all children waited for: the launcher and, through it, the run
+        cpu = os.times()  # of the launcher, and of the processes for which it waited
         cpu_s = cpu.children_user + cpu.children_system - cpu_before.children_user - cpu_before.children_system
         return {**phases(run_dir, began), "cpu": cpu_s}
 

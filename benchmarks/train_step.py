@@ -268,7 +268,7 @@ def part(parent: Parent, side: str, model: str, prompts: int, group_size: int, m
     sequences = make_batch(prompts, group_size)
     makers = {"asyncrl": asyncrl_step, "padded": padded_step, "trl": trl_step}
     step = makers[side](model, sequences, max_tokens)
-    # Before the first step: memory that this step frees stays resident and would hide the use of later steps
+    # Measure from before the first step: memory that this step frees stays resident and would hide the use of later steps
     before = reset_peak_memory()
     norms = [step()]
     start = time.process_time()

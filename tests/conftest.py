@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-# One whole run per mode: async, rollout_only and train_only, sync. The other whole runs belong to the full tier.
+# These files have the whole runs of the fast tier, which cover each mode: async; rollout_only and train_only; sync. All other whole
+# runs belong to the full tier.
 FAST_RUNS = ("test_layouts.py", "test_rollout_then_train.py", "test_mode_sync.py")
 
 

@@ -32,7 +32,7 @@ def line_of(page: Path, start: str) -> str:
 
 
 def as_written(line: str, folder: Path) -> list[str]:
-    """What to start to have the line run as by a user who has activated the environment and gone to the folder."""
+    """Return the command that runs the line as if typed in the folder, with the environment activated."""
     return [
         "bash",
         "-c",

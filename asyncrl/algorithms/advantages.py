@@ -106,7 +106,7 @@ def final_rewards(rewards_S: Tensor, mask_T: Tensor, cu_seqlens: Tensor) -> Tens
 
     A sequence without a sampled token has no position for its reward, so its reward is dropped: there is nothing to learn from.
     """
-    end_S = count_per_sequence(mask_T, cu_seqlens).cumsum(0)  # actions up to the end of each sequence
+    end_S = count_per_sequence(mask_T, cu_seqlens).cumsum(0)  # number of actions up to the end of each sequence
     has_actions_S = count_per_sequence(mask_T, cu_seqlens) > 0
     action_at = mask_T.nonzero().squeeze(1)
     rewards_T = torch.zeros(len(mask_T), dtype=rewards_S.dtype, device=rewards_S.device)
@@ -146,7 +146,7 @@ def gae(
     sequence_A = torch.arange(len(num_actions_S), device=device).repeat_interleave(
         num_actions_S, output_size=num_actions
     )
-    end_A = num_actions_S.cumsum(0)[sequence_A]  # one past the last action of the same sequence
+    end_A = num_actions_S.cumsum(0)[sequence_A]  # index after the last action of the same sequence
     index_A = torch.arange(num_actions, device=device)
     is_last_A = index_A + 1 == end_A
 
@@ -179,7 +179,7 @@ def gae(
 
 
 def returns_of(advantages_T: Tensor, values_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """(returns_T, states_T): the critic's targets, and the positions of their states.
+    """Return (returns_T, states_T): the critic's targets (0 elsewhere), and a bool mask of the positions of their states.
 
     R_k = A_k + V_k with the advantages of `gae`, before any normalisation. It is stored at the position that V_k was read from,
     the token before the action: t_k - 1. So values, returns and states of a critic's train step are aligned. An action at the
@@ -222,8 +222,9 @@ def compute_advantages(
     Collective if config.advantage_norm is `batch` (every rank calls it, even without groups), else not.
 
     If config compares responses within their group (schema.judges_by_group), the sum of a sequence's dense rewards is added to its
-    reward, and every token gets the advantage of its response plus the sum of its KL penalties to come. The penalties take no part
-    in the group's normalisation, which would enlarge them in a group of nearly equal rewards. Values are not used.
+    reward, and every token gets the advantage of its response plus the result of `gae` on the KL penalties alone (with discount =
+    gae_lambda = 1: the sum of the token's and all later penalties of its sequence). The penalties take no part in the group's
+    normalisation, which would enlarge them in a group of nearly equal rewards. Values are not used.
     Otherwise the reward is placed at the last sampled token, each dense reward at its own token, and GAE gives the advantages.
     """
     sampled_T, truncated_S = data["loss_mask"], data["seq_no_eos_mask"]

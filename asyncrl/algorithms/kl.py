@@ -76,7 +76,7 @@ class AdaptiveKLController:
 
     def update(self, kl: float, num_sequences: int) -> None:
         if not math.isfinite(kl):
-            return  # a broken batch must not break the coefficient permanently; the engine skips its step too
+            return  # a broken batch must not break the coefficient permanently; the engine skips the step of such a batch, too
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         self.coef *= max(1 + error * num_sequences / self.horizon, 0.0)
 

@@ -61,7 +61,7 @@ AllReduceSum = Callable[[list[float]], npt.NDArray[np.float64]]
 
 
 def identity_sum(values: list[float]) -> npt.NDArray[np.float64]:
-    """The sum over ranks if there is only one."""
+    """The AllReduceSum of a single rank: the sums are its own values."""
     return np.asarray(values, np.float64)
 
 
@@ -81,7 +81,7 @@ def normalise_batch(
 
 
 def normalise_groups(x_N: Tensor, mask_N: Tensor, group_sizes: Sequence[int], eps: float = 1e-6) -> Tensor:
-    """(x - mean) / (std + eps), with mean and std over the masked elements of x's own group; 0 elsewhere.
+    """(x - mean) / (std + eps), with mean and std over the masked elements of the element's own group; 0 elsewhere.
 
     Groups lie one after another, `group_sizes` elements each. A group never spans ranks, so this needs no communication.
     """

@@ -241,8 +241,8 @@ def loss_denominator(config: PPOConfig, num_tokens: float, num_sequences: float)
 class PPOLoss:
     """The loss of one minibatch in the form of LossFn: an engine calls it on each micro-batch, under autograd.
 
-    outputs: `logprobs` and `entropy`, T each. data: the keys of `loss_keys`. The statistics are sums over masked tokens, so that
-    they add up over micro-batches and ranks (names ending in `_max`: maxima).
+    outputs: `logprobs` and `entropy`, T each. data: the keys of `loss_keys`. The statistics are sums over masked tokens (`loss`:
+    this micro-batch's share), so that they add up over micro-batches and ranks. Those with names ending in `_max` are maxima.
     """
 
     config: PPOConfig
@@ -286,9 +286,9 @@ class PPOLoss:
     def stop_reason(self, stats: Mapping[str, float]) -> str:
         """Reason not to take the step, or "". stats: sums over the whole minibatch, all ranks, before the optimizer step.
 
-        The ratio and the KL compare the policy with the centre of the trust region (`anchor_key`). If that is the policy at the
-        start of the step, the first minibatch never stops. A mean beyond its bound means that the policy moved too far. A NaN
-        does not stop the step here, because the engine itself skips steps with a loss or gradient that is not finite.
+        The ratio and the KL compare the policy with the anchor, the centre of the trust region (`anchor_key`). If the anchor is the
+        policy at the start of the step, the first minibatch never stops. A mean beyond its bound means that the policy moved too
+        far. A NaN does not stop the step here, because the engine itself skips steps with a loss or gradient that is not finite.
         """
         num_tokens = max(stats["num_tokens"], 1.0)
         for name, mean, bound in (
@@ -296,7 +296,7 @@ class PPOLoss:
             ("early_stop_kl", stats["approx_kl"] / num_tokens, self.config.early_stop_kl),
         ):
             if bound is not None and mean > bound:
-                what = "importance ratio" if name == "early_stop_imp_ratio" else "KL to the start of the train step"
+                what = "importance ratio" if name == "early_stop_imp_ratio" else "KL to the anchor policy"
                 return f"mean {what} {mean:.4g} is above train.ppo.{name}={bound:g}"
         return ""
 

@@ -42,7 +42,7 @@ def value_loss(
     clipped_T = (within_T - returns_T).square() / 2
     decided_T = (clipped_T > loss_T) & (
         (values_T - old_values_T).abs() > eps_clip
-    )  # a value within eps_clip of its old value is not clipped: there the two losses differ only by rounding
+    )  # not clipped: a value within eps_clip of its old value, where the two losses differ only by rounding
     return torch.max(loss_T, clipped_T), decided_T
 
 
@@ -121,7 +121,7 @@ class ValueNorm:
         sums = [float(x.numel()), float(x.sum()), float(x.square().sum())]
         count, total, squares = all_reduce_sum(sums).tolist()
         if count == 0 or not math.isfinite(total + squares):
-            return  # a broken batch must not break the units permanently; the engine skips its step
+            return  # a broken batch must not break the units permanently; the engine skips the step of such a batch
         self._mean = self.beta * self._mean + (1 - self.beta) * total / count
         self._mean_square = self.beta * self._mean_square + (1 - self.beta) * squares / count
         self._weight = self.beta * self._weight + (1 - self.beta)

@@ -44,8 +44,9 @@ from asyncrl.weights import versions as weights
 from asyncrl.weights.versions import ScoredText, read_manifest
 
 _FLOATING = frozenset({"F32", "F16", "BF16", "float32", "float16", "bfloat16"})  # safetensors' names, then torch's
-_SHOWN = 5  # problems listed in an error
-# The limit of the mean difference is a sixth of the limit of a single token, verify_tolerance. For bfloat16: 0.05 and 0.3
+_SHOWN = 5  # an error lists at most this many problems
+# verify_tolerance is the limit of a single token's difference (bfloat16: 0.3). The limit of the mean difference is a sixth of it
+# (bfloat16: 0.05)
 _MEAN_SHARE = 6.0
 # If the trainer's logprobs of two versions differ by more than this on average, the server's logprobs must differ, too
 _LEAST_CHANGE = 1e-5
@@ -76,7 +77,8 @@ def check_tokens(name: str, ids: Sequence[int], vocab_size: int) -> None:
 
 
 def check_prompt(request: EngineRequest, *, vocab_size: int, max_prompt: int, max_length: int, why: str) -> None:
-    """Raises RequestRefused if the prompt, or prompt and response together, are too long. why: the source of max_length."""
+    """Raises RequestRefused if the prompt is empty or too long, if prompt and max_new_tokens together are too long, or if an id (of
+    the prompt or of stop_token_ids) is not in the vocabulary. why: the source of max_length."""
     ids, wanted = request.input_ids, request.params.max_new_tokens
     if not ids:
         raise RequestRefused("input_ids is empty")
@@ -113,8 +115,8 @@ class VersionFence:
     async def check_published(self, version: WeightVersion) -> None:
         """Call this before weights are taken from a source other than the run's folder, which only the trainer writes.
 
-        Raises WeightsRefused if the trainer has not published the version. Passes on errors of `published`, which is called only
-        if the version is newer than its last answer.
+        Raises WeightsRefused if the trainer has not published the version. Calls `published` only if the version is newer than the
+        last answer of `published`, and passes on its errors.
         """
         if self._published is None or (self._highest is not None and version <= self._highest):
             return
@@ -141,10 +143,10 @@ class TensorSpec:
 def check_tensors(
     expected: Mapping[str, TensorSpec], aliases: Sequence[Sequence[str]], files: Sequence[Path]
 ) -> dict[str, Path]:
-    """Check that the files hold exactly this model. Returns the file of each tensor; reads headers only.
+    """Check that the files hold exactly this model's tensors, by their headers only. Returns tensor name -> file.
 
-    aliases: the names of each tensor, several if it is tied; the files need only one of them. Raises WeightsRefused with the
-    differences.
+    aliases: for each tensor the list of its names. A tied tensor has several names, and the files need only one of them. Raises
+    WeightsRefused with the differences.
     """
     found = [(name, dtype, shape, file.name) for file in files for name, (shape, dtype) in read_header(file).items()]
     check_found(expected, aliases, found, source=str(files[0].parent) if files else "?")
@@ -155,7 +157,8 @@ def check_tensors(
 def check_sent(
     expected: Mapping[str, TensorSpec], aliases: Sequence[Sequence[str]], specs: TensorSpecs, *, complete: bool
 ) -> None:
-    """Like check_tensors, for tensors that arrive over the network. complete: no tensor of the model may be missing."""
+    """Like check_tensors, for tensors that arrive over the network. complete: no tensor of the model may be missing; otherwise
+    the tensors may be a part of the model's."""
     tensors = zip(specs.names, specs.dtypes, specs.shapes, strict=True)
     found = [(name, dtype, tuple(shape), "") for name, dtype, shape in tensors]
     check_found(expected, aliases if complete else (), found, source="the sent weights")
@@ -209,7 +212,10 @@ class ModelTensors:
         self._expected = self._specs(weights.tensor_files(Path(model_path)))
 
     def verify(self, directory: Path, version: WeightVersion) -> None:
-        """Check manifest, checksums, names and shapes; raises WeightsRefused. The first check of a version reads all its files."""
+        """Check a version's manifest and checksums, and its tensors' names, shapes and dtypes. Raises WeightsRefused.
+
+        The first check of a version reads its files completely, for the checksums.
+        """
         try:
             self._verified.verify(directory, version)
             files = weights.tensor_files(directory)
@@ -270,9 +276,9 @@ class LogprobCheck:
 
     near: no logprob differs by more than `tolerance`, and the mean difference is at most a sixth of that. This finds wrong
         weights, and old weights if they differ by more than the tolerance.
-    moved: if the tensors differ from those of the last version that passed, and the trainer's logprobs changed by more than
-        _LEAST_CHANGE on average, then the server's logprobs must not be bit-identical to those that it had for that version. This
-        finds old weights even if the step was too small for the first rule, in any dtype.
+    moved: if the tensors differ from those of the last version that passed, its text was the same, and the trainer's logprobs
+        changed by more than _LEAST_CHANGE on average since then, the server's logprobs must not be bit-identical to those that it
+        had for that version. This finds old weights even if the step was too small for the first rule, in any dtype.
     """
 
     def __init__(self, tolerance: float) -> None:

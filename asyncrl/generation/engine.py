@@ -111,9 +111,10 @@ class EngineStats:
 class WeightReceiver(ABC):
     """An engine's receiver of weights that are sent over the network; model/broadcast.py is the sender.
 
-    Order of calls: `join` once per group; for each update `begin`, `receive` for each bucket, `end`; then `leave`. The server is
-    paused from before `begin` until after `end`. All calls raise WeightsRefused. An update that stops before `end` may have
-    changed some tensors of the engine; if it has, the engine serves nothing until a load succeeds.
+    Order of calls: `join` once per group; for each update `begin`, `receive` for each bucket, `end`; then `leave`. A bucket is a
+    part of the model's tensors that is sent at once. The server is paused from before `begin` until after `end`. Each call may
+    raise WeightsRefused. An update that stops before `end` may have changed some tensors of the engine; if it has, the engine
+    serves nothing until a load succeeds.
     """
 
     @property
@@ -135,7 +136,8 @@ class WeightReceiver(ABC):
 
     @abstractmethod
     async def end(self, update: EndWeightUpdate) -> None:
-        """Finish the update after all buckets have arrived; on return the engine serves the version. Flushes the prefix cache."""
+        """Finish the update after all buckets have arrived; on return the engine serves the version. Flushes the prefix cache,
+        except during a pause in place."""
 
     @abstractmethod
     async def leave(self, group_name: str) -> None:
@@ -206,10 +208,11 @@ class GenerationEngine(ABC):
 
     @abstractmethod
     async def load_weights(self, path: Path, version: WeightVersion, *, abort_running: bool = False) -> int:
-        """Verify a version directory and load it in place; returns how many requests it ended. Flushes the prefix cache.
+        """Verify a version directory and load it in place; returns how many requests it ended.
 
-        With abort_running, running requests are aborted; otherwise the load waits for them. Requests that an in-place pause has
-        stopped are not touched. Raises WeightsRefused; in that case nothing has changed.
+        With abort_running, all running requests are aborted. Otherwise the load waits until they have ended; it neither waits for
+        nor ends requests that a pause in place has stopped. Flushes the prefix cache, except during a pause in place. Raises
+        WeightsRefused; in that case weights and version have not changed.
         """
 
     @abstractmethod
@@ -217,7 +220,7 @@ class GenerationEngine(ABC):
         """Logprob of each token given those before it, at temperature 1, under the loaded weights; 0 for the first.
 
         Works while the engine is paused (a SGLang server that is paused in place raises EngineUnavailable), and no waiting request
-        starts because of it. Neither uses nor adds cached prefixes.
+        starts because of it. Uses no cached prefixes. Leaves none behind either, except on SGLang while requests run.
         """
 
     @abstractmethod

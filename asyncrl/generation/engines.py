@@ -42,7 +42,8 @@ class Engines:
 
     @contextlib.contextmanager
     def starting(self, engine: GenerationEngine) -> Iterator[tuple[str, str, Callable[[], str]]]:
-        """Yield the name of the wait for the engine's start, the folder, interpreter or URL waited for, and a progress function."""
+        """Yield three things for a status line about the engine's start: what the server waits for, in words; the folder,
+        interpreter or URL that it waits for; and a function that returns the progress as text."""
         config = self._config
         if config.engine == "transformers":
             loading = LoadProgress(config.model_path)

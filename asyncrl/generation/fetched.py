@@ -1,4 +1,4 @@
-"""Fetches weights that are not in the run's folder on this host. POST /fetch_weights starts a fetch while requests run.
+"""Fetches weights if this host does not see the run's folder. POST /fetch_weights starts a fetch while requests run.
 
 gserver manager -- version, source --> this server -- WeightFetcher, on a thread --> memory of this host --> the engine loads them
 
@@ -23,7 +23,7 @@ _LOCK_LIMIT_S = 30.0  # limit of the wait while another process on this host fet
 
 
 class FetchedWeights:
-    """The versions that this server has fetched, and their directories."""
+    """The newest _MAX_KNOWN versions that this server has fetched, and their directories."""
 
     def __init__(self, fetcher: WeightFetcher, source: Callable[[], Awaitable[str]]) -> None:
         """source: returns the base URL under which the run's gserver manager serves versions; "": not known."""
@@ -52,7 +52,9 @@ class FetchedWeights:
 
     @contextlib.contextmanager
     def loading(self, asked: str, version: WeightVersion) -> Iterator[Path]:
-        """The directory to load the version from. The files are kept until the block ends."""
+        """Yield the directory to load the version from: the fetched files' if `asked` is the model_path of that fetch, otherwise
+        `asked`. Fetched files are not removed before the block ends.
+        """
         model_path, path = self._where.get(version, ("", Path(asked)))
         if model_path != asked or str(path) == asked:
             yield Path(asked)

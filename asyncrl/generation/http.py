@@ -148,7 +148,8 @@ class GenerationHTTP:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(engine))
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._in_progress: dict[Hashable, asyncio.Task[Any]] = {}  # loads and fetches; an equal request waits for them
+        # Loads and fetches in progress. A second request with the same key waits for the first one's task
+        self._in_progress: dict[Hashable, asyncio.Task[Any]] = {}
         self._handlers: dict[tuple[str, str], Any] = {
             (route.method, route.path): route.handler for route in self.routes()
         }
@@ -317,7 +318,8 @@ class GenerationHTTP:
         return where
 
     def _check_place(self, model_path: str, version: WeightVersion) -> None:
-        """Raises WeightsRefused or OutsideRunError unless model_path is the run's directory of this version."""
+        """Raises WeightsRefused or OutsideRunError unless model_path is the run's directory of this version. Without a run_dir
+        every path is allowed."""
         own = version_dir(self._run_dir, ACTOR, version)
         if self._run_dir and name_of(self._run_dir, Path(model_path)) != name_of(self._run_dir, own):
             raise WeightsRefused(f"model_path is {model_path!r}, but this run stores {version} only in {own}")
@@ -372,7 +374,7 @@ class GenerationHTTP:
         return _json({"status": "ok", "weight_version": self._engine.stats().version})
 
     async def _health_generate(self, request: web.Request) -> web.Response:
-        """Check the whole path: generate one token from a one-token prompt."""
+        """Check the whole path of a request through queue and engine: generate one token from a one-token prompt."""
         if self._engine.stats().paused:
             raise EngineUnavailable("paused")
         probe = EngineRequest(f"health-{uuid.uuid4().hex}", [0], SamplingParams(max_new_tokens=1))
@@ -400,9 +402,11 @@ class GenerationHTTP:
         )
 
     async def _loads(self, request: web.Request) -> web.Response:
-        """The load. The gserver manager may ask for it several times a second to route requests, so the answer must stay cheap."""
+        """Answer with the load: numbers of requests and of KV cache tokens. The gserver manager may ask for it several times a
+        second to route requests, so the answer must stay cheap."""
         stats = self._engine.stats()
-        # Estimate: a waiting request will use as many tokens as the average running one. Counting them would cost more.
+        # num_total_tokens is an estimate: a waiting request will use as many tokens as the average running one. Counting the
+        # waiting requests' tokens would cost more.
         total = stats.used_tokens * (stats.running + stats.waiting) // max(stats.running, 1)
         load = Load(
             num_running_reqs=stats.running,

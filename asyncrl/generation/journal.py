@@ -32,7 +32,7 @@ class TokenJournal:
         self._writer = JsonLinesWriter(path)
         self._now = now
         self._lock = threading.Lock()
-        self._counts: dict[tuple[int, str], int] = {}  # (bucket number, version) -> tokens; emptied by every flush
+        self._counts: dict[tuple[int, str], int] = {}  # (bucket number, version) -> tokens; a flush removes entries
 
     def add(self, tokens: int, version: str) -> None:
         if tokens == 0:

@@ -25,8 +25,9 @@ from transformers import AttentionInterface
 
 NAME = "asyncrl_padded"
 
-# A request joins a rectangle if the longest request there is at most _STRETCH times as long, plus _SLACK tokens. Padding costs
-# arithmetic; an additional rectangle costs a few kernel launches per layer.
+# A request shares a rectangle with longer ones if the longest is at most _STRETCH times as long as the request, plus _SLACK tokens.
+# The rule applies to the number of keys and to the number of queries. Padding costs arithmetic; an additional rectangle costs a few
+# kernel launches per layer.
 _STRETCH = 1.5
 _SLACK = 32
 
@@ -38,7 +39,7 @@ class Rectangle:
     num_requests: int  # B
     query_length: int  # Q
     key_length: int  # K
-    first_key: int  # start of its B * K rows in the plan's read_index
+    first_key: int  # index in the plan's read_index at which this rectangle's B * K rows start
     query_index: Tensor  # [B * Q] position of each query in the packed batch; padding repeats the request's first query
     real: Tensor | None  # [tokens] indices of the real queries among the B * Q; None: all are real
     target: Tensor  # [tokens] positions of the real queries in the packed batch
@@ -52,9 +53,9 @@ class AttentionPlan:
 
 
 def group_lengths(query_lengths: np.ndarray, key_lengths: np.ndarray) -> list[np.ndarray]:
-    """Group requests into rectangles: an array of request indices for each, the request with most keys first.
+    """Group requests into rectangles. Returns an array of request indices for each rectangle, sorted by decreasing number of keys.
 
-    Decoding (one query) and prefill never share a rectangle.
+    Requests that decode (one query) and requests in prefill (several queries) never share a rectangle.
     """
     groups: list[np.ndarray] = []
     for members in (np.flatnonzero(query_lengths == 1), np.flatnonzero(query_lengths > 1)):
@@ -64,7 +65,8 @@ def group_lengths(query_lengths: np.ndarray, key_lengths: np.ndarray) -> list[np
             fits = (key_lengths[members] * _STRETCH + _SLACK >= longest_key) & (
                 query_lengths[members] * _STRETCH + _SLACK >= longest_query
             )
-            if not fits.any():  # the longest query has few keys: give the request with most keys its own rectangle
+            # No request fits both the most keys and the most queries: give the request with most keys its own rectangle
+            if not fits.any():
                 fits[0] = True
             groups.append(members[fits])
             members = members[~fits]

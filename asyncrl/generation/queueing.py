@@ -40,10 +40,10 @@ class Pending:
     request: EngineRequest
     since: float  # start of the wait, monotonic seconds
     future: asyncio.Future[Generated] = field(repr=False)
-    key: str = ""  # its id in the backend, new at each start, so that late results of an earlier start are ignored
+    key: str = ""  # its id in the backend, new each time it starts there: late results of an earlier start are ignored
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    spans: list[VersionSpan] = field(default_factory=list)  # the newest tokens may have none yet
+    spans: list[VersionSpan] = field(default_factory=list)  # the newest tokens may not be in a span yet
 
 
 P = TypeVar("P", bound=Pending)
@@ -139,7 +139,7 @@ class QueueingEngine(GenerationEngine, Generic[P]):
     def _admit(self) -> None:
         """Start waiting requests while there is room.
 
-        None starts during a pause: a pause ends or stops only the requests that run when it begins.
+        None starts during a pause, because a pause ends or stops only those requests that were running when it began.
         """
         while (
             self._waiting
@@ -219,7 +219,7 @@ class QueueingEngine(GenerationEngine, Generic[P]):
 
     @contextmanager
     def _nothing_begins(self) -> Iterator[None]:
-        """Start no request during a change of the weights or the cache. The caller holds _update_lock."""
+        """Within the `with` block no request starts, because the weights or the cache change. The caller holds _update_lock."""
         self._updating = True
         try:
             yield

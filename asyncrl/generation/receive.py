@@ -95,7 +95,7 @@ class StagedReceiver(WeightReceiver):
         self._engine, self._host, self._clock = engine, host, clock
         self._groups: OrderedDict[str, GroupMember] = OrderedDict()
         self._update: _Update | None = None
-        # Buckets of earlier updates: some hold the model's tensors, the others are free
+        # Buckets of earlier updates. Some hold the model's tensors; the memory of the others can be reused
         self._flats: list[torch.Tensor] = []
 
     @property

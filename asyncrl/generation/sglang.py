@@ -65,7 +65,7 @@ logger = logging.getLogger(__name__)
 
 _ASK_LIMIT_S = 10.0  # limit of a request for SGLang's state, or to abort, pause, continue or flush
 _ABORT_LIMIT_S = 20.0  # limit until aborted requests have ended; they take one forward pass at most
-_ABORT_AGAIN_S = 0.2  # aborts are repeated, because one that overtakes its request is lost
+_ABORT_AGAIN_S = 0.2  # aborts are repeated, because an abort that arrives before its request has no effect
 _FLUSH_TRIES, _UPDATE_FLUSH_TRIES = 5, 20
 _FLUSH_PAUSE_S = 0.05
 _WATCH_S = 0.5
@@ -77,7 +77,8 @@ _NOT_CHANGED = (
 _NOT_FLUSHED = "Weights were updated, but the cache was not flushed"
 _LOAD_LIMIT_S = 60.0
 _MEMORY = ["kv_cache", "weights"]  # what SGLang releases in its sleep
-_HANG_SLACK_S = 5.0  # a group that fails at the sender fails here, too, a moment later
+# Time that SGLang gets beyond a step's limit: if a group fails at the sender at that limit, SGLang reports it a moment later
+_HANG_SLACK_S = 5.0
 
 
 @dataclass(eq=False, slots=True)
@@ -87,7 +88,7 @@ class GrowingResponse(Pending):
     It grows piece by piece. Each piece is checked before any of its tokens is added. Pure.
     """
 
-    begin: int = 0  # number of tokens when it was last sent
+    begin: int = 0  # number of its tokens when it was last sent to SGLang
     retracted: bool = False  # when it ends at SGLang, it goes back to the queue and continues later
     ended: asyncio.Event = field(default_factory=asyncio.Event, repr=False)  # set when it has ended at SGLang
 
@@ -98,8 +99,8 @@ class GrowingResponse(Pending):
     def take(self, piece: Piece) -> int:
         """Append the new tokens of a piece; returns their number. Raises SGLangError if the piece is inconsistent.
 
-        A piece has either the new tokens or all tokens so far; `completion_tokens` shows how many are new. A piece that aborts a
-        request in SGLang's queue repeats the last token and has no new one.
+        A piece has either the new tokens or all tokens so far; `completion_tokens` shows how many are new. If SGLang aborts a
+        request that is still in its queue, the piece repeats the last token and has no new one.
         """
         meta = piece.meta_info
         new = meta.completion_tokens - (len(self.token_ids) - self.begin)
@@ -162,7 +163,8 @@ def _check_label(label: str, began: WeightVersion, served: WeightVersion | None)
 
 
 async def _flushed(client: SGLangClient, num_tries: int) -> bool:
-    """Flush SGLang's prefix cache. Retries, because an answer may arrive a moment before the scheduler releases the request."""
+    """Flush SGLang's prefix cache; returns whether that succeeded. Makes up to num_tries tries, because SGLang refuses while a
+    request runs, and it may still count a request as running for a moment after the answer to it."""
     for _ in range(num_tries):
         if await client.flush_cache(limit_s=_ASK_LIMIT_S):
             return True
@@ -244,7 +246,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         self._max_prompt = settings.max_req_input_len - 1
         self._max_length = min(
             self._limits.max_length, settings.max_req_input_len + 4
-        )  # SGLang reserves 6 positions beside a prompt, but at most 2 beside prompt and response together
+        )  # max_req_input_len is the context less 6 positions; prompt and response together may use all but 2
         self._in_background(self._watch(), "watch")
         logger.info("SGLang %s answers at %s", settings.version, self._client.url)
 
@@ -257,7 +259,8 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
             return
         self._closing, had_some = True, bool(self._running)
         self._fail_all(EngineUnavailable("the server is closing"))
-        if had_some and self._failure is None:  # an external server goes on running, and our own may end slowly
+        # Abort the requests: an external server would go on generating, and our own server may take long to end
+        if had_some and self._failure is None:
             with contextlib.suppress(SGLangError):
                 await self._client.abort(limit_s=1.0)
         await self._end_tasks()
@@ -465,7 +468,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
     async def _abort_running(self, pending: GrowingResponse) -> bool:
         """Return True if this abort ended the request; False if it ended otherwise, or has not ended within _ABORT_LIMIT_S.
 
-        While SGLang is paused in place, no request ends: it must continue first.
+        While SGLang is paused in place, it ends no request. The abort then takes effect only after SGLang continues.
         """
         pending.retracted = False
         await self._end([pending], pending.key)
@@ -489,8 +492,8 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
     async def _end(self, requests: list[GrowingResponse], key: str = "") -> bool:
         """Abort the request with this key at SGLang; "": all requests.
 
-        Repeats the abort, because one that overtakes its request is lost. Waits until all of `requests` have ended. Returns False
-        if they have not after _ABORT_LIMIT_S. Raises EngineFailed if SGLang has died.
+        Repeats the abort, because an abort that arrives before its request has no effect. Waits until all of `requests` have ended.
+        Returns False if they have not after _ABORT_LIMIT_S. Raises EngineFailed if SGLang has died.
         """
         ends = [pending.ended for pending in requests]
         deadline = self._clock.monotonic() + _ABORT_LIMIT_S
@@ -702,7 +705,8 @@ class SGLangReceiver(WeightReceiver):
             "shapes": bucket.shapes,
             "group_name": bucket.group_name,
             "load_format": bucket.load_format,
-            # If a flush comes a moment too early, SGLang reports a failed update and keeps its old label. `end` flushes instead.
+            # If SGLang cannot flush here, because it still counts a request as running, it reports a failed update and keeps its
+            # old version label. `end` flushes instead, with retries.
             "flush_cache": False,
         }
         if bucket.weight_version is not None:

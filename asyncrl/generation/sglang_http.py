@@ -111,7 +111,7 @@ def sglang_params(params: SamplingParams, stop_token_ids: list[int]) -> dict[str
 
 
 class SGLangClient:
-    """Client of one server. All calls raise SGLangError, also when no answer arrives within their limit.
+    """Client of one server. Each call raises SGLangError if it fails, or if no answer arrives within its limit.
 
     The first call opens a session on the running event loop; `close` ends it.
     """

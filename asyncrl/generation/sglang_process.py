@@ -54,21 +54,21 @@ _TRACKER_LIMIT_S, _SWEEP_S = 2.0, 0.05
 _TMP_PREFIX = "asyncrl-sglang-"
 _SHARED_MEMORY = Path("/dev/shm")
 _SHARED_PREFIXES = ("sglang_loads_", "sgl_shm_")  # SGLang's files: load of its schedulers, messages between its ranks
-_NOTED = "shared_memory"  # subfolder of TMPDIR: an empty file for each of these files, with the same name
-_NOTE_S = 1.0  # interval at which these files are recorded during the start, which may fail at any time
+_NOTED = "shared_memory"  # subfolder of TMPDIR: an empty file for each of SGLang's in /dev/shm, with the same name
+_NOTE_S = 1.0  # seconds between two recordings during SGLang's start; repeated, because the start may fail at any time
 _KEY_BYTES = 32
 _SPAWN_LIMIT_S = 30.0
 _KILL_LIMIT_S = 10.0
 _GRACE_S = {
     True: 7.0,
     False: 0.5,
-}  # on a GPU SGLang releases its memory before it ends; on a CPU there is nothing to release
+}  # from SIGTERM to SIGKILL, by on_gpu: on a GPU SGLang first releases its memory; on a CPU it has nothing to release
 _ALL_LINES = 1_000_000
 _SHOWN_CHARS = 60
-_LINE_CHARS = 300  # SGLang prints all its arguments in one line
+_LINE_CHARS = 300  # characters shown of a log line: SGLang prints all its arguments in one line
 
 # The guard, a process beside SGLang. When our process has ended for any reason, it kills SGLang's process group and removes its
-# shared memory. The parent-death signal is not enough: SGLang's children request it only after their imports.
+# shared memory. The parent-death signal is not enough: SGLang's children request that signal only after their imports.
 _GUARD = """
 import os, signal, sys
 from contextlib import suppress
@@ -106,7 +106,7 @@ class ServerLink(Protocol):
         """How the server ended. None while it runs, or if its end cannot be observed from here."""
 
     def told(self) -> str:
-        """The location of its log, for an error message."""
+        """Where its log is, and the log's last lines if this process can read it; for an error message."""
 
     async def wait_ended(self, limit_s: float) -> None:
         """Returns when it has ended, or after limit_s at the latest."""
@@ -128,15 +128,13 @@ def own_server(
     clock: Clock = SYSTEM_CLOCK,
     sleeps: bool = False,
 ) -> SGLangProcess:
-    """Make a server for this model without starting it. It runs on the GPUs that this process may use, otherwise on the CPU.
-
-    sleeps: on a GPU it can release its memory.
-    """
+    """Make a server for this model without starting it. It runs on the GPUs that this process may use. It runs on the CPU if there
+    are none, or if generation.server_args.device is cpu. sleeps: on a GPU the server can release its memory."""
     api_key = random_secrets.token_hex(_KEY_BYTES) if security.current() is not None else ""
     if api_key and "config" in config.server_args:
         raise ConfigError(
-            f"generation.server_args.config={config.server_args['config']!r}: with authentication, SGLang's only config file has "
-            "its key; move the settings of your file to generation.server_args"
+            f"generation.server_args.config={config.server_args['config']!r}: SGLang reads only one config file, and with "
+            "authentication that is the file with its API key; move the settings of your file to generation.server_args"
         )
     python = str(Path(config.python or sys.executable).expanduser().absolute())
     device = config.server_args.get("device")  # unset: use GPUs if there are any
@@ -202,13 +200,13 @@ def server_arguments(
             "mem-fraction-static": "0.1",
             "grammar-backend": "none",
             "disable-overlap-schedule": "true",
-            "sleep-on-idle": "true",  # an idle scheduler would keep a core busy
+            "sleep-on-idle": "true",  # otherwise an idle scheduler keeps a core busy
         }
     elif sleeps:
         arguments["enable-memory-saver"] = "true"  # a CPU has no memory saver: a release frees nothing there
     if config.interrupt == "in_place":
-        # Requests continue across an update. With the overlap scheduler, SGLang labels the first token after it with the new
-        # version although the old weights sampled it. A prefix cache would keep keys of the old weights for later requests.
+        # Requests continue across an update. The overlap scheduler would label the first token after the update with the new
+        # version, although the old weights sampled it. A prefix cache would keep keys of the old weights for later requests.
         arguments |= {"disable-overlap-schedule": "true", "disable-radix-cache": "true"}
     if not config.prefix_sharing:
         arguments["disable-radix-cache"] = "true"
@@ -223,19 +221,22 @@ def server_arguments(
 
 
 def server_environment(base: Mapping[str, str], *, python: str, tmp: str, tensor: int, on_gpu: bool) -> dict[str, str]:
-    """The environment of SGLang's process: this process's environment without variables of this interpreter."""
+    """The environment of SGLang's process: this process's environment without the variables of this interpreter (PYTHONPATH, ...),
+    and with settings for SGLang."""
     foreign = {"PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV"}
     environment = {name: value for name, value in base.items() if name not in foreign}
     environment |= {
-        "PATH": f"{Path(python).parent}{os.pathsep}{base.get('PATH', os.defpath)}",  # tools of its environment, such as ninja
-        "TMPDIR": tmp,  # for its sockets; removed after its end
-        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health would generate a token, and take seconds while paused
-        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # longer by SPARE_POSITIONS, which no request uses
-        "SGLANG_FORCE_SHUTDOWN": "1",  # on SIGTERM it does not wait for requests
+        "PATH": f"{Path(python).parent}{os.pathsep}{base.get('PATH', os.defpath)}",  # tools installed beside it, such as ninja
+        "TMPDIR": tmp,  # folder for SGLang's sockets; it is removed after SGLang has ended
+        # Otherwise /health generates a token, and takes seconds while SGLang is paused
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        # context-length exceeds the model's limit by SPARE_POSITIONS; no request uses these positions
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+        "SGLANG_FORCE_SHUTDOWN": "1",  # on SIGTERM SGLang ends without waiting for its requests
     }
     environment.setdefault(
         "PYTHONWARNINGS", "ignore"
-    )  # its libraries warn about missing hardware, which floods the log
+    )  # SGLang's libraries warn about missing hardware; the warnings would flood the log
     if not on_gpu:
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
         environment.setdefault("OMP_NUM_THREADS", "1")
@@ -386,7 +387,8 @@ class SGLangProcess:
         return f" ({said[-1].partition('] ')[2][:_SHOWN_CHARS]})" if said else ""
 
     def how_it_ended(self) -> str | None:
-        """How the server or one of its children ended. The server's own end comes first, because it ends the children."""
+        """How the server or one of its children ended. If the server has ended, that is reported, because its children end with
+        it. None: all run."""
         if self._running is not None and (code := self._running.exit_code()) is not None:
             return f"the SGLang server {_how(code)}"
         for child in self._children:
@@ -438,7 +440,8 @@ class SGLangProcess:
         spawned, started, failure = threading.Event(), list[_Running](), list[OSError]()
 
         def own() -> None:
-            """Start and reap the process. The thread must outlive it: the parent-death signal fires when the thread ends."""
+            """Start and reap the process. This thread must outlive the process: the kernel sends the parent-death signal to the
+            process when this thread ends."""
             try:
                 opened = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600 if self.api_key else 0o666)
                 with open(opened, "ab") as log:
@@ -555,7 +558,8 @@ def _remove_leftovers() -> None:
 
 
 def _is_sglang(process: psutil.Process) -> bool:
-    """Whether SGLang fails if this process ends. It does not need Python's resource trackers."""
+    """Whether this is one of SGLang's own processes (sglang::...), without which SGLang fails. SGLang does not fail without
+    Python's resource trackers."""
     with contextlib.suppress(psutil.Error):
         return any(argument.startswith("sglang::") for argument in process.cmdline()[:1])
     return False

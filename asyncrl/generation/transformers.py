@@ -106,7 +106,7 @@ def sample_tokens(
     """Sample one token per row. Returns tokens and their logprobs after temperature, before top-p and top-k. Temperature 0: greedy.
 
     Sampling uses the Gumbel trick, argmax(logprob - log(q)) with q ~ Exp(1). Unlike torch.multinomial it does not raise on
-    logits that are not finite, so one broken model version cannot stop the engine; the logprob shows the error.
+    logits that are not finite, so one broken model version cannot stop the engine; the logprob, not finite either, shows the error.
     """
     greedy_N = temperature_N == 0
     logprobs_NV = torch.log_softmax(logits_NV / temperature_N.masked_fill(greedy_N, 1.0).unsqueeze(1), dim=-1)
@@ -154,7 +154,7 @@ class _Runner(ModelRunner):
         )
         num_rows = tokens_N.shape[0]
         output_ids[0, :num_rows].copy_(tokens_N)
-        output_ids[1, :num_rows].copy_(logprobs_N.view(torch.int32))  # the manager reads its second row back as float32
+        output_ids[1, :num_rows].copy_(logprobs_N.view(torch.int32))  # the manager reads row 1 back as float32
 
     def _plan_attention(self, batch_data: dict[str, Any]) -> None:
         batch: list[Any] = self.inputs_and_outputs.requests_in_batch  # type: ignore[union-attr]
@@ -205,7 +205,8 @@ class _Manager(ContinuousBatchingManager):
         self.logit_processor = self._sampling_args  # type: ignore[assignment]
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
-        if not self._padded:  # transformers does not list ours as a paged implementation
+        # transformers would replace our padded attention, which is not in its list of paged implementations
+        if not self._padded:
             super().switch_to_cb_friendly_attn(model, auto_switch_to_flash)
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
@@ -437,7 +438,7 @@ class TransformersEngine(QueueingEngine[_Pending]):
         self._admit()
 
     def _finish(self, pending: _Pending, tokens: list[int], logprobs: list[float], finish: FinishReason) -> None:
-        """Answer the request with the tokens from before its last retraction and these."""
+        """Answer the request with its tokens from before its last retraction, followed by `tokens`."""
         self._extend(pending, tokens, logprobs)
         self._answer(pending, finish)
 

@@ -74,7 +74,7 @@ class GenerationServer(Worker):
         await self._keep_house(engine, journal)
 
     async def _keep_house(self, engine: GenerationEngine, journal: TokenJournal) -> None:
-        """Update status and journal, and fail requests that have waited too long, once a second.
+        """Once a second: update status and journal, and end requests that have waited too long.
 
         Consumes nothing; produces status and journal. Waits for the clock only. Raises RuntimeError when the engine has died.
         """
@@ -88,7 +88,9 @@ class GenerationServer(Worker):
                 why = (str(failure) or repr(failure)).splitlines()[0]
                 raise RuntimeError(f"the engine has died: {why}") from failure
             if expired := engine.expire_waiting():
-                self.logger.warning("%d requests waited too long and were answered 503", expired)
+                self.logger.warning(
+                    "%d requests waited too long: answered 503, or with their tokens if retracted", expired
+                )
             await asyncio.to_thread(journal.flush)
             await asyncio.sleep(FLUSH_INTERVAL_S)
 

@@ -12,7 +12,7 @@ A prompt is a Locator (epoch, position). The rollout workers' prompt source maps
 in order of their locators. Prompts to be reissued, because their ticket was lost, come first.
 
 An evaluation consists of num_prompts prompts in each of its modes. Its tickets bypass the train gate and have their own share of
-capacity. If a ticket is lost, its prompt is issued again; a prompt whose tickets are lost too often counts as failed.
+capacity. If a ticket is lost, its prompt is issued again; a prompt whose tickets are lost max_issues times counts as failed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from asyncrl.protocol.messages import EvaluateReply, EvaluateRequest, EvaluationResult, Locator, RolloutResult
 
 _FIRST = Locator(0, 0)
-MAX_EVALUATIONS = 64  # results of older evaluations are discarded
+MAX_EVALUATIONS = 64  # at most this many evaluations are kept; the oldest are discarded, with their results
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class PromptCursor:
             raise ValueError(f"num_prompts is {num_prompts} and num_epochs is {num_epochs}; both must be at least 1")
         self.num_prompts = num_prompts
         self.num_epochs = num_epochs
-        # A start cursor may point one past an epoch's last prompt.
+        # A start cursor may point one past an epoch's last prompt: it means the first prompt of the next epoch.
         self._next = start if start.position < num_prompts else Locator(start.epoch + 1, 0)
         self._skipped = {locator for locator in done if locator >= self._next}
         self._again: list[tuple[Locator, int]] = []  # heap of (prompt, number of its next issue)
@@ -83,7 +83,7 @@ class PromptCursor:
 
     @property
     def exhausted(self) -> bool:
-        """No prompt is left to issue, unless a ticket is lost."""
+        """Whether no prompt is left to issue. A lost ticket puts its prompt back, and then one is left again."""
         return not self._again and self._next.epoch >= self.num_epochs
 
     @property
@@ -147,7 +147,7 @@ class EvalItem:
 
     eval_id: str
     mode: int  # index in the request's modes
-    position: int  # of the prompt among the evaluation prompts
+    position: int  # index of the prompt among the evaluation prompts
 
 
 @dataclass
@@ -171,7 +171,7 @@ class EvaluationBook:
     def __init__(self, max_issues: int) -> None:
         self._max_issues = max_issues
         self._evaluations: OrderedDict[str, Evaluation] = OrderedDict()
-        self.num_waiting = 0  # items still to be issued; a counter, because every ticket reads it
+        self.num_waiting = 0  # items still to be issued; a counter, because it is read for every ticket
 
     def begin(self, request: EvaluateRequest) -> bool:
         """Start an evaluation. Returns False, without effect, if one with this id was started before."""

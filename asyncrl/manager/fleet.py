@@ -53,8 +53,8 @@ _IDLE_S = 5.0
 _DAMAGED_AFTER = 4  # a version that fails verification for verify_limit_s / _DAMAGED_AFTER counts as damaged
 _PROBES_AT_ONCE = 16
 _VERIFY_NICENESS = 5
-_FETCH_SLACK_S = 1.0  # for hosts that are slower than the first
-_SENDER_SLACK_S = 2.0  # on top of the limit in the request, within which the trainer answers
+_FETCH_SLACK_S = 1.0  # additional time that a fetch may take, compared with the fastest host's
+_SENDER_SLACK_S = 2.0  # the trainer answers within the limit in the request; the call waits this much longer
 # Consecutive mismatches of every live server after which the run ends: the weights or the servers must be wrong
 _MAX_MISMATCHES = 3
 _FAILURES = (
@@ -62,7 +62,7 @@ _FAILURES = (
     OSError,
     asyncio.TimeoutError,
     ValueError,
-)  # errors of a call; msgspec's errors are ValueErrors
+)  # errors of an HTTP call to a server; msgspec's errors are ValueErrors
 
 
 def _give_way() -> None:
@@ -95,8 +95,8 @@ class Wave:
     """Servers that get a version by one broadcast. Each is paused independently, then one request to the trainer covers them all.
 
     The wave does not wait for a member that fails before it is ready. It waits for slow members (a pause waits for long requests)
-    for at most wait_s after the first member is ready. A later member requests a broadcast of its own. `send` sends the request
-    to the trainer and returns within its own limit.
+    for at most wait_s after the first member is ready. A member that becomes ready later requests a broadcast of its own. `send`
+    sends the request to the trainer and returns within its own limit.
 
     consumes: members that are ready, or leave.  produces: one call of `send` for all members that are ready.
     waits for: the other members, at most wait_s after the first.  unblocked by: the last of them.
@@ -195,7 +195,8 @@ class Fleet:
         self._wake = asyncio.Event()
         self._updates: set[asyncio.Task[None]] = set()
         self._probes: dict[tuple[str, int], asyncio.Task[None]] = {}  # at most one at a time for each incarnation
-        self._from_disk: set[str] = set()  # servers that failed to load the last broadcast, with a warning in the log
+        # Servers whose broadcast failed, and that were named in a warning; none of their broadcasts has succeeded since
+        self._from_disk: set[str] = set()
         self._mismatches: Counter[str] = Counter()  # by server: consecutive mismatches
         self._fatal: RunEndedError | None = None
 
@@ -215,7 +216,8 @@ class Fleet:
         return max(self.table.attempt, published.attempt if published is not None else 0)
 
     def publish(self, text: str) -> None:
-        """`model_version` was put. A value that is malformed or older than the known version is logged and ignored."""
+        """The key `model_version` has this new value. A value that is malformed or older than the known version is logged and
+        ignored."""
         try:
             version = WeightVersion.parse(text)
         except ValueError as error:
@@ -231,7 +233,7 @@ class Fleet:
         self._publication.set()
 
     def hold(self, text: str) -> None:
-        """`weights_held` was put: the trainer can broadcast this version.
+        """The key `weights_held` has this new value: the trainer can broadcast this version from its memory.
 
         No file needs verification: the sender knows which version it holds, and receivers check the data that they get.
         """
@@ -266,7 +268,7 @@ class Fleet:
         self._changed()
 
     def members_changed(self) -> None:
-        """Servers leave or are desired again. The table has their new states."""
+        """Servers have begun to leave, or are desired again. The caller has already changed their states in the table."""
         self._changed()
 
     def _changed(self) -> None:
@@ -324,7 +326,8 @@ class Fleet:
                 self._changed()
 
     def _judge_damage(self, version: WeightVersion, broken_s: float, error: Exception) -> None:
-        """The version has failed verification for broken_s: report it as damaged, or end the run with RunEndedError."""
+        """The version has failed verification for broken_s seconds. Report it as damaged after a quarter of verify_limit_s. Raise
+        RunEndedError, which ends the run, after verify_limit_s plus replace_limit_s."""
         if broken_s > self._verify_limit_s + self._replace_limit_s:
             raise RunEndedError(
                 f"weights {version} cannot be served: {error}; verification has failed for {broken_s:.0f} s (limits: "
@@ -339,8 +342,9 @@ class Fleet:
     async def _fetch_everywhere(self, version: WeightVersion, num_bytes: int) -> None:
         """Have the servers' hosts fetch a version while the servers still serve the previous one.
 
-        The wait for slow hosts is bounded: after each success, the next one must follow within the time that the first took plus
-        _FETCH_SLACK_S. A slower host continues fetching, and its update fetches the version if needed.
+        The wait for slow hosts is bounded. After the first host has the version, each further result must follow the previous one
+        within the time that the first host took, plus _FETCH_SLACK_S. Otherwise the wait ends. A slower host continues fetching,
+        and its update fetches the version if needed.
         """
         if not self._files_url:
             return
@@ -368,7 +372,7 @@ class Fleet:
             self._logger.warning("prefetching weights failed: %s", error or repr(error))
 
     async def _fetch(self, url: str, version: WeightVersion, limit_s: float) -> None:
-        """Have the server fetch the version, unless it sees the files, and verify it. Raises any of _FAILURES."""
+        """Have the server verify the version, which it first fetches unless it sees the files. Raises any of _FAILURES."""
         request = FetchWeightsRequest(
             model_path=str(self._path_of(version)),
             weight_version=str(version),
@@ -407,8 +411,8 @@ class Fleet:
         task.add_done_callback(self._updates.discard)
 
     async def probe_loop(self) -> None:
-        """Probe every listed server that is not updating, each independently of the others. With many servers, the healthy ones
-        are probed in turn."""
+        """Probe every listed server that is not updating, each independently of the others. With many servers, a round probes only
+        a part of the healthy ones: those probed longest ago."""
         asked: dict[str, float] = {}
         while True:
             servers = self.table.servers
@@ -436,7 +440,8 @@ class Fleet:
     # ------------------------------------------------------------------------------------------------- one server
 
     async def _probe(self, server: Server) -> None:
-        """Probe one server. Without an answer within probe_limit_s it is suspect. If it answers later, it is slow but alive."""
+        """Probe one server. If a healthy server does not answer within probe_limit_s, it becomes suspect. If it answers later than
+        that, it is healthy again, but counts as slow."""
         before = (server.state, server.incarnation, server.slow)
         incarnation, num_updates, began = server.incarnation, server.num_updates, self._clock.monotonic()
         give_up = began + self.table.dead_after_s
@@ -473,8 +478,8 @@ class Fleet:
         return info
 
     async def _update(self, update: Update, wave: Wave | None) -> None:
-        """Pause a server, have it load a version, check its echo, resume it. After a failure it stays out of service until a load
-        succeeds, because its weights are unknown."""
+        """Pause a server, have it load a version, check that it then reports this version, resume it. After a failure the server
+        stays out of service until a load succeeds, because its weights are unknown."""
         began = self._clock.monotonic()
         try:
             with self._trace.overlapping(f"update {update.server}", kind="update", version=str(update.version)):
@@ -550,7 +555,7 @@ class Fleet:
     async def _load(self, update: Update, wave: Wave | None) -> None:
         url, version = update.url, str(update.version)
         if wave is None and not self._shares_devices:
-            await self._fetch(url, update.version, update.limit_s)  # and verify; the server generates meanwhile
+            await self._fetch(url, update.version, update.limit_s)  # fetch and verify, while the server still generates
         try:
             if self._shares_devices:
                 await self._post(f"{url}/resume_memory_occupation", b"{}")

@@ -52,8 +52,8 @@ MAX_WAIT_S = 60.0
 _MAX_WAITING = 4096  # pending allocate requests; further ones are refused with 503
 MAX_BODY_BYTES = 64 << 20
 _MAX_NAME = 200
-_COALESCE_S = 0.01  # an answer to /report that had to wait collects further changes for this long
-_VIEW_SHARE = 0.05  # at most this share of the time goes into views for a waiting master
+_COALESCE_S = 0.01  # if a /report had to wait for a change, it collects further changes for at least this long
+_VIEW_SHARE = 0.05  # it collects for longer if views take long: at most this share of the time goes into making views
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 _encode = msgspec.json.Encoder().encode
 _FINAL_REFUSALS = ("superseded", "expired")  # waiting does not help
@@ -232,7 +232,8 @@ class ManagerService:
     # -------------------------------------------------------------------------------------------------------- waits
 
     async def _wait_for_tickets(self, request: AllocateRequest, wait_s: float) -> AllocateReply:
-        """Return the answer of `_admit_waiting`, or after wait_s the refusal. A request sent twice gets the same answer."""
+        """Wait until `_admit_waiting` has answered this request. After wait_s, return an answer without tickets, with the reason of
+        the refusal. A request that is sent twice gets the same answer twice."""
         key = (request.worker, request.incarnation, request.request_id)
         waiting = self._waiting.get(key)
         if waiting is None:
@@ -254,7 +255,8 @@ class ManagerService:
         return AllocateReply(tickets=[], refusal=refusal, finished=self.ledger.finished)
 
     def _after_request(self) -> None:
-        """Only this request can have changed the ledger. Check only as many pending requests as there is now room for."""
+        """Like `changed`, after a request, and cheaper: no server has changed and no time has passed. Try only as many pending
+        allocate requests as there is now room for, and wake the other handlers only if the ledger has changed."""
         self._admit_room()
         if self.ledger.revision != self._told_revision:  # most heartbeats change nothing
             self._tell_of_change()
@@ -282,7 +284,7 @@ class ManagerService:
             self._change = None
 
     async def _next_change(self, until: float) -> None:
-        """Wait for the next change, at most until this time."""
+        """Wait for the next change of the ledger or the servers, at most until this time (monotonic seconds)."""
         if self._change is None:
             self._change = asyncio.get_running_loop().create_future()
         await asyncio.wait({self._change}, timeout=max(0.0, until - self._clock.monotonic()))

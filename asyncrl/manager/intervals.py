@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-_MOST_HEARTBEATS_A_SECOND = 1000.0  # from all rollout workers together: an eighth of the core
+_MOST_HEARTBEATS_A_SECOND = 1000.0  # from all rollout workers together: an eighth of what the core can handle
 _MOST_PROBES_A_SECOND = 200.0  # to all servers together; a probe costs more than a heartbeat
 
 

@@ -1,16 +1,18 @@
 """The ledger of live tickets. It neither loses nor duplicates a ticket (pure).
 
 A train ticket is granted while the gate (admission.py) has room and a server of the newest served version has room for a group
-(else refused: `no_server`, `servers_full`). It is live from its grant until the master reports it as `consumed`, or until it is
-rejected, released or lost. The ledger keeps every live ticket.
+(else refused: `no_server`, `servers_full`, or `updating` while other servers still load that version). Other refusals: `not_ready`
+(the ledger is not `settled`), `exhausted` (no prompt is left, or the master has asked to stop) and `rejections_unseen` (there are
+too many rejections that the master has not recorded). A ticket is live from its grant until the master reports it as `consumed`,
+or until it is rejected, released or lost. The ledger keeps every live ticket.
 
-Every call may arrive twice, late, or from a worker that counts as lost. All fields that the master reports are absolute, except
-`consumed`: that is a set of tickets, and a repeated ticket has no effect. Time is passed in. The HTTP side (http.py) calls these
-methods between two awaits, so each is atomic.
+Every call may arrive twice, late, or from a worker that counts as lost. All fields that the master reports are absolute values, not
+changes, except `consumed`: that is a set of tickets, and a repeated ticket has no effect. Time is passed in. The HTTP side
+(http.py) calls these methods between two awaits, so each is atomic.
 
-A manager that replaces a dead one admits no train ticket until the master has sent a full report. A *grace period* follows: it
-ends once every rollout worker has reported its tickets, at the latest after a lease. Reported tickets are adopted: they are live
-again, so no running prompt is issued a second time. Until the grace period ends the view is not `settled`, and no step begins.
+No train ticket is admitted until the master has sent a full report. In a manager that replaces a dead one, a *grace period* follows
+the report: it ends once every rollout worker has reported its tickets, at the latest after a lease. Reported tickets are adopted:
+they are live again, so no running prompt is issued twice. Until the grace period ends the ledger is not `settled`: no step begins.
 """
 
 from __future__ import annotations
@@ -48,11 +50,11 @@ from asyncrl.protocol.tickets import TicketId, TicketSeal
 from asyncrl.rewards.outcome import REWARD_LOST
 
 MAX_COUNT = 4096  # tickets of one request
-_MAX_REQUESTS = 16  # answers kept per worker; a worker repeats only a request without an answer
+_MAX_REQUESTS = 16  # answers to allocate requests kept per worker; a worker repeats a request only if it got no answer
 _MAX_DROPPED = 10_000
 _MAX_UNSEEN = 16_384  # rejections that the master has not recorded; at this number train tickets are refused
 _MAX_REASONS = 32  # different reasons counted; further ones count as `other`
-_MAX_EARLY = 65_536  # results of rollouts that arrive before the master's first report
+_MAX_EARLY = 65_536  # at most this many results of rollouts are kept that arrive before the master's first report
 _TOKENS_MEMORY = 0.95  # weight of the old value in the running mean of a group's tokens
 
 Journal = Callable[[Literal["admitted", "adopted"], Ticket], None]
@@ -80,7 +82,7 @@ class _Live:
     seen_by_master: bool = False  # the master has reported it as stored
     num_missed: int = 0  # consecutive heartbeats that did not list it
     lost_url: str = ""  # the worker has reported the server at this URL as lost, and has had no server since
-    has_moved: bool = False  # its duration does not count for its present server: it has moved there, or is counted
+    has_moved: bool = False  # its duration must not count for `server`: it has moved there, or was counted already
     moved: bool = False  # moved to another server without a request of the worker; heartbeat replies name that server
     item: EvalItem | None = None  # for an eval ticket
 
@@ -118,10 +120,11 @@ class Ledger:
         ticket_key: bytes = b"",
         journal: Journal = lambda event, ticket: None,
     ) -> None:
-        """heads_of_worker: the heads that a worker may send to; by default all. A ticket gets the one with the fewest live tickets.
+        """heads_of_worker: the heads (trainer processes that receive trajectories) that a worker may send to; by default all. A
+        ticket gets the one of these heads that has fewest live tickets.
 
-        grace_s: maximum length of the grace period, which begins with the first full report. No train ticket is admitted while
-        workers report their tickets. It is the lease of tickets that a previous manager has issued; 0 without a previous manager.
+        grace_s: maximum length of the grace period, which begins with the first full report. No train ticket is admitted during it.
+        It is a lease, the longest time that a previous manager's tickets last; 0 without a previous manager.
         num_workers: number of rollout workers. The grace period ends when this many have reported. 0: not known.
         ticket_key: the run's key (protocol/tickets.py). With it the ledger recognizes tickets that previous managers have granted.
         journal: called for every train ticket that is granted or adopted.
@@ -154,7 +157,7 @@ class Ledger:
         self._grace_s = grace_s
         self._num_workers = num_workers
         self._journal = journal
-        self._early_held: dict[str, HeartbeatRequest] = {}  # by worker, until the master has registered
+        self._early_held: dict[str, HeartbeatRequest] = {}  # last one of each worker, until the master has registered
         self._early_results: dict[str, tuple[FinishRequest, RolloutResult]] = {}  # by ticket, until then
         self._nonce = nonce
         self._seal = TicketSeal(ticket_key)
@@ -182,7 +185,7 @@ class Ledger:
         self._live_of_head: Counter[int] = Counter()
         self._rejected: deque[RejectedPrompt] = deque()
         self._num_forgotten = 0  # rejections that the master has recorded
-        self._dropped: OrderedDict[str, None] = OrderedDict()  # stored tickets that the master has dropped
+        self._dropped: OrderedDict[str, None] = OrderedDict()  # tickets whose trajectories the master has dropped
         self._stopped = False
         self._grace_until: float | None = None  # None: no grace period, or it is over
         self._heard: set[str] = set()  # workers that have reported their tickets in this grace period
@@ -274,7 +277,7 @@ class Ledger:
             return [self._allocate_alone(requests[0], now)]
         granted: dict[tuple[str, str], list[Ticket]] = {}
         turn: deque[tuple[AllocateRequest, list[Ticket]]] = deque()
-        known: dict[int, AllocateReply] = {}  # by index: answers that need no admission
+        known: dict[int, AllocateReply] = {}  # by index of the request: answers that need no admission
         for index, request in enumerate(requests):
             holder = self._holder(request.worker, request.incarnation, now, touch=False)
             if holder is None:
@@ -510,7 +513,7 @@ class Ledger:
         return self._evaluations.reply(request.eval_id)
 
     def begin_attempt(self, attempt: int) -> None:
-        """The training side has restarted: discard all live tickets, which belong to an abandoned lineage. Ignores old attempts."""
+        """The training side has restarted: discard all live tickets. Without effect if `attempt` is not newer than the ledger's."""
         if not self._attempts.adopt(attempt):
             return
         for live in [*self._live.values(), *self._evals.values()]:
@@ -532,7 +535,7 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------------- grace
 
     def _begin_grace(self, now: float) -> None:
-        """The master has registered. Adopt tickets and results reported before: no train ticket was granted since."""
+        """The master has registered. Adopt the tickets and results that workers have reported; no prompt was issued meanwhile."""
         self._grace_until, self._grace_s = now + self._grace_s, 0.0
         early_held, self._early_held = self._early_held, {}
         early_results, self._early_results = self._early_results, {}
@@ -582,7 +585,7 @@ class Ledger:
         return True
 
     def _finish_adopted(self, request: FinishRequest, result: RolloutResult, now: float) -> bool:
-        """Record the result of a ticket of the previous manager, as if the ticket had been adopted before. False: unknown."""
+        """Record the result of a previous manager's ticket as if it had been adopted. Returns False if it cannot be adopted."""
         if self._cursor is None and self._grace_s > 0.0 and len(self._early_results) < _MAX_EARLY:
             self._early_results[result.ticket_id] = request, result
             return True
@@ -598,8 +601,8 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------------- grants
 
     def _grant_one(self, request: AllocateRequest, refusal: str, now: float) -> _Live | None:
-        """Grant an eval ticket while evaluations have less than their share of the running rollouts, or (up to eval_limit) while
-        train tickets are refused. Otherwise grant a train ticket. None: neither. refusal: why train tickets are refused, or ""."""
+        """Grant an eval ticket if fewer than eval_limit run, and if evaluations have less than their share of running rollouts or
+        train tickets are refused (refusal: why, or ""). Otherwise grant a train ticket. None: neither is possible."""
         if self._evaluations.num_waiting and self.served_version >= 0 and len(self._evals) < self.eval_limit:
             its_turn = len(self._evals) < self._eval_share * (self._num_running + 1)
             server = self.servers.pick(self.served_version) if (refusal or its_turn) else None
@@ -902,7 +905,7 @@ class Ledger:
         return list(self._running_of.get(worker, {}).values())
 
     def _moved_of(self, worker: str) -> list[MovedTicket]:
-        """Return the worker's running tickets that were moved without its request. Every reply repeats them, as one may be lost."""
+        """Return the worker's running tickets that were moved without its request. Every reply lists them: a reply may be lost."""
         servers = self.servers.servers
         return [
             MovedTicket(ticket_id=live.ticket.ticket_id, server=live.server, server_url=servers[live.server].url)

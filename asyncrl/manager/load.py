@@ -31,7 +31,8 @@ def interval_s(num_servers: int, heartbeat_s: float) -> float:
 
 
 class LoadPoller:
-    """Polls the load of the servers where it is needed: all leaving servers, and with routing by tokens all healthy servers too."""
+    """Polls the load only of servers for which it is needed: all leaving servers, and with routing by tokens all healthy servers
+    too."""
 
     def __init__(
         self,

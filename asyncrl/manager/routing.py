@@ -3,19 +3,19 @@
     announced -> STALE -> UPDATING -> HEALTHY <-> SUSPECT -> DEAD -> STALE -> ...
                    any but DEAD -> DRAINING -> DEAD, or STALE if it is desired again
 
-Only a HEALTHY server gets groups: in this attempt it has loaded a version with valid checksums, and has echoed it. A server gets
-from STALE (and so from DEAD) to HEALTHY only by a load, with one exception: a server that loaded the version (or a newer one) for
-the previous manager need not load it again. It reports its version when this manager first updates it. A SUSPECT server is
-HEALTHY again if it still echoes what it loaded.
+Only a HEALTHY server gets groups: in this attempt it has loaded a version with valid checksums, and has then reported that version
+as the one it serves (its echo). A server gets from STALE (and so from DEAD) to HEALTHY only by a load, with one exception: a server
+that loaded the version (or a newer one) for the previous manager need not load it again. It reports its version when this manager
+first updates it. A SUSPECT server is HEALTHY again if it still echoes what it loaded.
 A server that answers health probes late, or whose groups take much longer than those of its peers, is slow. It is shown as
 suspect, and gets no groups while others have room. A server that is slow only by its groups still gets one group at a time, which
 shows whether it is still slow. Requests on a slow server continue.
 A server that leaves the run is DRAINING: it gets no groups and no weights, and finishes its groups. Groups that take too long
 are moved to other servers.
 
-Members decides which servers belong to the run. `asyncrl-launch scale` sets a desired number: servers with that index and above
-leave. The launcher starts and stops processes by the same number. Only the manager knows when a leaving server has no work left.
-It reports that to the launcher, once for each server and each request.
+The class Members decides which servers belong to the run. `asyncrl-launch scale` sets a desired number N: servers 0 to N - 1 stay,
+the others leave. The launcher starts and stops processes by the same number. Only the manager knows when a leaving server has no
+work left. It reports that to the launcher, once for each server and each change of N.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Server:
     listed: bool = True  # in name resolve
     reason: str = ""  # why it is in a state other than HEALTHY
     running: int = 0  # assigned groups that have not ended
-    used_tokens: int = 0  # tokens in its KV cache, waiting requests included, at the last poll
+    used_tokens: int = 0  # KV cache tokens of its requests at the last poll, with an estimate for waiting ones
     num_requests: int | None = None  # running and waiting requests at the last poll; None: not known
     promised_tokens: float = 0.0  # tokens expected of the groups assigned since that poll
     update_s: float = 0.0  # seconds in successful updates
@@ -125,7 +125,7 @@ class Server:
 
     @property
     def is_gone(self) -> bool:
-        """The server has left the run and is not expected back."""
+        """Whether the server has left the run for good: it is dead and no longer desired."""
         return self.leaving and self.state is ServerState.DEAD
 
 
@@ -220,7 +220,8 @@ class ServerTable:
         return self._told_dead
 
     def load_told(self, name: str, used_tokens: int, num_requests: int, promised_before: float) -> None:
-        """The server reported its load. promised_before: promised_tokens at the time of the request, which the report includes."""
+        """The server reported its load. promised_before: promised_tokens when the report was requested. The report includes those
+        groups, so their expected tokens are subtracted."""
         server = self.servers[name]
         server.used_tokens, server.num_requests = used_tokens, num_requests
         server.promised_tokens = max(0.0, server.promised_tokens - promised_before)
@@ -228,7 +229,8 @@ class ServerTable:
     # ----------------------------------------------------------------------------------------------- members that leave
 
     def leave(self, name: str, now: float) -> None:
-        """The server is no longer desired: it gets no new groups and no new weights, and a load in progress is void."""
+        """The server is no longer desired: it gets no new groups and no new weights, and the result of a load in
+        progress is ignored."""
         server = self.servers[name]
         if server.leaving:
             return
@@ -294,8 +296,8 @@ class ServerTable:
         return server.incarnation
 
     def loaded(self, name: str, incarnation: int, version: WeightVersion, now: float, took_s: float = 0.0) -> bool:
-        """The server has loaded and echoed a verified version, in took_s. False: void, because the server has died or begun to
-        leave since, or the version's attempt is over."""
+        """The server has loaded and echoed a verified version, in took_s seconds. Returns False if the load is void: the server has
+        died or begun to leave since the load began, or the version's attempt is over."""
         server = self.servers[name]
         if server.incarnation != incarnation or server.state is not ServerState.UPDATING:
             return False
@@ -329,7 +331,8 @@ class ServerTable:
         return max(0.0, self._companions_until - now)
 
     def load_failed(self, name: str, incarnation: int, reason: str) -> bool:
-        """A load failed, so the server's weights are unknown: it gets no traffic until a load succeeds. False: void."""
+        """A load failed, so the server's weights are unknown: it gets no traffic until a load succeeds. Returns False, without
+        effect, if the server has died or begun to leave since the load began."""
         server = self.servers[name]
         if server.incarnation != incarnation or server.state is not ServerState.UPDATING:
             return False
@@ -369,7 +372,7 @@ class ServerTable:
     # ------------------------------------------------------------------------------------------------- routing
 
     def can_serve(self, server: Server, min_version: int) -> bool:
-        """Whether the server may get a group with a first token of min_version or newer."""
+        """Whether the server may get a group whose first tokens must be sampled with min_version or newer."""
         version = server.version  # a version of this attempt if the server is healthy
         return server.state is ServerState.HEALTHY and version is not None and version.version >= min_version
 
@@ -403,7 +406,7 @@ class ServerTable:
         best_slow, best_load = False, 0.0
         for server in itertools.chain(healthy[first:], healthy[:first]):
             load = load_of(server)
-            if best is not None and load >= best_load and not best_slow:  # checked first: true for nearly all
+            if best is not None and load >= best_load and not best_slow:  # first, because it is true for nearly all
                 continue
             if server.running >= limit or server.name == exclude or not self.can_serve(server, min_version):
                 continue
@@ -430,7 +433,7 @@ class ServerTable:
             server.promised_tokens = max(0.0, server.promised_tokens - expected_tokens)
 
     def group_ended(self, name: str, tokens: int, seconds: float) -> None:
-        """A group that ran on this server only has generated this many tokens in this many seconds."""
+        """Update the server's pace: a group that never ran on another server has ended after `seconds`, with `tokens` tokens."""
         server = self.servers.get(name)
         if server is None or tokens <= 0 or seconds <= 0.0:
             return
@@ -451,7 +454,7 @@ class ServerTable:
 
     def _healthy(self) -> list[Server]:
         """The healthy servers, sorted by name."""
-        if self._now_healthy is None:  # cached, because every ticket reads it
+        if self._now_healthy is None:  # cached, because it is read for every ticket
             self._now_healthy = [s for _, s in sorted(self.servers.items()) if s.state is ServerState.HEALTHY]
         return self._now_healthy
 
@@ -485,7 +488,7 @@ POLICIES: dict[str, Callable[[Server], float]] = {
 class Members:
     table: ServerTable
     desired: DesiredServers | None = None
-    _told: dict[str, str] = field(default_factory=dict)  # drained server -> id of the DesiredServers in its last report
+    _told: dict[str, str] = field(default_factory=dict)  # server -> DesiredServers.id for which it was last reported
 
     def set_desired(self, desired: DesiredServers | None, now: float) -> None:
         """Apply the newest desired number of servers to all servers."""

@@ -22,7 +22,7 @@ from asyncrl.manager.routing import Server, ServerState, ServerTable
 from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.messages import WeightVersion
 
-# Fetching, verifying and loading a version together are slower than this only if there is a fault
+# Bytes a second. If fetching, verifying and loading a version together are slower than this, there is a fault
 SLOW_BYTES_PER_S = 100e6
 FIRST_RETRY_S = 0.5
 LONGEST_RETRY_S = 30.0
@@ -31,7 +31,7 @@ _MOST_FROM_DISK = 31  # maximum number of versions that a server loads from disk
 
 @dataclass(frozen=True)
 class Update:
-    """Interrupt the server, let it load the version, check its echo: all within limit_s."""
+    """Interrupt the server, let it load the version, check its echo (the version that it then reports): all within limit_s."""
 
     server: str
     url: str
@@ -171,7 +171,7 @@ class UpdatePlan:
         for name in [
             name for name, running in self._running.items() if running.incarnation != servers[name].incarnation
         ]:
-            del self._running[name]  # that process is gone; its update ends on its own and is void
+            del self._running[name]  # that process is gone; its update ends on its own, and its result is ignored
         away = (ServerState.DEAD, ServerState.DRAINING)
         alive = sum(server.state not in away for server in servers.values())
         room = max(1, int(self._fraction * alive)) - sum(
@@ -210,7 +210,7 @@ class UpdatePlan:
         return on_disk, False
 
     def succeeded(self, update: Update, now: float) -> bool:
-        """The server has echoed the version. Returns False if the update is void by now."""
+        """The server has echoed the version. Returns False if the update no longer counts (see ServerTable.loaded)."""
         running = self._running.get(update.server)
         took_s = now - running.since if running is not None else 0.0
         self._end(update)
@@ -237,7 +237,8 @@ class UpdatePlan:
         return pause
 
     def _failed_in_broadcast(self, update: Update, reason: str) -> float:
-        """The server loads from disk as soon as the version is published, without a pause."""
+        """Count a failed broadcast. The server then loads from disk, without a retry pause, as soon as this version or a newer one
+        is published."""
         failures = self._distrusted[update.server].failures + 1 if update.server in self._distrusted else 1
         from_disk = min(2 ** min(failures, 16) - 1, _MOST_FROM_DISK)
         self._distrusted[update.server] = _Distrust(failures, from_disk, update.version)
@@ -261,11 +262,12 @@ class UpdatePlan:
         return True
 
     def num_failures(self, server: str) -> int:
-        """Number of consecutive failures of the server to load the target."""
+        """Number of consecutive failures of the server to load from disk, since the newest publication."""
         return self._failures[server].count if server in self._failures else 0
 
     def next_change(self, now: float) -> float | None:
-        """When `due` may return new updates without another event: a pause ends, or a slow server stops counting in its wave."""
+        """Return the time of the next change without an event, after which `due` may return new updates: a retry pause ends, or a
+        slow server stops counting in its wave. None: there is none."""
         times = [failed.not_before for failed in self._failures.values()]
         times += [running.since + self.slow_after_s for running in self._running.values()]
         return min((at for at in times if at > now), default=None)

@@ -80,7 +80,7 @@ class GserverManager(Worker):
         config, options, clock = self.config, self.config.manager, self.system.clock
         journal = self._files.journal()
         opened.push_async_callback(asyncio.to_thread, journal.close)
-        noted = (journal.last or {}).get("attempt", 0)  # of the previous manager's last ticket; the config may be older
+        noted = (journal.last or {}).get("attempt", 0)  # attempt of a previous manager's last ticket
         attempt = max(self.info.attempt, noted if isinstance(noted, int) else 0)
         is_successor = await self._is_successor(directory) or noted == attempt
         table = ServerTable(
@@ -411,7 +411,8 @@ async def _collect_garbage() -> None:
 
 
 def heads_of_workers(config: GserverManagerConfig) -> dict[str, list[int]] | None:
-    """Return the heads that each rollout worker may send to, by head_policy. None: every worker may send to every head."""
+    """Return, for each rollout worker, the heads (trainer processes that receive trajectories) to which head_policy lets it send.
+    None: every worker may send to every head."""
     policy, num_workers = config.manager.head_policy, config.num_rollout_workers
     if policy == "balanced":
         return None

@@ -4,17 +4,17 @@ S = the B stored tickets with the earliest deadlines. Step v starts only if for 
 
     |{live tickets with deadline <= d} without S| <= (d - v) * B
 
-The condition means: all live tickets that are not in this batch still fit into the steps before their deadlines. Together with
-the manager's gate (asyncrl/manager/admission.py) it keeps every trained group within eta at its head, drops no group, and does not
-favour short ones. Otherwise the step waits for the tickets that NotReady names. Without faults that wait always ends when a
-rollout finishes.
+The condition means: all live tickets that are not in this batch still fit into the steps before their deadlines. If it is not
+met, the step waits for the rollouts that NotReady names as stragglers. Without faults that wait always ends, because rollouts
+finish. Together with the manager's gate (asyncrl/manager/admission.py) the condition keeps the head off-policyness of every
+trained group at eta or below, and without faults no group is dropped and short responses are not favoured.
 
-A rollout that holds up a batch for longer than `overdue_wait_s` is revoked, and its prompt is issued again. With policy `drop`, a
-rollout that breaks the condition above is revoked at once. With policy `train` a step never waits for that condition, so groups
-older than eta may be trained.
+With every policy, a rollout that holds up a batch for longer than `overdue_wait_s` is revoked, and its prompt is issued again. With
+policy `drop`, as many rollouts as exceed the condition's limit are revoked without this wait. With policy `train` a step never
+waits for the condition, so groups older than eta may be trained.
 
 For experiments about staleness (`wait_for_full_lag`) a step also waits until generation is as far ahead as the gate permits:
-(1 + eta) B stored. From then on every group is eta versions old, on a machine of any speed.
+until (1 + eta) * B groups are stored. From then on every group is eta versions old, on a machine of any speed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Ready:
 
 @dataclass(frozen=True)
 class NotReady:
-    """Wait. `revoke` goes into the next report to the manager. The stored tickets among it (`drop`) leave the master's store."""
+    """Wait. The next report to the manager contains `revoke`. The master removes the groups of the tickets in `drop` from its
+    store."""
 
     reason: str
     on: str  # the processes that the step waits for
@@ -49,7 +50,7 @@ class NotReady:
 
 @dataclass(frozen=True)
 class _Live:
-    """A ticket that is stored at the master, or will be."""
+    """A ticket whose trajectory is stored at the master, or whose rollout is still running."""
 
     ticket_id: str
     locator: Locator
@@ -60,8 +61,8 @@ class _Live:
 class BatchFormer:
     """Forms a batch from the stored and live tickets, or names the tickets to wait for.
 
-    Its only state: since when it has waited for each ticket, and the tickets that it has put into a batch or revoked and that an
-    older ledger still lists as live.
+    Its only state: since when it has waited for each ticket, how many tickets were stored at the last decision, and the tickets
+    that it has put into a batch or revoked while the manager's ledger still lists them as live.
     """
 
     def __init__(
@@ -100,8 +101,9 @@ class BatchFormer:
         now: float,
         settled: bool = True,
     ) -> Ready | NotReady:
-        """stored: the trajectories that the master holds, without those in a step. live, exhausted, settled: from the manager's
-        newest ledger."""
+        """Return the next batch, or the reason to wait. stored: the trajectories that the master holds, without those in a step.
+        From the manager's newest ledger: live tickets; exhausted: no further ticket will come; settled: a restarted manager has
+        heard from all rollout workers."""
         if not settled:
             return NotReady(
                 f"step {version} waits until a new manager has heard from all rollout workers", "gserver manager"
@@ -127,17 +129,18 @@ class BatchFormer:
         stragglers, too_many = self._stragglers(tickets, batch, version)
         if too_many > 0 and self._overdue != "train":
             limit_s = 0.0 if self._overdue == "drop" and current else self._limit_s
-            reason = f"step {version} waits for rollouts that would exceed the allowed off-policyness"
+            reason = f"step {version} waits for rollouts that would otherwise exceed the allowed off-policyness"
             return self._wait_for(stragglers, reason, now, limit_s, too_many)
         return self._ready(batch, partial=False)
 
     # ------------------------------------------------------------------------------------ stored and live tickets
 
     def _merge(self, stored: Mapping[str, TrajectoryMeta], live: Sequence[TicketView]) -> list[_Live]:
-        """Return all live tickets, earliest deadline first. The master's own store takes precedence over the ledger."""
+        """Return the stored tickets and the running ones, earliest deadline first. A ticket that the master has stored counts as
+        stored, whatever the ledger says, and running tickets of the same prompt are left out."""
         views = {view.ticket_id: view for view in live}
-        self._gone &= views.keys()  # the ledger no longer lists the others
-        self._gone -= stored.keys()  # revoked, but the trajectory has arrived
+        self._gone &= views.keys()  # forget the tickets that the ledger no longer lists
+        self._gone -= stored.keys()  # revoked, but the trajectory has arrived: it counts as stored
         answered = {meta.locator for meta in stored.values()}  # a prompt's other tickets are void
         tickets = [
             _Live(view.ticket_id, view.locator, view.deadline, view.worker or "unknown")
@@ -157,7 +160,8 @@ class BatchFormer:
     # ---------------------------------------------------------------------------------------------------- the rule
 
     def _stragglers(self, tickets: Sequence[_Live], batch: Sequence[_Live], version: int) -> tuple[list[_Live], int]:
-        """Return the running tickets up to the first deadline before which too many tickets are due, and the excess number."""
+        """Check the rule of this module for each d. For the first d at which more tickets are due than it allows, return the
+        running ones among them, and by how many they exceed the limit. ([], 0): the rule holds."""
         chosen = {ticket.ticket_id for ticket in batch}
         rest = [ticket for ticket in tickets if ticket.ticket_id not in chosen]
         for deadline in range(version, version + self._eta + 1):
@@ -171,7 +175,8 @@ class BatchFormer:
         """Return the tickets to give up because not all can be trained in time, even if every rollout finished now.
 
         Only faults cause an excess, for example when the trajectory of a worker that counted as lost arrives after all. The result
-        includes every ticket with a passed deadline. Of the others, running tickets are given up before stored ones.
+        includes every ticket with a passed deadline. Of the others, running tickets are given up before stored ones. With policy
+        `train` no ticket is given up.
         """
         if self._overdue == "train":
             return []
@@ -196,7 +201,8 @@ class BatchFormer:
         return Ready(tuple(ticket.ticket_id for ticket in ordered), partial)
 
     def _too_few(self, held: Sequence[_Live], running: Sequence[_Live], version: int, now: float) -> NotReady:
-        """Too few groups are stored. Rollouts count as overdue only while no group arrives."""
+        """Return the answer if too few groups are stored: wait for the rollouts that are due first. The time after which they are
+        overdue begins anew whenever the number of stored groups changes."""
         if len(held) != self._num_stored:
             self._num_stored = len(held)
             self._held_since.clear()
@@ -210,7 +216,8 @@ class BatchFormer:
     def _wait_for(
         self, stragglers: Sequence[_Live], reason: str, now: float, limit_s: float, too_many: int
     ) -> NotReady:
-        """Wait for these rollouts. Revoke those that are overdue, at most too_many."""
+        """Return the answer to wait for these rollouts. At most too_many of those that have held up the step for limit_s are
+        revoked."""
         self._held_since = {ticket.ticket_id: self._held_since.get(ticket.ticket_id, now) for ticket in stragglers}
         late = [ticket for ticket in stragglers if now - self._held_since[ticket.ticket_id] >= limit_s]
         names = tuple(ticket.ticket_id for ticket in stragglers)

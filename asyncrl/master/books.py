@@ -20,7 +20,7 @@ from asyncrl.runtime.metrics import JsonLinesWriter, MetricsWriter
 from asyncrl.runtime.worker import RunEndedError
 from asyncrl.weights.checkpoints import DataIdentity, MasterState
 
-_REJECTION_WINDOW = 4  # max_rejected_share applies to the prompts of this many past batches
+_REJECTION_WINDOW = 4  # batches: max_rejected_share applies to the last 4 * batch_size trained or rejected prompts
 
 
 class RejectedShareError(RunEndedError):
@@ -53,10 +53,10 @@ class Books:
         )
         self.summary = RunSummary()
         self.parent: tuple[int, int] | None = None  # (attempt, step) that this attempt continues from
-        self._first_details: dict[str, str] = {}  # by reason: detail of its first rejection
+        self._first_details: dict[str, str] = {}  # reason -> detail of the first rejection for it
         self._recent_outcomes: deque[bool] = deque(maxlen=_REJECTION_WINDOW * config.train.batch_size)
         self._recent_rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
-        self._started = clock.time()  # minus the seconds of previous attempts
+        self._started = clock.time()  # if continued: minus the seconds of previous attempts
         now, train = clock.monotonic(), config.train
         self._schedules = {
             "save": Schedule(
@@ -77,7 +77,7 @@ class Books:
         return WeightVersion(self.attempt, self.step if self.trains else 0)
 
     def is_due(self, schedule: str) -> bool:
-        """Check the schedule `save`, `eval` or `checkpoint`; a due schedule is reset."""
+        """Whether the schedule `save`, `eval` or `checkpoint` is due. Checking a due schedule resets it."""
         epochs = self.progress.epochs_done()
         return self._schedules[schedule].check(step=self.step, epochs=epochs, now=self._clock.monotonic())
 
@@ -127,10 +127,11 @@ class Books:
         self.note("dropped", tickets=list(tickets))
 
     def reject(self, prompts: Iterable[RejectedPrompt], is_stored: Callable[[Locator], bool]) -> None:
-        """Record rejected prompts. Raises RejectedShareError if their share exceeds max_rejected_share."""
+        """Record rejected prompts, except those that are done or stored. Raises RejectedShareError if more than max_rejected_share
+        of the prompts in the window (_REJECTION_WINDOW batches, once there are that many) were rejected."""
         for rejected in prompts:
             if self.progress.is_done(rejected.locator) or is_stored(rejected.locator):
-                continue  # its trajectory arrived after the manager had rejected the prompt
+                continue  # recorded already (a new manager repeats them), or a trajectory came after the rejection
             self.progress.mark_rejected(rejected.locator, rejected.reason)
             self._recent_outcomes.append(False)
             if rejected.detail:

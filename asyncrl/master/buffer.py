@@ -62,7 +62,7 @@ class PromptProgress:
         return [Locator(*divmod(flat, self.num_prompts)) for flat in sorted(self._beyond)]
 
     def epochs_done(self) -> float:
-        """Number of done prompts in epochs, with fraction."""
+        """Number of done prompts over all epochs, divided by the number of prompts of an epoch (a fraction)."""
         return self.num_done / self.num_prompts
 
     def contains(self, locator: Locator) -> bool:
@@ -128,13 +128,13 @@ class StorageTracker:
 
     @property
     def holders(self) -> Holders:
-        """Holders in the trainer group, including data that is on its way to them."""
+        """Workers of the trainer group that hold the data, or to which a redistribution is sending it."""
         return self._holders
 
     @property
     def there(self) -> Holders:
-        """Holders in all worker groups that have reported the data. Redistributed data does not count, even after it has
-        arrived."""
+        """Workers of all worker groups that have reported that they hold the data. Copies that a redistribution brought do not
+        count, even after they have arrived, because workers do not report them."""
         return self._there
 
     def add(self, worker: int, ids: Iterable[str], keys: Iterable[str]) -> None:
@@ -145,7 +145,7 @@ class StorageTracker:
             _add(self._holders, worker, ids, keys)
 
     def apply(self, steps: Iterable[RedistribStep]) -> None:
-        """These steps have been sent to all their workers."""
+        """Record redistributions that have been sent to all their workers: the targets count as holders."""
         for step in steps:
             for transfer in transfers(step):
                 for target in transfer.targets:
@@ -192,7 +192,7 @@ class Grants:
         self._said = -math.inf
 
     def refusal(self, meta: TrajectoryMeta, now: float) -> str:
-        """Why a trajectory is refused; "" if its ticket was granted for this prompt, attempt and head."""
+        """Return why a trajectory is refused; "" if its ticket was granted for this prompt, attempt and head."""
         if self._seal is None and (key := self._read_key()) is not None:
             self._seal = TicketSeal(key)
         name = self._seal.read(meta.ticket_id) if self._seal is not None else None
@@ -267,7 +267,7 @@ class AsyncIOSequenceBuffer:
         return locator in self._by_prompt
 
     def drop(self, ticket_id: str) -> None:
-        """Forget a trajectory that will not be trained."""
+        """Remove a trajectory: its step is over, or it will not be trained."""
         entry = self._entries.pop(ticket_id)
         del self._by_prompt[entry.meta.locator]
 

@@ -9,7 +9,7 @@ So a detached group holds the only copy of data at most during a unit of work. W
 has all data that the worker held, or the next incarnation computes it again. Models in a detached group are not trained, so the
 same inputs give the same outputs in every incarnation. The trainer group waits for the outputs and then continues.
 
-The launcher decides how often a group restarts (launch/supervisor/policy.py). Here the limit of a call bounds every wait.
+The launcher decides how often a group restarts (launch/supervisor/policy.py). In this file the limit of a call bounds every wait.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Repeats:
     """Retry policy for a failed unit of work. Pure.
 
     After an incarnation has ended, the next one retries. After a failed fetch the same incarnation retries, until limit_s has
-    passed since its first failure.
+    passed since the first failed fetch in this incarnation.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -100,8 +100,8 @@ class Repeats:
         self._since = 0.0
 
     def first_incarnation(self, error: Exception, number: int, now: float) -> int:
-        """Return the first incarnation that may retry after this failure in incarnation `number`. Raises the error if the limit
-        has passed."""
+        """Return the number of the first incarnation that may retry after this failure in incarnation `number`: the next one after
+        GroupEndedError, the same one after a failed fetch. Raises the error if failed fetches have lasted longer than the limit."""
         if isinstance(error, GroupEndedError):
             return number + 1
         if self._number != number:
@@ -171,7 +171,8 @@ class DetachedGroups:
         self, what: str, incarnation: Incarnation, transfers: Sequence[Transfer], tracker: StorageTracker
     ) -> float:
         """Have workers of a detached group fetch data from the trainer group, or the trainer group from them. Returns the number of
-        fetched bytes. Raises UnfetchedError if any data is missing, GroupEndedError if the fetching workers have ended."""
+        fetched bytes. Raises UnfetchedError if any data could not be fetched, and GroupEndedError if workers of the detached group
+        fetch and their incarnation ends."""
         parts: dict[int, list[FetchPart]] = {}
         for transfer in transfers:
             (target,) = transfer.targets
@@ -192,7 +193,8 @@ class DetachedGroups:
         return float(sum(reply.num_bytes for reply in replies))
 
     def tell_nowait(self, what: str, workers: Sequence[int], body: CallBody) -> None:
-        """Send a message without waiting for replies. It is not repeated for a group that has ended meanwhile."""
+        """Send a message without waiting for replies. It is not sent to a group that has ended, and not repeated in its next
+        incarnation."""
         for worker in workers:
             if self._client.group_incarnation_of(self.worker_groups.of(worker)) is not None:
                 task = asyncio.create_task(self._tell(what, worker, body))

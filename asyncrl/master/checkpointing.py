@@ -62,8 +62,8 @@ class Checkpointer:
         self._task: asyncio.Task[None] | None = None
 
     def after_step(self, *, due: bool, take: Callable[[], MasterState]) -> None:
-        """Begin a checkpoint of this step if one is due. Does not await, so that the master's state from `take` and the state that
-        the workers save belong to the same moment."""
+        """Begin a checkpoint of this step if one is due and none is being written. Does not await, so that the master's state from
+        `take` and the state that the workers save belong to the same moment."""
         self._due |= due
         if not self._due or (self._task is not None and not self._task.done()):
             return
@@ -82,7 +82,7 @@ class Checkpointer:
         path = checkpoint_dir(self._run_dir, state.attempt, state.step)
         save = SaveCheckpoint(folder=name_of(self._run_dir, path))
         saved = self._caller.start(f"{path.name} to be written", self._everyone, save)
-        # A run that continues from this checkpoint voids the journal records after this one
+        # A run that continues from this checkpoint voids all journal records after this `snapshot`
         self._books.note("snapshot", step=state.step)
         self._task = self._tasks.spawn(self._commit(path, state, saved), "checkpoint")
 

@@ -1,4 +1,4 @@
-"""Evaluations beside training: bounds how many run at a time, and writes their results in the order of steps."""
+"""Evaluations beside training: bounds how many scheduled ones run at a time, and writes results in the order of steps."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.service_client import ServiceClient
 
-_MAX_EVALUATIONS = 4  # that run at the same time
+_MAX_EVALUATIONS = 4  # a scheduled evaluation is skipped while this many are running
 
-Results = Callable[[], Awaitable[Sequence[EvaluationResult]]]  # an empty sequence: the evaluation was abandoned
+Results = Callable[[], Awaitable[Sequence[EvaluationResult]]]  # empty: abandoned, or no prompts
 
 
 class Evaluator(Protocol):
     """Evaluates the current weights."""
 
     def begin(self, eval_id: str, step: int) -> Results:
-        """Begin an evaluation. The returned function waits for its end and returns the results."""
+        """Begin an evaluation, at the latest when the returned function is called. That function waits for the evaluation's end and
+        returns the results."""
 
 
 class ServerEvaluator:
@@ -43,7 +44,7 @@ class ServerEvaluator:
         return partial(self._run, eval_id, step)
 
     async def _run(self, eval_id: str, step: int) -> Sequence[EvaluationResult]:
-        """Wait for the evaluation. After eval.timeout_s it is abandoned with a warning."""
+        """Wait for the evaluation and return its results. After eval.timeout_s, log a warning and return no results."""
         if not self._num_prompts:
             return ()
         request = EvaluateRequest(
@@ -92,7 +93,7 @@ class Evaluations:
 
     @property
     def baseline_runs(self) -> bool:
-        """The initial weights are being evaluated."""
+        """Whether the initial weights are being evaluated."""
         return self._baseline is not None and not self._baseline.done()
 
     async def baseline_over(self) -> None:
@@ -126,7 +127,7 @@ class Evaluations:
     async def _evaluate(self, results: Results, step: int, before: asyncio.Task[None] | None) -> None:
         """before: the previous evaluation. Its results are written first, so that the records are in the order of steps."""
         if found := await results():
-            if before is not None:  # it has a time limit of its own
+            if before is not None:  # the previous evaluation ends within its own time limit
                 await self._wait(asyncio.wait({before}), "the previous evaluation")
             self._books.write_evaluation(step, found)
 

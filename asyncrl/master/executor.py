@@ -66,7 +66,8 @@ class ParameterHooks:
         return [Reallocate(source=self._trained_model[mfc.role], target=mfc.model)]
 
     def loaded(self) -> None:
-        """A checkpoint has been loaded into the trained models. The other models of their roles must get its weights."""
+        """Call after a checkpoint has been loaded into the trained models. Each other model of a trained role then gets the trained
+        model's weights before its next MFC."""
         trained = self._trained_model
         self._stale = {mfc.model for mfc in self._mfcs if mfc.role in trained and mfc.model != trained[mfc.role]}
 
@@ -85,7 +86,7 @@ class ParameterHooks:
 
 
 MOVED_BYTES = "redistribution/bytes"  # statistic of a step: bytes that model workers have sent to each other
-BALANCE_TOLERANCE = 0.1  # data moves between a model's ranks if one exceeds the mean of tokens by more than this share
+BALANCE_TOLERANCE = 0.1  # a data rank with more tokens than (1 + this) times the ranks' mean gives groups away
 
 
 @dataclass
@@ -131,8 +132,8 @@ class _Step:
         self._came_to: dict[int, list[str]] = {}  # worker -> the groups that it received as a head
 
     def begin(self, metas: Sequence[TrajectoryMeta], keys: Collection[str]) -> asyncio.Task[None]:
-        """Assign the batch's parts to each model's ranks and move the keys that they lack. Groups stay where these keys are, as far
-        as the balance allows."""
+        """Assign the batch's parts to each model's ranks and move the keys that they lack. A group goes to a data rank that lacks
+        the fewest of these keys, as far as the balance of tokens allows."""
         ids, tokens = [meta.ticket_id for meta in metas], {meta.ticket_id: sum(meta.seqlens) for meta in metas}
         for meta in metas:
             self._came_to.setdefault(self._heads[meta.head % len(self._heads)], []).append(meta.ticket_id)
@@ -165,7 +166,7 @@ class _Step:
         return plan_fetches(wanted, mfc.output_keys, self.tracker.there, self._placements[mfc.model].heads)
 
     def move(self, keys: Collection[str]) -> asyncio.Task[None]:
-        """Send new keys to all models that read them, and to the workers that record them."""
+        """Send new keys to the workers that record them, and to all models of the trainer group that read them."""
         plans = [self._plan(model, _those_in(reads, keys)) for model, reads in self._reads.items()]
         plans.append(self._plan_for(self._recorded, list(keys)))
         return self._send([step for plan in plans for step in plan])
@@ -232,7 +233,7 @@ def start_copies(
 
 
 def shard_handlers(placement: ModelPlacement) -> list[Handler]:
-    """Return the handlers of all workers of a model, in rank order."""
+    """Return the handlers (addresses for calls) of all workers of a model, in rank order."""
     return [ModelShardID.from_rank(placement.name, placement.topology, rank) for rank in range(placement.grid.size)]
 
 
@@ -329,7 +330,7 @@ class DetachedFunctionCall(ModelFunctionCall):
 
 
 class FunctionExecutor:
-    """Executes the graph by keys. It depends on no particular MFC."""
+    """Executes the dataflow graph: each MFC runs once the batch has all its input keys. No MFC is treated specially here."""
 
     def __init__(
         self,

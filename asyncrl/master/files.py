@@ -63,7 +63,8 @@ class MasterFiles:
         return generation_idle_share(self._run_dir, began, ended)
 
     def prune_versions(self, served: Iterable[WeightVersion]) -> None:
-        """Remove weight versions, except the newest ones, those that servers have loaded, and those that kept bad batches need."""
+        """Remove the actor's weight versions, except the newest weights.keep, those that servers have loaded (`served`), and those
+        that kept bad batches need."""
         in_use = [*served, *weights_needed(self._run_dir)]
         prune_versions(role_dir(self._run_dir, ACTOR), keep=self._config.weights.keep, in_use=in_use)
 

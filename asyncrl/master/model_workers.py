@@ -41,7 +41,7 @@ def placements_of(config: MasterWorkerConfig) -> dict[str, ModelPlacement]:
 
 
 class ModelWorkers:
-    """The master's calls to model workers, from the first to the last of a run.
+    """The placements of the models, and the master's calls to model workers. `executor` makes the calls of a step.
 
     waits for: replies, each at most train.call_timeout_s.  unblocked by: the workers.
     """
@@ -96,9 +96,10 @@ class ModelWorkers:
         )
 
     async def load_checkpoint(self, path: Path, shared: Mapping[str, str]) -> None:
-        """Load a checkpoint at every worker of the trainer group, and restore the references if the run refreshes them. The
-        checkpoint may have been saved with another layout. shared: the result of Refresher.state at the checkpoint: the folders
-        with the weights of detached models, which the checkpoint itself lacks."""
+        """Load a checkpoint at every worker of the trainer group. If the run refreshes the reference models
+        (train.ref.update_interval), give them the weights that they had at the checkpoint. The checkpoint may have been saved with
+        another layout. shared: the result of Refresher.state at the checkpoint: the folders with the weights of detached models,
+        which the checkpoint itself lacks."""
         load = LoadCheckpoint(folder=name_of(self._run_dir, path))
         await self.caller.call(f"{path.name} to be loaded", list(self.worker_groups.trainer), load)
         if self._refreshes_ref:
@@ -107,7 +108,8 @@ class ModelWorkers:
         self.hooks.loaded()
 
     def forget(self, tickets: Sequence[str]) -> asyncio.Task[list[CallResult]]:
-        """Have all workers that hold data of these groups discard it."""
+        """Have all workers that hold data of these groups discard it. The returned task waits for the workers of the trainer
+        group."""
         workers, body, what = self.tracker.drop(tickets), ClearData(ids=list(tickets)), "forgetting groups"
         self._detached.tell_nowait(
             what, [worker for worker in workers if worker in self.worker_groups.all_detached], body
@@ -134,7 +136,8 @@ class ModelWorkers:
         await self.commit(save, await self.start(model, what, save))
 
     async def commit(self, body: WriteWeights | SaveModel, written: Sequence[CallResult]) -> None:
-        """All workers of the model have written their files. The first worker commits them: it gives the folder its final name."""
+        """Call after all workers of the model have written their files. Lets the model's first worker commit them: that worker
+        checks the files and gives the folder its final name."""
         commit = CommitWeights(
             role=body.role,
             weight_version=body.weight_version if isinstance(body, WriteWeights) else "",

@@ -110,8 +110,8 @@ class WeightPublisher:
         self._books.note("published", version=version.version)
 
     async def replace_damaged(self, damaged: str) -> None:
-        """Rewrite the newest version if the gserver manager reports it as damaged on disk. Must be called between two steps, while
-        the model workers still hold it.
+        """Rewrite the newest version if the gserver manager reports it as damaged on disk, unless it was rewritten less than
+        REWRITE_PAUSE_S ago. Must be called between two steps, while the model workers still hold it.
 
         A damaged older version needs no rewrite, because the newest one replaces it. Raises RunEndedError if the version cannot be
         rewritten, or is damaged again after _MAX_REWRITES rewrites.
@@ -141,7 +141,7 @@ class WeightPublisher:
             await self._turns.generation()
 
     async def served(self) -> None:
-        """Wait until servers serve the newest version. Raises WaitTimeoutError after eval.timeout_s."""
+        """Wait until the gserver manager reports the newest version as served. Raises WaitTimeoutError after eval.timeout_s."""
         version = self._books.version.version
         what, limit_s = f"version {version} to be served", self._config.eval.timeout_s
         await self._board.bounded(self._until_served(version), what=what, on="gserver manager", limit_s=limit_s)

@@ -35,7 +35,7 @@ from asyncrl.weights.versions import WeightsError
 class Refresher:
     """Refreshes detached models.
 
-    consumes: refreshes.  produces: folders with weights, and models that have taken them.
+    consumes: requests for a refresh.  produces: folders with weights, and models that have taken them.
     waits for: replies, each at most the limit of a call.  unblocked by: the workers of both models.
     """
 
@@ -50,13 +50,14 @@ class Refresher:
         self._placements, self._detached, self._caller = placements, detached, caller
         self._run_dir, self._folder, self._attempt = run_dir, shared_dir(run_dir), attempt
         self._taken: dict[str, str] = {}  # model -> folder with its weights; without an entry: those of its path
-        self._named: frozenset[str] = frozenset()  # folders in the newest checkpoint, which may be incomplete
+        self._named: frozenset[str] = frozenset()  # folders of the newest checkpoint, which may not be complete yet
 
     def is_detached(self, model: str) -> bool:
         return self._placements[model].workers[0] in self._detached.worker_groups.all_detached
 
     def state(self) -> dict[str, str]:
-        """Return the state for a checkpoint: model -> folder with its weights. A run that continues from it needs them."""
+        """Return the state for a checkpoint: model -> folder with its weights. A run that continues from this checkpoint
+        needs these folders."""
         self._named = frozenset(self._taken.values())
         return dict(self._taken)
 
@@ -70,7 +71,7 @@ class Refresher:
             await self._take(incarnation, target, source, body.share)
             if body.share == 1.0:
                 return source
-            kept = f"{source}-taken-{incarnation.number}"  # an earlier incarnation may have written a part
+            kept = f"{source}-taken-{incarnation.number}"  # its own name: an earlier incarnation may have left a part
             await self._keep(incarnation, target, kept)
             return kept
 
@@ -116,7 +117,7 @@ class Refresher:
         if folder:
             await self._take(incarnation, model, folder, 1.0)
             return folder
-        # The model was in the trainer group, or had not been refreshed yet
+        # No folder: at the checkpoint the model was in the trainer group, or had not been refreshed yet
         load = [LoadCheckpoint(folder=name_of(self._run_dir, Path(checkpoint)))] * len(incarnation.group)
         await self._detached.call(f"{model.name} of a checkpoint to be loaded", incarnation, incarnation.group, load)
         kept = f"{model.name}-a{self._attempt:04d}-begun-{incarnation.number}"  # the checkpoint will be pruned
@@ -128,14 +129,14 @@ class Refresher:
         await self._detached.call(f"{target.name} to take weights", incarnation, target.workers, bodies)
 
     async def _share(self, model: str, folder: str) -> None:
-        """Write the weights of a model of the trainer group."""
+        """Write the weights of a model of the trainer group to this folder, and commit the folder."""
         workers, name = self._placements[model].workers, self._name(folder)
         body = ShareWeights(model=model, folder=name)
         replies = await self._caller.call(f"weights of {model} to be written", workers, body)
         await self._caller.call(f"{folder} to be complete", workers[:1], _commit_of(name, replies))
 
     async def _keep(self, incarnation: Incarnation, model: ModelPlacement, folder: str) -> None:
-        """Write the weights of a detached model."""
+        """Write the weights of a detached model to this folder, and commit the folder."""
         name, workers = self._name(folder), model.workers
         bodies = [ShareWeights(model=model.name, folder=name)] * len(workers)
         replies = await self._detached.call(f"weights of {model.name} to be written", incarnation, workers, bodies)

@@ -15,7 +15,8 @@ _SHORTEST_SPAN_S = 10.0
 
 logger = logging.getLogger(__name__)
 
-# Remedies for rejections, by reason. The log of the rollout worker has the traceback of the first rejection of each.
+# Remedies for rejections, by reason. The log of the rollout worker (mode=sync: of the model worker) has the traceback of the first
+# rejection for each reason.
 _REMEDIES = {
     "agent_declined": "have the agent return a trajectory",
     "agent_error": "fix the agent or environment",
@@ -28,8 +29,8 @@ _REMEDIES = {
     "generation_refused": "check that prompts and rollout.sampling fit the model and generation.num_blocks",
     "max_issues": "find out why their rollouts did not end; manager.max_issues limits how often a prompt is tried",
     "prompt_too_long": "leave long prompts out, or raise prompts.max_prompt_length",
-    "push_refused": "raise runtime.max_message_bytes, or sample less for a prompt",
-    "reward_died": "find out what ends its process: os._exit, a crash in a C extension, memory (rollout.reward_memory_bytes)",
+    "push_refused": "raise runtime.max_message_bytes, or sample fewer tokens for each prompt",
+    "reward_died": "find out what ends the judge process: os._exit, a crash in a C extension, memory (rollout.reward_memory_bytes)",
     "reward_error": "fix the reward function",
     "reward_not_finite": "have the reward function return a finite number",
     "reward_timeout": "make the reward function faster, or raise rollout.reward_timeout_s",
@@ -55,12 +56,12 @@ class StepTimes:
 
 
 def head_offpolicyness(meta: TrajectoryMeta, version: int) -> int:
-    """Trained version at batch formation minus the version of the group's oldest first token."""
+    """Version that the step trains from (`version`), minus the oldest version that sampled a first token in the group."""
     return version - WeightVersion.unpack(min(meta.version_start)).version
 
 
 def tail_offpolicyness(meta: TrajectoryMeta, version: int) -> int:
-    """Trained version at batch formation minus the version of the group's newest token."""
+    """Version that the step trains from (`version`), minus the newest version that sampled a last token in the group."""
     return version - WeightVersion.unpack(max(meta.version_end)).version
 
 
@@ -119,7 +120,8 @@ class UpdateSeconds:
         self._before: dict[str, float] = {}
 
     def since_last(self, servers: Sequence[ServerView]) -> float:
-        """Return the mean seconds of interruption since the last call. A restarted manager counts from 0."""
+        """Return the mean over the servers of the seconds of interruption since the last call. A restarted manager counts from 0: a
+        server whose count has decreased contributes 0."""
         new = [max(0.0, server.update_s - self._before.get(server.server, 0.0)) for server in servers]
         self._before = {server.server: server.update_s for server in servers}
         return _mean(new) if new else 0.0
@@ -149,7 +151,7 @@ class RunSummary:
     head_max: float = 0.0
     num_prompts: int = 0
     num_mixed: int = 0
-    num_finished_sequences: int = 0  # in all groups that arrived, trained or not
+    num_finished_sequences: int = 0  # responses in all groups that were stored, trained or not
     num_finished_tokens: int = 0
     num_skipped_steps: int = 0  # optimizer steps with a loss or gradient that was not finite
     num_dropped: int = 0  # groups that arrived and were too old to train

@@ -43,7 +43,7 @@ class ManagerReports:
         self._reporting = asyncio.Lock()
 
     def consume(self, tickets: Sequence[str]) -> None:
-        """These tickets have been trained. The next report includes them."""
+        """Add tickets that a step has trained to the next report."""
         self._consumed.extend(tickets)
 
     async def report(
@@ -84,7 +84,7 @@ class ManagerReports:
             self._full_report_due = not view.known
             if view.known:
                 break
-            self._num_rejections_seen = 0  # a new manager counts from the start
+            self._num_rejections_seen = 0  # a new manager counts rejections from the start
         del self._consumed[: len(consumed)]
         self._num_rejections_seen += len(view.rejected)
         self._books.reject(view.rejected, self._buffer.holds)
@@ -117,7 +117,7 @@ async def accept_trajectories(
             continue
         num_stored = len(buffer)
         verdict = buffer.put(meta)
-        if len(buffer) > num_stored:  # not a repeated message about a stored one
+        if len(buffer) > num_stored:  # a new trajectory was stored: the message was neither refused nor a repetition
             tracker.add(heads[meta.head], [meta.ticket_id], meta.keys)
             books.store(meta)
         ack(verdict)
@@ -127,11 +127,12 @@ class Rollouts:
     """The batch source of a run with rollout workers, or with a replayer in their place.
 
     consumes: the buffer, views of the ledger.  produces: batches.
-    waits for: enough stored trajectories, and the stragglers that the deadline rule waits for; within train.data_timeout_s.
+    waits for: enough stored trajectories, and the stragglers that the deadline rule (batch.py) waits for; at most
+    train.data_timeout_s without a newly stored or done prompt.
     unblocked by: a change of the manager's ledger (a bounded long poll), which every finished rollout causes; the end of the run.
     """
 
-    seconds: Mapping[str, float] = {}  # empty: no MFC of the master produces these batches
+    seconds: Mapping[str, float] = {}  # by MFC that produced the batch: empty, because rollout workers do
 
     def __init__(
         self,
@@ -146,7 +147,7 @@ class Rollouts:
         board: StatusBoard,
         clock: Clock,
     ) -> None:
-        """replace_damaged: from WeightPublisher. leaving: set when the launcher stops the run."""
+        """replace_damaged: WeightPublisher.replace_damaged. leaving: set when the launcher stops the run."""
         self._books, self._buffer, self._workers, self._reports = books, buffer, workers, reports
         self._replace_damaged, self._leaving, self._board, self._clock = replace_damaged, leaving, board, clock
         self._limit_s = config.train.data_timeout_s
@@ -197,7 +198,8 @@ class Rollouts:
             view = newer
 
     async def _newer_view(self, view: LedgerView, decision: NotReady, waited_s: float) -> LedgerView | None:
-        """Return the next view once the ledger has changed; None if the launcher stops the run meanwhile."""
+        """Report, with the tickets to revoke, and return the next view: as soon as the ledger changes, else after at most
+        LONG_POLL_S. None if the launcher stops the run meanwhile."""
         wait_s = min(LONG_POLL_S, max(0.0, self._limit_s - waited_s))
         report = self._reports.report(revoke=decision.revoke, wait_s=wait_s, after_revision=view.revision)
         async with self._board.waiting(decision.reason, on=decision.on, limit_s=self._limit_s, waited_s=waited_s):

@@ -51,5 +51,5 @@ class Schedule:
         return ScheduleState(step=self._last_step, epoch=self._last_epoch, elapsed_s=now - self._last_time)
 
     def restore(self, state: ScheduleState, now: float) -> None:
-        """Continue from a result of `state`. The time in between does not count."""
+        """Continue from a result of `state`. The time between `state` and this call does not count."""
         self._last_step, self._last_epoch, self._last_time = state.step, state.epoch, now - state.elapsed_s

@@ -55,7 +55,8 @@ class SkippedSteps:
         return num_skipped(stats) > 0
 
     def check(self) -> None:
-        """Raises SkippedStepsError after train.max_skipped_steps consecutive skipped train steps."""
+        """Raises SkippedStepsError after train.max_skipped_steps consecutive train steps in which a role skipped all its optimizer
+        steps. 0: no limit."""
         most = self._train.max_skipped_steps
         for role, count in self._in_row.items():
             if most and count >= most:

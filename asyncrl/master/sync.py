@@ -78,13 +78,14 @@ class Generation:
         return [meta.ticket_id for meta in sorted(self._buffer.stored, key=lambda meta: meta.locator)]
 
     async def trained(self, tickets: Sequence[str]) -> None:
-        """No-op: this process issues the prompts itself."""
+        """No-op: the master itself issues the prompts, so no other process needs to know."""
 
     async def end(self) -> None:
         """No-op: no other process needs to know."""
 
     def begin(self, eval_id: str, step: int) -> Results:
-        """Send the calls now: workers execute them before those of the next step, with the current weights."""
+        """Begin an evaluation: send its calls now, so that workers execute them before those of the next step, with the current
+        weights."""
         calls = {}
         locators = [Locator(0, at) for at in range(self._num_eval_prompts)]
         for mode in self._config.eval.modes if locators else ():
@@ -139,7 +140,7 @@ class Generation:
 async def _first_of(
     call: asyncio.Task[list[CallResult]], others: Sequence[asyncio.Task[list[CallResult]]]
 ) -> list[CallResult]:
-    """Return the call's results. Raises if the call or any of the others fails."""
+    """Return the results of `call`. Raises if `call` or one of `others` (copies of weights) fails."""
     replies, *_ = await asyncio.gather(call, *others)
     return replies
 

@@ -55,7 +55,8 @@ class Trainer:
     """Runs the train steps.
 
     consumes: batches.  produces: MFC calls, weight versions, saved models, checkpoints, records in the books.
-    waits for: a batch; the replies of the model workers; before it exports a step's weights, the export of the previous step's.
+    waits for: a batch; the replies of the model workers; before it exports a step's weights, the
+    end of the previous export.
     unblocked by: rollout workers that finish; model workers that reply.
     """
 
@@ -92,7 +93,8 @@ class Trainer:
         self._update_seconds = UpdateSeconds()
 
     async def begin(self, state: MasterState | None) -> None:
-        """Wait for the models, load the checkpoint of this state, and publish the weights with which training begins."""
+        """Wait until the models are loaded, load the checkpoint that `state` belongs to (None: the run begins anew), and publish
+        the weights with which training begins."""
         config, books, turns = self._config, self._books, self._turns
         if turns is not None:
             await turns.begin()
@@ -108,7 +110,8 @@ class Trainer:
             self._evaluations.begin(baseline=state is None)
 
     async def train(self) -> bool:
-        """Run all steps. Returns False if the launcher stopped the run before the last step; a checkpoint is then written."""
+        """Run all steps. Returns False if the launcher stopped the run before the last step. The last trained step then has a
+        checkpoint, if checkpoints are enabled."""
         finished = self._books.parent is not None and self._books.is_over()
         while not finished:
             finished = await self.train_one_step()
@@ -120,7 +123,8 @@ class Trainer:
         return True
 
     async def train_one_step(self) -> bool:
-        """Form a batch, run the dataflow on it, start to publish the weights, write the books. Returns True after the last step."""
+        """Form a batch, run the dataflow on it, start to publish the weights, write the books. Returns True after the last step,
+        or if no batch is left. If the launcher stops the run while the batch is formed, returns False without a step."""
         books, clock = self._books, self._clock
         self._skipped.check()
         start = clock.monotonic()
@@ -215,8 +219,9 @@ class Trainer:
         return self._books.state(evaluating=evaluating, shared=self._workers.refresher.state())
 
     async def _keep_bad_batch(self, metas: Sequence[TrajectoryMeta], result: StepResult) -> None:
-        """Save the batch of a step that was skipped in full or in part, for examples/bad_batch. Its weight version is not pruned.
-        If no weights are published, the weights after the step are saved with the batch."""
+        """Save the batch of a step of which all or some optimizer steps were skipped, for examples/bad_batch. The weight version
+        that this step trained from is not pruned. If no weights are published, the weights after the step are saved with the
+        batch."""
         workers, step = self._workers, self._books.step
         await self._skipped.save(
             metas, step, result.stats, heads=workers.heads, tracker=workers.tracker, caller=workers.caller

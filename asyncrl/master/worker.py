@@ -163,7 +163,8 @@ class MasterWorker(Worker):
         config, info = self.config, self.info
 
         def begin_anew(group: Sequence[int]) -> None:
-            """A detached group has begun a new incarnation. Its workers' stores are empty."""
+            """Called when a detached group has begun a new incarnation: forget what its workers held, because their stores are
+            empty."""
             tracker.forget(group)
             books.note("restarted", workers=[f"model_worker/{worker}" for worker in group])
 
@@ -267,7 +268,7 @@ class MasterWorker(Worker):
                 leaving.set()
 
     async def _write_summary(self, books: Books, wandb: WandbWriter | None, began: float, ended: float) -> None:
-        """Write summary.json. began, ended: of training, in seconds since the epoch."""
+        """Write summary.json. began, ended: start and end of training, in seconds since the epoch."""
         summary = books.summarize(self.system.clock.time(), self._files.generation_idle_share(began, ended))
         if wandb is not None:
             limit_s = self.config.wandb.finish_timeout_s + SLACK_S

@@ -29,8 +29,8 @@ NAME = "asyncrl_packed"
 
 # A rectangle accepts a sequence of length n if the rectangle's longest one has at most _STRETCH * n + _SLACK tokens. Padding costs
 # arithmetic; each further rectangle costs a few kernel launches per layer. Measured on one CPU core, forward and backward of
-# attention, 128 and 512 sequences of up to 107 tokens, 32 of up to 2000: (1.05, 2) to (1.2, 4) are within 10 % of each other,
-# (1.5, 8) takes 1.1 to 1.3 times as long, (2, 16) 1.4 to 1.5 times.
+# attention, 128 and 512 sequences of up to 107 tokens, 32 of up to 2000: (_STRETCH, _SLACK) from (1.05, 2) to (1.2, 4) are within
+# 10 % of each other, (1.5, 8) takes 1.1 to 1.3 times as long, (2, 16) 1.4 to 1.5 times.
 _STRETCH = 1.1
 _SLACK = 4
 
@@ -106,7 +106,8 @@ def packed_attention(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return [1, T, H, D], with zeros in the padding after the sequences."""
+    """Return the attention's output. With segments: [1, T, H, D], with zeros in the padding after the sequences. Without segments:
+    [batch, length, H, D], one sequence per row."""
     for name, extra in {"softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}.items():
         if extra is not None:
             raise ValueError(f"{NAME} attention does not support {name}, which {type(module).__name__} requires")
@@ -124,7 +125,7 @@ def packed_attention(
     if segments is None:
         return _causal(query, key, value, scaling, window).transpose(1, 2).contiguous(), None
     if query.shape[0] != 1:
-        raise ValueError(f"{NAME} attention with segments takes one packed row, not {query.shape[0]}")
+        raise ValueError(f"{NAME} attention with segments takes one packed row, not {query.shape[0]} rows")
     num_tokens, num_all = segments.num_tokens, query.shape[2]
     query_THD, key_TKD, value_TKD = (t[0].transpose(0, 1)[:num_tokens] for t in (query, key, value))
     attend = _varlen if _has_varlen(query) else _in_rectangles

@@ -49,10 +49,10 @@ from asyncrl.runtime.trace import OFF, Tracer
 from asyncrl.weights.update_group import Bucket, GroupMember, digest, rank_offsets, serve_store
 from asyncrl.weights.versions import ScoredText
 
-_MAX_GROUPS = 4  # update waves use few combinations of servers; the least recently used group is dropped
+_MAX_GROUPS = 4  # update waves use few combinations of servers; beyond these, the least recently used group is dropped
 _LEAVE_LIMIT_S = 5.0
 _CLOSE_LIMIT_S = 1.0
-_FAILURES = (aiohttp.ClientError, OSError, RuntimeError, ValueError)  # of one step; torch raises RuntimeError
+_FAILURES = (aiohttp.ClientError, OSError, RuntimeError, ValueError)  # of a failed step of a broadcast
 
 
 class BroadcastError(RuntimeError):
@@ -157,8 +157,8 @@ class Broadcast:
         await _of_all([self._client.post(target, "/begin_weight_update", begin) for target in self._targets])
 
     async def _send(self, group: GroupMember, bucket: Bucket, flat: torch.Tensor, *, is_last: bool) -> None:
-        """Servers answer after receiving the bucket, so the broadcast runs concurrently with the requests. A refusal by one server
-        ends the broadcast to all."""
+        """Broadcast one bucket, and post its description to all servers at the same time, because a server answers only after it
+        has received the bucket. If one server refuses, the broadcast to all of them fails."""
         message = ReceiveWeights(
             names=bucket.specs.names,
             dtypes=bucket.specs.dtypes,
@@ -173,7 +173,7 @@ class Broadcast:
         await _of_all([*received, group.broadcast(flat, self.left_s)])
 
     async def _end(self) -> BroadcastReply:
-        """Evaluate each server on its own: a server that has loaded the version serves it even if others failed."""
+        """Collect each server's own result: a server that has loaded the version serves it even if others failed."""
         self.stage = "waiting for servers to load"
         end = EndWeightUpdate(xxh3=list(await asyncio.gather(*self._held.digests)))
         answers = await asyncio.gather(
@@ -213,7 +213,7 @@ class WeightSender:
         self._logger, self._trace, self._clock = logger, trace, clock
         self._groups: OrderedDict[tuple[str, ...], GroupMember] = OrderedDict()  # by the servers' URLs
         self._held: HeldSnapshot | None = None
-        self._failing = False  # the last broadcast failed and was logged
+        self._failing = False  # whether the last broadcast failed; its failure has been logged
         self._client = client
         self._goodbyes: set[asyncio.Task[None]] = set()
 
@@ -232,7 +232,7 @@ class WeightSender:
     async def _leave_all(self) -> None:
         for key in list(self._groups):
             self._leave(key)
-        if self._goodbyes:  # servers that this run did not start outlive it
+        if self._goodbyes:  # servers that this run did not start outlive it and would keep the groups
             await asyncio.wait(self._goodbyes, timeout=_CLOSE_LIMIT_S)
         for task in self._goodbyes:
             task.cancel()
@@ -280,7 +280,10 @@ class WeightSender:
             level, self._failing = logging.DEBUG if self._failing else logging.WARNING, True
             causes = "; ".join(sorted(set(reply.errors.values())))
             self._logger.log(
-                level, "weights %s were not broadcast: %s; servers load them from disk", held.version, causes
+                level,
+                "weights %s did not reach every server: %s; servers without them load from disk",
+                held.version,
+                causes,
             )
         else:
             self._failing = False

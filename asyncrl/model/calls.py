@@ -95,11 +95,11 @@ class Calls:
         self._interfaces = interfaces
         self._metas: dict[str, TrajectoryMeta] = (
             receiver.metas if receiver is not None else {}
-        )  # of the groups in the store
+        )  # by ticket: metadata of the groups in the store
 
     async def run(self, server: NameResolvingReplyServer) -> None:
-        """Runs forever. A failed call is answered with its error and ends this worker: other workers may be in a collective with
-        this one, and must not wait for it."""
+        """Runs forever. A failed call is answered with its error and ends this worker. So other workers that are in a collective
+        with this one lose their connection instead of waiting for it."""
         while True:
             call = await server.receive()
             self._board.progress()
@@ -227,8 +227,8 @@ class Calls:
         recorder.record_nowait(body.version, len(body.ids), entries)
 
     def _save_batch(self, body: SaveBatch) -> int:
-        """Write the groups of the batch that came to this head. The files are written before the reply, which so confirms them. A
-        disk error is logged and does not stop training."""
+        """Write the groups of the batch that came to this head. The files are written before the reply. A disk error is logged and
+        does not stop training."""
         placed = [(place, meta) for place, meta in enumerate(body.metas) if meta.ticket_id in self.store]
         mine = [
             (place, meta) for place, meta in placed if self._heads[meta.head % len(self._heads)] == self._info.index

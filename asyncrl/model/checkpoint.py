@@ -1,14 +1,15 @@
 """Checkpoints: everything needed to continue training: models, optimizers, random state, small states. Any layout can load them.
 
-    all ranks            snapshot: numbered, collective, on the compute thread; copies this rank's parts to CPU memory
+    all ranks            snapshot: a call in the master's order, collective, on the compute thread; copies this rank's parts to CPU
     each rank's writer   write: its own files, concurrently with later calls; no collective
     one rank's writer    commit, after all have answered: checks that no part is missing, writes the manifest, renames the folder
-    all ranks            load: numbered, collective
+    all ranks            load: a call in the master's order, collective
 
 Tensors are stored in torch.distributed.checkpoint's safetensors format (HuggingFaceStorageReader): each file records where its
 tensors belong in the whole ones. torch.distributed.checkpoint loads them; each rank reads the parts that it holds in its layout.
-Names are global: `<model>.<checkpoint name>`, `<the same>.exp_avg`. Nothing is pickled. torch's usual format has a pickled
-`.metadata`, which lets anyone with write access to the folder run code here. This format has JSON headers, and the rest is JSON.
+Names are global: `<model>.<checkpoint name>`, `<model>.<checkpoint name>.exp_avg`. Nothing is pickled. torch's usual format has a
+pickled `.metadata`, which lets anyone with write access to the folder run code here. This format has JSON headers, and the rest is
+JSON.
 
 weights/checkpoints.py has the part that needs no torch: the manifest, the folder's location and the check for completeness.
 """
@@ -98,7 +99,7 @@ class Snapshot:
 
     worker: WorkerState
     tensors: dict[str, Tensor] = field(default_factory=dict)  # parts, by global name
-    offsets: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of each part in the whole tensor
+    offsets: dict[str, tuple[int, ...]] = field(default_factory=dict)  # first index of each part in the whole tensor
 
 
 # ---------------------------------------------------------------------------------------------------------------- saving
@@ -283,7 +284,7 @@ def _load_model(path: Path, model_name: str, model: TrainedModel, steps: Mapping
 
 
 def _optimizer_state(model: TrainedModel, tensor: Tensor) -> dict[str, Any]:
-    """State of one parameter; empty before the first step."""
+    """Optimizer state of one parameter; empty before the first step."""
     return dict(model.optimizer.state.get(tensor, {})) if model.optimizer is not None else {}
 
 

@@ -48,7 +48,7 @@ class DataManager:
         self._worker = worker
         self._rank_of = rank_of or int
         self._limit = timedelta(seconds=limit_s)
-        # Bounded by the master: it begins no batch before all workers have answered the moves of the previous batch
+        # The master bounds this queue: it begins no batch before all workers have answered the moves of the previous batch
         self._posted: queue.SimpleQueue[_Posted | None] = queue.SimpleQueue()
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
@@ -103,7 +103,7 @@ class DataManager:
         if not part.numel():
             return
         work = dist.irecv(part, self._rank_of(source))
-        assert work is not None, "this worker is in the world"
+        assert work is not None, "irecv returns None only outside the process group"
         try:
             work.wait(self._limit)
         except RuntimeError as error:
@@ -112,7 +112,7 @@ class DataManager:
     # ----------------------------------------------------------------------------------------------------- posted sends
 
     def _keep(self, work: dist.Work | None, part: Tensor, what: str) -> None:
-        assert work is not None, "this worker is in the world"
+        assert work is not None, "isend returns None only outside the process group"
         if self._thread is None:
             self._thread = threading.Thread(target=self._see_off, name="sends", daemon=True)
             self._thread.start()

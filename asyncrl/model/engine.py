@@ -89,7 +89,7 @@ class TrainEngine:
         self.vocab_size: int = config.get_text_config().vocab_size
         self._slots: sharding.Slots  # (module, attribute) of each parameter of this rank
         self._split: set[str] = set()  # parameters that are split over tensor ranks
-        self._partial: set[str] = set()  # their gradients must still be summed over tensor ranks
+        self._partial: set[str] = set()  # parameters with gradients that must still be summed over tensor ranks
         self._tied = ""  # name of the tied embedding if the last of several stages has a copy as its output layer
         weights_dtype = torch.float32 if self.trainable else self.dtype
         if self._mesh is None:
@@ -97,7 +97,7 @@ class TrainEngine:
         else:
             self.module = self._load_shard(model, config, weights_dtype, self._mesh)
         self.model: PreTrainedModel = self.module.model
-        self.config.architectures = [type(self.model).__name__]  # of the whole model; saved with it
+        self.config.architectures = [type(self.model).__name__]  # this config is saved with exported models
         self._total_steps = train.total_steps
         self.skipped_steps = 0
         self.optimizer: torch.optim.AdamW | None = None
@@ -106,10 +106,10 @@ class TrainEngine:
             self.model.requires_grad_(False)
             return
         if train.gradient_checkpointing:
-            # The name changed within transformers 5; the first argument is the same.
+            # The method's name changed within transformers 5; its first argument did not.
             enable = getattr(self.model, "activation_checkpointing_enable", None)
             (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
-            self.model.train()  # transformers applies checkpointing in training mode only; all dropout is 0
+            self.model.train()  # transformers needs it for gradient checkpointing; it changes nothing else, as all dropout is 0
         self.optimizer = _make_optimizer(
             self.named_parameters().values(), model.optimizer, fused=self.device.type == "cuda"
         )
@@ -182,7 +182,8 @@ class TrainEngine:
     def logprobs(self, sample: SequenceSample | None, *, temperature: float) -> npt.NDArray[np.float32] | None:
         """log p(token t | tokens before it), packed like packed_input_ids; 0 for the first token of each sequence.
 
-        Collective. Returned on every rank of the last stage of a replica that has a sample, else None. So are values and scores.
+        Collective. Every rank of the last stage of a replica that has a sample gets the result; all other ranks get None. The same
+        holds for `values` and `scores`.
         """
         return self._infer("lm", sample, temperature)
 
@@ -313,7 +314,8 @@ class TrainEngine:
         return self._reduce_stats({name: float(value) for name, value in local.items()})
 
     def _gradient(self, loss: float, stop: str) -> tuple[float, bool, bool]:
-        """(norm of the summed gradient, whether it and the loss are finite, whether a rank stops the step): equal on every rank."""
+        """Return (norm of the summed gradient, whether it and the loss are finite, whether any rank stops the step). The result is
+        equal on every rank."""
         grads = self._finish_gradients()
         squares = self._sum_of_squares(grads)
         summed = self._all_reduce_model([squares, 0.0 if math.isfinite(loss) else 1.0, 1.0 if stop else 0.0])
@@ -378,7 +380,8 @@ class TrainEngine:
 
     @torch.no_grad()
     def _sum_of_squares(self, grads: Mapping[str, Tensor]) -> float:
-        """Sum over the parameters that this rank counts. If several ranks hold the same values, only the first counts them."""
+        """Return the sum of the squares of the gradients that this rank counts. If several ranks hold the same values, only the
+        first of these ranks counts them."""
         counted = list(grads)
         if self._mesh is not None:
             if self._mesh.tensor > 0:
@@ -515,7 +518,7 @@ class _AdamW(torch.optim.AdamW):
 
 
 def _make_optimizer(parameters: Iterable[Tensor], config: OptimizerConfig, *, fused: bool) -> torch.optim.AdamW:
-    """AdamW; vectors (norms and biases) do not decay."""
+    """Return an AdamW optimizer, without weight decay for vectors (norms and biases)."""
     parameters = list(parameters)
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},

@@ -1,6 +1,6 @@
 """Exports weights: files of a version, of a model for the user, of a checkpoint; and an in-memory copy for the weight sender.
 
-    all ranks of the model   take_share: numbered, collective, on the compute thread: each rank gets some whole tensors on the CPU
+    all ranks of the model   take_share: a call in the master's order, collective: each rank copies some whole tensors to the CPU
     each rank's writer       weights.write_part: writes its share's files, concurrently with later calls; the reply lists them
     the model's first rank   commit: manifest, final name, once the master reports that all files are there
 
@@ -195,7 +195,7 @@ def _gather(
     room: Mapping[str, Tensor],
     max_bytes: int,
 ) -> None:
-    """Assemble each tensor at its owner, in `room` there. Collective."""
+    """Assemble each whole tensor at the worker that owns it, in that worker's tensor of this name in `room`. Collective."""
     targets: dict[int, dict[str, Box]] = {}
     for name, piece in whole.items():
         targets.setdefault(owners[name], {})[name] = Box.whole(piece.shape)
@@ -225,7 +225,7 @@ class _Lane:
         self.writing: asyncio.Task[None] | None = None
 
     def close(self) -> None:
-        if self.writing is not None:  # not awaited: a half-written folder never gets its final name
+        if self.writing is not None:  # not awaited, because a half-written folder never gets its final name
             self.writing.cancel()
         self.pool.shutdown(wait=False, cancel_futures=True)
 
@@ -267,7 +267,8 @@ class Exporter:
     # -------------------------------------------------------------------------------------------------------------- calls
 
     async def hold(self, body: HoldWeights, engine: TrainEngine) -> None:
-        """Take a snapshot for the sender; other ranks keep nothing. WriteWeights of this version writes the same snapshot."""
+        """Take a snapshot of the whole model for the sender, at its rank; other ranks keep nothing. A later WriteWeights of this
+        version writes this snapshot, all of it at the sender's rank."""
         await self._end_of_writing(self._weights)
 
         def snapshot() -> HeldSnapshot:

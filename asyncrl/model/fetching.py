@@ -33,10 +33,10 @@ from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.http_server import for_the_run, serve
 
 PATH = "/held_data"
-LIMIT_S = 10.0  # of an answer; after that the fetch fails and the master, which knows the source's state, decides when to retry
-_ANSWER_BYTES = 64_000_000  # quick to send; a large batch takes several answers, each with its own limit
+LIMIT_S = 10.0  # for an answer; after that the fetch fails and the master, which knows the source's state, decides when to retry
+_ANSWER_BYTES = 64_000_000  # of one answer: quick to send; a large batch takes several answers, each with its own limit
 _RETRY_S = 0.1
-_TRIES = 4  # in a row; few, because a lost connection may come back soon, but a refused one stays refused
+_TRIES = 4  # attempts in a row; few: a lost connection may come back soon, but a refused one stays refused
 _MAX_IDS = 1024  # per request
 _MAX_KEYS = 256
 _MAX_REQUEST_BYTES = 1_000_000
@@ -126,7 +126,8 @@ class HeldData:
         return web.Response(body=body, content_type=_TYPE)
 
     def _pack(self, wanted: HeldDataRequest) -> bytes:
-        """On a thread. Raises ValueError if a requested group or key is missing."""
+        """Return the body of an answer: the first requested group, and as many of the next ones as fit. Runs on a thread. Raises
+        ValueError if a requested group or key is missing."""
         groups: list[SequenceSample] = []
         num_bytes = 0
         for group_id in wanted.ids:

@@ -32,7 +32,7 @@ class Sampler:
     def __init__(
         self, engine: TrainEngine, *, eos_token_ids: Sequence[int], max_sequences: int, max_tokens: int
     ) -> None:
-        """max_sequences, max_tokens: sampled at the same time; tokens include prompts and responses."""
+        """max_sequences, max_tokens: the most that are sampled at the same time; tokens of prompts and responses, with padding."""
         if engine.num_stages > 1:
             raise ValueError("generation needs the whole model on each worker, not a pipeline stage")
         self.eos_token_ids = list(eos_token_ids)
@@ -51,7 +51,8 @@ class Sampler:
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[None]:
-        """Use the engine's current weights. Collective over its ranks; `sample` inside is not."""
+        """Use the engine's current weights inside the `with` block. Collective over the engine's ranks; `sample`, which is called
+        in the block, is not collective."""
         engine = self._engine
         engine.onload()
         whole: dict[str, nn.Parameter] = {}

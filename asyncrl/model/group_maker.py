@@ -47,7 +47,8 @@ class _Group:
 
 @dataclass
 class Made:
-    """Result for some prompts. In trajectories of an evaluation the logprobs are not computed: they are 0."""
+    """Result of GroupMaker.make: the groups, and the prompts without one. In an evaluation the logprobs are not computed: they are
+    0."""
 
     samples: list[SequenceSample]  # of one group each
     metas: list[TrajectoryMeta]  # of these samples
@@ -102,7 +103,8 @@ class GroupMaker:
             reward.close()
 
     def make(self, body: ExecuteMFC, ids: Sequence[str]) -> Made:
-        """Make the groups with these ids of the call. On the compute thread, collective over the ranks of the model."""
+        """Make the groups of this replica: `ids`, a part of the call's ids. On the compute thread, collective over the ranks of the
+        model."""
         began = self._clock.time()
         evaluates = bool(body.eval_mode)
         sampling, num_each = self._mode(body.eval_mode)
@@ -213,7 +215,7 @@ class GroupMaker:
         logprobs = self._engine.logprobs(whole, temperature=temperature_of(self._train))
         if whole is None:
             return []
-        assert logprobs is not None, "every rank has the whole model"
+        assert logprobs is not None, "no pipeline, so every rank gets logprobs of its sample"
         sampled = np.where(whole.data["loss_mask"], logprobs, np.float32(0.0))
         return whole.update(whole.derive({"packed_logprobs": sampled})).unpack()
 

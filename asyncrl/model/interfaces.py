@@ -107,7 +107,7 @@ class Interface(ABC):
     def run(
         self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int
     ) -> tuple[SequenceSample | None, Stats]:
-        """Compute new keys for the ids of `sample`, and statistics of all ranks. None: no groups here, or nothing to store.
+        """Return new keys for the ids of `sample` (None: no groups here, or nothing to store), and statistics of all ranks.
 
         `sample` holds the groups of this rank's replica, `batch_ids` the whole batch, both in canonical order. version is the
         number of train steps done before this one. The head of the replica stores the keys.
@@ -177,7 +177,7 @@ def temperature_of(train: TrainConfig) -> float:
     return temperature
 
 
-_MIN_STD = 1e-4  # a smaller spread of returns is rounding error
+_MIN_STD = 1e-4  # a smaller standard deviation of the returns is taken for rounding error
 
 
 def batch_stats(engine: Ranks, local: LocalBatch, made: Advantages) -> Stats:
@@ -277,8 +277,8 @@ class StepStats:
         self.values: Stats = {}  # sums and maxima over the minibatches
 
     def add(self, stats: Mapping[str, float], num_tokens: float) -> None:
-        """stats: of one `train_step`; before the last stage without those of the loss. num_tokens: tokens in the minibatch's
-        `loss_mask`, all ranks."""
+        """stats: the result of one `train_step` (on a rank before the last stage it lacks the statistics of the loss). num_tokens:
+        tokens in the minibatch's `loss_mask`, over all ranks."""
         self.steps += 1
         self.num_tokens += num_tokens
         for name, value in stats.items():
@@ -288,7 +288,7 @@ class StepStats:
                 self.values[name] = self.values.get(name, 0.0) + value
 
     def result(self, role: str) -> Stats:
-        """<role>/<name>: means over minibatches or tokens, maxima, counts."""
+        """Return the statistics by `<role>/<name>`: means over minibatches or tokens, maxima, counts."""
         result = {"optimizer_steps": float(self.steps), "empty_minibatches": float(self.empty)}
         for name, value in self.values.items():
             if name == "num_tokens":  # only used by stop_reason
@@ -346,7 +346,8 @@ class ScoresInterface(Interface):
 
 
 def _made(sample: SequenceSample | None, key: str, array: npt.NDArray[np.float32] | None) -> SequenceSample | None:
-    """Return the key for the sample's ids; None if the engine returned nothing (no groups, or not the last stage)."""
+    """Return a sample with `array` as this key, for the same ids; None if the engine returned nothing (no groups, or not the last
+    stage)."""
     if sample is None or array is None:
         return None
     if KEY_SPECS[key].layout == "token":

@@ -32,8 +32,8 @@ class ScoringModel(ShardedModel, Protocol):
 
 class TextScorer:
     """Scores one text, which is written at the first measurement and kept. After some random tokens, the model itself continues
-    the text at temperature 1, so that its tokens resemble those of rollouts: for these the precision of a dtype is known. A text
-    of random tokens only would have logprobs far from 0, where bfloat16 is coarse. A text of the likeliest tokens would have
+    the text at temperature 1, so that its tokens resemble those of rollouts: for such tokens the error of each dtype is known. A
+    text of random tokens only would have logprobs far from 0, where bfloat16 is coarse. A text of the likeliest tokens would have
     logprobs close to 0 under any weights.
     """
 

@@ -36,11 +36,11 @@ def token_logprobs(
     tensor_group: dist.ProcessGroup | None = None,
     vocab_start: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """(log p(target), entropy) of softmax(logits / temperature), float32, for each token. Entropy carries no gradient.
+    """Return (log p(target), entropy) of softmax(logits / temperature), float32, for each token. Entropy carries no gradient.
 
     output_layer: an nn.Linear, or its weight [V, H] (pass its bias, if any, as `bias`).
-    tensor_group: its ranks share hidden_NH, targets_N and the gradients of the results. Each rank passes its own rows of the
-    weight, which begin at word vocab_start, and gets the full gradient of hidden_NH. Collective, in backward too.
+    tensor_group: all its ranks have the same hidden_NH, targets_N and gradients of the results. Each rank passes its own rows of
+    the weight, which begin at word vocab_start, and gets the full gradient of hidden_NH. Collective, in backward too.
     """
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}; it must be above 0")
@@ -109,7 +109,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        """d logprob / d logits = scale * (one at the target - softmax)."""
+        """d logprob / d logits = scale * (one at the target - softmax), for logits before they are divided by the temperature."""
         hidden_NH, weight_VH, bias_V, targets_N, normaliser_N = ctx.saved_tensors
         dtype, scale, chunk_tokens, group = ctx.settings
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
@@ -127,7 +127,7 @@ class _TokenLogprobs(torch.autograd.Function):
                     delta_CU.sub_(normaliser[tokens, None]).exp_()
                     inside_C, column_C = _inside(targets[tokens], words)
                     delta_CU.scatter_add_(1, column_C, -inside_C[:, None].float())
-                    # delta_CU is not multiplied by factor: scaled and grad_hidden, of [tokens, hidden], are, which is less work.
+                    # `factor` multiplies scaled and grad_hidden instead of delta_CU: they are [tokens, hidden], which is less work.
                     if grad_bias is not None:
                         grad_bias[words] += (factor[tokens].T @ delta_CU)[0]
                     delta_CU = delta_CU.to(dtype)
@@ -167,7 +167,7 @@ def _logits(hidden_CH: Tensor, weight_UH: Tensor, bias_U: Tensor | None, scale: 
 
 
 def _inside(targets_C: Tensor, words: slice) -> tuple[Tensor, Tensor]:
-    """(whether each target is one of these words [C], its column [C, 1], or 0 if it is not)."""
+    """Return (whether each target is one of these words [C], the target's column among them [C, 1], 0 if it is not)."""
     inside_C = (targets_C >= words.start) & (targets_C < words.stop)
     return inside_C, (targets_C - words.start).where(inside_C, 0)[:, None]
 

@@ -35,7 +35,8 @@ class ModelMesh:
 
     @classmethod
     def make(cls, placement: ModelPlacement, device_type: str) -> ModelMesh | None:
-        """Collective over the world. Returns None if this rank holds no part of the model. Waits at most the world's timeout."""
+        """Make the mesh of a model. Collective over the world; waits at most the world's timeout. Returns None if this rank holds
+        no part of the model."""
         if list(placement.workers) != sorted(placement.workers):
             # torch numbers the ranks of a group in the world's order, so another order would contradict the coordinates
             raise ValueError(

@@ -48,7 +48,8 @@ class NameStore(Store):
                 return count
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:  # type: ignore[override]  # torch's stub says str
-        """Returns the key's value afterwards, or `expected` if the key is absent. An empty `expected` matches an absent key."""
+        """Set the key to `desired` if its value is `expected`; an empty `expected` also matches an absent key. Returns the key's
+        value afterwards, or `expected` if the key is absent."""
         before = self._now(key)
         found = b"" if before is None else _bytes(before)
         if found == expected and self._resolver.compare_and_swap(self._name(key), before, _text(desired)):

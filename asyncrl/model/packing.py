@@ -122,7 +122,7 @@ class SequenceBatch:
         return cls(lengths, {key: sample.data[key] for key in keys}, key_lengths)
 
     def select(self, sequences: Sequence[int]) -> dict[str, Array]:
-        """All keys of some sequences, packed in the given order."""
+        """Return all keys of these sequences, packed in the given order."""
         return {
             key: array[run_indices(self.key_lengths[key], sequences)] if len(sequences) else array[:0]
             for key, array in self.data.items()
@@ -130,7 +130,7 @@ class SequenceBatch:
 
 
 def run_indices(lengths: npt.NDArray[np.int64], sequences: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Indices into a packed array of the values of some sequences: their runs, one after another."""
+    """Return the indices of these sequences' values in a packed array: one sequence's run of values after another."""
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])[np.asarray(sequences, dtype=np.int64)]
     counts = lengths[np.asarray(sequences, dtype=np.int64)]
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

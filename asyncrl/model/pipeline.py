@@ -30,7 +30,7 @@ from asyncrl.model.packing import Packed
 from asyncrl.model.sharding import VocabPart, local_tensor
 
 Outputs = tuple[Tensor, ...]  # lm: (logprobs_T, entropy_T); value: (values_T,); reward: (scores_S,)
-_PARTS = ("embed_tokens", "layers", "norm")  # of a backbone, with their names in base_model_pp_plan
+_PARTS = ("embed_tokens", "layers", "norm")  # parts of a backbone, by their names in transformers' base_model_pp_plan
 
 
 class Stage(nn.Module):
@@ -70,7 +70,8 @@ class Stage(nn.Module):
         return next(self.parameters()).device
 
     def forward(self, x: Tensor, number: Tensor | None = None) -> Tensor | Outputs:
-        """x: on the first stage the number of the micro-batch [1, 1]; else hidden states [1, T', H], with the number separate."""
+        """x: on the first stage the number of the micro-batch, [1, 1]; on other stages the previous stage's hidden states [1, T',
+        H], and `number` is the number of the micro-batch. Returns outputs on the last stage, else hidden states."""
         number = x if number is None else number
         packed = self.micro_batches[int(number)]
         with self.autocast():
@@ -152,7 +153,8 @@ def cut_to_stage(model: PreTrainedModel, mesh: ModelMesh, path: str | Path) -> N
 
 
 def _own_config(model: PreTrainedModel, layers: range) -> None:
-    """Adapt the config: a backbone looks up the types of its layers by their index in its list."""
+    """Give the model a config of its own, with only these layers: a backbone looks up the type of a layer by the layer's index in
+    the backbone's list."""
     config: PreTrainedConfig = copy.deepcopy(model.config)
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None)
@@ -202,7 +204,7 @@ def train_micro_batches(stage: Stage, mesh: ModelMesh, loss_of: Callable[[Output
             stage.device,
             input_args=number if stage.is_first else hidden,
             output_args=(hidden,)
-            * (2 if stage.is_last and stage.kind == "lm" else 1),  # of the last stage: only the count matters
+            * (2 if stage.is_last and stage.kind == "lm" else 1),  # one per output; only the count matters
             group=mesh.pipe_group,
         ),
         count,

@@ -29,7 +29,8 @@ STORE = "model_workers"  # argument of names.process_group
 
 
 class ProcessGroup:
-    """A worker's rank is its index among the members. A group of one member has no process group and no mesh.
+    """The process group of this worker's worker group. Members: the workers of that group; a worker's rank is its index among them.
+    With a single member there is no torch.distributed process group and no mesh.
 
     waits for: the first member to serve, then all members to join (runtime.start_timeout_s); other members in a collective, at
     most limit_s.  unblocked by: the others' arrival, or the loss of their connection.
@@ -44,7 +45,7 @@ class ProcessGroup:
         self.rank, self.size = self.members.index(info.index), len(self.members)
 
     def rank_of(self, worker: int) -> int:
-        """Raises ValueError for a worker of another group."""
+        """Return the rank of a worker of this group. Raises ValueError for a worker of another group."""
         return self.members.index(worker)
 
     async def rendezvous(self, directory: Directory) -> str:
@@ -100,7 +101,8 @@ def interface_of(host: str) -> str:
 
 
 def choose_device(index: int, *, tf32: bool = False) -> torch.device:
-    """Return a GPU by index if there are any, else the CPU. tf32: for float32 matmuls on GPUs, in the whole process."""
+    """Return the GPU with this index (modulo the number of GPUs), or the CPU if there is no GPU. tf32: use TF32 for float32 matrix
+    products on GPUs, in the whole process."""
     torch.backends.cuda.matmul.allow_tf32 = tf32  # has no effect on a CPU
     if not torch.cuda.is_available():
         return torch.device("cpu")

@@ -37,8 +37,9 @@ def reallocate(
     share: float = 1.0,
     max_bytes: int = _MAX_BYTES,
 ) -> int:
-    """Collective over `workers`: all that hold a part of either model, in the same order everywhere (e.g. ascending). Returns the
-    number of bytes that this worker sent.
+    """Copy the weights (share=1) or average them. Returns the number of bytes that this worker sent.
+
+    Collective over `workers`: all that hold a part of either model, in the same order everywhere (e.g. ascending).
 
     source, target: this worker's engines, or None if it has no part of that model. The mean is computed in float32 and stored in
     the target's own dtype: 16-bit targets lose steps that are small relative to a weight. Raises ShardError on all workers,
@@ -65,7 +66,7 @@ def reallocate(
     _check_fit(
         {name: piece.shape for name, piece in ours.items()}, {name: piece.shape for name, piece in theirs.items()}
     )
-    travelling = theirs if share == 1.0 else ours  # a copy is cast before it is sent
+    travelling = theirs if share == 1.0 else ours  # share=1: cast to the target's dtype before sending
     dtypes = {name: dtype_of(piece.dtype) for name, piece in travelling.items()}
     moves = plan_moves(
         sources,

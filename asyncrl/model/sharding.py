@@ -108,7 +108,7 @@ def load_whole(path: str | Path, kind: str, config: PreTrainedConfig, dtype: tor
 
 
 def may_lack(name: str, kind: str) -> bool:
-    """Whether a checkpoint may lack this parameter; it is zero then."""
+    """Whether a checkpoint may lack this parameter. If it does, the parameter is zero."""
     return kind == "value" and name.startswith("score.")
 
 
@@ -137,7 +137,7 @@ class Skeleton:
 
     model: PreTrainedModel  # parameters on the meta device
     kind: str
-    names: dict[int, str]  # id of a parameter -> its name in the whole model; a tied one has its embedding's
+    names: dict[int, str]  # id of a parameter -> its name in the whole model; tied ones: the embedding's name
     split: dict[int, int] = field(default_factory=dict)  # id of a parameter -> the dimension that tensor ranks split
     # names of parameters that every tensor rank applies to its part of the activations: their gradients are summed over the group
     partial: set[str] = field(default_factory=set)
@@ -156,13 +156,13 @@ class Skeleton:
         return self.names[id(embedding.weight)] if getattr(output_layer, "weight", None) is embedding.weight else ""
 
 
-Read = Callable[[str, int, int, int], Tensor]  # (name, dimension, start, length) -> that slice
+Read = Callable[[str, int, int, int], Tensor]  # (name, dimension, start, length) -> this slice of the tensor
 
 
 def open_weights(path: str | Path, skeleton: Skeleton, config: PreTrainedConfig, dtype: torch.dtype) -> Read:
     """Return a function that reads pieces of the checkpoint, directly from safetensors files if these have the model's own names.
     Any other checkpoint (experts that transformers fuses, torch's format, a bare backbone) is loaded whole and stays in memory as
-    long as the function.
+    long as the function exists.
     """
     needed = [name for name in skeleton.names.values() if not may_lack(name, skeleton.kind)]
     needed += [name for name, _ in _persistent_buffers(skeleton.model)]
@@ -242,7 +242,7 @@ class Filler:
         self.trainable = trainable
         self.path = path
         self._tensor_mesh = mesh.device_mesh["tensor"]
-        self._meta: list[nn.Parameter] = []  # kept alive, so that no id is reused
+        self._meta: list[nn.Parameter] = []  # parameters already replaced; kept alive, so that Python reuses no id
         self.slots: Slots = {}
         self.split: set[str] = set()  # parameters that are split over tensor ranks
 
@@ -280,7 +280,7 @@ class Filler:
                     computed.append(name)
                 module._buffers[name] = value.clone()
             if computed:
-                model._init_weights(module)  # type: ignore[no-untyped-call]  # the buffers of rotary embeddings
+                model._init_weights(module)  # type: ignore[no-untyped-call]  # computes rotary embeddings' buffers
             for name in computed:
                 value = module._buffers[name]
                 if value is None or (value.is_floating_point() and value.isnan().any()):
@@ -372,7 +372,7 @@ def apply_tensor_parallel(skeleton: Skeleton, mesh: ModelMesh, path: str | Path)
             parent = name.rpartition(".")[0]
             if parent not in shares:
                 shares[parent] = _SharedInput(mesh.tensor_group)
-                # also after an incomplete forward: checkpointing's recomputation stops as soon as it has every tensor it needs
+                # always_call: forget after an incomplete forward, too. Checkpointing's recomputation stops once it has all it needs
                 model.get_submodule(parent).register_forward_hook(shares[parent].forget, always_call=True)
             _install_colwise(module, shares[parent])
         elif style == "rowwise" and isinstance(module, nn.Linear):
@@ -437,8 +437,8 @@ class _Sum(torch.autograd.Function):
 
 
 class _SharedInput:
-    """The shared input of siblings such as q, k and v. Their gradients are added locally before the sum over ranks: one
-    all-reduce instead of three.
+    """The shared input of siblings such as q, k and v. The siblings' gradients with respect to this input are added locally before
+    the sum over ranks: one all-reduce instead of three.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

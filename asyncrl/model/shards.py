@@ -196,7 +196,7 @@ def plan_rounds(moves: Sequence[Move], *, itemsizes: Mapping[str, int], max_byte
 def _boxes_by_stage(
     name: str, shape: tuple[int, ...], sources: Mapping[int, Holding]
 ) -> dict[int, dict[Box, list[int]]]:
-    """Stage -> box -> workers that hold it. A tied tensor is in two stages; the boxes of either one cover it."""
+    """Stage -> box -> workers that hold it. A tied tensor is in two stages; the boxes of either stage cover it."""
     stages: dict[int, dict[Box, list[int]]] = {}
     for worker in sorted(sources):
         piece = sources[worker].pieces.get(name)

@@ -1,4 +1,4 @@
-"""Moves parts of tensors between model workers as planned by shards.py. Collective, on the compute thread, in numbered calls only.
+"""Moves parts of tensors between model workers as planned by shards.py. Collective, on the compute thread, in the master's calls.
 
     exchange     every worker sends the others a few bytes (its holdings)
     carry        sends raw parts in rounds, with at most max_bytes in transit at a worker
@@ -173,7 +173,7 @@ class _Buffer:
 
 
 def _wait(operations: list[Any]) -> None:
-    """Start all operations together, so that two workers that send to each other do not block each other."""
+    """Start all operations together and wait for them. Two workers that send to each other do not block each other."""
     for work in dist.batch_isend_irecv(operations) if operations else []:
         work.wait()
 

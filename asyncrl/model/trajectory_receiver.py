@@ -32,7 +32,7 @@ from asyncrl.runtime.push_pull import DecodeSample, MetaPusher, NameResolvingZmq
 from asyncrl.runtime.system import System
 
 _ROOM_LIMIT_S = (
-    30.0  # a trajectory waits this long for room in a full store: the master clears data at the end of a step
+    30.0  # a trajectory waits at most this long for room in a full store: the master clears data at the end of a step
 )
 
 
@@ -40,7 +40,7 @@ class TrajectoryReceiver:
     """Receives trajectories into one head's store.
 
     consumes: trajectories.  produces: metadata (to the master), verdicts (to the rollout worker).
-    waits for: a trajectory; while runtime.push_credit_items trajectories have no verdict of the master yet, one of these verdicts.
+    waits for: a trajectory; or, while runtime.push_credit_items trajectories have no verdict of the master, one of these verdicts.
     unblocked by: rollout workers; the master. Backpressure: unanswered trajectories use up the pushers' credit.
     """
 
@@ -60,9 +60,9 @@ class TrajectoryReceiver:
         logger: logging.Logger,
         clock: Clock,
     ) -> None:
-        """Use `open`. check: returns the error of a trajectory, or ""."""
+        """Call `open` instead, which also opens the sockets. check: returns the error of a trajectory, or ""."""
         self.store = store
-        self.metas: dict[str, TrajectoryMeta] = {}  # of the groups in the store
+        self.metas: dict[str, TrajectoryMeta] = {}  # ticket -> metadata, of the groups in the store
         self._info, self._puller, self._meta_pusher, self._head = info, puller, meta_pusher, head
         self._check, self._verdict_limit_s, self._room_limit_s = check, verdict_limit_s, room_limit_s
         self._tasks, self._board, self._logger, self._clock = tasks, board, logger, clock
@@ -173,7 +173,7 @@ class TrajectoryReceiver:
         self._board.set_queue("store", len(self.store))
 
     async def _put(self, sample: SequenceSample) -> str:
-        """Store the sample, waiting for room if necessary. Returns "" or the obstacle."""
+        """Store the sample. If the store is full, wait for room, at most room_limit_s. Returns "" or the obstacle."""
         deadline = self._clock.monotonic() + self._room_limit_s
         while (reason := self.store.put(sample)) == FULL and (left := deadline - self._clock.monotonic()) > 0:
             self._room.clear()
@@ -209,7 +209,7 @@ def trajectory_error(meta: TrajectoryMeta, sample: SequenceSample, *, limits: Mo
     if meta.seqlens != lengths:
         return f"bad_meta: lengths {meta.seqlens}, tensors {lengths}"
     if not lengths or min(lengths) < 2:
-        return f"bad_lengths: {lengths}; a group has sequences of a prompt and a response"
+        return f"bad_lengths: {lengths}; each sequence has a prompt and a response, so at least 2 tokens"
     if max(lengths) > limits.max_length:
         return f"bad_lengths: {lengths}; the model has {limits.max_length} positions for prompt and response"
     ids = sample.data["packed_input_ids"]

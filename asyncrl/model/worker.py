@@ -1,7 +1,7 @@
 """Model worker: one rank of the training side. It holds its shards of models and a part of the data, and executes calls in order.
 
-    rollout workers -- trajectory --> [puller] -> store -- metadata --> master       (heads of the first model only; mode=sync:
-                                                                                      made here, in the first of the MFCs)
+    rollout workers -- trajectory --> [puller] -> store -- metadata --> master       (only at heads of the first model; with
+                                                                                      mode=sync an MFC makes the groups here)
     master -- calls --> [reply server] -> compute thread: MFCs, data and weights in transit between workers, snapshots
                                           writer thread: snapshots to disk
     workers of other groups <-- data --> [held data, fetcher]      (if the run has detached groups: worker_groups.py)
@@ -210,7 +210,7 @@ class ModelWorker(Worker):
     async def _meet(
         self, process_group: ProcessGroup, directory: Directory, compute: Compute, device: torch.device
     ) -> dict[str, ModelMesh | None]:
-        """Join the process group and make the meshes of all models."""
+        """Join the process group and make the meshes of all models of its worker group."""
         limit_s = self.info.runtime.start_timeout_s
         join = partial(process_group.join, await process_group.rendezvous(directory), device)
         await compute(join, f"the process group of {process_group.size} workers", limit_s=limit_s)
@@ -224,7 +224,7 @@ class ModelWorker(Worker):
 
         def load() -> TrainEngine:
             torch.manual_seed(self.info.seed)
-            transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # they fill the log
+            transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # progress bars would fill the log
             with loading.watched():
                 return TrainEngine(model, self.config.train, mesh=mesh, device=device)
 

@@ -34,7 +34,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _MAX_MESSAGE = 200_000
 _MAX_TRACEBACK = 20_000
 _LENGTH_BYTES = 8
-_KILL_LIMIT_S = 5.0  # to kill all descendants at the end; they may start others meanwhile
+_KILL_LIMIT_S = 5.0  # time limit for killing all descendants: they may start further processes meanwhile
 _KILL_TURN_S = 0.001
 _OOM_SCORE = "1000"  # if the machine runs out of memory, the kernel kills judges first
 
@@ -74,7 +74,7 @@ def _be_nursery(control: socket.socket) -> NoReturn:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     control.send(json.dumps({"ready": [function.is_async, list(function.arguments)]}).encode())
     judges: set[int] = set()
-    helpers = frozenset(_children())  # started by the user's module, for all judges
+    helpers = frozenset(_children())  # processes that the user's module has started during its import; they are kept
     signal.signal(signal.SIGTERM, _end_all)
     poll = select.poll()
     poll.register(control, select.POLLIN)
@@ -146,14 +146,14 @@ def _reap(control: socket.socket, judges: set[int]) -> None:
         if pid not in judges:  # a process that a judge started, or a judge whose guard has ended
             continue
         judges.discard(pid)
-        _kill(pid)  # the rest of its process group
+        _kill(pid)  # kill the processes that are left in its process group
         code = os.waitstatus_to_exitcode(status)
         how = f"it ended with exit code {code}" if code >= 0 else f"it was killed by {signal.Signals(-code).name}"
         control.send(json.dumps({"died": pid, "how": how}).encode())
 
 
 def _kill(pid: int) -> None:
-    for kill in (os.killpg, os.kill):  # kill, for a process that does not lead a group yet
+    for kill in (os.killpg, os.kill):  # os.kill, because killpg fails for a process that does not lead a group yet
         try:
             kill(pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
@@ -219,7 +219,7 @@ def _end_as(status: int) -> NoReturn:
 
 
 def _guard(connection: int, function: Any, memory_bytes: int) -> NoReturn:
-    """Start a judge in a new session. When it ends, end with the same exit code or signal."""
+    """Start a judge in a new session. When the judge ends, end this guard with the same exit code or signal."""
     _on_parents_death(signal.SIGKILL)
     _adopt_orphans()
     os.setsid()
@@ -243,7 +243,7 @@ def _be_judge(connection: socket.socket, function: Any, memory_bytes: int) -> No
         with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
             file.write(_OOM_SCORE)
     except OSError:
-        pass  # the kernel then treats judges like other processes
+        pass  # when memory runs out, the kernel then treats judges like other processes
     me = os.getpid()
     loop = None
     if function.is_async:

@@ -34,11 +34,11 @@ from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
 Calls = Sequence[Call]
 
-_START_LIMIT_S = 120.0  # to start the nursery, which imports the user's module
-_FORK_LIMIT_S = 30.0  # to fork a judge
-_MAX_TRIES = 3  # of a call: if its judge dies, the call is tried again in another judge
-_MAX_LOSSES = 3  # of a call: judges or nurseries lost through no fault of the call
-_LOSS_PAUSE_S = 0.2  # between such a loss and the next try
+_START_LIMIT_S = 120.0  # limit for the nursery to start, including the import of the user's module
+_FORK_LIMIT_S = 30.0  # limit for the nursery to fork a judge
+_MAX_TRIES = 3  # tries of a call whose judge dies in each try
+_MAX_LOSSES = 3  # losses of a judge or nursery during one call, through no fault of it; then JudgesLost is raised
+_LOSS_PAUSE_S = 0.2  # delay between such a loss and the next try
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0  # delay before a nursery restarts: see RestartPace
 _CALM_S = 60.0
 _MAX_MESSAGE = 200_000
@@ -88,7 +88,7 @@ class _Judge:
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # result: how it ended
 
     async def ask(self, question: bytes) -> dict[str, Any] | None:
-        """Send a question and return the judge's answer; None if the judge is gone or the answer is longer than _MAX_ANSWER."""
+        """Send the pickled calls and return the judge's answer. None: the judge is gone, or its answer exceeds _MAX_ANSWER."""
         loop = asyncio.get_running_loop()
         try:
             await loop.sock_sendall(self.connection, len(question).to_bytes(_LENGTH_BYTES, "little") + question)
@@ -128,10 +128,10 @@ class Judges:
     ) -> None:
         """Start the nursery, and block until it has imported the function. Raises ConfigError if the import fails.
 
-        memory_bytes: per judge; 0: no limit. most_async: replaces `most` for an `async def`, which mostly waits. output: the file
-        descriptor that receives what the function prints; None: this process's stdout. death_limit_s: limit from the end of a
-        judge's output to the nursery's report of its death. end_limit_s: limit from the end of the nursery's input to the end of
-        the nursery and all its descendants.
+        memory_bytes: limit for each judge; 0: no limit. most_async: replaces `most` for an `async def`, which mostly waits. output:
+        the file descriptor for the function's stdout; None: this process's stdout. death_limit_s: after a judge has closed its
+        connection, wait this long for the nursery's report of how it ended. end_limit_s: after the socket to the nursery is closed,
+        wait this long until the nursery and all its descendants have ended.
         """
         self.spec = spec
         self._memory_bytes = memory_bytes
@@ -278,12 +278,13 @@ class Judges:
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # if the worker's group is killed, it survives and kills the judges' descendants
+                # If the worker's process group is killed, this program survives and kills the judges and their descendants
+                start_new_session=True,
             )
         return nursery, mine
 
     def _greet(self, nursery: subprocess.Popen[bytes], control: socket.socket) -> tuple[bool, tuple[str, ...]]:
-        """Block until the nursery has imported the user's module, as importing it in this process would."""
+        """Wait until the nursery has imported the user's module. Blocks the thread, just as an import in this process would."""
         hello = {"spec": self.spec, "sys_path": sys.path, "memory_bytes": self._memory_bytes}
         control.settimeout(_START_LIMIT_S)
         try:

@@ -40,7 +40,7 @@ class Completion:
     """A response in the form that reward functions and environments receive."""
 
     text: str  # decoded without special tokens
-    finished: bool  # True: ended by EOS; False: cut at max_new_tokens
+    finished: bool  # True: ended by EOS; False: cut at max_new_tokens, or because the server's context was full
 
 
 def call_arguments(prompt: Prompt, completion: Completion, taken: Sequence[str]) -> Call:
@@ -239,7 +239,8 @@ def start_thread(run: Callable[[], Any], name: str) -> tuple[threading.Thread, a
         try:
             value = run()
         except (StopIteration, SystemExit, KeyboardInterrupt) as raised:
-            # A future cannot carry StopIteration. The others (generated code may call exit()) would end the worker.
+            # A future cannot carry StopIteration. SystemExit (generated code may call exit()) and KeyboardInterrupt would end the
+            # worker.
             error = RuntimeError(f"{type(raised).__name__}: {raised}")
             error.__cause__ = raised
         except BaseException as raised:

@@ -26,7 +26,8 @@ class RewardFunction:
 
     @classmethod
     def import_from(cls, spec: str) -> RewardFunction:
-        """Raises ConfigError if there is no such function. Errors raised by the user's module pass through."""
+        """Import the function at this import path. Raises ConfigError if it does not exist, is not callable, or cannot be called as
+        (prompt, completion, answer). Errors raised by the user's module pass through."""
         function = import_object(spec, "reward")
         if not callable(function):
             raise config_error(f"reward {spec!r} is {function!r}, which is not callable; name a function")

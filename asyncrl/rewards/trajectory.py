@@ -30,8 +30,10 @@ class Response:
     input_ids: list[int]
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    versions: list[tuple[int, int]] = field(default_factory=list)  # runs: packed WeightVersion, number of tokens
-    finished: bool = False  # True: ended by EOS; False: cut at max_new_tokens
+    # For each run of tokens of one version: the WeightVersion packed into an integer, and the number of tokens
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    # True: ended by EOS, or by a stop string of the OpenAI API. False: cut at max_new_tokens, or the server's context was full
+    finished: bool = False
 
     def add_piece(self, output_ids: list[int], logprobs: list[float], versions: Sequence[tuple[int, int]]) -> None:
         """Append the result of one request. The runs in `versions` must cover the piece."""
@@ -57,7 +59,7 @@ class Response:
 
     @property
     def oldest_version(self) -> int:
-        """Packed version; NOT_SAMPLED if there is no token."""
+        """The oldest version of the tokens, packed into an integer; NOT_SAMPLED if there is no token."""
         return min((version for version, _ in self.versions), default=NOT_SAMPLED)
 
 
@@ -93,7 +95,7 @@ class Episode:
 
     @property
     def truncated(self) -> bool:
-        """The last response was cut before its EOS."""
+        """Whether the last response was cut before its EOS."""
         return bool(self.responses) and not self.responses[-1][1].finished
 
     @property

@@ -147,7 +147,8 @@ class Agent(ABC):
     ) -> list[SequenceSample]:
         """The trajectory of one prompt: a list with one sample of one group, or an empty list to reject the prompt.
 
-        Cancelled when the ticket is revoked. Every exception except RolloutEnded rejects the prompt as `agent_error`.
+        Cancelled when the ticket is revoked, and after rollout.rollout_timeout_s. Every exception except RolloutEnded rejects the
+        prompt as `agent_error`.
         """
 
     async def generate(self, inputs: Sequence[list[int]], obs_queue: ObsQueue, act_queue: ActQueue) -> list[Response]:
@@ -181,7 +182,8 @@ class SingleStepAgent(Agent):
 class MultiStepAgent(Agent):
     """Several turns: the environment's observation is appended to each response, and the policy continues.
 
-    Every group member plays a fork of the environment. Its reward is the sum over its turns t of reward_t * turn_discount^t.
+    Every group member plays its own fork of the environment. A member's reward is the sum over its turns t = 0, 1, ... of
+    reward_t * turn_discount^t.
     An episode ends when the environment terminates or truncates it, when a response is cut, or after max_turns.
     """
 
@@ -258,7 +260,8 @@ class MultiStepAgent(Agent):
 
 
 def chat_turn(tokenizer: Any, role: str, content: str, template_args: Mapping[str, Any]) -> str:
-    """Return the text that a chat template puts between two responses that enclose a message of this role and content.
+    """Return the text that a chat template writes between a response and the next one, with a message of this role and content
+    between them.
 
     The EOS of the first response is not included, because the response contains it. Raises ValueError if the template does not
     show the message.

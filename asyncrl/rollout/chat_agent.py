@@ -60,7 +60,7 @@ class ChatSession:
     def client(self) -> AsyncOpenAI:
         """openai's client for this session, for an `async def chat`. All these clients share their connections.
 
-        It takes 0.01 ms of CPU; a separate `openai.AsyncOpenAI` takes 22 ms.
+        Making one takes 0.01 ms of CPU; making a separate `openai.AsyncOpenAI` takes 22 ms.
         """
         return self.endpoint.client(self.api_key)
 
@@ -81,7 +81,7 @@ class ChatAgent(ABC):
         chat_template_args: Mapping[str, Any] | None = None,  # e.g. {enable_thinking: false}
         max_requests: int = 64,  # per session
         max_sequences: int = 16,  # per session: conversations that do not continue each other, and branches
-        max_tokens: int = 0,  # prompt and answer of a request; 0: the generation server's limit
+        max_tokens: int = 0,  # for prompt and answer of a request together; 0: the generation server's limit
     ) -> None:
         if trained not in ("last", "longest"):
             raise ValueError(f"trained is {trained!r}; it must be last or longest")
@@ -202,7 +202,7 @@ class _Threads:
     def __init__(self) -> None:
         self.room = asyncio.Semaphore(
             _MAX_THREADS
-        )  # held while a conversation runs; the wait is bounded by the running rollouts
+        )  # a conversation holds a place while it runs; one that waits gets a place when another's rollout ends
         self._started: list[threading.Thread] = []
 
     def start(self, run: Callable[[], Any], name: str) -> asyncio.Future[Any]:

@@ -61,7 +61,8 @@ class ChatTemplate:
         *,
         stop_token: int | None,
     ) -> list[int] | None:
-        """Tokens between an answer's tokens and the next answer. stop_token: the token that ended the answer, None if it was cut.
+        """Tokens between an answer's tokens and the next answer. stop_token: the token that ended the answer; None if the answer
+        was cut, or ended by a stop string.
 
         Returns None if the template is refused (see the module's docstring).
         """
@@ -80,13 +81,13 @@ class ChatTemplate:
                 )
             except TemplateRefused:
                 continue
-            # `closed` may start with the rest of a marked call; `ending` is the text after any answer
+            # `closed` is the text after the mark, which may start with the rest of a tool call; `ending` is only the end of turn
             if full.startswith(closed):
                 return self._encode(self._less_sampled_end(ending, stop_token) + full[len(closed) :])
         return None
 
     def _less_sampled_end(self, ending: str, stop_token: int | None) -> str:
-        """The end of a turn without the token that the policy has sampled."""
+        """The template's text at the end of a turn, without the text of the token with which the policy has ended it."""
         if stop_token is None:
             return ending
         end_of_turn = str(self._tokenizer.decode([stop_token], skip_special_tokens=False))
@@ -129,7 +130,8 @@ def _marked_calls(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def same_message(one: Message, other: Message) -> bool:
-    """Whether a client's message is the recorded one. Of an answer, only content (without outer space) and tool calls count."""
+    """Whether a client's message is the recorded one. Of an answer only content and tool calls are compared, and whitespace around
+    the content is ignored."""
     if one["role"] != other["role"]:
         return False
     if one["role"] != "assistant":

@@ -49,7 +49,7 @@ T = TypeVar("T")
 _MAX_FAILURES = 4  # consecutive losses of a server without a new token; after one more the ticket is released
 _MAX_ABORTS = 256
 _HEADERS = {"Content-Type": "application/json"}
-_MAX_TOKEN = (1 << 31) - 1  # the head refuses ids outside the model's vocabulary
+_MAX_TOKEN = (1 << 31) - 1  # largest int32; the head, which knows the vocabulary, refuses ids outside it
 _BUSY = frozenset({408, 429, 503})
 _ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(GenerateReply)
@@ -110,7 +110,7 @@ class _ServerLostError(Exception):
 
 
 class _ServerBusyError(_ServerLostError):
-    """The server accepted no request during all short retries."""
+    """The server answered that it is busy, in the first try and in all short retries."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Pauses:
     retry_s: tuple[float, ...] = (0.0, 0.1, 0.4)  # on the same server: it closed the connection, or failed briefly
     # The server reports that it is busy: its queue is full, or an update takes long
     busy_s: tuple[float, ...] = (0.1, 0.2, 0.5, 1.0, 1.0, 1.0)
-    # After each of several interruptions in a row without a new token
+    # Before the next try after the 1st, 2nd, ... interruption in a row that brought no new token
     empty_abort_s: tuple[float, ...] = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 1.0, 1.0)
     schedule_s: tuple[float, ...] = (0.1, 0.2, 0.5, 1.0, 2.0)  # while no server is available; the last one repeats
     abort_limit_s: float = 2.0
@@ -160,7 +160,7 @@ class PartialRolloutManager:
         self._clock = clock
         self.counts = ClientCounts()
         self._session = open_session(
-            max_connections=max_requests + 8,  # requests hold a slot first; 8 for aborts
+            max_connections=max_requests + 8,  # max_requests for /generate, each with one of _slots; 8 for aborts
             timeout=aiohttp.ClientTimeout(total=request_timeout_s, sock_connect=self._pauses.connect_limit_s),
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("User-Agent", "Accept-Encoding"),
@@ -450,7 +450,8 @@ def _packed(version: str) -> int:
 
 
 def _add_piece(response: Response, reply: GenerateReply, asked: int) -> int:
-    """Check a reply and append its tokens; returns their number. Raises _ServerLostError if the reply is inconsistent."""
+    """Check a reply and append its tokens; returns their number. Raises _ServerLostError if the reply is inconsistent, and
+    RolloutRejected if it is consistent but has an impossible logprob or token id."""
     output_ids, meta = reply.output_ids, reply.meta_info
     got = len(output_ids)
     if len(meta.output_token_logprobs) != got or got > asked:

@@ -44,7 +44,7 @@ _CHAT = "/v1/chat/completions"
 
 
 class ChatEndpoint:
-    """The server and its open sessions."""
+    """The HTTP server of the OpenAI API, and its open sessions."""
 
     def __init__(self, *, board: StatusBoard, logger: logging.Logger, clock: Clock = SYSTEM_CLOCK) -> None:
         self._board, self._logger, self._clock = board, logger, clock
@@ -57,7 +57,7 @@ class ChatEndpoint:
 
     async def start(self, host: str, port: int = 0) -> None:
         """Bind and serve."""
-        # Otherwise an agent's first request imports this module on the event loop, which takes a second.
+        # Otherwise an agent's first request imports openai.resources.chat.completions on the event loop, which takes a second.
         if "openai" in sys.modules:
             await asyncio.to_thread(importlib.import_module, "openai.resources.chat.completions")
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._errors_to_replies])

@@ -143,9 +143,10 @@ def _refused(name: str, value: Any, why: str) -> RequestError:
 
 
 def _check_sampling(asked: _Body, sampling: SamplingConfig) -> None:
-    """Refuse other sampling parameters than the run's.
+    """Refuse temperature, top_p and top_k that differ from the run's.
 
-    The trainer computes logprobs with the run's temperature; with another one, those of the behaviour policy would be wrong.
+    The trainer computes logprobs with the run's temperature. Logprobs recorded with another temperature could not be compared
+    with them.
     """
     greedy = sampling.greedy and asked.temperature == 0.0
     if asked.temperature not in (None, sampling.temperature) and not greedy:
@@ -168,7 +169,7 @@ def _check_unsupported(asked: _Body) -> None:
         ("logit_bias", asked.logit_bias, bool, "it would make the recorded logprobs wrong"),
         ("response_format", asked.response_format, lambda x: x.get("type", "text") != "text", "only text is sampled"),
         ("tool_choice", asked.tool_choice, lambda x: x not in ("auto", "none"), "the policy decides (auto, none)"),
-        ("parallel_tool_calls", asked.parallel_tool_calls, lambda x: not x, "the policy decides how many it makes"),
+        ("parallel_tool_calls", asked.parallel_tool_calls, lambda x: not x, "the policy decides the number of calls"),
     )
     for name, value, is_refused, why in refused:
         if is_refused(value):

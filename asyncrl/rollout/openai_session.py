@@ -33,7 +33,7 @@ Policy = Callable[[list[int], SamplingConfig, OnPiece], Coroutine[Any, Any, Resp
 class SessionLimits:
     max_requests: int  # per session
     max_sequences: int  # leaves of the session's trees
-    max_tokens: int  # prompt and answer of a request; 0: the server's limit
+    max_tokens: int  # for prompt and answer of a request together; 0: the server's limit
 
 
 @dataclass

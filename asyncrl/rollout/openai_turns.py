@@ -16,13 +16,13 @@ class Turn:
 
     parent: Turn | None
     setting: tuple[Any, Any]  # tools and template arguments; a request continues only turns with the same setting
-    messages: Sequence[Message]  # of the request, after those of the parent
+    messages: Sequence[Message]  # the request's messages that come after those of the parent turn
     added_ids: list[int]  # tokens between the parent's tokens and the response's
     number: int = -1  # position in the order in which the turns were answered; -1: no answer yet
     response: Response | None = None
     answer: Message | None = None
-    text: str = ""  # of the answer, without special tokens
-    stop_token: int | None = None  # the token that ended the answer
+    text: str = ""  # the answer's text, without special tokens
+    stop_token: int | None = None  # the token that ended the answer; None: cut, ended by a stop string, or pending
     children: list[Turn] = field(default_factory=list)
 
     def path(self) -> list[Turn]:

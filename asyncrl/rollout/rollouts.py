@@ -297,7 +297,7 @@ class Rollouts:
     async def _play(
         self, task: Task, route: Route, prompt: Prompt, obs_queue: ObsQueue, act_queue: ActQueue
     ) -> list[SequenceSample]:
-        """The agent's part of a rollout, which runs only the user's code."""
+        """Make the environment and run the agent. Both may be a user's classes, so every error here counts as the agent's."""
         agent = task.agents[route.ticket.eval_mode or TRAIN]
         try:
             env = task.make_env(prompt)
@@ -393,9 +393,10 @@ class Rollouts:
 
 
 def _agent_result(ended: asyncio.Future[Any]) -> Any:
-    """The return value of a finished agent, unchecked. Raises the agent's errors as RolloutRejected (`agent_error`).
+    """Return the return value of a finished agent, unchecked. Raises its errors as RolloutRejected (`agent_error`), except
+    RolloutEnded and a lack of file descriptors, which pass through.
 
-    The same holds for errors of the task that answers the agent, because invalid requests of the agent cause them.
+    The same holds for errors of the asyncio task that answers the agent, because invalid requests of the agent cause them.
     """
     if ended.cancelled():  # by itself; when the rollout is cancelled, this function is not called
         raise RolloutRejected("agent_error", "the agent has cancelled itself")

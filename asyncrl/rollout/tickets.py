@@ -187,7 +187,8 @@ class _HeldTicket:
 
 
 class HeldTickets:
-    """Holds up to max_concurrent_per_worker train tickets, and evaluation tickets in addition."""
+    """Holds at most max_concurrent_per_worker train tickets, and evaluation tickets in addition: together at most twice that
+    number."""
 
     def __init__(
         self,
@@ -234,7 +235,8 @@ class HeldTickets:
         await self._drain()
 
     def _room(self) -> int:
-        """Return how many more train tickets fit. Up to max_concurrent_per_worker evaluation tickets may run in addition."""
+        """Return how many more tickets to request. Train tickets are limited to max_concurrent_per_worker, and train and evaluation
+        tickets together to twice that number."""
         most = self._rollout.max_concurrent_per_worker
         train = sum(held.ticket.kind == "train" for held in self._held.values())
         return min(most - train, 2 * most - len(self._held))

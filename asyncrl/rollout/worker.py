@@ -40,7 +40,7 @@ class RolloutWorker(Worker):
     async def run(self, directory: Directory, opened: AsyncExitStack) -> None:
         """Open the parts and run rollouts.
 
-        Before the parts are closed, the stop has cancelled all rollouts, and each has reported itself as released.
+        When the worker stops, all rollouts are cancelled and report their tickets as released, before the parts are closed.
         """
         rollout, info, clock = self.config.rollout, self.info, self.system.clock
         data = self._data if self._data is not None else RolloutData(self.config)
@@ -70,7 +70,7 @@ class RolloutWorker(Worker):
                 self.logger,
                 files_each=3
                 if tasks.chat
-                else 1,  # both ends of an agent's connection to the OpenAI API are in this process
+                else 1,  # with the OpenAI API both ends of the agent's connection to it are in this process, too
             ),
             clock=clock,
         )
@@ -124,7 +124,7 @@ class RolloutWorker(Worker):
         await self.roll_out(tickets)
 
     async def roll_out(self, tickets: HeldTickets) -> None:
-        """Run rollouts; all parts are open."""
+        """Run rollouts. The caller has opened all parts that they use."""
         await tickets.run()
 
 

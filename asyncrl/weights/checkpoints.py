@@ -107,7 +107,7 @@ class MasterState(msgspec.Struct, frozen=True, kw_only=True):
     recent_rewards: list[float]
     recent_outcomes: list[bool]
     batch_size: int
-    wall_s: float = 0.0  # since the run began, without the time between attempts
+    wall_s: float = 0.0  # seconds since the run began, without the time between attempts
     evaluating: bool = False  # an evaluation of these weights was due and not finished
     shared: dict[str, str] = {}  # detached model -> the folder in shared_dir with its weights
 
@@ -120,7 +120,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Anew(msgspec.Struct, frozen=True):
-    """began_anew.json: checkpoints of earlier attempts than this one belong to another run's lineage."""
+    """began_anew.json: checkpoints of attempts before `attempt` belong to another run's lineage."""
 
     attempt: int
 
@@ -253,8 +253,8 @@ def _first_attempt(run_dir: str | Path) -> int:
 
 
 def begin_anew(run_dir: str | Path, attempt: int) -> None:
-    """Record that the existing checkpoints belong to an earlier run, so that no attempt from this one on continues from them.
-    Removes nothing yet."""
+    """Record that the existing checkpoints, if any, belong to an earlier run: neither `attempt` nor a later attempt continues from
+    them. Removes nothing yet."""
     folder = recover_dir(run_dir)
     if not list_checkpoints(run_dir):
         return
@@ -293,7 +293,8 @@ def prune(run_dir: str | Path, keep_last: int) -> list[Path]:
 
 
 def _void(run_dir: str | Path, there: list[tuple[int, int]]) -> set[tuple[int, int]]:
-    """Checkpoints outside the newest one's lineage: those that are later than its parent, but of earlier attempts than it."""
+    """Return the checkpoints outside the lineage of the newest one. They are of earlier attempts than the newest one, and later
+    than the checkpoint that the newest one's attempt continued from. Empty if the newest one is torn."""
     attempt, step = there[-1]
     try:
         parent = read_state(checkpoint_dir(run_dir, attempt, step)).parent or (0, 0)

@@ -170,7 +170,8 @@ class WeightFetcher:
             yield
 
     def close(self) -> None:
-        """Stop fetching, also in another thread. The last fetcher of the run on this host removes the files."""
+        """Stop fetching, also a fetch that runs in another thread. If no other fetcher of the run is left on this host, remove the
+        run's files there."""
         self._closed = True
         in_use, self._in_use = self._in_use, None
         if in_use is None:
@@ -245,7 +246,7 @@ class WeightFetcher:
             with path.open("ab") as lock:
                 while not _try_lock(lock, how):
                     if self._closed or self._clock.monotonic() > deadline:
-                        raise WeightsError(f"another process on this host is still fetching {version}")
+                        raise WeightsError(f"another process on this host is still fetching or loading {version}")
                     self._clock.sleep(_LOCK_POLL_S)
                 if _is_file(lock, path):  # else the previous holder removed the lock file with the version: retry
                     yield
@@ -268,7 +269,7 @@ class WeightFetcher:
             self._clock.sleep(_LOCK_POLL_S)
 
     def _sweep(self, base: Path) -> None:
-        """Remove the files of runs whose servers were killed."""
+        """Remove the files of other runs that have no living fetcher on this host: their servers were killed."""
         for folder in base.iterdir():
             with contextlib.suppress(OSError), (folder / _IN_USE_LOCK).open("ab") as in_use:
                 if folder != self._root and _try_lock(in_use, fcntl.LOCK_EX):
@@ -380,7 +381,8 @@ class _Source:
             raise WeightsError("fetching exceeded its time limit")
 
     def _pause(self, pause_s: float) -> float:
-        """Wait before a retry, and return the next delay. Call it in the exception handler: re-raises if no time is left."""
+        """Wait before a retry, and return the next delay. Call it in an exception handler: if no time is left, it re-raises
+        the handled exception."""
         if self._clock.monotonic() + pause_s > self._deadline:
             raise
         self._check()
@@ -420,5 +422,6 @@ def _make_private(folder: Path) -> None:
     found = folder.lstat()
     if found.st_uid != os.getuid() or found.st_mode & 0o077 or not folder.is_dir() or folder.is_symlink():
         raise WeightsError(
-            f"{folder} is accessible to other users; remove it, or set weights.fetch_dir=... to another folder"
+            f"{folder} is accessible to other users or is not a folder of this user; remove it, or set weights.fetch_dir=... "
+            "to another folder"
         )

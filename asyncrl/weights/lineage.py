@@ -56,7 +56,8 @@ class Lineage(Struct, frozen=True, kw_only=True):
         return any(stretch.attempt == attempt and stretch.has(step) for stretch in self.stretches)
 
     def has_weights(self, attempt: int, step: int) -> bool:
-        """Whether events that used the weights after a step, such as an evaluation, are part of the lineage."""
+        """Whether the weights after this step of an attempt are part of the lineage (or are those that the attempt began
+        with). If so, an evaluation of them counts."""
         return self.has(attempt, step) or self.has(attempt, step + 1)
 
 
@@ -118,7 +119,8 @@ def lineage_of(attempts: Sequence[Attempt], newest: int | None = None) -> Lineag
 
 
 def lineages_of(attempts: Sequence[Attempt]) -> list[Lineage]:
-    """One lineage per attempt that began anew: that of the newest attempt that descends from it. Oldest beginning first."""
+    """Return one lineage for each attempt that began anew: the lineage of the newest attempt that descends from it. In the order of
+    the attempts that began anew."""
     by_root: dict[int, Lineage] = {}
     for attempt in attempts:
         lineage = lineage_of(attempts, attempt.number)
@@ -139,9 +141,9 @@ class Audit(Struct, frozen=True, kw_only=True):
     trained: int  # prompts
     rejected: dict[str, int]  # prompts, by reason; those of INFRASTRUCTURE_REASONS are problems
     complete: bool  # the run has finished
-    voided_steps: int  # steps of all attempts that are not in the lineage
+    voided_steps: int  # train steps outside the lineage, over all attempts
     voided_prompts: int  # prompts trained or rejected outside the lineage
-    unconfirmed: int  # trained groups whose rollout worker died before it recorded that it had pushed them
+    unconfirmed: int  # trained groups without a recorded push: their rollout worker died before it wrote the record
     unchecked: list[str]  # checks that were impossible because a journal is missing
     problems: list[str]
 
@@ -166,9 +168,10 @@ class _Problems:
 def audit(run_dir: Path) -> Audit:
     """Check the journals. Raises ValueError for a journal that cannot be read.
 
-    Checks that each prompt was trained once, or rejected for a reason that lies in its task; that no step is missing; that each
-    trained group was admitted once, and stored once in the attempt that trained it; that no trained group was refused, or stored
-    by two pushes; and that none exceeded the staleness bound.
+    Checks that no prompt was trained or rejected a second time, and none rejected for a reason outside its task; that every prompt
+    was trained or rejected, if the run ended with all prompts done; that no step is missing; that each trained group was admitted
+    once, and stored once in the attempt that trained it; that no trained group was refused, or stored by two pushes; and that none
+    exceeded the staleness bound.
     """
     attempts = read_attempts(run_dir)
     admitted = list(_events_of(run_dir, "gserver_manager", ("admitted", "adopted")))
@@ -222,7 +225,7 @@ def audit_of(run_dir: str, attempts: Sequence[Attempt], admitted: Sequence[Event
 def _trained(
     kept: Sequence[tuple[int, Event]], known: Mapping[int, Attempt], problems: _Problems
 ) -> dict[tuple[int, int], str]:
-    """Trained prompts -> the tickets of their groups."""
+    """Return trained prompt -> the ticket of its group, and add problems with trained groups."""
     trained: dict[tuple[int, int], str] = {}
     for attempt, event in kept:
         if event["event"] != "trained":
@@ -275,7 +278,8 @@ def _check_ways(
     known: Mapping[int, Attempt],
     problems: _Problems,
 ) -> list[str]:
-    """Check that each trained group was admitted and stored once, and not pushed twice. Returns the impossible checks."""
+    """Check that each trained group was admitted and stored once, and not stored by two pushes. Returns the
+    checks that could not be made because a journal is missing."""
     stored = Counter((attempt, event["ticket"]) for attempt, event in kept if event["event"] == "stored")
     # A killed manager may have admitted tickets without recording them: its successor adopts them
     prompts = {event["ticket"]: _prompt(event) for event in admitted}
@@ -299,7 +303,7 @@ def _check_ways(
                 problems.add("groups admitted for another prompt", ticket)
             said = verdicts.get(ticket, [])
             if said.count("stored") > 1:
-                problems.add("trained groups pushed more than once", ticket)
+                problems.add("trained groups stored by more than one push", ticket)
             if "refused" in said and "stored" not in said:
                 problems.add("trained groups that were refused", ticket)
     unchecked = []

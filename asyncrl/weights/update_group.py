@@ -73,7 +73,8 @@ class Bucket:
 
 
 def plan_buckets(sizes: Sequence[tuple[str, int]], bucket_bytes: int) -> list[list[int]]:
-    """Group tensors into buckets, given (dtype, bytes) of each: in order, one dtype per bucket, at most bucket_bytes.
+    """Group tensors into buckets, given (dtype, bytes) of each. Returns the indices of each bucket's tensors, in order: one dtype
+    per bucket, at most bucket_bytes.
 
     A larger tensor gets its own bucket. With one dtype per bucket, every tensor is aligned within the flat tensor.
     """
@@ -247,7 +248,7 @@ def _open(store: Store, name: str, backend: str, rank: int, size: int, limit_s: 
         gloo._threads = 1
         gloo._timeout = limit
         return ProcessGroupGloo(prefixed, rank, size, gloo)
-    from torch._C._distributed_c10d import ProcessGroupNCCL  # torch builds without NCCL do not have it
+    from torch._C._distributed_c10d import ProcessGroupNCCL  # here, because torch without NCCL lacks it
 
     nccl = ProcessGroupNCCL.Options()
     nccl._timeout = limit

@@ -34,7 +34,7 @@ MANIFEST = "manifest.json"
 INDEX = "model.safetensors.index.json"
 _TMP_SUFFIX = ".writing"
 _CHUNK_BYTES = 1 << 20  # a piece that is written, and then hashed while it is still in a core's cache
-# A piece that is read, then hashed: large, to take the GIL less often, because the manager's event loop needs it
+# A piece that is read, then hashed. It is large, so that the reading thread takes the GIL less often from the manager's event loop
 _READ_BYTES = 1 << 23
 _NUM_SYNCERS = 4  # threads that wait for the disk; the file system combines the syncs of small files into one commit
 _DTYPES = {
@@ -73,7 +73,8 @@ class FileEntry(msgspec.Struct, frozen=True):
 
 
 class ScoredText(msgspec.Struct, frozen=True):
-    """The trainer's logprobs of a short text under these weights. A server that has loaded them must compute the same."""
+    """The trainer's logprobs of a short text under these weights. A server that has loaded these weights must compute the same,
+    within a tolerance."""
 
     input_ids: list[int]
     logprobs: list[float]  # at temperature 1; of the last len(logprobs) tokens, each given the tokens before it
@@ -184,7 +185,7 @@ def write_part(
     except BaseException:
         for file in written:
             (temporary / file.name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # not empty: other ranks write to it
+        with contextlib.suppress(OSError):  # raised if it is not empty: other ranks write to it
             temporary.rmdir()
         raise
     entries = writer.files
@@ -219,8 +220,8 @@ def commit_version(
 def commit_folder(
     path: Path, files: Sequence[WrittenFile], finish: Callable[[FileWriter], T], *, fsync: bool, replace: bool = False
 ) -> T:
-    """Complete the temporary folder beside path, and rename it to path, which is then complete or absent. First `finish` adds the
-    remaining files.
+    """Complete the temporary folder beside path, and rename it to path, which is then complete or absent. Before the
+    rename `finish` adds the remaining files.
 
     Removes files that are not in `files` (left by an attempt that died). replace: remove what is at path; without it, path must
     not exist.
@@ -283,7 +284,7 @@ def _finish_version(
 
 def _check_absent(path: Path) -> None:
     if path.exists():
-        raise FileExistsError(f"weight version {path} exists already; versions are written once")
+        raise FileExistsError(f"{path} exists already; a version or checkpoint is written only once")
 
 
 def _temporary(path: Path) -> Path:
@@ -321,7 +322,8 @@ class VerifiedVersion:
         self._known: tuple[Path, WeightVersion, _Stamps] | None = None
 
     def verify(self, path: Path, version: WeightVersion) -> None:
-        """Like verify_version, but returns at once for the version that was verified last. Raises WeightsError, OSError."""
+        """Like verify_version, but returns at once for the version that was verified last, if its files have not changed. Raises
+        WeightsError, OSError."""
         names = [MANIFEST, *read_manifest(path).files]
         found = path, version, _stamps(path, names)
         if found == self._known:
@@ -476,8 +478,8 @@ def _close(file: FileIO, fsync: bool) -> None:
 def _safetensors(
     shard: Mapping[str, torch.Tensor], offsets: Mapping[str, Sequence[int]] | None
 ) -> Iterator[bytes | memoryview]:
-    """A safetensors file in pieces, which include the tensors' memory without a copy. The library's writer copies, and cannot hash
-    in the same pass.
+    """Yield a safetensors file in pieces, which include the tensors' memory without a copy. The library's writer copies, and
+    cannot hash in the same pass.
 
     The format: the header's length (64 bits, little-endian), the header (JSON, padded with spaces to a multiple of 8 bytes), the
     tensors' bytes. Wide dtypes come first, so that every tensor is aligned.

@@ -1,4 +1,4 @@
-"""Reward of the long tail: the share of subtractions that are right before the first mistake; 1 if all are and none follows."""
+"""Reward of the long tail: the share of subtractions before the first mistake; 1 if all are right and the completion ends there."""
 
 
 def reward(prompt: str, completion: str, answer: str, *, finished: bool = True) -> float:

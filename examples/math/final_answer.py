@@ -18,7 +18,7 @@ from fractions import Fraction
 
 TAIL_CHARS = 4000  # characters at the end of a response that are searched for the answer
 MAX_ANSWER_CHARS = 300
-_MAX_BARE_CHARS = 100  # of a response that consists only of its answer
+_MAX_BARE_CHARS = 100  # longest response that is itself the answer if it marks none
 _MAX_EXPONENT = 300
 _ROUNDED_PLACES = 4  # minimum number of decimals of a rounded answer: 0.3333 is a third, 0.33 is not
 
@@ -139,7 +139,7 @@ _INEQUALITY = re.compile(r"[<>!≈≠]|\\(?:approx|neq?|leq?|geq?|sim|lt|gt)(?![
 _UNIT_WORD = re.compile(r"[A-Za-zµ°Ω€£$¥₹][A-Za-zµ'’.-]*(?:\^\s*\{?[23]\}?)?")
 _ASIDE = re.compile(r"\s+\([A-Za-z ,'-]*\)\s*$")
 _MAX_UNIT_WORDS = 8
-_ATTACHED = re.compile(  # units that may follow without a space or be a single letter; `42x` and `42 x` are not 42
+_ATTACHED = re.compile(  # units that may follow a number without a space, or that are one letter; x is none: `42x` is not 42
     r"a|(?:m|cm|mm|km|ft)(?:\^\{?[23]\}?)?|nm|k?g|mg|m?[lL]|m?s|h|hrs?|mins?|mph|kph|in|lbs?|oz|am|pm|yd|mi|k?W|V|A|Hz|J|N|°[CF]?"
     r"|degrees|[€$£¥]"
 )

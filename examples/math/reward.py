@@ -15,7 +15,8 @@ from verifier import check_installed, verify
 
 check_installed()
 
-_FORMULA = re.compile(r"\\[A-Za-z]|[\^(\[{√π]")  # text that is neither a number nor matches this consists of words
+# If a text is not a number and does not match this, it consists of words
+_FORMULA = re.compile(r"\\[A-Za-z]|[\^(\[{√π]")
 # In the output of clean(): `48 + 24`, `2(36)`, `x > 42`, `42 \pm 1`. None of these is a number, even if its value would be.
 _NOT_A_NUMBER = re.compile(
     r"(?<=[\w)}])\s*[-+*](?!\s*10\s*\^)|\d\s*\(|[<>!≈≠±]|\\(?:pm|mp|approx|neq?|leq?|geq?|sim|lt|gt)(?![A-Za-z])"

@@ -23,7 +23,7 @@ import threading
 import time
 
 CPU_LIMIT_S = 2.0  # of a comparison
-WALL_LIMIT_S = 30.0  # of a comparison, on a machine that is busy with other work
+WALL_LIMIT_S = 30.0  # limit of a comparison in wall-clock time; only a machine that is busy with other work reaches it
 START_LIMIT_S = 60.0  # to start a process, which imports sympy
 BUSY_LIMIT_S = 50.0  # to wait for a free process; below rollout.reward_timeout_s, so that the error names the reason
 MEMORY_BYTES = 2 << 30

@@ -83,7 +83,7 @@ def check_redistribute(result: dict[str, Any]) -> None:
 
 
 def check_logprobs(result: dict[str, Any]) -> None:
-    for case in result["cases"].values():  # beside the gradient that both return: the logits are never whole in memory
+    for case in result["cases"].values():  # without the gradient, which both return: less than half the memory
         assert (case["memory"] - case["gradient_share"]) / (1 - case["gradient_share"]) < 0.5
 
 

@@ -1,7 +1,7 @@
 """Cells of the matrix {process} x {signal} x {phase}: the run survives each, and its records are consistent at the end.
 
-Three runs, each struck several times, and one of the chaos command. `python benchmarks/chaos_matrix.py` runs the whole matrix;
-docs/chaos-matrix.md has its table.
+Three runs are struck several times each, and a fourth one is struck by `asyncrl-launch chaos`. `python
+benchmarks/chaos_matrix.py` runs the whole matrix; docs/chaos-matrix.md has its table.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def test_the_timeline_shows_all_processes_on_one_clock(run: RunHandle) -> None:
         sum(max(0, min(end, stop) - max(begin, start)) for begin, end in passes) / (stop - start)
         for start, stop in steps
     ]
-    assert mean(shares) > 0.3  # the share of two servers, on two cores that they share with training
+    assert mean(shares) > 0.3  # the passes of both servers, added; they share two cores with training
 
 
 def test_trains_on_older_versions_within_the_bound(run: RunHandle) -> None:

@@ -31,7 +31,7 @@ def reward(prompt, completion, answer):
         threading.Event().wait(1000)
     return {"none": None, "nan": float("nan"), "text": "good", "list": [1.0]}.get(answer, float(len(set(completion))))
 """
-# The outcome of each prompt, by its answer. The tokenizer finds the overlong prompt; it has no token for "ü".
+# Answer of a prompt -> the reason for which the prompt is rejected. "ü" is a prompt for which the tokenizer has no token.
 _REASONS = {
     "raise": "reward_error",
     "none": "reward_not_finite",
@@ -199,7 +199,7 @@ def test_a_disk_that_fills_up_under_checkpoints(config: Path, tmp_path: Path, mo
         "checkpoint.every_steps=2",
         "checkpoint.every_s=0",
         "train.max_steps=0",
-    ]  # 1000 steps: the run does not end before the disk is full
+    ]  # all 1000 steps: the run does not end before the disk is full
     with launch(config, f"fileroot={tmp_path}", *every_2) as run:
         run.wait_until(lambda: list_checkpoints(run_dir), "a checkpoint was complete", LIMIT_S)
         fill_until_it_ends(disk, run)

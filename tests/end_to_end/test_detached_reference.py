@@ -29,7 +29,7 @@ STEPS, BATCH, LIMIT_S = 40, 4, 400.0
 # at each strike and has steps left afterwards.
 ALLOWED = (12, 22, 32, 38, STEPS)
 TRAINERS = ("master/0", "model_worker/0")
-REFERENCE = ("model_worker/1", "model_worker/2")  # one trainer group of two ranks
+REFERENCE = ("model_worker/1", "model_worker/2")  # a detached group of two ranks
 EXACT = [
     "prompts.shuffle=false",
     "rollout.reward_timeout_s=1000",

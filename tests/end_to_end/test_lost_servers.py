@@ -99,7 +99,7 @@ def left_for_dead(run: RunHandle) -> set[str]:
 
 
 def is_waited_for(run: RunHandle, server: str, since: float) -> bool:
-    """Whether some response has waited at the server for AT_WORK_S, according to a status from AT_WORK_S after `since` or later."""
+    """Whether a response has waited at the server for AT_WORK_S, in a status made at least AT_WORK_S after `since`."""
     told = entry(run, lambda names: names.status("rollout_worker/0"))
     status = msgspec.json.decode(told, type=WorkerStatus)
     waited = max((wait.since_s for wait in status.waits if wait.on == server), default=0.0)

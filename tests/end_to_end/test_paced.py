@@ -75,7 +75,7 @@ def test_a_response_has_its_length_however_often_it_was_interrupted(
         sum(length for group in batch for length in group) for batch in trained
     ]
     mixed = sum(step["batch/num_sequences_of_two_versions"] for step in steps)
-    assert (mixed > 0) == (eta > 0)  # an update interrupted these, and they were resumed after it
+    assert (mixed > 0) == (eta > 0)  # such sequences were interrupted by an update and resumed
 
 
 def test_only_the_asynchronous_run_samples_while_it_trains(result: Mapping[str, Any], folder: Path) -> None:

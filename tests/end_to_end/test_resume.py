@@ -66,7 +66,7 @@ class Runs:
     killed: Path  # killed, then resumed
     elsewhere: Path  # a copy of the killed run with its newest checkpoint torn, resumed in another layout
     torn: int  # step of the torn checkpoint
-    whole_one: int  # step of the checkpoint before it
+    whole_one: int  # step of the checkpoint before the torn one
     said: str
     said_elsewhere: str
 
@@ -231,7 +231,7 @@ def test_a_complete_run_begins_anew(runs: Runs) -> None:
     assert list_checkpoints(runs.whole) == [
         (2, 3),
         (2, 4),
-    ]  # the earlier run's were removed with the first of these; step 4 is the last step
+    ]  # the first of these removed the checkpoints of the earlier run; step 4 is the last step
     found = audit(runs.whole)
     assert ([stretch.attempt for stretch in found.lineage], found.steps, found.problems) == ([2], 4, [])
 

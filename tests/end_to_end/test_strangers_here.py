@@ -117,7 +117,7 @@ def test_the_token_of_another_run_is_refused_on_every_route(run: RunHandle) -> N
             for route in HTTP[owner]:
                 method, _, target = route.partition(" ")
                 if "{" in target:
-                    continue  # belongs to a server of its own
+                    continue  # such a route is served at another address
                 with closing(unix_sockets.Connection(path, 30.0)) as connection:
                     connection.request(method, target, headers={"Authorization": "Bearer of-another-run"})
                     assert connection.getresponse().status == 401, route

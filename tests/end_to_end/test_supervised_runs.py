@@ -22,7 +22,7 @@ from asyncrl.weights.lineage import audit
 
 LIMIT_S = 150.0  # limit for one wait, on a busy machine
 BATCH, STEPS, CHECKPOINT_EVERY = 2, 120, 5
-AHEAD = 18  # steps that the run may make before it waits for the next strike; five times this is below its total
+AHEAD = 18  # steps that the run may make before the next strike; it is granted five times, and 5 * AHEAD < STEPS
 WORKERS = [
     "generation_server/0",
     "gserver_manager/0",
@@ -67,7 +67,7 @@ def newest_step(run: RunHandle) -> int:
 
 
 def goes_on(run: RunHandle, gate: Gate | None = None, num_steps: int = CHECKPOINT_EVERY + 1) -> None:
-    """Wait until the run has made `num_steps` more steps, or has begun anew and come as far. A gate is opened a little further."""
+    """Wait until `num_steps` more steps are recorded, repeated ones included. The gate, if given, first allows AHEAD more steps."""
     before = len(train_steps(run.run_dir))
     if gate is not None:
         gate.let(newest_step(run) + AHEAD)
@@ -75,7 +75,7 @@ def goes_on(run: RunHandle, gate: Gate | None = None, num_steps: int = CHECKPOIN
 
 
 def is_replaced(run: RunHandle, name: str, pid: int) -> psutil.Process:
-    """The process that replaced the one with this pid."""
+    """Wait for the process that replaces the one with this pid, and return it. The old one must be gone."""
 
     def find() -> psutil.Process | None:
         try:

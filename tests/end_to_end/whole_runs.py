@@ -121,7 +121,7 @@ class Gate:
         self.reward = f"{config.with_name('reward.py')}:reward"
 
     def let(self, step: int) -> None:
-        """Allow steps up to this one."""
+        """Allow `step` steps in total: hold the prompts of all later ones."""
         temporary = self._held.with_name(".held")
         temporary.write_text("\n".join(self._prompts[step * self._batch_size :]))
         temporary.rename(self._held)
@@ -172,8 +172,9 @@ def assert_each_prompt_trained_once(run_dir: Path, num_steps: int, batch_size: i
 
 
 def assert_nobody_left_behind(run_dir: Path, eta: int) -> None:
-    """Handed-out prompts that were never trained were still live at the end, within their staleness bound. A prompt
-    was trained if its newest ticket allows no step beyond the last one, whether its response is long or short.
+    """Assert that every handed-out prompt was trained, except those whose newest ticket allows a step beyond the last one.
+
+    So no prompt is left behind because its response is long. The excepted prompts were still live when the run ended.
 
     The manager's journal says which prompts were handed out. The trained prompts alone do not say which tickets may wait: if a
     version was never served, the tickets of the next version are granted all at once, and a later ticket may finish first.
@@ -190,7 +191,8 @@ def assert_nobody_left_behind(run_dir: Path, eta: int) -> None:
     assert tickets.keys() - may_wait <= trained <= tickets.keys()
     assert max(trained) < (0, len(trained) + eta * batch_size)
     first_that_may_wait = min(may_wait, default=(0, len(tickets)))
-    assert first_that_may_wait >= (0, (num_steps - eta) * batch_size)  # number trained when it was granted
+    # its ticket's min_version is at least num_steps - eta: that many steps were done by then, on the prompts before it
+    assert first_that_may_wait >= (0, (num_steps - eta) * batch_size)
 
 
 def min_version(ticket_id: str) -> int:

@@ -3,7 +3,8 @@
     python tests/fuzz/fuzz.py [--inputs 1000000] [--seed 0] [--target codec] [--atheris]
 
 The targets (targets.py) take inputs in turn, in separate processes, one a core. A target fails if it raises an exception that its
-callers do not handle, takes longer than a second for an input, or allocates more than --memory-mb beyond its initial memory.
+callers do not handle, takes more than a second of processor time for an input, or allocates more than --memory-mb beyond its
+initial memory.
 Each failure is printed with the seed and number that reproduce it, and kept in --keep. --atheris: chooses inputs by the branches
 that they reach, if atheris is installed (pip install atheris), one target after another.
 """

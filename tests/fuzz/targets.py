@@ -311,7 +311,7 @@ def _reply(loop: asyncio.AbstractEventLoop, resolver: NameResolver, common: dict
         try:
             async with asyncio.timeout(LIMIT_S):
                 await reply
-        except RemoteCallError as error:  # a failed call gives the same error
+        except RemoteCallError as error:  # a well-formed reply that reports a failed call raises it, too
             if "its reply cannot be read" in error.message:
                 raise
 

@@ -37,7 +37,7 @@ OPTIONS = [
     "--hypothesis-profile=ci",  # the same examples each time
     "-Wignore:Module already imported:pytest.PytestAssertRewriteWarning",  # PRELOADED imports plugins of pytest
 ]
-PASSED, FAILED = 100, 101  # pytest's exit codes and 100: Python itself exits with 1 on any error, which is no kill
+PASSED, FAILED = 100, 101  # 100 + pytest's exit code, because Python itself exits with 1 on any error, which is no kill
 
 
 def run_all() -> list[str]:
@@ -92,7 +92,7 @@ def _verdict(mutant: Mutant | None, code: int, output: Path) -> str:
 
 
 def _fork(mutant: Mutant | None, tests: Sequence[str], output: Path) -> int:
-    """Runs the tests in a new process, which ends by a signal at the limit."""
+    """Runs the tests in a new process, which SIGALRM kills after LIMIT_S. Returns its pid."""
     pid = os.fork()
     if pid:
         return pid

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-CLAIM_WORDS = 8  # the first words of a claim are its name
+CLAIM_WORDS = 8  # a claim's name consists of this many of its first words
 NOTHING = "-"
 
 Entries = dict[str, str]
@@ -108,7 +108,7 @@ def _claims(page: Path) -> Entries:
 
 
 def _normalised(text: str) -> str:
-    """The text without backticks and links, with single spaces."""
+    """The text without backticks and with single spaces; of a link only its text remains."""
     return " ".join(re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text).replace("`", "").split())
 
 
@@ -121,7 +121,7 @@ def _cells(line: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Change:
-    """A row of surface_changes.md: names of entries. A name that ends with `*` covers all entries with this prefix."""
+    """A row of surface_changes.md: an entry's old and new name. A name that ends with `*` covers all entries with this prefix."""
 
     old: str
     new: str

@@ -1,4 +1,4 @@
-"""A fork server. Its workers execute the single line of their config. test_fork_server.py uses it."""
+"""A fork server for test_fork_server.py. The config file of each worker is a line of Python, which the worker executes."""
 
 import os
 import sys

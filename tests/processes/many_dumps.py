@@ -24,7 +24,7 @@ _LIMIT_S = 60.0  # for one answer, on a busy machine
 
 
 def ask_again_and_again(folder: Path, num_dumps: int) -> int:
-    """The number of requests that the process answered. It is below num_dumps if the process died."""
+    """Ask the process num_dumps times, or until it dies. Return the number of requests that it answered."""
     command = [sys.executable, __file__, "--program", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:

@@ -32,7 +32,7 @@ class Recorder:
 
     @property
     def state(self) -> dict[str, str]:
-        """The state that the events describe."""
+        """The values by key that remain after the recorded events."""
         state: dict[str, str] = {}
         for event in list(self.events):
             if event.kind == "put":
@@ -47,9 +47,11 @@ class Recorder:
         assert self.events == list(expected)
 
     def wait_for_turns(self, key: str, value: str, turns: int) -> None:
-        """Wait until a key has come and gone at least `turns` times, while its holder alternates between running and frozen.
+        """Wait for at least `turns` events, alternately put and deletion of the key, while its holder alternates between running
+        and frozen.
 
-        After an odd number of turns the key exists. More turns are possible, because a busy machine may delay the holder too.
+        After an odd number of events the key exists. There may be more events (an even number more), because a busy machine may
+        delay the holder too.
         """
         assert self._wait(lambda: len(self.events) >= turns and len(self.events) % 2 == turns % 2), self.events
         events = list(self.events)

@@ -143,7 +143,7 @@ class FakeGenerationServer(HttpService):
         return web.Response(body=msgspec.json.encode(self._sample(request, event)), content_type="application/json")
 
     async def _was_aborted(self, rid: str) -> bool:
-        """Wait for hold to be set, or for the request to be aborted."""
+        """Wait until hold is set or the request is aborted, at most 2 * LIMIT_S. Return whether it was aborted."""
         aborted = self._held[rid] = asyncio.Event()
         waits = [asyncio.ensure_future(event.wait()) for event in (self.hold, aborted)]
         try:
@@ -194,7 +194,7 @@ class FakeManager(HttpService):
         self.waiting: deque[Ticket] = deque(tickets)
         self.finished = False
         self.heartbeat_s = 0.05
-        self.refusal = ""  # answer every request for tickets with this
+        self.refusal = ""  # if set: refuse every request for tickets with this reason
         self.replacement = ScheduleReply(reason="no_server")
         self.results: dict[str, RolloutResult] = {}
         self.revoked: list[str] = []

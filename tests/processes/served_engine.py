@@ -26,7 +26,7 @@ V0, V1 = WeightVersion(1, 0), WeightVersion(1, 1)
 
 
 class NoOtherServer:
-    """For a client that must not lose its server."""
+    """Stands for the manager of a client that must not lose its server: a request for another server fails the test."""
 
     async def schedule(self, ticket_id: str, lost_server: str, **_: Any) -> ScheduleReply:
         raise AssertionError(f"{lost_server} was not to be lost")

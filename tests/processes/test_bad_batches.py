@@ -63,7 +63,7 @@ def train(tmp_path: Path) -> TrainConfig:
 
 
 def spread_out(path: Path, train: TrainConfig) -> list[ModelConfig]:
-    """Actor on two data ranks, critic on two tensor ranks, one of which also holds the actor, and a reference on a third worker."""
+    """The actor on two data ranks (workers 0 and 1), the critic on two tensor ranks (workers 1 and 2), a reference on worker 2."""
     return [
         one_model("actor", path, "d2p1m1", [0, 1], train),
         one_model("critic", path, "d1p1m2", [1, 2], train),
@@ -148,7 +148,7 @@ async def test_a_disk_that_refuses_costs_a_warning(
 
 
 def break_weights(model_path: Path, broken: Path) -> str:
-    """A copy with an infinite value in one tensor. Return the tensor's name."""
+    """Copy the model folder to `broken`, with an infinite value in one tensor. Return the tensor's name."""
     broken.mkdir()
     for file in model_path.iterdir():
         if file.suffix != ".safetensors":

@@ -102,7 +102,7 @@ def test_a_run_of_another_host_goes_on_until_the_key_of_its_launcher_is_gone(tmp
             launcher.add(Names("e", "t").launcher(), "x", lease=launcher.grant_lease(30).id)
             assert goes_on(tmp_path, record)
         assert not goes_on(tmp_path, record)
-    assert not goes_on(tmp_path, record)  # its etcd has ended with it
+    assert not goes_on(tmp_path, record)  # the etcd that the record names has ended
 
 
 class NoEtcd(BaseHTTPRequestHandler):

@@ -84,12 +84,12 @@ KEYS = ["packed_input_ids", "packed_logprobs", "loss_mask", "rewards"]
 
 
 def key_entry(header, name):
-    """[name, dtype, number of its lengths] in the codec's header, [format, ids, lengths, keys]."""
+    """The key's entry, [name, dtype, number of its lengths], in the codec's header, which is [format, ids, lengths, keys]."""
     return next(entry for entry in header[3] if entry[0] == name)
 
 
 def as_double(header, frames):
-    """The right number of bytes for a dtype that the key must not have."""
+    """Send a key as float64, which it must not have. The number of bytes is right for float64."""
     key_entry(header, "packed_logprobs")[1] = "float64"
     frames[KEYS.index("packed_logprobs")] = np.zeros(sum(LENGTHS), np.float64).tobytes()
 

@@ -58,7 +58,7 @@ class HangingAgent(Agent):
 
 
 class BreakingAgent(SingleStepAgent):
-    """A valid trajectory, changed as the prompt's answer says."""
+    """Returns a valid trajectory that is then changed as the prompt's answer says."""
 
     async def collect_trajectory(
         self, prompt: Any, env: Env, obs_queue: ObsQueue, act_queue: ActQueue
@@ -115,7 +115,7 @@ async def test_whatever_a_reward_function_does_costs_its_own_rollout_only(stage:
         "raise": ("reward_error", "reward raised KeyError('no such thing')"),
         "exit": ("reward_error", ""),
         "none": ("reward_not_finite", "reward returned None; it must be a finite number"),
-        "nan": ("reward_not_finite", ""),  # the detail is complete only for the first rejection with a reason
+        "nan": ("reward_not_finite", ""),  # only the first rejection for a reason has a detail: "none" for this one
         "infinite": ("reward_not_finite", ""),
         "text": ("reward_not_finite", ""),
         "list": ("reward_not_finite", ""),
@@ -227,7 +227,7 @@ async def test_what_would_end_or_stop_a_worker_ends_a_judge(stage: Stage) -> Non
     assert order[-1] == "ticket-3"  # the busy loop
     (detail,) = [
         result.detail for result in found[:2] if result.detail
-    ]  # only the first rejection with a reason has a detail; either of the two may be first
+    ]  # both have the same reason, and only the first rejection for a reason has a detail; either may be first
     ends = ("it ended with exit code 3", "it was killed by SIGABRT")
     assert detail.endswith(tuple(f"judge.py:reward has ended its process: {end}" for end in ends))
 
@@ -420,8 +420,8 @@ def too_long(reply: GenerateReply) -> bytes:
 async def test_what_a_server_answers_and_no_model_can_have_said(
     stage: Stage, answer: Any, reason: str, detail: str
 ) -> None:
-    """Bad numbers reject the prompt, because they may depend on it. After a malformed answer the server counts as lost, and the
-    prompt is tried again elsewhere."""
+    """A well-formed answer with bad tokens or logprobs rejects the prompt, because the prompt may be the cause. After a malformed
+    answer the server counts as lost, and the prompt is tried again elsewhere."""
     stage.rollout = replace(stage.rollout, group_size=1)
     await stage.start()
     stage.manager.replacement = ScheduleReply(server=stage.server.name, server_url=stage.server.url)

@@ -42,7 +42,7 @@ def model(sound: Path, tmp_path: Path) -> Path:
 
 
 def change(model: Path, key: str, make) -> None:  # type: ignore[no-untyped-def]
-    """Replace each tensor with `key` in its name by make(tensor). If this is None, the tensor is removed."""
+    """Replace each tensor with `key` in its name by make(tensor). If make returns None, the tensor is removed."""
     tensors = load_file(model / "model.safetensors")
     made = {name: make(tensor) if key in name else tensor for name, tensor in tensors.items()}
     kept = {name: tensor for name, tensor in made.items() if tensor is not None}
@@ -192,7 +192,7 @@ async def test_a_version_that_shows_late_is_served(tmp_path: Path, sound: Path) 
 async def test_a_damaged_version_is_reported_and_its_replacement_served(
     tmp_path: Path, sound: Path, caplog: pytest.LogCaptureFixture, replacement: WeightVersion
 ) -> None:
-    """The wait for a replacement has the trainer's time limit. It continues after the time limit of verification is over."""
+    """The manager waits for a replacement up to the trainer's limit (replace_limit_s), also after verify_limit_s is over."""
     published = Published(tmp_path, sound, verify_limit_s=0.3, replace_limit_s=1000.0)
     (published.write(V1) / "model.safetensors").write_bytes(b"torn")
     published.fleet.publish(str(V1))

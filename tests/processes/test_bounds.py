@@ -72,7 +72,7 @@ async def test_an_answer_is_read_up_to_a_limit() -> None:
             async with session.get(url + path) as answer:
                 with pytest.raises(aiohttp.ClientPayloadError, match=f"more than {MOST} bytes"):
                     await asyncio.wait_for(answer.read(), LIMIT_S)
-            # the only connection is usable again, and an answer within the limit arrives whole
+            # the session's only connection is usable again, and an answer of exactly the limit arrives whole
             async with session.get(f"{url}/long?bytes={MOST}") as answer:
                 assert await answer.read() == b"x" * MOST
 

@@ -54,7 +54,7 @@ V0, V1, V2 = WeightVersion(1, 0), WeightVersion(1, 1), WeightVersion(1, 2)
 GENERATION = GenerationConfig(max_running_requests=8, max_batch_tokens=128, num_blocks=32, page_size=16)
 LIMIT_S = 30.0
 START_LIMIT_S = 90.0  # for a process that imports torch, on a busy machine
-SEND_LIMIT_S = 10.0  # for a broadcast that cannot succeed but must reach its middle; one test waits for this limit
+SEND_LIMIT_S = 10.0  # long enough to reach the middle of a broadcast that cannot succeed; one test waits for its end
 PROMPT = [3, 1, 4, 1, 5]
 _spaces = itertools.count()
 
@@ -170,7 +170,7 @@ def be_server(model_path: Path, pipe: Connection) -> None:
 
 @pytest.fixture(scope="module")
 def process(model_path: Path) -> Iterator[tuple[BaseProcess, str]]:
-    """A server that may be stopped and killed, and its address. The last test kills it."""
+    """A server process that tests may freeze (SIGSTOP) and kill, and its address. The last test kills it."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     child = context.Process(target=be_server, args=(model_path, theirs), daemon=True)
@@ -184,14 +184,14 @@ def process(model_path: Path) -> Iterator[tuple[BaseProcess, str]]:
 
 
 class Watch:
-    """Counts the requests to servers, and acts before one of them."""
+    """Counts the requests to servers by path, and calls a function of the test before the chosen request."""
 
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
         self._acts: dict[tuple[str, int], Callable[[], None]] = {}
 
     def when_sending_bucket(self, number: int, act: Callable[[], None]) -> None:
-        """Act in the middle of the next broadcast, before a server is asked to take bucket `number` (from 0)."""
+        """Call `act` in the middle of the next broadcast, before a server is asked to take bucket `number` (from 0)."""
         path = "/update_weights_from_distributed"
         self._acts[path, self.asked[path] + number] = act
 
@@ -228,7 +228,7 @@ async def sender(
     client: Callable[[aiohttp.ClientSession], ServerClient] = ServerClient,
     told: Callable[[str], None] = lambda url: None,
 ) -> AsyncIterator[WeightSender]:
-    """told: called with the sender's address."""
+    """A sender that serves its endpoint. told: a function that is called with the endpoint's URL."""
     options = WeightsConfig(transport="broadcast", broadcast_timeout_s=limit_s)
     async with open_session(max_connections=0) as session:
         made = WeightSender(
@@ -260,8 +260,8 @@ async def send(
 
 
 async def test_a_version_sent_is_the_version_on_disk(model_path: Path) -> None:
-    """After a broadcast, a server computes exactly as with the same version from disk. A second broadcast, requested over HTTP as
-    by the manager, goes through the same group."""
+    """After a broadcast, a server computes exactly as with the same version from disk. The second broadcast is requested
+    over HTTP, as the manager does, and uses the process group of the first."""
     requests, urls = Watch(), list[str]()
     async with served(model_path) as client, sender(client=requests.client, told=urls.append) as trainer:
         before = await client.logprobs()

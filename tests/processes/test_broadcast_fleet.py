@@ -189,7 +189,7 @@ async def test_a_fall_back_to_disk_is_one_warning_with_its_cause(caplog: pytest.
         run.trainer.fails = {"a", "b"}
         number = 1
         for failures in (1, 2, 3):
-            while run.fleet.counters["failed", "b"] < failures:  # some versions load from disk without a broadcast
+            while run.fleet.counters["failed", "b"] < failures:  # after a failure, some versions load from disk
                 run.fleet.hold(str(WeightVersion(1, number)))
                 run.publish(WeightVersion(1, number))
                 await run.until(a=f"healthy_{number}", b=f"healthy_{number}")

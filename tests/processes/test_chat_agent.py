@@ -383,4 +383,4 @@ async def test_a_rollout_worker_serves_its_agents(tmp_path: Path, monkeypatch: p
     assert pulled.meta.rewards == [0.25, 0.25]
     for ids, mask in zip(pulled.sample.slices()[0], pulled.sample.slices("loss_mask")[0], strict=True):
         assert TOKENIZER.decode(ids[~mask]) == "<|im_start|>user\n012<|im_end|>\n<|im_start|>assistant\n"
-        assert ids[mask].tolist() == [0]  # the end of turn of the server's policy
+        assert ids[mask].tolist() == [0]  # the server's policy samples only EOS, the end of the turn

@@ -233,7 +233,7 @@ def test_another_model_does_not_fit(model_path, saved, tmp_path):
 
 
 def test_models_that_the_checkpoint_does_not_have(model_path, saved):
-    """A second reference loads the first one's data. On request, a model absent from the checkpoint keeps its weights."""
+    """A second reference loads the first one's data. A model that the checkpoint lacks is an error, or keeps its weights."""
     second, new = shard(model_path, None), shard(model_path, None, change=0.3)
     models = {"ref@1": second, "reward": new}
     with pytest.raises(CheckpointError, match=r"does not fit model 'reward': Missing key .* reward\."):

@@ -87,7 +87,7 @@ def with_breakpoint(tiny, tmp_path):
 def test_a_breakpoint_has_a_terminal(tiny, tmp_path):
     done = debug(with_breakpoint(tiny, tmp_path), typed="p 'it', 'stopped'\nc\n")
     assert "('it', 'stopped')" in done.stdout
-    assert "it runs alone, with a private etcd" not in done.stdout  # name resolve answers, and has no such process yet
+    assert "it runs alone, with a private etcd" not in done.stdout  # name resolve answers, so this is not printed
     assert "waited 2 s for the address of the gserver manager" in done.stderr  # it went on, alone
 
 

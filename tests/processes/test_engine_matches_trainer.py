@@ -106,7 +106,7 @@ async def client(tmp_path: Path) -> AsyncIterator[PartialRolloutManager]:
         NoOtherServer(),
         board=StatusBoard(info("rollout_worker", tmp_path), LOGGER),
         logger=LOGGER,
-        new_tokens_per_chunk=8,  # keeps the engine close to a slow client: otherwise all would end before the update
+        new_tokens_per_chunk=8,  # so that the engine waits for a slow client: responses must not end before the update
         request_timeout_s=60.0,
         max_requests=2 * GROUP,
     )

@@ -172,7 +172,7 @@ def test_tokens_that_a_server_forgets_are_renewed(
 def test_tokens_that_are_over_before_they_were_used(
     open_alice: OpenSession, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A token may expire before its first use, for example if the machine stands still. Here this happens three times in a call."""
+    """A token may expire before its first use, for example if the machine is suspended. Here one call meets this three times."""
     names = open_alice()
     enter, ends = Login.enter, iter(range(3))
 
@@ -233,7 +233,7 @@ def test_refusals_say_what_to_do(guarded: tuple[EtcdServer, NameResolveConfig], 
 def test_a_password_for_an_etcd_that_asks_for_none(
     guarded: tuple[EtcdServer, NameResolveConfig], tmp_path: Path
 ) -> None:
-    """The client refuses: the password's owner believes that strangers have no access."""
+    """The client refuses to use it, because the user gave a password and so believes that strangers have no access."""
     with EtcdServer(tmp_path / "data", tmp_path / "log", extra_args=FAST) as open_to_all:
         config = replace(guarded[1], endpoints=[open_to_all.endpoint])
         with pytest.raises(NameResolveError, match=r"does not use passwords: run `etcdctl auth enable`"):

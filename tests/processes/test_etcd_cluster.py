@@ -47,7 +47,7 @@ class Cluster:
         self._processes[index].wait()
 
     def wait_for(self, index: int) -> None:
-        """Wait until the server answers, which needs a majority."""
+        """Wait until this server answers a client. It can answer only while a majority of the three servers runs."""
         with open_name_resolver(patient(NameResolveConfig(endpoints=[self.endpoints[index]]))):
             pass
 

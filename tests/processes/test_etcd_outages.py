@@ -163,7 +163,7 @@ def test_somebody_elses_lease_that_comes_back(
     lease.revoke()
     recorder.wait_for(put(f"{root}/a", "1"), gone(f"{root}/a"))
     holder.add(f"{root}/stolen", "2")
-    for _ in range(2):  # by the second check the session has acted on the first
+    for _ in range(2):  # the session has acted on a check before it makes the next one
         assert looks_in_vain.acquire(timeout=LIMIT_S), "the session has not looked at the lease that is gone"
     assert holder.grant_lease(30, lease_id=lease.id).alive
     assert holder.wait(f"{root}/a", LIMIT_S) == "1"
@@ -402,7 +402,7 @@ def test_deletes_of_an_outage_are_told_once_they_are_certain(
     other.watch(root, recorder, subtree=True)
     told = list(recorder.events)
     server.kill()
-    leaves.close()  # as a process that dies in the meantime
+    leaves.close()  # stands for a process that dies during the outage
     shutil.rmtree(server.data_dir)
     server.start()
     recorder.wait_for(*told, gone(f"{root}/leaves"))
@@ -443,7 +443,7 @@ def test_starting_in_an_outage(server: EtcdServer, root: str) -> None:
         with open_name_resolver(config, limit_s=LIMIT_S) as names:
             names.watch(root, recorder, subtree=True, limit_s=LIMIT_S)
             names.publish(f"{root}/a", "1", lease=77, limit_s=LIMIT_S)
-            recorder.wait_for_state({f"{root}/a": "1"})  # a put is retried if its answer is late
+            recorder.wait_for_state({f"{root}/a": "1"})  # the put may be repeated: its answer may be late
 
     server.kill()
     try:

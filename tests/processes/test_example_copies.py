@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# All in one process, because importing torch takes most of the time. Modules of different folders have the same names.
+# One process imports the modules of all copies, because importing torch takes most of the time. It forgets the modules of each
+# folder, because those of other folders have the same names.
 IMPORT_ALL = """
 import importlib, pathlib, sys
 for folder in sorted(pathlib.Path().glob("*/copy")):

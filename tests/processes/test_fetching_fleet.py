@@ -100,7 +100,7 @@ async def test_a_host_that_cannot_fetch_holds_up_nobody_else(tmp_path: Path) -> 
 
 
 async def test_nothing_is_fetched_from_elsewhere(tmp_path: Path) -> None:
-    """A request gives a valid label of the run, but the address of other weights."""
+    """The request names a version of the run, but a source that is not the run's: the host refuses to fetch."""
     async with fleet(tmp_path) as (setup, host, _):
         setup.publish(0)
         await setup.all_serve(0)

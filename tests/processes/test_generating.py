@@ -164,7 +164,7 @@ def test_samples_come_as_often_as_the_model_says(model_path):
 def test_batches_keep_to_the_budget(model_path):
     sampler = make_sampler(make_engine(model_path), max_sequences=3, max_tokens=22)
     assert batch_sizes(sampler, [5, 5, 5, 1, 1, 1, 1]) == [2, 2, 3]
-    assert batch_sizes(sampler, [40, 1]) == [1, 1]  # at least one, even beyond the budget
+    assert batch_sizes(sampler, [40, 1]) == [1, 1]  # a batch has at least one response, even beyond the budget
 
 
 def batch_sizes(sampler: Sampler, lengths: list[int]) -> list[int]:
@@ -314,7 +314,7 @@ def test_model_workers_make_groups_and_train_on_them(tmp_path, model_path, group
         data = sample.data
         assert {"proximal_logprobs", "advantages", "trained_mask"} <= data.keys()  # wherever they were made
         assert not data["packed_logprobs"][~data["loss_mask"]].any()
-        # the sampling weights are the trained weights: the proximal policy
+        # The weights that sampled are the weights before the step, so the logprobs are those of the proximal policy
         expected = data["proximal_logprobs"][data["loss_mask"]]
         np.testing.assert_allclose(data["packed_logprobs"][data["loss_mask"]], expected, atol=1e-5)
         assert expected.all()

@@ -128,10 +128,10 @@ def make_prompt(rng: random.Random, length: int) -> list[int]:
 
 
 async def until(engine: WatchedEngine, condition: Callable[[], bool]) -> threading.Event:
-    """Let the engine work until the condition holds, as checked after every pass.
+    """Let the engine work until the condition holds. The condition is checked after every pass.
 
-    Then block its thread until the engine is to pause, as for most operations on requests and weights, or until the returned event
-    is set. The test may therefore act late.
+    Then block the engine's thread, so that a slow test still acts at this point. The block ends when the returned event is set, or
+    when the engine is asked to pause, as most operations on requests and weights do.
     """
     go_on, holds, loop = threading.Event(), asyncio.Event(), asyncio.get_running_loop()
     asked_to_pause = engine.manager.background_thread_status.is_pause_requested
@@ -150,7 +150,7 @@ async def until(engine: WatchedEngine, condition: Callable[[], bool]) -> threadi
 
 
 def only_version(result: Generated) -> str:
-    """The version of a response that one version sampled."""
+    """Assert that a single version sampled the response, and return this version."""
     (span,) = result.spans
     assert (span.start, span.end) == (0, len(result.token_ids))
     return span.version

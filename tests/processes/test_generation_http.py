@@ -181,7 +181,7 @@ async def test_lists(model_path: Path, tmp_path: Path) -> None:
         assert len({reply["meta_info"]["id"] for reply in replies}) == 3
         status, reply = await client.post("/generate", body | {"input_ids": [[1], [99], [1]]})
         assert (status, "99" in reply["error"]["message"]) == (400, True)
-        assert (await client.post("/generate", body))[0] == 200  # no rid remains from the refused list
+        assert (await client.post("/generate", body))[0] == 200  # the refused list has left none of its rids in use
         status, reply = await client.post("/generate", body | {"rid": ["a"]})
         assert (status, "equal lengths" in reply["error"]["message"]) == (400, True)
 
@@ -254,7 +254,7 @@ async def test_no_version_of_a_lower_attempt_and_none_that_is_older_is_loaded(mo
         tensors = make_tiny_model(None, seed=5).named_parameters()
         path = version_dir(tmp_path, "actor", new)
         write_version(path, ((n, p.detach()) for n, p in tensors), source_dir=model_path, version=new, fsync=False)
-        assert (await client.update(new, path))[0] == 200  # another attempt may begin at an earlier version
+        assert (await client.update(new, path))[0] == 200  # a later attempt may begin at a lower version number
         status, reply = await client.update(V1)
         assert (status, reply.success) == (400, False)
         assert reply.message == f"version {V1} is older than {new}, which was loaded here; attempt 1 is over"
@@ -356,7 +356,7 @@ async def test_a_version_is_verified_before_the_pause_and_a_retry_waits_for_the_
         retry = asyncio.create_task(client.update(V1))
         assert (await client.get("/get_model_info"))[1]["weight_version"] == str(
             V0
-        )  # gives the server a turn for the retry
+        )  # until this answer comes, the server has time to receive the retry
         may_load.set()
         assert [status for status, _ in await asyncio.gather(first, retry)] == [200, 200]
         assert not checked.is_set()  # the files were not hashed again

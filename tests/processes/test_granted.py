@@ -49,7 +49,7 @@ async def test_only_granted_tickets_are_stored(tmp_path: Path, caplog: pytest.Lo
             assert master.board.snapshot().queues["not_granted"] == 3
             assert sum("has not granted its ticket" in record.getMessage() for record in caplog.records) == 1
             assert (await head.push_meta(meta, timeout_s=LIMIT_S)).verdict == "stored"
-            await setup.stop_manager()  # another manager has the same key
+            await setup.stop_manager()  # the next manager has the same ticket key
             await setup.start_manager()
             await setup.report(full=True, stored=[granted])
             assert [live.ticket_id for live in (await setup.report()).live] == [granted]

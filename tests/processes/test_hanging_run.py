@@ -44,7 +44,7 @@ def test_a_standstill_is_reported_and_all_stacks_are_in_the_logs(tmp_path, capsy
         assert re.search(
             r"  generation_server/0: has sent no heartbeat for \d+ s, is stopped \(SIGSTOP, or a debugger\)", told
         )
-        # a response's wait; or the server was frozen in an update, while no rollout ran
+        # a rollout waits for its response or, if the server was frozen during an update, for a server that may serve
         assert re.search(r"waits for (the next piece|a server that may serve) from generation_server/0 \(", told)
         logs = {name: run.run_dir / "logs" / "attempt_1" / f"{name.replace('/', '_')}.log" for name in WORKERS}
 

@@ -200,7 +200,7 @@ def test_with_a_host_daemon_its_processes_die_and_the_next_daemon_starts_nothing
     wait_for(lambda: gone(process), "it died with its host daemon")
 
     bench.daemon = bench.start_daemon()
-    wait_for(  # in between there is no record, if the previous lease ends first
+    wait_for(  # there is no record for a while if the lease of the killed host daemon expires first
         lambda: (record := bench.record()) and record.incarnation != before.incarnation, "the next host daemon has come"
     )
     time.sleep(2)
@@ -212,7 +212,7 @@ def test_with_a_host_daemon_its_processes_die_and_the_next_daemon_starts_nothing
 
 def test_a_host_daemon_of_a_job_that_was_queued_again_does_not_end_with_the_launcher_of_the_start_before(bench):
     wait_for(bench.record, "the host daemon has registered")
-    bench.daemon.terminate()  # this one belongs to no job
+    bench.daemon.terminate()  # the fixture's host daemon belongs to no Slurm job
     assert bench.daemon.wait(LIMIT_S) == 128 + signal.SIGTERM
     assert bench.record() is None
     earlier, launcher = (incarnation("launcher", attempt=attempt, start=1) for attempt in (1, 2))

@@ -279,7 +279,7 @@ class Setup:
         await self.until_view(lambda view: [(server.state, server.version) for server in view.servers] == wanted)
 
     async def until_view(self, condition: Callable[[LedgerView], bool]) -> LedgerView:
-        """Wait as the master does: each answer waits for a newer ledger."""
+        """Wait until the condition holds for a view. As the master does, each further report waits for a newer ledger."""
 
         async def reports() -> LedgerView:
             view = await self.report(full=True)
@@ -572,7 +572,7 @@ async def test_the_end_of_the_run_is_told_to_who_waits(setup: Setup) -> None:
     await setup.allocate(100)
     waiting = asyncio.create_task(setup.allocate(wait_s=30.0))
     await setup.poll(lambda: setup.manager.seen.service.num_waiting == 1)
-    await setup.report(stop=True)  # the last evaluation may still come
+    await setup.report(stop=True)  # the master stops, but its last evaluation may still come: workers wait
     assert not (await setup.allocate(worker=1)).finished
     setup.resolver.add(setup.names.experiment_status(), "COMPLETE", replace=True)
     assert (await asyncio.wait_for(waiting, LIMIT_S)).finished
@@ -606,7 +606,7 @@ async def test_a_slow_server_blocks_neither_the_other_nor_the_http_side(tmp_path
         await setup.until_served(2)
         began = time.monotonic()
         tickets = (await setup.allocate(4)).tickets
-        assert time.monotonic() - began < LIMIT_S / 2  # the slow load ends when its gate is opened
+        assert time.monotonic() - began < LIMIT_S / 2  # the slow load, whose gate stays closed, delays no answer
         assert {ticket.server for ticket in tickets} == {"generation_server/1"}
         assert {ticket.min_version for ticket in tickets} == {2}
         assert len(quick.loads) == 3

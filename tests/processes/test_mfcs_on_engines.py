@@ -148,7 +148,7 @@ def test_a_critic_step_is_that_of_a_loop_by_hand(tiny: Path) -> None:
 
 
 def shuffled(sample: SequenceSample, *, seed: int, version: int) -> list[SequenceSample]:
-    """The two minibatches of a step, shuffled as DESIGN.md says."""
+    """The two minibatches of a step, shuffled as the interfaces do: by the seed and the version."""
     order = np.random.default_rng([seed, version]).permutation(sample.num_ids)
     return [sample.select_ids([sample.ids[i] for i in sorted(part)]) for part in np.array_split(order, 2)]
 
@@ -162,7 +162,7 @@ def sequences(sample: SequenceSample, *keys: str) -> list[list[torch.Tensor]]:
 
 
 def run_in_layout(rank: int, path: str, grid: str, steps: int) -> tuple[dict[str, np.ndarray], list[dict[str, float]]]:
-    """All MFCs with all models in one layout: the heads' results for the last batch, by key, and the statistics of each step."""
+    """Run all MFCs with all models in one layout. Heads return the results for the last batch, and the statistics of each step."""
     parsed = ParallelGrid.parse(grid)
     workers = list(range(parsed.size))
     meshes = {role: ModelMesh.make(ModelPlacement(role, parsed, tuple(workers)), "cpu") for role in KINDS}
@@ -215,7 +215,7 @@ def test_all_mfcs_in_any_layout(grid: str, tiny: Path, ranks: RankProcesses) -> 
     assert len(heads) == ParallelGrid.parse(grid).data
     for stats in heads:
         for step, expected_step in zip(stats, expected_stats, strict=True):
-            # An unchanged value is just inside or outside the clip range, depending on rounding: one state of 51.
+            # Rounding decides whether an unchanged value is just inside or just outside the clip range. One state of 51 differs.
             assert step.pop("critic/clip_share") == pytest.approx(expected_step["critic/clip_share"], abs=0.05)
             assert step == pytest.approx({name: expected_step[name] for name in step}, rel=1e-3, abs=1e-4)
             assert len(step) == len(expected_step) - 1

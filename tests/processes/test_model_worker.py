@@ -134,7 +134,10 @@ def worker_config(name_resolve, run_dir, model_path, *, capacity=8, train=TRAIN)
 def trajectory(
     ticket_id: str, head: int = 0, size: int = 3, position: int = 0
 ) -> tuple[TrajectoryMeta, SequenceSample]:
-    """A group of random tokens: 4 of prompt, then a response. Its rewards differ. The same ticket gives the same group."""
+    """A group of `size` sequences: the same prompt of 4 random tokens, then a random response each. Its rewards differ.
+
+    The same ticket always gives the same group.
+    """
     rng = np.random.default_rng(list(ticket_id.encode()))
     prompt = rng.integers(1, 64, 4)
     lengths = (4 + rng.integers(2, 20, size)).tolist()
@@ -550,10 +553,10 @@ async def test_two_processes_train_as_one(tmp_path, model_path):
 
 
 async def test_models_on_workers_of_their_own_train_as_one_process(tmp_path, model_path):
-    """Actor on two data ranks, critic on two tensor ranks, one of which also holds the actor, a reference on a third worker, and
-    the actor again in two stages.
+    """The actor on two data ranks (workers 0 and 1), the critic on two tensor ranks (workers 1 and 2), a reference on worker 2, and
+    a copy of the actor in two pipeline stages (workers 1 and 2).
 
-    The first step trains only the critic. Proximal logprobs come from the other layout, which gets the weights of each step.
+    The first step trains only the critic. Proximal logprobs come from the copy in stages, which gets the weights of each step.
     """
     train = replace(
         TRAIN,

@@ -126,7 +126,7 @@ async def test_tokens_logprobs_and_versions_are_those_of_the_engine(tmp_path: Pa
             )
             expected = forward_logprobs(served.models[version], ids, temperature=SAMPLING.temperature)
             np.testing.assert_allclose(logprobs[start:end], expected[start:end], atol=1e-4)
-        # the logprobs that the client received
+        # the logprobs that the client received are those of the trajectory
         np.testing.assert_array_equal(np.float32(agent.logprobs[member]), logprobs[first:first_end])
         *_, answer, _, text = agent.conversations[member]
         assert text_of(ids[second:second_end]) == text

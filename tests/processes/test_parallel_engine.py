@@ -32,7 +32,7 @@ from tests.support.rank_processes import RankProcesses
 
 GRIDS = ("d1", "d2", "d4", "m2", "p2", "d2m2", "d2p2", "p2m2", "d2p2m2")
 OTHER_GRIDS = ("p3", "m4", "p4")
-# eps: a gradient that is zero except for rounding (a bias of the keys) must not cause a step as large as the learning rate
+# eps: a gradient that is zero except for rounding (of the key projection's bias) must not cause a step of the learning rate's size
 OPTIMIZER = OptimizerConfig(lr=1e-3, warmup_steps=0, eps=1e-5)
 TRAIN = TrainConfig(max_tokens_per_mb=16384, logprob_chunk_tokens=16)
 LENGTHS = (29, 3, 17, 1, 8, 23, 12)
@@ -324,7 +324,7 @@ def test_large_models_are_gathered_in_units(ranks, paths):
 
 
 class CountedReductions(TorchDispatchMode):
-    """Counts sums of tensors over ranks that keep a part each, under any of torch's names for the operation."""
+    """Counts reduce-scatters (sums over ranks, of which each rank keeps a part), under any of torch's names for the operation."""
 
     count = 0
 

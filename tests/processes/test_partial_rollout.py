@@ -32,7 +32,7 @@ class Chooser:
     def __init__(self) -> None:
         self.servers: list[FakeGenerationServer] = []
         self.lost: list[str] = []
-        self.busy = 0  # number of calls with the reason that the server was busy
+        self.busy = 0  # number of calls that gave a busy server as their reason
 
     async def schedule(self, ticket_id: str, lost_server: str, *, busy: bool, **_: object) -> ScheduleReply:
         self.lost.append(lost_server)

@@ -19,13 +19,13 @@ from asyncrl.runtime.board import StatusBoard
 
 LOGGER = logging.getLogger("test_rollout_generation")
 LIMIT_S = 60.0
-PASSES = 12  # before the update: every running response is in its first piece, and few have ended
+PASSES = 12  # of the engine before the update; every running response is in its first piece then, and few have ended
 
 
 @pytest.fixture
 def reached(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """An event that is set after PASSES passes. The engine then blocks until it is to pause. Therefore the update comes in the
-    middle of a piece, however slow the client is."""
+    """An event that is set after PASSES passes. The engine then blocks until it is asked to pause. Therefore the update comes in
+    the middle of a piece, however slow the client is."""
     reached, paused = threading.Event(), threading.Event()
     count_pass, pause = TransformersEngine._count_pass, TransformersEngine.pause
 

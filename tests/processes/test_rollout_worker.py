@@ -389,7 +389,7 @@ async def test_a_revoked_ticket_is_cancelled_and_released(stage: Stage) -> None:
 
 
 async def test_a_stopped_worker_releases_what_it_holds(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tickets_module, "STOP_REPORT_S", LIMIT_S)  # after this time, results are no longer reported
+    monkeypatch.setattr(tickets_module, "STOP_REPORT_S", LIMIT_S)  # for how long a stopped worker reports results
     stage.server.hold.clear()
     await stage.start()
     await stage.grant(stage.ticket(0), stage.ticket(1))

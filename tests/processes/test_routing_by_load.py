@@ -28,7 +28,7 @@ from asyncrl.weights.versions import version_dir, write_version
 LOGGER = logging.getLogger("test_routing_by_load")
 SERVERS = ["generation_server/0", "generation_server/1"]
 PROMPT = [5, 6, 7, 8]
-LONG = 900  # tokens of responses that still run when their server must leave; eight fit on a server
+LONG = 900  # tokens of a response that must still run when its server leaves; eight such responses fit on a server
 WORKER = "rollout_worker/0"
 
 pytestmark = pytest.mark.timeout(120)
@@ -61,7 +61,7 @@ async def serving(setup: Setup, model_path: Path, **options: int) -> AsyncIterat
     ]
     mains: list[asyncio.Task[None]] = []
     try:
-        for index, server in enumerate(servers):  # one at a time: transformers loads no two models in a process at once
+        for index, server in enumerate(servers):  # one at a time: transformers cannot load two models at once
             mains.append(asyncio.create_task(server.main()))
             await asyncio.to_thread(setup.resolver.wait, setup.names.generation_server(index), 60.0)
         tensors = make_tiny_model(None, hidden_size=32, intermediate_size=64, num_layers=1).named_parameters()
@@ -171,7 +171,7 @@ async def test_full_queues_lose_no_ticket(tmp_path: Path, model_path: Path) -> N
         a_client(setup) as client,
     ):
         tickets = (await setup.allocate(2)).tickets
-        sampling = SamplingConfig(max_new_tokens=24, greedy=True)  # with greedy decoding this model never ends
+        sampling = SamplingConfig(max_new_tokens=24, greedy=True)  # with greedy decoding this model never samples EOS
         beating = asyncio.create_task(beat(setup, client, tickets))
         groups = await asyncio.gather(
             *(client.generate(Route(ticket), [PROMPT] * 8, sampling, []) for ticket in tickets)

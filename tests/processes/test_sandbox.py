@@ -1,4 +1,4 @@
-"""Untrusted programs in a sandbox: permitted operations, and attempts to escape. Each is refused, and the result says so."""
+"""Untrusted programs in a sandbox: what they may do, and attempts to escape. Every attempt is refused, and the result says so."""
 
 from __future__ import annotations
 
@@ -383,7 +383,7 @@ def test_time_is_limited(pool: SandboxPool) -> None:
     spread = run(pool, f"import os, time\nfor _ in range(3): os.fork()\n{burn}\ntime.sleep(1000)")
     assert spread.outcome == "cpu_time"  # their total
     assert LIMITS.cpu_s < spread.cpu_s
-    with contextlib.closing(SandboxPool(limits=Limits(wall_s=0.01))) as impatient:  # not for the pool's own trial
+    with contextlib.closing(SandboxPool(limits=Limits(wall_s=0.01))) as impatient:  # the pool's trial gets 30 s
         assert run(impatient, SLEEPER).outcome == "wall_time"
 
 
@@ -464,7 +464,7 @@ def test_forks_of_a_process_with_a_pool_use_it(pool: SandboxPool) -> None:
 def test_a_kernel_that_does_not_report_refused_calls_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The filter with a listener is not a valid program here, as on a kernel without listeners."""
+    """The filter that reports refused calls is invalid here, so the kernel rejects it, as a kernel without this feature would."""
     monkeypatch.setattr(
         "asyncrl.rewards.sandbox.pool.build_filter", lambda *, told: bytes(8) if told else build_filter(told=False)
     )

@@ -189,7 +189,7 @@ async def test_nothing_is_sent_to_whoever_is_not_the_receiver():
 
 
 async def test_what_goes_over_the_wire_cannot_be_read(run):
-    """A proxy between the two can read the message only if the run has no secrets."""
+    """A proxy between sender and receiver can read the message only if the run has no secrets."""
     for secrets, readable in ((None, True), (run, False)):
         with security.secured(Security(secrets) if secrets else None):
             receiver = ChannelReceiver("r", limits=ChannelLimits.of(RUNTIME), host="127.0.0.1")

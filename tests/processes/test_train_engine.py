@@ -248,7 +248,7 @@ def test_a_loss_that_is_not_finite_skips_the_step(model_path):
 
 
 class Stopping:
-    """A loss function that ends the minibatches of a step."""
+    """A loss function that returns `reason` as its reason to stop the step after a minibatch; "": it goes on."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason

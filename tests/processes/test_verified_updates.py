@@ -60,7 +60,7 @@ class Trainer:
 
 
 class Server:
-    """The HTTP server of a generation server."""
+    """A generation server, used through its HTTP endpoints."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self.session, self.url = session, url
@@ -162,7 +162,7 @@ async def test_stale_weights_are_caught_and_not_served(
     )
     assert ("the engine still computes with the old weights" in reply.message) == (fault is nothing)
     assert await server.echo() == ""
-    await server.post("/continue_generation", {})  # even if a client asks for it
+    await server.post("/continue_generation", {})  # the server does not continue, although a client asks for it
     assert (await server.generate())[0] == 503
     monkeypatch.undo()
     assert (await server.update(path, V1)).success

@@ -49,7 +49,7 @@ def make_version(directory: Path, version: WeightVersion, *, numbers: int = 500_
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A source that a busy machine delays is not asked again, because these tests count requests."""
+    """Raise the time after which a silent source is asked again: a busy machine may delay it, and these tests count requests."""
     monkeypatch.setattr(weight_files, "_SILENT_S", LIMIT_S)
 
 
@@ -85,8 +85,8 @@ def damaged(body: bytes) -> bytes:
 
 
 class Flaky:
-    """Forwards the source's answers. `spoil` maps the number of a tensor file's request (from 1) and the answer's body to the body
-    that is sent, which may be damaged or shorter."""
+    """Forwards the source's answers. For a tensor file, spoil(number of the request from 1, body of the answer) returns the body
+    that is sent instead, which may be damaged or shorter."""
 
     def __init__(self, source: str, spoil: Callable[[int, bytes], bytes]) -> None:
         self.requests: list[str] = []  # the requested range of each file request

@@ -521,7 +521,7 @@ async def test_its_own_server_in_place_then_death(
     try:
         await within(engine.start(), START_LIMIT_S + 30)
         processes = [psutil.Process(server.pid), *server.children]
-        named = sorted(process.cmdline()[0] for process in server.children)  # children are in pid order, and pids wrap
+        named = sorted(process.cmdline()[0] for process in server.children)  # sorted by name, not by pid: pids wrap
         assert named == ["sglang::detokenizer", "sglang::scheduler_TP0", "sglang::scheduler_TP1"]
         assert "PYTHONPATH" not in processes[0].environ()
         assert engine.pause_modes == ("abort", "retract", "wait", "in_place")

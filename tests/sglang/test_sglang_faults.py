@@ -100,7 +100,7 @@ def test_a_run_outlives_sglang_killed_in_mid_generation_and_its_server_killed_in
     # The delay before its restart depends on whether it had lived for a minute.
     again = r"generation_server/0 .*; it is started again (at once|in 1 s) \(2 of 3\)"
     run.wait_until(lambda: re.search(again, run.output()), "its second restart was told", LIMIT_S)
-    run.wait_for_step(10, LIMIT_S)  # its samples may be from before the fault
+    run.wait_for_step(10, LIMIT_S)  # the samples of step 10 may be from before the fault
     run.wait_until(lambda: sglang_with_its_owner(run), "SGLang was started again", LIMIT_S)
     assert len(sglang_servers(run)) == 1  # no SGLang server has outlived its owner
     run.signal(signal.SIGINT)

@@ -32,7 +32,7 @@ class Disk:
     def rename(self, path: str, folder: Folder, *, replace: bool = False) -> None:
         """The last step of writing. Raises FileExistsError, like the real function."""
         if path in self.folders and not replace:
-            raise FileExistsError(f"weight version {path} exists already; versions are written once")
+            raise FileExistsError(f"{path} exists already; a version or checkpoint is written only once")
         self.folders[path] = folder
         self.damaged.discard(path)
 

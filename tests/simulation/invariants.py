@@ -1,4 +1,5 @@
-"""Invariants that must hold after every event of a simulated run: invariants 1 to 5 of DESIGN.md, and that the run ends.
+"""Invariants that must hold after every event of a simulated run (principles 3 to 6 of DESIGN.md): staleness, exactly once,
+verified weights, bounded waits and queues. A run must also end, and without unexpected errors.
 
 They are plain functions of the events and of the state, and do not rely on checks of the run's own parts. The first broken
 invariant is the outcome of the simulation.
@@ -54,7 +55,7 @@ class Invariants:
             self.violation = f"{name}: {text}"
             self._run.stop()
 
-    # ------------------------------------------------------------------------------------------------ 1: staleness
+    # --------------------------------------------------------------------------------------------------- staleness
 
     def _on_granted(
         self, event: Event, ticket: str, to: str, request: str, server: str, min_version: int, live: int, of: str
@@ -96,7 +97,7 @@ class Invariants:
                 self.broken("exactly once", f"prompt {prompt} was trained as {prompts[prompt]}, and again as {ticket}")
             prompts[prompt] = ticket
 
-    # --------------------------------------------------------------------------------------------- 2: exactly once
+    # ------------------------------------------------------------------------------------------------ exactly once
 
     def _on_stored(self, event: Event, ticket: str, prompt: Prompt, oldest: int, reason: str, attempt: int) -> None:
         version, name = WeightVersion.unpack(oldest), TicketId.parse(ticket)
@@ -125,7 +126,7 @@ class Invariants:
         if verdict == "stored" and ticket not in self.oldest:
             self.broken("acknowledged", f"{ticket} was acknowledged as stored before the master had it")
 
-    # -------------------------------------------------------------------------------------------------- 3: weights
+    # ----------------------------------------------------------------------------------------------------- weights
 
     def _on_published(self, event: Event, version: str) -> None:
         new = WeightVersion.parse(version)
@@ -161,7 +162,7 @@ class Invariants:
     def _on_http_500(self, event: Event, path: str, error: str) -> None:
         self.broken("failed", f"{event.process} answered {path} with 500: {error}")
 
-    # ------------------------------------------------------------------------------------------------ 4 and 5: bounds
+    # --------------------------------------------------------------------------------------------------------- bounds
 
     def look_at(self, process: Process, board: StatusBoard) -> None:
         """Check waits, queues and leases. Called once a second."""

@@ -67,7 +67,7 @@ class NameStore(MemoryStore):
         self._world.on_put(key, value)
 
     def grant_kept(self, ttl_s: float, lease_id: int | None = None) -> int:
-        """Grant a lease that never expires, until it is revoked."""
+        """Grant a lease that lasts until it is revoked."""
         if lease_id is None:
             lease_id, self._next_lease = self._next_lease, self._next_lease + 1
         if lease_id in self.leases:

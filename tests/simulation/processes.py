@@ -371,7 +371,7 @@ class SimModelWorker(Worker):
         slow_s = world.slow_disk.get(process.name, 0.0)
         await asyncio.sleep(world.scenario.write_s * (0.5 + world.network.random()) + slow_s * world.network.random())
         if isinstance(body, WriteWeights | SaveModel | SaveCheckpoint):
-            # a later call commits these weights, with the state at this call
+            # a later call commits the weights as they were when this call came
             world.snapshots[path] = weights
             call.reply(CallResult(files=[WrittenFile(f"part-{self.info.index}", 1, "", [])]))
             return

@@ -61,7 +61,7 @@ class HTTPFaults:
 
     lose: float = 0.0
     lose_answer: float = 0.0
-    delay_s: float = 0.1  # until the client notices that its connection is gone
+    delay_s: float = 0.1  # time until the client notices that its connection is gone
 
 
 @dataclass
@@ -77,8 +77,8 @@ class Process:
     worker: Worker | None = None
     lease: int | None = None
     config: Any = None
-    ledger: Any = None  # of a manager, set by the first request for tickets
-    buffer: Any = None  # of a master, set by the first trajectory
+    ledger: Any = None  # a manager's ledger, known from the first request for tickets on
+    buffer: Any = None  # a master's buffer, known from the first trajectory on
     main: asyncio.Task[Any] | None = None
     watches: list[Watch | SimWatch] = field(default_factory=list)
     frozen_until: float = 0.0
@@ -86,7 +86,7 @@ class Process:
     ended: bool = False  # it ended by itself
     thawed_at: float = 0.0  # on the monotonic clock
     started_at: float = 0.0
-    number: int = 0  # counts all incarnations of all processes
+    number: int = 0  # of this incarnation, counted over all processes
     label: str = field(init=False)
     kind: str = field(init=False)
 

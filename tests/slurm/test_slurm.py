@@ -220,7 +220,7 @@ def test_the_pages_commands_are_a_job_that_is_queued_again_loses_a_node_and_goes
 
 
 def typed(start: str) -> list[str]:
-    """The words of the page's line that begins with `start`, for the current folder."""
+    """Return the command that runs the page's line that begins with `start` in the current folder."""
     return pages.as_written(pages.line_of(PAGE, start), Path.cwd())
 
 
@@ -238,7 +238,7 @@ def answer(start: str) -> str:
 
 
 def live_through_a_job(cluster: SlurmCluster, job: Job, capsys: pytest.CaptureFixture[str]) -> str:
-    """The job is inspected, scaled, requeued, and loses one of its nodes. Return that node."""
+    """Inspect and scale the job, have Slurm requeue it, then let one of its nodes fail. Return that node."""
     run_dir = job.run_dir
     job.wait_for_step(2)
 
@@ -258,7 +258,7 @@ def live_through_a_job(cluster: SlurmCluster, job: Job, capsys: pytest.CaptureFi
     assert cli.main(["scale", str(run_dir), "generation=2"]) == 0
     job.wait_until(lambda: "generation_server/1" in job.workers_on(), "another server")
 
-    # as Slurm does before the time limit
+    # the signal that Slurm sends to the batch script before the job's time limit
     cluster.run("scancel", "--batch", "--signal=USR1", job.job_id)
     job.wait_until(lambda: cluster.job(job.job_id)["Restarts"] == "1", "the job being queued again")
     cluster.wait_until(lambda: not cluster.programs(), "an empty cluster", 30, job.told)

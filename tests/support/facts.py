@@ -8,8 +8,9 @@ arXiv id, an equation's number, a section, a URL, an algorithm or a system of a 
 "half a second" is 0.5 s, and "two minutes" is 120 s.
 
 The revisions are compared as multisets: one statement of a fact in AFTER accounts for one statement of it in BEFORE. The
-two must resemble each other. The new paragraph must contain `SHARED_IN_FILE` of the old sentence's words if it is in the same file,
-or in the file to which git renamed it; in any other file `SHARED`. The most similar statements are paired first.
+two must resemble each other. The new paragraph must contain the share `SHARED_IN_FILE` of the old sentence's words if it is in
+the same file, or in the file to which git renamed it. In any other file it must contain the share `SHARED` of them. The most
+similar statements are paired first.
 
 The output has each fact without a partner, with its old file, line and sentence. The comparison reads words and not meaning, so a
 listed fact may still be there, in other words. Numbers in code, in strings of several lines in tests (data) and in generated files
@@ -29,7 +30,7 @@ from dataclasses import dataclass
 FOLDERS = ("asyncrl/", "launcher/", "examples/", "benchmarks/", "tests/", "configs/")
 SHARED, SHARED_IN_FILE = 0.5, 0.25
 FEWEST_WORDS = 4  # shorter messages are no prose; for shorter sentences the words of their paragraph are compared
-# Generated files, and files that quote source code.
+# Files without prose: generated ones, and those that quote source code.
 _NO_PROSE = re.compile(
     r"docs/(configuration|chaos-matrix.*|design/path-of-a-.*)\.md|benchmarks/results\.md"
     r"|tests/(oracle/mutant_table\.py|support/facts.*)"
@@ -44,7 +45,7 @@ _NUMBER_WORDS = {
     "a sixth": 0.17, "a tenth": 0.1,
 }  # fmt: skip
 _COUNTED = ("token", "step", "sample", "prompt", "rank", "server", "host", "worker", "version", "line", "file")
-_UNITS = [  # the form of the unit, its factor, and its words
+_UNITS = [  # the unit in its one form, the factor to it, and the words that stand for it
     ("s", 1e-6, "us|µs|microseconds?"), ("s", 1e-3, "ms|milliseconds?"), ("s", 1, "s|sec|seconds?"),
     ("s", 60, "min|minutes?"), ("s", 3600, "h|hours?"), ("s", 86400, "days?"),
     ("B", 1, "B|bytes?"), ("B", 1e3, "[kK]B"), ("B", 1e6, "MB"), ("B", 1e9, "GB"),
@@ -108,7 +109,7 @@ def lost(before: list[Fact], after: list[Fact], renamed: dict[str, str]) -> list
     candidates: defaultdict[str, list[Fact]] = defaultdict(list)
     for new in after:
         number, _, unit = new.fact.partition(" ")
-        for fact in {new.fact, number if unit else new.fact}:  # a sentence may add the unit of a number
+        for fact in {new.fact, number if unit else new.fact}:  # the new sentence may have a unit that the old one lacks
             candidates[fact].append(new)
     pairs = []
     for old in before:

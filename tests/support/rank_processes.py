@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 # Imported before the fork, because importing them takes most of a rank's start. Importing them starts no threads.
 PRELOAD = ["asyncrl.model.engine", "transformers.models.qwen2.modeling_qwen2", "torch.testing"]
-_END_LIMIT_S = 30.0  # for a process to end after its pipe has ended
+_END_LIMIT_S = 30.0  # for a process to end after its pipe has been closed
 _GRACE_S = 2.0  # after the first failure: time for the other ranks to fail, too, before they count as stuck
 
 

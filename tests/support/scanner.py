@@ -27,7 +27,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 LIMIT_S = 1.0  # per request
-HANDSHAKE_S = 1.0  # of ZeroMQ; a refused handshake ends earlier
+HANDSHAKE_S = 1.0  # limit of a ZeroMQ handshake; a refused one ends earlier
 STORE_S = 1.0  # per request to a socket that may be a TCPStore of torch
 _SILENCE_S = 0.3  # an answer counts as complete when no data has come for this time
 _AT_ONCE = 32

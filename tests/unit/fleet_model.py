@@ -246,7 +246,7 @@ class Servers:
         self.check()
 
     def drain(self) -> None:
-        """Without further faults, all servers come to serve the newest weights."""
+        """Take turns without further faults. All servers must then serve the newest weights."""
         self.zombies = []
         for name, process in self.processes.items():
             process.frozen = False

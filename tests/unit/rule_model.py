@@ -303,7 +303,7 @@ class World:
         return rollout.first_version is not None
 
     def push(self, worker: Worker, rollout: Rollout) -> None:
-        """Send a copy of its trajectory to the head."""
+        """Send a copy of the rollout's trajectory to the head, after its first token is sampled."""
         if rollout.verdict is not None or rollout.pushes > 3 or not self.sample(rollout):
             return
         assert rollout.first_version is not None
@@ -574,7 +574,7 @@ class World:
                     self.answered(call)
 
     def drain(self) -> None:
-        """From any state, the run ends once there are no more faults."""
+        """Take turns without faults until the run ends. From any state it must end within a bounded number of turns."""
         self.ghosts, self.zombies = [], []
         limit = 100 + 10 * self.max_issues * self.num_prompts * self.num_epochs
         for _ in range(limit):

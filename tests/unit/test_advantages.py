@@ -206,14 +206,14 @@ def made(extra: dict[str, Tensor] | None = None, kl_coef: float = 0.0, **fields:
     ("fields", "expected"),
     [
         ({}, [1, -1, 1, -1]),  # GRPO
-        ({"baseline": "leave_one_out"}, [1, -1, 1, -1]),  # normalisation by group cancels the factor
+        ({"baseline": "leave_one_out"}, [1, -1, 1, -1]),  # normalisation by group cancels the factor n / (n - 1)
         ({"baseline": "group_mean", "advantage_norm": "none"}, [0.5, -0.5, 1, -1]),  # Dr.GRPO
         ({"baseline": "leave_one_out", "advantage_norm": "none"}, [1, -1, 2, -2]),  # RLOO
         ({"advantage_norm": "none"}, [1, 0, 3, 1]),  # REINFORCE
         ({"advantage_norm": "none", "reward_bias": 1.0, "reward_scaling": 2.0}, [0, -2, 4, 0]),
         ({"advantage_norm": "none", "mask_no_eos_with_zero": True}, [1, 0, 3, 0]),
         ({"advantage_norm": "none", "mask_too_long": True}, [1, 0, 3, 0]),
-        # DAPO's penalty applies before the baseline: of at most 2 tokens, the second costs 1
+        # DAPO's penalty applies before the baseline: a response has at most 2 tokens, and one with 2 tokens loses 1
         (
             {
                 "advantage_norm": "none",

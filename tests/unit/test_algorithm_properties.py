@@ -89,7 +89,7 @@ def test_rloo_is_dr_grpo_times_n_over_n_minus_1(sizes: list[int], draw: st.DataO
 @quickly
 @given(seeds, group_sizes, st.floats(0.1, 10), st.floats(-10, 10))
 def test_grpo_is_invariant_to_the_units_of_rewards(seed: int, sizes: list[int], scale: float, shift: float) -> None:
-    """Neither an affine map of a group's rewards nor an earlier baseline changes the result; negated rewards negate it."""
+    """Positive scaling and shifting of the rewards, or a baseline before, do not change the result. Negated rewards negate it."""
     rewards_S = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(seed))
     expected = group_advantages(rewards_S, sizes)
     close = {"rtol": 1e-3, "atol": 1e-3}  # eps is added to the std: a relative error of up to 1e-6 / 1e-3
@@ -249,8 +249,8 @@ def test_every_algorithm_learns(name: str, correction: str) -> None:
     config = PPOConfig(**fields | CORRECTIONS[correction]["train"]["ppo"] | {"overlong_penalty": 0.0})
     random = torch.Generator().manual_seed(1)
     logits = torch.zeros(4, requires_grad=True)
-    served = [logits.detach().clone()] * 2  # the version before the newest one samples
-    # Adam, because the losses differ in scale. One step leaves GSPO's range, so its second minibatch often does nothing.
+    served = [logits.detach().clone()] * 2  # samples come from the version before the newest one
+    # Optimizer: Adam, because the losses differ in scale. One step leaves GSPO's range, so its second minibatch often does nothing.
     optimizer = torch.optim.Adam([logits], lr=0.05)
     shares = []
     for _ in range(30):

@@ -1,9 +1,10 @@
 """The asynchronous rule as a whole: admission, ledger and batch formation under arbitrary schedules.
 
 A model of the run: rollout workers finish in any order, lose answers, repeat calls, die and restart; trajectories arrive late;
-reports are repeated; servers load versions late. In every reachable state (DESIGN.md, "The asynchronous rule"):
+reports are repeated; servers load versions late. In every reachable state (docs/design/asynchronous-rule.md):
 
-1. no group is trained older than eta at its head, none is dropped for age without faults, live tickets stay within (1 + eta) * B;
+1. no group is trained more than eta versions after its oldest token was sampled; without faults none is dropped for its age;
+   at most (1 + eta) * B tickets are live;
 2. each prompt of each epoch is trained exactly once or rejected with a reason.
 
 The run never stalls: when nothing runs, a step can start or a prompt can be admitted, until all prompts are done.
@@ -315,7 +316,7 @@ class Run:
         return len(self.trained) + len(self.rejected) == self.num_prompts * self.num_epochs
 
     def drain(self) -> None:
-        """From any state, the run ends within a bounded number of turns once there are no more faults."""
+        """Take turns without faults until the run ends. From any state it must end within a bounded number of turns."""
         limit = 20 + 8 * self.max_issues * self.num_prompts * self.num_epochs
         for _ in range(limit):
             if self.finished and not self.step:
@@ -330,7 +331,7 @@ class Run:
                 self.allocate(worker, 1000)
                 for rollout in list(worker.held.values()):
                     self.finish(worker, rollout, "stored")
-            for _ in range(2):  # heartbeats do not list tickets whose answers were lost
+            for _ in range(2):  # releases tickets whose answers were lost: no heartbeat lists them
                 self.now += HEARTBEAT_S
                 for worker in self.workers:
                     self.heartbeat(worker)
@@ -521,7 +522,7 @@ class AsyncRule(RuleBasedStateMachine):
 
     @invariant()
     def nothing_stands_still(self) -> None:
-        """When nothing runs, and all is reported and served, a step can start, a prompt can be admitted, or all is done."""
+        """If no rollout or step runs, and all is reported and served: a step or a prompt can start, or all is done."""
         if not hasattr(self, "run"):
             return
         run = self.run
@@ -575,7 +576,7 @@ def test_admission_stops_without_training(eta: int) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_durations_with_long_tails(seed: int) -> None:
-    """Event-driven runs without faults, with durations over two and a half decades and late serving.
+    """Event-driven runs without faults. Rollouts take 1 to 300 s (log-uniform), and versions are served late.
 
     No group exceeds eta, nothing is dropped, the run does not deadlock, and every prompt is trained once or rejected.
     """
@@ -717,7 +718,8 @@ def test_long_runs_with_faults(overdue: str) -> None:
 
 
 def test_the_example_of_the_page_follows_the_rule() -> None:
-    """docs/design/asynchronous-rule.md: each second, the gate admits the tickets that begin, and the former starts the steps."""
+    """docs/design/asynchronous-rule.md: in each second the gate admits exactly the tickets that begin, and the batch
+    former starts exactly the steps that begin."""
     page = (Path(__file__).parents[2] / "docs" / "design" / "asynchronous-rule.md").read_text(encoding="utf-8")
     trainer, served, rollouts = (
         [(name, int(begin), int(end)) for name, begin, end in re.findall(r"^    (.+) : (\d+), (\d+)$", section, re.M)]

@@ -212,4 +212,4 @@ def test_a_missing_reward_module_is_refused(check, tmp_path, monkeypatch):
         check(wanted)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad_rewards_of_mine").mkdir()
-    assert check(wanted) == 64  # found on the path that the run's processes use
+    assert check(wanted) == 64  # found: the run's processes import from the current folder

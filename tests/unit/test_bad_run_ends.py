@@ -78,7 +78,7 @@ async def make(tmp_path: Path) -> Any:
 
 
 def rejections(count: int, reason: str = "reward_error") -> list[RejectedPrompt]:
-    """Only the first rejection has a detail, as in the reports of rollout workers."""
+    """Rejections for one reason. Only the first has a detail, as in the reports of a rollout worker."""
     return [
         RejectedPrompt(locator=Locator(0, i), reason=reason, detail="judge.py raised KeyError(3)" if i == 0 else "")
         for i in range(count)
@@ -119,7 +119,7 @@ async def test_more_rejections_than_max_rejected_share_end_the_run(make: MakeMas
     master = make(max_rejected_share=0.5, num_prompts=12)
     master.books.train([make_meta(position) for position in range(8, 12)])  # the window is 4 batches of 2
     master.manager.view = ledger(rejected=rejections(4, "too_hard"))
-    await master.reports.report()  # half of them are rejected, which is allowed
+    await master.reports.report()  # half of the last 8 prompts are rejected, which is allowed
     master.manager.view = ledger(rejected=[RejectedPrompt(locator=Locator(0, 7), reason="too_hard")])
     with pytest.raises(
         RejectedShareError, match=r"62% of the last 8 prompts were rejected; manager\.max_rejected_share=0\.5"

@@ -135,7 +135,7 @@ def test_waits_for_a_straggler_that_would_be_too_old() -> None:
     books.store("ef")
     waits = books.waits()
     assert waits.stragglers == ("a", "b")
-    assert waits.reason == "step 1 waits for rollouts that would exceed the allowed off-policyness (a, b)"
+    assert waits.reason == "step 1 waits for rollouts that would otherwise exceed the allowed off-policyness (a, b)"
     assert waits.on == "rollout_worker/1, rollout_worker/0"
     books.store("b")
     assert books.waits().stragglers == ("a",)
@@ -195,7 +195,7 @@ def test_the_last_batch_is_partial() -> None:
 
 
 def test_the_prompts_are_not_exhausted_while_a_revoked_one_may_return() -> None:
-    """A ticket was revoked, but the ledger at hand is older. It says exhausted, which the revoked prompt will soon change."""
+    """The ledger at hand says exhausted, but is older than the revocation of a ticket, whose prompt may be issued again."""
     books = Books(batch_size=2, overdue_wait_s=10.0)
     books.run("ab", 1)
     books.store("a")
@@ -228,7 +228,7 @@ def test_waits_for_a_straggler_at_most_overdue_wait_s() -> None:
     books.now = 30.0
     waits = books.waits()
     assert (waits.revoke, waits.drop, waits.stragglers) == (("a",), (), ("a",))
-    assert books.ready() == "bc"  # although the ledger still lists it
+    assert books.ready() == "bc"  # although the ledger still lists a
 
 
 def test_drop_revokes_a_straggler_at_once() -> None:
@@ -316,7 +316,7 @@ def test_more_tickets_than_fit_before_their_deadline() -> None:
 
 
 def test_a_ledger_older_than_the_stored_tickets_revokes_nothing() -> None:
-    """It still lists `b`, which has been rejected since; `c` took its place and is already stored."""
+    """The old ledger still lists `b`, which has been rejected since. `c` took the place of `b` and is already stored."""
     books = Books(batch_size=1)
     books.run("ab", 1)
     books.store("a")
@@ -340,7 +340,7 @@ def test_only_stragglers_that_block_the_step_are_revoked() -> None:
 
 
 def test_a_stored_ticket_that_the_ledger_does_not_know_is_trained() -> None:
-    """Its deadline follows from the version of its oldest token. Other tickets of its prompt do not count."""
+    """The deadline of such a ticket follows from the version of its oldest token. Other tickets of its prompt do not count."""
     books = Books()
     books.run("ab", 1)
     books.store("ab")

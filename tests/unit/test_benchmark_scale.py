@@ -26,9 +26,9 @@ def run(scale: Any) -> Any:
 def test_the_load_of_an_unsaturated_manager_follows_from_its_requests(scale: Any, run: Any) -> None:
     found = scale.simulate(run, service_s=0.001, idle_share=0.0, heartbeats_from=20.0)
     heartbeats = run.clients / run.heartbeat_s
-    both = 2 * found["allocations_a_s"]  # each group is allocated and finished
+    both = 2 * found["allocations_a_s"]  # a group causes two requests: to allocate it and to finish it
     assert found["utilisation"] == pytest.approx(0.001 * (heartbeats + both), rel=0.2)
-    assert found["allocate_p99_ms"] < run.batch + 5.0  # a step frees this many at once
+    assert found["allocate_p99_ms"] < run.batch + 5.0  # a step frees run.batch tickets at once; each request takes 1 ms
     assert found["slots_idle_for_manager"] < 0.001
     assert found == scale.simulate(run, service_s=0.001, idle_share=0.0, heartbeats_from=20.0)
 

@@ -344,7 +344,7 @@ async def net():
 
 
 async def settle_all(receiver, seen, *, hold=0):
-    """Acknowledge everything; `hold` keeps that many back, to settle out of order. Without it, the verdict repeats the header."""
+    """Acknowledge all messages, but keep the oldest `hold` unacknowledged. With hold=0 the verdict repeats the header."""
     held = []
     while True:
         delivery = await receiver.receive()
@@ -429,7 +429,7 @@ async def test_without_faults_nothing_is_sent_twice(net):
     await asyncio.gather(*(sender.send(b"%d" % i, timeout_s=60, what="it") for i in range(100)))
     await stop(consumer)
     assert sender.num_resent == 0
-    assert 100 < net.transport.num_sent - before <= 200  # one message each, and verdicts, some of them batched
+    assert 100 < net.transport.num_sent - before <= 200  # 100 messages; verdicts may share a message
 
 
 async def test_a_held_message_is_queried_but_not_sent_again(net):
@@ -437,7 +437,7 @@ async def test_a_held_message_is_queried_but_not_sent_again(net):
 
     def count(frames):
         messages.append(frames)
-        if len(messages) == 8:  # signs of life, the message, two queries and two answers, and one more
+        if len(messages) == 8:  # a query and its answer, the message, two queries and their answers, a query
             enough.set()
         return frames
 

@@ -14,20 +14,20 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 CALL = {"id": "abcdef123", "type": "function", "function": {"name": "add", "arguments": {"a": 3, "b": 4}}}
 HEADER = "{% if add_generation_prompt %}<a>{% endif %}"
 
-# Trims contents. The header of a turn holds its role. An answer with tool calls has no content.
+# This template trims contents and writes the role into the header of a turn. It omits the content of an answer with tool calls.
 TRIMMING = (
     "{% for m in messages %}<h>{{ m.role }}</h>\n\n"
     "{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% else %}{{ m.content | trim }}{% endif %}<|im_end|>"
     "{% endfor %}{% if add_generation_prompt %}<h>assistant</h>\n\n{% endif %}"
 )
-# Leaves out the thoughts of all answers but the last.
+# This template leaves out the thoughts of all answers but the last.
 THINKING = (
     "{% for m in messages %}{% set said = m.content %}"
     "{% if m.role == 'assistant' %}{% if not loop.last %}{% set said = said.split('</think>')[-1] %}"
     "{% elif '</think>' not in said %}{% set said = '<think></think>' + said %}{% endif %}{% endif %}"
     "<{{ m.role }}>{{ said }}<|im_end|>\n{% endfor %}" + HEADER
 )
-# Requires alternating roles, ids of nine characters, and a call before a tool's result.
+# This template requires alternating roles, ids of nine characters, and a call before a tool's result.
 STRICT = (
     "{% set ns = namespace(last='') %}{% for m in messages %}"
     "{% if m.role == ns.last %}{{ raise_exception('roles must alternate') }}{% endif %}"
@@ -37,7 +37,7 @@ STRICT = (
     "{% else %}[{{ m.role }}]{{ m.content }}{% set ns.last = m.role %}{% endif %}"
     "{% if m.role == 'assistant' %}<|im_end|>{% endif %}{% endfor %}"
 )
-# Renders a tool's result differently if it also sees the call.
+# This template renders a tool's result differently if the messages also include the call.
 ATTENTIVE = (
     "{% set ns = namespace(called=false) %}{% for m in messages %}{% if m.tool_calls %}{% set ns.called = true %}"
     "[CALL]{{ m.tool_calls[0].function | tojson }}{% else %}<{{ 'result' if ns.called else m.role }}>{{ m.content }}"

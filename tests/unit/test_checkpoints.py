@@ -103,7 +103,7 @@ class TestNewest:
         assert told in notice
 
     def test_a_checkpoint_without_the_masters_part_is_ignored(self, tmp_path):
-        """An older program without a master's part wrote it."""
+        """Such a checkpoint comes from an older release, which did not save the master's state."""
         path = write_checkpoint(tmp_path, make_state(1, 20))
         manifest = checkpoints.read_manifest(path)
         del manifest.files["master.json"]
@@ -125,7 +125,7 @@ class TestNewest:
         found = newest(tmp_path, pytest.fail)
         assert found is not None
         assert (found.attempt, found.step) == (2, 5)
-        prune(tmp_path, 2)  # makes room for new checkpoints: removes those of earlier attempts
+        prune(tmp_path, 2)  # removes those from before the run began anew
         assert list_checkpoints(tmp_path) == [(2, 5)]
         assert [entry.name for entry in checkpoints.recover_dir(tmp_path).iterdir()] == ["a0002-s00000005"]
 

@@ -1,4 +1,4 @@
-"""Config checks for more than one host, and which of the hosts this machine is."""
+"""Config checks for more than one host, and how a machine finds which of the hosts it is."""
 
 import socket
 from dataclasses import replace

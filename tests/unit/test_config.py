@@ -305,7 +305,7 @@ def test_without_a_gpu_auto_equals_the_defaults(config_file, max_new_tokens):
     ],
 )
 def test_with_a_gpu_auto_selects_values_for_gpus(config_file, max_new_tokens, request_timeout_s, chunk):
-    """At most four requests per response, unless one would take longer than request_timeout_s."""
+    """Chunks are so large that a response takes at most four requests, unless one would take longer than request_timeout_s."""
     length = f"rollout.sampling.max_new_tokens={max_new_tokens}", f"rollout.request_timeout_s={request_timeout_s}"
     assert resolved(config_file, *length, on_gpu=True) == ("bfloat16", "bfloat16", True, True, chunk)
 

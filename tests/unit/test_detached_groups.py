@@ -132,7 +132,7 @@ class WorldOfGroups(World):
 
     async def end_of(self, me):
         self.begin_again(me)
-        await asyncio.Event().wait()  # it has ended and is cancelled
+        await asyncio.Event().wait()  # stay here until cancelled: this incarnation has ended
 
     def begin_again(self, worker):
         """End all workers of the group at once. They restart one by one."""
@@ -232,7 +232,7 @@ class MasterOfGroups(Master):
         holding, body = self.tracker.drop(tickets), ClearData(ids=list(tickets))
         self.detached.tell_nowait("clear", [w for w in holding if w in self.world.worker_groups.all_detached], body)
         await self.caller.call("clear", [w for w in holding if w in self.world.worker_groups.trainer], body)
-        for group in self.world.worker_groups.detached:  # waits until each detached group has received it
+        for group in self.world.worker_groups.detached:  # wait for the answers of each group
             await self.detached.repeated(
                 "clear",
                 group,
@@ -301,7 +301,7 @@ async def test_calls_to_several_workers_are_repeated_once_all_are_back():
             assert len({world.incarnations[worker] for worker in (0, 2, 3, 5)}) == 1
             assert world.incarnations[0] == 3
             of_ref = {count for (name, _), count in num_calls(world).items() if name == "ref_inf"}
-            assert max(of_ref) - min(of_ref) <= 3  # workers that ended before they read a call
+            assert max(of_ref) - min(of_ref) <= 3  # each of 3 incarnations may end before it has read a call
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])

@@ -85,7 +85,7 @@ def test_the_cost_of_a_part_is_its_length_minus_its_steps():
 
 
 def test_time_of_two_faults_counts_once():
-    """It counts for the newer fault. The refill of that fault counts only after the older freeze is over."""
+    """The newer fault's detection counts instead of the older freeze. Its refill counts only after that freeze is over."""
     stages = [
         Stage(number=0, part="frozen", begin=20.0, end=40.0),
         Stage(number=1, part="detection", begin=25.0, end=30.0),

@@ -1,4 +1,4 @@
-"""The fence refuses places earlier than the newest, adopts later ones, and never goes back to an earlier place."""
+"""The fence refuses places (such as an attempt) earlier than the newest one, adopts later ones, and never goes back."""
 
 from __future__ import annotations
 

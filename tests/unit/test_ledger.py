@@ -358,7 +358,7 @@ def test_an_outdated_report_changes_nothing() -> None:
     desk.version = 1
     desk.report(consumed=ids(tickets))
     desk.report(trained_version=0, stored=ids(tickets))
-    desk.report(trained_version=1, stored=ids(tickets))  # outdated, although its version is the newest
+    desk.report(trained_version=1, stored=ids(tickets))  # a late report: older than the other with this version
     assert desk.ledger.num_live == 0
 
 
@@ -424,11 +424,11 @@ def test_a_silent_worker_loses_its_running_tickets() -> None:
     desk.now = 15.1
     again = desk.take(2, worker="rollout_worker/1")
     assert [ticket.locator for ticket in again] == [running.locator, other.locator]
-    assert desk.beat(running, stored, other) == ids([running, other])  # it was only slow: both are revoked
+    assert desk.beat(running, stored, other) == ids([running, other])  # it was only slow; both are issued again
 
 
 def test_tickets_not_listed_twice_are_released() -> None:
-    """The reply that granted them was lost together with the request."""
+    """If two heartbeats in a row do not list a ticket, the manager concludes that the reply with the ticket was lost."""
     desk = Desk()
     kept, lost = desk.take(2)
     assert desk.beat(kept) == []
@@ -875,7 +875,7 @@ def test_an_attempt_may_begin_before_its_master_reports() -> None:
         desk.report()
     desk.attempt, desk.version = 2, 20
     assert not desk.report().known
-    assert desk.report(full=True).settled  # no worker can hold a ticket of this attempt
+    assert desk.report(full=True).settled  # attempt 2 has granted no ticket yet that a worker could hold
     assert desk.ask().refusal == "no_server"
     desk.serve(20, attempt=2)
     assert desk.take(1)[0].min_version == 20

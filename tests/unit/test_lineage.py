@@ -176,7 +176,7 @@ class TestAudit:
         (problem,) = audit_events(INTERRUPTED, ([*admitted[:-1], {**admitted[-1], "prompt": [0, 9]}], pushed)).problems
         assert problem == "groups admitted for another prompt: a2-6"
         (problem,) = audit_events(INTERRUPTED, (admitted, [*pushed, pushed[-1]])).problems
-        assert problem == "trained groups pushed more than once: a2-6"
+        assert problem == "trained groups stored by more than one push: a2-6"
         (problem,) = audit_events(
             INTERRUPTED, (admitted, [*pushed[:-1], {**pushed[-1], "verdict": "refused"}])
         ).problems

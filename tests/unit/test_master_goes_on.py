@@ -111,7 +111,7 @@ async def test_a_restarted_master_restores_its_whole_state(config, opened, clock
     assert again.wall_s == 100.0
     assert books.summarize(clock.now + 1.0, None)["wall_s"] == 101.0
     books.step = 3
-    assert not books.is_due("save")  # the save of step 2 was due at step 2
+    assert not books.is_due("save")  # the save that was due at step 2 does not move to step 3
     books.step = 4
     assert books.is_due("save")
 

@@ -312,7 +312,7 @@ def test_a_verifier_that_was_killed_is_replaced(example: dict[str, Any]) -> None
 def test_a_verifier_without_cpu_time_rejects_the_prompt(
     example: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It makes no progress, as on a busy machine, so there is no verdict. The pool kills it and starts another one later."""
+    """A suspended verifier, as on a busy machine, gives no verdict. The pool kills it and starts another one later."""
     others = verifiers()
     pool = example["verifier"].VerifierPool(1)
     try:

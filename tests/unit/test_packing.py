@@ -132,7 +132,7 @@ def test_attention_rectangles_hold_each_sequence_in_its_own_row_with_little_padd
         assert not rows & taken
         assert places.diff().eq(1).all()
         taken |= rows
-        assert places[0] == 0 or row_of_place[places[0] - 1] not in rows  # starts at the row's first place
+        assert places[0] == 0 or row_of_place[places[0] - 1] not in rows  # a sequence starts at its row's first place
     assert sum(rows for rows, _ in segments.rectangles) == len(lengths)
     assert segments.num_places <= 1.1 * sum(lengths) + 4 * len(lengths)
 

@@ -303,7 +303,7 @@ def test_a_capped_token_stays_in_the_denominator() -> None:
 
 
 def test_normalisations_by_hand() -> None:
-    """Responses of 3 tokens with loss 1 and of 1 token with loss 5. The maximum length is 4."""
+    """A response of 3 tokens with loss 1 each, and a response of 1 token with loss 5. The maximum length is 4."""
     loss, mask = torch.tensor([0.0, 1, 1, 1, 0, 5]), torch.tensor([False, True, True, True, False, True])
     for normalization, expected in (("token", 2.0), ("sequence", 3.0), ("constant", 1.0)):
         config = PPOConfig(loss_normalization=normalization, loss_length=4)
@@ -470,7 +470,7 @@ def test_the_loss_reads_only_the_keys_that_it_names(name: str) -> None:
             {"early_stop_kl": 0.1},
             1.0,
             0.25,
-            "mean KL to the start of the train step 0.25 is above train.ppo.early_stop_kl=0.1",
+            "mean KL to the anchor policy 0.25 is above train.ppo.early_stop_kl=0.1",
         ),
         ({"early_stop_kl": 0.1}, 1.0, -0.25, ""),
         ({"early_stop_imp_ratio": 2.0, "early_stop_kl": 0.1}, math.nan, math.nan, ""),
@@ -496,7 +496,7 @@ def test_early_stop_by_the_statistics_of_the_loss() -> None:
         reasons.append(loss_fn.stop_reason({name: float(value) for name, value in stats.items()}))
     assert reasons[0] == ""
     assert reasons[1].startswith("mean importance ratio 2.718")
-    assert reasons[2].startswith("mean KL to the start of the train step 1 ")
+    assert reasons[2].startswith("mean KL to the anchor policy 1 ")
 
 
 # -------------------------------------------------------------------------------------------------------------- config

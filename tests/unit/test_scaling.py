@@ -1,4 +1,4 @@
-"""Scaling of generation servers: their starts, drains and stops, ends that do not fail the run, and the specs of the processes."""
+"""Scaling of generation servers: their starts, drains and stops, exits that do not fail the run, and the processes' specs."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_a_server_that_cannot_join_is_given_up_until_the_next_request(world: Wor
     world.run(world[1])
     world.turn()
     world[1].returncode = 1
-    assert not world.scaling.outlives(world[1])  # a server that has run is treated like the others
+    assert not world.scaling.outlives(world[1])  # once it has run, its end is no failure to join, and not tolerated
 
 
 def test_a_server_that_fails_to_join_and_is_no_longer_desired_is_removed_once(world: World) -> None:

@@ -13,7 +13,7 @@ from tests.simulation.scenario import NUM_STEPS, Fault, scenario_of
 
 JOBS = min(4, os.cpu_count() or 1)
 SEEDS = 300
-BUG_SEEDS = 1000  # each known bug is found within this many seeds
+BUG_SEEDS = 1000  # each known bug must be found within this many seeds
 # The bugs were: a restart that waited for the end of an outage never came when the outage was prolonged; two sockets had the same
 # address.
 FAILED_ONCE = [201191, 211075]

@@ -80,8 +80,8 @@ def test_copies_take_no_room_from_trajectories_and_have_their_own_bound():
     store = DataStore(2)
     store.add_copies(SequenceSample.gather([group("x", 2), group("y", 3)]).select_keys(["packed_input_ids"]))
     assert [store.put(group(name, 3)) for name in "abc"] == ["", "", FULL]
-    store.add_copies(group("x", 2).select_keys(["rewards"]))  # more keys of a copy
-    # a key that another worker made for a group stored here
+    store.add_copies(group("x", 2).select_keys(["rewards"]))  # a further key of the copy x
+    # A copy may also be a key that another worker made for a group stored here
     store.add_copies(group("a", 3).derive({"values": np.zeros(3, np.float32)}))
     assert store.whole("x") == group("x", 2)
     assert "values" in store.whole("a").keys

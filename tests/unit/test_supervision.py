@@ -194,7 +194,7 @@ def test_only_a_process_killed_from_outside_counts_as_struck(tmp_path: Path) -> 
 
     assert child(returncode=-signal.SIGKILL).was_struck
     assert not child(returncode=-signal.SIGKILL, froze_s=31.0).was_struck  # killed by the launcher
-    assert not child(returncode=-signal.SIGKILL, status=error).was_struck  # it had failed, but did not end by itself
+    assert not child(returncode=-signal.SIGKILL, status=error).was_struck  # it had reported an error before
     assert not child(returncode=-signal.SIGSEGV).was_struck
     assert not child(returncode=1).was_struck
     assert not child().was_struck
@@ -222,7 +222,7 @@ def test_restarts_are_bounded_and_the_first_cause_is_reported(limit: int, steps:
     of_everything = ""
     counts: dict[str, int] = {}
     ran: set[str] = set()
-    rows: dict[str, tuple[int, float]] = {}  # ends in a row; when the delay after the last one was over
+    rows: dict[str, tuple[int, float]] = {}  # per unit: times in a row that it ended early; its latest start
     for number, (name, could_run, after_s) in enumerate(steps):
         now += after_s
         ended = end(name, number, could_run=could_run)

@@ -70,7 +70,7 @@ def test_times_of_all_machines_are_put_on_one_clock(tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl").write_bytes(encode(header) + b"\n" + encode(event) + b"\n")
 
     write("a", "here", 1_000)
-    write("b", "here", 1_007)  # read a moment later; the wall clock may have been set in between
+    write("b", "here", 1_007)  # of the same boot: no shift, although its wall clock shows 7 us more
     write("c", "there", 4_000)
     times = {event["name"]: event["ts"] for event in events_of(tmp_path) if event["ph"] == "X"}
     assert times == {"a": 100, "b": 100, "c": 3_100}

@@ -26,7 +26,7 @@ class Setup:
                 assert self.plan.succeeded(update, 0.0)
 
     def states(self) -> str:
-        """One letter per server: s(tale), h(ealthy), u(pdating), d(ead). Tests with draining servers use no letters."""
+        """One letter per server: s(tale), h(ealthy), u(pdating), d(ead). Not for draining servers, whose letter would be d, too."""
         return "".join(self.table.servers[name].state.value[0] for name in self.names)
 
     def versions(self) -> list[int | None]:
@@ -229,7 +229,7 @@ def test_admission_waits_briefly_for_servers_that_began_to_load_with_the_first()
     assert setup.plan.succeeded(first, 12.0)
     assert setup.table.served == 1
     assert setup.table.awaits_companions(12.0)
-    assert setup.table.companions_wait_s(12.0) == pytest.approx(2.1)  # the duration of the first load, and 0.1 s
+    assert setup.table.companions_wait_s(12.0) == pytest.approx(2.1)  # as long as the first load (2 s), and 0.1 s more
     assert setup.plan.succeeded(second, 13.0)
     assert setup.table.awaits_companions(13.0)
     assert not setup.table.awaits_companions(14.2)  # a slow server does not prolong the wait

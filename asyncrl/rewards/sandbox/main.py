@@ -55,7 +55,7 @@ def main(control: int) -> None:
     """Serve one program: set up once, then run one input after another until the other end closes the socket."""
     signal.signal(
         signal.SIGINT, signal.SIG_DFL
-    )  # the kernel does not deliver SIGINT to process 1 of a namespace unless it has a handler: remove Python's
+    )  # process 1 of a namespace receives SIGINT only if it has a handler, so remove Python's handler
     setup = marshal.loads(read_message(control))
     alone = setup["alone"]
     if alone and os.getuid() == 0:
@@ -160,7 +160,7 @@ def run(control: int, program: Job, given: bytes, alone: bool) -> tuple[tuple[fl
 
 
 def over_limit(program: Job, alone: bool, wall_s: float, spent: float) -> int:
-    """The limit that the processes of this input together have exceeded, or ENDED if none."""
+    """The limit that the program's processes together have exceeded on this input (PROCESSES: reached), or ENDED if none."""
     if wall_s > program["wall_s"]:
         return WALL_TIME
     tasks, pages, cpu_s = 0, 0, children_cpu_s() - spent
@@ -187,7 +187,7 @@ def kernel_bytes(scratch: str) -> int:
         with open("/proc/sys/net/core/wmem_default", "rb") as file:
             each = 2 * int(file.read())
     except OSError:
-        pass  # some kernels show it in the initial network namespace only
+        pass  # some kernels show this file in the initial network namespace only
     files = 0
     for folder in (scratch, _SHARED):
         about = os.statvfs(folder)
@@ -396,7 +396,8 @@ def become_nobody() -> None:
 
 
 def install(setup: Job) -> int:
-    """Install the filter for this process and its descendants. Returns the listener's descriptor; -1: none available."""
+    """Install the filter for this process and its descendants. Returns the descriptor of the listener, which is notified of refused
+    system calls; -1: the kernel provides no listener, but the filter is installed."""
     if call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         os._exit(98)
     for code, flags in ((setup["told"], _NEW_LISTENER), (setup["untold"], 0)):

@@ -49,10 +49,11 @@ from asyncrl.rewards.sandbox.syscalls import SECCOMP_NUMBERS, NoFilter, build_fi
 
 Outcome = Literal["ended", "cpu_time", "wall_time", "memory", "processes", "output", "forbidden", "killed"]
 
-START_LIMIT_S = 30.0  # to start a sandbox; on an idle machine this takes hundredths of a second
-BUSY_LIMIT_S = 50.0  # to wait for a free sandbox; below rollout.reward_timeout_s, so that the error names the reason
-ANSWER_SLACK_S = 15.0  # beyond the wall time limit, which the sandbox enforces itself
-MAX_REFUSED = 100  # refused system calls of one input, after which the program is killed
+START_LIMIT_S = 30.0  # limit for the start of a sandbox; on an idle machine the start takes hundredths of a second
+# Limit of the wait for a free sandbox. It is below the default of rollout.reward_timeout_s, so that the error names the reason
+BUSY_LIMIT_S = 50.0
+ANSWER_SLACK_S = 15.0  # the sandbox itself enforces Limits.wall_s; the pool waits this much longer for its answer
+MAX_REFUSED = 100  # after this many refused system calls on one input the program is killed
 
 _OUTCOMES: tuple[Outcome, ...] = ("ended", "cpu_time", "wall_time", "memory", "processes", "output")
 _SCRATCH = "/tmp"  # in the sandbox
@@ -142,7 +143,7 @@ class Result:
     """The result of running a program on one input."""
 
     # ended: the program exited. cpu_time ... output: it exceeded that limit and was killed.
-    # forbidden: too many refused system calls. killed: the sandbox died with the program.
+    # forbidden: too many refused system calls. killed: the sandbox died with the program, or gave no valid answer in time.
     outcome: Outcome
     exit_code: int | None  # negative: killed by that signal; None unless outcome is "ended"
     stdout: str
@@ -196,7 +197,8 @@ class SandboxPool:
         """read_only: additional folders that programs can read. packages: the same, and also on Python's module search path.
         now: monotonic seconds.
 
-        Runs a trial program. Raises IsolationMissing if programs cannot be isolated, unless isolation is "limits".
+        Runs a trial program. Raises IsolationMissing if programs cannot be isolated. With isolation="limits" it raises that only if
+        there is no filter for this machine, or if the trial program fails without isolation, too.
         """
         if isolation not in ("required", "limits"):
             raise ValueError(f"isolation is {isolation!r}; it must be 'required' or 'limits'")
@@ -368,7 +370,7 @@ class Sandbox:
         return self._listener >= 0
 
     def wait_until_ready(self) -> None:
-        """Raises SandboxError if the sandbox has not started."""
+        """Wait until the sandbox has started. Raises SandboxError if that fails or takes more than START_LIMIT_S."""
         deadline = self._now() + START_LIMIT_S
         try:
             self._control.settimeout(max(0.1, deadline - self._now()))
@@ -614,7 +616,7 @@ def _bwrap(limits: Limits, folders: Sequence[str]) -> list[str]:
     command = [program, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     if (
         os.getuid() == 0
-    ):  # RLIMIT_NPROC does not bind root: the first process may only change its user, and becomes an unprivileged one
+    ):  # RLIMIT_NPROC does not limit root, so the first process may only change its user, and then is not root any more
         command += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         command += ["--unshare-user", "--uid", "1000", "--gid", "1000", "--cap-drop", "ALL"]

@@ -74,16 +74,16 @@ _REFUSED: Mapping[str, tuple[int | None, int | None]] = {
     "uselib": (134, None),
     "seccomp": (317, 277),
     "socket": (41, 198),  # except for AF_UNIX
-    "setsockopt": (54, 208),  # only for the size of a send buffer
-    "clone": (56, 220),  # only with a new user namespace
-    "prlimit64": (302, 261),  # from here to ioprio_set: only if the call is for another process
+    "setsockopt": (54, 208),  # refused only if it sets the size of a send buffer
+    "clone": (56, 220),  # refused only if it creates a user namespace
+    "prlimit64": (302, 261),  # from here to ioprio_set: refused only if the call is for another process
     "setpriority": (141, 140),
     "sched_setaffinity": (203, 122),
     "sched_setscheduler": (144, 119),
     "sched_setparam": (142, 118),
     "sched_setattr": (314, 274),
     "ioprio_set": (251, 30),
-    "ioctl": (16, 29),  # only requests that type into a terminal
+    "ioctl": (16, 29),  # refused only if it types characters into a terminal
 }
 _FIRST_OF_ALL = 424  # from here on the numbers are the same on all architectures
 _NEWER_THAT_PASS = {434: "pidfd_open", 436: "close_range", 437: "openat2", 439: "faccessat2", 441: "epoll_pwait2"} | {
