@@ -24,15 +24,17 @@ Record = Mapping[str, object]
 
 @dataclass(frozen=True)
 class Run:
-    """The curves' data of one lineage: the attempts, from a beginning until now, that the newest weights of the lineage come from.
-    A run that began anew has several lineages."""
+    """The data for the curves of one lineage. A lineage is the chain of attempts, from one that began anew to the newest, that its
+    newest weights come from. A run that began anew has several lineages."""
 
     name: str  # unique among the runs shown
     run_dir: Path
     attempt: int  # the newest of these attempts
     steps: Sequence[Record]  # by step, ascending
     evaluations: Sequence[Record]  # by step, ascending
-    # Times at which any server generated, as numbers of tenths of a second (unix time); ascending. For all lineages of the run
+
+    # The tenths of a second in which at least one server generated: unix time in tenths of a second, ascending. They are those of
+    # the whole run, not only of this lineage
     generating: Sequence[int] = ()
     going_on: bool = False
     num_broken_lines: int = 0
@@ -60,14 +62,14 @@ class Panel:
     curves: tuple[Curve, ...]
     bottom: float | None = 0.0  # lowest value of the axis; None: chosen from the data
     top: float | None = None
-    stacked: bool = False  # draw the parts of a whole as areas (for a single run)
+    stacked: bool = False  # draw those curves that are parts of a whole as areas (for a single run)
 
 
 @dataclass(frozen=True)
 class Picture:
     runs: tuple[Run, ...]
     panels: tuple[Panel, ...]
-    missing: tuple[str, ...]  # panels and single curves without data, with the reason
+    missing: tuple[str, ...]  # one text for each panel or curve that has no data, with the reason
 
 
 # ------------------------------------------------------------------------------------------------------------------ reading
@@ -162,7 +164,8 @@ def _steps(records: Iterable[Record], lineage: Lineage) -> list[Record]:
 
 
 def _evaluations(records: Iterable[Record], lineage: Lineage) -> list[Record]:
-    """The newest evaluation of each step: one that was unfinished at a checkpoint may have been repeated."""
+    """The newest evaluation of each step in the lineage. A step may have several: an evaluation that was unfinished at a checkpoint
+    is repeated."""
     found = (record for record in records if _is_evaluation(record))
     by_step = {_step(record): record for record in found if lineage.has_weights(_attempt(record), _step(record))}
     return _by_step(by_step.values())
@@ -193,7 +196,7 @@ Value = Callable[[Run, Record], float]
 
 @dataclass(frozen=True)
 class _Measure:
-    """A measure that becomes one curve of a run."""
+    """A value per step or per evaluation, which becomes one curve of a run."""
 
     name: str
     value: Value
@@ -313,7 +316,7 @@ def _steps_per_s(_: Run, record: Record) -> float:
 
 
 def _generation_idle(run: Run, record: Record) -> float:
-    """Percent of the step's tenths of a second in which no server generated.
+    """The share of a step's duration, in percent, in which no server generated; measured in tenths of a second.
 
     NaN if unknown. Servers write their journals once a second, so while the run is running, a step that ended after the newest
     entry is unknown.

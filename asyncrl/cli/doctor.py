@@ -1,8 +1,8 @@
 """Check whether this machine can run asyncrl, or a given config; `asyncrl-launch check` prints the findings.
 
 `examine` gathers numbers from the file system, psutil and package metadata, and passes them to functions judge_..., which tests can
-call with other numbers. Functions find_... look at the machine themselves: ports, etcd, the run's folder. Checks import no torch,
-write nothing, and every call that could hang has a limit.
+call with other numbers. Functions find_... look at the machine themselves: ports, etcd, the run's folder. The checks here do not
+import torch and write nothing, and every call that could hang has a time limit.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from asyncrl.runtime.names.etcd.server import EtcdServerError, find_etcd
 
 State = Literal["ok", "warn", "fail"]
 
-COMMAND_LIMIT_S = 5.0  # for nvidia-smi, which hangs if the driver does, and for `etcd --version`
+COMMAND_LIMIT_S = 5.0  # time limit of `nvidia-smi`, which hangs if the driver hangs, and of `etcd --version`
 ENDPOINT_LIMIT_S = 3.0  # one request to one etcd
 GIB = 1 << 30
 
@@ -76,11 +76,13 @@ FIXED_BYTES = 200 << 20  # launcher and etcd
 LOGS_BYTES = 200 << 20  # on disk: logs, and the data of a private etcd
 _FROZEN_PARAMETER_BYTES = 4
 
-_LOW_SHM_BYTES = GIB  # NCCL needs this between several ranks; Docker's default is 64 MiB
+_LOW_SHM_BYTES = GIB  # NCCL needs this much between several ranks; Docker's default is 64 MiB
 _LOW_OPEN_FILES = 1024
-_SPARE_OPEN_FILES = 256  # added to the need of one process, for libraries, pipes and its own streams
-_BUSY_GPU_SHARE = 0.1  # of a GPU's memory; above it the GPU is in use
-_CROWDED = 2  # computing processes per core that are acceptable, because generation and training use the cores in turn
+_SPARE_OPEN_FILES = 256  # added to the connections of a process, for libraries, pipes and its streams
+_BUSY_GPU_SHARE = 0.1  # a GPU counts as in use if more than this share of its memory is used
+
+# This many computing threads per core are acceptable, because generation and training use the cores in turn
+_CROWDED = 2
 
 # Environment variables that can change the behaviour of a run. They are shown, with secrets hidden
 _TELLING = re.compile(
@@ -109,7 +111,8 @@ class Finding:
 
 
 def examine(config: ExperimentConfig | None = None, specs: Sequence[ProcessSpec] = ()) -> list[Finding]:
-    """All findings about this machine, or about a config and its processes on it. Takes less than a second; at worst seconds."""
+    """All findings about this machine and, if given, about a config and its processes on it. Takes less than a second, or some
+    seconds if a command or an endpoint does not answer."""
     devices = visible_devices()
     chosen = judge_auto(config, on_gpu=bool(devices)) if config else []
     config = resolve_auto(config, on_gpu=bool(devices)) if config else None
@@ -147,7 +150,7 @@ def examine(config: ExperimentConfig | None = None, specs: Sequence[ProcessSpec]
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of Python, asyncrl and its requirements, for JSON."""
+    """Versions of Python, asyncrl and asyncrl's requirements, for JSON."""
     names = ["asyncrl", *(requirement.name for requirement in _requirements())]
     return {"python": platform.python_version()} | {name: installed_version(name) or "missing" for name in names}
 
@@ -165,7 +168,7 @@ def judge_platform(system: str, release: str, machine: str) -> Finding:
 
 
 def judge_cores(cores: int, load: float, computing: int) -> Finding:
-    """computing: threads that compute on cores all the time; 0: unknown, or they use GPUs."""
+    """computing: number of threads that compute on cores all the time; 0: it is unknown, or GPUs compute."""
     value = f"{cores}{f' for {computing} computing threads' if computing else ''}; load {load:.1f}"
     if computing > _CROWDED * cores:
         remedy = "the threads share cores, so steps are slow; use fewer processes in allocation=..., or more cores"
@@ -194,8 +197,8 @@ def judge_memory(total: int, available: int, need: int) -> Finding:
 def judge_least_memory(
     specs: Sequence[ProcessSpec], sizes: Mapping[str, ModelSize], available: int, gpus: Sequence[Gpu] | str
 ) -> list[Finding]:
-    """A failure if the available main memory, or a GPU of known size, is smaller than the least that the processes need; else no
-    finding."""
+    """A failure if the available main memory, or the memory of a GPU of known size, is less than its processes need at least; else
+    no finding."""
     limits = {"": available}
     if not isinstance(gpus, str):
         limits |= {str(index): int(gpu.total_mib * (1 << 20)) for index, gpu in enumerate(gpus) if gpu.total_mib}
@@ -205,12 +208,12 @@ def judge_least_memory(
 
 @dataclass(frozen=True)
 class Need:
-    """Estimate of the resources that a run needs. 0: unknown."""
+    """Estimate of the resources that a run needs. A field is 0 if its need is unknown."""
 
     threads: int = 0  # threads that compute on cores all the time
     memory: int = 0  # bytes of main memory, all processes together
     disk: int = 0  # bytes: kept weight versions, one being written, the final checkpoints, logs, etcd's data
-    open_files: int = 0  # of the process that opens the most files
+    open_files: int = 0  # needed by the process that opens the most files
 
     @classmethod
     def of(cls, config: ExperimentConfig, specs: Sequence[ProcessSpec], model: ModelSize, *, on_gpu: bool) -> Need:
@@ -235,19 +238,21 @@ class Need:
             threads=0 if on_gpu else computing * max(train.torch_threads, 1),
             memory=memory,
             disk=num_copies * model.num_parameters * DTYPE_BYTES.get(train.dtype, 4) + LOGS_BYTES,
-            open_files=rolled_out * rollout.group_size + _SPARE_OPEN_FILES,  # a server has one connection per response
+            # A generation server has one connection for each response that it generates
+            open_files=rolled_out * rollout.group_size + _SPARE_OPEN_FILES,
         )
 
 
 def _training_bytes(specs: Sequence[ProcessSpec]) -> int:
-    """Bytes per parameter on all model workers together: the ranks share weights, gradients and moments of each model."""
+    """Bytes per parameter for all models, on all model workers together. The number of ranks does not matter, because the ranks of
+    a model divide its weights, gradients and moments among themselves."""
     worker = next((spec.config for spec in specs if isinstance(spec.config, ModelWorkerConfig)), None)
     models = worker.models if worker is not None else []
     return sum(TRAINED_PARAMETER_BYTES if model.trainable else _FROZEN_PARAMETER_BYTES for model in models)
 
 
 def num_cores(root: Path = Path("/")) -> int:
-    """Cores that this process may use, by its affinity and its container's quota. root: folder of /proc and /sys."""
+    """Cores that this process may use, by its affinity and its container's quota. root: the folder that contains proc and sys."""
     cores = float(len(os.sched_getaffinity(0)))
     for text in _cgroup_values(root, "cpu.max"):
         quota, _, period = text.partition(" ")
@@ -268,7 +273,8 @@ def memory_limits(root: Path = Path("/")) -> tuple[int, int]:
 
 
 def _cgroup_values(root: Path, name: str) -> Iterator[str]:
-    """A setting of this process's control group (version 2) and of all groups that contain it, innermost first."""
+    """A setting of this process's control group (version 2) and of all groups that contain it, innermost first; "" if the
+    setting of a group cannot be read."""
     top = root / "sys/fs/cgroup"
     try:
         own = next(line[3:] for line in (root / "proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
@@ -324,7 +330,8 @@ def judge_shm(free: int | None, num_devices: int) -> Finding:
 
 
 def judge_open_files(limits: tuple[int, int], need: int) -> Finding:
-    """limits: soft and hard, from getrlimit. need: of the process that opens the most files. A run raises its soft limit itself."""
+    """limits: soft and hard limit, from getrlimit. need: number of open files of the process that opens the most. A run raises its
+    soft limit itself."""
     soft, hard = (1 << 30 if limit == resource.RLIM_INFINITY else limit for limit in limits)
     value = f"{soft}{f', about {need} needed by one process' if need else ''}"
     if hard < LEAST_OPEN_FILES:
@@ -337,7 +344,7 @@ def judge_open_files(limits: tuple[int, int], need: int) -> Finding:
 
 
 def find_port(host: str) -> Finding:
-    """Check that a process can listen on this address."""
+    """Check that a process can listen at this address, on a port that the system chooses."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
@@ -376,7 +383,7 @@ class Gpu:
 
 
 def judge_gpus(devices: Sequence[str], gpus: Sequence[Gpu] | str, torch_version: str) -> Finding:
-    """devices: those that a run would use. gpus: all GPUs of the driver, or why the driver does not answer."""
+    """devices: those that a run would use. gpus: all GPUs of the driver, or a text that says why it does not answer."""
     if not devices:
         return Finding("GPUs", "ok", f"none{_because()}: everything runs on the CPU")
     if isinstance(gpus, str):
@@ -395,7 +402,7 @@ def judge_gpus(devices: Sequence[str], gpus: Sequence[Gpu] | str, torch_version:
 
 
 def judge_num_gpus(found: int, config: ExperimentConfig) -> Finding:
-    """Check that there are as many GPUs as the allocation needs. Without any GPU a run uses the CPU."""
+    """Check that there are as many GPUs as the allocation needs. Without any GPU a run uses the CPU; only SGLang needs GPUs."""
     allocation, name = allocation_of(config), "GPUs asked for"
     generation, training = needed_gpus(config)
     shared = ", which share them" if allocation.shared_workers else ""
@@ -425,7 +432,7 @@ def _because() -> str:
 
 
 def query_gpus(command: str = "nvidia-smi") -> list[Gpu] | str:
-    """All GPUs as reported by nvidia-smi, or why it does not answer."""
+    """All GPUs as reported by nvidia-smi; if it does not answer or lists none, a text that says so."""
     query = "--query-gpu=name,memory.total,memory.used,driver_version"
     output = _output_of([command, query, "--format=csv,noheader,nounits"])
     if isinstance(output, OSError):
@@ -441,7 +448,8 @@ def query_gpus(command: str = "nvidia-smi") -> list[Gpu] | str:
 
 
 def judge_packages(requirements: Sequence[Requirement], version_of: Callable[[str], str | None]) -> list[Finding]:
-    """One finding for all packages that fit, one for each that does not. version_of: name -> version or None."""
+    """One finding with the versions of the most important packages, and one for each requirement that is missing or has a wrong
+    version. version_of: name -> version; None: not installed."""
     wrong = []
     for requirement in requirements:
         version = version_of(requirement.name)
@@ -483,8 +491,8 @@ def _requirements() -> list[Requirement]:
 
 
 def judge_sglang(engine: str, found: SGLangEnvironment | None, python: str = "") -> Finding:
-    """engine: the engine of the config; "": there is no config. found: the SGLang that generation.python has (if that is not set:
-    that this environment has). python: generation.python."""
+    """engine: the engine of the config; "": there is no config. python: generation.python. found: the SGLang in the environment of
+    that interpreter or, if generation.python is not set, in this environment; None: there is none."""
     where = f" in {python}" if python else ""
     if found is None:
         value = f"not installed{where}"
@@ -531,7 +539,8 @@ def find_endpoints(config: NameResolveConfig) -> list[Finding]:
 
 
 def judge_endpoints(answers: Sequence[tuple[str, str | OSError]]) -> list[Finding]:
-    """answers: each endpoint with its version or the error."""
+    """One finding per endpoint. answers: pairs (endpoint, result of _ask_endpoint). Endpoints that do not answer are a failure only
+    if none answers; otherwise a warning."""
     dead: State = "fail" if all(isinstance(answer, OSError) for _, answer in answers) else "warn"
     findings = []
     for endpoint, answer in answers:
@@ -545,7 +554,8 @@ def judge_endpoints(answers: Sequence[tuple[str, str | OSError]]) -> list[Findin
 
 
 def _ask_endpoint(endpoint: str, limit_s: float) -> str | OSError:
-    """The endpoint's version; a note that it accepts connections, if it does not speak plain HTTP (TLS); or the error."""
+    """The version that the endpoint reports; if it accepts a connection but reports no version over plain HTTP (for example because
+    it uses TLS), a note that says so; if it accepts no connection, the error."""
     host, _, port = endpoint.rpartition("@")[2].rpartition("//")[2].rpartition(":")
     if not port.isdigit() or int(port) > 65535:
         return OSError(f"{redact_urls(endpoint)!r} is not host:port")
@@ -584,14 +594,14 @@ def find_run(run_dir: Path) -> Finding:
 
 
 def find_environment(environment: Mapping[str, str]) -> Finding:
-    """Variables that change how a run behaves."""
+    """A finding that shows the environment variables that can change how a run behaves."""
     telling = {name: environment[name] for name in sorted(environment) if _TELLING.match(name)}
     shown = " ".join(f"{name}={value}" for name, value in redact(telling).items())
     return Finding("environment", "ok", shown or "no relevant variable is set")
 
 
 def _output_of(command: list[str]) -> str | OSError:
-    """A command's output, or the error that it failed with."""
+    """A command's output; an OSError if it cannot run, fails or exceeds its limit."""
     try:
         done = subprocess.run(
             command, capture_output=True, timeout=COMMAND_LIMIT_S, check=False, stdin=subprocess.DEVNULL

@@ -1,9 +1,10 @@
-"""Models by Hub name: `model_path: Qwen/Qwen2.5-1.5B-Instruct` instead of a folder; also for reference, critic and reward model.
+"""Models by their name on the Hugging Face Hub: `model_path: Qwen/Qwen2.5-1.5B-Instruct` instead of a folder. The paths of
+reference, critic and reward model, and tokenizer_path, can be such names, too.
 
-Only the launcher accesses the Hub, once, before any other process starts, and replaces each name by a local folder. `prepare` and
-`run` download missing files; `check` only looks into the cache. Preflight, workers and SGLang get the folder. `name@revision` pins
-a revision. The environment variables of huggingface_hub apply (HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN), and its limits
-bound each wait for the network (HF_HUB_ETAG_TIMEOUT, HF_HUB_DOWNLOAD_TIMEOUT: 10 s without a byte).
+Only the process of the command accesses the Hub, once, before any other process starts, and replaces each name by a local folder.
+`prepare`, `run` and `resume` download missing files; `check` only looks into the cache. Preflight, workers and SGLang get the
+folder. `name@revision` pins a revision. The environment variables of huggingface_hub apply (HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT,
+HF_TOKEN), and its limits bound each wait for the network (HF_HUB_ETAG_TIMEOUT, HF_HUB_DOWNLOAD_TIMEOUT: 10 s without a byte).
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from asyncrl.launch.redact import redact_urls
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 _TOKENIZER = "tokenizer_path"
 _MODEL_FILES = ["*.safetensors", "*.safetensors.index.json"]
-_TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]  # config.json and generation_config.json are among them
-_ELSEWHERE = ["*/*"]  # folders hold other formats: original/, onnx/, gguf/
+_TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]  # these also match config.json and generation_config.json
+_ELSEWHERE = ["*/*"]  # files in folders have other formats: original/, onnx/, gguf/
 
 
 def is_hub_name(path: str) -> bool:
@@ -107,8 +108,8 @@ def _snapshot(field: str, name: str, patterns: list[str], *, download: bool, say
 
 
 def _check_whole(folder: str, *, with_weights: bool) -> None:
-    """Raise ValueError if files of a model are missing: an interrupted download leaves a folder with only some of them. Without
-    with_weights (a tokenizer's folder) nothing is checked."""
+    """Raise ValueError if files of a model are missing: an interrupted download leaves a folder with only some of them.
+    with_weights: False for a tokenizer's folder, of which nothing is checked."""
     if with_weights and not (Path(folder) / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json")
     if with_weights:
@@ -116,7 +117,7 @@ def _check_whole(folder: str, *, with_weights: bool) -> None:
 
 
 def _lacking(error: Exception, cache: str) -> str:
-    """A description of what the cache does not have."""
+    """A text for an error: what the cache does not have."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     if isinstance(error, LocalEntryNotFoundError) and type(error) is LocalEntryNotFoundError:
@@ -125,7 +126,7 @@ def _lacking(error: Exception, cache: str) -> str:
 
 
 def _why_not(error: Exception, repo: str, field: str) -> str:
-    """The cause of a failed download, and the remedy."""
+    """A text for an error: the cause of a failed download, and the remedy."""
     from huggingface_hub import constants, errors
 
     endpoint = redact_urls(constants.ENDPOINT)

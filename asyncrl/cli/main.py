@@ -64,7 +64,7 @@ _COMMANDS = (
     stop,
 )
 
-_LISTS = ("words", "overrides", "runs")  # positional arguments that take any number, under these names
+_LISTS = ("words", "overrides", "runs")  # names of the positional arguments that take any number of words
 
 _DESCRIPTION = """Asynchronous reinforcement learning of language models, without Ray.
 
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(redact_text(str(error)), "config", CONFIG_ERROR, console, as_json)
     except LaunchError as error:
         return _refuse(redact_urls(str(error)), "failed", FAILED, console, as_json)
-    except BrokenPipeError:  # the reader of the pipe has ended: `asyncrl-launch logs RUN | head`
+    except BrokenPipeError:  # the reader of stdout has ended, as in `asyncrl-launch logs RUN | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more at exit
         return _BROKEN_PIPE
     except KeyboardInterrupt:  # a launcher handles Ctrl-C itself while its run exists
@@ -147,7 +147,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _as_override(words: Sequence[str], behind: Sequence[str]) -> str:
-    """A hint how to write `--key=value` or `--key value` as an override, if key is (nearly) a field of the config; else ""."""
+    """If the key in `--key=value` or `--key value` is a field of the config, or close to one: a hint how to write it as an
+    override. Otherwise ""."""
     written = next(word for word in behind if word.startswith("-"))
     key, equals, value = written.lstrip("-").partition("=")
     follower = next(iter(words[words.index(written) + 1 :]), "-")
@@ -185,7 +186,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _version() -> str:
-    """torch's version is read from its metadata, because importing torch takes seconds."""
+    """The text of --version. The version of torch is read from torch's metadata, because importing torch takes seconds."""
     torch = installed_version("torch") or "not installed"
     return f"asyncrl {__version__}, Python {platform.python_version()}, torch {torch}"
 

@@ -13,10 +13,10 @@ from asyncrl.cli.curves import Curve, Panel, Picture, smoothed
 from asyncrl.config.schema import ConfigError
 from asyncrl.launch.rundir import LaunchError
 
-_SMOOTH_FROM = 150  # points; a curve with at least this many is drawn pale, with its running mean over it
+_SMOOTH_FROM = 150  # a curve with at least this many points is drawn pale, with its running mean over it
 _SMOOTH_SHARE = 40  # the window of the running mean has 1/40 of the curve's points
-_MARKERS_UP_TO = 25  # points; a longer curve has no markers
-_NAMED_RUNS = 10  # most runs that the legend names; there are as many colours, which repeat for further runs
+_MARKERS_UP_TO = 25  # a curve with more points than this has no markers
+_NAMED_RUNS = 10  # the legend names at most this many runs; there are as many colours, and further runs reuse them
 
 _COLOURS = (
     "#0b6fb8",
@@ -36,7 +36,7 @@ _MARKERS = ("o", "s", "D", "^")
 
 
 def require(module: str) -> Any:
-    """Import a module of the extra. Raises LaunchError with the command that installs it."""
+    """Import a module of the extra `plot`. Raises LaunchError with the command that installs the extra."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -72,7 +72,7 @@ def write_picture(shown: Picture, path: Path) -> None:
 
 
 def _draw_title(figure: Any, shown: Picture) -> None:
-    """For one run its name; for several runs a legend with their colours."""
+    """Draw the title: for one run its name, for several runs a legend with the colour of each."""
     figure.get_layout_engine().set(h_pad=0.12, w_pad=0.08)
     if len(shown.runs) == 1:
         figure.suptitle(_title(shown), fontsize=12, fontweight="bold")
@@ -114,7 +114,8 @@ def _draw_panel(axes: Any, panel: Panel, runs: Sequence[str], steps: tuple[float
 
 
 def _colour(curve: Curve, panel: Panel, runs: Sequence[str]) -> str:
-    """The colour of a curve: of its run if there are several, else of its role. With several runs, lines and markers tell roles."""
+    """The colour of a curve. With several runs each run has a colour, and line styles and markers tell the roles. With one run each
+    role has a colour. A line over stacked areas is dark grey."""
     if panel.stacked:
         return "#333333"
     return _COLOURS[(runs.index(curve.run) if len(runs) > 1 else curve.role) % len(_COLOURS)]
@@ -149,7 +150,7 @@ def _line(curve: Curve, panel: Panel) -> str:
 
 
 def _draw_areas(axes: Any, curves: Sequence[Curve]) -> list[Curve]:
-    """Draw the curves of the first roles as stacked areas, because they are parts of a whole. Return the other curves."""
+    """Draw the curves of the first three roles as stacked areas, because they are parts of a whole. Return the other curves."""
     parts = [curve for curve in curves if curve.role < len(_AREA_COLOURS)]
     colours = [_AREA_COLOURS[curve.role] for curve in parts]
     heights = [[y if math.isfinite(y) else 0.0 for y in _steadied(curve)] for curve in parts]
@@ -168,7 +169,7 @@ def _steadied(curve: Curve) -> Sequence[float]:
 
 
 def _keys(panel: Panel) -> list[Curve]:
-    """The first curve of each role, for roles that name their first curve."""
+    """One curve for each role, as a sample for the legend. A role is left out if its first curve has no name."""
     kinds = groupby(sorted(panel.curves, key=lambda curve: curve.role), key=lambda curve: curve.role)
     return [curve for _, of_kind in kinds if (curve := next(of_kind)).name]
 

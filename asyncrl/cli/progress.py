@@ -54,7 +54,7 @@ def duration_text(seconds: float) -> str:
 
 
 def bottom_line(text: str, console: Console) -> Text:
-    """A line that is cut so that it fits the width of the terminal, with room for a spinner before it."""
+    """The text as a line; on a terminal it is cut to the terminal's width, less the room for a spinner before it."""
     line = Text(text)
     if console.is_terminal:
         line.truncate(console.width - 3, overflow="ellipsis")
@@ -176,8 +176,8 @@ def recording_lines(summary: Mapping[str, Any], run_dir: Path) -> list[str]:
     ]
 
 
-_MAX_NAMED = 8  # most processes named in one line
-_QUIET_S = 2.0  # without a step for this long, the bottom line shows what the master waits for
+_MAX_NAMED = 8  # one line names at most this many processes
+_QUIET_S = 2.0  # if no step has ended for this long, the bottom line shows what the master waits for
 
 
 class RunView:
@@ -259,7 +259,7 @@ class RunView:
     def _print(self, markup: str) -> None:
         try:
             self._console.print(markup, highlight=False, soft_wrap=True)
-        except OSError:  # the terminal is gone, or the output file's disk is full: the run continues without output
+        except OSError:  # the terminal is gone, or the disk with the output is full: the run continues without output
             self._console.on_broken_pipe()
 
 
@@ -271,11 +271,12 @@ class TrainingProgress:
         self.total_steps = total_steps
         self.step = 0
         self.reward = math.nan  # of the newest step
-        self._newest = -math.inf  # time when that step's record was added
+        self._newest = -math.inf  # time when the record of `step` was added
         self._durations: deque[float] = deque(maxlen=WINDOW)
 
     def add(self, record: Mapping[str, Any], now: float) -> None:
-        """Add a record; the newest one of a step counts. If steps are trained again from a checkpoint, `step` goes back to them."""
+        """Add a record; evaluations are ignored. If steps are trained again from a checkpoint, `step` goes back to their
+        numbers."""
         if is_evaluation(record):
             return
         self.step, self.reward, self._newest = int(number(record, "step")), number(record, "reward/mean"), now
@@ -300,7 +301,8 @@ class TrainingProgress:
         return f"{steps}, reward {self.reward:.3f}" if math.isfinite(self.reward) else steps
 
     def bottom_text(self, statuses: Sequence[WorkerStatus], now: float) -> str:
-        """The bottom line of a terminal: the same as `text`, then running evaluations, and what the master waits for."""
+        """The bottom line of a terminal: the same as `text`, then the number of running evaluations and, if no step has ended for
+        _QUIET_S, what the master waits for."""
         parts = [self.text()]
         running = sum(status.queues.get("evaluations", 0) for status in statuses)
         if running:
@@ -311,8 +313,8 @@ class TrainingProgress:
         return "  ".join(parts)
 
     def note(self, record: Mapping[str, Any]) -> str:
-        """The step that an evaluation belongs to, if later steps were printed before it, because training continues during
-        evaluations."""
+        """`  (of step 10, 2 steps ago)`, for the end of an evaluation's line; "" if no later step was printed before it. Training
+        continues during evaluations, so later steps may have ended."""
         later = self.step - int(number(record, "step"))
         return f"  (of step {record['step']}, {later} step{'s' if later > 1 else ''} ago)" if later > 0 else ""
 
@@ -336,7 +338,8 @@ def start_text(statuses: Sequence[WorkerStatus]) -> str:
 
 
 def _master_wait(statuses: Sequence[WorkerStatus]) -> str:
-    """The wait of the master that holds up training, if any. Its requests to the manager, such as /evaluate, do not hold it up."""
+    """The first wait of the master that holds up training, as text; "": there is none. The master's requests to the manager, such
+    as /evaluate, do not hold up training."""
     waits = [wait for status in statuses if status.worker == "master/0" for wait in status.waits]
     return next((_wait_text(wait) for wait in waits if not wait.what.startswith("/")), "")
 
@@ -440,7 +443,8 @@ def step_line(record: Mapping[str, Any], total_steps: int, width: int | None = N
     return "  ".join(parts.values())
 
 
-# (rank, text, its keys) in the order of the line; a narrow terminal shows the fields with the lowest ranks
+# (rank, text, the record's keys that the text needs), in the order in which a line shows them. If a terminal is too narrow, the
+# parts with the highest ranks are left out
 _STEP_PARTS = (
     (7, "version {:>4.0f}", ("version",)),
     (1, "[green]reward {:.3f}[/]", ("reward/mean",)),
@@ -544,6 +548,7 @@ def make_console(*, stderr: bool = False) -> Console:
 
 
 def _version_range(evaluation: Mapping[str, float], mode: str) -> str:
-    """The versions that an evaluation used, if not only that of its step, because training continues during evaluations."""
+    """` (versions 10 to 12)`: the weight versions that an evaluation used; "" if it used only that of its step. It may use later
+    ones, because training continues during evaluations."""
     first, last = (evaluation.get(f"eval/{mode}_version_{end}", evaluation["step"]) for end in ("min", "max"))
     return "" if first == last == evaluation["step"] else f" (versions {first:.0f} to {last:.0f})"

@@ -74,7 +74,8 @@ async def _try_task(name: str, task: TaskConfig, rollout: RolloutConfig, prompt:
             value = await _ask(task.reward, rollout, partial(call_arguments, prompt, completion))
         except _TrialFailed as error:
             finding = _failed(f"rollout.tasks.{name}.reward", task.reward, error)
-            if rollout.reward_isolation == "thread":  # it may need something that an agent prepares in the same process
+            # With threads, the reward function may need something that an agent prepares in the memory of the rollout worker
+            if rollout.reward_isolation == "thread":
                 remedy = "fix it, unless it needs the rollout worker's memory (rollout.reward_isolation=thread)"
                 return replace(finding, state="warn", remedy=remedy)
             return finding
@@ -89,8 +90,10 @@ def _failed(field: str, spec: str, error: _TrialFailed) -> Finding:
 
 
 async def _ask(spec: str, rollout: RolloutConfig, call: Callable[[Sequence[str]], Call]) -> float:
-    """Call the function named by spec once in a judge process, and return its number. call: makes the arguments, given the names of
-    the optional arguments that the function takes."""
+    """Call the function named by spec once in a judge process, and return its number. Raises _TrialFailed if the call fails.
+
+    call: makes the arguments of that call from the names of the optional arguments that the function takes.
+    """
     try:
         judges = Judges(
             spec,

@@ -43,16 +43,16 @@ class MFCDef:
     interface: str  # a name that asyncrl.model.interfaces.make_interface accepts, or `package.module:function`
     input_keys: tuple[str, ...]
     output_keys: tuple[str, ...] = ()
-    model: str = ""  # name of one of the role's models (topology.ModelPlacement); "": not placed yet
+    model: str = ""  # name of the role's model that it runs on (topology.ModelPlacement); "": not placed yet
 
     @classmethod
     def of(cls, placed: PlacedMFC) -> MFCDef:
-        """Convert from the form that process configs hold."""
+        """Make the MFC from its form in process configs (PlacedMFC)."""
         reads, writes = tuple(placed.input_keys), tuple(placed.output_keys)
         return cls(placed.name, placed.role, placed.kind, placed.interface, reads, writes, placed.model)
 
     def placed(self, model: str) -> PlacedMFC:
-        """Convert to the form that process configs hold."""
+        """Return this MFC, placed on `model`, in its form in process configs (PlacedMFC)."""
         keys = list(self.input_keys), list(self.output_keys)
         return PlacedMFC(self.name, self.role, model, self.kind, self.interface, *keys)
 
@@ -111,7 +111,7 @@ def build_dataflow(train: TrainConfig, mode: str = "async") -> DataflowGraph:
 
 
 def without_generation(mfcs: Sequence[MFCDef]) -> DataflowGraph:
-    """The same graph without its generate node: the MFCs that process existing trajectories."""
+    """The graph of these MFCs without the generate node: the MFCs that process existing trajectories."""
     return DataflowGraph([mfc for mfc in mfcs if mfc.kind != "generate"])
 
 
@@ -123,8 +123,9 @@ def training_mfcs(train: TrainConfig) -> list[MFCDef]:
         critic_inf  values               ---+--> advantages -------+
         rew_inf     model_rewards        ---+                      +--> critic_train
 
-    The config decides which inference MFCs exist. `advantages` reads their keys, and `dense_rewards` and `values` of extra MFCs.
-    It reads `proximal_logprobs` only for a KL penalty. `actor_train` also reads `proximal_logprobs`, if the key exists.
+    The config decides which inference MFCs exist. `advantages` reads the keys that they write; an exception is `proximal_logprobs`,
+    which it reads only for a KL penalty. It also reads the keys `dense_rewards` and `values` if an extra MFC writes them.
+    `actor_train` also reads `proximal_logprobs`, if actor_inf exists.
     """
     ppo = train.ppo
     inference: list[MFCDef] = []
@@ -173,7 +174,7 @@ def _inference(name: str, role: str, interface: str, output_key: str) -> MFCDef:
 
 
 def _check_roles(extra: Sequence[MFCDef], train: TrainConfig) -> None:
-    """Refuse an extra MFC with a role that this run does not have, or that trains a frozen model.
+    """Raise ValueError if this run does not have the role of an extra MFC, or if an extra MFC trains a frozen model.
 
     The roles actor and ref always exist. critic and reward exist only if the config defines them.
     """

@@ -11,7 +11,7 @@ from asyncrl.dataflow.topology import Allocation, allocation_of, unknown_name
 from asyncrl.protocol.names import ACTOR
 
 MFC_ROLES = (ACTOR, CRITIC, REF, REWARD)
-_MOST_PROCESSES = 65_536  # limit on an allocation's generation servers, and on its model workers
+_MOST_PROCESSES = 65_536  # limit on the ranks of all generation servers, and on the model workers
 _OURS = "is set by asyncrl"
 OWN_SERVER_ARGS = {  # argument that generation.server_args must not contain -> the setting to use instead, or the reason
     "model-path": "use model_path",
@@ -103,7 +103,7 @@ def _bad_layout(config: ExperimentConfig, allocation: Allocation) -> Iterator[Pr
 
 
 def _missing(name: str) -> str:
-    """The reason why a known MFC or role is not part of the run; "" for an unknown name."""
+    """A text for an error: the setting that would make a known MFC or role part of the run; "" for an unknown name."""
     return f"is not part of this run: it comes with {_RUNS_WITH[name]}" if name in _RUNS_WITH else ""
 
 
@@ -132,8 +132,8 @@ def _bad_sharing(config: ExperimentConfig, allocation: Allocation) -> Iterator[P
 
 
 def _bad_generation(config: ExperimentConfig, allocation: Allocation) -> Iterator[Problem]:
-    """Yield invalid settings of generation: those that the allocation's engine needs and lacks, cannot use or refuses, and those
-    that belong to another engine."""
+    """Yield the problems of the generation settings: settings that the allocation's engine needs but that are missing, settings
+    that it cannot use, and settings that only another engine uses."""
     generation, engine, grid = config.generation, allocation.engine, allocation.generation
     if grid.pipe != 1 or (grid.tensor != 1 and engine != "sglang"):
         fitting = f"d{grid.data}p1m{grid.tensor if engine == 'sglang' else 1}"

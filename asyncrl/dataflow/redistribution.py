@@ -1,9 +1,9 @@
-"""Which ranks compute on which groups of a batch, and how the groups' keys reach their workers. Pure.
+"""Which ranks compute on which ids of a batch, and how the data of the ids reach the workers that need them. Pure.
 
-The master knows which worker holds which (id, key). When a batch begins, `assign` gives every data-parallel rank of a model its
-part of the batch. It leaves ids where their data already is, unless that puts the ranks out of balance. `plan_redistribution` then
-plans steps that move exactly the pairs (id, key) that a worker needs and does not hold. Each worker receives each such pair once.
-The kinds of step:
+An id names a group of responses to one prompt. Its data are stored under keys. The master knows which worker holds which (id, key).
+When a batch begins, `assign` gives every data-parallel rank of a model its part of the batch. It leaves ids where their data
+already is, unless that puts the ranks out of balance. `plan_redistribution` then plans steps that move exactly the pairs (id, key)
+that a worker needs and does not hold. Each worker receives each such pair once. The kinds of step:
 
     bcast     one worker sends the same data to several workers
     scatter   one worker sends different data to each of several workers
@@ -123,7 +123,7 @@ def plan_redistribution(
 def _missing(
     group: str, workers: Sequence[int], keys: Sequence[str], holders: Holders
 ) -> dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[str, ...]]:
-    """Return the missing keys of an id, by (workers that hold them, workers that need them)."""
+    """Return the keys of an id that some of `workers` lack, by (workers that hold these keys, workers that lack them)."""
     found: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[str, ...]] = {}
     for key in keys:
         have = holders.get(group, {}).get(key, ())
@@ -138,7 +138,8 @@ def _missing(
 
 
 def _steps_to_one(keys: tuple[str, ...], pairs: Mapping[tuple[int, int], list[str]]) -> Iterator[RedistribStep]:
-    """Group the transfers into scatters or into gathers, whichever gives fewer steps."""
+    """Group transfers that each have one receiver into scatters (one step per sender) or into gathers (one step per receiver),
+    whichever gives fewer steps."""
     roots, targets = dict.fromkeys(root for root, _ in pairs), dict.fromkeys(target for _, target in pairs)
     if len(targets) < len(roots):
         for target in targets:

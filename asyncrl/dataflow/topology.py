@@ -103,7 +103,7 @@ def training_topology(grid: ParallelGrid) -> ProcessTopology:
 
 
 def inference_topology(grid: ParallelGrid) -> ProcessTopology:
-    """Inference order: data, pipe, tensor. Generation servers get GPUs in this order: each server has those of one data rank."""
+    """Inference order: data, pipe, tensor. Generation servers get GPUs in this order: each server has the GPUs of one data rank."""
     return ProcessTopology(("data", "pipe", "tensor"), (grid.data, grid.pipe, grid.tensor))
 
 
@@ -124,7 +124,8 @@ class ModelShardID:
 
 @dataclass(frozen=True)
 class ModelPlacement:
-    """Placement of a model of the training side. workers[rank] is the model worker that holds that rank, in training order.
+    """Placement of a model that runs on model workers. workers[rank] is the model worker that holds this rank of the model. Ranks
+    are in training order.
 
     name: the model's role. A second layout of a role has a name such as `actor@1`.
     """
@@ -152,16 +153,16 @@ class ModelPlacement:
         return self.workers[self.topology.get_rank(data=data, pipe=pipe, tensor=tensor)]
 
     def shard_of(self, worker: int) -> ModelShardID:
-        """Raises ValueError if the worker holds no shard of this model."""
+        """Return the rank of this model that the worker holds. Raises ValueError if it holds none."""
         return ModelShardID.from_rank(self.name, self.topology, self.workers.index(worker))
 
     def replica(self, data: int) -> tuple[int, ...]:
-        """Workers of a data-parallel replica. All of them need the replica's part of a batch."""
+        """Return the workers of a data-parallel replica. All of them need the replica's part of a batch."""
         coordinates = map(self.topology.get_coord, range(self.grid.size))
         return tuple(worker for worker, at in zip(self.workers, coordinates, strict=True) if at["data"] == data)
 
     def head(self, data: int) -> int:
-        """The worker that holds the outputs of a replica: tensor 0 of the last stage."""
+        """Return the worker that holds the outputs of a replica: the one with tensor rank 0 on the last pipeline stage."""
         return self.worker_of(data=data, pipe=self.grid.pipe - 1, tensor=0)
 
     @property
@@ -170,7 +171,7 @@ class ModelPlacement:
 
     @classmethod
     def of(cls, model: ModelConfig) -> ModelPlacement:
-        """Convert from the form that process configs hold."""
+        """Make the placement from its form in process configs (ModelConfig)."""
         return cls(model.name, ParallelGrid.parse(model.grid), tuple(model.workers))
 
 
@@ -249,10 +250,10 @@ class Allocation:
     """Devices of generation and of training: `<engine>.<generation grid>+<set>`, then more sets, each after a `+`.
 
     A set is a group of model workers. `d2p2m1` serves every MFC that no other set names. `name:grid,name:grid` serves the named
-    MFCs, which share the set's workers; a role's name stands for all its MFCs. `sglang.d4p1m1+d2p2m1+ref_inf:d1p1m1` has four
-    workers for all models but the reference, and a fifth for the reference. MFCs of one role with the same grid on the same
-    workers share one model; otherwise the role has several models. If no set is without names, an MFC that is not named runs where
-    another MFC of its role runs, and an MFC of a role that is not named at all runs where the actor runs.
+    MFCs, which share the set's workers; the name of a role stands for all MFCs of that role. `sglang.d4p1m1+d2p2m1+ref_inf:d1p1m1`
+    has four workers for all models but the reference, and a fifth for the reference. MFCs of one role with the same grid on the
+    same workers share one model; otherwise the role has several models. If no set is without names, an MFC that is not named runs
+    where another MFC of its role runs, and an MFC of a role that is not named at all runs where the actor runs.
 
     Devices behind every grid, as in `sglang.d4p1m1@0-3+d2p2m1@0-3`, fix where the processes run. If generation and a set name the
     same devices, they share them: generation and training take turns. Without numbers no devices are shared.
@@ -265,7 +266,7 @@ class Allocation:
 
     @property
     def num_servers(self) -> int:
-        """Each generation server holds one whole replica, including all its pipe and tensor ranks."""
+        """The number of generation servers. Each holds one whole replica, including all its pipe and tensor ranks."""
         return self.generation.data
 
     @property
@@ -307,7 +308,8 @@ class Allocation:
 
     @classmethod
     def parse(cls, text: str) -> Allocation:
-        """Raises ValueError that names the malformed part. `place` checks that the named MFCs exist."""
+        """Parse an allocation. Raises ValueError that names the malformed part. Does not check that the named MFCs exist; `place`
+        does."""
         engine, dot, grids = text.partition(".")
         generation, plus, training = grids.partition("+")
         if not dot or not plus:
@@ -383,7 +385,7 @@ class Allocation:
         spot_of = {name: named.spot(name) for name in graph.mfcs}
         for name in sorted(spots.keys() - named.used):
             whose = f"{name}:{spots[name].grid}" if name else str(spots[name].grid)
-            raise ValueError(f"no MFC runs on {whose}: other grids name each of its MFCs; leave it out")
+            raise ValueError(f"no MFC runs on {whose}: other grids name each of its MFCs; leave this grid out")
         models: list[ModelPlacement] = []
         model_of: dict[str, str] = {}
         for role in dict.fromkeys([ACTOR, *(mfc.role for mfc in graph.mfcs.values())]):
@@ -427,14 +429,14 @@ class _Spot:
 
 
 class _Named:
-    """Finds the spot of each MFC from the names in an allocation. used: the names whose spot some MFC has got."""
+    """Finds the spot of each MFC from the names in an allocation. used: the names of all spots that `spot` has returned so far."""
 
     def __init__(self, spots: Mapping[str, _Spot], graph: DataflowGraph) -> None:
         self.spots, self.graph = spots, graph
         self.used: set[str] = set()
 
     def of_role(self, role: str) -> list[str]:
-        """MFCs of a role. Those that train it come first."""
+        """Return the names of the MFCs of a role. Those that train the role's model come first."""
         mfcs = [mfc for mfc in self.graph.mfcs.values() if mfc.role == role]
         return [mfc.name for mfc in sorted(mfcs, key=lambda mfc: mfc.kind != "train_step")]
 
@@ -463,7 +465,7 @@ def allocation_of(config: ExperimentConfig) -> Allocation:
 
 
 def unknown_name(name: str, graph: DataflowGraph) -> str:
-    """Say that no MFC or role of the graph has this name, and list the names that exist."""
+    """A text for an error: no MFC or role of the graph has this name; then the names that exist."""
     mfcs, roles = tuple(graph.mfcs), graph.roles
     nearest = difflib.get_close_matches(name, [*mfcs, *roles], n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
@@ -476,11 +478,11 @@ def data_head(index: int) -> str:
 
 
 def build_handler_routing(models: Sequence[ModelPlacement]) -> dict[Handler, int]:
-    """Return the table handler -> model worker. Handlers are every shard of every model, `__data{i}__` for the heads of the first
-    model, and plain indexes of workers.
+    """Return the table handler -> model worker. Handlers, the addresses of calls, are of three kinds: the shards of all models,
+    `__data{i}__` for the heads of the first model, and the indexes of the workers.
 
-    The master calls shards and indexes. `__data{i}__` is for calls about the data of one replica. Trajectories travel by
-    push-pull, not by calls. Without models (mode=rollout_only) the only worker is a recorder, which is head 0.
+    The master addresses its calls to shards and indexes. `__data{i}__` is for calls about the data of one replica. Trajectories
+    travel by push-pull, not by calls. Without models (mode=rollout_only) the only worker is a recorder, which is head 0.
     """
     if not models:
         return {data_head(0): 0, 0: 0}

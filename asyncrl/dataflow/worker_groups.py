@@ -1,7 +1,8 @@
 """Which model workers form which worker group, and which incarnation a worker group is in. Pure.
 
-A worker group is one torch.distributed process group. It ends as a whole, because a rank in a collective with a dead rank blocks.
-Therefore workers with state that a run needs, and workers whose state is all on disk, are in different groups:
+A worker group is one torch.distributed process group. If one worker of a group ends, the whole group must restart, because a rank
+blocks in a collective with a dead rank. Therefore workers with state that a run needs, and workers whose state is all on disk, are
+in different groups:
 
     trainer group    models that are trained, further layouts of their roles, and all models that share workers with these
     detached groups  each connected set of workers that hold only stateless roles (reference, reward model)
@@ -24,7 +25,7 @@ from asyncrl.protocol.fence import Fence
 if TYPE_CHECKING:
     from asyncrl.dataflow.topology import ModelPlacement
 
-STATELESS_ROLES = (REF, REWARD)  # their weights are all on disk
+STATELESS_ROLES = (REF, REWARD)  # the weights of models of these roles are all on disk
 MODES = ("async",)  # modes with detached groups
 
 
@@ -74,7 +75,7 @@ def worker_groups_of(
         return WorkerGroups(everyone)
     moving = {mfc.model for mfc in mfcs if mfc.kind != "inference"}
     together = [set(placement.workers) for placement in placements]
-    trainer: set[int] = set(everyone).difference(*together)  # workers that hold no model, if there are any
+    trainer: set[int] = set(everyone).difference(*together)  # at first, workers that hold no model, if any
     for placement in placements:
         if placement.role not in STATELESS_ROLES or placement.name in moving:
             trainer.update(placement.workers)
@@ -106,7 +107,7 @@ class GroupIncarnations:
 
     @property
     def number(self) -> int | None:
-        """The incarnation that all members are in. None: the newest has begun, and some members have not connected yet."""
+        """The newest incarnation, if all members have connected in it. None: some have not connected yet."""
         return self._newest.newest if set(self._numbers.values()) == {self._newest.newest} else None
 
     @property

@@ -1,8 +1,8 @@
 """The launcher: starts the processes of a run, supervises them, and leaves no process behind.
 
-    LocalLauncher  opens the resources of a run in order, and closes them in reverse
-    Launch         one thread with one loop, which waits only for its processes' pipes (on several hosts: for reports of host
-    daemons)
+    LocalLauncher  opens the resources of a run in order, and closes them in the reverse order
+    Launch         runs one loop on one thread. The loop waits only for the pipes of the run's processes (on several hosts: for
+                   reports of host daemons)
 
 In name resolve, the launcher holds the leases of the processes that it starts; a lease lives as long as its process. It reads the
 workers' statuses (from pipes, or from the reports of host daemons) and publishes them. It carries out the decisions of supervisor/:
@@ -93,6 +93,7 @@ T = TypeVar("T")
 _TURN_S = 0.1
 _PUBLISH_STATUS_S = 1.0
 _ASK_SHARE = 0.6  # share of runtime.stop_timeout_s in which processes may stop by themselves; then they are killed
+
 # How long to wait for an earlier launcher to end when Slurm has given up that launcher's node and has requeued the job
 _TAKE_OVER_S = 90.0
 _SAME_SIGNAL_S = 1.0  # signals this close together count as one
@@ -103,7 +104,8 @@ class View(Protocol):
     """Shows the progress of a run to the user."""
 
     def turn(self, statuses: Sequence[WorkerStatus]) -> None:
-        """Called at each turn with the newest status of every process that has not ended, or that is to be started again."""
+        """Called at each turn of the launcher's loop. statuses: the newest one of every process that runs or is to start
+        (again)."""
 
     def notice(self, text: str) -> None:
         """Show an important message. May be called from other threads."""
@@ -136,8 +138,8 @@ class StopRequest:
             self.on_signal(signal.SIGTERM, None)
 
     def give_way(self, lock: RunLock) -> None:
-        """Stop at once if another launcher challenges the lock, because the batch system has lost contact with this host and has
-        started the run elsewhere."""
+        """If another launcher challenges the lock, stop at once: the batch system has lost contact with this host and has started
+        the run elsewhere."""
         if lock.is_challenged() and not self.impatient:
             self._view.notice("another launcher was started to replace this one, so this one ends")
             self.signal, self.impatient = self.signal or signal.SIGTERM, True
@@ -163,7 +165,8 @@ class Plans:
 
 
 class LocalLauncher:
-    """Runs one launch: an attempt, and a further attempt each time that the trainer group, or everything, restarts."""
+    """Runs one launch. It has one attempt, and one more each time that the trainer group restarts, alone or with everything
+    else."""
 
     def __init__(self, config: ExperimentConfig, num_prompts: int, view: View, clock: Clock = SYSTEM_CLOCK) -> None:
         self.config = config
@@ -197,7 +200,7 @@ class LocalLauncher:
 
     @contextlib.contextmanager
     def _explained(self, lock: RunLock) -> Iterator[None]:
-        """Make an error name its likely cause, if that is a lost lock or a full disk."""
+        """Add the likely cause to an error that leaves the `with` block: a lost lock or a full disk."""
         try:
             yield
         except LaunchError as error:
@@ -206,15 +209,18 @@ class LocalLauncher:
             if hint := nearly_full(self.run_dir):
                 raise LaunchError(f"{error}\n\n{hint}") from error
             raise
-        except OSError as error:  # from the launcher's own files and processes; workers report their own
+        except OSError as error:  # an error of the launcher itself; workers report their own errors
             if lost := lock.lost():
                 raise LaunchError(lost) from error
             explained = explain(Path(error.filename or self.run_dir), error)
             raise LaunchError(f"the launcher failed: {explained or error}") from error
 
     def _open(self, lock: RunLock, closing: ExitStack, traces: ExitStack) -> Launch | None:
-        """Open everything that the processes need. Returns None if the run was told to stop meanwhile. traces: a stack for the
-        launch's last work. It is closed after everything that is opened here has been closed."""
+        """Open everything that the processes need. Returns None if the run was told to stop meanwhile.
+
+        closing: a stack that closes what is opened here. traces: a stack for the last work of the launch, merging the timelines. It
+        runs after everything that is opened here has been closed.
+        """
         asked, view, run_dir = self.config, self._view, self.run_dir
         looking = on_thread(lambda: starting_point(asked, run_dir, view.notice, view.say))
         while not looking.done():  # the search takes long, because it reads whole checkpoints
@@ -242,10 +248,10 @@ class LocalLauncher:
         if config.cluster != "local":
             host = own_host(config.hosts)
             config = replace(config, runtime=replace(runtime, host=address_of(host, towards=config.hosts)))
-        naming = ExitStack()  # closes name resolve, after the processes have ended
+        naming = ExitStack()  # closes name resolve after the processes have ended
         if host:
             closing.enter_context(naming)
-        else:  # the pool comes first, because its fork servers import in parallel with the rest
+        else:  # open the pool before name resolve: its fork servers import while the rest is opened
             specs = Plans(config, self._num_prompts, devices).of(attempt, checkpoint).values()
             pool: ProcessPool | RemoteProcessPool = self._make_pool(config, list(specs))
             closing.callback(pool.close)
@@ -268,7 +274,7 @@ class LocalLauncher:
             if not pool.wait_for_hosts(lambda: self._stop.signal is not None):
                 return None
             devices = pool.devices
-            self._write_config(devices)  # the GPUs are those of the hosts
+            self._write_config(devices)  # again, because now the GPUs of all hosts are known
         plans = Plans(config, self._num_prompts, devices)
         specs_by_name = plans.of(attempt, checkpoint)
         if isinstance(pool, RemoteProcessPool):
@@ -342,9 +348,9 @@ class LocalLauncher:
 class Launch:
     """Starts and supervises the processes of a run, after its name resolve and its process pool have been opened.
 
-    consumes: statuses of processes, their ends, the supervisor's decisions.  produces: processes; their statuses in the view and in
-    name resolve. waits for: a pipe of a process (on several hosts: a report of a host daemon), at most _TURN_S each turn.
-    unblocked by: a status or the end of a process.
+    consumes: statuses and exits of processes, the supervisor's decisions. produces: processes; their statuses in the view and in
+    name resolve. waits for: a pipe of a process (on several hosts: a report of a host daemon), at most _TURN_S each turn. unblocked
+    by: a status or the exit of a process.
     """
 
     def __init__(
@@ -370,7 +376,7 @@ class Launch:
         self._attempt = self._first_attempt = record.attempt
         self._num_starts = 0  # process starts in this launch
         self._next_publish = 0.0
-        self._search: Future[Checkpoint | None] | None = None  # for the checkpoint from which the next attempt resumes
+        self._search: Future[Checkpoint | None] | None = None  # for the checkpoint that the next attempt resumes from
         detached = [[f"model_worker/{worker}" for worker in group] for group in worker_groups_of_run(config).detached]
         self._restarts = Restarts(
             start=self._start_again, grant_lease_soon=service.grant_lease_soon, revoke=service.revoke, clock=clock
@@ -404,10 +410,13 @@ class Launch:
                 self._pool.start(self._numbered(spec), self._service.grant_lease())
 
     def watch_over(self) -> int:
-        """Turn until the master is done, or a signal arrives. Returns the exit code. Raises LaunchError if the run fails."""
+        """Repeat the turn until the master is done or a signal arrives. Returns the exit code. Raises LaunchError if the run
+        fails."""
         while True:
             self._turn()
-            if not self._supervisor.is_listening:  # otherwise only the cause of the failure matters, not later events
+            # While the supervisor listens for error reports after a failure, only the first cause matters: signals, the master's
+            # end and scaling are not handled
+            if not self._supervisor.is_listening:
                 if self._stop.signal is not None:
                     return self._leave(self._stop.signal)
                 if self._external.master_is_done or any(
@@ -434,7 +443,7 @@ class Launch:
     # ------------------------------------------------------------------------------------------------------------ each turn
 
     def _turn(self) -> None:
-        """Process statuses and ends, show them and publish them."""
+        """Read the statuses and exits of processes, and show and publish the statuses."""
         for child in self._pool.turn(_TURN_S):
             self._service.revoke(child.lease)
         for child in self._pool.children:
@@ -525,7 +534,7 @@ class Launch:
         self._view.notice(f"{TRAINER_GROUP} {start}, as attempt {self._attempt}")
 
     def _start_again(self, name: str, lease: Lease, count: int) -> None:
-        """Restart a process. Its delay is over, and its lease is granted."""
+        """Restart a process. Called when its delay is over and its lease is granted."""
         kind, _, index = name.partition("/")
         spec = self._specs[name] if kind != SERVER_KIND else self._plans.server(int(index), self._attempt)
         if kind == "model_worker":
@@ -551,9 +560,10 @@ class Launch:
         return text
 
     def _leave(self, number: int) -> int:
-        """Stop after a signal. First write a checkpoint, if the run writes them and can write one now. Returns the exit code.
+        """Stop after a signal. First let the master write a checkpoint, if the run writes checkpoints and can write one now.
+        Returns the exit code: 128 + number, or 0 if the run became complete meanwhile.
 
-        Waits for: the master's checkpoint; bounded by checkpoint.on_stop_s. Unblocked by: that, a failure, another signal.
+        Waits for: the master's checkpoint, at most checkpoint.on_stop_s. Unblocked by: the checkpoint, a failure, another signal.
         """
         limit_s, attempt = self._config.checkpoint.on_stop_s, self._attempt
         masters = [child for child in self._pool.alive if child.spec.kind == "master" and child.was_running]
@@ -573,7 +583,8 @@ class Launch:
             failed = any(child.in_trouble for child in self._pool.children if child.spec.kind in TRAINER_KINDS)
             if failed or (asked.done() and asked.exception() is not None):
                 break
-        if there := list_checkpoints(self._run_dir):  # the schedule may already have written this step's checkpoint
+        # Even if the master could not write one now, there may be a checkpoint that was written on schedule
+        if there := list_checkpoints(self._run_dir):
             self._view.say(
                 f"checkpoint of step {there[-1][1]} is the newest; asyncrl-launch resume {self._run_dir} resumes from it"
             )

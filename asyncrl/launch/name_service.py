@@ -47,8 +47,9 @@ _RETRY_S = 1.0  # delay after a failed call before the publisher tries again
 
 
 class NameService:
-    """The launcher's thread uses it and closes it at the end of the run. Once its loop runs, calls that block run on
-    other threads (`ask_for_last_checkpoint`, `grant_lease_soon`). A private etcd dies with the launcher."""
+    """The launcher's access to name resolve. The launcher's thread uses it, and closes it at the end of the run. Once the
+    launcher's loop runs, the calls that block run on other threads (`ask_for_last_checkpoint`, `grant_lease_soon`). A private etcd
+    dies with the launcher."""
 
     def __init__(
         self,
@@ -75,8 +76,8 @@ class NameService:
         notice: Callable[[str], None],
         clock: Clock = SYSTEM_CLOCK,
     ) -> NameService:
-        """Start a private etcd, or connect to the user's and claim the run's name there. Then clear the run's keys. log: log file
-        of a private etcd. Raises LaunchError."""
+        """Start a private etcd, or connect to the user's etcd and claim the run's name there. Then delete the keys that earlier
+        launches of the run have left. log: log file of a private etcd. Raises LaunchError."""
         name_resolve = absolute_name_resolve(config.name_resolve)
         etcd: PrivateEtcd | None = None
         names = Names(config.experiment, config.trial)
@@ -128,7 +129,8 @@ class NameService:
 
     def hand_out(self, secrets: Secrets) -> None:
         """Publish the secrets for hosts that do not share the run's folder. Call it before their daemons find the launcher. Does
-        nothing where name resolve is readable without credentials; hosts then read the shared folder. Raises LaunchError."""
+        nothing if name resolve is readable without credentials; then the hosts must share the run's folder, which has the secrets.
+        Raises LaunchError."""
         if not self.name_resolve.is_guarded:
             return
         try:
@@ -171,17 +173,18 @@ class NameService:
             raise LaunchError(f"name resolve at {self.name_resolve.where}: {error}") from error
 
     def publish(self, statuses: Mapping[int, WorkerStatus]) -> None:
-        """Publish the newest statuses, by the id of each one's lease. Does not wait; statuses during an outage are skipped."""
+        """Publish the newest statuses. statuses: lease id -> status of the process with that lease. Does not wait. Statuses that
+        cannot be published because of an outage are dropped."""
         self._publisher.publish(statuses)
 
     def revoke(self, lease: Lease) -> None:
-        """Revoke the lease of a process that has ended, which deletes its keys. Does not wait."""
+        """Revoke the lease of a process that has ended. This deletes the keys of the process. Does not wait."""
         self._publisher.revoke(lease)
 
     def turn(self) -> None:
-        """Raise LaunchError if the private etcd, if there is one, could not be restarted or has ended too often.
+        """Raise LaunchError if there is a private etcd that could not be restarted or has ended too often.
 
-        Its own thread monitors and restarts it.
+        A thread of PrivateEtcd monitors and restarts it.
         """
         if self._etcd is not None:
             self._etcd.turn()
@@ -242,7 +245,7 @@ def _claim_name(
                 f"experiment={config.experiment} trial={config.trial}: a run of this name, in {other}, also uses the name resolve "
                 f"at {name_resolve.where}; choose another trial=... (if that run was killed, its name is free after {ttl_s:g} s)"
             ) from None
-        # The owner is this folder's earlier launcher, which is dead, because this launcher holds the folder's lock
+        # The owner is an earlier launcher of this folder. It is dead, because this launcher holds the folder's lock
         resolver.add(names.owner(), owner, replace=True, lease=lease.id)
 
 
@@ -319,7 +322,7 @@ class _Publisher:
                 for lease_id, status in statuses.items():
                     if lease_id not in gone:
                         self._put(lease_id, status)
-            except NameResolveError:  # an outage: statuses are dropped; leases are revoked after it
+            except NameResolveError:  # an outage: drop these statuses; revoke the leases after the outage
                 with self._condition:
                     self._condition.wait_for(lambda: self._closed, timeout=_RETRY_S)
 

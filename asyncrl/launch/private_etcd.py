@@ -1,7 +1,8 @@
-"""Keeps a run's private etcd running: restarts it after it has ended, or has not answered for about ten seconds.
+"""Keeps a run's private etcd running: restarts it after it has ended, or has not answered for about 12 s.
 
-etcd restarts with its data if that is readable, otherwise without it: every session puts its entries again. So if etcd ends, the
-outage lasts about a second; if it freezes, about ten seconds. Repeated restarts are delayed by up to 30 s.
+etcd restarts with its data if it can, otherwise without them. Then nothing is lost either, because every session puts its entries
+again. So the outage lasts about a second if etcd ends, and about 12 s if it freezes. The first restart is immediate; repeated
+restarts are delayed by up to 30 s.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ _WINDOW_S = 3600.0  # window for counting restarts
 _START_LIMIT_S = 15.0
 _LOOK_EVERY_S = 1.0
 _LOOK_LIMIT_S = 2.0  # limit of one health probe; a healthy server answers in milliseconds
+
 # After this many failed probes in a row the server counts as frozen. Counted, not timed, because the launcher itself may have
 # frozen meanwhile
 _FROZEN_LOOKS = 4
-_MIN_RESTARTS = 3  # allowed even if runtime.max_restarts is lower, because etcd holds no data that the run would lose
+# So many restarts are allowed even if runtime.max_restarts is lower, because etcd holds no data that the run could lose
+_MIN_RESTARTS = 3
 _LONGEST_PAUSE_S = 30.0
 
 
@@ -32,7 +35,7 @@ class PrivateEtcd:
     """Monitors and restarts a running server.
 
     waits for: nothing. Its own thread waits for the server's exit, its answers and its starts.
-    unblocked by: those, their limits, `close`. `turn` raises an error from which the thread could not recover.
+    unblocked by: the server, the limits of these waits, `close`. `turn` raises an error from which the thread could not recover.
     """
 
     def __init__(
@@ -43,7 +46,8 @@ class PrivateEtcd:
         notice: Callable[[str], None],
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """server: already started. max_restarts: per hour. notice: shows a message to the user; called from any thread."""
+        """server: already started. max_restarts: limit of restarts within an hour. notice: shows a message to the user; called from
+        any thread."""
         self._server = server
         self._log = log
         self._max_restarts = max(max_restarts, _MIN_RESTARTS)
@@ -90,7 +94,8 @@ class PrivateEtcd:
                 return
 
     def _start_again(self, how: str) -> None:
-        """Restart the server. Raises LaunchError if that was necessary too often, EtcdServerError if it does not start."""
+        """Restart the server. Raises LaunchError if restarts were necessary too often, EtcdServerError if the server does not
+        start."""
         if self._closed.is_set():
             return
         now = self._clock.monotonic()

@@ -1,6 +1,7 @@
 """Derives the processes of a run from its config. Planning is pure: it reads no files and starts no processes.
 
-`plan` is the only place that derives a process's config from the user's. Every launcher starts the processes that it returns.
+`plan` is the only place that derives a process's config from the user's config. The launcher starts the processes that `plan`
+returns.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ CONFIG_CLASSES: Mapping[str, type[ProcessConfig]] = {
     "replayer": ReplayerConfig,
 }
 NO_CHECKPOINTS = CheckpointConfig(every_s=0.0)
-_KINDS = {CRITIC: "value", REWARD: "reward"}  # ModelConfig.kind by role; others: lm
+_KINDS = {CRITIC: "value", REWARD: "reward"}  # ModelConfig.kind by role; that of all other roles is lm
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,8 @@ def run_directory(config: ExperimentConfig) -> Path:
 
 
 def total_steps(config: ExperimentConfig, num_prompts: int) -> int:
-    """Return the number of train steps (rollout_only: batches) of the complete run if nothing is rejected. train_only: the number
-    of its last step, because its steps are numbered from replay.first_step."""
+    """Return the number of train steps (mode=rollout_only: of batches) of the complete run if no prompt is rejected.
+    mode=train_only: the number of the last step, because the steps are numbered from replay.first_step."""
     epochs, first = (1, config.replay.first_step) if config.mode == "train_only" else (config.train.num_epochs, 0)
     by_epochs = first + math.ceil(num_prompts * epochs / config.train.batch_size)
     return min(by_epochs, config.train.max_steps) if config.train.max_steps else by_epochs
@@ -187,7 +188,7 @@ class _Run:
             store_capacity=self.store_capacity,
             record=replace(
                 record,
-                trajectories=record.trajectories and index in self.heads,  # heads have the results of the MFCs
+                trajectories=record.trajectories and index in self.heads,  # only heads have the MFCs' results
                 max_bytes=record.max_bytes // len(self.heads),
             ),
             groups=groups if config.mode == "sync" else None,
@@ -310,8 +311,8 @@ def worker_groups_of_run(config: ExperimentConfig) -> WorkerGroups:
 
 
 def writes_checkpoints(config: ExperimentConfig) -> bool:
-    """Whether the run writes checkpoints to resume from. Only RECOVERABLE_MODES can: in the other modes, repeating the work is as
-    fast as restoring it."""
+    """Whether the run writes checkpoints to resume from. Only runs of RECOVERABLE_MODES can: in the other modes, doing the work
+    again is as fast as restoring its results."""
     return config.checkpoint.enabled and config.mode in RECOVERABLE_MODES
 
 
@@ -350,7 +351,7 @@ def with_name_resolve(config: ExperimentConfig, name_resolve: NameResolveConfig)
 
 
 def absolute_name_resolve(config: NameResolveConfig) -> NameResolveConfig:
-    """Return the config with absolute paths."""
+    """Return the config of name resolve, with the paths of its files made absolute."""
     return replace(
         config,
         password_file=_absolute(config.password_file),
@@ -492,7 +493,7 @@ def _on_named(spec: ProcessSpec, allocation: Allocation, devices: Sequence[str])
 
 
 def _take(slots: Iterator[str], count: int) -> list[str]:
-    """Return the next count slots, without duplicates."""
+    """Return the next `count` slots. A slot that comes several times is returned once, so the list may be shorter."""
     return list(dict.fromkeys(itertools.islice(slots, count)))
 
 
@@ -524,13 +525,13 @@ def _without_saving(train: TrainConfig) -> TrainConfig:
 
 
 def _only_at_start(evaluation: EvalConfig) -> EvalConfig:
-    """Return a config that evaluates once, at the start, because the weights do not change."""
+    """Return an evaluation config for mode=rollout_only: evaluate at most once, at the start, because the weights do not change."""
     return replace(evaluation, at_end=False, every_steps=0, every_epochs=0, every_s=0.0)
 
 
 def _patient(config: ExperimentConfig) -> ExperimentConfig:
-    """If the user starts a process by hand, raise the limits below, at which other processes give up waiting, to at least
-    debug.wait_s. The user's process may start late, or stop in a debugger."""
+    """If the user starts a process by hand (debug.leave_out), raise the time limits below to at least debug.wait_s. The user's
+    process may start late, or stop in a debugger, and the other processes must not give up waiting for it."""
     if not config.debug.leave_out:
         return config
     wait_s = config.debug.wait_s

@@ -83,7 +83,7 @@ def starting_point(
 
 
 def _finished(config: ExperimentConfig, found: Checkpoint) -> str:
-    """Return an error with the field to change if the run is complete under this config; "": it has more to do."""
+    """If the run is complete under this config, return an error message with the field to change. "": there is more to train."""
     train, state = config.train, found.state
     field = ended_by(
         train,
@@ -103,14 +103,15 @@ def _finished(config: ExperimentConfig, found: Checkpoint) -> str:
 
 
 def _num_done(state: MasterState) -> int:
-    """Return the number of prompts done, over all epochs."""
+    """Return the number of prompts that are trained or rejected, summed over all epochs."""
     cursor = state.done_cursor
     return cursor.epoch * state.data.num_prompts + cursor.position + len(state.done_beyond)
 
 
 def going_on(config: ExperimentConfig, found: Checkpoint | None, num_prompts: int) -> ExperimentConfig:
-    """Return the config of a run that resumes from a checkpoint. A different batch size changes the number of steps, over which the
-    learning rate decays."""
+    """Return the config of a run that resumes from the checkpoint `found`. If the batch size has changed, and the user has not set
+    train.total_steps, set that field to the steps done plus the steps for the remaining prompts. The learning rate decays over this
+    number of steps. Otherwise, or if the run starts anew (found is None), the config is unchanged."""
     train = config.train
     if found is None or train.total_steps or train.batch_size == found.state.batch_size:
         return config
@@ -143,7 +144,7 @@ def _of_data(config: ExperimentConfig, found: Checkpoint) -> Iterator[str]:
 
 
 def _of_models(config: ExperimentConfig, found: Checkpoint) -> Iterator[str]:
-    """Yield the problems of trained models. Models that are only read may differ."""
+    """Yield the problems of trained models. Frozen models may differ from those of the checkpoint."""
     saved: dict[str, dict[str, Shape]] = {}
     for name, shape in shapes(found.path).items():
         model, _, tensor = name.partition(".")
@@ -161,10 +162,10 @@ def _of_models(config: ExperimentConfig, found: Checkpoint) -> Iterator[str]:
 
 
 def _difference(here: Mapping[str, Shape], saved: Mapping[str, Shape]) -> str:
-    """Return the first difference between a model's files and the checkpoint; "": none is visible.
+    """Return the first difference between a model's files and the checkpoint, as the beginning of a sentence; "": none is visible.
 
-    A tensor name on one side only is not a difference by itself (tied weights, buffers, a critic's new output). It is one if the
-    other side has tensors of the same kind, because then a layer is missing.
+    A tensor that only one side has is not a difference by itself (tied weights, buffers, a critic's new output). It is one if the
+    two sides share tensors of the same name except for the layer number, because then a layer is missing.
     """
     for name, shape in here.items():
         if name in saved and shape != saved[name]:

@@ -13,9 +13,9 @@ from typing import Any
 HIDDEN = "***"
 
 _WORDS = frozenset({"password", "passwd", "passphrase", "secret", "secrets", "credential", "credentials", "apikey"})
-# A name with one of these words before "key" or "keys", such as api_key
+# A name is secret if one of these words stands before "key" or "keys" at its end, as in api_key
 _KEYS = frozenset({"api", "access", "private", "auth", "encryption", "signing", "account", "wandb"})
-# A token is a secret, unless it is a token of a vocabulary, as in eos_token or stop_token
+# A name that ends with "token" is secret, unless one of these words stands before it: then it means a token of a vocabulary
 _VOCABULARY = frozenset(
     {
         "bos",

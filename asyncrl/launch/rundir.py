@@ -38,16 +38,16 @@ _ATTEMPT = re.compile(r"(?:attempt_|a)(\d+)(?:-[vs]\d+)?$")
 _CHALLENGE_FILE = "launcher.challenge"
 _CHALLENGE_S = 0.2
 _SHOWN_BYTES = 40  # bytes of a damaged run.json that an error message shows
-_PID_LIMIT_S = 1.0  # longest time between a launcher's taking the lock and writing its pid into it
+_PID_LIMIT_S = 1.0  # a launcher writes its pid into the lock file within this time after taking the lock
 
 
 class LaunchError(RuntimeError):
-    """The run could not start or failed, or a command cannot do its work. If a process of the run failed, the message is the first
-    cause, with its traceback or the end of its log, and the path of the log."""
+    """A run could not start or has failed, or a command cannot do its work. If a process of the run failed, the message is the
+    first cause, with its traceback or the end of its log, and the path of the log."""
 
 
 class RunBusyError(LaunchError):
-    """Another launcher runs in this folder."""
+    """Another launcher or Slurm job uses this run's folder."""
 
 
 class _Written(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,10 +69,11 @@ class RunRecord(_Written, frozen=True, kw_only=True):
     endpoints: list[str]
     started: float
     on_stop_s: float = 0.0  # checkpoint.on_stop_s: how long the run may continue after it is told to stop
-    # The complete config to reach name resolve, with secrets as paths of their files. None: an older run
+
+    # The complete config to reach name resolve. Secrets are in it as paths of files. None: an older release has begun the run
     name_resolve: NameResolveConfig | None = None
-    total_steps: int = 0  # train steps of the complete run; 0: an older run
-    host: str = ""  # the launcher's host, on a run of more than one; its pid and its lock are valid only there
+    total_steps: int = 0  # train steps of the complete run; 0: an older release has begun it
+    host: str = ""  # the launcher's host, if the run has several; pid and lock are valid only there
 
     @property
     def names_at(self) -> NameResolveConfig:
@@ -93,8 +94,8 @@ def configs_dir(run_dir: Path, attempt: int) -> Path:
 
 
 def newest_experiment(run_dir: Path) -> Path | None:
-    """Return the experiment.yaml of the newest launch in this folder. It is in the configs of that launch's first attempt. None if
-    there is none."""
+    """Return the path of the experiment.yaml of the newest launch in this folder; None if there is none. A launch writes this file
+    beside the configs of its first attempt."""
     found = {
         int(file.parent.name[len("attempt_") :]): file for file in run_dir.glob(f"configs/attempt_*/{EXPERIMENT_FILE}")
     }
@@ -139,8 +140,8 @@ class RunLock:
     def acquire(self, take_over_s: float = 0.0) -> None:
         """Take the lock. Raises RunBusyError if another launcher holds it, LaunchError if the folder cannot be written.
 
-        take_over_s: how long to wait for another launcher to end. It is asked to end, because the batch system has given it up and
-        it may not know that.
+        take_over_s: how long to wait for another launcher to end. That launcher is asked to end, because the batch system has given
+        it up, which that launcher may not know.
         """
         try:
             self._run_dir.mkdir(parents=True, exist_ok=True)
@@ -174,18 +175,18 @@ class RunLock:
                 challenge.touch()
                 self._clock.sleep(_CHALLENGE_S)
             else:
-                challenge.unlink(missing_ok=True)  # created here, or by a launcher that stopped waiting
+                challenge.unlink(missing_ok=True)  # made above, or by a launcher that gave up waiting
                 return True
 
     def is_challenged(self) -> bool:
-        """Whether another launcher was started to replace this one, and waits for its end."""
+        """Whether another launcher was started to replace this one, and waits until this one has ended."""
         return (self._run_dir / _CHALLENGE_FILE).exists()
 
     def lost(self) -> str:
         """Return an error if the folder, or the lock in it, was removed or moved; "": it is in place."""
         try:
             os.stat(self._run_dir / LOCK_FILE)
-            if os.fstat(self._fd).st_nlink:  # 0: this lock was deleted, and the file there now is a different one
+            if os.fstat(self._fd).st_nlink:  # 0 links: the locked file was deleted, and another one is there now
                 return ""
         except (FileNotFoundError, NotADirectoryError):
             pass
@@ -204,7 +205,7 @@ class RunLock:
 
 
 def holder(run_dir: Path, clock: Clock = SYSTEM_CLOCK) -> int | None:
-    """Return the pid of the launcher that holds the folder. None if no launcher does."""
+    """Return the pid of the launcher that holds the folder's lock. None if no launcher does."""
     deadline = clock.monotonic() + _PID_LIMIT_S
     while is_running(run_dir):
         pid = (run_dir / LOCK_FILE).read_text().strip()
@@ -217,7 +218,7 @@ def holder(run_dir: Path, clock: Clock = SYSTEM_CLOCK) -> int | None:
 
 
 def is_running(run_dir: Path) -> bool:
-    """Whether a launcher holds the folder."""
+    """Whether a launcher holds the folder's lock."""
     try:
         fd = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
@@ -232,10 +233,10 @@ def is_running(run_dir: Path) -> bool:
 
 
 def begin_attempt(run_dir: Path, after: int = 0) -> int:
-    """Begin an attempt and return its number, which is above that of every attempt with files here. The number is unique, because
-    only one launcher can create its log folder. Raises LaunchError.
+    """Begin an attempt and return its number, which is higher than that of every attempt with files here. The number is unique,
+    because only one launcher can create the log folder of that number. Raises LaunchError.
 
-    after: the previous attempt of the same launch. Numbers always grow, even if files were removed from the folder.
+    after: number of the previous attempt of the same launch. So numbers grow even if files were removed from the folder.
     """
     check_folder(run_dir)
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
@@ -287,7 +288,7 @@ def check_folder(run_dir: Path) -> None:
     except LaunchError as error:
         raise LaunchError(f"{error}. To start anew choose another trial=..., or move {run_dir} away") from error
     latest = _latest_logs(run_dir)
-    if latest.is_dir() and not latest.is_symlink():  # the result of a copy that followed links
+    if latest.is_dir() and not latest.is_symlink():  # after the folder was copied and the copy followed links
         raise LaunchError(
             f"{latest} is a folder, but must be a link to the newest logs: move it away (mv {latest} {latest}.old)"
         )

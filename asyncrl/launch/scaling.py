@@ -35,7 +35,7 @@ _LEASE_RETRY_S = 1.0
 class _Leaving:
     child: Child
     since: float
-    asked: float | None = None  # when it was asked to stop
+    asked: float | None = None  # when the server was asked to stop; None: not asked yet
 
 
 @dataclass
@@ -48,7 +48,8 @@ class _Coming:
 
 
 class Scaling:
-    """consumes: the desired number, which servers have drained, the children. produces: children that join; asks others to stop.
+    """consumes: the desired number of servers, reports of drained servers, the children. produces: children that join, requests to
+    stop for those that leave.
 
     waits for: nothing; the launcher calls `turn` at each of its turns. A drain ends when the manager reports it, or after
     drain_limit_s.
@@ -74,12 +75,13 @@ class Scaling:
         self._drain_limit_s, self._stop_limit_s = drain_limit_s, stop_limit_s
         self._lock = threading.Lock()
         self._newest: DesiredServers | None = None  # observed
+
         # Observed: server index -> id of the DesiredServers under which the server has drained
         self._drained: dict[int, str] = {}
         self._request = ""
         self._coming: dict[str, _Coming] = {}
         self._leaving: dict[str, _Leaving] = {}
-        self._joined: set[str] = set()  # started by `scale`, and not running yet
+        self._joined: set[str] = set()  # names of servers started here that have not completed their start
         self._given_up: set[str] = set()  # failed to join under the current request
 
     # --------------------------------------------------------------------------------- called by threads of name resolve
@@ -104,11 +106,11 @@ class Scaling:
     # ------------------------------------------------------------------------------------------- called by the launcher
 
     def outlives(self, child: Child) -> bool:
-        """Whether the run continues without this child and without a replacement."""
+        """Whether the run continues without a replacement if this child ends: a server that is leaving, or has not joined yet."""
         return child.name in self._leaving or child.name in self._joined
 
     def includes(self, name: str) -> bool:
-        """Whether a server of this name belongs to the run."""
+        """Whether the server of this name is one of the desired servers."""
         return int(name.rpartition("/")[2]) < self.desired
 
     def turn(self, children: Sequence[Child], elsewhere: Collection[str]) -> tuple[list[Child], list[Child]]:
@@ -194,7 +196,7 @@ class Scaling:
         if child.process is None:
             return False  # its fork is pending
         if not child.was_running:
-            return True  # no other process uses it yet
+            return True  # it has not completed its start, so no other process uses it
         with self._lock:
             drained = self._drained.get(child.spec.config.worker.index) == self._request
         if not drained and now - leaving.since > self._drain_limit_s:
@@ -250,7 +252,7 @@ def make_scaling(
         # At drain_timeout_s the manager moves the remaining groups to other servers. Their rollout workers learn of that within
         # manager.lease_s, or lose the tickets
         drain_limit_s=config.manager.drain_timeout_s + config.manager.lease_s,
-        stop_limit_s=2 * config.runtime.stop_timeout_s,  # twice the limit that the server has for its own closing
+        stop_limit_s=2 * config.runtime.stop_timeout_s,  # twice the limit within which the server itself must close
     )
     service.watch_scaling(scaling.observe_desired, scaling.observe_drained)
     return scaling

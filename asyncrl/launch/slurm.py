@@ -5,9 +5,9 @@
 
 Before the time limit the script receives SIGUSR1 (--signal). With PreemptParameters=send_user_signal it also receives SIGUSR1
 before a preemption. The script then tells the launcher to stop, the launcher writes a checkpoint, and the script requeues the job,
-which resumes from that checkpoint. scancel, or a preemption without that parameter, leaves no time, because Slurm signals all
-processes at once. The launcher handles the loss of another node (--no-kill). If its own node fails, the remaining host daemons
-requeue the job.
+which resumes from that checkpoint. scancel, or a preemption without that parameter, leaves no time for a checkpoint, because Slurm
+signals all processes at once. The launcher handles the loss of another node (--no-kill). If its own node fails, the remaining host
+daemons requeue the job.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
 class JobState(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a job, as Slurm reports it."""
 
-    state: str  # PENDING, RUNNING, ...; GONE: Slurm no longer knows the job
+    state: str  # Slurm's: PENDING, RUNNING, ...; or GONE: Slurm no longer knows the job
     reason: str = ""  # why it is pending, or how it ended
     exit_code: int | None = None  # None: it has not ended
 
@@ -58,8 +58,8 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def own_start() -> str:
-    """Return the job of this process and the number of the job's start; "": no job. The number matters because a requeued job may
-    run beside processes of its earlier start, on a node that Slurm has lost contact with."""
+    """Return `job.restarts`: the job of this process, and how often Slurm has started the job again; "": no job. The number matters
+    because a requeued job may run beside processes of its earlier start, on a node that Slurm has lost contact with."""
     job = os.environ.get("SLURM_HET_JOB_ID") or os.environ.get("SLURM_JOB_ID")
     return f"{job}.{os.environ.get('SLURM_RESTART_COUNT') or 0}" if job else ""
 
@@ -69,8 +69,8 @@ def slurm_dir(run_dir: Path) -> Path:
 
 
 def as_job(config: ExperimentConfig) -> ExperimentConfig:
-    """Return the config that a job runs with. It gives the last checkpoint the time between signal and time limit, less
-    _SPARE_S."""
+    """Return the config that a job runs with: checkpoint.on_stop_s is raised to the time between the signal and the time limit,
+    less _SPARE_S. It stays if it is longer, or 0 (no last checkpoint)."""
     checkpoint = config.checkpoint
     limit_s = config.slurm.signal_s - _SPARE_S
     if 0 < checkpoint.on_stop_s < limit_s:
@@ -246,7 +246,7 @@ def job_state(job_id: str) -> JobState:
 
 
 def cancel(job_id: str) -> None:
-    """End a job at once, also a pending one."""
+    """End a job at once, whether it is running or pending."""
     _slurm("scancel", job_id)
 
 

@@ -1,4 +1,5 @@
-"""The standstill report: what each process waits for, on which process and since when, if no train step ends for a long time.
+"""The standstill report, made if no train step ends for a long time: what each process waits for, from which process, and for how
+long so far.
 
     no train step for 120 s
       master/0: waits for 3 stragglers from rollout_worker/1 (45 of 3600 s)
@@ -6,7 +7,7 @@
       generation_server/0: has sent no heartbeat for 43 s, is stopped (SIGSTOP, or a debugger), waits for nothing
 
 The report appears once, again after twice the time, and so on, until a step ends. Watchdog decides when, and makes the text (pure).
-The launcher's StandstillReport prints it, and collects the stacks of all processes into their logs.
+The launcher's StandstillReport prints it, and writes the stacks of the processes on its machine into their logs.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ from asyncrl.runtime.stacks import Stacks, ask_all, is_stopped
 
 _LOOK_EVERY_S = 1.0
 _STACKS_LIMIT_S = 5.0
-# The report names a process whose heartbeat counter has not grown for this time. Statuses arrive twice a second, and a working
-# process increments its counter for each
+# A process whose heartbeat counter has not grown for longer than this is reported as sending no heartbeat. Statuses arrive twice a
+# second, and a working process increments its counter for each status
 _STILL_S = 5.0
-_MAX_WAITS = 4  # reported waits per process, the longest ones
+_MAX_WAITS = 4  # the report shows at most so many waits per process, the longest ones
 
 
 class StandstillReport:
-    """consumes: statuses; the growth of metrics.jsonl, which gains a line per step. produces: notices, stacks in logs.
+    """consumes: statuses; the size of metrics.jsonl, which grows by a line per step and evaluation. produces: notices, stacks in
+    logs.
 
     waits for: nothing; a thread requests the stacks from the processes and waits at most 5 s.
     """
@@ -44,7 +46,8 @@ class StandstillReport:
         self._notice = notice
         self._watchdog = Watchdog(after_s, self._clock.monotonic())
         self._mark: tuple[int, int] = (0, 0)  # attempt, size of the metrics
-        # By process: (pid, heartbeat counter), and since when
+
+        # By process: (pid, heartbeat counter), and since when both are unchanged
         self._moved: dict[str, tuple[tuple[int, int], float]] = {}
         self._next_look = 0.0
         self._thread: threading.Thread | None = None
@@ -61,7 +64,7 @@ class StandstillReport:
         counts = {status.worker: (status.pid, status.progress) for status in statuses}
         elsewhere = {
             status.worker for status in statuses if status.host
-        }  # on other hosts, so their pids mean nothing here
+        }  # processes on other hosts; their pids mean nothing here
         before = self._moved
         self._moved = {
             name: before[name] if name in before and before[name][0] == count else (count, now)
@@ -105,7 +108,7 @@ class Watchdog:
         self._due_s = after_s
 
     def stepped(self, now: float) -> None:
-        """Record that a train step has ended, or that a new attempt has begun."""
+        """Record that a train step or an evaluation has ended, or that a new attempt has begun."""
         self._since, self._due_s = now, self._after_s
 
     def turn(
@@ -156,7 +159,7 @@ def _facts(status: WorkerStatus, still_s: Mapping[str, float], stopped: Collecti
 
 
 def write_stacks(run_dir: Path, why: str, clock: Clock) -> None:
-    """Request the stacks of all processes of the run, and append each process's stacks to its log."""
+    """Request the stacks of the run's processes on this machine, and append each process's stacks to its log."""
     for stacks in ask_all(all_logs_dirs(run_dir), _STACKS_LIMIT_S):
         log = Path(stacks.file).with_suffix(".log")
         if stacks.state == "gone" or not log.exists():

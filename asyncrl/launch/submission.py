@@ -28,7 +28,7 @@ from asyncrl.runtime.disk import writing
 
 _TURN_S = 0.5
 _ASK_S = 2.0  # between two queries to Slurm
-_UNANSWERED_S = 600.0  # longest time without an answer; enough for a restart of Slurm
+_UNANSWERED_S = 600.0  # give up if Slurm has not answered for this long; enough for its restart
 _READ_BYTES = 1 << 20
 
 
@@ -74,7 +74,8 @@ def follow(
 ) -> int:
     """Show a job's output until the job has ended. Returns its exit code. Continues to follow a job that is requeued.
 
-    Waits for: the job, whose time Slurm bounds; without an answer from Slurm, _UNANSWERED_S. Unblocked by: the job's end; Ctrl-C.
+    Waits for: the job's end, within the time limit that Slurm sets. Raises LaunchError if Slurm does not answer for _UNANSWERED_S.
+    Unblocked by: the job's end; Ctrl-C.
     """
     offset, shown, answered, next_question = 0, "", clock.monotonic(), 0.0
     while True:

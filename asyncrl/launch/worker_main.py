@@ -24,7 +24,7 @@ from asyncrl.runtime.process import die_with_parent
 from asyncrl.runtime.stacks import SUFFIX, answer_requests
 from asyncrl.runtime.worker import Worker, configure_logging, run_worker
 
-PARENT_ENV = "ASYNCRL_PARENT"  # pid of the launcher; unset: the process does not depend on a launcher
+PARENT_ENV = "ASYNCRL_PARENT"  # pid of the launcher; unset: no launcher started this process
 
 
 def make_worker(config: ProcessConfig) -> Worker:
@@ -82,7 +82,7 @@ def run_config(path: Path, *, launched: bool) -> int:
         sys.breakpointhook = no_terminal
     config = load_process_config(path)
     configure_logging(config.worker)
-    with contextlib.suppress(OSError):  # without stacks on request, the worker still works
+    with contextlib.suppress(OSError):  # the worker works even if it cannot answer requests for its stacks
         answer_requests(
             logs_dir(Path(config.worker.run_dir), config.worker.attempt) / f"{path.stem}{SUFFIX}", config.worker.name
         )

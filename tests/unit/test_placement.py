@@ -62,7 +62,7 @@ def test_the_error_says_which_layout_would_fit():
         PlacementError, match=r"generation_server/2 needs 4 GPUs on one host; free GPUs: h1: 0 of 8, h2: 3 of 3"
     ):
         Placement([host(1, 8), host(2, 3)], "h1").place_all(specs_of("sglang.d3p1m4+d2"))
-    with pytest.raises(PlacementError, match="use 2 generation servers instead of 3, which would fit"):
+    with pytest.raises(PlacementError, match="use 2 generation servers, which would fit, instead of 3"):
         Placement([host(1, 8), host(2, 3)], "h1").place_all(specs_of("sglang.d3p1m4+d2"))
     with pytest.raises(
         PlacementError, match=r"the run needs generation_servers 1, model_workers 8 GPUs and the hosts have 4"

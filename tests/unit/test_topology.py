@@ -310,8 +310,8 @@ def test_the_error_for_a_bad_allocation_names_the_remedy(text, message):
         ),
         ("sglang.d1+d1+zzz:d1", "this run: MFCs: actor_inf, ref_inf, .*; roles: actor, "),
         ("sglang.d1+ref:d1", r"the actor has no workers: add a grid .*\+d1p1m1, or actor:d1p1m1"),
-        ("sglang.d1+actor:d1,actor_inf:d1,actor_train:d1", "no MFC runs on actor:d1p1m1: .* leave it out"),
-        ("sglang.d1+d2+actor:d1,ref:d1,reward:d1,critic:d1", "no MFC runs on d2p1m1: .* leave it out"),
+        ("sglang.d1+actor:d1,actor_inf:d1,actor_train:d1", "no MFC runs on actor:d1p1m1: .* leave this grid out"),
+        ("sglang.d1+d2+actor:d1,ref:d1,reward:d1,critic:d1", "no MFC runs on d2p1m1: .* leave this grid out"),
         (
             "sglang.d1+d2+more_train:d1",
             r"both train the actor, on .*: name the role alone \(actor:d",

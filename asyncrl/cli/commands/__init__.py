@@ -1,1 +1,2 @@
-"""The commands of `asyncrl-launch`, one module each: `add_to(commands)` declares it; its function returns the exit code."""
+"""The commands of `asyncrl-launch`, one module each. The module's `add_to(commands)` declares the command and the function that
+carries it out. That function returns the exit code."""

@@ -59,7 +59,7 @@ def audit_lines(found: Audit) -> list[str]:
         lines.append(f"void      {found.voided_steps} steps, {found.voided_prompts} prompts: outside this lineage")
     if found.unconfirmed:
         lines.append(
-            f"          {found.unconfirmed} trained groups came from rollout workers that died before they recorded it"
+            f"          {found.unconfirmed} trained groups came from rollout workers that died before they recorded the push"
         )
     lines += [f"unchecked {text}" for text in found.unchecked]
     lines += [f"PROBLEM   {text}" for text in found.problems]

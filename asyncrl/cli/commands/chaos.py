@@ -29,7 +29,7 @@ from asyncrl.weights.lineage import Audit, audit
 
 _POLL_S = 0.1
 _STOP_LIMIT_S = 60.0
-_GONE_LIMIT_S = 10.0  # longest time between the launcher's end and the end of all its processes
+_GONE_LIMIT_S = 10.0  # within this time after the launcher's end, all its processes must have ended
 _DEFAULT_TARGETS = ("rollout_worker", "generation_server", "gserver_manager", "model_worker", "master")
 
 _DESCRIPTION = """Run a config while faults kill, freeze and restart its processes, to test whether your agent, your reward
@@ -91,7 +91,7 @@ def add_to(commands: Commands) -> None:
 
 
 def chaos(arguments: argparse.Namespace, console: Console) -> int:
-    """Run a config while faults kill and freeze its processes, determined by a seed; audit the result."""
+    """Run a config while faults, drawn from a seed, kill and freeze its processes; audit the result."""
     config = load_experiment(arguments.config, arguments.overrides)
     faults = _schedule(arguments)
     run_dir = run_directory(config)
@@ -149,12 +149,13 @@ class _Subject:
 
     def __post_init__(self) -> None:
         self.began = self.clock.time()
-        self.before = _steps_written(self.run_dir)  # steps of earlier runs in this folder
+        self.before = _steps_written(self.run_dir)  # train steps of earlier runs in this folder
         self._launcher = self._launch(self.command)
 
     def suffer(self, faults: Sequence[Fault]) -> int:
         """Inject the faults and wait for the end of the run. Return the exit code of its last launcher."""
-        while _steps_written(self.run_dir) == self.before:  # a run that cannot start ends by itself
+        # Wait for the first train step. This needs no limit, because a run that cannot start ends by itself
+        while _steps_written(self.run_dir) == self.before:
             if self._ended():
                 return self._launcher.wait()
             self.clock.sleep(_POLL_S)
@@ -167,7 +168,8 @@ class _Subject:
         return self._launcher.wait()
 
     def stop(self) -> int:
-        """Wait for the launcher, which received the Ctrl-C too, because it is in the same process group."""
+        """Wait for the launcher, at most _STOP_LIMIT_S. It received the Ctrl-C too, because it is in the same process group. Return
+        130, the exit code after Ctrl-C."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._launcher.wait(_STOP_LIMIT_S)
         return 128 + signal.SIGINT
@@ -187,7 +189,8 @@ class _Subject:
         return self._launcher.poll() is not None
 
     def _resume_if_struck(self) -> None:
-        """If the fault killed the launcher: check that all processes ended with it, then continue with `resume`."""
+        """If the latest fault ended the launcher (kill or restart): check that the run's processes end within _GONE_LIMIT_S. Then
+        continue with `resume` or, if there is no checkpoint, begin anew."""
         assert self.injector is not None
         strike = self.injector.strikes[-1] if self.injector.strikes else None
         if strike is None or strike.pid != self._launcher.pid or strike.fault.kind == "stop":
@@ -236,7 +239,7 @@ def _tell(subject: _Subject, code: int, arguments: argparse.Namespace, console: 
     strikes = injector.strikes if injector is not None else []
     problems = [*subject.problems, *(found.problems if found is not None else ())]
     if code == 0 and (found is None or not found.complete):
-        problems.append("the launcher reports a complete run, but the journal does not")
+        problems.append("the launcher reports a complete run, but the journal does not show one")
     result = code if code else FAILED if problems else 0
     back = injector.recovered_s if injector is not None else {}
     if arguments.json:

@@ -1,4 +1,4 @@
-"""Shared by all commands: declaration, arguments for a run or a config, JSON output."""
+"""Shared by the commands: how a command and its arguments for a run or a config are declared, and JSON output."""
 
 from __future__ import annotations
 
@@ -165,14 +165,15 @@ def desired_servers(resolver: NameResolver, names: Names) -> int | None:
 
 
 def goes_on(run_dir: Path, record: RunRecord | None) -> bool:
-    """Whether the run is running; its launcher may be on another host. Raises LaunchError if the run's name resolve does not
-    answer."""
+    """Whether the run is running; its launcher may be on another host. For a run on another host: False also if every endpoint of
+    its name resolve refuses the connection. Raises LaunchError if that name resolve does not answer at all."""
     if record is None:
         return False
     if record.host in ("", socket.gethostname()):
         return is_running(run_dir)
     at = record.names_at
-    if at.endpoints and all(refuses(endpoint) for endpoint in at.endpoints):  # a private etcd ends with its run
+    # A private etcd ends with its run, and then its host refuses the connection
+    if at.endpoints and all(refuses(endpoint) for endpoint in at.endpoints):
         return False
     key = Names(record.experiment, record.trial).launcher()
     try:
@@ -199,11 +200,11 @@ def not_running(run_dir: Path, record: RunRecord | None) -> str:
 
 
 def error_object(kind: str, message: str) -> dict[str, dict[str, str]]:
-    """An error, for JSON. kind: usage, config, failed."""
+    """An error, for JSON. kind: `usage`, `config` or `failed`."""
     return {"error": {"kind": kind, "message": message}}
 
 
 def print_json(value: Any) -> None:
-    """One JSON object on one line of stdout."""
+    """Print a value as JSON, on one line of stdout."""
     sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
     sys.stdout.flush()

@@ -55,17 +55,19 @@ exit codes: 0 it ended or was stopped; 1 it failed, the traceback is printed; 2 
 def add_to(commands: Commands) -> None:
     parser = add_command(commands, "debug", debug, description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("config", metavar="CONFIG_OF_PROCESS", help="<run>/configs/attempt_N/<worker>.yaml")
-    parser.add_argument("--pdb", action="store_true", help="when the process fails, open pdb at that place")
+    parser.add_argument("--pdb", action="store_true", help="if the process fails, open pdb where it failed")
 
 
 def debug(arguments: argparse.Namespace, console: Console) -> int:
     """Run one process of a run in this terminal, from its resolved config, optionally with pdb."""
     config = _load(Path(arguments.config))
     run_dir = Path(config.worker.run_dir)
-    joins = is_running(run_dir)  # checked first: the run may end while this process loads
+    # Checked before the slow imports: if the run ends during them, _stop_with_run must still end this process
+    joins = is_running(run_dir)
     with _name_service(config, console) as name_resolve:
         config = replace(config, worker=replace(config.worker, name_resolve=name_resolve))
-        if isinstance(config, RolloutWorkerConfig):  # so that a reward's breakpoint() has this terminal
+        # Call reward functions on threads of this process, so that their breakpoint() can use this terminal
+        if isinstance(config, RolloutWorkerConfig):
             config = replace(config, rollout=replace(config.rollout, reward_isolation="thread"))
         configure_logging(config.worker)
         if joins:
@@ -84,7 +86,7 @@ def debug(arguments: argparse.Namespace, console: Console) -> int:
             code = run_worker(made, on_error=on_error)
     if arguments.json:
         print_json({"worker": config.worker.name, "exit_code": code})
-    end_process(code)  # a hanging thread must not keep the terminal
+    end_process(code)  # exits even if a thread hangs, so that the terminal is free again
 
 
 def _load(path: Path) -> ProcessConfig:
@@ -101,7 +103,7 @@ def _load(path: Path) -> ProcessConfig:
 
 @contextlib.contextmanager
 def _name_service(config: ProcessConfig, console: Console) -> Iterator[NameResolveConfig]:
-    """The name resolve of the run, if that is running; else a private etcd for as long as this process runs."""
+    """The name resolve of the run, if it answers; else a private etcd, which runs as long as this process."""
     name_resolve = config.worker.name_resolve
     where = name_resolve.where
     if where and _answers(config, name_resolve):
@@ -126,7 +128,8 @@ def _name_service(config: ProcessConfig, console: Console) -> Iterator[NameResol
 
 
 def _answers(config: ProcessConfig, name_resolve: NameResolveConfig) -> bool:
-    """Whether the run's name resolve answers. Raises LaunchError if the run already has this process."""
+    """Whether the run's name resolve answers. Raises LaunchError if a process of this name, which has not ended, is registered in
+    it."""
     worker = config.worker
     key = Names(worker.experiment, worker.trial).status(worker.name)
     try:
@@ -147,7 +150,7 @@ def _answers(config: ProcessConfig, name_resolve: NameResolveConfig) -> bool:
 def _stop_with_run(run_dir: Path) -> None:
     """Stop this process when the run that it joined ends, however the launcher ends.
 
-    waits for: the launcher's lock. In a debugger the signal takes effect only when the event loop continues.
+    waits for: the release of the launcher's lock. In a debugger the signal takes effect only when the event loop continues.
     """
     wait_until(lambda: not is_running(run_dir), limit_s=math.inf, every_s=_LOOK_EVERY_S)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -28,7 +28,7 @@ from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.process import die_with_parent
 
 _LOOK_S = 0.5
-_TRY_S = 2.0  # per endpoint; it may belong to a run that has ended
+_TRY_S = 2.0  # limit for one endpoint; short, because the endpoint's run may have ended
 
 _DESCRIPTION = """Start the host daemon, which runs a launcher's processes on this host, with cluster=hosts or cluster=slurm.
 
@@ -59,7 +59,7 @@ def add_to(commands: Commands) -> None:
 
 
 def host_command(arguments: argparse.Namespace, console: Console) -> int:
-    """Run processes on this host for a launcher on another host."""
+    """Start the host daemon, which runs processes on this host for a launcher on another host."""
     parent = os.environ.pop(PARENT_ENV, "")
     if parent:  # this is the daemon of the launcher's own host
         die_with_parent()
@@ -98,7 +98,8 @@ def host_command(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _join(config: ExperimentConfig, run_dir: Path, say: Callable[[str], None], clock: Clock) -> NameResolver:
-    """Open name resolve once it answers and, in a batch job, once it has the launcher of the same start of the job.
+    """Open name resolve once it answers. In a Slurm job, also wait until it has the record of the launcher that belongs to the
+    same start of the job as this process: Slurm may have started the job more than once.
 
     waits for: the launcher, which may start later; at most network.hosts_limit_s. Raises LaunchError after that.
     """
@@ -113,7 +114,8 @@ def _join(config: ExperimentConfig, run_dir: Path, say: Callable[[str], None], c
                 led = _start_led_at(resolver, config) if start else ""
                 if led == start:
                     return resolver
-                resolver.close()  # it may belong to the job's previous start, and then end at any time
+                # This name resolve may be that of the job's previous start, which can end at any time
+                resolver.close()
                 met = f"the launcher of job {start} (job.restarts) has not started"
                 if led not in ("", earlier):
                     earlier = led
@@ -129,7 +131,8 @@ def _join(config: ExperimentConfig, run_dir: Path, say: Callable[[str], None], c
 
 
 def _start_led_at(resolver: NameResolver, config: ExperimentConfig) -> str:
-    """The start of the job that the launcher in name resolve belongs to; "" if there is none, or name resolve does not answer."""
+    """The start of the job (`job.restarts`) to which the launcher that is registered in name resolve belongs. "": no launcher is
+    registered, or name resolve does not answer."""
     try:
         record = msgspec.json.decode(
             resolver.get(Names(config.experiment, config.trial).launcher()), type=LauncherRecord

@@ -80,8 +80,8 @@ def shipped_examples() -> dict[str, Path]:
 def write_task(example: Path, target: Path) -> list[str]:
     """Copy an example's files into a new or empty folder, and name the experiment after the folder. Return the files' names.
 
-    Configs get this version's JSON schema beside them, and a first line that names it. Folders are not copied, because a run or
-    `prepare` has made them in the example.
+    If there are configs, write this version's JSON schema beside them, and name it in their first lines. Folders in the example are
+    not copied, because a run or `prepare` has made them.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"NAME {str(target)!r}: it exists and is not an empty folder; choose another name")
@@ -102,7 +102,7 @@ def write_task(example: Path, target: Path) -> list[str]:
     if _CONFIG in written:
         config = target / _CONFIG
         line = (
-            f"experiment: {json.dumps(target.absolute().name)}"  # quoted: YAML reads some names as numbers or switches
+            f"experiment: {json.dumps(target.absolute().name)}"  # quoted: YAML reads some names as numbers or booleans
         )
         text = re.sub(r"(?m)^experiment: .*$", lambda _: line, config.read_text(encoding="utf-8"))
         config.write_text(text, encoding="utf-8")

@@ -47,12 +47,12 @@ from asyncrl.protocol.messages import WeightVersion
 from asyncrl.weights.lineage import lineage_of, read_attempts
 
 _TOKENIZER_OF = ("rollout_worker_0", "recorder_0", "model_worker_0")
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # a part of a character decodes to this
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # decoding a token that is only a part of a character gives this
 _METASPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's leading space, which decoding a single token drops
 
 
 class TokenRow(Struct, frozen=True, kw_only=True):
-    """One token and all its values. None: the token has no such value."""
+    """One token and all its values. A field is None if the token has no such value."""
 
     position: int
     text: str | None
@@ -77,12 +77,12 @@ class SequenceRow(Struct, frozen=True, kw_only=True):
     response_tokens: int
     version_start: str
     version_end: str
-    offpolicyness: int | None  # of its oldest token, in the train step that used it
+    offpolicyness: int | None  # versions by which its oldest token was behind when it was trained; None: not trained
     text: str | None
 
 
 class View(Struct, frozen=True, kw_only=True):
-    """The output of `asyncrl-launch inspect`; printed as it is with --json."""
+    """One trajectory as `asyncrl-launch inspect` shows it. In the output of --json it is the field `trajectory`."""
 
     file: str
     ticket: str
@@ -308,9 +308,8 @@ def _at(values: list[float] | None, position: int, there: bool) -> float | None:
 def _advantages(
     path: Path, trajectory: Trajectory, master: MasterWorkerConfig | None, notes: list[str]
 ) -> Array | None:
-    """Advantages per token of the group: the recorded ones, else (rollout_only) computed from the run's config.
-
-    None if neither is possible; a note gives the reason.
+    """Advantages per token of the group: the recorded ones or, if none were recorded (mode=rollout_only), computed from the run's
+    config. None if they cannot be computed; a note gives the reason.
     """
     if "advantages" in trajectory.sample.keys:
         trained: Array = trajectory.sample.data["advantages"]
@@ -434,8 +433,8 @@ def _folder(arguments: argparse.Namespace) -> Path:
 
 
 def _recorded(folder: Path) -> list[Path]:
-    """The recorded files of a run. If the run continued from checkpoints: only files of the attempts and steps that its newest
-    weights come from."""
+    """The recorded files of a run, oldest first. If the run continued from checkpoints, only those of the attempts and steps that
+    its newest weights come from. If the newest of these attempts recorded nothing, those of the newest attempt that did."""
     newest = find_recording(folder)
     try:
         lineage = lineage_of(read_attempts(folder))
@@ -448,7 +447,8 @@ def _recorded(folder: Path) -> list[Path]:
         file
         for place, stretch in stretches
         for file in list_recording(place)
-        if stretch.has(step_of(file) + 1)  # a file is named after the version that its train step began from
+        # A file's number is the weight version from which its train step began, so the step's own number is one higher
+        if stretch.has(step_of(file) + 1)
     ]
 
 
@@ -468,7 +468,7 @@ def _choose(arguments: argparse.Namespace, files: list[Path]) -> Path:
 
 
 def _entry(index: int, file: Path, header: TrajectoryHeader) -> dict[str, object]:
-    """A line of the list, for JSON."""
+    """One entry of the list of trajectories, for JSON."""
     meta = header.meta
     return {
         "index": index,

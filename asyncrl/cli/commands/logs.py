@@ -29,7 +29,7 @@ from asyncrl.cli.commands.common import Commands, add_command, print_json, run_d
 from asyncrl.launch.rundir import EXPERIMENT_FILE, LaunchError, configs_dir, is_running, logs_dir
 from asyncrl.runtime.clock import SYSTEM_CLOCK
 
-_MAX_UNDATED = 100  # number of lines at the beginning of a file that are searched for a first time
+_MAX_UNDATED = 100  # search this many lines at the beginning of a file for the first one with a time
 _POLL_S = 0.5
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -43,11 +43,13 @@ _HEADERS = tuple(
         rf"{_DAY} {_SECOND}[,.](?P<milli>\d{{3}})\d* - (?P<text>\S+ - {_LEVEL} - .*)",  # libraries
         rf"{_DAY} {_SECOND}\.(?P<milli>\d{{3}})\d* (?P<level>[DIWEC]) \| (?P<text>.*)",  # etcd 3.4 and older
         rf"{_LEVEL}: {_DAY} {_SECOND} (?P<text>.*)",  # gRPC in etcd
-        rf"\[{_DAY} {_SECOND}(?: [A-Z0-9 ]+)?\] (?:{_LEVEL}: )?(?P<text>.*)",  # SGLang, with its rank; few lines have a level
+        # The last pattern is for SGLang, with its rank after the time. Few of its lines have a level; the others count as INFO
+        rf"\[{_DAY} {_SECOND}(?: [A-Z0-9 ]+)?\] (?:{_LEVEL}: )?(?P<text>.*)",
     )
 )
 _LEVEL_OF_LETTER = {level[0]: level for level in LEVELS}
-_ETCD_LEVELS = {"debug": "DEBUG", "info": "INFO", "warn": "WARNING", "error": "ERROR"}  # all others are more severe
+_ETCD_LEVELS = {"debug": "DEBUG", "info": "INFO", "warn": "WARNING", "error": "ERROR"}  # etcd's other levels: ERROR
+
 # Output that does not come from a logger, with the level that it gets. It begins a new entry, unless the entry before it is a
 # warning or worse
 _UNANNOUNCED = (
@@ -63,10 +65,10 @@ _CONTROL = {number: f"\\x{number:02x}" for number in (*range(9), *range(10, 32),
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of a log, with the lines that belong to it."""
+    """A log line that has a time, with the lines after it that have none."""
 
     time: str  # local time as text; sorts by time
-    level: str  # one of LEVELS; "" if the line has none
+    level: str  # one of LEVELS; "": lines before the first one with a time
     worker: str
     text: str  # without time, level and worker; may have several lines
 
@@ -94,7 +96,8 @@ class LogFile:
     def new_entries(self, *, ended: bool) -> Iterator[Entry]:
         """The entries appended since the last call, with times that never decrease.
 
-        ended: include a last line without a line end. Lines that belong to an entry of an earlier call become a new entry.
+        ended: the log no longer grows, so include a last line without a line end. Lines that belong to an entry of an earlier call
+        become a new entry.
         """
         lines: list[str] = []
         for line in self._lines(ended=ended):
@@ -132,7 +135,7 @@ def _text(line: bytes) -> str:
 
 
 def _parse_header(line: str) -> tuple[str, str, str] | None:
-    """(time, level, text) of a line that begins an entry."""
+    """(time, level, text) of a line that begins an entry; None for any other line."""
     if line.startswith("{") and '"ts"' in line:
         return _parse_etcd(line)
     for header in _HEADERS:
@@ -331,7 +334,7 @@ class _Printer:
         self._date = ""
         self._num_errors = 0
         self._first_error: Entry | None = None
-        self._shown_after = False  # something was shown after the first error
+        self._shown_after = False  # whether another entry was shown after the first error
 
     def count(self, entry: Entry) -> None:
         """Count an entry; called for every entry, including those that are not shown."""

@@ -24,7 +24,7 @@ from asyncrl.runtime.metrics import METRICS_FILE
 
 _DEPTH = 2  # levels from fileroot to a run: <experiment>/<trial>
 _TAIL_BYTES = 100_000  # bytes read from the end of metrics.jsonl; they hold more than _REWARD_STEPS records
-_REWARD_STEPS = 5  # the reward shown is their mean
+_REWARD_STEPS = 5  # the reward shown is the mean of this many newest train steps
 
 _DESCRIPTION = """List all runs under a folder: state, step, reward and start. It only reads files.
 
@@ -70,12 +70,14 @@ def ls(arguments: argparse.Namespace, console: Console) -> int:
     elif entries:
         console.print(_table(folder, entries, arguments.clock.time()))
     else:
-        console.print(f"{folder}: no runs; name the fileroot of their configs", highlight=False, soft_wrap=True)
+        console.print(
+            f"{folder}: there are no runs here; name the fileroot of your runs", highlight=False, soft_wrap=True
+        )
     return 0
 
 
 def find_runs(folder: Path, depth: int = _DEPTH) -> Iterator[Path]:
-    """Folders of runs, at most `depth` levels below `folder`: those with a launcher's files."""
+    """Folders of runs: `folder` itself and folders at most `depth` levels below it, if a launcher has written its files there."""
     if (folder / RUN_FILE).exists() or (folder / LOCK_FILE).exists():
         yield folder
     elif depth:
@@ -108,7 +110,8 @@ def read_entry(run_dir: Path) -> RunEntry:
 
 
 def newest_step(metrics: Path) -> tuple[int, float | None]:
-    """The highest step, and the mean reward of the last _REWARD_STEPS train steps. Lines that are not records are skipped."""
+    """The highest step (0: none), and the mean reward of the last _REWARD_STEPS train steps (None: none). Lines that are not
+    records are skipped."""
     records, _ = read_records(metrics, _TAIL_BYTES)
     rewards = [reward for record in records if math.isfinite(reward := number(record, "reward/mean"))]
     step = max((int(number(record, "step")) for record in records), default=0)

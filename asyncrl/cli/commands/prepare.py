@@ -66,8 +66,8 @@ def prepare(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _lacking(config: ExperimentConfig) -> list[str]:
-    """The missing things that the `prepare` command must make: the model and prompt files. If the config has no such command,
-    prompt files are not looked for here; `check` reports missing ones."""
+    """Descriptions of the missing model and prompt files, which the `prepare` command must make. Prompt files are not looked for if
+    the config has no such command (`check` then reports missing ones), or with mode=train_only, which reads none."""
     lacking = []
     if not is_hub_name(config.model_path) and not (Path(config.model_path).expanduser() / "config.json").is_file():
         lacking.append(f"model in {config.model_path}")

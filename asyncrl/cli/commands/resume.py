@@ -54,7 +54,8 @@ def resume(arguments: argparse.Namespace, console: Console) -> int:
 def config_to_resume(run_dir: Path, overrides: Sequence[str]) -> ExperimentConfig:
     """The config of the newest launch in the run's folder, with the overrides. Raises ConfigError; LaunchError if run.json is
     damaged or has another format than this release's."""
-    read_record(run_dir)  # first, because its error is clear: another release's config may have fields unknown here
+    # First, because its error is clear: the config of another release may have fields that this release does not know
+    read_record(run_dir)
     kept = newest_experiment(run_dir)
     if kept is None:
         raise ConfigError(
@@ -68,5 +69,6 @@ def config_to_resume(run_dir: Path, overrides: Sequence[str]) -> ExperimentConfi
         )
     here = [f"fileroot={run_dir.parent.parent}", f"experiment={run_dir.parent.name}", f"trial={run_dir.name}"]
     if load_experiment(kept).cluster == "slurm" or {"cluster=slurm", "cluster=local"} & set(overrides):
-        here.append("hosts=[]")  # these were the nodes of an earlier job, or hosts of cluster=hosts
+        # Forget the recorded hosts: the nodes of an earlier job or, if the overrides change the cluster, those of cluster=hosts
+        here.append("hosts=[]")
     return load_experiment(kept, [*here, "recover=required", *overrides])

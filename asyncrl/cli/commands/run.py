@@ -127,12 +127,13 @@ class JsonView:
 
 
 def _without_own_names(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record without the keys of the event itself. Of a record of metrics.jsonl only its own `time` is lost; the event has the
+    """The record without the keys that the event itself has. A record of metrics.jsonl loses only its `time`; the event has the
     time at which it is printed."""
     return {name: value for name, value in record.items() if name not in {"event", "time"}}
 
 
-ACTIVATE_ENV = "ASYNCRL_ACTIVATE"  # set by launcher/*.sh: the command that activates the environment that they made
+# Set by launcher/*.sh: the command that activates the Python environment that these scripts made
+ACTIVATE_ENV = "ASYNCRL_ACTIVATE"
 
 _DESCRIPTION = """Start all processes of a run on this machine, print a line per train step, and stop them all at the end.
 
@@ -269,7 +270,7 @@ def _plan(config: ExperimentConfig, num_prompts: int) -> list[ProcessSpec]:
 
 
 class _ClosableView(Protocol):
-    """A launcher's view that prints something at the end too."""
+    """A launcher's View (launch/local.py) with `close`, which prints what is left at the end."""
 
     def turn(self, statuses: Sequence[WorkerStatus]) -> None: ...
 
@@ -308,7 +309,10 @@ def _dry_run(config: ExperimentConfig, num_prompts: int, arguments: argparse.Nam
     console.print(process_table(f"{run_directory(config)}, attempt {attempt}: would start", specs))
     console.print(sizes_text(config, num_prompts), highlight=False)
     if not config.name_resolve.endpoints:
-        console.print("and a private etcd, whose endpoint would be in the processes' configs", highlight=False)
+        console.print(
+            "the run would also start a private etcd, and write its endpoint into the processes' configs",
+            highlight=False,
+        )
     console.print(
         f"config.yaml and {len(specs)} resolved configs are in {folder}; nothing was started",
         markup=False,
@@ -319,7 +323,7 @@ def _dry_run(config: ExperimentConfig, num_prompts: int, arguments: argparse.Nam
 
 
 def _next_steps(run_dir: Path) -> str:
-    """Commands to try after a complete run."""
+    """A text with commands to try after a complete run."""
     activate = os.environ.get(ACTIVATE_ENV)
     program = "asyncrl-launch" if shutil.which("asyncrl-launch") else f"{sys.executable} -m asyncrl.cli.main"
     folder = os.path.relpath(run_dir) if run_dir.is_relative_to(Path.cwd()) else str(run_dir)

@@ -95,8 +95,8 @@ def scale(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def crowding(allocation: Allocation, count: int, num_devices: int, num_cores: int) -> list[str]:
-    """A list with a warning if the servers and the trainer need more GPUs (without GPUs: cores) than this machine has; else
-    empty."""
+    """One warning if the servers and the trainer need more GPUs than this machine has (on a machine without GPUs: more cores); else
+    an empty list."""
     each = allocation.generation.tensor * allocation.generation.pipe
     needed = count * each + allocation.num_model_workers
     if num_devices and needed > num_devices:
@@ -107,7 +107,7 @@ def crowding(allocation: Allocation, count: int, num_devices: int, num_cores: in
 
 
 def _read_words(words: Sequence[str]) -> tuple[int, str, list[str]]:
-    """The number of servers; the run ("" if not given); overrides of its config."""
+    """The number of servers; the run's folder or config ("" if not given); overrides of that config."""
     counts = [word for word in words if word.startswith(_WHAT)]
     targets = [word for word in words if "=" not in word or Path(word).exists()]
     others = [word for word in words if word not in counts and word not in targets]
@@ -117,7 +117,8 @@ def _read_words(words: Sequence[str]) -> tuple[int, str, list[str]]:
         raise ConfigError(f"{' and '.join(targets)}: scale one run at a time")
     if others and not targets:
         raise ConfigError(
-            f"{' '.join(others)}: overrides need the config that the run was started from; put it before them"
+            f"{' '.join(others)}: overrides need the config that the run was started from: name that config, then the "
+            "overrides"
         )
     text = counts[0].removeprefix(_WHAT)
     count = int(text) if text.isdecimal() else 0
@@ -163,12 +164,13 @@ def _allocation_of(run_dir: Path, count: int) -> Allocation:
 
 
 def _set_desired(resolver: NameResolver, record: RunRecord, count: int, allocated: int) -> tuple[int, int]:
-    """Set the desired number of servers, unless it is already set and as many run. Return the previous number, and the number of
-    running servers."""
+    """Set the desired number of servers to `count`. Do nothing if it is `count` already and exactly `count` servers run. Return the
+    previous desired number, and the number of running servers."""
     names = Names(record.experiment, record.trial)
     before = desired_servers(resolver, names) or allocated
     there = len(resolver.get_subtree(names.generation_servers()))
-    if not before == count == there:  # the same number again retries a server that could not join
+    # If the number is the same but other servers run, a new request makes the launcher try a server again that could not join
+    if not before == count == there:
         desired = DesiredServers(count=count, id=uuid.uuid4().hex)
         resolver.add(names.desired_generation_servers(), msgspec.json.encode(desired).decode(), replace=True)
     return before, there

@@ -36,7 +36,7 @@ from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.stacks import ask_all
 
 _WATCH_S = 1.0  # the launcher publishes once a second
-_METRICS_BYTES = 1 << 18  # of the end of metrics.jsonl: some 100 steps
+_METRICS_BYTES = 1 << 18  # bytes read from the end of metrics.jsonl: some 100 steps
 _STACKS_LIMIT_S = 3.0  # a process answers in milliseconds unless it is inside a long call
 
 _DESCRIPTION = """Show step, reward and remaining time of a running run, then for every worker: state, age of its last heartbeat,
@@ -102,7 +102,8 @@ def status(arguments: argparse.Namespace, console: Console) -> int:
 def _show_stacks(run_dir: Path, record: RunRecord, console: Console, *, as_json: bool) -> None:
     """Show the stacks of the run's processes on this machine. waits for: their answers, at most _STACKS_LIMIT_S."""
     found = ask_all(all_logs_dirs(run_dir), _STACKS_LIMIT_S)
-    if record.host:  # the process ids of other machines' processes mean nothing here
+    # A process on another machine looks gone, because its process id means nothing here
+    if record.host:
         found = [stacks for stacks in found if stacks.state != "gone"]
     if as_json:
         print_json({"run_dir": str(run_dir), "running": True, "record": record, "stacks": found})
@@ -153,7 +154,7 @@ def _watch(
             except NameResolveError:
                 if goes_on(run_dir, record):
                     raise
-                break  # name resolve ended with the run
+                break  # the run has ended meanwhile, and its name resolve with it
             if as_json or not console.is_terminal:
                 _show(run_dir, record, seen, console, as_json=as_json)
             elif seen.statuses:
@@ -198,7 +199,8 @@ def _read(run_dir: Path, record: RunRecord, resolver: NameResolver, now: float) 
 
 
 def training_of(run_dir: Path, record: RunRecord) -> TrainingProgress:
-    """The progress of the record's attempt, from its newest steps. An earlier attempt may have trained more steps."""
+    """The progress of the run's newest attempt (`record.attempt`), from the newest steps of that attempt. An earlier attempt may
+    have reached a higher step."""
     training = TrainingProgress(record.total_steps)
     for metrics in read_records(run_dir / METRICS_FILE, _METRICS_BYTES)[0]:
         if metrics.get("attempt") == record.attempt:

@@ -23,7 +23,7 @@ from asyncrl.runtime.names.open import open_name_resolver
 _STOP_LIMIT_S = 30.0
 _JOB_LIMIT_S = 60.0
 _LOOK_S = 1.0
-_AGAIN_S = 1.2  # the launcher counts a second signal within a shorter time as the same one
+_AGAIN_S = 1.2  # between two signals; if the second came within 1 s, the launcher would take both for one
 
 _DESCRIPTION = """Stop a run, like Ctrl-C in its terminal, and wait until all its processes have ended.
 
@@ -71,7 +71,8 @@ def stop(arguments: argparse.Namespace, console: Console) -> int:
             else:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
-            # with --now repeat it as often as needed: a busy launcher that finds two signals together counts them as one
+            # With --now repeat the request until the run ends: the second one makes the launcher kill all processes at once, but a
+            # busy launcher may handle two signals together and take them for one
             ask_at = clock.monotonic() + _AGAIN_S if arguments.now else math.inf
         if clock.monotonic() > deadline:
             raise LaunchError(
@@ -86,7 +87,8 @@ def stop(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _record(run_dir: Path) -> RunRecord | None:
-    """The run's record; None if it is damaged but the launcher runs on this machine, where the lock file has its process id."""
+    """The run's record. If it is damaged: None if a launcher runs on this machine (the lock file then has its process id), else
+    raises LaunchError."""
     try:
         return read_record(run_dir)
     except LaunchError:
@@ -96,7 +98,8 @@ def _record(run_dir: Path) -> RunRecord | None:
 
 
 def _stop_job(run_dir: Path, job: JobRecord, arguments: argparse.Namespace, console: Console) -> int:
-    """Ask a running job to stop, through Slurm, which works from any host. Cancel a pending job, and any job with --now."""
+    """Ask a running job to stop, through Slurm, because that works from any host. With --now, or if the job is not running yet,
+    cancel it instead. Wait until it has ended."""
     record = read_record(run_dir)
     gently = not arguments.now and job_state(job.job_id).state == "RUNNING"
     if gently:

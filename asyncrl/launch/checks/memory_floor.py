@@ -2,9 +2,10 @@
 
 - Each rank of a trained model holds its share of the weights, gradients and two Adam moments, in float32.
 - Each rank of a frozen model holds its share of the weights, in train.dtype.
-- A generation server holds weights and KV cache, in generation.dtype. SGLang's cache is not counted, because SGLang chooses its
-  size.
-- Models that are offloaded (train.offload) are not counted on GPUs.
+- A generation server holds weights and KV cache, in generation.dtype. On GPUs SGLang's cache is not counted, because SGLang chooses
+  the size of its cache.
+- SGLang servers of the engine external are not counted.
+- On GPUs, models that are offloaded (train.offload) are not counted.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class ModelSize:
     """A model's size, read from its folder without loading it. A field is 0 if the folder does not give it."""
 
     num_parameters: int = 0
-    kv_values_per_token: int = 0  # values in the KV cache, summed over layers
+    kv_values_per_token: int = 0  # values that one token needs in the KV cache, all layers together
 
     @classmethod
     def of(cls, model_path: str) -> ModelSize:
@@ -39,7 +40,8 @@ class ModelSize:
             head_dim = int(config.get("head_dim") or int(config.get("hidden_size", 0)) // max(heads, 1))
             kv_heads = int(config.get("num_key_value_heads") or heads)
             kinds = Counter(config.get("layer_types") or [""] * int(config.get("num_hidden_layers", 0)))
-            layers = min(kinds.values(), default=0)  # layers of different kinds share the cache's pages
+            # Layers of different kinds (full, sliding attention) share the cache's pages, so count those of the rarest kind
+            layers = min(kinds.values(), default=0)
         except (OSError, ValueError, TypeError, AttributeError):  # preflight reports the error
             return cls()
         try:
@@ -60,8 +62,8 @@ class _Part:
 def too_little_memory(
     specs: Sequence[ProcessSpec], sizes: Mapping[str, ModelSize], limits: Mapping[str, int]
 ) -> tuple[str, str] | None:
-    """Find the first device with less memory than its processes need at least. Returns a text about the shortage, and the remedy
-    (pure). None: every device has enough.
+    """Find the first device with less memory than the processes on it need at least. Returns a text about the shortage, and the
+    remedy. None: every device has enough. Pure.
 
     sizes: by model path. limits: bytes by device ("": available main memory); devices without a limit are not checked.
     """

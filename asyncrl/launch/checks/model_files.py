@@ -18,7 +18,7 @@ from asyncrl.config.schema import ConfigError
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_OLD_FORMATS = ("pytorch_model.bin", "pytorch_model.bin.index.json")  # pickles, and loading a pickle runs code from it
+_OLD_FORMATS = ("pytorch_model.bin", "pytorch_model.bin.index.json")  # pickles: loading a pickle runs code from it
 _LENGTH_BYTES = 8  # size of the number at the start of a safetensors file, which is the length of the header
 _CAUSAL_MAPPING = re.compile(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = .*?^\)", re.MULTILINE | re.DOTALL)
 
@@ -50,8 +50,8 @@ def _check_architecture(where: str, model_type: object) -> None:
 
 
 def causal_architectures() -> set[str]:
-    """Return the model types that AutoModelForCausalLM loads; empty: unknown. Parses the source of transformers' table, because an
-    import takes seconds."""
+    """Return the model types that AutoModelForCausalLM loads; an empty set if they are unknown. Parses the source of transformers'
+    table, because an import takes seconds."""
     spec = importlib.util.find_spec("transformers")
     if spec is None or spec.origin is None:
         return set()
@@ -119,11 +119,10 @@ def _parameters_of(where: str, file: Path) -> int:
 
 
 def check_vocabulary(tokenizer_path: str, config: Mapping[str, Any]) -> None:
-    """Check that the token ids of the tokenizer are in the model's vocabulary: those of its own vocabulary, and EOS. Raises
-    ConfigError.
+    """Check that the model's vocabulary contains the token ids of the tokenizer's vocabulary, and that of EOS. Raises ConfigError.
 
-    Added tokens other than EOS may lie beyond the vocabulary: some models have one for images, which does not occur in text. A
-    prompt that contains such a token is rejected (`generation_refused`).
+    Tokens that were added to the tokenizer, other than EOS, are not checked: some models have an added token for images beyond
+    their vocabulary, which does not occur in text. A prompt that contains such a token is rejected (`generation_refused`).
     """
     folder = Path(tokenizer_path).expanduser()
     nested = config.get("text_config")

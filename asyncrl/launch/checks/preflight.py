@@ -1,4 +1,4 @@
-"""Checks a run on this machine before anything starts: files, sizes, tokenizer, etcd."""
+"""Checks before anything starts whether a config can run on this machine: its files, sizes, tokenizer, etcd."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ _SHAPE_FIELDS = (  # fields of config.json that determine the tensors' names and
     "vocab_size",
     "tie_word_embeddings",
 )
-# Fields of config.json; a mixture of experts has one of them
+# Fields of config.json with the number of experts. The config.json of a mixture of experts has one of them
 _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
-_FLOATS_OF_A_PARAMETER = 3  # in a checkpoint: the parameter and the optimizer's two moments
-_ETCD_BYTES = 130_000_000  # two files of its write-ahead log, which it allocates on start
+_FLOATS_OF_A_PARAMETER = 3  # float32 values per parameter in a checkpoint: itself and two moments
+_ETCD_BYTES = 130_000_000  # etcd allocates two files of its write-ahead log at its start
 
 
 def preflight(config: ExperimentConfig) -> int:
@@ -105,8 +105,8 @@ def preflight(config: ExperimentConfig) -> int:
 def _read_other_models(
     config: ExperimentConfig, tokenizer_path: str, actor: Mapping[str, object]
 ) -> dict[str, Mapping[str, object]]:
-    """Return config.json of the critic, the reference and the reward model, where they have their own path. Applies the checks of
-    model_path to them."""
+    """Return config.json by role, for those of critic, reference and reward model that have their own path. Checks the folders of
+    these models as that of model_path."""
     train = config.train
     found: dict[str, Mapping[str, object]] = {}
     for role, field, path in (
@@ -131,7 +131,8 @@ def _read_other_models(
 
 
 def _check_grids(config: ExperimentConfig, models: Mapping[str, Mapping[str, object]]) -> None:
-    """Check that each model can be split into the pipeline stages and tensor parallel ranks of its allocation."""
+    """Check that each model can be split into the pipeline stages and tensor parallel ranks of its grid in the allocation, and that
+    a mixture of experts has only one rank."""
     placements, _ = allocation_of(config).place(build_dataflow(config.train, config.mode))
     for placement in placements:
         whole = models.get(placement.role, models[ACTOR])
@@ -172,7 +173,8 @@ def _check_wandb(config: ExperimentConfig) -> None:
 
 
 def _check_tokenizer(path: str) -> None:
-    """Check that the tokenizer is readable and has an EOS token. Avoids transformers where possible; its import takes a second."""
+    """Check that the tokenizer is readable and has an EOS token. Imports transformers only if that is necessary, because the import
+    takes a second."""
     folder = Path(path).expanduser()
     if _has_eos_token(folder) and _is_readable(folder / "tokenizer.json"):
         return
@@ -247,8 +249,8 @@ def _check_module(field: str, spec: str) -> None:
 
 
 def _check_defines(field: str, spec: str) -> None:
-    """Check that the file defines or imports the name. Parses the file without running it, because it may need packages that the
-    launcher does not have."""
+    """Check that the file defines or imports the name. Parses the file without running it, because the file may import packages
+    that the launcher's environment does not have."""
     file, _, wanted = spec.rpartition(":")
     try:
         body = ast.parse(Path(file).expanduser().read_text(encoding="utf-8"), filename=file).body
@@ -308,7 +310,7 @@ def _check_room(config: ExperimentConfig, num_parameters: int) -> None:
         needed += num_checkpoints * recover
     try:
         free = shutil.disk_usage(existing_parent(run_dir)).free
-        # Files of earlier attempts, which the run removes
+        # Files of earlier attempts count as free space, because the run removes them
         old = (*run_dir.glob("weights/*/*/*"), *run_dir.glob("checkpoints/recover/*/*"))
         free += sum(file.stat().st_size for file in old)
     except OSError:  # the launcher reports the error
@@ -367,14 +369,14 @@ def _count(field: str, prompts: PromptSourceConfig, config: ExperimentConfig) ->
     if unknown:
         raise ConfigError(
             f"{field}.task_key={prompts.task_key!r}: {prompts.path} has prompts of the tasks {', '.join(unknown[:5])}, which are "
-            f"not in rollout.tasks; add them, or use its tasks: {', '.join(sorted(config.rollout.tasks))}"
+            f"not in rollout.tasks; add them there, or use only its tasks: {', '.join(sorted(config.rollout.tasks))}"
         )
     return len(source)
 
 
 def _check_engine(config: ExperimentConfig) -> None:
-    """Check that generation.python is an interpreter with SGLang, and that its NCCL fits the trainer's. Reads the files of its
-    environment, because a start of the interpreter takes a second."""
+    """Check that the environment of the interpreter generation.python has SGLang, and that its NCCL fits the trainer's. Reads the
+    files of that environment and does not start the interpreter, because a start takes a second."""
     if config.mode == "train_only" or allocation_of(config).engine != "sglang":
         return
     python = config.generation.python
@@ -386,7 +388,8 @@ def _check_engine(config: ExperimentConfig) -> None:
 
 
 def _check_nccl(config: ExperimentConfig, trainer: TorchVersions, sglang: TorchVersions, where: str) -> None:
-    """Check that trainer and SGLang can form an NCCL group for the broadcast. Compares the environments on this machine."""
+    """Check that trainer and SGLang can form an NCCL group for the broadcast of weights, if the run needs one. Compares the
+    versions in their environments on this machine."""
     weights = config.weights
     by_nccl = weights.broadcast_backend == "nccl" or (weights.broadcast_backend == "auto" and bool(visible_devices()))
     if weights.transport != "broadcast" or not by_nccl or trainer.joins(sglang):

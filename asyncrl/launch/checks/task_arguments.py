@@ -1,7 +1,8 @@
 """Checks before a run starts that rollout.tasks.<name>.env_args and agent_args fit their classes, without importing users' code.
 
-The check parses the source of the class and finds `__init__` in it or in a base class. If a base is in a library that cannot be
-read, or `__init__` takes **kwargs, the check passes. The rollout worker binds the arguments again after it has imported the class.
+The check parses the source of the class and finds `__init__` in it or in a base class. If the source does not show `__init__` (for
+example because a base is in a library that cannot be read), the check passes. If `__init__` takes **kwargs, arguments of any name
+pass, but required ones must be given. The rollout worker checks the arguments again after it has imported the class.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from asyncrl.config.schema import ConfigError, TaskConfig
 
-# By role: arguments that the rollout worker passes itself, and the default class
+# By role: names of the arguments that the rollout worker passes itself; the class that is used if the task names none
 _ROLES = {
     "env": (("prompt", "reward"), "asyncrl.rollout.agent:RewardEnv"),
     "agent": (("tokenizer", "sampling", "group_size"), "asyncrl.rollout.agent:SingleStepAgent"),
@@ -31,7 +32,7 @@ _MAX_BASES = 10  # longest chain of imports and base classes to follow
 class Parameters:
     """The parameters of a class's __init__, without self."""
 
-    names: tuple[str, ...]  # those that can be passed by name
+    names: tuple[str, ...]  # names of the parameters that can be passed by name
     required: frozenset[str]
     takes_any: bool  # **kwargs
 
@@ -83,7 +84,7 @@ def find_parameters(spec: str) -> Parameters | None:
         )
         if init is not None:
             return _parameters(init)
-        if found.decorator_list:  # a decorator may generate __init__, as that of a dataclass does
+        if found.decorator_list:  # a decorator such as dataclass may generate __init__
             return None
     return None
 
@@ -91,7 +92,8 @@ def find_parameters(spec: str) -> Parameters | None:
 def _classes(spec: str) -> Iterator[tuple[str, ast.ClassDef]]:
     """Yield a class and its chain of base classes, each with its file or module, as far as the source shows them.
 
-    The chain stops at a class with several bases, because the search order among them is not implemented here.
+    The chain stops at a class with several bases, because the search order among them is not implemented here, and at a base that
+    is not a plain name, such as `module.Class`.
     """
     location, _, name = spec.rpartition(":")
     for _ in range(_MAX_BASES):
@@ -100,7 +102,7 @@ def _classes(spec: str) -> Iterator[tuple[str, ast.ClassDef]]:
         if tree is None:
             return
         found = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), None)
-        if found is None:  # it may be imported from another module
+        if found is None:  # the module may import the class from another module
             imported = _imports(tree, location).get(name)
             if imported is None:
                 return
@@ -113,7 +115,8 @@ def _classes(spec: str) -> Iterator[tuple[str, ast.ClassDef]]:
 
 
 def module_file(module: str) -> Path | None:
-    """Return the source file of a module. Finds it as an import would, but does not run its parent packages."""
+    """Return the source file of a module; None if there is none. Finds it as an import would, but does not run its parent
+    packages."""
     path: list[str] | None = [os.getcwd(), *sys.path]
     name = ""
     for part in module.split("."):
@@ -129,8 +132,8 @@ def module_file(module: str) -> Path | None:
 
 
 def _loaded_file(module: str) -> Path | None:
-    """Return the file of a module that is already imported. Needed for asyncrl's own modules in an editable installation, which has
-    its own import finders."""
+    """Return the source file of a module that is already imported; None for any other. Needed for asyncrl's own modules in an
+    editable installation, because PathFinder does not find them there."""
     file = getattr(sys.modules.get(module), "__file__", None)
     return Path(file) if file and file.endswith(".py") else None
 

@@ -1,4 +1,4 @@
-"""Finds which of a run's hosts this machine is, and the address at which the others reach it."""
+"""Finds which of a run's hosts this machine is, and the address at which the other hosts reach this machine."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import psutil
 from asyncrl.config.schema import ConfigError, is_loopback
 
 _SLURM_NODE_ENV = "SLURMD_NODENAME"
-_ANY_PORT = 9  # for a UDP socket that sends nothing, and only finds the route
+_ANY_PORT = 9  # for a UDP socket that sends nothing: connecting it only finds the route
 
 
 def own_host(hosts: Sequence[str]) -> str:
-    """Return the name that the config's hosts have for this machine. Raises ConfigError if none or several of them match."""
+    """Return that one of the config's `hosts` that is this machine. Raises ConfigError if none or several of them are."""
     node = os.environ.get(_SLURM_NODE_ENV, "")
     if node in hosts:
         return node
@@ -38,8 +38,8 @@ def own_host(hosts: Sequence[str]) -> str:
 def address_of(host: str, *, towards: Sequence[str] = ()) -> str:
     """Return the address at which other hosts reach this machine. Raises ConfigError. host: this machine's name in the config.
 
-    towards: addresses or names of other hosts. They are needed if the name resolves to loopback here (Debian's /etc/hosts has
-    127.0.1.1): the address is then that of the route to one of them.
+    towards: addresses or names of other hosts. They are needed if `host` resolves to loopback here (Debian's /etc/hosts has
+    127.0.1.1). The result is then the address from which this machine would send to one of them; without such a route, loopback.
     """
     address = _resolve(host)
     if not address:

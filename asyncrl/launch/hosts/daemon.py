@@ -1,11 +1,11 @@
-"""The host daemon: starts the launcher's desired processes on its host, supervises them, and leaves no process behind.
+"""The host daemon: starts the processes that the launcher desires on this host, supervises them, and leaves no process behind.
 
 The launcher publishes the desired state of the host (names.desired_on). The host daemon starts and ends processes accordingly, and
-publishes the observed state (names.observed_on). Each published value is complete: the whole state of one desired process, or of
-the host. So the next value repairs a loss in an outage. rules.py decides; this file acts.
+publishes the observed state (names.observed_on). Each published value is complete: the whole desired state of one process, or the
+whole observed state of the host. So if a value is lost in an outage, the next one replaces it. rules.py decides; this file acts.
 
-During an outage of name resolve, processes keep running. When the launcher is gone, or may be (rules.Tether), the host daemon ends
-all of them. When the host daemon dies, the parent-death signal and the reaper end them.
+During an outage of name resolve, processes keep running. When the launcher is gone, or may be gone (rules.Tether), the host daemon
+ends all of its processes. When the host daemon itself dies, the parent-death signal and the reaper end them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ HOST_DAEMON_ENV = "ASYNCRL_HOST_DAEMON"
 _TURN_S = 0.1
 _REPORT_S = 0.4  # between two reports that differ
 _LOOK_S = 1.0  # between two reads of the launcher's record
-_GATHER_S = 0.5  # delay after the first desired process appears, to learn which fork servers are needed
+_GATHER_S = 0.5  # between the first desired process and the first start, to learn which fork servers are needed
 _CLOSE_S = 3.0  # limit for the last report
 _MAX_TAIL_CHARS = 4000
 _MAX_REPORT_BYTES = 900_000  # name resolve accepts a million
@@ -73,13 +73,14 @@ class _Hosted:
 
     incarnation: int
     child: Child | None  # None: it was never started
-    report: ObservedProcess | None = None  # the final report of a process that has ended, or was never started
+    report: ObservedProcess | None = None  # final report; None: it has not ended, or no report was made yet
     asked: bool = False  # it was asked to stop
 
 
 @dataclass
 class StopSignal:
-    """The latest signal that told this process to end. After a second one, it no longer waits for its processes."""
+    """The latest signal that told the host daemon to end. After a second one (impatient), the host daemon kills its processes
+    instead of waiting for them."""
 
     number: int | None = None
     impatient: bool = False
@@ -134,7 +135,7 @@ class HostDaemon:
         self._first_desired_at: float | None = None
         self._notices: deque[tuple[int, str]] = deque(maxlen=_MAX_NOTICES)
         self._num_notices = 0
-        self._launcher = ""  # the incarnation that this daemon obeys
+        self._launcher = ""  # incarnation of the launcher that this daemon obeys; "": none has appeared
         os.environ[HOST_DAEMON_ENV] = self.incarnation
         network = config.network
         tether = Tether(clock.monotonic(), cut_off_limit_s=network.cut_off_limit_s, wait_s=network.hosts_limit_s)
@@ -163,7 +164,8 @@ class HostDaemon:
                     return 0
                 if broken := self._link.broken():
                     raise LaunchError(f"{broken}; {self._what_ends()}")
-        except LaunchError as error:  # the last report tells the launcher why; otherwise it sees only a lost host
+        # The last report tells the launcher the reason. Without it the launcher would only see that the host is lost
+        except LaunchError as error:
             self._notice(str(error))
             raise
         finally:
@@ -255,7 +257,8 @@ class HostDaemon:
         )
 
     def _spec_of(self, goal: DesiredProcess) -> ProcessSpec:
-        """Return the spec of a desired process. Raises ValueError if its config is invalid, or that of another process or run."""
+        """Return the spec of a desired process. Raises ValueError if its config is invalid, or belongs to another process, attempt
+        or run."""
         config = parse_process_config(goal.config)
         worker = config.worker
         if (worker.name, worker.attempt) != (goal.name, goal.attempt):
@@ -394,11 +397,11 @@ class _LauncherLink:
             self._newest = report
 
     def lease_of(self, goal: DesiredProcess) -> Lease:
-        """Return a process's lease. The launcher owns it; no process on this host refreshes or revokes it."""
+        """Return the lease of a desired process. The launcher owns the lease; no process on this host refreshes or revokes it."""
         return Lease(self._resolver, goal.lease, self._config.runtime.lease_ttl_s)
 
     def close(self) -> None:
-        """Send the last report, then revoke the lease, which deletes the host's keys."""
+        """Send the last report, then revoke the host's lease. This deletes the host's keys."""
         self._closing.set()
         self._thread.join(_CLOSE_S)
         with contextlib.suppress(NameResolveError):
@@ -412,7 +415,7 @@ class _LauncherLink:
 
     def _run(self) -> None:
         sent: HostReport | None = None
-        met = ""  # incarnation of the launcher that issued this host's secrets
+        met = ""  # this host has the secrets of the launcher with this incarnation
         next_look = next_read = 0.0
         while True:
             closing = self._closing.wait(_REPORT_S)
@@ -444,12 +447,14 @@ class _LauncherLink:
         value = msgspec.json.encode(report)
         if len(value) > _MAX_REPORT_BYTES:
             value = msgspec.json.encode(_shortened(report))
-        with contextlib.suppress(LeaseNotFound):  # lost in an outage; the session restores it
+        # The lease may be lost in an outage; the session restores it
+        with contextlib.suppress(LeaseNotFound):
             key = self._names.observed_on(self._record.host)
             self._resolver.add(key, value.decode(), replace=True, lease=self._lease.id)
 
     def _take_secrets(self) -> None:
-        """Fetch this launcher's secrets before any of its processes starts. If name resolve has none, the run's folder has them."""
+        """Copy the launcher's secrets from name resolve to this host's run folder, where the launcher's processes read them. If
+        name resolve has no secrets, the run's folder is shared and has them already."""
         if not authenticates(self._config):
             return
         with contextlib.suppress(NameEntryNotFound, *DECODE_ERRORS):

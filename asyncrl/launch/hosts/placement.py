@@ -27,7 +27,8 @@ _ORDER = (_SERVER, _TRAINER)  # kinds placed first, in this order; then the othe
 
 
 class PlacementError(ValueError):
-    """The hosts are too small or too few. The message says what a process needs; if `place_all` raises it, also what would fit."""
+    """The hosts are too small or too few. The message says what a process needs. If `place_all` raises it, the message also says
+    what would fit."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class Place:
 
 
 class Placement:
-    """The place of each process. No process has a place on a lost host; its processes can be placed again on other hosts."""
+    """The place of each process. No process has a place on a host that is lost: `place` then finds places for its processes on
+    other hosts."""
 
     def __init__(self, hosts: Iterable[Host], first: str) -> None:
         """first: name of the launcher's own host, on which processes that do not compute are placed."""
@@ -127,7 +129,7 @@ class Placement:
         return Place(max(fitting, key=lambda host: (self._free_cores(host) / max(host.cores, 1), host.cores)))
 
     def _neighbour(self, spec: ProcessSpec) -> Host | None:
-        """Return the host of the model worker with the rank before this one, if it is placed."""
+        """Return the host of the model worker before this one, if that one is placed. None for other processes."""
         if spec.kind != _TRAINER:
             return None
         place = self._places.get(f"{_TRAINER}/{spec.config.worker.index - 1}")
@@ -158,8 +160,8 @@ class Placement:
         return f"{spec.name} needs at least {memory / 1e9:.2g} GB of memory; free memory: {room}"
 
     def _what_fits(self, specs: Sequence[ProcessSpec]) -> str:
-        """Return a remedy: the largest number of generation servers that fits beside the other processes; if not even one fits, the
-        needs of the run beside the resources of the hosts."""
+        """Return a text with a remedy: the largest number of generation servers that fits beside the other processes. If not even
+        one fits, the text compares what the run needs with what the hosts have."""
         servers = [spec for spec in specs if spec.kind == _SERVER]
         others = [spec for spec in specs if spec.kind != _SERVER]
         for count in range(len(servers) - 1, 0, -1):
@@ -169,7 +171,7 @@ class Placement:
                     attempt.place(spec)
             except PlacementError:
                 continue
-            return f"use {count} generation servers instead of {len(servers)}, which would fit, or more hosts"
+            return f"use {count} generation servers, which would fit, instead of {len(servers)}; or use more hosts"
         needs = Counter({spec.kind: 0 for spec in specs if spec.computes})
         for spec in specs:
             needs[spec.kind] += num_devices(spec)

@@ -45,7 +45,7 @@ from asyncrl.runtime.names.interface import Lease, LeaseNotFound, NameResolveErr
 
 _LEASE_TTL_S = 10.0  # lease of the launcher's record; host daemons end soon after it has expired
 _SAY_AFTER_S = 2.0
-_SILENT_S = 3.0  # a host without reports for this time is silent; host daemons report twice a second
+_SILENT_S = 3.0  # a host that has sent no report for this time is silent; host daemons report twice a second
 _KILL_LIMIT_S = 60.0
 _GOODBYE_LIMIT_S = 15.0  # how long to wait until the host daemons have ended
 _RETRY_S = 0.5
@@ -57,7 +57,7 @@ _State: TypeAlias = Literal["run", "stop", "kill"]
 
 @dataclass(frozen=True)
 class _RemotePid:
-    """A process on another host, which cannot be waited for here."""
+    """The pid of a process on another host. This machine cannot wait for that process."""
 
     pid: int
 
@@ -123,7 +123,7 @@ class RemoteChild(Child):
         return f"{self._how}; its log ends with\n\n{self.tail()}"
 
     def take_in(self, report: ObservedProcess) -> None:
-        """Apply the host daemon's report about it. Ignores a report about an earlier incarnation."""
+        """Apply the host daemon's report about this child. Ignores a report about an earlier process of the same name."""
         if report.incarnation != self.incarnation or self.returncode is not None:
             return
         self._heard = self.clock.monotonic()
@@ -140,13 +140,13 @@ class RemoteChild(Child):
             self.returncode, self.ended = report.returncode, report.ended
 
     def lose(self, how: str) -> None:
-        """Mark it as lost with its host. how: what happened."""
+        """Mark the child as ended, because its host is lost. how: what happened."""
         if self.returncode is None:
             self.lost, self._how = how, how
             self.returncode, self.ended = _LOST, self.clock.time()
 
     def refuse(self, how: str) -> None:
-        """Mark it as ended because no host has room for it. how: the reason."""
+        """Mark the child as ended, because no host has room for it. how: the reason."""
         self._how, self.returncode, self.ended = how, 1, self.clock.time()
 
 
@@ -211,7 +211,8 @@ class RemoteProcessPool:
     # ------------------------------------------------------------------------------------------------------------- the start
 
     def wait_for_hosts(self, interrupted: Callable[[], bool]) -> bool:
-        """Wait for the host daemons of all hosts. False if interrupted. Raises LaunchError with the missing hosts at the limit."""
+        """Wait for the host daemons of all hosts. Returns False if interrupted. Raises LaunchError, which names the missing hosts,
+        at the limit."""
         if self._config.cluster == "hosts":
             self._start_own_daemon()
         limit_s = self._config.network.hosts_limit_s
@@ -342,7 +343,7 @@ class RemoteProcessPool:
         return child
 
     def _make_child(self, spec: ProcessSpec, lease: Lease, host: str = "", restarts: int = 0) -> RemoteChild:
-        """host: "": the child has no host and never runs."""
+        """Make the record of a child. host: "" if it has no host; it then never runs."""
         self._num_started += 1
         return RemoteChild(
             spec,
@@ -357,7 +358,7 @@ class RemoteProcessPool:
         )
 
     def _ask_and_wait(self, children: Sequence[Child], limit_s: float, impatient: Callable[[], bool]) -> None:
-        """Ask the children to stop. Waits for: their exit. Unblocked by: that, the limit, or impatience."""
+        """Ask the children to stop. Waits for: their exit. Unblocked by: their exit, the limit, or impatient() (kill at once)."""
         for child in children:
             child.ask_to_stop()
         began, said = self._clock.monotonic(), False
@@ -433,8 +434,8 @@ class RemoteProcessPool:
             )
 
     def _look_after_own_daemon(self) -> None:
-        """Restart the host daemon of the launcher's own host if it has ended. Raises LaunchError if it ends again after
-        runtime.max_restarts restarts."""
+        """Restart the host daemon of the launcher's own host if it has ended. Raises LaunchError instead if it has been restarted
+        runtime.max_restarts times already."""
         if self._own_daemon is None or self._own_daemon.poll() is None:
             return
         self._own_daemon_ends += 1
@@ -508,7 +509,7 @@ class _DesiredState:
         self._publish(self._names.desired_process(child.host, child.name), msgspec.json.encode(desired).decode())
 
     def remove(self, child: RemoteChild) -> None:
-        """Delete a child's desired state. Its host daemon then ends the process, if it runs, and no longer reports it."""
+        """Delete a child's desired state. Its host daemon then kills the process, if it still runs, and no longer reports it."""
         if child.host:
             self._publish(self._names.desired_process(child.host, child.name), None)
 

@@ -9,9 +9,10 @@ from typing import Literal
 from asyncrl.protocol.messages import DesiredProcess, LauncherRecord
 from asyncrl.protocol.names import is_earlier
 
-# Longest absence of the launcher's key while name resolve answers; the launcher's session may be restoring the key
+# How long the launcher's key may be absent while name resolve answers. The launcher's session may be restoring the key meanwhile
 _ABSENT_LIMIT_S = 8.0
-# A live launcher restarts its private etcd well within this time. After it, the launcher counts as dead
+# How long name resolve may refuse connections before the launcher counts as dead. A live launcher restarts its private etcd well
+# within this time
 _REFUSED_LIMIT_S = 20.0
 
 Verb = Literal["start", "stop", "kill", "skip", "forget"]
@@ -28,8 +29,8 @@ class Observed:
 
 @dataclass(frozen=True)
 class Action:
-    """start: start the process. stop: ask it to stop. kill: kill it. skip: report a process that was never started as ended.
-    forget: no longer report it."""
+    """start: start the process. stop: ask it to stop. kill: kill it. skip: report the process as ended although it was never
+    started. forget: no longer report it."""
 
     verb: Verb
     name: str
@@ -59,14 +60,14 @@ def obeyed(published: Collection[DesiredProcess], launcher: str, host_daemon: st
 
 class Tether:
     """Decides whether a host daemon's processes may keep running: yes while the launcher is known to be alive, and for a limited
-    time after the last sign of it. Before a launcher appears, decides how long the host daemon waits for one."""
+    time after the last sign of life. Before a launcher appears, decides how long the host daemon waits for one."""
 
     def __init__(self, now: float, *, cut_off_limit_s: float, wait_s: float) -> None:
         """cut_off_limit_s: longest time without name resolve. wait_s: longest time until a launcher appears."""
         self.launcher: LauncherRecord | None = None
         self._cut_off_limit_s, self._wait_s = cut_off_limit_s, wait_s
         self._began = now
-        self._absent: float | None = None  # when the absence began; None: the key is present
+        self._absent: float | None = None  # when the absence of the launcher's key began; None: it is present
         self._cut_off: float | None = None
         self._refused: float | None = None
 
@@ -78,9 +79,10 @@ class Tether:
             return
         known = self.launcher
         if known is not None and is_earlier(record.incarnation, known.incarnation):
-            return  # from an earlier launcher: neither a new launcher nor the absence of the known one
+            # The record of an earlier launcher says neither that a new launcher exists nor that the known one is gone
+            return
         if known is None and record.ends:
-            return  # from a launcher that ended before this host daemon started
+            return  # the record of a launcher that ended before this host daemon started
         self._absent = None
         self.launcher = record
 
@@ -95,7 +97,7 @@ class Tether:
         return self.launcher is not None and self.launcher.ends
 
     def broken(self, now: float) -> str:
-        """Return why all processes must end; "": they may keep running."""
+        """Return the reason why all processes of the host daemon must end; "": they may keep running."""
         if self.launcher is None:
             if now - self._began > self._wait_s:
                 return f"no launcher has appeared within {self._wait_s:g} s (network.hosts_limit_s)"

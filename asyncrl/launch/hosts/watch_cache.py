@@ -1,5 +1,5 @@
-"""Compares the state known from a watch with periodic reads. So if the watch stream goes silent, changes arrive seconds late, but
-do arrive.
+"""Compares the state known from a watch with periodic reads. So if the watch stream goes silent without an error, changes still
+arrive, some seconds late.
 
 A difference counts after two consecutive reads have shown it, because a single read may be older than the latest watch events.
 """
@@ -22,7 +22,7 @@ class WatchCache:
         self._callback = callback
         self._lock = threading.Lock()
         self._state: dict[str, str] = {}
-        self._suspect: dict[str, str | None] = {}  # differences shown by the last read; None: the key is gone
+        self._suspect: dict[str, str | None] = {}  # differences that the last read showed; None: key is gone
 
     def observe(self, event: WatchEvent) -> None:
         with self._lock:

@@ -1,6 +1,6 @@
 """The launcher's record of a child process: its status pipe, its end, and which of several children failed first.
 
-A child has its own interpreter, or is forked by a fork server. In the second case the record exists before the process has a pid.
+A child either has its own interpreter or is forked by a fork server. In the second case the record exists before the process does.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from asyncrl.runtime.system import LEASE_ENV, STATUS_FD_ENV
 _READ_BYTES = 1 << 16
 _MAX_STATUS_LINE_BYTES = 1_000_000
 
-# The launcher sees that the kernel killed a process a moment after the peers see it, and the peers report errors at once
+# A killed process counts as failed this long before the launcher noticed that it had ended. Its peers notice that a moment earlier
+# than the launcher and report errors at once, but the killed process must count as the first failure
 _NOTICED_LATE_S = 0.5
-# Matches the error of another process, which that process sent as the reply to a call before it ended
+# Matches an error that a process received as the reply to a call and only passes on. Group 1: the process that sent the reply
 _PASSED_ON = re.compile(r"\bRemoteCallError: (\S+): ")
-_oom = OomCounters()  # notes the counts at the start of this process, to compare with them later
+_oom = OomCounters()  # made now, because later counts are compared with those at this process's start
 _KILLED_BY = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 
 
@@ -53,7 +54,7 @@ class Process(Protocol):
 
 @dataclass(frozen=True)
 class Forked:
-    """A child of this process that was not started with subprocess."""
+    """A child of this process that a fork server has forked, so it has no Popen object."""
 
     pid: int
 
@@ -63,7 +64,7 @@ class Forked:
 
 @dataclass(eq=False)
 class Child:
-    """A process in its own process group, or one that was requested from a fork server."""
+    """A process in its own process group, or one that was requested from a fork server and is not forked yet."""
 
     spec: ProcessSpec
     process: Process | None  # None: not forked yet
@@ -75,10 +76,10 @@ class Child:
     ended: float = 0.0  # unix seconds
     started: float = field(default_factory=SYSTEM_CLOCK.time)  # unix seconds
     was_running: bool = False  # it has completed its start
-    froze_s: float = 0.0  # seconds without a heartbeat when the launcher killed it for that; 0: it was not
-    restarts: int = 0  # how often it has been restarted so far, this start included; 0: its first start
-    host: str = ""  # its host, on a run of more than one
-    lost: str = ""  # how it was lost with its host; "": it was not
+    froze_s: float = 0.0  # seconds without a heartbeat when it was killed for that; 0: it was not killed for it
+    restarts: int = 0  # restarts so far, including this start if it is a restart; 0: its first start
+    host: str = ""  # its host, if the run has several
+    lost: str = ""  # a text that says how it was lost with its host; "": it was not lost
     clock: Clock = SYSTEM_CLOCK
     _partial: bytes = b""
 
@@ -88,11 +89,12 @@ class Child:
 
     @property
     def could_run(self) -> bool:
-        """Whether its start can succeed: it has completed the start, or was lost with its host, which was not its fault."""
+        """Whether a start of this process can succeed, as far as is known: it has completed its start, or its host was lost, which
+        says nothing against the process."""
         return self.was_running or bool(self.lost)
 
     def read_status(self) -> bool:
-        """Read the available status lines. False once the pipe is closed."""
+        """Read the status lines that have arrived. Returns False once the pipe is closed, else True."""
         try:
             data = os.read(self.pipe, _READ_BYTES)
         except BlockingIOError:
@@ -100,13 +102,14 @@ class Child:
         *lines, self._partial = (self._partial + data).split(b"\n")
         self._partial = self._partial[-_MAX_STATUS_LINE_BYTES:]
         for line in lines:
-            with contextlib.suppress(*DECODE_ERRORS):  # a truncated line; the next one replaces it
+            with contextlib.suppress(*DECODE_ERRORS):  # skip a truncated line; the next status replaces it
                 self.status = msgspec.json.decode(line, type=WorkerStatus)
                 self.was_running = self.was_running or self.status.state == "running"
         return bool(data)
 
     def poll(self) -> bool:
-        """Whether it has ended. When it has, the whole process group is killed, so grandchildren end with their parent."""
+        """Whether the process has ended. When this is first seen, kill its whole process group, so that its own children end,
+        too."""
         if self.returncode is not None:
             return True
         if self.process is None:
@@ -115,7 +118,8 @@ class Child:
             return False
         self.kill()  # before the wait below frees the pid, which the system may then reuse
         self.returncode, self.ended = self.process.wait(), self.clock.time()
-        for _ in range(_MAX_STATUS_LINE_BYTES // _READ_BYTES):  # bounded, as a grandchild may hold the pipe open
+        # Bounded, because a child of the process may hold the pipe open
+        for _ in range(_MAX_STATUS_LINE_BYTES // _READ_BYTES):
             if not self.read_status():
                 break
         return True
@@ -133,7 +137,7 @@ class Child:
 
     @property
     def failure_time(self) -> float | None:
-        """When it failed, in unix seconds, comparable between children. None if it did not fail."""
+        """Unix time of its failure, comparable between children. None if it has not failed."""
         if self.status is not None and self.status.error:
             return self.status.time
         if self.returncode:
@@ -152,7 +156,8 @@ class Child:
         """Whether it has reported that its work is done. The run then does not wait for its exit."""
         if self.status is not None and self.status.state == "done":
             return True
-        # A master whose last status was lost: before the run is complete, a master exits with 0 only if it was told to stop
+        # If a master's last status was lost, exit code 0 means that it is done: before the run is complete, a master exits with 0
+        # only if it was told to stop
         state = self.status.state if self.status is not None else ""
         return self.spec.kind == "master" and self.returncode == 0 and state != "stopped"
 
@@ -163,18 +168,18 @@ class Child:
 
     @property
     def was_killed(self) -> bool:
-        """Whether it ended by a signal of the kernel, a person or the launcher, so no other process of the run caused its end."""
+        """Whether it ended by a signal such as SIGKILL or SIGSEGV, so its end is not a consequence of another process's error."""
         return self.returncode is not None and -self.returncode in _KILLED_BY
 
     @property
     def was_struck(self) -> bool:
-        """Whether the kernel or a person killed it: by SIGKILL, not by the launcher, and without a reported error."""
+        """Whether the kernel or a person killed it: it ended by SIGKILL, not because it froze, and had reported no error."""
         has_failed = self.status is not None and bool(self.status.error)
         return self.returncode == -signal.SIGKILL and not self.froze_s and not has_failed
 
     @property
     def waits_for_words_of(self) -> str:
-        """The process whose error this one received as a reply; "" if the error is its own."""
+        """Name of the process whose error this one received as a reply and reported; "" if its error is its own, or it has none."""
         passed_on = _PASSED_ON.search(self.status.error) if self.status is not None else None
         return passed_on[1] if passed_on else ""
 
@@ -271,7 +276,8 @@ def config_file(spec: ProcessSpec, run_dir: Path) -> Path:
 
 
 def first_failed(children: Sequence[Child]) -> Child:
-    """Return the first child in trouble; at least one must be. If it received another child's error as a reply, return that one."""
+    """Return the first child in trouble. At least one of `children` must be in trouble. If the first one only passed on the error
+    of another child in trouble, return that other child."""
     failed = _in_order(children)
     by_name = {child.name: child for child in failed}
     return by_name.get(failed[0].waits_for_words_of, failed[0])
@@ -287,7 +293,8 @@ def first_cause(children: Sequence[Child]) -> str:
 
 
 def _in_order(children: Sequence[Child]) -> list[Child]:
-    """Return the failed children by time of failure; if none failed, those that ended too early."""
+    """Return the failed children, sorted by the time of failure; if none failed, those that ended before their work was done,
+    sorted by the time of their end."""
     failed = [(time_, child.name, child) for child in children if (time_ := child.failure_time) is not None]
     early = [(child.ended, child.name, child) for child in children if child.in_trouble]
     return [child for _, _, child in sorted(failed or early)]
@@ -304,7 +311,7 @@ def _what_happened(child: Child) -> str:
 
 
 def short_end(child: Child) -> str:
-    """Describe in one line how a process ended, or the last line of the error that it reported."""
+    """Describe in one line how a process ended. If it reported an error, the line contains the last line of that error."""
     if child.lost:
         return child.lost
     if child.froze_s:

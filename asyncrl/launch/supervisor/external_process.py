@@ -1,7 +1,8 @@
-"""Processes of a run that the user starts in another terminal, under a debugger, instead of the launcher (debug.leave_out).
+"""Processes of a run that the user, not the launcher, starts (debug.leave_out), in another terminal and usually under a debugger.
 
 Such a process keeps its own lease and publishes its status in name resolve, where the launcher watches it. The launcher waits for
-each one by name, with a limit. An end without an error is reported and is not a failure, because the user may start it again.
+each one by name, with a limit. If such a process ends without an error, the launcher reports it. This is not a failure, because the
+user may start the process again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock, wait_until
 from asyncrl.runtime.names.interface import WatchEvent
 
 _LOOK_EVERY_S = 0.05
-_MAX_NEWS = 1000  # unread statuses, enough for minutes; beyond that the oldest are dropped
+_MAX_NEWS = 1000  # unread statuses, enough for minutes; if there are more, the oldest are dropped
 
 
 class ExternalProcess:
@@ -113,9 +114,10 @@ class ExternalProcess:
     def ask_to_stop(self) -> None:
         """Send SIGTERM because the run is over. The process is not killed, because its user may be in a debugger."""
         status = self._status
-        if status is None or status.state == "error":  # the user may be inspecting a failed one with pdb
+        # If the process has failed, leave it alone, because the user may be inspecting it with pdb
+        if status is None or status.state == "error":
             return
-        with contextlib.suppress(psutil.Error, OSError):  # already gone, or on another machine
+        with contextlib.suppress(psutil.Error, OSError):  # it has ended, or is on another machine
             process = psutil.Process(status.pid)
             if str(self.config_path) in process.cmdline():
                 self._ending = process
@@ -162,7 +164,7 @@ class ExternalProcesses:
             process.turn()
 
     def renew(self, specs: Mapping[str, ProcessSpec]) -> None:
-        """Overwrite their configs with those of the newest attempt. specs: by name."""
+        """Overwrite the processes' configs with those of the newest attempt. specs: by name."""
         for process in self._processes:
             process.renew(specs[process.name])
 
@@ -178,7 +180,7 @@ class ExternalProcesses:
         """Wait until these processes have ended. Called before name resolve closes, because a live process would restore its
         deleted keys.
 
-        Waits for: the end of every process. Unblocked by: the processes, the limit, impatience.
+        Waits for: the end of every process. Unblocked by: their ends, the limit, impatient() (a request to stop at once).
         """
         left: list[str] = []
 

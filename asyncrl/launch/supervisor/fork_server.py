@@ -80,7 +80,8 @@ _STDOUT, _STDERR = 1, 2
 
 
 class ForkServerEnded(Exception):
-    """The fork server ended before its work was done. `code` is its exit code, or minus the number of the signal that killed it."""
+    """The fork server has ended although it is still needed. `code` is its exit code, or minus the number of the signal that killed
+    it."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"the fork server has ended ({code})")
@@ -130,7 +131,8 @@ class ForkServer:
             raise ForkServerEnded(self._reap()) from None
 
     def forked(self) -> dict[Path, int]:
-        """Return the workers forked since the last call: config -> pid of a child of this process. Does not wait."""
+        """Return the workers forked since the last call: path of the worker's config -> its pid. They are children of this process.
+        Does not wait."""
         found: dict[Path, int] = {}
         while True:
             try:
@@ -144,7 +146,8 @@ class ForkServer:
             found |= _pid_by_config(reply)
 
     def _reap(self) -> int:
-        """Return the fork server's exit code. Called when its socket is closed, so it has ended or is about to."""
+        """Return the fork server's exit code. Called when its socket is closed, so it has ended or is about to end. Kills it if it
+        has not ended after _CLOSE_LIMIT_S."""
         try:
             return self._process.wait(_CLOSE_LIMIT_S)
         except subprocess.TimeoutExpired:
@@ -152,13 +155,14 @@ class ForkServer:
             return self._process.wait()
 
     def close(self) -> dict[Path, int]:
-        """Kill the fork server. Returns the workers that it forked and `forked` has not returned yet; no others will appear."""
+        """Kill the fork server. Returns, as `forked` does, the workers that were forked but that `forked` has not returned yet. No
+        others will appear."""
         self._process.kill()
         self._process.wait()
         found: dict[Path, int] = {}
         self._socket.settimeout(_CLOSE_LIMIT_S)
         with self._socket, contextlib.suppress(TimeoutError, ConnectionError):
-            # A worker forked a moment ago still holds the socket, and answers before it closes it
+            # A worker that was forked a moment ago still holds the socket. It sends its pid before it closes the socket
             while reply := self._socket.recv(_MAX_MESSAGE_BYTES):
                 found |= _pid_by_config(reply)
         return found
@@ -179,7 +183,8 @@ def is_supported() -> bool:
 
 
 def adopt_orphans(on: bool) -> bool:
-    """Start or stop being the subreaper, which adopts orphaned descendants. False where the system does not support it."""
+    """Make this process a subreaper, which adopts its orphaned descendants (on=False: no longer). Returns False if the system does
+    not support that."""
     return ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0) == 0  # type: ignore[no-any-return]
 
 
@@ -197,16 +202,16 @@ class _Request:
 
 
 def main(kind: str, socket_fd: int, run: Callable[[Path], int]) -> int:
-    """Import the modules, then fork on request. Returns in each worker, with the result of `run`, and in the fork server, with 0,
+    """Import the modules, then fork on request. Returns several times: in each worker the result of `run`; in the fork server 0,
     when the launcher has closed the socket."""
     launcher = os.getppid()
     die_with_parent()
     requests = socket.socket(fileno=socket_fd)
     requests.set_inheritable(False)
-    gc.disable()  # imports create a million objects and no garbage, so collections would only cost time
+    gc.disable()  # the imports create a million objects and no garbage: collecting would only cost time
     for module in PRELOADS[kind]:
         importlib.import_module(module)
-    gc.freeze()  # a collection in a worker would write to every shared page and so copy it
+    gc.freeze()  # otherwise a collection in a worker would write to all shared pages, and so copy them
     request = _serve(requests, launcher)
     if request is None:
         return 0
@@ -252,7 +257,8 @@ def _become(request: _Request, requests: socket.socket, between: int, launcher: 
             os.environ[name] = value
     sys.argv = [worker_main.__file__, request.config]
     _show_as([sys.executable, "-m", worker_main.__name__, request.config])
-    # Python's own generator reseeds itself after a fork; torch's starts with the same seed in every process anyway
+    # Only NumPy's random generator needs a new seed: Python's reseeds itself after a fork, and torch's has the same seed at the
+    # start of every process anyway
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     gc.enable()

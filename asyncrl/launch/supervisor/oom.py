@@ -20,7 +20,7 @@ _LATELY_S = 10.0
 
 
 class OomCounters:
-    """consumes: the counters, at construction and at each call of `kills_lately`."""
+    """The counters of OOM kills. Reads them at construction and at each call of `kills_lately`."""
 
     def __init__(self, root: Path = _ROOT) -> None:
         """root: the folder that contains proc and sys."""
@@ -30,8 +30,8 @@ class OomCounters:
         self._told = ("", -math.inf)
 
     def kills_lately(self, now: float) -> str:
-        """Return a text about the counter that shows an OOM kill since the last call; "": no counter does. The text is repeated for
-        10 s, because the caller may ask twice about one process."""
+        """If a counter shows an OOM kill since the last call, return a text about this counter, else "". The same text is returned
+        for 10 s more, because the caller may ask twice about one process."""
         before, self._seen = self._seen, self._read()
         for file, count in self._seen.items():
             if count > before.get(file, count):

@@ -29,13 +29,17 @@ EVERYTHING = "everything"
 TRAINER_KINDS = frozenset({"master", "model_worker"})
 _ALONE_KINDS = frozenset({"rollout_worker", "generation_server", "gserver_manager"})
 _MODES_WITH_TRAINER_GROUP = frozenset({"async", "sync"})  # the other modes write no checkpoint to resume from
-_FIRST_PAUSE_S = 1.0  # before the restart after a second end in a row; after the first end the restart is immediate
+
+# Delay if a unit ends within CALM_S of its restart; doubled with each further such end, up to _LONGEST_PAUSE_S. After any other end
+# the restart is immediate
+_FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
-CALM_S = 60.0  # a process that lived this long ended for a new reason, so the delays start again from zero
-_MAX_TOLD = 20  # reported lines about restarts
+# A unit that ends later than this after its restart probably ended for a new reason, so its delays start again from zero
+CALM_S = 60.0
+_MAX_TOLD = 20  # most lines about restarts in the report of a failed run
 _LONGEST_TURN_S = 1.0
-BUSY_LIMITS = 20  # a process that uses CPU may go without a heartbeat for this many times runtime.frozen_after_s
-_CPU_SHARE = 0.01  # minimal CPU use of a busy process; background threads of a deadlocked process use less
+BUSY_LIMITS = 20  # a process that uses CPU may send no heartbeat for this many times runtime.frozen_after_s
+_CPU_SHARE = 0.01  # a busy process uses at least this share of a core; threads of a deadlocked one use less
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class End:
 
 @dataclass(frozen=True)
 class Trouble:
-    """A process that failed or ended too early. Its final report may still be outstanding."""
+    """A process that failed, or ended before its work was done. Its error report may not have arrived yet."""
 
     name: str
     fatal: bool = False  # WorkerStatus.fatal
@@ -85,8 +89,8 @@ class RestartBudget:
         self.limit = limit
         self._ends: defaultdict[str, deque[tuple[float, str]]] = defaultdict(deque)  # (when, cause), oldest first
         self._count: defaultdict[str, int] = defaultdict(int)
-        # Per unit: how many ends in a row, up to the latest, came within CALM_S of the restart before them; when the latest delay
-        # ends
+        # Per unit: the number of consecutive ends, up to the latest one, that each came within CALM_S of the restart before it; the
+        # time at which the latest delay is over
         self._rows: dict[str, tuple[int, float]] = {}
 
     def count(self, unit: str) -> int:
@@ -101,7 +105,7 @@ class RestartBudget:
         return [cause for _, cause in ends]
 
     def ended(self, unit: str, cause: str, now: float) -> float | None:
-        """Record an end of the unit. Returns the delay before its restart in seconds; None if it ended too often."""
+        """Record that the unit has ended. Returns the delay before its restart, in seconds; None if it has ended too often."""
         before = len(self.recent(unit, now))
         self._ends[unit].append((now, cause))
         if before >= self.limit:
@@ -115,8 +119,8 @@ class RestartBudget:
 
 
 def pause_s(before: int) -> float:
-    """Return the delay between an end and the restart, in seconds. before: how many ends in a row, up to this one, came within
-    CALM_S of the restart before them."""
+    """Return the delay between an end and the restart, in seconds. before: the number of consecutive ends, up to this one, that
+    each came within CALM_S of the restart before it."""
     return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(before - 1, 10)) if before else 0.0
 
 
@@ -157,11 +161,13 @@ class Supervision:
         return name if kind in _ALONE_KINDS else ""
 
     def members(self, name: str) -> tuple[str, ...]:
-        """Return the processes that restart together with this one, including itself. Not for members of the trainer group."""
+        """Return the processes that restart together with this one, including itself. Do not call it for a member of the trainer
+        group."""
         return self._detached.get(name, (name,))
 
     def outlives(self, name: str, *, fatal: bool = False, struck: bool = False) -> bool:
-        """Whether a restart can repair the end of this process, as long as restarts are left. If not, the run fails."""
+        """Whether the run can go on after the end of this process, by a restart; `decide` checks whether restarts are left. If not,
+        the run fails."""
         return self.limit > 0 and bool(self.unit_of(name)) and (name in self._ran or struck) and not fatal
 
     def outlives_all(self, troubled: Iterable[Trouble]) -> bool:
@@ -200,7 +206,8 @@ class Supervision:
         return EndRun(self._first_cause(recent[0], now), self._told(now))
 
     def _first_cause(self, cause: str, now: float) -> str:
-        """Return the cause of the restart of everything, if that happened within WINDOW_S, because all later ends follow it."""
+        """Return the cause of the restart of everything, if that happened within WINDOW_S, because all later ends count as its
+        consequences. Otherwise return `cause`."""
         if self._everything is not None and now - self._everything[0] <= WINDOW_S:
             return self._everything[1]
         return cause
@@ -219,7 +226,7 @@ def _kind(name: str) -> str:
 
 
 def standstill(still_s: float, idle_s: float, limit_s: float) -> Literal["moves", "busy", "frozen"]:
-    """Return the state of a process whose heartbeat counter has not changed for still_s, and its CPU time not for idle_s.
+    """Return the state of a process. still_s: time since its heartbeat counter changed. idle_s: time since it used CPU.
 
     A process that uses CPU is busy: its event loop is blocked but probably continues later. It counts as frozen only after
     BUSY_LIMITS times limit_s. A process that uses no CPU is stopped or deadlocked.
@@ -231,8 +238,8 @@ def standstill(still_s: float, idle_s: float, limit_s: float) -> Literal["moves"
 
 @dataclass(frozen=True)
 class _Seen:
-    """A process's latest heartbeat count and when it last changed (moved); a CPU time and when the process had reached it (worked).
-    Both times are seconds of FreezeWatch, which count only while the launcher's loop runs."""
+    """A process's latest heartbeat count, and when that count changed last (moved); a CPU time of the process, and when it was
+    reached (worked). `moved` and `worked` are times of FreezeWatch, which pass only while the launcher's loop runs."""
 
     count: int | None
     moved: float
@@ -241,7 +248,7 @@ class _Seen:
 
 
 class FreezeWatch:
-    """Detects frozen processes. Only time in which the launcher's own loop runs counts. So no process counts as frozen because the
+    """Detects frozen processes. Counts only time in which the launcher's own loop runs, so no process counts as frozen because the
     machine slept."""
 
     def __init__(self, limit_s: float, start_limit_s: float) -> None:
@@ -250,7 +257,7 @@ class FreezeWatch:
         self._awake_s = 0.0
         self._last_turn: float | None = None
         self._seen: dict[int, _Seen] = {}
-        self.busy: dict[int, float] = {}  # at the latest turn: process -> seconds without a heartbeat
+        self.busy: dict[int, float] = {}  # busy processes of the latest turn: key -> seconds without a heartbeat
 
     def turn(
         self, now: float, counts: Mapping[int, int | None], cpu_s: Mapping[int, float] = MappingProxyType({})

@@ -1,6 +1,7 @@
 """Owns the child processes of a launcher or of a host daemon: starts them, reads their status pipes, kills and reaps them.
 
-Each child is forked by a fork server, or has its own interpreter. policy.py and state_machine.py decide which ones should exist.
+Each child is forked by a fork server, or has its own interpreter. policy.py and state_machine.py decide which children should
+exist.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.names.interface import Lease
 
 _SAY_AFTER_S = 2.0  # after this time a stop reports which processes it waits for
+
 # Longest wait for the end of killed processes. A process blocked inside the kernel (a hanging disk) ends only when its system call
 # returns
 KILL_LIMIT_S = 60.0
 _STOP_TURN_S = 0.02
 _REAPER_LIMIT_S = 5.0
-_FORK_LIMIT_S = 10.0  # for a fork, once the imports are done
-_ROOM_FOR_LATER = "0000"  # reserved in a worker's command line for attempts and servers with longer numbers
+_FORK_LIMIT_S = 10.0  # limit of a fork, if the fork server has forked before, so that its imports are done
+_ROOM_FOR_LATER = "0000"  # room in a worker's command line for longer numbers of attempts and servers
 
 
 class ProcessPool:
-    """consumes: status lines of children, their exits. produces: the same children, up to date.
+    """consumes: the status lines and exits of children. produces: the records of these children (`children`), up to date.
 
     waits for: in `turn` a pipe, in `stop` the exit of the children; both waits have limits.
     """
@@ -47,8 +49,9 @@ class ProcessPool:
         socket_dir: str = "",
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """specs: the processes to start, as far as they are known. marker: NAME=value in the environment of all of them, and of no
-        process of another pool; default: the run's folder. socket_dir: network.socket_dir, removed when the launcher ends."""
+        """specs: the processes to start, as far as they are known. marker: NAME=value, which all processes of this pool have in
+        their environment, and those of no other pool; default: the variable with the run's folder. socket_dir: network.socket_dir,
+        removed when the launcher ends."""
         self.children: list[Child] = []
         self._notice, self._clock = notice, clock
         self._selector = selectors.DefaultSelector()
@@ -63,8 +66,8 @@ class ProcessPool:
         return [child for child in self.children if child.returncode is None]
 
     def start(self, spec: ProcessSpec, lease: Lease, *, restarts: int = 0) -> Child:
-        """restarts: how often this process has been restarted so far. A start that is itself a restart counts. 0: the first
-        start."""
+        """Start a process and add it to `children`. restarts: how often this process has been restarted so far, including this
+        start if it is a restart. 0: its first start."""
         child = self._starts.start(spec, lease, restarts=restarts)
         self.take_in(child)
         return child
@@ -80,8 +83,8 @@ class ProcessPool:
             self._begin(child)
 
     def turn(self, wait_s: float) -> list[Child]:
-        """Wait up to wait_s for statuses and ends, and process them. Unblocked by those. Returns the children that have ended since
-        the last turn."""
+        """Wait up to wait_s for the first status or exit of a child, then process all that have arrived. Returns the children that
+        have ended since the last turn."""
         for key, _ in self._selector.select(wait_s):
             child: Child | None = key.data  # None: a fork server
             if child is not None and not child.read_status():
@@ -107,8 +110,8 @@ class ProcessPool:
         os.close(child.pipe)
 
     def stop(self, limit_s: float, impatient: Callable[[], bool]) -> None:
-        """Ask all children to stop, then kill the rest. Rollout workers stop first, because they still report to the others. The
-        others then have no pending work."""
+        """Ask all children to stop, then kill those that have not ended in time. Rollout workers stop first, while the processes
+        that they report to still run. Those then have no pending work."""
         for child in self._starts.close():
             self.children.remove(child)
             os.close(child.pipe)
@@ -135,7 +138,7 @@ class ProcessPool:
         self._selector.register(child.pipe, selectors.EVENT_READ, child)
 
     def _ask_and_wait(self, children: Sequence[Child], limit_s: float, impatient: Callable[[], bool]) -> None:
-        """Ask the children to stop. Waits for: their exit. Unblocked by: that, the limit, or impatience."""
+        """Ask the children to stop. Waits for: their exit. Unblocked by: their exit, the limit, or impatient() (kill at once)."""
         for child in children:
             child.ask_to_stop()
         start = self._clock.monotonic()
@@ -159,7 +162,8 @@ class _Starts:
 
     produces: children. A child requested from a fork server is pending: it has no process until `turn` has seen the fork.
     waits for: nothing. If a fork server ends or hangs before its first fork, the launch fails with that as first cause. If it ends
-    or hangs after its first fork, the children that it has not forked yet, and all later ones, get their own interpreters.
+    or hangs after its first fork, the children that it has not forked yet, and all later ones of its kind, get their own
+    interpreters.
     """
 
     def __init__(
@@ -173,15 +177,16 @@ class _Starts:
         notice: Callable[[str], None],
         clock: Clock,
     ) -> None:
-        """specs: the processes to start, as far as they are known. selector: a descriptor in it becomes readable when `turn` has
-        work."""
+        """specs: the processes to start, as far as they are known. selector: the fork servers are registered in it, so that it
+        wakes up when `turn` has work."""
         self._run_dir = run_dir
         self._selector = selector
         self._limit_s = limit_s
         self._notice, self._clock = notice, clock
         self._servers: dict[str, ForkServer] = {}
         self._answered: dict[str, float] = {}  # when a fork server of this kind last forked
-        # By config: a child not forked yet, and when it was requested
+
+        # By path of the config: a child that is not forked yet, and when it was requested
         self._pending: dict[Path, tuple[Child, float]] = {}
         self._started: list[Child] = []  # since the last turn
         if not fork or not specs or not is_supported():
@@ -215,7 +220,7 @@ class _Starts:
         return start_child(spec, self._run_dir, lease, clock=self._clock, restarts=restarts)
 
     def turn(self) -> list[Child]:
-        """Return the children that have got their process since the last turn. Raises LaunchError."""
+        """Return the children that have got their process since the last turn. Raises LaunchError if a fork server fails."""
         started, self._started = self._started, []
         for kind, server in list(self._servers.items()):
             answered = self._answered.get(kind)
@@ -247,8 +252,8 @@ class _Starts:
         return [(child, asked) for child, asked in self._pending.values() if _preload_of(child.spec) == kind]
 
     def _do_without(self, kind: str, error: ForkServerEnded | None) -> list[Child]:
-        """Handle a fork server that has ended (error), or hangs (None). If it has forked before, its pending children get their own
-        interpreters; they are returned. Otherwise the launch fails: raises LaunchError."""
+        """Give up a fork server that has ended (error), or that hangs (error is None). If it has forked before, start its pending
+        children in their own interpreters, and return all children that have got a process now. Otherwise raise LaunchError."""
         server, owed = self._servers[kind], self._pending_of(kind)
         if kind not in self._answered:
             raise self._hangs(server, *owed[0]) if error is None else self._ended(server, error)

@@ -2,7 +2,8 @@
 
 The launcher holds the write end of a pipe. It writes `add N` when it starts a process group and `gone N` when a group has ended.
 When the pipe closes, the reaper kills every remaining group. It also kills every process that has the run's marker in its
-environment, such as a process that a reward function started in its own session. Last, it removes the folder of the run's sockets.
+environment, such as a process that a reward function started in its own session; such processes first get a SIGTERM. Last, the
+reaper removes the folder of the run's sockets.
 
 This file contains both ends of the pipe: `Reaper` runs in the launcher, `main` in the reaper process. The reaper has its own
 session, so a Ctrl-C does not reach it. A host daemon has a reaper for the processes on its host, too.
@@ -21,7 +22,7 @@ from typing import IO
 
 # Time between SIGTERM and SIGKILL, in which the nursery processes of reward functions (rewards/judge_main.py) kill their children
 _GRACE_S = 1.0
-_ROUNDS = 5  # repeated searches for processes, because one may start another during a search
+_ROUNDS = 5  # searches for processes to kill: several, because one may start another during a search
 _ROUND_S = 0.02
 
 
@@ -36,7 +37,7 @@ class Reaper:
         self._process, self._pipe = self._start()
 
     def add(self, group: int) -> None:
-        """Register a process group, which is killed when this process ends."""
+        """Register a process group. The reaper kills it when this process (the launcher) ends."""
         self._groups.add(group)
         self._tell(f"add {group}")
 

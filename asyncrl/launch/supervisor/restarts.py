@@ -1,4 +1,4 @@
-"""Processes between their end and their restart: each waits for the end of its delay and for its new lease."""
+"""Processes that have ended and will be restarted: each waits until its delay is over and its new lease is granted."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class _Coming:
 
 
 class Restarts:
-    """consumes: names of processes to restart. produces: their starts. waits for: nothing; `turn` checks whether the delay is over
-    and the lease is granted."""
+    """consumes: names of processes to restart. produces: calls of `start` for them. waits for: nothing; `turn` checks whether the
+    delay is over and the lease is granted."""
 
     def __init__(
         self,
@@ -39,13 +39,13 @@ class Restarts:
         revoke: Callable[[Lease], None],
         clock: Clock,
     ) -> None:
-        """start: called with the name, the lease and the number of restarts."""
+        """start: called to start a process, with its name, its lease and its number of restarts."""
         self._start, self._grant_lease_soon, self._revoke, self._clock = start, grant_lease_soon, revoke, clock
         self._coming: dict[str, _Coming] = {}
 
     def expect(self, name: str, how: str, *, attempt: int, count: int, pause_s: float = 0.0) -> None:
-        """Schedule the restart of a process that has ended, after pause_s. how: how it ended. count: its restarts, including this
-        one."""
+        """Schedule the restart of a process that has ended; it starts after pause_s. how: how it ended. count: number of its
+        restarts, including this one."""
         now = self._clock.monotonic()
         self._coming[name] = _Coming(how, attempt, count, now, now + pause_s, self._grant_lease_soon())
 
@@ -57,7 +57,8 @@ class Restarts:
         return coming is not None
 
     def turn(self) -> None:
-        """Start each process after its delay. Raises LaunchError if name resolve grants no lease within 60 s."""
+        """Start each process when its delay is over and its lease is granted. Raises LaunchError if a request for a lease fails
+        more than 60 s after the process ended."""
         now = self._clock.monotonic()
         for name, coming in list(self._coming.items()):
             if now < coming.due or not coming.lease.done():
@@ -71,7 +72,8 @@ class Restarts:
             self._start(name, coming.lease.result(), coming.count)
 
     def statuses(self) -> dict[int, WorkerStatus]:
-        """Return the statuses shown for pending restarts, by the ids of their new leases."""
+        """Return the statuses to show for pending restarts, by the id of the new lease. Restarts without a lease yet are left
+        out."""
         return {
             coming.lease.result().id: self._status(name, coming)
             for name, coming in self._coming.items()

@@ -1,6 +1,6 @@
 """Decides at each turn which processes of a run are killed, which restart, and when the run ends (pure).
 
-    children, as they are now --> Supervisor.turn --> decisions, which the launcher carries out in their order
+    the children's present state --> Supervisor.turn --> decisions, which the launcher carries out in their order
 
 policy.py holds the restart policy: how often, and after what delay. This file contains the procedures that take several turns: the
 restart of a unit within its attempt, and the start of the next attempt.
@@ -27,7 +27,8 @@ from asyncrl.launch.supervisor.policy import (
     Trouble,
 )
 
-LAST_WORDS_S = 1.0  # after the first failure: how long the other processes may report their own errors
+LAST_WORDS_S = 1.0  # after the first failure: how long to wait for error reports of other processes
+
 # Longest wait for the end of killed processes. A process blocked inside the kernel (a hanging disk) ends only when its system call
 # returns
 KILL_LIMIT_S = 60.0
@@ -120,7 +121,7 @@ class _Return:
 
 
 class Supervisor:
-    """consumes: the children at every turn, the ends of checkpoint searches.  produces: decisions."""
+    """consumes: the children at every turn, the news that a checkpoint search is over. produces: decisions."""
 
     def __init__(
         self,
@@ -140,8 +141,8 @@ class Supervisor:
         self._trainer_group, self._leaves = trainer_group, leaves
         self._renewal: _Renewal | None = None
         self._returning: dict[str, _Return] = {}  # by unit
-        self._group_incarnations: dict[str, int] = {}  # by process: restarts of its worker group in this attempt
-        self._failing: dict[str, float] = {}  # by unit of several processes: when a failure in it was first seen
+        self._group_incarnations: dict[str, int] = {}  # by process: number of restarts of its group in this attempt
+        self._failing: dict[str, float] = {}  # by unit (of several processes): when its first failure was seen
         self._told_busy: frozenset[int] = frozenset()
         self._listens_until: float | None = None
         self._children: list[Child] = []  # of this turn
@@ -149,8 +150,9 @@ class Supervisor:
 
     @property
     def is_listening(self) -> bool:
-        """Whether processes have failed in a way that the run cannot survive. The supervisor then waits for the error reports of
-        the other processes. They can show the first cause, or that the failures follow from a killed process, which can restart."""
+        """Whether the supervisor waits for error reports, because processes have failed in a way that the run cannot survive. The
+        reports of the other processes can show the first cause, or that the failures are consequences of a killed process, which
+        can restart."""
         return self._listens_until is not None
 
     @property
@@ -167,7 +169,7 @@ class Supervisor:
         return self._group_incarnations.get(name, 0)
 
     def checkpoint_found(self) -> None:
-        """Record that the search begun by LookForCheckpoint is over. It may have found no checkpoint."""
+        """Record that the search that LookForCheckpoint began is over, even if it has found no checkpoint."""
         if self._renewal is not None:
             self._renewal.found = True
 
@@ -188,7 +190,7 @@ class Supervisor:
 
     def _kill_frozen(self, now: float) -> None:
         """Kill frozen processes, because their peers wait for them. Report busy ones, and let them run up to a longer limit."""
-        alive = {  # by lease, because processes on different hosts may have the same pid
+        alive = {  # keyed by lease, because processes on different hosts may have the same pid
             child.lease.id: child
             for child in self._children
             if child.returncode is None and child.process is not None and not child.is_done
@@ -221,7 +223,7 @@ class Supervisor:
             return False
         troubled = self._in_trouble()
         if not self.policy.outlives_all(Trouble(one.name, one.is_fatal, one.was_struck) for one in troubled):
-            # Wait, because the first cause may be a killed process, whose end is noticed later than the errors of its peers
+            # Wait before the run ends: its first cause may be a killed process, whose end is noticed later than its peers' errors
             if self._listens_until is None:
                 self._listens_until = now + LAST_WORDS_S
             else:
@@ -250,7 +252,7 @@ class Supervisor:
         return not comes_back and not is_renewed and not self._leaves(child)
 
     def _see_to_unit(self, unit: str, failed: Sequence[Child], now: float, wall_time: float) -> bool:
-        """Decide about one unit once its first failure is known. False: the run ends."""
+        """Decide about one unit, once it is known which of its processes failed first. Returns False if the run ends."""
         child = failed[0]
         if unit != child.name:
             if self._have_spoken(unit, failed, now):
@@ -262,7 +264,8 @@ class Supervisor:
         return True
 
     def _have_spoken(self, unit: str, failed: Sequence[Child], now: float) -> bool:
-        """Whether the first failure of a unit is known. Processes that fail because of it may report their errors earlier."""
+        """Whether it is known which process of a unit failed first. A process that failed as a consequence may report its error
+        before the first one does, so wait some time for further reports."""
         since = self._failing.setdefault(unit, now)
         if any(child.was_killed for child in failed):
             return True
@@ -273,7 +276,8 @@ class Supervisor:
         return now - since > limit_s
 
     def _decide(self, child: Child, failed: Sequence[Child], now: float, wall_time: float) -> bool:
-        """Decide what restarts because of this child. failed: this child and the unit's other failed ones. False: the run ends."""
+        """Decide what restarts because of this child. failed: this child and the other failed children of its unit. Returns False
+        if the run ends."""
         self._failing.pop(self.policy.unit_of(child.name), None)
         how = short_end(child).splitlines()[0]
         # If one process was struck, the unit's other failures are consequences of that, even if they were reported earlier
@@ -331,7 +335,8 @@ class Supervisor:
                 self._decisions.append(StartLater(name, returning.how, returning.count, pause_s))
 
     def _renew(self, now: float) -> None:
-        """Advance the transition to the next attempt. It begins only after the unit's processes of the last attempt have ended."""
+        """Advance the transition to the next attempt. The next attempt begins only after all processes of the unit have ended, and
+        the search for a checkpoint is over."""
         renewal = self._renewal
         if renewal is None:
             return
