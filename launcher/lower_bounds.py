@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 
 
 def lower_bounds(requirements: list[str], extras: list[str]) -> list[str]:
-    """A constraint for each requirement with a lower bound. Requirements of other extras are left out."""
+    """Return a constraint for each requirement with a lower bound, without the requirements of extras that are not in `extras`."""
     found = []
     for requirement in map(Requirement, requirements):
         bounds = [clause.version for clause in requirement.specifier if clause.operator in (">=", "==")]

@@ -19,7 +19,7 @@ SCRIPT = "javascripts/mermaid.js"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
-    """Add Mermaid to the site and to its pages. The package stays in the user's cache folder."""
+    """Add Mermaid to the site and to its pages. Its package is fetched once and kept in the user's cache folder."""
     cached = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "asyncrl" / URL.rpartition("/")[2]
     package = cached.read_bytes() if cached.is_file() else b""
     if base64.b64encode(hashlib.sha512(package).digest()).decode() != SHA512:

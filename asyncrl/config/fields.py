@@ -12,8 +12,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 from asyncrl.config.schema import ExperimentConfig
 
 _ANY_KEY = "*"  # in a path: a key that the user chooses, such as the name of a task
-_CLOSE = 0.8  # difflib ratio from which two names count as differing by a typing error
-_MOST_EQUAL = 3  # if more fields in different sections share a name, none is suggested
+_CLOSE = 0.8  # two names with at least this difflib ratio count as one name with a typing error
+_MOST_EQUAL = 3  # if more than this many fields fit equally well, none is suggested
 
 # For each field, the names that other trainers (AReaL, verl, OpenRLHF, slime, TRL, prime-rl) use for it, and short forms. If such a
 # name is also a field elsewhere in this config, it is listed here because users usually mean this field.
@@ -106,7 +106,7 @@ def _likeness(one: str, other: str) -> float:
 
 
 def _with_keys(path: str, parts: list[str]) -> str:
-    """Replace each `*` in the path by the user's key from the asked path, or by `default` if that has none."""
+    """Replace each `*` in the path by the key that the asked path has there, or by `default` if it has none."""
     found = path.split(".")
     for at, part in enumerate(found):
         if part == _ANY_KEY:

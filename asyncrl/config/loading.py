@@ -18,9 +18,10 @@ from asyncrl.config.presets import ALGORITHMS, CORRECTIONS
 from asyncrl.config.schema import ConfigError, ExperimentConfig
 
 _REMOVED = {  # fields of earlier releases, with the remedy
-    "name_resolve.backend": "names are always in etcd: leave it out for a private one, or set name_resolve.endpoints to yours",
-    "name_resolve.path": "names are not kept in files any more: leave it out for a private etcd",
-    "name_resolve.poll_s": "names are not kept in files any more: leave it out",
+    "name_resolve.backend": "names are always in etcd: leave this field out; the launcher starts a private etcd unless "
+    "name_resolve.endpoints names your own",
+    "name_resolve.path": "names are not kept in files any more: leave this field out; the launcher starts a private etcd",
+    "name_resolve.poll_s": "names are not kept in files any more: leave this field out",
 }
 _MERGES_INTO_FROZEN = tuple(map(int, omegaconf.__version__.split(".")[:2])) >= (2, 4)
 _patching = threading.Lock()
@@ -102,7 +103,8 @@ def merge_into(base: Any, layer: Any) -> Any:
 
 
 def _explain(error: OmegaConfBaseException, written: str) -> str:
-    """Describe an OmegaConf error with field and remedy. written: the path in an override; the error may name only part of it."""
+    """Describe an OmegaConf error with field and remedy. written: the path as the user wrote it in an override; the
+    error may name only a part of that path."""
     field_name = error.full_key or "the config"
     if field_name in _REMOVED:
         return f"removed field {field_name!r}: {_REMOVED[field_name]}"

@@ -77,7 +77,7 @@ def sections() -> dict[str, str]:
 
 
 def select(path: str) -> list[FieldReference]:
-    """The field of this path, or the fields below it. A key that the user chooses matches any name."""
+    """The field of this path; for the path of a section, all fields in it. A name that the user chooses (KEY) matches any part."""
     parts = path.split(".")
 
     def matches(field: FieldReference) -> bool:
@@ -189,7 +189,7 @@ def _limits_text(entry: Field[Any]) -> str:
 
 @cache
 def _comments() -> Mapping[str, Mapping[str, str]]:
-    """By class and field of schema.py: the comment that gives its meaning."""
+    """The comment of each field of schema.py, by class name and field name."""
     source = inspect.getsource(schema)
     found = {
         token.start[0]: (token.string.lstrip("#").strip(), token.line.lstrip().startswith("#"))
@@ -208,7 +208,7 @@ def _comments() -> Mapping[str, Mapping[str, str]]:
 
 
 def _comment_of(entry: ast.AnnAssign, comments: Mapping[int, tuple[str, bool]]) -> str:
-    """comments: by line number, the text, and whether the line has nothing else."""
+    """Return the comment of a field. comments: line number -> text of the comment, and whether it has a line of its own."""
     above: list[str] = []
     line = entry.lineno - 1
     while line in comments and comments[line][1]:

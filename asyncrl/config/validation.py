@@ -30,7 +30,8 @@ from asyncrl.config.schema import (
 
 Problem = tuple[str, object, str]  # field, value, remedy
 
-# Names of metrics reward/<name> over all tasks; a task with such a name would collide with its own metric reward/<task>
+# Metrics of all tasks together are named reward/<one of these>. Each task has a metric reward/<task>, so no task may have one of
+# these names
 REWARD_METRICS = ("mean", "min", "max", "std", "shaped_mean", "equal_group_share")
 TRANSPORTS = ("disk", "broadcast")
 BROADCAST_BACKENDS = ("auto", "gloo", "nccl")
@@ -73,7 +74,7 @@ def problems_of_fields(config: ExperimentConfig) -> Iterator[Problem]:
         if not value or "/" in value or value in {".", ".."}:
             yield name, value, "must be a non-empty name without '/' (it names a folder and a key)"
     yield from _bad_roles(config)
-    replays = config.mode == "train_only"  # trains on a recording and needs no prompts
+    replays = config.mode == "train_only"  # the run trains on a recording and needs no prompts
     for name, value in (("model_path", config.model_path), ("prompts.path", config.prompts.path)):
         if not value and not (replays and name == "prompts.path"):
             yield name, value, "is required"
@@ -215,15 +216,15 @@ def _bad_numbers(config: ExperimentConfig) -> Iterator[Problem]:
             "must be at most 1 (1: all servers at the same time)",
         )
     if not 0 < rollout.sampling.top_p <= 1:
-        yield "rollout.sampling.top_p", rollout.sampling.top_p, "must be above 0 and at most 1 (1: no cut)"
+        yield "rollout.sampling.top_p", rollout.sampling.top_p, "must be above 0 and at most 1 (1: all tokens)"
     if rollout.sampling.top_k < 1 and rollout.sampling.top_k != -1:
-        yield "rollout.sampling.top_k", rollout.sampling.top_k, "must be at least 1, or -1 for no cut"
+        yield "rollout.sampling.top_k", rollout.sampling.top_k, "must be at least 1, or -1 for all tokens"
     if rollout.success_rate_lb > rollout.success_rate_ub:
         bound = rollout.success_rate_ub
         yield (
             "rollout.success_rate_lb",
             rollout.success_rate_lb,
-            f"is above rollout.success_rate_ub={bound}: all would be rejected",
+            f"is above rollout.success_rate_ub={bound}: all groups would be rejected",
         )
     if rollout.sampling.temperature <= 0 and not rollout.sampling.greedy:
         yield (
@@ -426,11 +427,12 @@ def _bad_sync(config: ExperimentConfig) -> Iterator[Problem]:
 
 
 def _deadlocks(config: ExperimentConfig) -> Iterator[Problem]:
-    """Settings under which a batch could never be full, or only slowly."""
+    """Settings under which batches fill never or slowly: too few prompts in flight, leases shorter than two heartbeat intervals,
+    or a KV cache smaller than a sequence."""
     manager, batch_size = config.manager, config.train.batch_size
     has_manager = config.mode != "sync"
     if has_manager and 0 < manager.max_concurrent_rollouts < batch_size and manager.max_head_offpolicyness == 0:
-        # With eta = 0 this is slow, not a deadlock: tickets finish and free their slots. But no user intends this.
+        # This is no deadlock: when a rollout finishes, another prompt is admitted. But training is slow, and no user intends this.
         yield (
             "manager.max_concurrent_rollouts",
             manager.max_concurrent_rollouts,

@@ -37,7 +37,7 @@ class BadBatch:
 
     @property
     def weights(self) -> WeightVersion:
-        """The version that its step began from."""
+        """The weight version at which the train step of this batch began."""
         return WeightVersion(self.attempt, self.step - 1)
 
 
@@ -68,5 +68,5 @@ def prune_bad_batches(run_dir: Path, keep: int) -> None:
 
 
 def weights_needed(run_dir: Path) -> list[WeightVersion]:
-    """Versions needed to examine the kept batches."""
+    """The weight versions at which the steps of the kept batches began. The run must keep them."""
     return [batch.weights for batch in list_bad_batches(run_dir)]

@@ -41,17 +41,18 @@ class Prompt:
     answer: Any  # the line's unchanged value under answer_key; "" if the config names none
     task: str
     row: Row  # the whole line
-    too_long: bool  # it has more than max_prompt_length tokens; the caller rejects it
+    too_long: bool  # the prompt has more than max_prompt_length tokens; the caller must reject it
 
 
 class PromptError(ValueError):
-    """One prompt is unusable for the model; others may be usable."""
+    """The model cannot use this prompt. Other prompts of the source may be usable."""
 
 
 class PromptSource:
     """All prompts of one source. Opening it raises ValueError (FileNotFoundError, ImportError) with location and remedy.
 
-    Without a tokenizer it counts and locates prompts, and returns those without a chat template as text. The master needs no more.
+    Without a tokenizer it counts and locates prompts, and returns prompts as text unless they need a chat template. That is enough
+    for the master.
     """
 
     def __init__(

@@ -93,7 +93,7 @@ def check_replay(plan: ReplayPlan, *, vocab_size: int, tokenizer: str) -> None:
             try:
                 problem = _problem(read_trajectory(entry.path), vocab_size, tokenizer)
             except TrajectoryError as error:
-                remedy = f"stop before it with train.max_steps={step}, or record anew" if step else "record anew"
+                remedy = f"stop before this step with train.max_steps={step}, or record anew" if step else "record anew"
                 raise ConfigError(f"replay.path: {error}; {remedy}") from error
             if problem:
                 raise ConfigError(f"replay.path: {entry.path} {problem}")
@@ -116,7 +116,7 @@ def translate(trajectory: Trajectory, *, attempt: int, head: int, place: int) ->
 
 
 def _of_attempt(packed: Array, attempt: int) -> Array:
-    """Packed versions with the same numbers, under another attempt; -1 (not sampled) stays."""
+    """Return the packed versions with the same version numbers but this attempt; -1 (token not sampled) stays -1."""
     return np.where(packed < 0, packed, packed % _ONE_ATTEMPT + attempt * _ONE_ATTEMPT)
 
 
@@ -141,7 +141,7 @@ def _check_gaps(replay: ReplayConfig, folder: Path, recorded: Sequence[Recorded]
             what = f"step {expected} is missing" if step != expected else f"step {step} has {found} of {needed} groups"
             raise ConfigError(
                 f"replay.path={replay.path!r}: {folder} has a gap, {what}: record with record.every=1 and room on the disk, "
-                f"or stop before it with train.max_steps={expected}"
+                f"or stop before that step with train.max_steps={expected}"
             )
 
 
@@ -156,7 +156,7 @@ def _check_versions(plan: ReplayPlan, folder: Path, eta: int) -> None:
             if newest > step:
                 raise ConfigError(
                     f"train.batch_size: step {step} would train on {entry.path.name}, which version {newest} sampled; "
-                    f"use the batch size it was recorded with ({entry.header.batch})"
+                    f"use the batch size of the recording ({entry.header.batch})"
                 )
             worst = max(worst, (step - oldest, -step, entry.path))
     age, step, path = worst[0], -worst[1], worst[2]
@@ -176,5 +176,8 @@ def _problem(trajectory: Trajectory, vocab_size: int, tokenizer: str) -> str:
         return "was recorded with another tokenizer than tokenizer_path; use the model that it was recorded with"
     highest = int(sample.data["packed_input_ids"].max(initial=0))
     if highest >= vocab_size:
-        return f"has the token {highest}, but the model at model_path has {vocab_size}; use the model that it was recorded with"
+        return (
+            f"has the token id {highest}, but the model at model_path has only {vocab_size} tokens; "
+            "use the model that it was recorded with"
+        )
     return ""

@@ -69,14 +69,15 @@ KEY_SPECS: Mapping[str, KeySpec] = {
     "versions": _spec("int64", "token"),  # WeightVersion.pack() of the version that sampled the token, else -1
     "version_start": _spec("int64", "sequence"),  # oldest and newest of the sampled tokens' versions
     "version_end": _spec("int64", "sequence"),
-    "birth_time": _spec("float64", "group"),  # seconds since 1970, when the ticket was granted
+    # Seconds since 1970: when the rollout worker got the ticket; with mode=sync when the generation of the batch began.
+    "birth_time": _spec("float64", "group"),
     # From MFCs.
     "proximal_logprobs": _spec("float32", "token"),
     "packed_ref_logprobs": _spec("float32", "token"),
-    "values": _spec("float32", "token"),  # of the state after token t, in the critic's units
+    "values": _spec("float32", "token"),  # value of the state after token t, in the critic's units
     "model_rewards": _spec("float32", "sequence"),  # scores of the reward model
     "dense_rewards": _spec("float32", "token"),  # a reward at any token, from an MFC of train.extra_mfcs
-    "advantages": _spec("float32", "token"),  # of sampling token t; 0 where trained_mask is False
+    "advantages": _spec("float32", "token"),  # advantage of sampling token t; 0 where trained_mask is False
     "trained_mask": _spec("bool", "token"),  # loss_mask without the tokens that train.ppo excludes
     "returns": _spec("float32", "token"),  # targets of `values`, in the same units; 0 where value_mask is False
     "value_mask": _spec("bool", "token"),  # the next token is trained: `values` has a target here
@@ -89,7 +90,7 @@ DTYPE_NAMES = {np.dtype(name): name for name in DTYPES}  # cached: numpy builds 
 
 
 class SampleMeta(Struct, frozen=True, kw_only=True):
-    """A sample without its data: enough for scheduling decisions."""
+    """A sample without its arrays: ids, keys, lengths and dtypes, which is enough for scheduling decisions."""
 
     ids: tuple[str, ...]
     keys: tuple[str, ...]
@@ -124,7 +125,7 @@ class SequenceSample:
             raise ValueError(
                 f"seqlens has the keys {sorted(self.seqlens)}, data has {sorted(self.data)}: they must be the same"
             )
-        lengths: dict[int, tuple[SeqLens, int]] = {}  # by identity: most keys share a list, and keep sharing it
+        lengths: dict[int, tuple[SeqLens, int]] = {}  # by id of a given list: keys that share it also share the result
         seqlens = {}
         for key, array in self.data.items():
             given = self.seqlens[key]
@@ -636,7 +637,7 @@ def _count(seqlens: SeqLens, num_ids: int) -> int:
 
 
 def _objection(head: _Header, name: str, dtype: DType, lengths: int, found: int) -> str:
-    """Return the error in the size of a key's frame; "" if the size is right."""
+    """Describe what is wrong with the size of a key's frame; "" if the size is right."""
     if lengths >= len(head.lengths):
         return f"key {name!r}: the lengths index {lengths} is out of range; the header has {len(head.lengths)} lengths"
     seqlens = head.lengths[lengths]
@@ -655,7 +656,7 @@ def _own(name: str, dtype: DType, count: int, buffer: memoryview) -> Array:
     array: Array = np.empty(count, dtype)
     if count:
         array.data.cast("B")[:] = buffer
-        # To numpy a bool of 2 is neither True nor False.
+        # A bool must be stored as 0 or 1: numpy treats a stored 2 as neither True nor False.
         if dtype is _BOOL and (largest := np.maximum.reduce(array.view(np.uint8))) > 1:
             raise CodecError(f"key {name!r}: a bool is {largest}; only 0 and 1 are bools")
     return array

@@ -38,7 +38,7 @@ _ATTEMPT = re.compile(r"attempt_(\d+)")
 _HEADER, _CHECKSUM = "asyncrl_trajectory", "xxh3"  # in the file's metadata
 _MAX_HEADER_BYTES = 16_000_000
 _LENGTH_BYTES = 8  # safetensors begins with the length of its own header
-_SAY_AGAIN_S = 60.0  # losses are logged at most this often
+_SAY_AGAIN_S = 60.0  # minimum time between two warnings about trajectories that were not recorded
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class TrajectoryHeader(Struct, frozen=True, kw_only=True):
     """Header of a group's file: everything but the tensors."""
 
     format: int = FORMAT
-    meta: TrajectoryMeta  # as sent by the rollout worker; `keys` are the keys it sent, the file may hold more
+    meta: TrajectoryMeta  # as the rollout worker sent it; its `keys` are the keys sent, and the file may hold more
     seqlens: dict[str, list[int]]  # key -> length of each sequence
     step: int  # version in training when the group was used; in a rollout-only run: number of the batch
     position: int  # index in the batch, in canonical order
@@ -141,7 +141,7 @@ def _length(start: bytes) -> int:
 
 
 def _metadata(path: Path, content: bytes) -> tuple[str, str]:
-    """(our header as text, checksum) of a file's first bytes."""
+    """Return our header as text and the checksum, from the first bytes of a file."""
     length = _length(content)
     if len(content) < _LENGTH_BYTES + length or length > _MAX_HEADER_BYTES:
         raise TrajectoryError(
@@ -233,9 +233,10 @@ class Entry:
 
 
 class TrajectoryStore:
-    """Writes the files of one worker, and keeps them at about max_bytes in total.
+    """Writes the files of one worker, about max_bytes in total.
 
-    If it may prune, it then deletes the oldest steps as a whole, but never the newest step, whatever its size.
+    Once they exceed max_bytes, a store with `prune` deletes whole steps, the oldest first. It keeps the newest step, whatever its
+    size. A store without `prune` refuses further groups.
     """
 
     def __init__(
@@ -268,7 +269,7 @@ class TrajectoryStore:
         try:
             for entry in entries:
                 paths.append(self._write_one(step, batch, entry))
-        finally:  # files written before an error count too
+        finally:  # count also the files that were written before an error
             self._steps.append((paths, sum(path.stat().st_size for path in paths)))
         self._make_room()
 
@@ -276,7 +277,7 @@ class TrajectoryStore:
         if not self._prune and self.num_bytes > self._max_bytes:
             raise RecordingFullError(
                 f"record.max_bytes={self._max_bytes}: {self.folder} holds {self.num_bytes} bytes in {self.num_files} "
-                "trajectories; use a larger one, or fewer batches (train.max_steps)"
+                "trajectories; use a larger limit, or fewer batches (train.max_steps)"
             )
         header = TrajectoryHeader(
             meta=entry.meta,

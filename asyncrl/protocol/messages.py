@@ -83,12 +83,12 @@ class RolloutResult(Struct, frozen=True, kw_only=True):
 
     ticket_id: str
     outcome: Literal["stored", "rejected", "evaluated", "released"]
-    reason: str = ""  # for rejected and released; short, low cardinality: it becomes a metric label
-    detail: str = ""  # for people; each worker gives it only for its first result with this reason
+    reason: str = ""  # of outcome `rejected` or `released`; one of few short words, because it becomes a metric label
+    detail: str = ""  # text for people; each worker sends it only with its first result of this reason
     num_tokens: int = 0  # generated tokens, all sequences of the group
     lengths: list[int] = []  # response length of each sequence
     rewards: list[float] = []
-    version_start: int = -1  # oldest and newest version that sampled a token
+    version_start: int = -1  # oldest and newest version that sampled a token of the group; -1: none
     version_end: int = -1
 
 
@@ -116,7 +116,10 @@ class AllocateReply(Struct, frozen=True, kw_only=True):
 
 
 class FinishRequest(Struct, frozen=True, kw_only=True):
-    """POST /finish_rollout, a batch. The manager accepts an unknown ticket without any effect."""
+    """POST /finish_rollout: results of several tickets. The reply names the tickets that the manager does not know.
+
+    Results of unknown tickets have no effect.
+    """
 
     worker: str
     incarnation: str
@@ -144,7 +147,8 @@ class MovedTicket(Struct, frozen=True, kw_only=True):
 
 
 class HeartbeatReply(Struct, frozen=True, kw_only=True):
-    """revoked: tickets of this worker that the manager has taken back; the worker drops them. moved: repeated in every reply."""
+    """revoked: tickets of this worker that the manager has taken back; the worker drops them. moved: tickets that continue
+    at another server; every reply lists them all, because a reply may be lost."""
 
     revoked: list[str] = []
     moved: list[MovedTicket] = []
@@ -159,7 +163,7 @@ class ScheduleRequest(Struct, frozen=True, kw_only=True):
     worker: str
     lost_server: str = ""
     lost_url: str = ""  # URL of the lost server; the name is not enough, because a restarted server has the same name
-    busy: bool = False  # the server is healthy but accepts no more requests; the reply may name it again
+    busy: bool = False  # the present server is healthy, but its queue is full; the reply may name this server again
 
 
 class ScheduleReply(Struct, frozen=True, kw_only=True):
@@ -169,7 +173,7 @@ class ScheduleReply(Struct, frozen=True, kw_only=True):
 
 
 class TicketView(Struct, frozen=True, kw_only=True):
-    """The master's view of a live ticket."""
+    """A live ticket, as the manager reports it to the master."""
 
     ticket_id: str
     locator: Locator
@@ -184,7 +188,7 @@ class RejectedPrompt(Struct, frozen=True, kw_only=True):
 
     locator: Locator
     reason: str
-    detail: str = ""  # for people, if the rollout worker gave one
+    detail: str = ""  # text for people; "": the rollout worker sent none
     num_tokens: int = 0
     lengths: list[int] = []
 
@@ -201,7 +205,7 @@ class MasterReport(Struct, frozen=True, kw_only=True):
     stored: list[str]  # all tickets whose trajectories the master has accepted and not yet consumed
     revoke: list[str] = []  # overdue tickets to interrupt; their prompts return to the front of the queue
     rejected_seen: int = 0  # how many rejections the master has recorded: the manager forgets those
-    done: list[Locator] = []  # only at (re-)registration: see full
+    done: list[Locator] = []  # finished prompts after done_cursor; only if `full`
     full: bool = False  # a new master or a new manager: `done_cursor` and `done` describe all finished prompts
     done_cursor: Locator = Locator(0, 0)  # every prompt before it is done
     num_prompts: int = 0  # size of the prompt source
@@ -294,7 +298,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     sampling_params: SamplingParams
     rid: str
     return_logprob: bool = True
-    priority: int = 0  # above 0: scheduled before the waiting requests
+    priority: int = 0  # above 0: the request goes to the front of the queue
 
 
 class FinishReason(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -354,7 +358,7 @@ class UpdateWeightsReply(Struct, frozen=True, kw_only=True):
     success: bool
     message: str
     num_paused_requests: int = 0
-    mismatch: bool = False  # loaded, but the logprobs of the version's text differ from the trainer's
+    mismatch: bool = False  # the version is loaded, but the logprob check has found other logprobs than the trainer's
 
 
 class ModelInfo(Struct, frozen=True, kw_only=True):
@@ -392,7 +396,8 @@ class JoinUpdateGroup(Struct, frozen=True, kw_only=True):
 
 
 class BeginWeightUpdate(Struct, frozen=True, kw_only=True):
-    """POST /begin_weight_update. SGLang ignores this body. Our server reads it, so it can refuse the update in advance."""
+    """POST /begin_weight_update. SGLang ignores this body. Our server reads it, so it can refuse
+    the update before tensors are sent."""
 
     weight_version: str = ""
     specs: TensorSpecs = TensorSpecs()
@@ -405,7 +410,7 @@ class ReceiveWeights(TensorSpecs, frozen=True, kw_only=True):
 
     group_name: str = "weight_update_group"
     flush_cache: bool = True
-    weight_version: str | None = None  # set in the request for the last bucket
+    weight_version: str | None = None  # set only in the request for the last bucket
     load_format: str | None = None  # only flattened_bucket is sent
     limit_s: float = 60.0  # not in SGLang
 
@@ -429,7 +434,7 @@ class Load(Struct, frozen=True, kw_only=True):
     num_running_reqs: int
     num_waiting_reqs: int
     num_used_tokens: int  # of the KV cache
-    num_total_tokens: int  # num_used_tokens plus the tokens that waiting requests will hold at first
+    num_total_tokens: int  # num_used_tokens plus the need of waiting requests, which our server estimates
 
 
 class LoadsReply(Struct, frozen=True, kw_only=True):
@@ -479,7 +484,7 @@ class BroadcastReply(Struct, frozen=True, kw_only=True):
 
 
 class TrajectoryMeta(Struct, frozen=True, kw_only=True):
-    """The master's record of a stored trajectory: everything except the tensors."""
+    """A trajectory without its tensors. The rollout worker sends it with them to a head; the head sends only it to the master."""
 
     ticket_id: str
     locator: Locator
@@ -491,7 +496,7 @@ class TrajectoryMeta(Struct, frozen=True, kw_only=True):
     rewards: list[float]
     version_start: list[int]  # packed WeightVersion per sequence: oldest sampled token
     version_end: list[int]  # newest sampled token
-    birth_time: float  # start of the rollout, in seconds since the epoch
+    birth_time: float  # start of the rollout, in seconds since the epoch; see data/sequence.py
     task_id: int = 0
 
 
@@ -506,7 +511,7 @@ class StoreVerdict(Struct, frozen=True, kw_only=True):
 
 
 class WrittenFile(Struct, frozen=True, array_like=True):
-    """A file of a weight version that is not committed yet."""
+    """A file of a weight version, model or checkpoint that is not committed yet."""
 
     name: str
     size: int
@@ -523,9 +528,9 @@ class ExecuteMFC(Struct, frozen=True, kw_only=True, tag=True):
     parts: list[
         list[str]
     ] = []  # the ids of each data-parallel rank, in canonical order; all workers of a rank hold the input keys
-    locators: list[Locator] = []  # of ids: the prompts from which the MFC generates groups
+    locators: list[Locator] = []  # one for each of `ids`: the prompts from which the MFC generates groups
     eval_mode: Literal["", "greedy", "sampled"] = (
-        ""  # for a generating MFC: one response for each evaluation prompt; no worker stores it
+        ""  # not empty: an MFC that generates makes one response for each evaluation prompt, and stores none
     )
 
 
@@ -592,7 +597,7 @@ class ShareWeights(Struct, frozen=True, kw_only=True, tag=True):
     """
 
     model: str
-    folder: str  # its name in the run (run_folder.py)
+    folder: str  # name of this folder in the run (run_folder.py)
 
 
 class TakeWeights(Struct, frozen=True, kw_only=True, tag=True):
@@ -602,7 +607,7 @@ class TakeWeights(Struct, frozen=True, kw_only=True, tag=True):
     """
 
     model: str
-    folder: str  # its name in the run (run_folder.py)
+    folder: str  # name of this folder in the run (run_folder.py)
     share: float = 1.0
 
 
@@ -615,7 +620,7 @@ class WriteWeights(Struct, frozen=True, kw_only=True, tag=True):
 
     role: str
     weight_version: str
-    folder: str  # its name in the run (run_folder.py)
+    folder: str  # name of this folder in the run (run_folder.py)
     rewrite: bool = False
 
 
@@ -628,7 +633,7 @@ class CommitWeights(Struct, frozen=True, kw_only=True, tag=True):
 
     role: str
     weight_version: str
-    folder: str  # its name in the run (run_folder.py)
+    folder: str  # name of this folder in the run (run_folder.py)
     files: list[WrittenFile]
     rewrite: bool = False
 
@@ -644,7 +649,7 @@ class SaveModel(Struct, frozen=True, kw_only=True, tag=True):
     """Like WriteWeights, but for the user: Hugging Face format, which transformers can load."""
 
     role: str
-    folder: str  # its name in the run (run_folder.py)
+    folder: str  # name of this folder in the run (run_folder.py)
 
 
 class SaveCheckpoint(Struct, frozen=True, kw_only=True, tag=True):
@@ -653,13 +658,13 @@ class SaveCheckpoint(Struct, frozen=True, kw_only=True, tag=True):
     with `files`, and with the state of its interfaces in `stats`.
     """
 
-    folder: str  # its name in the run (run_folder.py)
+    folder: str  # name of this folder in the run (run_folder.py)
 
 
 class CommitCheckpoint(Struct, frozen=True, kw_only=True, tag=True):
     """To any one worker, when all files of a checkpoint are on disk: write the manifest, sync, rename to the final name."""
 
-    folder: str  # its name in the run (run_folder.py)
+    folder: str  # name of this folder in the run (run_folder.py)
     files: list[WrittenFile]
     state: dict[str, float]  # state of the interfaces, merged from all replies
     master: str = ""  # JSON: the state that the master needs to resume (checkpoints.MasterState)
@@ -668,15 +673,15 @@ class CommitCheckpoint(Struct, frozen=True, kw_only=True, tag=True):
 class LoadCheckpoint(Struct, frozen=True, kw_only=True, tag=True):
     """Inverse of SaveCheckpoint, at every worker of the trainer group, or of a detached group."""
 
-    folder: str  # its name in the run (run_folder.py)
+    folder: str  # name of this folder in the run (run_folder.py)
 
 
 class SaveBatch(Struct, frozen=True, kw_only=True, tag=True):
     """Write a batch with all its keys into a folder (data/bad_batches.py). Each head writes its own groups."""
 
-    folder: str  # its name in the run (run_folder.py)
+    folder: str  # name of this folder in the run (run_folder.py)
     version: int  # the weight version at which the step began
-    metas: list[TrajectoryMeta]  # of the whole batch, in canonical order
+    metas: list[TrajectoryMeta]  # metadata of all groups of the batch, in canonical order
 
 
 class ClearData(Struct, frozen=True, kw_only=True, tag=True):
@@ -725,11 +730,11 @@ class CallResult(Struct, frozen=True, kw_only=True):
     keys: list[str] = []
     stats: dict[str, float] = {}
     seconds: float = 0.0
-    files: list[WrittenFile] = []  # WriteWeights, SaveModel, SaveCheckpoint
+    files: list[WrittenFile] = []  # WriteWeights, SaveModel, SaveCheckpoint, ShareWeights
     num_bytes: int = 0  # Redistribute, Reallocate: bytes sent by this worker; FetchData: bytes received
     metas: list[
         TrajectoryMeta
-    ] = []  # an MFC that generates groups: the metadata of `ids`, stored here (an evaluation stores nothing)
+    ] = []  # an MFC that generates groups: metadata of the groups that this worker stores (in an evaluation: none)
     rejected: list[RejectedPrompt] = []  # the prompts for which it generated no group
     unfetched: str = ""  # FetchData: the missing data and the reason; a retry is safe and changes nothing
 
@@ -756,14 +761,14 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
         "starting", "running", "stopping", "stopped", "done", "error"
     ]  # stopped: stopped on request before its work was done
     time: float  # seconds since the epoch
-    progress: int  # increases with each turn of the worker's loop
+    progress: int  # counts signs of life: units of work, and status reports, which need a turn of the event loop
     waits: list[Wait] = []
     queues: dict[str, int] = {}
     version: str = ""
     error: str = ""
-    fatal: bool = False  # the cause lies in the user's input (config, data, disk), so a restart would meet it again
-    restarts: int = 0  # how often the launcher has restarted it
-    host: str = ""  # its host, in a run with more than one; filled in by the launcher
+    fatal: bool = False  # the cause lies in the user's input (config, data) or the disk: it would recur after a restart
+    restarts: int = 0  # how often the launcher has restarted this worker
+    host: str = ""  # host of this worker, in a run with several hosts; the launcher fills it in
 
 
 # -------------------------------------------------------------------- launcher <-> host daemons, through name resolve
@@ -816,7 +821,7 @@ class ObservedProcess(Struct, frozen=True, kw_only=True):
     log: str = ""
     status: WorkerStatus | None = None
     cpu_s: float = 0.0  # CPU time of a live process, in whole seconds, because each change of a report is sent
-    returncode: int | None = None  # of a process that has ended or could not be started
+    returncode: int | None = None  # exit code of a process that has ended or could not be started
     ended: float = 0.0  # unix seconds
     how: str = ""  # how it ended, in one line
     tail: str = ""  # end of its log, once it has ended
@@ -828,6 +833,6 @@ class HostReport(Struct, frozen=True, kw_only=True):
     """
 
     host_daemon: str  # the host daemon's incarnation
-    launcher: str  # incarnation of the launcher that it obeys
+    launcher: str  # incarnation of the launcher that the host daemon obeys
     processes: list[ObservedProcess] = []
     notices: list[tuple[int, str]] = []  # messages for the user: the newest ones, numbered

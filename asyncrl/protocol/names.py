@@ -57,8 +57,8 @@ class Names:
         self._hosts = f"{PREFIX}-hosts{self.root.removeprefix(PREFIX)}"
 
     def owner(self) -> str:
-        """The owner of this name, if runs share an etcd: the launcher's host and folder. The key is the subtree's root,
-        not below it.
+        """The owner of this run's name, if runs share an etcd: the launcher's host and folder. The key is `root` itself,
+        above all other keys of the run.
         """
         return self.root
 

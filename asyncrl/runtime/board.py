@@ -19,7 +19,7 @@ State = Literal["starting", "running", "stopping", "stopped", "done", "error"]
 
 LONG_WAIT_S = 20.0  # a longer wait is logged once, with its name and source
 _CLOCK_SLACK_S = 0.001  # the loop's timers may fire early by the clock's resolution
-_OWN_LIMIT_SLACK_S = 5.0  # extra time for an awaited object that has its own limit to end with a more specific error
+_OWN_LIMIT_SLACK_S = 5.0  # time after the limit in which an awaited object with the same limit can raise its own error
 
 
 class WaitTimeoutError(TimeoutError):
@@ -172,7 +172,7 @@ class _BoundedWait:
         self._shown.__exit__()
         try:
             await self._timeout.__aexit__(kind, error, trace)
-        except TimeoutError:  # raised by this limit; a timeout from inside arrives as `error`
+        except TimeoutError:  # this limit has passed; a TimeoutError from inside the block would be `error`
             what, on, _, limit_s, _ = self._shown.wait
             assert limit_s is not None
             raise WaitTimeoutError(what, on, limit_s) from None

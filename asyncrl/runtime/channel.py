@@ -90,7 +90,7 @@ class _Message:
         self.nbytes = len(header) + sum(self.sizes)
         self.read = read
         self.future = future
-        self.digest: int | None = None  # of the frames when first sent
+        self.digest: int | None = None  # checksum of the frames, computed when they are first sent
 
     def settle(self, refused: bool, verdict: bytes) -> None:
         if refused:
@@ -153,7 +153,7 @@ class ChannelSender:
             credit_items=limits.credit_items, credit_bytes=limits.credit_bytes, resend_after_s=limits.resend_after_s
         )
         self._backlog: OrderedDict[_Message, None] = OrderedDict()  # messages of `send` that wait for credit
-        self._places = Fence[tuple[int, int] | None](None)  # of the receivers under the name; see Endpoint.place
+        self._places = Fence[tuple[int, int] | None](None)  # of receivers under the name; see Endpoint.place
         self._link: _Link | None = None  # None: no receiver has appeared under the name yet
         self._answered = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
@@ -387,7 +387,7 @@ class ChannelSender:
             return
         link = self._link
         if report.target != self._incarnation or link is None or report.source != link.endpoint.incarnation:
-            return  # from or for an earlier incarnation: its verdicts do not count here
+            return  # for an earlier sender, or from an earlier receiver: the report is ignored
         now = self._loop.time()
         if not self._window.answered:
             self._window.heard()
@@ -467,7 +467,8 @@ class Delivery:
         return self._peer.name
 
     def ack(self, verdict: bytes = b"") -> None:
-        """Accept the message, which is now safe here. The sender gets the verdict and forgets the message."""
+        """Accept the message: the sender gets the verdict and forgets the message. Call this once the message cannot be
+        lost here."""
         self._settle(Verdict(False, verdict))
 
     def refuse(self, reason: str) -> None:
@@ -508,7 +509,7 @@ class ChannelReceiver:
         self._ordered = ordered
         self._transport = transport or ZmqTransport()
         self._incarnation = f"{name}.{self._transport.new_id()[:12]}"
-        self._peers: OrderedDict[str, _Peer] = OrderedDict()  # by incarnation, the longest silent first
+        self._peers: OrderedDict[str, _Peer] = OrderedDict()  # by sender incarnation, the longest silent first
         self._queue: asyncio.Queue[Delivery | Exception] = asyncio.Queue()  # an error: no further messages arrive
         self._queue_bytes = 0
         self._paused = False
@@ -587,7 +588,7 @@ class ChannelReceiver:
             if message.low < 0:
                 raise msgspec.DecodeError(f"low is {message.low}")
             if message.target != self._incarnation:
-                return  # for an earlier receiver at this address, whose sender will find the next receiver by name
+                return  # for an earlier receiver at this address; the sender will find the present one by name
             peer = self._peers.get(message.source) or self._new_peer(message)
         except (*DECODE_ERRORS, ValueError) as error:
             self.num_malformed += 1
@@ -601,7 +602,7 @@ class ChannelReceiver:
         # Wrong sizes mean that the message is malformed, not damaged: it is refused below
         if digest_of(frames[1:]) != message.digest and has_sizes(frames[1:], message.sizes):
             self._note_damaged(peer, message.seq)
-            self._answer(peer, [message.seq], message.low)  # as if queried: it is missing and is sent again
+            self._answer(peer, [message.seq], message.low)  # report the message as missing: the sender sends it again
             return
         arrival = peer.ledger.arrive(message.seq, message.low)
         if arrival == "new":
@@ -645,7 +646,7 @@ class ChannelReceiver:
 
     def _enqueue(self, deliveries: Sequence[Delivery | None]) -> None:
         for delivery in deliveries:
-            if delivery is not None:  # otherwise it was refused, and only keeps its place in the order
+            if delivery is not None:  # None: the message was refused, and only keeps its place in the order
                 self._queue_bytes += delivery.nbytes
                 self._queue.put_nowait(delivery)
         if not self._paused and self._full() and self._pull is not None:
@@ -686,7 +687,7 @@ class ChannelReceiver:
         peer.push = self._connect(peer.back)
         for earlier in self._peers.values():
             if earlier.name == peer.name:
-                self._hang_up(earlier)  # that sender is gone; its messages remain valid
+                self._hang_up(earlier)  # that sender is gone; its messages that have arrived remain valid
         self._peers[peer.source] = peer
         while len(self._peers) > MAX_PEERS:
             silent = next((peer for peer in self._peers.values() if not peer.ledger.num_held), None)

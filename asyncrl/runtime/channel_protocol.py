@@ -35,12 +35,12 @@ _JOINED_BYTES = 1 << 15  # frames up to this size are joined into one: a frame c
 # Maximum distance between the oldest unacknowledged message and the newest one. It bounds a receiver's memory.
 WINDOW_SPAN = 4096
 MAX_SENDS = 16  # a message that is still missing after this many sends is given up
-MAX_BACKOFF = 8  # the interval of resend queries grows to at most this multiple
+MAX_BACKOFF = 8  # the interval of resend queries grows to at most this many times resend_after_s
 MAX_QUERY = 1024  # sequence numbers in one resend query
 
 
 class ChannelError(Exception):
-    """Base class: the sender will get no verdict that accepts the message."""
+    """Base class of the errors of a message that has failed: the sender will get no verdict that accepts it."""
 
 
 class ChannelRefused(ChannelError):
@@ -89,8 +89,8 @@ class Endpoint(Struct, frozen=True):
     address: str
     incarnation: str
     max_message_bytes: int
-    attempt: int = 1  # of the receiver; senders never return to a lower one
-    group_incarnation: int = 0  # of a detached worker group; senders never return to a lower one in the same attempt
+    attempt: int = 1  # attempt of the receiver; senders never return to a lower attempt
+    group_incarnation: int = 0  # of a detached worker group; within an attempt senders never return to a lower one
 
     @property
     def place(self) -> tuple[int, int]:
@@ -107,7 +107,7 @@ class Data(Struct, frozen=True, array_like=True, tag="data"):
     seq: int
     sizes: list[int]  # of the message's frames; see `pack`
     header: bytes
-    digest: int = 0  # of the frames as sent; see `digest_of`
+    digest: int = 0  # checksum of the frames as sent; see `digest_of`
 
 
 class ResendQuery(Struct, frozen=True, array_like=True, tag="probe"):

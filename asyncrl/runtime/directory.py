@@ -15,7 +15,7 @@ from asyncrl.protocol.names import Names
 from asyncrl.runtime.board import StatusBoard, WaitTimeoutError
 from asyncrl.runtime.names.interface import NameResolver, WatchEvent
 
-_MAX_WATCH_EVENTS = 10_000  # queued for the event loop; above this, only the newest of each key
+_MAX_WATCH_EVENTS = 10_000  # changes queued for the event loop; above this, only the newest change of each key is kept
 
 
 class Directory:
@@ -55,9 +55,9 @@ class Directory:
 
 
 class _Changes:
-    """A queue of changes from a name-resolve thread to the event loop. Above _MAX_WATCH_EVENTS, because the loop is
-    blocked, it keeps only the newest change of each key, as the watch itself does: no current state is lost. With
-    very many keys, it does so again only when the queue has doubled, so this costs little per change.
+    """A queue of changes from a name-resolve thread to the event loop. If the loop is blocked and more than
+    _MAX_WATCH_EVENTS changes wait, the queue drops all but the newest change of each key. The reader still learns the
+    current state. The queue drops changes again only when its length has doubled, so dropping costs little per change.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -74,7 +74,7 @@ class _Changes:
                 self._waiting = deque({event.key: event for event in self._waiting}.values())
                 self._sort_out_at = max(_MAX_WATCH_EVENTS, 2 * len(self._waiting))
             is_first = len(self._waiting) == 1
-        if is_first:  # the reader then also takes events that arrive meanwhile
+        if is_first:  # wake the reader; it also takes the events that arrive before it runs
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._news.set)
 

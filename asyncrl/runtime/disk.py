@@ -24,7 +24,7 @@ _EXPLAINED = {
     *NO_MORE_FILES,
     errno.EFBIG,
     errno.EIO,
-}  # other errors have other causes than disks, such as a removed folder
+}  # errors that are not listed have other causes than disks, such as a removed folder
 _MAX_CAUSES = 20  # in a chain of exceptions
 _OPEN_FILES = 65_536  # enough; more would slow process start on systems that close descriptors one by one
 LEAST_OPEN_FILES = 256  # the quickstart runs with this limit; etcd refuses fewer than 150
@@ -81,14 +81,14 @@ def too_many_open_files(number: int) -> str:
         return f"{os.strerror(number)} on the whole machine; raise it: sysctl fs.file-max"
     allowed, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
-        f"{os.strerror(number)}: the limit is {allowed}, sockets and pipes included, and can be raised to {highest}; "
+        f"{os.strerror(number)}: the soft limit is {allowed}, sockets and pipes included, and the hard limit {highest}; "
         "raise both (`ulimit -Hn 65536`, LimitNOFILE of a service), or set rollout.max_concurrent_per_worker=... lower"
     )
 
 
 def out_of_files(error: object) -> StorageError | None:
-    """Return the error as a StorageError, if it or one of its causes is a lack of file descriptors. Returns None otherwise,
-    and if the error already is, or comes from, a StorageError.
+    """Return a StorageError if the error, or an error that caused it, is a lack of file descriptors. None otherwise, and
+    if the error is a StorageError or was caused by one.
     """
     for _ in range(_MAX_CAUSES):
         if not isinstance(error, BaseException):

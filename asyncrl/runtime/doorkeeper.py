@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 4096
 _EVENTS = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
-_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h; not in Python's socket
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # from asm-generic/socket.h; Python's socket module lacks them
 _DROP_ALL = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # one instruction: return 0
 
 

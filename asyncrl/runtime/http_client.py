@@ -42,7 +42,7 @@ class BoundedResponse(aiohttp.ClientResponse):
                             f"{self.url} answers with more than {MAX_ANSWER_BYTES} bytes (runtime/http_client.py: MAX_ANSWER_BYTES)"
                         )
             except BaseException:
-                self.close()  # the rest must not be taken for the next reply
+                self.close()  # otherwise the rest of this reply would be read as the next one
                 raise
             self._body = bytes(body)
         return await super().read()

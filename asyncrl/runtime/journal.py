@@ -42,11 +42,11 @@ class BackgroundJournal:
         """
         self._path = path
         self._writer = JsonLinesWriter(path)
-        self.last = _last_record(path)  # from the previous process with this journal; None: there is none
+        self.last = _last_record(path)  # last record of the previous process with this journal; None: there is none
         self._max_unwritten, self._most_at_once, self._retry_s = max_unwritten, most_at_once, retry_s
         self._unwritten: list[bytes] = []
         self._news = asyncio.Event()
-        self._lock = threading.Lock()  # at the end two threads may write
+        self._lock = threading.Lock()  # `close` may write while the thread of `run` still does
 
     @property
     def num_unwritten(self) -> int:

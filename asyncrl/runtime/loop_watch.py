@@ -12,7 +12,7 @@ import threading
 
 from asyncrl.runtime.stacks import stack_of
 
-_MAX_FRAMES = 12  # of the stack in the warning
+_MAX_FRAMES = 12  # most stack frames that the warning shows
 _AWAKE_S = 1.0  # grace for the loop to turn after a stopped process resumes
 
 

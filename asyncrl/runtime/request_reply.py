@@ -210,7 +210,7 @@ class NameResolvingRequestClient:
         if group is None:
             return
         if self._incarnations[group].connected(index, endpoint.group_incarnation):
-            for worker in group:  # the group's live workers wait for the one that ended
+            for worker in group:  # also of live workers: they wait for the worker that ended, and will not answer
                 error = ReceiverRestarted(
                     f"{_worker_name(worker)}: its worker group has ended; incarnation {endpoint.group_incarnation} begins"
                 )

@@ -43,7 +43,7 @@ TOKEN_FILE = "token"  # a file of its own, for people: curl -H "Authorization: B
 _TOKEN_BYTES = 32
 _HANDSHAKE_MS = 10_000  # limit for a silent stranger's connection
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
-_ZAP_PARTS = 7  # of a request with CURVE: version, id, domain, address, identity, mechanism, key
+_ZAP_PARTS = 7  # number of parts of a request with CURVE: version, id, domain, address, identity, mechanism, key
 _SAY_AGAIN_S = 60.0
 
 
@@ -228,7 +228,7 @@ class Gatekeeper:
     """ZeroMQ's authentication handler (ZAP, RFC 27) of a context: decides which keys each domain admits. It runs on a
     thread, because ZeroMQ asks from its own thread and a busy event loop must not delay a sender.
 
-    waits for: handshakes.  unblocked by: them; the end of the context.
+    waits for: handshakes.  unblocked by: a handshake; the end of the context.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:

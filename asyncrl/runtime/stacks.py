@@ -32,7 +32,7 @@ _REQUEST = signal.SIGUSR1
 _HEADER = "asyncrl stacks of"
 _BEGIN, _TASKS, _END = "-- threads --\n", "-- tasks --\n", "-- end --\n"
 _MAX_FILE_BYTES = 1_000_000  # a larger file is truncated at the next request
-_MAX_KINDS = 200  # of tasks, in one answer: tasks that wait at the same place are one kind
+_MAX_KINDS = 200  # most kinds of tasks in one answer; tasks that wait at the same place are one kind
 _MAX_FRAMES = 40  # of a task
 _POLL_S = 0.005
 _ENDED, _STANDS_STILL = {"", "Z", "X"}, {"T", "t"}  # states in /proc
@@ -241,7 +241,7 @@ class _Request:
 def _signal_thread(pid: int, thread: int) -> None:
     try:
         ctypes.CDLL(None).tgkill(pid, thread, int(_REQUEST))
-    except AttributeError:  # glibc before 2.30, and other systems: the handler in answer_requests passes it on
+    except AttributeError:  # no tgkill (glibc before 2.30, other systems): a handler passes the signal to the thread
         os.kill(pid, _REQUEST)
 
 

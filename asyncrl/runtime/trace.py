@@ -37,7 +37,7 @@ class TraceHeader(msgspec.Struct, frozen=True):
 
     process: str  # e.g. rollout_worker/1
     pid: int
-    order: int  # its position among the processes in the timeline
+    order: int  # position of the process among the processes in the timeline
     boot: str  # identifies the machine and its boot: processes with the same value share a clock
     unix_us: int  # calendar minus monotonic clock, in microseconds
 

@@ -189,7 +189,7 @@ class _ZmqPull(PullSocket):
         if not self._reading:
             self._reading = True
             self._loop.add_reader(self._fd, self._drain)
-            self._loop.call_soon(self._drain)  # messages that have arrived may have been signalled already
+            self._loop.call_soon(self._drain)  # ZeroMQ does not signal again the messages that have arrived before
 
     def close(self) -> None:
         self.pause()
@@ -460,7 +460,7 @@ class _FaultyPush(PushSocket):
     def __init__(self, transport: FaultyTransport, push: PushSocket) -> None:
         self._transport = transport
         self._push = push
-        self._late: set[asyncio.TimerHandle] = set()  # bounded by the window: the sender queries before it resends
+        self._late: set[asyncio.TimerHandle] = set()  # of delayed messages, no more than the sender's window
 
     def send_nowait(self, frames: Sequence[Buffer]) -> bool:
         transport = self._transport

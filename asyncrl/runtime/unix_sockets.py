@@ -33,7 +33,9 @@ _folder = ""
 
 
 def use(folder: str) -> None:
-    """Make this process bind in that folder from now on; "": on TCP. Call it before the first socket is created."""
+    """Make this process bind its sockets in this folder from now on, or on TCP if it is "". Call it before the first
+    socket is created.
+    """
     global _folder
     _folder = folder
 

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from asyncrl.config.schema import WandbConfig
 
-STEP = "train_step"  # the horizontal axis: evaluations end after later steps, and W&B's own step only grows
+STEP = "train_step"  # horizontal axis. W&B's own step may not decrease, but evaluations of earlier steps end later
 MAX_QUEUE = 10_000  # records waiting for wandb.init or for a slow disk
 SLACK_S = 5.0  # beyond wandb's own limits
 

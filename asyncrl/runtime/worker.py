@@ -94,7 +94,7 @@ class Worker:
         """Run the process from start to end. Raises the error that made the worker fail."""
         loop = asyncio.get_running_loop()
         for signum in _STOP_SIGNALS:
-            with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):  # not on the main thread: a test
+            with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):  # not the main thread, as in tests
                 loop.add_signal_handler(signum, self.stopping.set)
         loop.set_exception_handler(self._on_loop_error)
         self.logger.info("setting up")  # imports are done
@@ -261,5 +261,5 @@ def _end_loop(loop: asyncio.AbstractEventLoop, limit_s: float) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     loop.close()
     for signum in _STOP_SIGNALS:
-        with contextlib.suppress(ValueError):  # not on the main thread: a test
+        with contextlib.suppress(ValueError):  # not the main thread, as in tests
             signal.signal(signum, signal.SIG_IGN)

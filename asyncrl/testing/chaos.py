@@ -34,8 +34,8 @@ from asyncrl.testing.runs import (
 from asyncrl.weights.lineage import audit
 
 STEPS, BATCH, GROUP, ETA = 60, 8, 4, 2
-REWARD_BAR = 0.8  # least mean reward of the last steps; a policy that learned nothing has 0.02
-LAUNCHER_LIMIT_S = 10.0  # all processes end within this time after their launcher
+REWARD_BAR = 0.8  # the mean reward of the last steps must reach this; a policy that learned nothing has 0.02
+LAUNCHER_LIMIT_S = 10.0  # after the launcher has ended, all its processes must end within this time
 
 _LAST_STEPS = 5
 _STEP_LIMIT_S = 120.0  # limit until the run trains again after a fault
@@ -227,7 +227,7 @@ class ChaosRun:
 def problems_of(run_dir: Path, eta: int) -> list[str]:
     """Problems in the journals of a run: those of the audit, and too much off-policyness."""
     audited = audit(run_dir)
-    found = [*audited.problems, *(() if audited.complete else ("the journal has no end of the run",))]
+    found = [*audited.problems, *(() if audited.complete else ("the journal does not record the end of the run",))]
     worst = max((step["offpolicy/head_max"] for step in train_steps(run_dir)), default=0.0)
     if worst > eta:
         found.append(f"off-policyness reached {worst:g}, but manager.max_head_offpolicyness is {eta}")

@@ -49,7 +49,7 @@ class LongTail:
     """
 
     seed: int
-    prompt_tokens: int  # in a prompt, including the member's token
+    prompt_tokens: int  # tokens of a prompt, including the member's token
 
     def length(self, input_ids: Sequence[int]) -> int:
         """Tokens of the whole response, including EOS. input_ids: the prompt, and perhaps a part of the response."""

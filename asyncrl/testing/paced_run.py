@@ -31,7 +31,7 @@ from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer
 
 PROMPT_DIGITS = 6
 PROMPT_TOKENS = PROMPT_DIGITS + 1  # including the member's token
-_START_LIMIT_S = 180.0  # of each process, on a busy machine
+_START_LIMIT_S = 180.0  # limit for the start of each process, on a busy machine
 _STOP_LIMIT_S = 60.0
 
 _CONFIG = """\

@@ -44,9 +44,9 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens_per_s: float  # of one slot
     step_s: float  # of one train step
-    load_s: float = 0.0  # of a server's load of new weights, in addition to their verification
+    load_s: float = 0.0  # time for which a server loads new weights, in addition to their verification
     seed: int = 1  # of the response lengths
-    prompt_tokens: int  # in a prompt, including the token of the group's member
+    prompt_tokens: int  # tokens of a prompt, including the token of the group's member
 
 
 class PacedServer(Worker):

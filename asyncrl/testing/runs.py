@@ -85,7 +85,7 @@ class RunHandle:
         """Wait for a true value of the condition. Raise AssertionError with the output if the run ends or limit_s passes first."""
         deadline = self._clock.monotonic() + limit_s
         while True:
-            ended = self.popen.poll() is not None  # before the condition, which may become true just before the end
+            ended = self.popen.poll() is not None  # read first: the condition may become true just before the run ends
             if value := condition():
                 return value
             if ended or self._clock.monotonic() > deadline:
@@ -243,7 +243,7 @@ def _names(run_dir: Path, cmdline: list[str]) -> bool:
 def _environment_names(run_dir: Path, process: psutil.Process) -> bool:
     try:
         environment = process.environ()
-    except (psutil.Error, OSError):  # it has ended, or belongs to another user
+    except (psutil.Error, OSError):  # the process has ended, or belongs to another user
         return False
     return str(run_dir) in (environment.get(RUN_DIR_ENV), environment.get(_LAUNCHED_ENV))
 

@@ -118,7 +118,7 @@ def make_tiny_model(
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     assert model.generation_config is not None
-    # Not in `config`: there it would keep EOS's embedding from learning
+    # Not in `config`: the embedding of the padding token, which is EOS here, would not learn
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     if path is not None:
         tokenizer.save_pretrained(path)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 Pair = tuple[str, str]  # prompt, and its answer or a demonstration
-_POOL_BATCHES = 8  # demonstrations of this many batches are sorted by length before they are batched, for less padding
+_POOL_BATCHES = 8  # so many batches of demonstrations are drawn together and sorted by length, for less padding
 
 
 class Reward(Protocol):
@@ -140,7 +140,8 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, recipe: Re
             losses = torch.nn.functional.cross_entropy(
                 logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
             )
-            # The divisor is the mean over batches, so that each token has the same weight in short and long batches
+            # Divide by the mean number of tokens per batch, not by that of this batch: each token then has the same weight in short
+            # and in long batches
             loss = losses / mean_tokens
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]

@@ -1,12 +1,13 @@
-"""Makes SGLang importable on a CPU without AMX: run by launcher/setup_sglang.sh --cpu with the interpreter of SGLang's environment.
+"""Makes SGLang importable on a CPU without AMX. launcher/setup_sglang.sh --cpu runs it with the Python of SGLang's environment.
 
-Two packages that SGLang imports have a compiled part that cannot be had or loaded there, and which serving text never calls:
+SGLang imports two packages whose compiled parts do not exist for such a CPU or cannot be loaded. Serving text never calls these
+parts.
 
-- sgl_kernel: the stub beside this file is copied into the environment, unless a real one is installed;
-- torchvision: its wheel is built for another build of torch, so that its operators do not exist, and registering their shapes
-  fails at import. The decorators that do so are commented out; the functions stay, unused.
+- sgl_kernel: this script copies the stub beside this file into the environment, unless a real sgl_kernel is installed there.
+- torchvision: its wheel is built for another build of torch. Its operators therefore do not exist, and registering their shapes
+  fails at import. This script comments out the decorators that register them. The decorated functions stay, unused.
 
-Changes nothing outside that environment, and nothing there that was changed before.
+The script changes nothing outside that environment. A second run changes nothing.
 """
 
 import importlib.util
@@ -30,9 +31,9 @@ def main() -> None:
 
 
 def install_stub(target: Path) -> str:
-    """A real sgl_kernel is left alone: it has more than the one file of the stub."""
+    """Copy the stub to `target` and return what was done. A real sgl_kernel, which has more files than the stub's one, stays."""
     if target.is_dir() and any(entry.name not in {"__init__.py", "__pycache__"} for entry in target.iterdir()):
-        return f"{target} is a real sgl_kernel: left as it is"
+        return f"{target} is a real sgl_kernel: it is not changed"
     shutil.copytree(STUB, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     return f"{target} stands in for sgl_kernel"
 
@@ -46,7 +47,7 @@ def patch_torchvision(file: Path) -> str:
 
 
 def _folder_of(package: str) -> Path:
-    """Found without importing it, which would fail."""
+    """Return the folder of an installed package. Do not import the package, which would fail."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         sys.exit(f"{package} is not installed in {sys.prefix}")

@@ -133,14 +133,14 @@ def test_processes_that_have_too_few_open_files(tmp_path: Path) -> None:
             manager.rlimit(psutil.RLIMIT_NOFILE, limits)
             assert "asyncrl_manager_live" in asked.result(LIMIT_S)
         (told,) = [line for line in log.read_text().splitlines() if line.endswith("trying again")]
-        assert "Too many open files: the limit is 3, sockets and pipes included" in told
+        assert "Too many open files: the soft limit is 3, sockets and pipes included" in told
         run.wait_for_step(step + 3, LIMIT_S)
 
         no_more_files(run.worker("rollout_worker/0"))
         run.worker("generation_server/0").kill()  # the next one has another address
         assert run.wait(LIMIT_S) == 1
         assert "failed: rollout_worker/0 failed" in run.output()
-        assert "Too many open files: the limit is 3, sockets and pipes included" in run.output()
+        assert "Too many open files: the soft limit is 3, sockets and pipes included" in run.output()
         assert "set rollout.max_concurrent_per_worker=... lower" in run.output()
         assert "Traceback" not in run.output()
     assert_nothing_left(run.run_dir)

@@ -66,17 +66,18 @@ def _comments(name: str, text: str) -> Iterator[Passage]:
     """Blocks of comment lines. A comment behind code comes with its line."""
     block: list[str] = []
     first = last = 0
+    grows = False  # whether the block consists of lines of their own; a comment behind code is complete
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type != tokenize.COMMENT:
             continue
         words = token.string.lstrip("# ")
         alone = token.line.lstrip().startswith("#")
-        if block and token.start[0] == last + 1 and alone:
+        if block and token.start[0] == last + 1 and alone and grows:
             block.append(words)
         else:
             yield Passage(name, first, "comment", " ".join(block))
             block = [words if alone else f"`{token.line[: token.start[1]].strip()}` {words}"]
-            first = token.start[0]
+            first, grows = token.start[0], alone
         last = token.start[0]
     yield Passage(name, first, "comment", " ".join(block))
 

@@ -108,7 +108,7 @@ def test_every_file_is_checked_before_the_run_starts(tmp_path):
     check_replay(good, vocab_size=64, tokenizer="")
     with pytest.raises(ConfigError, match="another tokenizer"):
         check_replay(good, vocab_size=64, tokenizer="theirs")
-    with pytest.raises(ConfigError, match="has the token 7, but the model at model_path has 6"):
+    with pytest.raises(ConfigError, match="has the token id 7, but the model at model_path has only 6 tokens"):
         check_replay(good, vocab_size=6, tokenizer="ours")
     file = good.batches[1][1].path
     content = file.read_bytes()

@@ -170,7 +170,7 @@ class Watch:
                     self._callback(event)
                 except Exception:
                     logger.exception("callback of the watch on %s failed at %s", self.what, event)
-        except BaseException:  # such as KeyboardInterrupt: the next caller continues
+        except BaseException:  # such as KeyboardInterrupt: the next caller of _deliver continues
             self._end_delivery()
             raise
 
@@ -199,7 +199,7 @@ class Lease:
 
     def __init__(self, resolver: NameResolver, lease_id: int, ttl_s: float) -> None:
         self.id = lease_id
-        self.ttl_s = ttl_s  # as granted; a backend may round it up
+        self.ttl_s = ttl_s  # time to live as granted; the backend may have rounded it up
         self._resolver = resolver
 
     def refresh(self) -> bool:

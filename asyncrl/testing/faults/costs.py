@@ -32,7 +32,7 @@ from asyncrl.weights.lineage import audit_of, read_attempts
 PARTS = ("frozen", "detection", "restart", "refill")
 
 _REFILL_STEPS = 10
-_LEAST_CALM_STEPS = 10  # with fewer undisturbed steps the pace is unknown
+_LEAST_CALM_STEPS = 10  # with fewer undisturbed steps the usual duration of a step is unknown
 _RUNNING = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}) \w+ +(\S+): running$", re.MULTILINE)
 
 Event: TypeAlias = "Mapping[str, Any]"
@@ -61,7 +61,7 @@ class Costs(Struct, frozen=True, kw_only=True):
     step_s: float  # undisturbed duration of a train step
     time_s: float  # duration of all parts together
     of_faults: list[Cost]
-    again_s: float  # for steps that were trained again from an earlier checkpoint
+    again_s: float  # seconds lost because steps were trained again from an earlier checkpoint
 
     @property
     def lost_s(self) -> float:
@@ -151,7 +151,7 @@ def stages_of(
 
 
 def _ready(name: str, struck: float, noticed: float, began: Sequence[tuple[float, str]]) -> float:
-    """The time at which the replacement process ran; for a trainer group: at which all its processes ran."""
+    """The time at which the replacement process began to run; for a trainer group: at which all its processes ran."""
     trains = name.partition("/")[0] in TRAINER_KINDS
     names = {other for _, other in began if other.partition("/")[0] in TRAINER_KINDS} if trains else {name}
     first = [min((at for at, other in began if other == member and at > struck), default=noticed) for member in names]
@@ -210,7 +210,7 @@ def cost_lines(costs: Costs) -> list[str]:
     total = {part: sum(cost.lost_s[part] for cost in costs.of_faults) for part in PARTS}
     lines.append(f"{'all':<36}" + "".join(f"{total[part]:>11.1f}" for part in PARTS))
     lines.append(
-        f"{costs.lost_s:.1f} s lost of {costs.time_s:.1f} s affected by faults, {costs.again_s:.1f} s of it for steps that "
+        f"{costs.lost_s:.1f} s lost of {costs.time_s:.1f} s affected by faults, {costs.again_s:.1f} s of this loss for steps that "
         f"were trained again; undisturbed, a step takes {costs.step_s:.2f} s"
     )
     return lines

@@ -2,8 +2,8 @@
 
 One line per fault: {"event": "fault", "number", "kind", "target", "name", "pid", "phase", "in_phase", "time"}; one when a stopped
 process continues or is found dead: {"event": "continued" | "killed_meanwhile", ...}; one when another process has taken the name of
-the struck one: {"event": "recovered", "name", "pid", "after_s", "time"}; {"event": "missed", "why"} if no process of the target
-was alive.
+the struck one: {"event": "recovered", "name", "pid", "after_s", "time"}; {"event": "missed", "why"} if no process of the
+target was alive, or if it ended before the phase came.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class Injector:
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.strikes: list[Strike] = []
-        self.recovered_s: dict[int, float] = {}  # by the fault's number: seconds until another process had the name
+        self.recovered_s: dict[int, float] = {}  # number of a fault -> seconds until another process had the name
         self._processes = RunProcesses(run_dir)
         self._phases = PhaseWatch(run_dir, clock)
         self._phase_limit_s = phase_limit_s
         self._notice, self._clock = notice, clock
         self._journal = JsonLinesWriter(run_dir / "journal" / f"{FAULTS_JOURNAL}.jsonl")
         self._stopped: list[_Stopped] = []
-        self._lost: list[Strike] = []  # faults after which another process must start
+        self._lost: list[Strike] = []  # injected faults whose process must be replaced and is not yet
 
     def run(
         self, faults: Sequence[Fault], *, until: Callable[[], bool], after_each: Callable[[], None] = lambda: None

@@ -23,7 +23,7 @@ from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.testing.faults.processes import RunProcesses
 from asyncrl.testing.faults.schedule import Phase
 
-TEMPORARY_SUFFIX = ".writing"  # of folders of weights and checkpoints that are being written
+TEMPORARY_SUFFIX = ".writing"  # suffix of folders of weights and checkpoints that are being written
 
 _LOOK_S = 0.02  # a process is observed for this long
 _POLL_S = 0.001
@@ -54,7 +54,8 @@ class PhaseWatch:
         return False
 
     def release(self, phase: Phase, stopped: psutil.Process | None = None) -> None:
-        """Continue the master after the fault, if the phase stopped it. stopped: the process that the fault keeps stopped."""
+        """Continue the master after the fault, if the phase stopped it. stopped: the process that the fault has stopped; if
+        that is the master, it stays stopped."""
         if phase == "push":
             self._signal_master(signal.SIGCONT, but_not=stopped)
 

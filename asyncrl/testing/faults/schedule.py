@@ -36,7 +36,7 @@ class Fault(Struct, frozen=True, kw_only=True):
 
     number: int
     kind: Kind
-    target: str  # of TARGETS, or the name of one worker
+    target: str  # one of TARGETS, or the name of one process, e.g. rollout_worker/1
     at: float  # earliest time, in seconds after the schedule's start
     phase: Phase = ""  # wait until the run is in this phase; "": do not wait
     stop_s: float = 20.0  # duration of `stop`
@@ -63,7 +63,7 @@ def schedule(
     weights: Mapping[str, float] | None = None,
     stop_s: tuple[float, float] = (1.0, 20.0),
 ) -> list[Fault]:
-    """Faults during for_s seconds, with `every` = (least, most) seconds between two. weights: relative
+    """Faults during for_s seconds, with `every` = (least, most) seconds between two faults. weights: relative
     frequency of each target (default: 1). stop_s: (least, most) duration of a stop.
     """
     least, most = every

@@ -1,8 +1,8 @@
-"""Stands where SGLang 0.5.23 imports its compiled kernels, which have no build for a CPU without AMX.
+"""A stub of the package from which SGLang 0.5.23 imports its compiled kernels. They have no build for a CPU without AMX.
 
-With `--device cpu --attention-backend torch_native` SGLang computes with torch alone. Yet some of its modules (speculative
-decoding, moving the KV cache) import these names when they are imported themselves. None of them is called on the way that
-asyncrl uses; one that is called all the same says so, instead of computing something else in silence.
+With `--device cpu --attention-backend torch_native` SGLang computes with torch alone. Some of its modules (speculative decoding,
+moving the KV cache) nevertheless import these names. Generation for asyncrl calls none of them. If one is called, it raises
+NotImplementedError instead of computing something wrong.
 """
 
 from collections.abc import Callable

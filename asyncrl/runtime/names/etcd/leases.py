@@ -27,7 +27,7 @@ from asyncrl.runtime.names.interface import (
 logger = logging.getLogger(__name__)
 
 _LOST_CHECK_S = 0.5  # between two checks while a lease or its entries are lost
-_FOREIGN_FORGET_S = 120.0  # then a session forgets another session's lost lease and its own entries there
+_FOREIGN_FORGET_S = 120.0  # another session's lease is lost this long: forget it, and our entries under it
 _JOIN_LIMIT_S = 2.0
 _EVENT_DELETE = 1
 _NO_LEASE = 0
@@ -37,8 +37,8 @@ _NO_LEASE = 0
 class LeaseIntervals:
     """How often a session checks its leases. Shorter intervals detect a loss earlier but cause more requests to etcd."""
 
-    refresh_s: float = 3.0  # for a lease that the session keeps alive; see refresh_interval
-    check_s: float = 5.0  # for another session's lease that has entries of this one: was it lost?
+    refresh_s: float = 3.0  # between two refreshes of a lease that this session keeps alive; see refresh_interval
+    check_s: float = 5.0  # between two checks whether another session's lease with entries of ours was lost
 
 
 USUAL = LeaseIntervals()
@@ -50,9 +50,9 @@ class _HeldLease:
 
     id: int
     ttl_s: int = 0
-    kept: bool = False  # by this session; otherwise another session refreshes it
+    kept: bool = False  # True: this session refreshes the lease; False: another session does
     due: float = -math.inf  # time.monotonic(): when to refresh or check it
-    lost_since: float | None = None  # since when the server lacks the lease or our entries
+    lost_since: float | None = None  # since when the server lacks the lease or our entries; None: it has them
     entries: dict[str, str] = field(default_factory=dict)
 
     def usual_s(self, num_leases: int, intervals: LeaseIntervals) -> float:
@@ -79,7 +79,7 @@ class LeaseKeeper:
         self._marks = f"asyncrl\0session/{secrets.token_hex(8)}/".encode()
         self._lock = threading.Lock()
         self._leases: dict[int, _HeldLease] = {}
-        self._lease_of: dict[str, int] = {}  # by key: the lease that its entry belongs to
+        self._lease_of: dict[str, int] = {}  # key of an entry -> the lease to which the entry belongs
         self._wakes_at = -math.inf  # the thread checks leases at this time at the latest
         self.losses = 0  # number of losses: an entry put while this changes may have to be put again
         self._store_id = store_id
@@ -112,7 +112,7 @@ class LeaseKeeper:
             return lease_id in self._leases and self._leases[lease_id].kept
 
     def record(self, key: str, value: str, lease_id: int | None, losses: int) -> None:
-        """Record an entry that was put. If a loss has occurred since `losses` was read, it is put again."""
+        """Record an entry that was put. If a loss has occurred since the caller read `losses`, the entry is put again."""
         with self._lock:
             self._drop(key)
             lease_id = lease_id or _NO_LEASE
@@ -167,8 +167,8 @@ class LeaseKeeper:
     def _run(self) -> None:
         """Consumes nothing; produces refreshed leases and restored entries.
 
-        Waits for: the next due lease, while watching the store's id and the marks; 0.1 s after a failure. Unblocked by:
-        a new lease, an outage, a lost store, a lost mark, close.
+        Waits for: the next due lease, while watching the store's id and the marks; 0.1 s after an outage,
+        1.1 s after another failure. Unblocked by: a new lease, an outage, a lost store, a lost mark, close.
         """
         while not self._closed.is_set():
             try:

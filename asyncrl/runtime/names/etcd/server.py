@@ -154,7 +154,7 @@ class EtcdServer:
                 break
             if not fixed:  # another process took the port between the choice and its use
                 self._ports = None
-        full = nearly_full(self._data_dir)  # then the log may be on the same disk and incomplete
+        full = nearly_full(self._data_dir)  # the log may be on the same full disk, and then it is incomplete
         raise EtcdServerError(
             f"etcd ({self._binary}) did not start within {timeout_s:g} s. {full}\n{self._log_path} says:\n{_complaints(log)}"
         )

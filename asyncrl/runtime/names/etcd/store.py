@@ -39,7 +39,7 @@ _REQUIRE_LEADER = (("hasleader", "true"),)  # on a member cut off from its clust
 _CHANNEL_OPTIONS = (
     # gRPC's own reconnect back-off grows to two minutes
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 2000),  # in fact the limit of one connection attempt
+    ("grpc.min_reconnect_backoff_ms", 2000),  # despite its name, gRPC uses it as the limit of one connection attempt
     ("grpc.max_reconnect_backoff_ms", 300),
     # Only these pings let an open stream detect a frozen server. etcd allows one every 5 s
     ("grpc.keepalive_time_ms", 10_000),
@@ -178,7 +178,7 @@ class WatchStream:
         self._api, self._connection, self._stubs, self._call, self._end = api, connection, stubs, call, end
         self._prefix_bytes = len(connection.login.access.key_prefix)
         self._cancelled = False
-        self.broken = False  # by an outage or the server: the state must be read again
+        self.broken = False  # an outage or the server has ended the stream: the caller must read the state again
 
     def __iter__(self) -> Iterator[Any]:
         try:
@@ -226,7 +226,9 @@ class EtcdStore:
         self._call(f"put {key!r}", key, lambda stubs, limit_s: stubs.kv.Put(request, timeout=limit_s), lease=lease)
 
     def create(self, key: str, value: str, lease: int | None, again: bool = False) -> None:
-        """Put unless the key exists. An equal entry counts as success if this call or (again) an earlier one may have put it."""
+        """Put the entry unless the key exists. An existing equal entry counts as success if an earlier attempt of this call may
+        have put it, or, with `again`, an earlier call.
+        """
         put = self._api.rpc.PutRequest(key=self._raw(key.encode()), value=value.encode(), lease=lease or 0)
         response, tried_before = self._create(f"add {key!r}", put, lease)
         if response.succeeded:

@@ -19,7 +19,7 @@ from asyncrl.runtime.names.interface import NameResolverClosed, NameResolveTimeo
 
 logger = logging.getLogger(__name__)
 
-SETTLE_S = 5.0  # after an outage: lost keys may come back for this long
+SETTLE_S = 5.0  # after an outage, lost keys may come back within this time
 _EVENT_DELETE = 1
 
 
@@ -76,7 +76,7 @@ class EtcdWatch(Watch):
         self._settled = time.monotonic() + settle_s  # measured from when the server answers
         gone = [WatchEvent("delete", key) for key in self._state if key not in state]
         there = [WatchEvent("put", key, value) for key, value in state.items() if self._state.get(key) != value]
-        self._held -= state.keys()  # they are back, with the same or another value
+        self._held -= state.keys()  # these keys are back, with the old or another value
         self._tell([*gone, *there])
 
     def _follow(self) -> bool:
