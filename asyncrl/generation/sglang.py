@@ -76,7 +76,6 @@ _NOT_CHANGED = (
 )  # SGLang's messages when it has changed nothing
 _NOT_FLUSHED = "Weights were updated, but the cache was not flushed"
 _LOAD_LIMIT_S = 60.0
-_MEMORY = ["kv_cache", "weights"]  # what SGLang releases in its sleep
 # Time that SGLang gets beyond a step's limit: if a group fails at the sender at that limit, SGLang reports it a moment later
 _HANG_SLACK_S = 5.0
 
@@ -275,10 +274,9 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
             await self._server.close()
             return
         try:
-            # SGLang dies of a release while a request ends; a flush succeeds only when none is left
             if not await _flushed(self._client, _UPDATE_FLUSH_TRIES):
                 raise SGLangError("it reports running requests")
-            await self._client.call("/release_memory_occupation", {"tags": _MEMORY}, limit_s=_LOAD_LIMIT_S)
+            await self._client.release_memory(limit_s=_LOAD_LIMIT_S)
         except SGLangError as error:
             self._die(f"SGLang did not release its memory: {error}; {self._server.told()}")
             raise EngineFailed(str(self._failure)) from error
@@ -289,7 +287,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
             await self.start()
             return
         try:
-            await self._client.call("/resume_memory_occupation", {"tags": _MEMORY}, limit_s=_LOAD_LIMIT_S)
+            await self._client.resume_memory(limit_s=_LOAD_LIMIT_S)
         except SGLangError as error:
             self._die(f"SGLang did not get its memory back: {error}; {self._server.told()}")
             raise EngineFailed(str(self._failure)) from error

@@ -55,6 +55,7 @@ from asyncrl.generation.queueing import Pending, QueueingEngine
 from asyncrl.generation.receive import StagedReceiver
 from asyncrl.protocol.messages import FinishReason, SamplingParams, TensorSpecs, VersionSpan, WeightVersion
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
+from asyncrl.runtime.process import return_freed_memory
 from asyncrl.runtime.trace import OFF, Tracer
 from asyncrl.weights import versions as weights
 from asyncrl.weights.versions import VerifiedVersion, WeightsError
@@ -379,6 +380,7 @@ class TransformersEngine(QueueingEngine[_Pending]):
         """In the control thread: free the model and the KV cache. Their objects refer to each other, so they are collected here."""
         del self._manager, self._model
         gc.collect()
+        return_freed_memory()
         if self._device.startswith("cuda"):
             torch.cuda.empty_cache()
 

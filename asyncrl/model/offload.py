@@ -10,6 +10,8 @@ from typing import IO
 import torch
 from torch import Tensor
 
+from asyncrl.runtime.process import return_freed_memory
+
 
 class Offloaded:
     """Storages that have no data now, and their bytes: in CPU memory, or in a file without a name.
@@ -33,6 +35,8 @@ class Offloaded:
                 self._file.write(_bytes_of(storage).clone().numpy().data)  # numpy() makes its own storage unresizable
                 self._in_file.append((storage, storage.nbytes()))
             storage.resize_(0)
+        if self._file is not None:
+            return_freed_memory()
 
     def restore(self) -> None:
         """Give the storages their bytes back."""

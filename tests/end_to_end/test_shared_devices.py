@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from whole_runs import BATCH, STEPS, launch_synchronous, trained_events
 
-from asyncrl.testing.runs import RunHandle, assert_nothing_left, launch, make_tiny_run, train_steps
+from asyncrl.testing.runs import RunHandle, assert_nothing_left, journal, launch, make_tiny_run, train_steps
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.lineage import audit
 
@@ -89,19 +89,26 @@ def stop(run: RunHandle) -> None:
     assert_nothing_left(run.run_dir)
 
 
+def steps_of(run: RunHandle, attempt: int) -> int:
+    return sum(event["event"] == "trained" and event["attempt"] == attempt for event in journal(run.run_dir))
+
+
+def is_trainings_turn(run: RunHandle) -> bool:
+    return re.findall(r"generation_server/0 (sleeps|serves)", manager_log(run))[-1:] == ["sleeps"]
+
+
 def freeze_trainer_in_its_turn(run: RunHandle) -> psutil.Process:
-    """Freeze the model worker, and wait until the server sleeps for the step that now cannot end."""
+    """Freeze the model worker while the server sleeps for it. In generation's turn it would receive no trajectories."""
     worker = run.worker("model_worker/0")
-    worker.suspend()
-    count = sleeps(run, 0)
-
-    def stands_still() -> bool:
-        nonlocal count
-        before, count = count, sleeps(run, 0)
-        return before == count and manager_log(run).rstrip().splitlines()[-1].find("sleeps") >= 0
-
-    run.wait_until(lambda: stands_still() or time.sleep(0.5), "the server sleeps in a turn of training", LIMIT_S)
-    return worker
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        if is_trainings_turn(run):
+            worker.suspend()
+            time.sleep(0.5)
+            if is_trainings_turn(run):
+                return worker
+            worker.resume()
+    raise AssertionError(f"training had no turn:\n{run.output()}")
 
 
 def test_a_server_killed_asleep_and_a_trainer_killed_while_servers_sleep_lose_nothing(
@@ -120,9 +127,7 @@ def test_a_server_killed_asleep_and_a_trainer_killed_while_servers_sleep_lose_no
 
     worker = freeze_trainer_in_its_turn(run)
     worker.kill()
-    run.wait_until(lambda: trained_events(run.run_dir, 2), "a step of the second attempt", LIMIT_S)
-    step = len(train_steps(run.run_dir))
-    run.wait_for_step(step + 2, LIMIT_S)
+    run.wait_until(lambda: steps_of(run, attempt=2) >= 2, "two steps of the second attempt", LIMIT_S)
     stop(run)
     found = audit(run.run_dir)
     assert found.problems == []
