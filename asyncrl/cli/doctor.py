@@ -39,8 +39,9 @@ from asyncrl.config.schema import (
     max_head_offpolicyness,
     resolve_auto,
 )
-from asyncrl.dataflow.topology import Allocation, allocation_of
+from asyncrl.dataflow.topology import allocation_of
 from asyncrl.generation.sglang_environment import SETUP_HINT, TESTED_VERSION, SGLangEnvironment, find_sglang
+from asyncrl.launch.checks.gpus import needed_gpus, too_few_gpus
 from asyncrl.launch.checks.memory_floor import (
     DTYPE_BYTES,
     TRAINED_PARAMETER_BYTES,
@@ -403,27 +404,20 @@ def judge_gpus(devices: Sequence[str], gpus: Sequence[Gpu] | str, torch_version:
 def judge_num_gpus(found: int, config: ExperimentConfig) -> Finding:
     """Check that there are as many GPUs as the allocation needs. Without any GPU a run uses the CPU; only SGLang needs GPUs."""
     allocation, name = allocation_of(config), "GPUs asked for"
-    generation = allocation.generation.size if config.mode != "train_only" and allocation.engine != "external" else 0
-    training = allocation.num_model_workers if config.mode != "rollout_only" else 0
-    needed = generation + training
-    value = f"allocation={config.allocation} asks for GPUs: {generation} for generation, {training} for training; {found} found"
+    generation, training = needed_gpus(config)
+    shared = ", which share them" if allocation.shared_workers else ""
+    asked = f"allocation={config.allocation} asks for GPUs"
+    value = f"{asked}: {generation} for generation, {training} for training{shared}; {found} found"
     if not found and allocation.engine != "sglang":
-        return Finding(name, "ok", f"{value}: {needed} processes compute on cores")
+        return Finding(name, "ok", f"{value}: {generation + training} processes compute on cores")
     if not found:
-        remedy = f"use a machine with {needed} GPUs; to try it on a CPU: allocation=transformers.d1p1m1+d1p1m1 and a small model"
-        return Finding(name, "warn", value, remedy)
-    if found < needed:
-        fitting = (
-            f"allocation={allocation.engine}.d{found // 2}p1m1+d{found - found // 2}p1m1, or "
-            if found > 1 and _is_data_parallel(allocation)
-            else ""
-        )
         remedy = (
-            f"use {fitting}{needed} GPUs; otherwise processes share GPUs, and must leave memory to each other (for SGLang: "
-            "mem_fraction_static)"
+            f"use a machine with {generation + training} GPUs; to try it on a CPU: allocation=transformers.d1p1m1+d1p1m1 and a "
+            "small model"
         )
         return Finding(name, "warn", value, remedy)
-    return Finding(name, "ok", value)
+    remedy = too_few_gpus(config, found)
+    return Finding(name, "fail" if remedy else "ok", value, remedy)
 
 
 def judge_auto(config: ExperimentConfig, *, on_gpu: bool) -> list[Finding]:
@@ -431,13 +425,6 @@ def judge_auto(config: ExperimentConfig, *, on_gpu: bool) -> list[Finding]:
     values = auto_values(config, on_gpu=on_gpu)
     shown = ", ".join(f"{field}={str(value).lower()}" for field, value in values.items())
     return [Finding("auto", "ok", f"for a {'GPU' if on_gpu else 'CPU'}: {shown}")] if values else []
-
-
-def _is_data_parallel(allocation: Allocation) -> bool:
-    """Whether the allocation sets only the numbers of generation servers and of data-parallel ranks (no pipeline stages, tensor
-    ranks or names), so that smaller numbers work too."""
-    grids = [allocation.generation, *(grid for devices in allocation.training for _, grid in devices.grids)]
-    return bool(allocation.engine) and not allocation.names and all(grid.data == grid.size for grid in grids)
 
 
 def _because() -> str:

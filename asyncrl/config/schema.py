@@ -600,7 +600,8 @@ class ExperimentConfig:
     seed: int = 1  # seed of prompt order, sampling and minibatches
     # engine.<generation>+<training>. A layout dXpYmZ has X data, Y pipeline and Z tensor parallel ranks. <training> may have
     # several sets of devices, and name the MFCs or roles of a set, e.g. sglang.d4p1m1+d2p2m1+ref_inf:d1p1m1
-    # (topology.Allocation). mode=sync needs only <training>
+    # (topology.Allocation). mode=sync needs only <training>. Device numbers may follow every layout: generation and training take
+    # turns on the devices that both name, e.g. sglang.d4p1m1@0-3+d2p2m1@0-3
     allocation: str = "transformers.d1p1m1+d1p1m1"
     # Folder of a model in Hugging Face format, or its name on the Hub (name@revision pins a revision); required
     model_path: str = ""
@@ -731,6 +732,7 @@ class MasterWorkerConfig:
     # With record.trajectories the heads receive the outputs of all MFCs for their trajectories, whichever worker computes them.
     records: bool = False
     detached: list[list[int]] = field(default_factory=list)  # workers of detached groups (WorkerGroups.detached)
+    shared_workers: list[int] = field(default_factory=list)  # workers that share devices with generation servers
 
 
 @dataclass(frozen=True)
@@ -746,6 +748,7 @@ class ModelWorkerConfig:
     record: RecordConfig = field(default_factory=RecordConfig)  # max_bytes: this head's share
     groups: GroupsConfig | None = None  # mode=sync
     detached: list[list[int]] = field(default_factory=list)  # as in MasterWorkerConfig
+    shares_devices: bool = False  # with a generation server; the models are on the device only in training's turns
 
 
 @dataclass(frozen=True)
@@ -786,6 +789,7 @@ class GenerationServerConfig:
     tensor_parallel: int = 1  # GPUs of one SGLang server
     fetch: bool = False  # weights.fetch with `auto` resolved
     fetch_dir: str = ""
+    shares_devices: bool = False  # with model workers; the engine is on the devices only in generation's turns
 
 
 @dataclass(frozen=True)
@@ -802,6 +806,8 @@ class GserverManagerConfig:
     fetch: bool = False  # weights.fetch with `auto` resolved
     # Limit for the trainer to replace a version that is damaged on disk: train.call_timeout_s
     replace_timeout_s: float = 1800.0
+    shares_devices: bool = False  # the servers sleep in training's turns
+    wake_limit_s: float = 0.0  # then the time in which a server must wake: generation.load_timeout_s
 
 
 @dataclass(frozen=True)

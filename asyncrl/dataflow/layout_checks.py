@@ -60,6 +60,8 @@ def problems_of_layout(config: ExperimentConfig) -> Iterator[Problem]:
             return
         if config.mode != "sync":
             yield from _bad_generation(config, allocation)
+        if allocation.shared_workers:
+            yield from _bad_sharing(config, allocation)
         yield from _bad_layout(config, allocation)
 
 
@@ -103,6 +105,30 @@ def _bad_layout(config: ExperimentConfig, allocation: Allocation) -> Iterator[Pr
 def _missing(name: str) -> str:
     """A text for an error: the setting that would make a known MFC or role part of the run; "" for an unknown name."""
     return f"is not part of this run: it comes with {_RUNS_WITH[name]}" if name in _RUNS_WITH else ""
+
+
+def _bad_sharing(config: ExperimentConfig, allocation: Allocation) -> Iterator[Problem]:
+    """Yield settings that contradict shared devices, where generation and training take turns."""
+    eta, cluster, transport = config.manager.max_head_offpolicyness, config.cluster, config.weights.transport
+    shared = f"allocation={config.allocation} shares devices"
+    if config.mode != "async":
+        yield "mode", config.mode, f"{shared}, which needs async; leave the devices out"
+    if eta:
+        yield "manager.max_head_offpolicyness", eta, f"{shared}, so generation cannot run ahead: set it to 0"
+    if cluster != "local":
+        yield "cluster", cluster, f"{shared}, which one machine supports: set it to local, or leave the devices out"
+    if transport != "disk":
+        yield (
+            "weights.transport",
+            transport,
+            f"{shared}, and no server can receive weights while it sleeps: set it to disk",
+        )
+    if allocation.engine == "external":
+        yield (
+            "allocation",
+            config.allocation,
+            "servers that asyncrl does not start cannot share devices: leave the devices out",
+        )
 
 
 def _bad_generation(config: ExperimentConfig, allocation: Allocation) -> Iterator[Problem]:

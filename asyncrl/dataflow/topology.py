@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from asyncrl.protocol.names import ACTOR
 Handler = Hashable
 
 _GRID = re.compile(r"(?:[dpm][1-9]\d*){1,3}")
+_DEVICES = re.compile(r"(\d+)(?:-(\d+))?")
 # transformers: the model runs in the generation server's own process. sglang: each generation server starts and owns a SGLang
 # server with m GPUs. external: the SGLang servers at generation.urls run independently of asyncrl.
 ENGINES = ("transformers", "sglang", "external")
@@ -177,14 +179,44 @@ _NO_SERVERS = ParallelGrid(data=0)
 
 
 @dataclass(frozen=True)
+class DeviceRange:
+    """Numbered devices first .. last, written `@first-last` or `@first` behind a grid."""
+
+    first: int
+    last: int
+
+    @property
+    def size(self) -> int:
+        return self.last - self.first + 1
+
+    def overlaps(self, other: DeviceRange) -> bool:
+        return self.first <= other.last and other.first <= self.last
+
+    @classmethod
+    def split(cls, text: str) -> tuple[str, DeviceRange | None]:
+        """Return the text in front of the `@` and the devices behind it; None: there is no `@`. Raises ValueError with the expected
+        form."""
+        rest, at, devices = text.partition("@")
+        if not at:
+            return text, None
+        if (found := _DEVICES.fullmatch(devices)) is None or int(found[1]) > int(found[2] or found[1]):
+            raise ValueError(f"{devices!r} in {text!r} does not name devices: write their numbers, such as @0-3 or @4")
+        return rest, cls(int(found[1]), int(found[2] or found[1]))
+
+    def __str__(self) -> str:
+        return f"@{self.first}" if self.size == 1 else f"@{self.first}-{self.last}"
+
+
+@dataclass(frozen=True)
 class DeviceSet:
     """Model workers that several models share. Each grid uses the first grid.size of them, so the largest grid sets their number.
 
     grids: pairs (name of an MFC or of a role, grid). A single pair with the name "" stands for all MFCs without a grid of their
-    own.
+    own. devices: one for each worker; None: the launcher chooses them.
     """
 
     grids: tuple[tuple[str, ParallelGrid], ...]
+    devices: DeviceRange | None = None
 
     @property
     def size(self) -> int:
@@ -192,9 +224,11 @@ class DeviceSet:
 
     @classmethod
     def parse(cls, text: str) -> DeviceSet:
-        """Parse `d2p1m1`, or `actor_train:d2p1m1,ref_inf:d1p1m1`. Raises ValueError with the expected form."""
+        """Parse `d2p1m1`, or `actor_train:d2p1m1,ref_inf:d1p1m1`; devices may follow, as in `d2p1m1@0-1`. Raises ValueError with
+        the expected form."""
+        text, devices = DeviceRange.split(text)
         if ":" not in text and "," not in text:
-            return cls((("", ParallelGrid.parse(text)),))
+            return cls((("", ParallelGrid.parse(text)),), devices)
         grids: list[tuple[str, ParallelGrid]] = []
         for item in text.split(","):
             name, colon, grid = item.partition(":")
@@ -204,10 +238,11 @@ class DeviceSet:
                     "name (for all MFCs that are not named) must be a separate set, after a +"
                 )
             grids.append((name, ParallelGrid.parse(grid)))
-        return cls(tuple(grids))
+        return cls(tuple(grids), devices)
 
     def __str__(self) -> str:
-        return ",".join(f"{name}:{grid}" if name else str(grid) for name, grid in self.grids)
+        grids = ",".join(f"{name}:{grid}" if name else str(grid) for name, grid in self.grids)
+        return f"{grids}{self.devices or ''}"
 
 
 @dataclass(frozen=True)
@@ -219,11 +254,15 @@ class Allocation:
     has four workers for all models but the reference, and a fifth for the reference. MFCs of one role with the same grid on the
     same workers share one model; otherwise the role has several models. If no set is without names, an MFC that is not named runs
     where another MFC of its role runs, and an MFC of a role that is not named at all runs where the actor runs.
+
+    Devices behind every grid, as in `sglang.d4p1m1@0-3+d2p2m1@0-3`, fix where the processes run. If generation and a set name the
+    same devices, they share them: generation and training take turns. Without numbers no devices are shared.
     """
 
     engine: str  # "": no generation servers
     generation: ParallelGrid
     training: tuple[DeviceSet, ...]
+    generation_devices: DeviceRange | None = None
 
     @property
     def num_servers(self) -> int:
@@ -233,6 +272,34 @@ class Allocation:
     @property
     def num_model_workers(self) -> int:
         return sum(devices.size for devices in self.training)
+
+    @property
+    def shared_workers(self) -> tuple[int, ...]:
+        """Model workers that share their devices with generation servers; empty: none does."""
+        first = 0
+        shared: list[int] = []
+        for devices in self.training:
+            if devices.devices is not None and devices.devices == self.generation_devices:
+                shared += range(first, first + devices.size)
+            first += devices.size
+        return tuple(shared)
+
+    def device_of_worker(self, index: int) -> int:
+        """The number of a model worker's device. The allocation must name devices."""
+        for devices in self.training:
+            if index < devices.size and devices.devices is not None:
+                return devices.devices.first + index
+            index -= devices.size
+        raise ValueError(f"{self} names no device for this model worker")
+
+    @property
+    def num_devices(self) -> int:
+        """The least number of devices with which no two processes compute on one, unless they share it by name."""
+        named = [devices for devices in (self.generation_devices, *(part.devices for part in self.training)) if devices]
+        if named:
+            return 1 + max(devices.last for devices in named)
+        generation = self.generation.size if self.engine not in ("", "external") else 0
+        return generation + self.num_model_workers
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -261,7 +328,36 @@ class Allocation:
                     f"{text!r} has {names.count(name)} grids without a name: one is for all MFCs that are not named; give the "
                     "other grids names, such as ref_inf:d1p1m1"
                 )
-        return cls(engine, ParallelGrid.parse(generation), sets)
+        generation, devices = DeviceRange.split(generation)
+        allocation = cls(engine, ParallelGrid.parse(generation), sets, devices)
+        allocation._check_devices(text)
+        return allocation
+
+    def _check_devices(self, text: str) -> None:
+        """Raises ValueError unless every grid names its devices or none does, and sharing is complete."""
+        parts: list[tuple[ParallelGrid | DeviceSet, int, DeviceRange | None]] = [
+            (self.generation, self.generation.size, self.generation_devices)
+        ]
+        parts += [(devices, devices.size, devices.devices) for devices in self.training]
+        named = [(part, devices) for part, _, devices in parts if devices is not None]
+        if named and len(named) < len(parts):
+            raise ValueError(f"{text!r} names devices for some grids only: name them for every grid, or for none")
+        for part, size, devices in parts:
+            if devices is not None and devices.size != size:
+                raise ValueError(f"{part} in {text!r} needs {size} devices; {devices} are {devices.size}")
+        for (part, devices), (other, others) in itertools.combinations(named, 2):
+            if not devices.overlaps(others):
+                continue
+            if part is not self.generation:
+                raise ValueError(
+                    f"{part} and {other} in {text!r} name the same devices: models that share workers are one set, such as "
+                    "actor:d2p1m1,ref_inf:d1p1m1"
+                )
+            if devices != others:
+                raise ValueError(
+                    f"generation has the devices {devices} and {other} overlaps them in {text!r}: name exactly the same devices "
+                    "to share them, or others"
+                )
 
     @classmethod
     def parse_training(cls, text: str) -> Allocation:
@@ -272,7 +368,7 @@ class Allocation:
 
     def __str__(self) -> str:
         training = "+".join(map(str, self.training))
-        return f"{self.engine}.{self.generation}+{training}" if self.engine else training
+        return f"{self.engine}.{self.generation}{self.generation_devices or ''}+{training}" if self.engine else training
 
     def place(self, graph: DataflowGraph) -> tuple[list[ModelPlacement], dict[str, str]]:
         """Return the models of training, with the actor's trained model first, and each MFC's model: MFC name -> model name.

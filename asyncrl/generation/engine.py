@@ -189,6 +189,17 @@ class GenerationEngine(ABC):
         """Undo `pause`: waiting requests run."""
 
     @abstractmethod
+    async def sleep(self) -> None:
+        """Interrupt all running requests, then release the devices: weights and KV cache.
+
+        Until `wake` the engine has no version and refuses to generate. Does nothing if the engine sleeps already.
+        """
+
+    @abstractmethod
+    async def wake(self) -> None:
+        """Take the devices again. The engine stays paused and has no version. Does nothing if the engine is awake."""
+
+    @abstractmethod
     async def verify_ahead(self, path: Path, version: WeightVersion) -> None:
         """Check the files of a version while requests run, so that load_weights need not read them for the check.
 

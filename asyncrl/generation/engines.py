@@ -80,6 +80,7 @@ class Engines:
                 seed=info.seed * 1000 + info.index,
                 log=logs / f"{info.kind}_{info.index}_sglang.log",
                 clock=self._clock,
+                sleeps=config.shares_devices,
             )
         return SGLangEngine(
             config.model_path,
@@ -89,6 +90,7 @@ class Engines:
             on_tokens=journal.add,
             trace=self._trace,
             clock=self._clock,
+            asleep=config.shares_devices,
         )
 
     def _make_transformers(self, journal: TokenJournal, eos_token_ids: list[int]) -> GenerationEngine:
@@ -109,4 +111,5 @@ class Engines:
             on_tokens=journal.add,
             trace=self._trace,
             clock=self._clock,
+            asleep=config.shares_devices,
         )

@@ -7,6 +7,8 @@
                                      check failed, and the server has no version)
     POST /init_weights_update_group  and the other steps of weights over the network: receive.py
     POST /continue_generation        {}
+    POST /release_memory_occupation  {}: interrupt all requests and release the devices, until /resume_memory_occupation
+    POST /resume_memory_occupation   {}: take the devices again, paused and without a version
     POST /abort_request              {"rid": ...} or {"abort_all": true}
     POST /flush_cache                200, or 400 while requests run
     GET  /health /health_generate /get_model_info /model_info /get_server_info /server_info /v1/loads /metrics
@@ -196,6 +198,8 @@ class GenerationHTTP:
             web.post("/generate", self._generate),
             web.post("/pause_generation", self._pause),
             web.post("/continue_generation", self._continue),
+            web.post("/release_memory_occupation", self._sleep),
+            web.post("/resume_memory_occupation", self._wake),
             web.post("/fetch_weights", self._fetch_weights),
             web.post("/update_weights_from_disk", self._update_weights),
             *self._receiving.routes(),
@@ -272,6 +276,14 @@ class GenerationHTTP:
     async def _continue(self, request: web.Request) -> web.Response:
         await self._to_the_end(self._engine.resume())
         return _json({"success": True, "message": "generation continues"})
+
+    async def _sleep(self, request: web.Request) -> web.Response:
+        await self._to_the_end(self._engine.sleep())
+        return _json({"success": True, "message": "the devices are free"})
+
+    async def _wake(self, request: web.Request) -> web.Response:
+        await self._to_the_end(self._engine.wake())
+        return _json({"success": True, "message": "awake, paused and without weights"})
 
     async def _update_weights(self, request: web.Request) -> web.Response:
         wanted = msgspec.json.decode(await request.read(), type=UpdateWeightsRequest)

@@ -61,7 +61,10 @@ class QueueingEngine(GenerationEngine, Generic[P]):
         on_tokens: Callable[[int, str], None] | None,
         trace: Tracer,
         clock: Clock,
+        asleep: bool = False,
     ) -> None:
+        """asleep: the engine begins asleep, and `wake` starts it."""
+        self._asleep = asleep
         self._path, self._config = model_path, config
         self._eos_token_ids = set(eos_token_ids)
         self._on_tokens, self._trace, self._clock = on_tokens, trace, clock
@@ -102,6 +105,14 @@ class QueueingEngine(GenerationEngine, Generic[P]):
     @abstractmethod
     async def _flush(self) -> bool:
         """Empty the prefix cache; called while no request runs. Returns False if that failed."""
+
+    @abstractmethod
+    async def _release_devices(self) -> None:
+        """Release weights and KV cache; called while no request runs."""
+
+    @abstractmethod
+    async def _acquire_devices(self) -> None:
+        """Inverse of _release_devices, or the first start."""
 
     # ------------------------------------------------------------------------------------------------------- requests
 
@@ -245,6 +256,24 @@ class QueueingEngine(GenerationEngine, Generic[P]):
             with self._nothing_begins():
                 return await self._flush()
 
+    async def sleep(self) -> None:
+        if self._asleep:
+            return
+        await self.pause("abort")
+        async with self._update_lock:
+            with self._nothing_begins():
+                await self._until_idle()
+                self._version = None
+                self._asleep = True  # from now on the end of the engine's threads or processes is no failure
+                await self._release_devices()
+
+    async def wake(self) -> None:
+        async with self._update_lock:
+            if self._asleep:
+                self._paused = True
+                await self._acquire_devices()
+                self._asleep = False
+
     # ----------------------------------------------------------------------------------------------------------- state
 
     def stats(self) -> EngineStats:
@@ -270,6 +299,8 @@ class QueueingEngine(GenerationEngine, Generic[P]):
     def _check_alive(self) -> None:
         if self._closing:
             raise EngineUnavailable("the server is closing")
+        if self._asleep:
+            raise EngineUnavailable("the server sleeps: training uses its devices")
         if (failure := self.failure) is not None:
             first = (str(failure) or repr(failure)).splitlines()[0]
             raise EngineUnavailable(f"the engine has failed: {first}", retry_after_s=30.0)

@@ -187,8 +187,17 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         on_tokens: Callable[[int, str], None] | None = None,
         trace: Tracer = OFF,
         clock: Clock = SYSTEM_CLOCK,
+        asleep: bool = False,
     ) -> None:
-        super().__init__(model_path, config, eos_token_ids=eos_token_ids, on_tokens=on_tokens, trace=trace, clock=clock)
+        super().__init__(
+            model_path,
+            config,
+            eos_token_ids=eos_token_ids,
+            on_tokens=on_tokens,
+            trace=trace,
+            clock=clock,
+            asleep=asleep,
+        )
         self._server = server
         self._limits = ModelLimits.of(model_path)
         self._tensors = ModelTensors(model_path, tied=self._limits.tied)
@@ -203,6 +212,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         self._receiver: SGLangReceiver | None = None
         self._failure: BaseException | None = None
         self._told_tokens: int | None = None  # tokens in use, by SGLang's last report
+        self._is_released = False  # SGLang runs and has released its memory
 
     # ------------------------------------------------------------------------------------------------------ lifecycle
 
@@ -252,12 +262,42 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         if had_some and self._failure is None:
             with contextlib.suppress(SGLangError):
                 await self._client.abort(limit_s=1.0)
+        await self._end_tasks()
+        await self._client.close()
+        await self._server.close()
+
+    async def _release_devices(self) -> None:
+        """Have SGLang release its memory; if it cannot, stop it. After a failed release the engine fails: its state is unknown."""
+        if not self._server.can_sleep:
+            logger.info("this SGLang server cannot release its memory: it is stopped, and started again when it wakes")
+            await self._end_tasks()
+            await self._server.close()
+            return
+        try:
+            if not await _flushed(self._client, _UPDATE_FLUSH_TRIES):
+                raise SGLangError("it reports running requests")
+            await self._client.release_memory(limit_s=_LOAD_LIMIT_S)
+        except SGLangError as error:
+            self._die(f"SGLang did not release its memory: {error}; {self._server.told()}")
+            raise EngineFailed(str(self._failure)) from error
+        self._is_released = True
+
+    async def _acquire_devices(self) -> None:
+        if not self._is_released:
+            await self.start()
+            return
+        try:
+            await self._client.resume_memory(limit_s=_LOAD_LIMIT_S)
+        except SGLangError as error:
+            self._die(f"SGLang did not get its memory back: {error}; {self._server.told()}")
+            raise EngineFailed(str(self._failure)) from error
+        self._is_released = False
+
+    async def _end_tasks(self) -> None:
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_ASK_LIMIT_S)
-        await self._client.close()
-        await self._server.close()
 
     def _in_background(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.get_running_loop().create_task(work, name=f"sglang {name}")

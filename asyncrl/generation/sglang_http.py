@@ -93,6 +93,7 @@ class _Generate(Struct, frozen=True, kw_only=True):
     stream: bool = False
 
 
+_MEMORY = ["kv_cache", "weights"]
 _encode = msgspec.json.Encoder().encode
 _decode_piece = msgspec.json.Decoder(Piece).decode
 
@@ -206,6 +207,14 @@ class SGLangClient:
                 return False
             raise
         return True
+
+    async def release_memory(self, *, limit_s: float) -> None:
+        """Free the weights and the KV cache. SGLang must be idle: it dies of a release while a request ends."""
+        await self._request("POST", "/release_memory_occupation", _encode({"tags": _MEMORY}), limit_s)
+
+    async def resume_memory(self, *, limit_s: float) -> None:
+        """Undo release_memory, except for the contents of the weights. SGLang dies if nothing was released."""
+        await self._request("POST", "/resume_memory_occupation", _encode({"tags": _MEMORY}), limit_s)
 
     async def call(self, path: str, body: dict[str, Any], *, limit_s: float) -> str:
         """POST to an endpoint that answers {success, message}; returns the message. Raises SGLangError if success is false."""

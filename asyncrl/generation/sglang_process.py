@@ -89,6 +89,10 @@ class ServerLink(Protocol):
     def url(self) -> str: ...
 
     @property
+    def can_sleep(self) -> bool:
+        """Whether the server can release its memory and get it back."""
+
+    @property
     def api_key(self) -> str:
         """The API key that it requires; "": none."""
 
@@ -115,10 +119,17 @@ class ServerLink(Protocol):
 
 
 def own_server(
-    config: GenerationConfig, model_path: str, *, tensor: int, seed: int, log: Path, clock: Clock = SYSTEM_CLOCK
+    config: GenerationConfig,
+    model_path: str,
+    *,
+    tensor: int,
+    seed: int,
+    log: Path,
+    clock: Clock = SYSTEM_CLOCK,
+    sleeps: bool = False,
 ) -> SGLangProcess:
     """Make a server for this model without starting it. It runs on the GPUs that this process may use. It runs on the CPU if there
-    are none, or if generation.server_args.device is cpu."""
+    are none, or if generation.server_args.device is cpu. sleeps: on a GPU the server can release its memory."""
     api_key = random_secrets.token_hex(_KEY_BYTES) if security.current() is not None else ""
     if api_key and "config" in config.server_args:
         raise ConfigError(
@@ -132,11 +143,19 @@ def own_server(
     return SGLangProcess(
         python=python,
         arguments=lambda port: server_arguments(
-            config, model_path, port=port, tensor=tensor, seed=seed, max_length=max_length, on_gpu=on_gpu
+            config,
+            model_path,
+            port=port,
+            tensor=tensor,
+            seed=seed,
+            max_length=max_length,
+            on_gpu=on_gpu,
+            sleeps=sleeps,
         ),
         environment=lambda tmp: server_environment(os.environ, python=python, tmp=tmp, tensor=tensor, on_gpu=on_gpu),
         log=log,
         on_gpu=on_gpu,
+        can_sleep=sleeps and on_gpu,
         api_key=api_key,
         clock=clock,
     )
@@ -151,6 +170,7 @@ def server_arguments(
     seed: int,
     max_length: int,
     on_gpu: bool,
+    sleeps: bool = False,
 ) -> list[str]:
     """The arguments of sglang.launch_server. generation.server_args override them: "" or "true" gives a flag, "false" omits it.
 
@@ -182,6 +202,8 @@ def server_arguments(
             "disable-overlap-schedule": "true",
             "sleep-on-idle": "true",  # otherwise an idle scheduler keeps a core busy
         }
+    elif sleeps:
+        arguments["enable-memory-saver"] = "true"  # a CPU has no memory saver: a release frees nothing there
     if config.interrupt == "in_place":
         # Requests continue across an update. The overlap scheduler would label the first token after the update with the new
         # version, although the old weights sampled it. A prefix cache would keep keys of the old weights for later requests.
@@ -279,13 +301,14 @@ class SGLangProcess:
         environment: Callable[[str], dict[str, str]],
         log: Path,
         on_gpu: bool,
+        can_sleep: bool = False,
         api_key: str = "",
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """arguments: returns the server's arguments, given its port.
         environment: returns its environment variables, given its folder for temporary files.
         api_key: the key that the server requires."""
-        self._python = python
+        self._python, self._can_sleep = python, can_sleep
         self._arguments, self._environment = arguments, environment
         self.api_key = api_key
         self._log, self._clock = log, clock
@@ -298,6 +321,10 @@ class SGLangProcess:
     @property
     def url(self) -> str:
         return f"http://{LOOPBACK}:{self._port}"
+
+    @property
+    def can_sleep(self) -> bool:
+        return self._can_sleep
 
     @property
     def pid(self) -> int:
@@ -576,6 +603,10 @@ class AttachedServer:
     @property
     def url(self) -> str:
         return self._url
+
+    @property
+    def can_sleep(self) -> bool:
+        return False
 
     async def start(self, is_ready: IsReady, limit_s: float) -> None:
         deadline = self._clock.monotonic() + limit_s

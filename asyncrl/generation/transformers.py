@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import logging
 import math
@@ -54,6 +55,7 @@ from asyncrl.generation.queueing import Pending, QueueingEngine
 from asyncrl.generation.receive import StagedReceiver
 from asyncrl.protocol.messages import FinishReason, SamplingParams, TensorSpecs, VersionSpan, WeightVersion
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
+from asyncrl.runtime.process import return_freed_memory
 from asyncrl.runtime.trace import OFF, Tracer
 from asyncrl.weights import versions as weights
 from asyncrl.weights.versions import VerifiedVersion, WeightsError
@@ -281,9 +283,18 @@ class TransformersEngine(QueueingEngine[_Pending]):
         on_tokens: Callable[[int, str], None] | None = None,
         trace: Tracer = OFF,
         clock: Clock = SYSTEM_CLOCK,
+        asleep: bool = False,
     ) -> None:
         _check_config(config)
-        super().__init__(model_path, config, eos_token_ids=eos_token_ids, on_tokens=on_tokens, trace=trace, clock=clock)
+        super().__init__(
+            model_path,
+            config,
+            eos_token_ids=eos_token_ids,
+            on_tokens=on_tokens,
+            trace=trace,
+            clock=clock,
+            asleep=asleep,
+        )
         self._initial_path, self._seed = model_path, seed
         self._verified = VerifiedVersion()
         self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -360,6 +371,21 @@ class TransformersEngine(QueueingEngine[_Pending]):
     async def _stop(self) -> None:
         await self._in_control(self._move_on)
         await self._in_control(lambda: self._manager.stop(hard_stop=True, timeout=_STOP_TIMEOUT_S))
+
+    async def _release_devices(self) -> None:
+        await self._opened.aclose()
+        await self._in_control(self._drop)
+
+    def _drop(self) -> None:
+        """In the control thread: free the model and the KV cache. Their objects refer to each other, so they are collected here."""
+        del self._manager, self._model
+        gc.collect()
+        return_freed_memory()
+        if self._device.startswith("cuda"):
+            torch.cuda.empty_cache()
+
+    async def _acquire_devices(self) -> None:
+        await self.start()
 
     async def _in_control(self, function: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._control, function)
@@ -665,7 +691,7 @@ class TransformersEngine(QueueingEngine[_Pending]):
 
     @property
     def failure(self) -> BaseException | None:
-        if self._closing or self._manager.is_running():
+        if self._closing or self._asleep or self._manager.is_running():
             return None
         return self._manager.background_thread_status.fatal_error or RuntimeError("the generation thread has ended")
 

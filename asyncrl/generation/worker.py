@@ -47,10 +47,11 @@ class GenerationServer(Worker):
         engine = await asyncio.to_thread(engines.make, journal, tokenizer.eos_token_id)
         after_engine = await opened.enter_async_context(AsyncExitStack())
         opened.push_async_callback(engine.close)  # fails the requests in flight, so that the HTTP handlers return
-        with engines.starting(engine) as (what, on, detail):
-            self.logger.info("%s (%s)", what, on)
-            limit_s = config.generation.load_timeout_s + _START_SLACK_S
-            await self.board.bounded(engine.start(), what=what, on=on, limit_s=limit_s, detail=detail)
+        if not config.shares_devices:  # otherwise the engine starts when the manager wakes it
+            with engines.starting(engine) as (what, on, detail):
+                self.logger.info("%s (%s)", what, on)
+                limit_s = config.generation.load_timeout_s + _START_SLACK_S
+                await self.board.bounded(engine.start(), what=what, on=on, limit_s=limit_s, detail=detail)
         fetched = await asyncio.to_thread(self._open_fetched, directory) if config.fetch else None
         if fetched is not None:
             after_engine.callback(fetched.close)
@@ -60,7 +61,7 @@ class GenerationServer(Worker):
             settings=dataclasses.asdict(config.generation),
             decode_text=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
             verified=self._verified_loads(engine),
-            receiver=engine.weight_receiver(self.info.runtime.host),
+            receiver=engine.weight_receiver(self.info.runtime.host) if not config.shares_devices else None,
             fetched=fetched,
             run_dir=self.info.run_dir,
             published=lambda: self._published(directory),

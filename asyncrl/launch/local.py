@@ -27,6 +27,8 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from asyncrl.config.schema import ExperimentConfig, authenticates, has_unix_sockets, resolve_auto
+from asyncrl.dataflow.topology import allocation_of
+from asyncrl.launch.checks.gpus import too_few_gpus
 from asyncrl.launch.hosts.addresses import address_of, own_host
 from asyncrl.launch.hosts.remote_pool import RemoteProcessPool
 from asyncrl.launch.name_service import NameService
@@ -230,6 +232,8 @@ class LocalLauncher:
         with contextlib.suppress(OSError):
             answer_requests(logs_dir(run_dir, attempt) / f"launcher{SUFFIX}", "launcher")
         devices: Sequence[str] = visible_devices()
+        if asked.cluster == "local" and (remedy := too_few_gpus(asked, len(devices))):
+            raise LaunchError(f"allocation={asked.allocation}: this machine has {len(devices)} GPUs: {remedy}")
         self._write_config(devices)
         save_config(with_absolute_paths(asked), configs_dir(run_dir, attempt) / EXPERIMENT_FILE)
         config = self._with_sockets(going_on(asked, checkpoint, self._num_prompts))
@@ -314,7 +318,8 @@ class LocalLauncher:
         if not has_unix_sockets(config):
             return config
         try:
-            folder = unix_sockets.make_folder(self.run_dir)
+            shared = bool(allocation_of(config).shared_workers)
+            folder = unix_sockets.make_folder(self.run_dir, with_weights=shared)
         except OSError as error:
             raise LaunchError(f"network.sockets=unix: {error}; set TMPDIR, or network.sockets=tcp") from error
         return replace(config, network=replace(config.network, socket_dir=folder))

@@ -111,8 +111,9 @@ def plan(
 
     resume: the folder of the checkpoint from which the attempt resumes; "": it starts anew.
 
-    devices: the machine's GPUs, by their names in CUDA_VISIBLE_DEVICES. Generation servers get the first ones, one per tensor
-    parallel rank; model workers get the next ones, one each. If there are too few, processes share them in turn.
+    devices: the machine's GPUs, by their names in CUDA_VISIBLE_DEVICES. The allocation may name each process's GPUs. Otherwise
+    generation servers get the first ones, one per tensor parallel rank; model workers get the next ones, one each. If there are too
+    few, processes get the same ones: checks/gpus.py refuses that before.
     """
     run = _Run(resolve_auto(_patient(with_absolute_paths(config)), on_gpu=bool(devices)), attempt, num_prompts, resume)
     processes = run.processes()
@@ -120,6 +121,8 @@ def plan(
     specs = [_spec(process, config.train.torch_threads) for process in processes]
     if not devices:
         return specs
+    if run.allocation.generation_devices is not None:
+        return [_on_named(spec, run.allocation, devices) for spec in specs]
     slots = itertools.cycle(devices)
     return [replace(s, env={**s.env, "CUDA_VISIBLE_DEVICES": ",".join(_take(slots, num_devices(s)))}) for s in specs]
 
@@ -168,6 +171,7 @@ class _Run:
             tensor_parallel=allocation.generation.tensor,
             fetch=fetches_weights(config),
             fetch_dir=config.weights.fetch_dir,
+            shares_devices=bool(self.allocation.shared_workers),
         )
 
     def model_worker(self, index: int) -> ModelWorkerConfig:
@@ -189,6 +193,7 @@ class _Run:
             ),
             groups=groups if config.mode == "sync" else None,
             detached=self.detached,
+            shares_devices=index in self.allocation.shared_workers,
         )
 
     def recorder(self) -> RecorderConfig:
@@ -228,6 +233,7 @@ class _Run:
             records=config.record.trajectories and trains,
             num_replayed=self.num_prompts if config.mode == "train_only" else 0,
             detached=self.detached,
+            shared_workers=list(self.allocation.shared_workers),
         )
 
     def gserver_manager(self) -> GserverManagerConfig:
@@ -245,6 +251,8 @@ class _Run:
             broadcast_timeout_s=config.weights.broadcast_timeout_s,
             replace_timeout_s=config.train.call_timeout_s,
             fetch=fetches_weights(config),
+            shares_devices=bool(self.allocation.shared_workers),
+            wake_limit_s=config.generation.load_timeout_s if self.allocation.shared_workers else 0.0,
         )
 
     def rollout_worker(self, index: int) -> RolloutWorkerConfig:
@@ -309,8 +317,11 @@ def writes_checkpoints(config: ExperimentConfig) -> bool:
 
 
 def can_scale(config: ExperimentConfig) -> bool:
-    """Whether the run starts its generation servers itself, so that their number can change."""
-    return config.mode in ("async", "rollout_only") and allocation_of(config).engine != "external"
+    """Whether the run starts its generation servers itself, and on devices of their own, so that their number can change."""
+    allocation = allocation_of(config)
+    return (
+        config.mode in ("async", "rollout_only") and allocation.engine != "external" and not allocation.shared_workers
+    )
 
 
 def server_spec(
@@ -467,6 +478,18 @@ def _model(placement: ModelPlacement, mfcs: Sequence[PlacedMFC], train: TrainCon
 def num_devices(spec: ProcessSpec) -> int:
     """Return the number of GPUs of a process."""
     return getattr(spec.config, "tensor_parallel", 1) if spec.computes else 0
+
+
+def _on_named(spec: ProcessSpec, allocation: Allocation, devices: Sequence[str]) -> ProcessSpec:
+    """Return the process with the devices that the allocation names for it."""
+    index, count = spec.config.worker.index, num_devices(spec)
+    numbers = range(0)
+    if spec.kind == "generation_server" and allocation.generation_devices is not None:
+        first = allocation.generation_devices.first + index * count
+        numbers = range(first, first + count)
+    elif spec.kind == "model_worker":
+        numbers = range(allocation.device_of_worker(index), allocation.device_of_worker(index) + 1)
+    return replace(spec, env={**spec.env, "CUDA_VISIBLE_DEVICES": ",".join(devices[number] for number in numbers)})
 
 
 def _take(slots: Iterator[str], count: int) -> list[str]:

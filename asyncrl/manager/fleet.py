@@ -34,6 +34,7 @@ from asyncrl.protocol.messages import (
     BroadcastRequest,
     BroadcastTarget,
     FetchWeightsRequest,
+    MasterReport,
     ModelInfo,
     UpdateWeightsReply,
     UpdateWeightsRequest,
@@ -164,6 +165,7 @@ class Fleet:
         clock: Clock | None = None,
         trace: Tracer = OFF,
         files_url: str = "",
+        shares_devices: bool = False,
     ) -> None:
         """replace_limit_s: time for the trainer to replace the version in `damaged`.
         files_url: URL prefix from which servers that do not see the run's folder fetch versions; "": all servers see the folder."""
@@ -183,7 +185,7 @@ class Fleet:
         self._pause_body = msgspec.json.encode({"mode": interrupt})
         self._broadcast_limit_s = broadcast_limit_s
         self._sender_url = ""
-        self._files_url = files_url
+        self._files_url, self._shares_devices = files_url, shares_devices
         self._trace = trace
         self._clock = clock or SystemClock()
         self._verifier = ThreadPoolExecutor(1, thread_name_prefix="verify_weights", initializer=_give_way)
@@ -273,6 +275,17 @@ class Fleet:
         self._wake.set()
         self._on_change()
 
+    def take_turn(self, report: MasterReport) -> None:
+        """Shared devices: the master's report says which side may use them."""
+        version = WeightVersion(report.attempt, report.trained_version)
+        if self._shares_devices and self.plan.take_turn(training=report.turn == "training", version=version):
+            self._changed()
+
+    @property
+    def devices_free(self) -> bool:
+        """It is training's turn, and no server holds a shared device."""
+        return self._shares_devices and self.plan.training and self.table.devices_free
+
     # -------------------------------------------------------------------------------------------------------- loops
 
     async def verify_loop(self) -> None:
@@ -307,7 +320,8 @@ class Fleet:
                 how = "whole again" if self.damaged == version else f"replaced by {version}"
                 self._logger.warning("weights %s, which were damaged on disk, are %s", self.damaged, how)
             pause_s, self._failing, self.damaged = _FIRST_RETRY_S, None, None
-            await self._fetch_everywhere(version, manifest.num_bytes)
+            if not self._shares_devices:  # its servers sleep, on the trainer's host
+                await self._fetch_everywhere(version, manifest.num_bytes)
             if self.plan.publish(version, manifest.num_bytes):
                 self._changed()
 
@@ -377,19 +391,24 @@ class Fleet:
             if self._fatal is not None:
                 raise self._fatal
             now = self._clock.monotonic()
+            for server in self.plan.sleepers(now):
+                self._in_background(self._sleep(server, server.incarnation), f"sleep of {server.name}")
             updates = self.plan.due(now)
             together = [update for update in updates if update.broadcast]
             wave = Wave(together, self._broadcast, wait_s=self._broadcast_limit_s / 4) if together else None
             for update in updates:
                 load_with = wave if update.broadcast else None
-                task = asyncio.create_task(self._update(update, load_with), name=f"update {update.server}")
-                self._updates.add(task)
-                task.add_done_callback(self._updates.discard)
+                self._in_background(self._update(update, load_with), f"update {update.server}")
             next_s = self.plan.next_change(now)
             with contextlib.suppress(asyncio.TimeoutError):
                 async with asyncio.timeout(_IDLE_S if next_s is None else next_s - now):
                     await self._wake.wait()
             self._wake.clear()
+
+    def _in_background(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._updates.add(task)
+        task.add_done_callback(self._updates.discard)
 
     async def probe_loop(self) -> None:
         """Probe every listed server that is not updating, each independently of the others. With many servers, a round probes only
@@ -495,6 +514,19 @@ class Fleet:
                     asyncio.get_running_loop().call_later(self.table.companions_wait_s(now), self._changed)
         self._changed()
 
+    async def _sleep(self, server: Server, incarnation: int) -> None:
+        """Have a server interrupt its requests and release the devices that it shares with training. Repeated after a failure."""
+        try:
+            async with asyncio.timeout(self.plan.limit_s):
+                await self._post(f"{server.url}/release_memory_occupation", b"{}")
+        except _FAILURES as error:
+            pause_s = self.plan.sleepless(server.name, incarnation, self._clock.monotonic())
+            self._logger.warning("%s did not sleep: %r; retrying in %.1f s", server.name, error, pause_s)
+        else:
+            self.plan.slept(server.name, incarnation, self._clock.monotonic())
+            self._logger.info("%s sleeps: it has released its devices", server.name)
+        self._changed()
+
     def _count_mismatch(self, update: Update, error: MismatchError) -> None:
         self.counters["mismatched", update.server] += 1
         self._mismatches[update.server] += 1
@@ -522,9 +554,11 @@ class Fleet:
 
     async def _load(self, update: Update, wave: Wave | None) -> None:
         url, version = update.url, str(update.version)
-        if wave is None:
+        if wave is None and not self._shares_devices:
             await self._fetch(url, update.version, update.limit_s)  # fetch and verify, while the server still generates
         try:
+            if self._shares_devices:
+                await self._post(f"{url}/resume_memory_occupation", b"{}")
             await self._post(f"{url}/pause_generation", self._pause_body)
             if wave is not None:
                 await self._load_from_memory(update, wave)

@@ -66,6 +66,11 @@ class FleetMetrics(Protocol):
     counters: Counter[tuple[str, str]]  # (event, server) -> count
     update_seconds: defaultdict[str, float]  # server -> seconds spent in successful updates
 
+    @property
+    def devices_free(self) -> bool: ...  # see LedgerView
+
+    def take_turn(self, report: MasterReport) -> None: ...
+
 
 @dataclass(eq=False)
 class _Waiting:
@@ -189,6 +194,8 @@ class ManagerService:
         # a revision that this ledger has not reached yet comes from the previous manager
         known = report.after_revision if report.after_revision <= self.ledger.revision else -1
         self.ledger.report(report, self._clock.monotonic(), newest_attempt=newest_attempt)
+        if self._fleet is not None:
+            self._fleet.take_turn(report)
         self.changed()
         waited = False
         while self.ledger.revision <= known and self._clock.monotonic() < until:
@@ -199,8 +206,10 @@ class ManagerService:
         now = self._clock.monotonic()
         view = self.ledger.view(now)
         self._view_took_s = self._clock.monotonic() - now
-        damaged = self._fleet.damaged if self._fleet is not None else None
-        return view if damaged is None else msgspec.structs.replace(view, damaged=str(damaged))
+        if self._fleet is None:
+            return view
+        damaged = "" if self._fleet.damaged is None else str(self._fleet.damaged)
+        return msgspec.structs.replace(view, damaged=damaged, devices_free=self._fleet.devices_free)
 
     async def _newest(self) -> int | None:
         if self._newest_attempt is None:

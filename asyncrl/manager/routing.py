@@ -102,6 +102,7 @@ class Server:
     failed_load: bool = False  # a load failed: the server stays interrupted until a load succeeds
     late_answer: str = ""  # description of its last answer to a health probe, if that was late
     pace: Pace = field(default_factory=lambda: Pace())
+    asleep: bool = False  # STALE, and it has released the devices that it shares with training
     leaving: bool = False  # no longer desired: DRAINING, or DEAD permanently
     drains_since: float = 0.0
 
@@ -170,7 +171,7 @@ class ServerTable:
             if server.state is not ServerState.DEAD:
                 self._move(server, ServerState.DEAD, "replaced by a new process")
             self._come_back(server, "announced again", now)
-        server.url = url
+        server.url, server.asleep = url, False
         self._told_dead = None
         server.incarnation += 1
         server.last_answer = now
@@ -340,6 +341,25 @@ class ServerTable:
         self._told_dead = None
         return True
 
+    def begin_sleep(self, name: str) -> int:
+        """Take the server out of service: it must release its devices. Returns its incarnation, which `slept` must carry."""
+        server = self.servers[name]
+        if server.state in (ServerState.HEALTHY, ServerState.SUSPECT):
+            self._move(server, ServerState.STALE, "releases its devices for training")
+        return server.incarnation
+
+    def slept(self, name: str, incarnation: int, now: float) -> None:
+        """The server has released its devices. Void if it has died since."""
+        server = self.servers[name]
+        if server.incarnation == incarnation and server.state is ServerState.STALE:
+            server.asleep, server.last_answer = True, now
+
+    @property
+    def devices_free(self) -> bool:
+        """Whether no server holds a shared device: each sleeps, or its process has left name resolve. A server that has not been
+        announced yet holds none, because it starts asleep."""
+        return all(server.asleep or not server.listed for server in self.servers.values())
+
     def begin_attempt(self, attempt: int) -> None:
         """The training side has restarted: every server is stale until it has the new attempt's weights."""
         if not self.attempts.adopt(attempt):
@@ -452,7 +472,7 @@ class ServerTable:
         if state in (ServerState.HEALTHY, ServerState.DEAD):
             server.failed_load = False
         server.loading = None
-        server.is_new = False
+        server.is_new = server.asleep = False
         server.state, server.reason = state, reason
         self._told_dead = self._now_healthy = None
 

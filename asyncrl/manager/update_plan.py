@@ -9,6 +9,9 @@ particular server.
 Weights may come over the network (`hold`: the trainer has them in memory). Then serving servers get them by broadcast, and the
 others load the newest version on disk. After a failed broadcast a server loads that version or a newer one from disk. After 1, 2,
 3, ... consecutive failures, it loads 1, 3, 7, ... versions (at most 31) from disk before the next broadcast.
+
+If servers share devices with training, they take turns (`take_turn`). In training's turn no server loads, and the servers that
+hold devices must sleep. In generation's turn servers load the version that training has reached, not an older one.
 """
 
 from __future__ import annotations
@@ -71,6 +74,7 @@ class UpdatePlan:
         update_fraction: float = 1.0,
         update_timeout_s: float = 60.0,
         slow_after_s: float | None = None,
+        shares_devices: bool = False,
     ) -> None:
         if not 0.0 < update_fraction <= 1.0:
             raise ValueError(f"manager.update_fraction is {update_fraction}; use a share above 0 and at most 1")
@@ -88,6 +92,8 @@ class UpdatePlan:
         self._running: dict[str, _Running] = {}
         self._failures: dict[str, _Failures] = {}
         self._silent: set[str] = set()  # servers that do not answer, or were replaced
+        self.training = shares_devices  # training's turn, until the master says that generation may use the devices
+        self._least: WeightVersion | None = None  # shared devices: servers load no older version
 
     @property
     def limit_s(self) -> float:
@@ -118,6 +124,40 @@ class UpdatePlan:
         self._aim_at(version)
         return True
 
+    def take_turn(self, *, training: bool, version: WeightVersion) -> bool:
+        """Shared devices: training or generation may use them now. version: the one that training has reached. Returns whether that
+        is news."""
+        news = (training, version) != (self.training, self._least)
+        self.training, self._least = training, version
+        return news
+
+    def sleepers(self, now: float) -> list[Server]:
+        """Return the servers that must sleep now: in training's turn, those that may hold shared devices. They are out of service
+        from this call on."""
+        if not self.training:
+            return []
+        states = (ServerState.STALE, ServerState.HEALTHY, ServerState.SUSPECT)
+        found = []
+        for name, server in self._table.servers.items():
+            failed = self._failures.get(name)
+            if server.asleep or name in self._running or server.state not in states:
+                continue
+            if failed is None or now >= failed.not_before:
+                self._running[name] = _Running(self._table.begin_sleep(name), now, False)
+                found.append(server)
+        return found
+
+    def slept(self, name: str, incarnation: int, now: float) -> None:
+        """The server has released its devices."""
+        self._end_of(name, incarnation)
+        self._failures.pop(name, None)
+        self._table.slept(name, incarnation, now)
+
+    def sleepless(self, name: str, incarnation: int, now: float) -> float:
+        """The server has not released its devices. Returns the seconds until it is asked again."""
+        self._end_of(name, incarnation)
+        return self._back_off(name, now)
+
     def _aim_at(self, version: WeightVersion) -> None:
         if self.target is None or version > self.target:
             self.target = version
@@ -125,7 +165,7 @@ class UpdatePlan:
 
     def due(self, now: float) -> list[Update]:
         """Return the updates to begin now. Their servers are UPDATING from this call on."""
-        if self.target is None:
+        if self.target is None or self.training or (self._least is not None and self.target < self._least):
             return []
         servers = self._table.servers
         for name in [
@@ -186,10 +226,14 @@ class UpdatePlan:
         self._end(update)
         if update.broadcast:
             return self._failed_in_broadcast(update, reason)
-        count = self._failures[update.server].count + 1 if update.server in self._failures else 1
-        pause = min(LONGEST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(count - 1, 16))
-        self._failures[update.server] = _Failures(count, now + pause)
+        pause = self._back_off(update.server, now)
         self._table.load_failed(update.server, update.incarnation, reason)
+        return pause
+
+    def _back_off(self, server: str, now: float) -> float:
+        count = self._failures[server].count + 1 if server in self._failures else 1
+        pause = min(LONGEST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(count - 1, 16))
+        self._failures[server] = _Failures(count, now + pause)
         return pause
 
     def _failed_in_broadcast(self, update: Update, reason: str) -> float:
@@ -229,9 +273,12 @@ class UpdatePlan:
         return min((at for at in times if at > now), default=None)
 
     def _end(self, update: Update) -> None:
-        running = self._running.get(update.server)
-        if running is not None and running.incarnation == update.incarnation:
-            del self._running[update.server]
+        self._end_of(update.server, update.incarnation)
+
+    def _end_of(self, server: str, incarnation: int) -> None:
+        running = self._running.get(server)
+        if running is not None and running.incarnation == incarnation:
+            del self._running[server]
 
     def _last_to_trust(self, name: str) -> tuple[int, str]:
         return (self.num_failures(name), name)

@@ -110,7 +110,12 @@ class GserverManager(Worker):
         )
         fleet = Fleet(
             table,
-            UpdatePlan(table, update_fraction=options.update_fraction, update_timeout_s=options.update_timeout_s),
+            UpdatePlan(
+                table,
+                update_fraction=options.update_fraction,
+                update_timeout_s=options.update_timeout_s + config.wake_limit_s,
+                shares_devices=config.shares_devices,
+            ),
             session=await opened.enter_async_context(open_session(max_connections=0)),
             path_of=self._files.path_of,
             verify=self._files.verify,
@@ -124,6 +129,7 @@ class GserverManager(Worker):
             logger=self.logger,
             trace=self.trace,
             files_url=await self._serve_files(directory, opened) if config.fetch else "",
+            shares_devices=config.shares_devices,
             clock=clock,
         )
         opened.push_async_callback(fleet.close)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from asyncrl.config.schema import MasterWorkerConfig
 from asyncrl.master.batch import BatchFormer, NotReady
@@ -36,6 +36,7 @@ class ManagerReports:
     def __init__(self, books: Books, buffer: AsyncIOSequenceBuffer, manager: ServiceClient) -> None:
         self._books, self._buffer, self._manager = books, buffer, manager
         self.servers: Sequence[ServerView] = ()  # from the newest view
+        self.turn: Literal["", "generation", "training"] = ""  # see MasterReport
         self._consumed: list[str] = []  # not yet acknowledged by the manager
         self._num_rejections_seen = 0
         self._full_report_due = True
@@ -74,6 +75,7 @@ class ManagerReports:
                     after_revision=after_revision,
                     wait_s=wait_s,
                     stop=stop,
+                    turn=self.turn,
                 ),
                 LedgerView,
                 limit_s=CALL_LIMIT_S,
@@ -201,7 +203,7 @@ class Rollouts:
         wait_s = min(LONG_POLL_S, max(0.0, self._limit_s - waited_s))
         report = self._reports.report(revoke=decision.revoke, wait_s=wait_s, after_revision=view.revision)
         async with self._board.waiting(decision.reason, on=decision.on, limit_s=self._limit_s, waited_s=waited_s):
-            return await _unless(self._leaving, report)
+            return await unless(self._leaving, report)
 
     async def trained(self, tickets: Sequence[str]) -> None:
         self._reports.consume(tickets)
@@ -211,7 +213,7 @@ class Rollouts:
         await self._reports.report(stop=True)
 
 
-async def _unless(event: asyncio.Event, coroutine: Coroutine[Any, Any, T]) -> T | None:
+async def unless(event: asyncio.Event, coroutine: Coroutine[Any, Any, T]) -> T | None:
     """Return the coroutine's result; None if the event is set meanwhile, which cancels the coroutine."""
     work, stop = asyncio.create_task(coroutine), asyncio.create_task(event.wait())
     try:

@@ -13,11 +13,13 @@ from asyncrl.data.bad_batches import WEIGHTS, folder_of
 from asyncrl.master.books import Books, RejectedShareError
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.checkpointing import Checkpointer
+from asyncrl.master.device_turns import DeviceTurns
 from asyncrl.master.evaluations import Evaluations
 from asyncrl.master.executor import StepResult
 from asyncrl.master.model_workers import ModelWorkers
 from asyncrl.master.publishing import WeightPublisher
 from asyncrl.master.report import StepTimes, UpdateSeconds, step_metrics
+from asyncrl.master.rollouts import unless
 from asyncrl.master.skipped import SkippedSteps
 from asyncrl.protocol.messages import ServerView, TrajectoryMeta
 from asyncrl.protocol.names import ACTOR
@@ -70,14 +72,21 @@ class Trainer:
         checkpointer: Checkpointer,
         tasks: BackgroundTasks,
         *,
+        turns: DeviceTurns | None,
         leaving: asyncio.Event,
         logger: logging.Logger,
         trace: Tracer,
         clock: Clock,
     ) -> None:
-        """publisher: None if no process serves the weights. leaving: set when the launcher stops the run."""
+        """publisher: None if no process serves the weights. turns: None if no devices are shared. leaving: set when the launcher
+        stops the run."""
         self._config, self._books, self._buffer, self._workers, self._source = config, books, buffer, workers, source
-        self._publisher, self._evaluations, self._checkpointer = publisher, evaluations, checkpointer
+        self._publisher, self._evaluations, self._checkpointer, self._turns = (
+            publisher,
+            evaluations,
+            checkpointer,
+            turns,
+        )
         self._tasks, self._leaving, self._logger, self._trace, self._clock = tasks, leaving, logger, trace, clock
         self._run_dir = Path(config.worker.run_dir)
         self._skipped = SkippedSteps(config.train, self._run_dir, books.attempt, logger, clock)
@@ -86,13 +95,17 @@ class Trainer:
     async def begin(self, state: MasterState | None) -> None:
         """Wait until the models are loaded, load the checkpoint that `state` belongs to (None: the run begins anew), and publish
         the weights with which training begins."""
-        config, books = self._config, self._books
+        config, books, turns = self._config, self._books, self._turns
+        if turns is not None:
+            await turns.begin()
         await self._workers.load()
         if state is not None:
             await self._workers.load_checkpoint(Path(config.resume), state.shared)
         books.begin()
         if self._publisher is not None:
             await self._publisher.publish()
+        if turns is not None:
+            await turns.generation()
         if config.eval.at_start if state is None else state.evaluating:
             self._evaluations.begin(baseline=state is None)
 
@@ -103,6 +116,8 @@ class Trainer:
         while not finished:
             finished = await self.train_one_step()
             if self._leaving.is_set() and not finished:
+                if self._turns is not None:
+                    await self._turns.training()
                 await self._write_last_checkpoint()
                 return False
         return True
@@ -121,6 +136,11 @@ class Trainer:
             if books.step == self._config.first_step:
                 raise RejectedShareError(f"every prompt was rejected, so no step was trained: {books.rejections()}")
             return True
+        if self._turns is not None:
+            await unless(self._leaving, self._evaluations.all_over())  # they need the servers, with these weights
+            if self._leaving.is_set():
+                return False
+            await self._turns.training()
         version = books.version.version
         metas = self._buffer.metas(batch)
         formed, train_start = clock.monotonic(), clock.time()
@@ -143,15 +163,28 @@ class Trainer:
         books.write_step(metas, metrics, {**result.seconds, **self._source.seconds}, (train_start, train_end))
         last = books.is_over()
         self._run_schedules(last)
+        if self._turns is not None and not last:
+            await self._hand_over(self._turns)
         return last
+
+    async def _hand_over(self, turns: DeviceTurns) -> None:
+        """Give the shared devices to generation. Every call that needs the models has been sent before: workers execute calls in
+        order."""
+        if self._publisher is not None:
+            await self._publisher.finished()
+        await turns.generation()
 
     async def finish(self) -> None:
         """End the run after the last step: publish the last weights, save the models, write a checkpoint, evaluate."""
         if self._publisher is not None:
             await self._publisher.finished()
+        if self._turns is not None:
+            await self._turns.training()
         if self._books.trains:
             await self._workers.save("final")  # first, so that a failed evaluation does not lose the result
         await self._write_last_checkpoint()
+        if self._turns is not None:
+            await self._turns.generation()
         await self._source.end()
         if self._config.eval.at_end and self._config.eval.prompts is not None:
             try:

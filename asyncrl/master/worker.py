@@ -20,6 +20,7 @@ from asyncrl.master.books import Books
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, Grants, StorageTracker
 from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.checkpointing import Checkpointer
+from asyncrl.master.device_turns import DeviceTurns
 from asyncrl.master.evaluations import Evaluations, ServerEvaluator
 from asyncrl.master.files import MasterFiles
 from asyncrl.master.model_workers import ModelWorkers, placements_of
@@ -72,7 +73,9 @@ class MasterWorker(Worker):
             await self._open_intake(directory, opened, books, buffer, tracker)
         caller, workers = await self._meet_workers(directory, opened, books, buffer, tracker)
         leaving = asyncio.Event()
-        source, publisher, evaluations = await self._meet_manager(directory, opened, books, buffer, workers, leaving)
+        source, publisher, evaluations, turns = await self._meet_manager(
+            directory, opened, books, buffer, workers, leaving
+        )
         checkpointer = Checkpointer(
             config,
             books,
@@ -94,6 +97,7 @@ class MasterWorker(Worker):
             evaluations,
             checkpointer,
             self.tasks,
+            turns=turns,
             leaving=leaving,
             logger=self.logger,
             trace=self.trace,
@@ -190,9 +194,9 @@ class MasterWorker(Worker):
         buffer: AsyncIOSequenceBuffer,
         workers: ModelWorkers,
         leaving: asyncio.Event,
-    ) -> tuple[BatchSource, WeightPublisher | None, Evaluations]:
-        """Create the batch source, the weight publisher and the evaluations. mode=sync needs no manager: the model workers generate
-        and evaluate, and there is no publisher."""
+    ) -> tuple[BatchSource, WeightPublisher | None, Evaluations, DeviceTurns | None]:
+        """Create the batch source, the weight publisher, the evaluations, and the turns on shared devices. mode=sync needs no
+        manager: the model workers generate and evaluate, and there is no publisher."""
         config, board, logger, clock = self.config, self.board, self.logger, self.system.clock
         num_eval_prompts = 0
         if config.eval.prompts is not None:
@@ -201,7 +205,8 @@ class MasterWorker(Worker):
             generation = Generation(
                 config, books, buffer, workers, num_eval_prompts=num_eval_prompts, leaving=leaving, board=board
             )
-            return generation, None, Evaluations(config.eval, books, generation, self.tasks, board=board, logger=logger)
+            evaluations = Evaluations(config.eval, books, generation, self.tasks, board=board, logger=logger)
+            return generation, None, evaluations, None
         connecting = ServiceClient.connect(
             directory,
             self.tasks,
@@ -217,6 +222,17 @@ class MasterWorker(Worker):
         reports = ManagerReports(books, buffer, manager)
         evaluator = ServerEvaluator(config.eval, num_eval_prompts, manager, logger=logger, clock=clock)
         evaluations = Evaluations(config.eval, books, evaluator, self.tasks, board=board, logger=logger)
+        turns = None
+        if config.shared_workers:
+            turns = DeviceTurns(
+                reports,
+                workers.caller,
+                config.shared_workers,
+                directory,
+                attempt=self.info.attempt,
+                board=board,
+                limit_s=config.train.call_timeout_s,
+            )
         publisher = WeightPublisher(
             config,
             books,
@@ -226,6 +242,7 @@ class MasterWorker(Worker):
             directory,
             self._files,
             self.tasks,
+            turns=turns,
             board=board,
             logger=logger,
             trace=self.trace,
@@ -242,7 +259,7 @@ class MasterWorker(Worker):
             board=board,
             clock=clock,
         )
-        return rollouts, publisher, evaluations
+        return rollouts, publisher, evaluations, turns
 
     async def _hear_of_the_end(self, directory: Directory, leaving: asyncio.Event) -> None:
         """Set `leaving` when the launcher requests that this attempt writes its last checkpoint and exits."""

@@ -36,6 +36,7 @@ from asyncrl.protocol.messages import (
     Ping,
     Reallocate,
     Redistribute,
+    ReleaseDevices,
     SaveBatch,
     SaveCheckpoint,
     SaveModel,
@@ -157,11 +158,17 @@ class Calls:
             num_bytes = await asyncio.to_thread(self._save_batch, body)
         elif isinstance(body, ClearData):
             self._forget(body.ids)
+        elif isinstance(body, ReleaseDevices):
+            await self._compute(self._release_devices, "the models to leave the device")
         elif isinstance(body, Ping):
             await self._compute(lambda: None, "ping")
         else:
             raise TypeError(f"this worker cannot execute a call of kind {type(body).__name__}")
         call.reply(CallResult(seconds=self._clock.monotonic() - start, num_bytes=num_bytes, unfetched=unfetched))
+
+    def _release_devices(self) -> None:
+        for engine in self.engines.values():
+            engine.offload(folder=Path(self._info.run_dir))
 
     def _run_mfc_traced(self, body: ExecuteMFC) -> CallResult:
         with self._trace.span(body.mfc, track="compute", version=body.version):

@@ -18,6 +18,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -35,6 +36,7 @@ from asyncrl.data.sequence import SequenceSample
 from asyncrl.model import sharding
 from asyncrl.model.interfaces import LossFn
 from asyncrl.model.mesh import ModelMesh
+from asyncrl.model.offload import Offloaded
 from asyncrl.model.packing import MicroBatch, Packed, SequenceBatch, cu_seqlens_of, plan_micro_batches, run_indices
 from asyncrl.model.pipeline import Outputs, Stage, cut_to_stage, run_micro_batches, train_micro_batches
 from asyncrl.model.sharding import local_tensor
@@ -99,7 +101,7 @@ class TrainEngine:
         self._total_steps = train.total_steps
         self.skipped_steps = 0
         self.optimizer: torch.optim.AdamW | None = None
-        self._offloaded: list[tuple[torch.UntypedStorage, Tensor]] = []
+        self._offloaded: Offloaded | None = None
         if not self.trainable:
             self.model.requires_grad_(False)
             return
@@ -443,22 +445,32 @@ class TrainEngine:
 
     # -------------------------------------------------------------------------------------------------------------- memory
 
-    def offload(self) -> None:
-        """Move weights and optimizer state to the CPU until `onload`, and drop the gradients. Does nothing on a CPU."""
-        if self.device.type == "cpu" or self._offloaded:
+    def offload(self, *, folder: Path | None = None) -> None:
+        """Move weights and optimizer state off the device until `onload`, and drop the gradients.
+
+        From a GPU they move to CPU memory. From the CPU they move to a file in `folder`; without a folder they stay.
+        """
+        on_cpu = self.device.type == "cpu"
+        if self._offloaded is not None or (on_cpu and folder is None):
             return
+        for parameter in self.named_parameters().values():
+            if on_cpu and not parameter.untyped_storage().resizable():  # the memory of a model file
+                parameter.data = parameter.data.clone()
         tensors = [local_tensor(parameter.detach()) for parameter in self.named_parameters().values()]
         if self.optimizer is not None:
             self.optimizer.zero_grad()
             states = [value for state in self.optimizer.state.values() for value in state.values()]
             tensors += [local_tensor(value) for value in states if isinstance(value, Tensor)]
-        self._offloaded = offload_storages([tensor for tensor in tensors if tensor.device.type == self.device.type])
-        torch.cuda.empty_cache()
+        there = [tensor for tensor in tensors if tensor.device.type == self.device.type]
+        self._offloaded = Offloaded(there, folder=folder if on_cpu else None)
+        if not on_cpu:
+            torch.cuda.empty_cache()
 
     def onload(self) -> None:
         """Inverse of offload. Every method that needs the weights calls it first."""
-        onload_storages(self._offloaded)
-        self._offloaded = []
+        if self._offloaded is not None:
+            self._offloaded.restore()
+        self._offloaded = None
 
     def _reshard(self) -> None:
         """Free the gathered parameters that FSDP's root keeps after a forward pass without a backward pass. They would be stale
@@ -477,28 +489,6 @@ class Work:
 
     batch: SequenceBatch | None  # None: this data rank has no groups
     plan: list[MicroBatch]
-
-
-def offload_storages(tensors: Sequence[Tensor]) -> list[tuple[torch.UntypedStorage, Tensor]]:
-    """Move the storages of these tensors to the CPU, each once. Tensors, views and references stay valid but have no data.
-    Returns each storage with its copy, for onload_storages."""
-    moved: list[tuple[torch.UntypedStorage, Tensor]] = []
-    for storage in {storage.data_ptr(): storage for storage in (t.untyped_storage() for t in tensors)}.values():
-        if storage.nbytes():
-            moved.append((storage, _bytes_of(storage).to("cpu", copy=True)))
-            storage.resize_(0)
-    return moved
-
-
-def onload_storages(moved: Sequence[tuple[torch.UntypedStorage, Tensor]]) -> None:
-    """Inverse of offload_storages."""
-    for storage, kept in moved:
-        storage.resize_(kept.numel())
-        _bytes_of(storage).copy_(kept)
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def learning_rate(optimizer: OptimizerConfig, step: int, total_steps: int) -> float:

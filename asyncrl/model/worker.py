@@ -91,6 +91,8 @@ class ModelWorker(Worker):
         )
         opened.push_async_callback(server.close)
         await server.start()
+        if config.shares_devices:
+            await directory.wait_for_key(self.names.devices_free(info.attempt), "devices free")
         device = choose_device(index, tf32=bool(config.train.tf32))
         process_group = ProcessGroup(info, WorkerGroups.of_config(info.count, config.detached), limit_s=limit_s)
         meshes = await self._meet(process_group, directory, compute, device) if process_group.size > 1 else {}

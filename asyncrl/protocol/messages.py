@@ -213,6 +213,8 @@ class MasterReport(Struct, frozen=True, kw_only=True):
     after_revision: int = -1  # reply at once if the ledger's revision is newer, otherwise wait up to wait_s
     wait_s: float = 0.0
     stop: bool = False  # the run needs no more rollouts: admit no more prompts
+    # Shared devices: which side may use them. In training's turns the generation servers sleep. "": no devices are shared
+    turn: Literal["", "generation", "training"] = ""
 
 
 class ServerView(Struct, frozen=True, kw_only=True):
@@ -240,6 +242,7 @@ class LedgerView(Struct, frozen=True, kw_only=True):
         True  # False: a new manager that has not yet heard from every rollout worker; `live` may lack their tickets
     )
     damaged: str = ""  # the newest published weight version, while its files do not match its manifest
+    devices_free: bool = False  # shared devices: it is training's turn, and every generation server sleeps or has ended
 
 
 class EvaluateRequest(Struct, frozen=True, kw_only=True):
@@ -687,6 +690,10 @@ class ClearData(Struct, frozen=True, kw_only=True, tag=True):
     ids: list[str]
 
 
+class ReleaseDevices(Struct, frozen=True, kw_only=True, tag=True):
+    """Move parameters, gradients and optimizer state off the device. The next call that needs a model moves it back."""
+
+
 class Ping(Struct, frozen=True, kw_only=True, tag=True):
     """A no-op. The compute thread answers it in order with the other calls."""
 
@@ -707,6 +714,7 @@ CallBody = (
     | LoadCheckpoint
     | SaveBatch
     | ClearData
+    | ReleaseDevices
     | Ping
 )
 

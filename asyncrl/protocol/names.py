@@ -130,6 +130,12 @@ class Names:
         """host:port of the torch.distributed store of a role's mesh, for one attempt and one incarnation of its worker group."""
         return f"{self.root}/process_group/{role}/{attempt}" + (f".{group_incarnation}" if group_incarnation else "")
 
+    def devices_free(self, attempt: int) -> str:
+        """Written by the master of an attempt when the generation servers have released the devices that they share. The model
+        workers load their models after that.
+        """
+        return f"{self.root}/devices_free/{attempt}"
+
     def held_data(self, worker: int, attempt: int, group_incarnation: int) -> str:
         """URL at which a model worker serves the contents of its data store. Each incarnation of its worker group has
         its own key.

@@ -2,11 +2,16 @@
 
 A message names a folder of the run, never a path. Each process resolves the name in the run's folder given by its own
 config. So a message cannot direct a process to files outside the run, whether the user's or another run's.
+
+The weight versions of a run with shared devices are in shared memory. The launcher then makes `weights` a link into the folder of
+the run's sockets, which only the run's user can enter and which does not outlive the launcher.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+
+SOCKETS, WEIGHTS = "sockets", "weights"  # names of links in the run's folder
 
 
 class OutsideRunError(ValueError):
@@ -34,6 +39,9 @@ def path_of(run_dir: str | Path, name: str) -> Path:
     if not parts or ".." in parts or Path(name).is_absolute() or "\0" in name:
         raise OutsideRunError(f"{name!r} is no folder of the run in {run_dir}")
     path = top.joinpath(*parts)
-    if path.is_symlink() or not path.resolve().is_relative_to(top.resolve()):
+    inside = top.resolve()
+    if parts[0] == WEIGHTS and len(parts) > 1 and (top / WEIGHTS).resolve() == (top / SOCKETS).resolve() / WEIGHTS:
+        inside = (top / WEIGHTS).resolve()
+    if path.is_symlink() or not path.resolve().is_relative_to(inside):
         raise OutsideRunError(f"{name!r} leads out of the run's folder {run_dir} by a symbolic link")
     return path

@@ -50,3 +50,10 @@ def tail_of(log: Path, start: int = 0, *, lines: int = _TAIL_LINES, line_chars: 
             return "\n".join(line[:line_chars] for line in text.splitlines()[-lines:]) or "(nothing)"
     except OSError as error:
         return f"(the log cannot be read: {error})"
+
+
+def return_freed_memory() -> None:
+    """Return the memory that this process has freed to the system, because glibc keeps most of it. No effect without glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -20,7 +20,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-LINK = "sockets"  # in the run's folder: a symbolic link to the socket folder
+from asyncrl.protocol.run_folder import SOCKETS, WEIGHTS
+
+LINK = SOCKETS  # in the run's folder: a symbolic link to the socket folder
+_MEMORY = "/dev/shm"
 _PREFIX = "asyncrl-"
 _MAX_FOLDER_BYTES = 80  # the rest of the path is for socket names
 _DOMAIN = ".unix"  # in URLs: http://<name of the socket>.unix
@@ -87,13 +90,18 @@ class Connection(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
 
-def make_folder(run_dir: Path) -> str:
-    """Create a socket folder for this run's launcher, and remove the folder of a previous launcher that died. Raises
-    OSError if no base folder is usable.
+def make_folder(run_dir: Path, *, with_weights: bool = False) -> str:
+    """Create a socket folder for this run's launcher, and remove the folder of a previous launcher that died.
+
+    with_weights: the folder is in shared memory and also holds the run's weight versions: `weights` in the run's folder becomes a
+    link to it. Weights that are on disk there already stay there. Raises OSError if no base folder is usable.
     """
     remove_folder(run_dir)
     failure = OSError("no usable folder for Unix sockets")
-    for base in dict.fromkeys(("/tmp", tempfile.gettempdir())):  # not $XDG_RUNTIME_DIR: it is removed at logout
+    bases = (
+        [_MEMORY] if with_weights else ["/tmp", tempfile.gettempdir()]
+    )  # not $XDG_RUNTIME_DIR: it is removed at logout
+    for base in dict.fromkeys(bases):
         if len(os.fsencode(base)) > _MAX_FOLDER_BYTES - len(_PREFIX) - 8:
             continue
         try:
@@ -102,6 +110,9 @@ def make_folder(run_dir: Path) -> str:
             failure = error
             continue
         (run_dir / LINK).symlink_to(folder)
+        if with_weights and not (run_dir / WEIGHTS).exists():
+            Path(folder, WEIGHTS).mkdir()
+            (run_dir / WEIGHTS).symlink_to(Path(folder, WEIGHTS))
         return folder
     raise failure
 
@@ -109,6 +120,8 @@ def make_folder(run_dir: Path) -> str:
 def remove_folder(run_dir: Path) -> None:
     """Remove the socket folder of the run's launcher, if it exists and belongs to this user."""
     link = run_dir / LINK
+    if (run_dir / WEIGHTS).is_symlink():
+        (run_dir / WEIGHTS).unlink()
     with contextlib.suppress(OSError):
         folder = Path(os.readlink(link))
         link.unlink()

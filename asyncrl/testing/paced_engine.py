@@ -119,6 +119,12 @@ class PacedEngine(QueueingEngine[_Paced]):
         self._closing = True
         self._fail_all(EngineUnavailable("the server is closing"))
 
+    async def _release_devices(self) -> None:
+        """It holds no device."""
+
+    async def _acquire_devices(self) -> None:
+        """It holds no device."""
+
     # ------------------------------------------------------------------------------------------------------- requests
 
     def _check(self, request: EngineRequest) -> None:

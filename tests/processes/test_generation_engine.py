@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -121,6 +122,10 @@ async def running(
         yield engine
     finally:
         await engine.close()
+
+
+def resident_bytes() -> int:
+    return int(psutil.Process().memory_info().rss)
 
 
 def make_prompt(rng: random.Random, length: int) -> list[int]:
@@ -604,6 +609,45 @@ async def test_nothing_is_generated_before_the_first_version(store: Store) -> No
         assert engine.stats().version == ""
         with pytest.raises(EngineUnavailable, match="no weight version"):
             engine.submit(EngineRequest("a", [1], SamplingParams()))
+
+
+async def test_it_sleeps_without_its_memory_and_wakes_with_the_same_tokens(store: Store) -> None:
+    prompt, greedy = [1, 2, 3], SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True)
+    async with running(store, num_blocks=65536) as engine:
+        before = await engine.submit(EngineRequest("a", prompt, greedy))
+        running_one = engine.submit(EngineRequest("b", [1, 2], LONG))
+        await until(engine, lambda: engine.stats().running > 0)
+        awake = resident_bytes()
+        await engine.sleep()
+        assert (await running_one).finish.type == "abort"
+        assert (
+            awake - resident_bytes() > 0.9 * 65536 * 16 * 2 * 2 * 2 * 16 * 4
+        )  # the cache: layers, keys and values, heads
+        assert engine.failure is None
+        assert engine.stats().version == ""
+        with pytest.raises(EngineUnavailable, match="sleeps"):
+            engine.submit(EngineRequest("c", prompt, greedy))
+        await engine.sleep()  # no effect
+        await engine.wake()
+        assert engine.stats().paused
+        await engine.load_weights(store.path(V0), V0)
+        await engine.resume()
+        after = await engine.submit(EngineRequest("d", prompt, greedy))
+        assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
+
+
+async def test_an_engine_that_begins_asleep_starts_when_it_wakes(store: Store) -> None:
+    engine = TransformersEngine(str(store.model_path), CONFIG, asleep=True)
+    assert engine.failure is None
+    with pytest.raises(EngineUnavailable, match="sleeps"):
+        await engine.load_weights(store.path(V0), V0)
+    await engine.sleep()
+    await engine.wake()
+    await engine.load_weights(store.path(V0), V0)
+    await engine.resume()
+    assert (await engine.submit(EngineRequest("a", [1], SamplingParams(max_new_tokens=1)))).token_ids
+    await engine.sleep()
+    await engine.close()
 
 
 async def test_the_queue_is_bounded_in_number_and_time(store: Store) -> None:

@@ -238,6 +238,29 @@ def test_any_micro_batch_budget_gives_the_plain_update(
     assert stats["grad_norm"] > 1  # the comparison covers clipping
 
 
+def test_an_offloaded_model_has_no_memory_and_trains_on_as_if_it_had_stayed(
+    model_path, expected_after_three_steps, tmp_path
+):
+    engine, sample = make_engine(model_path), make_sample()
+    for step in range(3):
+        engine.train_step(sample, policy_gradient(50.0), temperature=1.0, lr_step=step)
+        engine.offload()  # a model on the CPU has no other place than a file
+        assert all(tensor.untyped_storage().nbytes() for tensor in tensors_of(engine))
+        engine.offload(folder=tmp_path)
+        engine.offload(folder=tmp_path)
+        assert [tensor.untyped_storage().nbytes() for tensor in tensors_of(engine)] == [0] * len(tensors_of(engine))
+        assert all(parameter.grad is None for parameter in engine.named_parameters().values())
+        assert list(tmp_path.iterdir()) == []  # the file has no name, so it does not outlive the process
+        logprobs = engine.logprobs(sample, temperature=1.0)  # moves the model back
+        np.testing.assert_array_equal(engine.logprobs(sample, temperature=1.0), logprobs)
+    assert_same_parameters(parameters_of(engine), expected_after_three_steps)
+
+
+def tensors_of(engine: TrainEngine) -> list[torch.Tensor]:
+    states = [value for state in engine.optimizer.state.values() for value in state.values()]
+    return [*engine.named_parameters().values(), *states]
+
+
 def test_a_loss_that_is_not_finite_skips_the_step(model_path):
     engine = make_engine(model_path)
     before = parameters_of(engine)

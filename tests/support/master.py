@@ -252,6 +252,7 @@ class MasterParts:
             self.evaluations,
             checkpointer,
             self.tasks,
+            turns=None,
             leaving=self.leaving,
             logger=logger,
             trace=OFF,

@@ -83,6 +83,24 @@ def test_model_workers_get_the_gpus_after_those_of_the_servers(config_of):
     assert more.env["CUDA_VISIBLE_DEVICES"] == "5,6"
 
 
+def test_shared_gpus_are_those_that_the_allocation_names(config_of):
+    config = config_of(
+        "allocation=sglang.d2m2@1-4+d4@1-4+ref_inf:d1@0", "train.ppo.kl_coef=0.1", "manager.max_head_offpolicyness=0"
+    )
+    given = {
+        spec.name: spec.env["CUDA_VISIBLE_DEVICES"]
+        for spec in plan(config, attempt=1, num_prompts=64, devices=list("abcde"))
+    }
+    assert (given["generation_server/0"], given["generation_server/1"]) == ("b,c", "d,e")
+    assert [given[f"model_worker/{index}"] for index in range(5)] == ["b", "c", "d", "e", "a"]
+    assert given["master/0"] == given["rollout_worker/0"] == ""
+    processes = {spec.name: spec.config for spec in plan(config, attempt=1, num_prompts=64)}
+    assert [processes[f"model_worker/{index}"].shares_devices for index in range(5)] == [True] * 4 + [False]
+    assert processes["master/0"].shared_workers == [0, 1, 2, 3]
+    assert processes["generation_server/0"].shares_devices
+    assert processes["gserver_manager/0"].shares_devices
+
+
 def test_gpus_of_generation_servers_are_in_inference_order(config_of):
     """Each server gets the GPUs of one data rank."""
     specs = plan(config_of("allocation=sglang.d3m2+d1"), attempt=1, num_prompts=64, devices=[str(i) for i in range(8)])

@@ -381,3 +381,31 @@ def test_every_mfc_has_one_place_and_every_worker_a_model(run):
     routing = build_handler_routing(models)
     assert {routing[worker] for worker in used} == used
     assert [routing[f"__data{index}__"] for index in range(models[0].grid.data)] == list(models[0].heads)
+
+
+def test_devices_of_an_allocation():
+    allocation = Allocation.parse("sglang.d2m2@0-3+d2p2@0-3+ref_inf:d1@4")
+    assert str(allocation) == "sglang.d2p1m2@0-3+d2p2m1@0-3+ref_inf:d1p1m1@4"
+    assert allocation == Allocation.parse(str(allocation))
+    assert allocation.shared_workers == (0, 1, 2, 3)
+    assert [allocation.device_of_worker(index) for index in range(5)] == [0, 1, 2, 3, 4]
+    assert allocation.num_devices == 5
+    assert Allocation.parse("transformers.d2@0-1+d2@2-3").shared_workers == ()
+    assert Allocation.parse("transformers.d2+d2").shared_workers == ()
+    assert Allocation.parse("transformers.d2+d2").num_devices == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("sglang.d2@0-1+d2", "name them for every grid, or for none"),
+        ("sglang.d2@0-2+d2@0-1", "needs 2 devices; @0-2 are 3"),
+        ("sglang.d2@0-1+d2@1-2", "name exactly the same devices to share them, or others"),
+        ("sglang.d2@0-1+d1@2+ref_inf:d1@2", "models that share workers are one set"),
+        ("sglang.d2@1-0+d2@0-1", "does not name devices"),
+        ("sglang.d2@x+d2@0-1", "does not name devices"),
+    ],
+)
+def test_devices_that_contradict_each_other_are_refused(text, said):
+    with pytest.raises(ValueError, match=said):
+        Allocation.parse(text)

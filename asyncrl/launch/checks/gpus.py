@@ -1,0 +1,35 @@
+"""Whether the machine has the GPUs that the allocation needs: no two processes compute on one GPU unless they share it (pure)."""
+
+from __future__ import annotations
+
+from asyncrl.config.schema import ExperimentConfig
+from asyncrl.dataflow.topology import Allocation, ParallelGrid, allocation_of
+
+
+def needed_gpus(config: ExperimentConfig) -> tuple[int, int]:
+    """The GPUs of generation and those of training, also where both are the same ones."""
+    allocation = allocation_of(config)
+    generates = config.mode != "train_only" and allocation.engine != "external"
+    trains = config.mode != "rollout_only"
+    return allocation.generation.size if generates else 0, allocation.num_model_workers if trains else 0
+
+
+def too_few_gpus(config: ExperimentConfig, found: int) -> str:
+    """How to run with `found` GPUs; "" if they suffice. Without any GPU a run uses the CPU, so 0 suffice."""
+    allocation = allocation_of(config)
+    needed = allocation.num_devices if allocation.generation_devices is not None else sum(needed_gpus(config))
+    if found == 0 or found >= needed:
+        return ""
+    return f"use {_fitting(allocation, found)}{needed} GPUs; two processes compute on one GPU only if the allocation shares it"
+
+
+def _fitting(allocation: Allocation, found: int) -> str:
+    """The allocations that use the GPUs found, if the user's gives only the numbers of servers and model workers."""
+    grids = [grid for devices in allocation.training for _, grid in devices.grids]
+    if allocation.names or any(grid != ParallelGrid(grid.data) for grid in (allocation.generation, *grids)):
+        return ""
+    engine, numbers = allocation.engine or "transformers", f"@0-{found - 1}" if found > 1 else "@0"
+    shared = (
+        f"allocation={engine}.d{found}p1m1{numbers}+d{found}p1m1{numbers} with manager.max_head_offpolicyness=0, or "
+    )
+    return (f"allocation={engine}.d{found // 2}p1m1+d{found - found // 2}p1m1, or " if found > 1 else "") + shared

@@ -1,0 +1,178 @@
+"""Generation servers and model workers share their devices: they take turns, with the same result as on devices of their own.
+
+On a CPU the device is the memory of the machine, so resident memory shows which side holds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from whole_runs import BATCH, STEPS, launch_synchronous, trained_events
+
+from asyncrl.testing.runs import RunHandle, assert_nothing_left, journal, launch, make_tiny_run, train_steps
+from asyncrl.testing.tiny import make_tiny_model
+from asyncrl.weights.lineage import audit
+
+LIMIT_S = 400.0
+SHARED = "allocation=transformers.d2p1m1@0-1+d2p1m1@0-1"
+MEGABYTE = 1 << 20
+
+pytestmark = pytest.mark.timeout(1200)
+
+
+def final_weights(run: RunHandle) -> dict[str, torch.Tensor]:
+    files = (run.run_dir / "checkpoints" / "final").glob("*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def manager_log(run: RunHandle) -> str:
+    return (run.run_dir / "logs" / "attempt_1" / "gserver_manager_0.log").read_text()
+
+
+def sleeps(run: RunHandle, server: int) -> int:
+    """How often a server has released its devices."""
+    return len(re.findall(rf"generation_server/{server} sleeps", manager_log(run)))
+
+
+def test_weights_equal_those_of_a_run_on_devices_of_its_own(
+    sorter: Path, synchronous: RunHandle, tmp_path: Path
+) -> None:
+    with launch_synchronous(sorter, tmp_path, SHARED) as run:
+        assert run.wait(LIMIT_S) == 0, run.output()
+        assert [len(event["groups"]) for event in trained_events(run.run_dir)] == [BATCH] * STEPS
+        expected, weights = final_weights(synchronous), final_weights(run)
+        assert expected.keys() == weights.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(
+                weights[name], tensor, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+            )
+        # Asleep at the start, in each of the turns of training, and in the turn that saves the model
+        assert {sleeps(run, server) for server in (0, 1)} == {STEPS + 1}
+        assert not (run.run_dir / "weights").exists(), (
+            "the versions were in shared memory, which does not outlive the run"
+        )
+        assert_nothing_left(run.run_dir)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., RunHandle]]:
+    with contextlib.ExitStack() as runs:
+        config = make_tiny_run(tmp_path / "tiny", num_prompts=4000)
+
+        def launched(*overrides: str) -> RunHandle:
+            run = launch(
+                config,
+                "allocation=transformers.d1@0+d1@0",
+                "manager.max_head_offpolicyness=0",
+                "train.batch_size=4",
+                "train.max_steps=0",
+                *overrides,
+            )
+            return runs.enter_context(run)
+
+        yield launched
+
+
+def stop(run: RunHandle) -> None:
+    run.signal(signal.SIGINT)
+    assert run.wait(LIMIT_S) == 130, run.output()
+    assert_nothing_left(run.run_dir)
+
+
+def steps_of(run: RunHandle, attempt: int) -> int:
+    return sum(event["event"] == "trained" and event["attempt"] == attempt for event in journal(run.run_dir))
+
+
+def is_trainings_turn(run: RunHandle) -> bool:
+    return re.findall(r"generation_server/0 (sleeps|serves)", manager_log(run))[-1:] == ["sleeps"]
+
+
+def freeze_trainer_in_its_turn(run: RunHandle) -> psutil.Process:
+    """Freeze the model worker while the server sleeps for it. In generation's turn it would receive no trajectories."""
+    worker = run.worker("model_worker/0")
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        if is_trainings_turn(run):
+            worker.suspend()
+            time.sleep(0.5)
+            if is_trainings_turn(run):
+                return worker
+            worker.resume()
+    raise AssertionError(f"training had no turn:\n{run.output()}")
+
+
+def test_a_server_killed_asleep_and_a_trainer_killed_while_servers_sleep_lose_nothing(
+    start: Callable[..., RunHandle],
+) -> None:
+    run = start("checkpoint.every_steps=1", "runtime.frozen_after_s=0")
+    run.wait_for_step(3, LIMIT_S)
+    worker = freeze_trainer_in_its_turn(run)
+    run.worker("generation_server/0").kill()
+    run.wait_for_output("generation_server/0 was killed by signal SIGKILL", LIMIT_S)
+    before = sleeps(run, 0)
+    run.wait_until(lambda: sleeps(run, 0) > before, "the new server was told to sleep", LIMIT_S)
+    worker.resume()
+    step = len(train_steps(run.run_dir))
+    run.wait_for_step(step + 2, LIMIT_S)
+
+    worker = freeze_trainer_in_its_turn(run)
+    worker.kill()
+    run.wait_until(lambda: steps_of(run, attempt=2) >= 2, "two steps of the second attempt", LIMIT_S)
+    stop(run)
+    found = audit(run.run_dir)
+    assert found.problems == []
+    assert [stretch.attempt for stretch in found.lineage] == [1, 2]
+
+
+class Memory(threading.Thread):
+    """Samples the resident memory of two processes at the same times, until `end`."""
+
+    def __init__(self, *processes: psutil.Process) -> None:
+        super().__init__(daemon=True)
+        self._processes, self._ended = processes, threading.Event()
+        self.samples: list[tuple[int, ...]] = []
+
+    def run(self) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while not self._ended.wait(0.01):
+                self.samples.append(tuple(process.memory_info().rss for process in self._processes))
+
+    def end(self) -> None:
+        self._ended.set()
+        self.join()
+
+
+def test_the_servers_cache_and_the_trainers_optimizer_never_exist_at_the_same_time(
+    start: Callable[..., RunHandle], tmp_path: Path
+) -> None:
+    make_tiny_model(tmp_path / "large", hidden_size=512, intermediate_size=2048, num_layers=4)
+    optimizer = 2 * 4 * sum(tensor.numel() for tensor in load_file(tmp_path / "large" / "model.safetensors").values())
+    cache = 4096 * 32 * 4 * 2 * 2 * 128 * 4  # pages * tokens * layers * (keys, values) * heads * their size * float32
+    run = start(f"model_path={tmp_path / 'large'}", "generation.num_blocks=4096", "eval.prompts=null")
+    run.wait_for_step(2, LIMIT_S)
+    memory = Memory(run.worker("generation_server/0"), run.worker("model_worker/0"))
+    memory.start()
+    step = len(train_steps(run.run_dir))
+    run.wait_for_step(step + 6, LIMIT_S)
+    memory.end()
+    stop(run)
+    assert len(memory.samples) > 100
+    server, worker = zip(*memory.samples, strict=True)
+    assert max(server) - min(server) > 0.8 * cache, "the cache came and went"
+    assert max(worker) - min(worker) > 0.8 * optimizer, "the optimizer came and went"
+    both = [
+        (one - min(server), other - min(worker))
+        for one, other in memory.samples
+        if one - min(server) > 0.5 * cache and other - min(worker) > 0.5 * optimizer
+    ]
+    assert both == [], f"{len(both)} of {len(memory.samples)} samples: {[x // MEGABYTE for x in both[0]]} MB"
