@@ -88,9 +88,8 @@ class GenerationServer(Worker):
                 why = (str(failure) or repr(failure)).splitlines()[0]
                 raise RuntimeError(f"the engine has died: {why}") from failure
             if expired := engine.expire_waiting():
-                self.logger.warning(
-                    "%d requests waited too long: answered 503, or with their tokens if retracted", expired
-                )
+                told = "%d requests waited too long and were answered: 503, or the tokens so far of a retracted request"
+                self.logger.warning(told, expired)
             await asyncio.to_thread(journal.flush)
             await asyncio.sleep(FLUSH_INTERVAL_S)
 
