@@ -6,6 +6,7 @@
   the size of its cache.
 - SGLang servers of the engine external are not counted.
 - On GPUs, models that are offloaded (train.offload) are not counted.
+- Processes that share devices hold them in turns, so the larger turn counts.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class _Part:
     device: str  # its name in CUDA_VISIBLE_DEVICES; "": main memory
     num_bytes: int
     remedy: str
+    side: str = ""  # "generation" or "training": it is on a shared device only in this side's turns; "": always
 
 
 def too_little_memory(
@@ -69,7 +71,11 @@ def too_little_memory(
     """
     parts = [part for spec in specs for part in _parts_of(spec, sizes)]
     for device, limit in limits.items():
-        here = [part for part in parts if part.device == device]
+        turns = [
+            [part for part in parts if part.device == device and part.side in ("", side)]
+            for side in ("generation", "training")
+        ]
+        here = max(turns, key=lambda turn: sum(part.num_bytes for part in turn))
         if (needed := sum(part.num_bytes for part in here)) > limit:
             by_name: dict[str, int] = {}
             for part in here:
@@ -104,14 +110,16 @@ def _parts_of(spec: ProcessSpec, sizes: Mapping[str, ModelSize]) -> Iterator[_Pa
             held = "weights, gradients and Adam state" if model.trainable else "weights"
             share = sizes[model.path].num_parameters * each // len(model.workers)
             remedy = f"use a smaller model than {model.path}" + (", or more GPUs in allocation=..." if on_gpu else "")
-            yield _Part(f"{model.name} ({held})", devices[0], share, remedy)
+            side = "training" if config.shares_devices else ""
+            yield _Part(f"{model.name} ({held})", devices[0], share, remedy, side)
     elif isinstance(config, GenerationServerConfig) and config.engine != "external":
         size, generation = sizes[config.model_path], config.generation
         value = DTYPE_BYTES.get(generation.dtype, 4)
+        side = "generation" if config.shares_devices else ""
         for device in devices:
             weights = size.num_parameters * value // len(devices)
             remedy = "use fewer generation servers in allocation=..., or a smaller model_path=..."
-            yield _Part("weights of generation servers", device, weights, remedy)
+            yield _Part("weights of generation servers", device, weights, remedy, side)
             if device and config.engine == "sglang":  # SGLang sizes its own cache
                 continue
             tokens = generation.num_blocks * generation.page_size
@@ -120,4 +128,4 @@ def _parts_of(spec: ProcessSpec, sizes: Mapping[str, ModelSize]) -> Iterator[_Pa
                 f"set generation.num_blocks below {generation.num_blocks} (pages of generation.page_size="
                 f"{generation.page_size} tokens), or use fewer generation servers in allocation=..."
             )
-            yield _Part("KV caches", device, cache, remedy)
+            yield _Part("KV caches", device, cache, remedy, side)
