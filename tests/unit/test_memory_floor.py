@@ -50,7 +50,9 @@ def found(config, limits, devices=()):
         (replace(CONFIG, mode="train_only"), 16 * 1000),
         (replace(CONFIG, allocation="transformers.d1@0+d1@0"), 4 * (1000 + CACHE)),  # more than in training's turn
         (
-            replace(CONFIG, allocation="transformers.d1@0+d1@0", generation=GenerationConfig(num_blocks=1, page_size=4)),
+            replace(
+                CONFIG, allocation="transformers.d1@0+d1@0", generation=GenerationConfig(num_blocks=1, page_size=4)
+            ),
             16 * 1000,
         ),
         (WITH_MODELS, 2 * 4 * (1000 + CACHE) + 16 * 1000 + 4 * 500 + 4 * 100),
