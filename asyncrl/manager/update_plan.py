@@ -100,9 +100,9 @@ class UpdatePlan:
         return self.limit_s / 4 if self._slow_after_s is None else self._slow_after_s
 
     def publish(self, version: WeightVersion, num_bytes: int = 0) -> bool:
-        """A version of num_bytes is published, and its files match its manifest.
+        """Record that a version of num_bytes is published and that its files match its manifest.
 
-        Returns False, without effect, if the version is not newer than the last one or its attempt is over.
+        Returns False, without effect, if the version is not newer than the last one or if its attempt is over.
         """
         if self._table.attempts.is_over(version.attempt) or not self._on_disk.adopt(version):
             return False

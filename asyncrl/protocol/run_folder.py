@@ -35,5 +35,7 @@ def path_of(run_dir: str | Path, name: str) -> Path:
         raise OutsideRunError(f"{name!r} is no folder of the run in {run_dir}")
     path = top.joinpath(*parts)
     if path.is_symlink() or not path.resolve().is_relative_to(top.resolve()):
-        raise OutsideRunError(f"{name!r} leads out of the run's folder {run_dir} by a symbolic link")
+        raise OutsideRunError(
+            f"{name!r} is a symbolic link, or a symbolic link in it leads out of the run's folder {run_dir}"
+        )
     return path

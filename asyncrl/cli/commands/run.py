@@ -127,8 +127,8 @@ class JsonView:
 
 
 def _without_own_names(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record without the keys that the event itself has. A record of metrics.jsonl loses only its `time`; the event has the
-    time at which it is printed."""
+    """Return the record without the keys `event` and `time`, because the printed event sets them itself. A record of
+    metrics.jsonl has no `event`, so it loses only its `time`; the event has the time at which it is printed."""
     return {name: value for name, value in record.items() if name not in {"event", "time"}}
 
 
