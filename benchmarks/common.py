@@ -313,7 +313,7 @@ def table(args: argparse.Namespace, title: str, header: Sequence[str], rows: Seq
 
 
 class ChildFailed(Exception):
-    """A process of a benchmark ended or did not answer within its time limit."""
+    """A process of a benchmark ended, did not answer within its time limit, or computed another result than expected."""
 
 
 class Child:

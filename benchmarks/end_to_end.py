@@ -149,7 +149,8 @@ def main() -> None:
         "--target",
         type=float,
         default=None,
-        help=f"target of the sampled reward (default: {TARGET} for the quickstart, else 0)",
+        help=f"measure the time until the sampled reward (mean of {WINDOW} steps) reaches this value; 0: measure the time of "
+        f"all steps (default: {TARGET} for the quickstart, else 0)",
     )
     options.add_argument("--folder", default=None, help="folder of the runs (default: a temporary folder)")
     options.add_argument("--set", dest="overrides", nargs="*", default=[], help="further overrides, key=value")

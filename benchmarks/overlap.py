@@ -117,7 +117,8 @@ class Overlap:
         first = _FILL_STEPS + eta
         last = first + self.args.steps
         pace = self.pace(scenario, seed=self._num_runs[name])
-        unbounded = scenario == "default" or eta == 0  # at eta 0 at most one batch is in flight
+        # no limit of concurrent rollouts is set; eta 0 needs none, because at most one batch is in flight
+        unbounded = scenario == "default" or eta == 0
         concurrent = 0 if unbounded else math.ceil(_FILLED * self.slots / self.args.group)
         interrupt = "abort" if scenario in ("abort", "default") else "retract"
         limit_s = _START_S + _SLACK * self.args.step_s * max(1.0, SCENARIOS[scenario]) * last

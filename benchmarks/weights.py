@@ -93,8 +93,8 @@ def part_server(parent: Parent, *, folder: str, model: str, dtype: str) -> None:
 
 
 def part_manager(parent: Parent, *, folder: str, server: str, sender: str, **_: Any) -> None:
-    """The gserver manager. It receives version numbers, publishes each version, waits until the server serves the version, and then
-    answers with the seconds that verification and loading took."""
+    """The part that runs the gserver manager. For each version number that it receives, it publishes the version as the trainer
+    would, waits until the server serves it, and answers with the seconds that verification and loading took."""
     from asyncrl.config.schema import GserverManagerConfig, ManagerConfig
     from asyncrl.manager.worker import ManagerFiles
     from asyncrl.protocol.messages import WeightVersion

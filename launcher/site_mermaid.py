@@ -1,4 +1,5 @@
-"""A hook of mkdocs: the site serves Mermaid itself. Without `globalThis.mermaid` mkdocs-material loads it from unpkg.com."""
+"""A hook of mkdocs: it adds Mermaid to the site. Without `globalThis.mermaid`, mkdocs-material would load Mermaid from
+unpkg.com."""
 
 import base64
 import hashlib

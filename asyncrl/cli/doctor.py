@@ -333,7 +333,7 @@ def judge_open_files(limits: tuple[int, int], need: int) -> Finding:
     """limits: soft and hard limit, from getrlimit. need: number of open files of the process that opens the most. A run raises its
     soft limit itself."""
     soft, hard = (1 << 30 if limit == resource.RLIM_INFINITY else limit for limit in limits)
-    value = f"{soft}{f', about {need} needed by one process' if need else ''}"
+    value = f"{soft}{f', and one process needs about {need}' if need else ''}"
     if hard < LEAST_OPEN_FILES:
         return Finding("open files", "fail", value, f"no run can start: {too_few_open_files(hard)}")
     if soft < max(need, _LOW_OPEN_FILES):
@@ -383,7 +383,8 @@ class Gpu:
 
 
 def judge_gpus(devices: Sequence[str], gpus: Sequence[Gpu] | str, torch_version: str) -> Finding:
-    """devices: those that a run would use. gpus: all GPUs of the driver, or a text that says why it does not answer."""
+    """devices: the GPUs that a run would use. gpus: all GPUs that the driver reports, or, if the driver does not answer, a
+    text with the reason."""
     if not devices:
         return Finding("GPUs", "ok", f"none{_because()}: everything runs on the CPU")
     if isinstance(gpus, str):

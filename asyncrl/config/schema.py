@@ -117,7 +117,8 @@ class RolloutConfig:
     success_rate_lb: float = -1.0e9  # groups whose mean reward is below this are rejected (reason `too_hard`)
     success_rate_ub: float = 1.0e9  # groups whose mean reward is above this are rejected (reason `too_easy`)
     reject_equal_rewards: bool = False  # reject groups whose rewards are all equal (DAPO's dynamic sampling)
-    # Prompts that a rollout worker rolls out at the same time
+    # Most prompts for training that a rollout worker rolls out at the same time. Evaluation prompts may run in addition; both
+    # together are at most twice this number
     max_concurrent_per_worker: int = limited(64, at_least=1, at_most=1_000_000)
     reward_timeout_s: float = limited(60.0, above=0)  # one call of a reward function
     # process: reward functions run in their own processes; one that hangs, crashes or exhausts its memory loses only its own

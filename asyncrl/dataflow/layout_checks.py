@@ -55,7 +55,8 @@ def problems_of_layout(config: ExperimentConfig) -> Iterator[Problem]:
             yield (
                 "allocation",
                 config.allocation,
-                f"must have at most {_MOST_PROCESSES:,} servers and model workers each",
+                f"must have at most {_MOST_PROCESSES:,} ranks of generation servers (servers times ranks per server) and "
+                f"at most {_MOST_PROCESSES:,} model workers",
             )
             return
         if config.mode != "sync":

@@ -257,7 +257,10 @@ class SGLangClient:
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield the data of server-sent events, joined across chunks. Raises SGLangError if an event exceeds MAX_ANSWER_BYTES."""
+    """Yield the data of each server-sent event, also when it is split over several chunks.
+
+    Raises SGLangError if more than MAX_ANSWER_BYTES arrive without the end of an event.
+    """
     rest = b""
     async for data in content.iter_any():
         *whole, rest = (rest + data).split(b"\n\n")

@@ -27,7 +27,7 @@ import msgspec
 
 from asyncrl.manager import intervals
 from asyncrl.manager.routing import Server, ServerState, ServerTable
-from asyncrl.manager.update_plan import SLOW_BYTES_PER_S, Update, UpdatePlan
+from asyncrl.manager.update_plan import SLOW_BYTES_PER_S, Sleep, Update, UpdatePlan
 from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.messages import (
     BroadcastReply,
@@ -391,8 +391,8 @@ class Fleet:
             if self._fatal is not None:
                 raise self._fatal
             now = self._clock.monotonic()
-            for server in self.plan.sleepers(now):
-                self._in_background(self._sleep(server, server.incarnation), f"sleep of {server.name}")
+            for sleep in self.plan.sleepers(now):
+                self._in_background(self._sleep(sleep), f"sleep of {sleep.server}")
             updates = self.plan.due(now)
             together = [update for update in updates if update.broadcast]
             wave = Wave(together, self._broadcast, wait_s=self._broadcast_limit_s / 4) if together else None
@@ -514,17 +514,17 @@ class Fleet:
                     asyncio.get_running_loop().call_later(self.table.companions_wait_s(now), self._changed)
         self._changed()
 
-    async def _sleep(self, server: Server, incarnation: int) -> None:
+    async def _sleep(self, sleep: Sleep) -> None:
         """Have a server interrupt its requests and release the devices that it shares with training. Repeated after a failure."""
         try:
             async with asyncio.timeout(self.plan.limit_s):
-                await self._post(f"{server.url}/release_memory_occupation", b"{}")
+                await self._post(f"{sleep.url}/release_memory_occupation", b"{}")
         except _FAILURES as error:
-            pause_s = self.plan.sleepless(server.name, incarnation, self._clock.monotonic())
-            self._logger.warning("%s did not sleep: %r; retrying in %.1f s", server.name, error, pause_s)
+            pause_s = self.plan.sleepless(sleep, self._clock.monotonic())
+            self._logger.warning("%s did not sleep: %r; retrying in %.1f s", sleep.server, error, pause_s)
         else:
-            self.plan.slept(server.name, incarnation, self._clock.monotonic())
-            self._logger.info("%s sleeps: it has released its devices", server.name)
+            self.plan.slept(sleep, self._clock.monotonic())
+            self._logger.info("%s sleeps: it has released its devices", sleep.server)
         self._changed()
 
     def _count_mismatch(self, update: Update, error: MismatchError) -> None:

@@ -81,7 +81,7 @@ class _Live:
     state: Literal["running", "stored"] = "running"
     seen_by_master: bool = False  # the master has reported it as stored
     num_missed: int = 0  # consecutive heartbeats that did not list it
-    lost_url: str = ""  # the worker has reported the server at this URL as lost, and has had no server since
+    lost_url: str = ""  # URL of the server that the worker reported as lost; empty once the ticket has a server again
     has_moved: bool = False  # its duration must not count for `server`: it has moved there, or was counted already
     moved: bool = False  # moved to another server without a request of the worker; heartbeat replies name that server
     item: EvalItem | None = None  # for an eval ticket

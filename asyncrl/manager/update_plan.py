@@ -42,6 +42,15 @@ class Update:
     is_new: bool = False  # the server may serve the version already: the previous manager may have loaded it
 
 
+@dataclass(frozen=True)
+class Sleep:
+    """Have the server release the devices that it shares with training."""
+
+    server: str
+    url: str
+    incarnation: int
+
+
 @dataclass
 class _Running:
     incarnation: int
@@ -106,9 +115,9 @@ class UpdatePlan:
         return self.limit_s / 4 if self._slow_after_s is None else self._slow_after_s
 
     def publish(self, version: WeightVersion, num_bytes: int = 0) -> bool:
-        """A version of num_bytes is published, and its files match its manifest.
+        """Record that a version of num_bytes is published and that its files match its manifest.
 
-        Returns False, without effect, if the version is not newer than the last one or its attempt is over.
+        Returns False, without effect, if the version is not newer than the last one or if its attempt is over.
         """
         if self._table.attempts.is_over(version.attempt) or not self._on_disk.adopt(version):
             return False
@@ -131,7 +140,7 @@ class UpdatePlan:
         self.training, self._least = training, version
         return news
 
-    def sleepers(self, now: float) -> list[Server]:
+    def sleepers(self, now: float) -> list[Sleep]:
         """Return the servers that must sleep now: in training's turn, those that may hold shared devices. They are out of service
         from this call on."""
         if not self.training:
@@ -143,20 +152,21 @@ class UpdatePlan:
             if server.asleep or name in self._running or server.state not in states:
                 continue
             if failed is None or now >= failed.not_before:
-                self._running[name] = _Running(self._table.begin_sleep(name), now, False)
-                found.append(server)
+                incarnation = self._table.begin_sleep(name)
+                self._running[name] = _Running(incarnation, now, False)
+                found.append(Sleep(name, server.url, incarnation))
         return found
 
-    def slept(self, name: str, incarnation: int, now: float) -> None:
+    def slept(self, sleep: Sleep, now: float) -> None:
         """The server has released its devices."""
-        self._end_of(name, incarnation)
-        self._failures.pop(name, None)
-        self._table.slept(name, incarnation, now)
+        self._end(sleep)
+        self._failures.pop(sleep.server, None)
+        self._table.slept(sleep.server, sleep.incarnation, now)
 
-    def sleepless(self, name: str, incarnation: int, now: float) -> float:
+    def sleepless(self, sleep: Sleep, now: float) -> float:
         """The server has not released its devices. Returns the seconds until it is asked again."""
-        self._end_of(name, incarnation)
-        return self._back_off(name, now)
+        self._end(sleep)
+        return self._back_off(sleep.server, now)
 
     def _aim_at(self, version: WeightVersion) -> None:
         if self.target is None or version > self.target:
@@ -272,13 +282,10 @@ class UpdatePlan:
         times += [running.since + self.slow_after_s for running in self._running.values()]
         return min((at for at in times if at > now), default=None)
 
-    def _end(self, update: Update) -> None:
-        self._end_of(update.server, update.incarnation)
-
-    def _end_of(self, server: str, incarnation: int) -> None:
-        running = self._running.get(server)
-        if running is not None and running.incarnation == incarnation:
-            del self._running[server]
+    def _end(self, update: Update | Sleep) -> None:
+        running = self._running.get(update.server)
+        if running is not None and running.incarnation == update.incarnation:
+            del self._running[update.server]
 
     def _last_to_trust(self, name: str) -> tuple[int, str]:
         return (self.num_failures(name), name)

@@ -265,7 +265,8 @@ def value_stats(engine: Ranks, values: Tensor, returns: Tensor) -> Stats:
 class StepStats:
     """Aggregates the statistics of the minibatches of one train step.
 
-    Of an engine's statistics: *_max are maxima, *_steps counts, MEANS means over the minibatches, all others sums over tokens.
+    The result of a statistic depends on its name: *_max is the maximum, *_steps a count, and each of MEANS the mean over the
+    minibatches. All others, which the engine reports as sums over tokens, become means over all tokens.
     """
 
     MEANS = ("loss", "grad_norm", "lr")

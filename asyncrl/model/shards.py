@@ -87,7 +87,7 @@ class Move:
 
 
 class ShardError(ValueError):
-    """Two models do not fit, or a model is incomplete."""
+    """The tensors of two models or ranks do not match, or a model lacks a tensor or a part of one."""
 
 
 def tensors_of(holdings: Mapping[int, Holding]) -> dict[str, Piece]:

@@ -88,7 +88,8 @@ class RolloutResult(Struct, frozen=True, kw_only=True):
     num_tokens: int = 0  # generated tokens, all sequences of the group
     lengths: list[int] = []  # response length of each sequence
     rewards: list[float] = []
-    version_start: int = -1  # oldest and newest version that sampled a token of the group; -1: none
+    # version_start, version_end: oldest and newest version that sampled a token of the group; -1: no token was sampled
+    version_start: int = -1
     version_end: int = -1
 
 

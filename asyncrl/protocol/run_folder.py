@@ -43,5 +43,7 @@ def path_of(run_dir: str | Path, name: str) -> Path:
     if parts[0] == WEIGHTS and len(parts) > 1 and (top / WEIGHTS).resolve() == (top / SOCKETS).resolve() / WEIGHTS:
         inside = (top / WEIGHTS).resolve()
     if path.is_symlink() or not path.resolve().is_relative_to(inside):
-        raise OutsideRunError(f"{name!r} leads out of the run's folder {run_dir} by a symbolic link")
+        raise OutsideRunError(
+            f"{name!r} is a symbolic link, or a symbolic link in it leads out of the run's folder {run_dir}"
+        )
     return path

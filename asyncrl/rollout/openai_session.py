@@ -108,7 +108,8 @@ class Session:
             raise closed_error()
         if self._num_requests >= self._limits.max_requests:
             raise self._refusal(
-                f"the session has made {self._num_requests} requests, the limit of agent_args.max_requests; raise it for more"
+                f"the session has made {self._num_requests} requests, the limit set by agent_args.max_requests; "
+                "raise this limit to allow more"
             )
         try:
             turn = self._placed(request)

@@ -67,7 +67,7 @@ def holds(path: str) -> bool:
 
 
 def url_of(path: str) -> str:
-    """Return the URL of an HTTP server bound at this path, for processes of the run."""
+    """Return the URL under which processes of the run reach the HTTP server on the Unix socket at this path."""
     return f"http://{path.rpartition('/')[2]}{_DOMAIN}"
 
 

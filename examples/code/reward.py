@@ -42,8 +42,8 @@ def passes(source: str, tests: str) -> float:
 
 
 def program_of(completion: str) -> str:
-    """The last fenced block, as chat models write it. Without one, a program that prints the completion, as an expression, for each
-    line of input."""
+    """Return the last fenced code block, because chat models write code in such blocks. Without one, return a program that reads a
+    and b from each line of input and prints the value of the completion, taken as an expression."""
     blocks = re.findall(r"```(?:python|py)?\n(.*?)```", completion, flags=re.DOTALL)
     if blocks:
         return str(blocks[-1])

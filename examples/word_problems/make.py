@@ -170,7 +170,10 @@ def convert(line: dict[str, str]) -> Row:
 
 
 def form_only(rows: list[Row]) -> Callable[[np.random.Generator], list[dict[str, str]]]:
-    """Demonstrations that show the format of an answer, but not the right answer: each has the number of another problem."""
+    """Return a function that makes demonstrations of the format of an answer.
+
+    Each demonstration ends with the final answer of another problem, so the answer itself is nearly always wrong.
+    """
 
     def demonstrate(rng: np.random.Generator) -> list[dict[str, str]]:
         asked, other = (rows[i] for i in rng.choice(len(rows), 2, replace=False))

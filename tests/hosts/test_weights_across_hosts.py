@@ -44,7 +44,7 @@ def test_weights_reach_hosts_without_the_runs_weights(hosts, run_on_hosts, tmp_p
         assert served, manager
         assert set(served) <= set(fetched[name])
         assert len(fetched[name]) == len(set(fetched[name]))
-    for host in hosts[1:]:  # nothing was written at the path of the run's folder
+    for host in hosts[1:]:  # on the other hosts, nothing was written at the path of the run's weights folder
         assert host.run(["ls", str(weights)]).stdout == ""
     assert [path for path in (tmp_path / "memory").glob("*/*")] == []  # the copies were removed when the servers ended
     told = hosts[0].run([sys.executable, "-m", "asyncrl.cli.main", "audit", str(run.run_dir), "--json"])

@@ -109,7 +109,8 @@ def the_mutants(_: argparse.Namespace) -> Answer:
     return mutants.run_all(), f"{len(mutants.MUTANTS)} mutants"
 
 
-# A section is one function that returns the differences and the figures.
+# A section is one function. It returns a list of the differences that it found (between this checkout and the oracle, or between
+# an expected outcome and the actual one), and a text with numbers to print.
 SECTIONS: dict[str, Callable[[argparse.Namespace], Answer]] = {
     "surface": the_surface,
     "train_only": train_only,

@@ -113,7 +113,7 @@ async def a_client(setup: Setup) -> AsyncIterator[PartialRolloutManager]:
 
 
 async def beat(setup: Setup, client: PartialRolloutManager, tickets: Sequence[Ticket]) -> None:
-    """A rollout worker's heartbeats, and its reaction to the answers."""
+    """Send heartbeats as a rollout worker does, and apply the moves in the replies."""
     while True:
         body = {"worker": WORKER, "incarnation": "a", "held": [ticket.ticket_id for ticket in tickets]}
         for moved in (await setup.post("/heartbeat", body, HeartbeatReply)).moved:

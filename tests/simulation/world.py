@@ -209,7 +209,8 @@ class SimulatedWorld:
         self.note(process, "ended", error=text)
 
     def kill(self, process: Process) -> None:
-        """Simulate SIGKILL. Messages that the process has sent still arrive; everything else of it is lost."""
+        """Simulate SIGKILL. Messages that the process has sent on a channel still arrive. Its HTTP requests are dropped, and
+        everything else of it is lost."""
         if process.dead:
             return
         self._bury(process)

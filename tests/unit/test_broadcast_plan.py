@@ -120,7 +120,7 @@ def test_a_new_attempt_makes_all_servers_stale_and_begins_from_disk() -> None:
     setup = Setup(2, serving=5)
     assert setup.plan.hold(v(3, attempt=2))
     assert setup.states() == "ss"
-    assert setup.plan.due(0.0) == []  # the version on disk belongs to an earlier attempt
+    assert setup.plan.due(0.0) == []  # the servers cannot load the version on disk: it belongs to an earlier attempt
     setup.plan.publish(v(3, attempt=2))
     updates = setup.plan.due(0.0)
     assert [(update.version, update.broadcast) for update in updates] == [(v(3, attempt=2), False)] * 2

@@ -126,7 +126,11 @@ def test_overrides_replace_values_of_the_file(config_file):
         ("rollout.group_size=99999999", "rollout.group_size=99999999: must be at most 65,536"),
         ("runtime.lease_ttl_s=1e12", "runtime.lease_ttl_s=1000000000000.0: must be at most 1,000,000,000"),
         ("train.max_steps=9223372036854775808", "must be at most 9,223,372,036,854,775,807"),
-        ("allocation=transformers.d65537+d1", "must have at most 65,536 servers and model workers each"),
+        (
+            "allocation=transformers.d65537+d1",
+            "must have at most 65,536 ranks of generation servers (servers times ranks per server) and at most 65,536 "
+            "model workers",
+        ),
     ],
 )
 def test_errors_name_field_value_and_remedy(config_file, override, message):

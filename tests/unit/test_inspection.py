@@ -40,7 +40,7 @@ def test_a_file_outside_a_run_shows_token_ids_only(tmp_path):
     view = make_view(file, sequence=1)
     assert view.notes == [
         "the file is not in a run's folder: no text, no advantages",
-        "no advantages: the config of the run's master is missing",
+        "no advantages: the config of the run's master was not found",
     ]
     assert [row.id for row in view.tokens] == [1, 2, 5, 6, 7]
     assert [row.prompt for row in view.tokens] == [True, True, False, False, False]

@@ -647,7 +647,8 @@ def test_a_ticket_leaves_a_full_queue_for_a_server_with_room_or_stays() -> None:
     back = ScheduleRequest(ticket_id=ticket.ticket_id, worker="rollout_worker/0", lost_server=other, busy=True)
     assert desk.ledger.schedule(back, 0.0).server == other  # no room elsewhere
     lost = ScheduleRequest(ticket_id=ticket.ticket_id, worker="rollout_worker/0", lost_server=other)
-    assert desk.ledger.schedule(lost, 0.0).server == here  # an overloaded server is better than none
+    # the ticket goes to the full server, because no other one is left
+    assert desk.ledger.schedule(lost, 0.0).server == here
 
 
 def test_tickets_that_a_leaving_server_does_not_finish_in_time_are_moved() -> None:

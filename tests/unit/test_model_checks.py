@@ -112,7 +112,7 @@ class AnythingFails(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def a_call_arrives(self, data: st.DataObject) -> None:
-        """A call may arrive again if it is drawn again."""
+        """Deliver a call. A call that was delivered before may be drawn and delivered again."""
         if call := self.one(data, self.world.calls()):
             self.world.arrives(call)
 

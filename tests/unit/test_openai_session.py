@@ -257,7 +257,7 @@ async def test_a_request_beyond_a_limit_is_refused_and_the_session_continues() -
     session = make(player, max_requests=1, max_tokens=58)
     await session.answer(request([USER]))
     assert player.limits[-1] == 58 - len(TOKENIZER.encode(player.asked[-1]))
-    with pytest.raises(RequestError, match=r"has made 1 requests, the limit of agent_args.max_requests"):
+    with pytest.raises(RequestError, match=r"has made 1 requests, the limit set by agent_args.max_requests"):
         await session.answer(request([USER]))
     assert not session.failed.done()
 

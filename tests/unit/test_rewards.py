@@ -128,7 +128,8 @@ def make_isolated(path: Path, board: StatusBoard) -> Iterator[Callable[..., Rewa
 
 @pytest.fixture(params=["thread", "process"])
 def make(make_isolated: Callable[..., Reward], request: pytest.FixtureRequest) -> Callable[..., Reward]:
-    """Makes rewards that run in a thread, and then rewards that run in a process: tests that use it hold for both."""
+    """Return a function that makes rewards that run in a thread or in a judge process. Each test that uses this fixture runs
+    once with each of the two."""
     return partial(make_isolated, request.param)
 
 

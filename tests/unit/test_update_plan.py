@@ -247,15 +247,15 @@ def test_in_trainings_turn_servers_sleep_and_none_loads() -> None:
     assert plan.due(0.0) == []  # a new manager begins in training's turn
     assert not table.devices_free
     sleepers = plan.sleepers(0.0)
-    assert [server.name for server in sleepers] == setup.names
+    assert [sleep.server for sleep in sleepers] == setup.names
     assert plan.sleepers(0.0) == []  # all are being asked
-    for server in sleepers[:2]:
-        plan.slept(server.name, server.incarnation, 1.0)
+    for sleep in sleepers[:2]:
+        plan.slept(sleep, 1.0)
     assert not table.devices_free
-    assert plan.sleepless(setup.names[2], 0, 1.0) == 0.5
+    assert plan.sleepless(sleepers[2], 1.0) == 0.5
     assert plan.sleepers(1.4) == []
     (again,) = plan.sleepers(1.5)
-    plan.slept(again.name, again.incarnation, 2.0)
+    plan.slept(again, 2.0)
     assert table.devices_free
     assert plan.due(3.0) == []
 
@@ -273,8 +273,8 @@ def test_servers_wake_with_the_version_of_the_new_turn_only() -> None:
     setup = Setup(1, shares_devices=False)
     plan = UpdatePlan(setup.table, shares_devices=True)
     plan.publish(v(0))
-    (server,) = plan.sleepers(0.0)
-    plan.slept(server.name, server.incarnation, 0.0)
+    (sleep,) = plan.sleepers(0.0)
+    plan.slept(sleep, 0.0)
     plan.take_turn(training=False, version=v(1))
     assert plan.due(1.0) == []  # version 1 is trained, but the manager has not verified it yet
     plan.publish(v(1))
@@ -287,18 +287,18 @@ def test_a_server_that_dies_or_is_replaced_must_release_its_devices_again() -> N
     table, plan = setup.table, UpdatePlan(setup.table, shares_devices=True)
     plan.publish(v(0))
     first, second = plan.sleepers(0.0)
-    plan.slept(first.name, first.incarnation, 0.0)
-    table.announce(second.name, "http://new", 1.0)  # while the old process was being asked
-    plan.slept(second.name, second.incarnation - 1, 1.0)
+    plan.slept(first, 0.0)
+    table.announce(second.server, "http://new", 1.0)  # while the old process was being asked
+    plan.slept(second, 1.0)
     assert not table.devices_free
     (again,) = plan.sleepers(1.0)
-    assert again.name == second.name
-    plan.slept(again.name, again.incarnation, 1.0)
+    assert (again.server, again.url) == (second.server, "http://new")
+    plan.slept(again, 1.0)
     assert table.devices_free
-    table.silent(first.name, "no answer", 100.0)
+    table.silent(first.server, "no answer", 100.0)
     assert setup.states() == "ds"
     assert not table.devices_free  # it may be alive, and hold memory
-    table.withdraw(first.name)
+    table.withdraw(first.server)
     assert table.devices_free  # its process has ended
 
 
@@ -306,8 +306,8 @@ def test_a_server_that_still_loads_is_waited_for() -> None:
     setup = Setup(1, serving=None, shares_devices=True)
     plan = setup.plan
     plan.publish(v(0))
-    (server,) = plan.sleepers(0.0)
-    plan.slept(server.name, server.incarnation, 0.0)
+    (sleep,) = plan.sleepers(0.0)
+    plan.slept(sleep, 0.0)
     plan.take_turn(training=False, version=v(0))
     (update,) = plan.due(1.0)
     plan.take_turn(training=True, version=v(0, attempt=2))  # the trainer group has begun anew
@@ -315,4 +315,4 @@ def test_a_server_that_still_loads_is_waited_for() -> None:
     assert plan.sleepers(1.0) == []
     plan.failed(update, "took too long", 2.0)
     assert not setup.table.devices_free
-    assert [server.name for server in plan.sleepers(10.0)] == setup.names
+    assert [sleep.server for sleep in plan.sleepers(10.0)] == setup.names

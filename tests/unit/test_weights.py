@@ -129,7 +129,7 @@ def test_unfinished_versions_of_older_attempts_are_pruned(tmp_path, source):
 
 def test_a_version_can_be_written_only_once(tmp_path, source):
     write(tmp_path, source)
-    with pytest.raises(FileExistsError, match="written once"):
+    with pytest.raises(FileExistsError, match="written only once"):
         write(tmp_path, source)
 
 

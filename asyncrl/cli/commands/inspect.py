@@ -315,7 +315,7 @@ def _advantages(
         trained: Array = trajectory.sample.data["advantages"]
         return trained
     if master is None:
-        notes.append("no advantages: the config of the run's master is missing")
+        notes.append("no advantages: the config of the run's master was not found")
         return None
     samples = [trajectory.sample]
     if master.train.ppo.advantage_norm == "batch":  # normalization needs the whole batch

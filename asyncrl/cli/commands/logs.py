@@ -206,9 +206,10 @@ def stream_logs(
 
 
 def worker_of(stem: str) -> str:
-    """The worker of a file: rollout_worker_1 -> rollout_worker/1. Other names, such as etcd, do not change.
+    """Return the name of the worker to which a log file belongs: rollout_worker_1 -> rollout_worker/1.
 
-    generation_server_0_sglang, the log of that worker's SGLang server, becomes generation_server/0/sglang.
+    Names without a number, such as etcd, do not change. generation_server_0_sglang, the log of that server's SGLang
+    process, becomes generation_server/0/sglang.
     """
     if stem.endswith("_sglang"):
         return f"{worker_of(stem.removesuffix('_sglang'))}/sglang"

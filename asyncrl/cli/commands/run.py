@@ -134,7 +134,7 @@ class JsonView:
 
 
 def _without_own_names(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record without the keys of the event itself. The event takes over the record's `time`."""
+    """Return the record without the keys `event` and `time`, because the event sets them itself. Its `time` is the record's."""
     return {name: value for name, value in record.items() if name not in {"event", "time"}}
 
 

@@ -22,7 +22,9 @@ class WatchCache:
         self._callback = callback
         self._lock = threading.Lock()
         self._state: dict[str, str] = {}
-        self._suspect: dict[str, str | None] = {}  # differences that the last read showed; None: key is gone
+        # key -> value that the last read showed and the watch did not; None: the read lacks the key. A second read that agrees
+        # confirms the change
+        self._suspect: dict[str, str | None] = {}
 
     def observe(self, event: WatchEvent) -> None:
         with self._lock:

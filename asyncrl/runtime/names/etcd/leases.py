@@ -27,7 +27,8 @@ from asyncrl.runtime.names.interface import (
 logger = logging.getLogger(__name__)
 
 _LOST_CHECK_S = 0.5  # between two checks while a lease or its entries are lost
-_FOREIGN_FORGET_S = 120.0  # another session's lease is lost this long: forget it, and our entries under it
+# when another session's lease has been lost for this long, this session forgets it and its own entries under it
+_FOREIGN_FORGET_S = 120.0
 _JOIN_LIMIT_S = 2.0
 _EVENT_DELETE = 1
 _NO_LEASE = 0
