@@ -231,7 +231,8 @@ class PPOConfig:
     # Skip the optimizer step of a minibatch whose mean importance ratio is above this (above 1); null: off
     early_stop_imp_ratio: float | None = None
     early_stop_kl: float | None = None  # ... whose mean KL to the start of the step is above this (nats per token)
-    minibatches: int = limited(4, at_most=65_536)  # optimizer steps per train step; at least 1
+    epochs: int = limited(1, at_least=1, at_most=65_536)  # passes over the batch of a train step, each shuffled anew
+    minibatches: int = limited(4, at_most=65_536)  # optimizer steps per pass; at least 1
     discount: float = 1.0  # of rewards to come, per token
     gae_lambda: float = 1.0  # lambda of GAE (arXiv:1506.02438), 0 to 1
     # Subtracted from a response's reward. none | group_mean (Dr.GRPO) | leave_one_out (RLOO: mean of the others in the group).
@@ -254,6 +255,10 @@ class PPOConfig:
     kl_target: float = 6.0  # nats per sequence, with kl_adaptive
     kl_horizon: float = 10000.0  # sequences over which kl_adaptive adapts
     kl_estimator: str = "k1"  # k1 | k2 | k3
+    entropy_coef: float = limited(0.0, at_least=0)  # the loss of a token gets -entropy_coef * its entropy; 0: no bonus
+    # Adapt the coefficient, beginning with entropy_coef, so that the entropy stays above this (nats per token); null: fixed
+    entropy_target: float | None = None
+    entropy_step: float = limited(0.005, above=0)  # change of the coefficient per train step, with entropy_target
     loss_normalization: str = "token"  # token | sequence | constant (Dr.GRPO: divided by sequences * loss_length)
     loss_length: int = 0  # tokens, with loss_normalization=constant: the longest response, the same for all
     temperature: float = 0.0  # of the logprobs; 0: that of rollout.sampling (set when the processes are planned)
@@ -293,6 +298,14 @@ class RefConfig:
 
 
 @dataclass(frozen=True)
+class TeacherConfig:
+    """A teacher for on-policy distillation: teacher_inf computes its logprobs of the policy's own tokens."""
+
+    path: str = ""  # checkpoint with the actor's tokens; any size
+    coef: float = limited(1.0, above=0)  # advantage of a token <- advantage - coef * (logprob - teacher's logprob)
+
+
+@dataclass(frozen=True)
 class RewardModelConfig:
     """A reward model: rew_inf adds its score of each sequence to the reward function's reward."""
 
@@ -326,6 +339,7 @@ class TrainConfig:
     ppo: PPOConfig = field(default_factory=PPOConfig)
     critic: CriticConfig | None = None  # null: no critic
     ref: RefConfig = field(default_factory=RefConfig)
+    teacher: TeacherConfig | None = None  # null: no distillation
     reward_model: RewardModelConfig | None = None  # null: no reward model
     num_critic_only_steps: int = limited(0, at_least=0)  # the first steps train only the critic
     offload: list[str] = field(default_factory=list)  # roles whose weights leave the GPU between their MFCs, e.g. [ref]
@@ -807,7 +821,7 @@ _SENDS_OF_A_RESPONSE = 4
 _SLOWEST_TOKENS_PER_S = 16
 INTERRUPT_MODES = ("abort", "retract", "wait", "in_place")
 ATTENTIONS = ("padded", "sdpa", "eager", "flash_attention_2", "flash_attention_3")
-CRITIC, REF, REWARD = "critic", "ref", "reward"  # roles besides names.ACTOR
+CRITIC, REF, REWARD, TEACHER = "critic", "ref", "reward", "teacher"  # roles besides names.ACTOR
 MODES = ("async", "sync", "rollout_only", "train_only")
 RECOVERABLE_MODES = ("async", "sync")  # modes that write checkpoints
 

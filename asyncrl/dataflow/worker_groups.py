@@ -4,7 +4,7 @@ A worker group is one torch.distributed process group. It ends as a whole, becau
 Therefore workers with state that a run needs, and workers whose state is all on disk, are in different groups:
 
     trainer group    models that are trained, further layouts of their roles, and all models that share workers with these
-    detached groups  each connected set of workers that hold only stateless roles (reference, reward model)
+    detached groups  each connected set of workers that hold only stateless roles (reference, reward model, teacher)
 
 The launcher restarts a detached group alone, as its next incarnation, while the trainer group continues. A worker's rank in its
 group is its position among the members. Only mode=async has detached groups: train_only and rollout_only restart no process
@@ -18,13 +18,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from asyncrl.config.schema import REF, REWARD
+from asyncrl.config.schema import REF, REWARD, TEACHER
 from asyncrl.protocol.fence import Fence
 
 if TYPE_CHECKING:
     from asyncrl.dataflow.topology import ModelPlacement
 
-STATELESS_ROLES = (REF, REWARD)  # their weights are all on disk
+STATELESS_ROLES = (REF, REWARD, TEACHER)  # their weights are all on disk
 MODES = ("async",)  # modes with detached groups
 
 

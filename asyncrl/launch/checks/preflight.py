@@ -18,6 +18,7 @@ from asyncrl.config.schema import (
     CRITIC,
     REF,
     REWARD,
+    TEACHER,
     ConfigError,
     ExperimentConfig,
     PromptSourceConfig,
@@ -105,7 +106,7 @@ def preflight(config: ExperimentConfig) -> int:
 def _read_other_models(
     config: ExperimentConfig, tokenizer_path: str, actor: Mapping[str, object]
 ) -> dict[str, Mapping[str, object]]:
-    """Return config.json of the critic, the reference and the reward model, where they have their own path. Applies the checks of
+    """Return config.json of critic, reference, reward model and teacher, where they have their own path. Applies the checks of
     model_path to them."""
     train = config.train
     found: dict[str, Mapping[str, object]] = {}
@@ -113,6 +114,7 @@ def _read_other_models(
         (CRITIC, "train.critic.path", train.critic.path if train.critic else ""),
         (REF, "train.ref.path", train.ref.path),
         (REWARD, "train.reward_model.path", train.reward_model.path if train.reward_model else ""),
+        (TEACHER, "train.teacher.path", train.teacher.path if train.teacher else ""),
     ):
         if path:
             found[role] = read_config(path, "give a folder in Hugging Face format", field=field)
