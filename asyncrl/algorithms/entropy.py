@@ -13,16 +13,16 @@ class EntropyController:
                   max(0, c_k - step)   if H_k > target
         coef_{k+1} = c_{k+1} if H_k <= target, else 0
 
-    H_k: mean entropy of train step k, in nats per token. c_0 is the first coefficient. So the bonus acts only below the target, and
-    what it needed there is kept. Adaptive entropy control of Skywork-OR1 (arXiv:2505.22312), where H_k is that of step k itself.
-    `update` takes a mean over all ranks, so that every rank has the same coefficient.
+    H_k: mean entropy of train step k, in nats per token. c_0 is given, and coef_0 = 0. So the bonus acts only below the target, and
+    the coefficient that it needed there is kept. This is the adaptive entropy control of Skywork-OR1 (arXiv:2505.22312), except
+    that there H_k decides about step k itself. `update` takes a mean over all ranks, so that every rank has the same coefficient.
     """
 
     def __init__(self, coef: float, target: float, step: float) -> None:
         self.target = target
         self.step = step
         self.kept = coef  # c_k
-        self.is_on = True  # whether the entropy of the last step was at most the target
+        self.is_on = False  # whether the entropy of the last step was at most the target
 
     @property
     def coef(self) -> float:
