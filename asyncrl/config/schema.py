@@ -231,7 +231,7 @@ class PPOConfig:
     # Skip the optimizer step of a minibatch whose mean importance ratio is above this (above 1); null: off
     early_stop_imp_ratio: float | None = None
     early_stop_kl: float | None = None  # ... whose mean KL to the start of the step is above this (nats per token)
-    epochs: int = limited(1, at_least=1, at_most=65_536)  # passes over the batch of a train step, each shuffled anew
+    epochs: int = limited(1, at_least=1, at_most=65_536)  # the actor's passes over a step's batch, each shuffled anew
     minibatches: int = limited(4, at_most=65_536)  # optimizer steps per pass; at least 1
     discount: float = 1.0  # of rewards to come, per token
     gae_lambda: float = 1.0  # lambda of GAE (arXiv:1506.02438), 0 to 1
