@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from whole_runs import ROOT, assert_each_prompt_trained_once, launch_sorter
 
-from asyncrl.testing.runs import assert_nothing_left, evaluations, train_steps
+from asyncrl.testing.runs import RunHandle, assert_nothing_left, evaluations, launch, make_tiny_run, train_steps
+from asyncrl.testing.tiny import make_tiny_model
 
 BATCH, TARGET = 64, 0.4
 SMALL = (
@@ -98,3 +99,23 @@ def test_a_student_learns_from_a_teacher_without_rewards(
     steps = train_steps(folder)
     assert {step["reward/shaped_mean"] for step in steps} == {0.0}
     assert mean(steps[-3:], "distillation/token_mean") < 0.3 * mean(steps[:3], "distillation/token_mean")
+
+
+def test_a_resumed_run_keeps_its_entropy_coefficient(tmp_path: Path) -> None:
+    """The target is above any entropy of this model, so the coefficient rises by 0.01 in each step. The actor has two stages, and
+    only the last one measures the entropy."""
+    config = make_tiny_run(tmp_path)
+    make_tiny_model(tmp_path / "model", hidden_size=32, intermediate_size=64, num_layers=2)
+    fields = (
+        "allocation=transformers.d1+d1p2",
+        "train.ppo.entropy_target=9",
+        "train.ppo.entropy_step=0.01",
+    )
+    with launch(config, *fields) as handle:
+        assert handle.wait(300) == 0, handle.output()
+        folder = handle.run_dir
+    command = [sys.executable, "-m", "asyncrl.cli.main", "resume", str(folder), "train.max_steps=4"]
+    with RunHandle(command, folder) as handle:
+        assert handle.wait(300) == 0, handle.output()
+    coefs = {step["step"]: step["actor/entropy_coef"] for step in train_steps(folder)}
+    assert coefs == {1: 0.0, 2: pytest.approx(0.01), 3: pytest.approx(0.02), 4: pytest.approx(0.03)}
