@@ -192,6 +192,29 @@ def returns_of(advantages_T: Tensor, values_T: Tensor, mask_T: Tensor, cu_seqlen
     return (next_T + values_T).masked_fill(~states_T, 0.0), states_T
 
 
+# ----------------------------------------------------------------------------------------------------------- distillation
+
+
+def distillation_advantages(logprobs_T: Tensor, teacher_logprobs_T: Tensor, mask_T: Tensor, coef: float) -> Tensor:
+    """-coef * (logprob_t - teacher_logprob_t) for each token, 0 where mask_T is False: added to the advantages of any algorithm.
+
+    It is the estimate from one token of -coef * KL(policy || teacher), so the policy gradient with this advantage descends the
+    reverse KL in the states that the policy visits (On-Policy Distillation, K. Lu, Thinking Machines Lab, 2025). A token gets only
+    its own estimate, no later ones (a discount of 0). MiniLLM (arXiv:2306.08543, eq. 3) also has the sum of later ones; GKD
+    (arXiv:2306.13649) has the KL over the whole vocabulary, which would need the teacher's logits.
+
+    logprobs_T: those of the anchor (`anchor_key`). As part of the advantage, the estimate passes through the trust region and the
+    weight proximal / behaviour of the policy loss, which make it right for tokens that older policies sampled. As a loss of its own
+    it would not be: its gradient is 0 in expectation for tokens of the current policy (k1 in `kl_estimate`).
+    """
+    return (-coef * (logprobs_T - teacher_logprobs_T)).masked_fill(~mask_T, 0.0)
+
+
+def distillation_keys(config: PPOConfig) -> list[str]:
+    """Keys of the two logprobs that `distillation_advantages` compares."""
+    return [anchor_key(config), "packed_teacher_logprobs"]
+
+
 # --------------------------------------------------------------------------------------------------------------- together
 
 

@@ -17,12 +17,12 @@ Four independent choices define the loss of a token. docs/algorithms.md lists th
     train.ppo.behav_imp_weight_*    masked_weights | clamped_weights      the treatment of the weight proximal / behaviour
     train.ppo.loss_normalization    sum_loss          the reduction over tokens
 
-Reading order: `policy_token_loss` computes every token's loss, `sum_loss` reduces them to a scalar, and `PPOLoss` combines both in
-the function that an engine calls on each micro-batch. Advantages come from advantages.py, the critic's loss from value.py. Sums
-are divided by denominators counted over the whole minibatch on all ranks, so the update does not depend on how the minibatch is
-cut. Micro-batches never cut a sequence.
+The loss of a token is a sum of terms (`terms_of`): the policy loss, and if configured a KL penalty and an entropy bonus.
 
-Not included: an entropy bonus.
+Reading order: `policy_token_loss` computes every token's policy loss, `TERMS` has the terms, `sum_loss` reduces their sum to a
+scalar, and `PPOLoss` combines all in the function that an engine calls on each micro-batch. Advantages come from advantages.py, the
+critic's loss from value.py. Sums are divided by denominators counted over the whole minibatch on all ranks, so the update does not
+depend on how the minibatch is cut. Micro-batches never cut a sequence.
 
 Shapes: T tokens, packed (sequences one after another); S sequences; sequence s is cu_seqlens[s]:cu_seqlens[s + 1]. Position t
 describes token t: logprobs_T[t] is the logprob of token t, mask_T[t] says whether the policy sampled it and it is to be trained.
@@ -32,8 +32,10 @@ even nan, have no effect.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 
 import torch
 from torch import Tensor
@@ -237,12 +239,79 @@ def loss_denominator(config: PPOConfig, num_tokens: float, num_sequences: float)
     return num_sequences * (config.loss_length if config.loss_normalization == "constant" else 1)
 
 
+# ------------------------------------------------------------------------------------------------------------------ terms
+
+
+@dataclass(frozen=True)
+class Term:
+    """One term of the loss: its loss per token, 0 where the mask is False, and its statistics (sums over masked tokens, without
+    gradient; names ending in `_max`: maxima)."""
+
+    loss_T: Tensor
+    stats: dict[str, Tensor]
+
+
+Tensors = Mapping[str, Tensor]
+TermFn = Callable[[Tensors, Tensors, Tensor, PPOConfig], Term]  # (outputs, data, cu_seqlens, config), as in PPOLoss
+
+
+def policy_term(outputs: Tensors, data: Tensors, cu_seqlens: Tensor, config: PPOConfig) -> Term:
+    """The policy loss (`policy_token_loss`)."""
+    logprobs_T, mask_T = outputs["logprobs"], data["loss_mask"].bool()
+    anchor_T = data[anchor_key(config)]
+    behav_T = data["packed_logprobs"] if config.use_decoupled_loss else None
+    token = policy_token_loss(logprobs_T, anchor_T, behav_T, data["advantages"], mask_T, cu_seqlens, config)
+    with torch.no_grad():
+        stats = {
+            "policy_loss": masked_sum(token.loss_T, mask_T),
+            "approx_kl": masked_sum(anchor_T - logprobs_T, mask_T),  # k1 estimate of KL(anchor || current)
+            "importance_weight": masked_sum(token.ratio_T, mask_T),
+            "clip_share": token.clipped_T.sum(),
+            "dual_clip_share": token.dual_clipped_T.sum(),
+        }
+        if behav_T is not None:
+            stats |= {
+                "behav_weight": masked_sum(token.weight_T, mask_T),
+                "behav_weight_max": torch.cat([token.weight_T, token.weight_T.new_zeros(1)]).max(),
+                "behav_approx_kl": masked_sum(behav_T - anchor_T, mask_T),  # k1 of KL(behaviour || proximal)
+                "cap_share": token.capped_T.sum(),
+            }
+    return Term(token.loss_T, stats)
+
+
+def kl_term(outputs: Tensors, data: Tensors, cu_seqlens: Tensor, config: PPOConfig) -> Term:
+    """L_t = kl_coef * kl_t, the estimate of KL(current || reference) (`kl_estimate`; GRPO, arXiv:2402.03300, eq. 3)."""
+    mask_T = data["loss_mask"].bool()
+    ref_T = data["packed_ref_logprobs"].masked_fill(~mask_T, 0.0)
+    kl_T = kl_estimate(outputs["logprobs"].masked_fill(~mask_T, 0.0), ref_T, config.kl_estimator)
+    return Term(config.kl_coef * kl_T, {"kl_loss": masked_sum(kl_T, mask_T)})
+
+
+def entropy_term(outputs: Tensors, data: Tensors, cu_seqlens: Tensor, config: PPOConfig) -> Term:
+    """L_t = -entropy_coef * H_t, with H_t = -sum over all words v of pi(v) log pi(v) at token t, in nats.
+
+    Williams and Peng, "Function optimization using connectionist reinforcement learning algorithms", 1991; PPO, arXiv:1707.06347,
+    eq. 9. H_t is exact, not estimated from the sampled token. No ratio corrects for the policy that sampled the tokens before t.
+    """
+    return Term(-config.entropy_coef * outputs["entropy"].masked_fill(~data["loss_mask"].bool(), 0.0), {})
+
+
+TERMS: dict[str, TermFn] = {"policy": policy_term, "kl": kl_term, "entropy": entropy_term}
+
+
+def terms_of(config: PPOConfig) -> list[str]:
+    """The names of the loss's terms, in the order in which they are added. A term whose coefficient is 0 is left out."""
+    on = {"policy": True, "kl": kl_in_loss(config), "entropy": config.entropy_coef > 0}
+    return [name for name in TERMS if on[name]]
+
+
 @dataclass(frozen=True)
 class PPOLoss:
     """The loss of one minibatch in the form of LossFn: an engine calls it on each micro-batch, under autograd.
 
-    outputs: `logprobs` and `entropy`, T each. data: the keys of `loss_keys`. The statistics are sums over masked tokens (`loss`:
-    this micro-batch's share), so that they add up over micro-batches and ranks. Those with names ending in `_max` are maxima.
+    L_t is the sum of the terms of `terms_of`; `sum_loss` reduces it over the tokens. outputs: `logprobs` and `entropy`, T each.
+    data: the keys of `loss_keys`. The statistics are sums over masked tokens (`loss`: this micro-batch's share), so that they add
+    up over micro-batches and ranks. Those with names ending in `_max` are maxima.
     """
 
     config: PPOConfig
@@ -251,36 +320,13 @@ class PPOLoss:
     def __call__(
         self, outputs: Mapping[str, Tensor], data: Mapping[str, Tensor], cu_seqlens: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        logprobs_T, entropy_T = outputs["logprobs"], outputs["entropy"]
         mask_T = data["loss_mask"].bool()
-        anchor_T = data[anchor_key(self.config)]
-        behav_T = data["packed_logprobs"] if self.config.use_decoupled_loss else None
-        token = policy_token_loss(logprobs_T, anchor_T, behav_T, data["advantages"], mask_T, cu_seqlens, self.config)
-        loss_T = token.loss_T
-        if kl_in_loss(self.config):
-            ref_T = data["packed_ref_logprobs"].masked_fill(~mask_T, 0.0)
-            kl_T = kl_estimate(logprobs_T.masked_fill(~mask_T, 0.0), ref_T, self.config.kl_estimator)
-            loss_T = loss_T + self.config.kl_coef * kl_T
+        terms = [TERMS[name](outputs, data, cu_seqlens, self.config) for name in terms_of(self.config)]
+        loss_T = reduce(add, [term.loss_T for term in terms])
         loss = sum_loss(loss_T, mask_T, cu_seqlens, self.config.loss_normalization, self.denominator)
-        with torch.no_grad():
-            stats = {
-                "loss": loss.detach(),
-                "num_tokens": mask_T.sum(),
-                "entropy": masked_sum(entropy_T, mask_T),
-                "approx_kl": masked_sum(anchor_T - logprobs_T, mask_T),  # k1 estimate of KL(anchor || current)
-                "importance_weight": masked_sum(token.ratio_T, mask_T),
-                "clip_share": token.clipped_T.sum(),
-                "dual_clip_share": token.dual_clipped_T.sum(),
-            }
-            if behav_T is not None:
-                stats |= {
-                    "behav_weight": masked_sum(token.weight_T, mask_T),
-                    "behav_weight_max": torch.cat([token.weight_T, token.weight_T.new_zeros(1)]).max(),
-                    "behav_approx_kl": masked_sum(behav_T - anchor_T, mask_T),  # k1 of KL(behaviour || proximal)
-                    "cap_share": token.capped_T.sum(),
-                }
-            if kl_in_loss(self.config):
-                stats["kl_loss"] = masked_sum(kl_T, mask_T)
+        stats = {"loss": loss.detach(), "num_tokens": mask_T.sum(), "entropy": masked_sum(outputs["entropy"], mask_T)}
+        for term in terms:
+            stats |= term.stats
         return loss, stats
 
     def stop_reason(self, stats: Mapping[str, float]) -> str:

@@ -45,7 +45,7 @@ def with_local_models(
         return str(_snapshot(field, path, patterns, download=download, say=say)) if is_hub_name(path) else path
 
     train = config.train
-    ref, critic, judge = train.ref, train.critic, train.reward_model
+    ref, critic, judge, teacher = train.ref, train.critic, train.reward_model, train.teacher
     return replace(
         config,
         model_path=folder("model_path", config.model_path),
@@ -55,6 +55,7 @@ def with_local_models(
             ref=replace(ref, path=folder("train.ref.path", ref.path)),
             critic=replace(critic, path=folder("train.critic.path", critic.path)) if critic else None,
             reward_model=replace(judge, path=folder("train.reward_model.path", judge.path)) if judge else None,
+            teacher=replace(teacher, path=folder("train.teacher.path", teacher.path)) if teacher else None,
         ),
     )
 

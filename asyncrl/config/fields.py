@@ -35,6 +35,9 @@ ALIASES = {
     "train.ppo.gae_lambda": "lam lambda lambd",
     "train.ref.path": "ref_model reference_model ref_path",
     "train.reward_model.path": "reward_model_path rm_path",
+    "train.teacher.path": "teacher_model teacher_path teacher_model_path",
+    "train.ppo.epochs": "ppo_epochs num_ppo_epochs update_epochs",
+    "train.ppo.entropy_coef": "entropy_coeff entropy_bonus entropy_loss_coef",
     "manager.max_head_offpolicyness": (
         "eta staleness max_staleness staleness_threshold offpolicyness max_offpolicyness max_off_policy_steps"
     ),

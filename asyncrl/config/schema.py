@@ -240,7 +240,8 @@ class PPOConfig:
     # Skip the optimizer step of a minibatch whose mean KL to the anchor is above this (nats per token); null: off. The anchor is
     # the policy at the start of the train step; in naive PPO without recompute_logprob it is the policy of the servers
     early_stop_kl: float | None = None
-    minibatches: int = limited(4, at_most=65_536)  # optimizer steps per train step; at least 1
+    epochs: int = limited(1, at_least=1, at_most=65_536)  # the actor's passes over a step's batch, each shuffled anew
+    minibatches: int = limited(4, at_most=65_536)  # optimizer steps per pass; at least 1
     discount: float = 1.0  # discount factor of later rewards, per token; 1: none
     gae_lambda: float = 1.0  # lambda of GAE (arXiv:1506.02438), 0 to 1
     # Subtracted from a response's reward. none | group_mean (Dr.GRPO) | leave_one_out (RLOO: mean of the others in the group).
@@ -263,6 +264,10 @@ class PPOConfig:
     kl_target: float = 6.0  # nats per sequence, with kl_adaptive
     kl_horizon: float = 10000.0  # sequences over which kl_adaptive adapts
     kl_estimator: str = "k1"  # k1 | k2 | k3
+    entropy_coef: float = limited(0.0, at_least=0)  # the loss of a token gets -entropy_coef * its entropy; 0: no bonus
+    # Adapt the coefficient, beginning with entropy_coef, so that the entropy stays above this (nats per token); null: fixed
+    entropy_target: float | None = None
+    entropy_step: float = limited(0.005, above=0)  # change of the coefficient per train step, with entropy_target
     loss_normalization: str = "token"  # token | sequence | constant (Dr.GRPO: divided by sequences * loss_length)
     loss_length: int = 0  # with loss_normalization=constant: tokens of the longest response, as a fixed divisor
     temperature: float = 0.0  # temperature of logprobs in training; 0: that of rollout.sampling (set by program.plan)
@@ -302,6 +307,14 @@ class RefConfig:
 
 
 @dataclass(frozen=True)
+class TeacherConfig:
+    """A teacher for on-policy distillation: teacher_inf computes its logprobs of the policy's own tokens."""
+
+    path: str = ""  # checkpoint with the actor's tokens; any size
+    coef: float = limited(1.0, above=0)  # advantage of a token <- advantage - coef * (logprob - teacher's logprob)
+
+
+@dataclass(frozen=True)
 class RewardModelConfig:
     """A reward model: rew_inf adds its score of each sequence to the reward function's reward."""
 
@@ -335,6 +348,7 @@ class TrainConfig:
     ppo: PPOConfig = field(default_factory=PPOConfig)
     critic: CriticConfig | None = None  # null: no critic
     ref: RefConfig = field(default_factory=RefConfig)
+    teacher: TeacherConfig | None = None  # null: no distillation
     reward_model: RewardModelConfig | None = None  # null: no reward model
     num_critic_only_steps: int = limited(0, at_least=0)  # the first steps train only the critic
     offload: list[str] = field(default_factory=list)  # roles whose weights leave the GPU between their MFCs, e.g. [ref]
@@ -830,7 +844,7 @@ _SENDS_OF_A_RESPONSE = 4
 _SLOWEST_TOKENS_PER_S = 16
 INTERRUPT_MODES = ("abort", "retract", "wait", "in_place")
 ATTENTIONS = ("padded", "sdpa", "eager", "flash_attention_2", "flash_attention_3")
-CRITIC, REF, REWARD = "critic", "ref", "reward"  # roles besides names.ACTOR
+CRITIC, REF, REWARD, TEACHER = "critic", "ref", "reward", "teacher"  # roles besides names.ACTOR
 MODES = ("async", "sync", "rollout_only", "train_only")
 RECOVERABLE_MODES = ("async", "sync")  # modes that write checkpoints
 

@@ -122,7 +122,7 @@ def _bad_network(config: ExperimentConfig) -> Iterator[Problem]:
 
 
 def _bad_roles(config: ExperimentConfig) -> Iterator[Problem]:
-    """Problems of critic, reference and reward model."""
+    """Problems of critic, teacher, reference and reward model."""
     train = config.train
     critic, ref = train.critic, train.ref
     if critic is not None and not 0 <= critic.value_norm_beta < 1:
@@ -135,6 +135,8 @@ def _bad_roles(config: ExperimentConfig) -> Iterator[Problem]:
         )
     if train.reward_model is not None and not train.reward_model.path:
         yield "train.reward_model.path", "", "is required: a model with one label; or leave train.reward_model out"
+    if train.teacher is not None and not train.teacher.path:
+        yield "train.teacher.path", "", "is required: a model with the actor's tokens; or leave train.teacher out"
     if not 0 < ref.update_share <= 1:
         yield "train.ref.update_share", ref.update_share, "must be above 0 and at most 1 (1: a plain copy)"
 
@@ -274,6 +276,7 @@ def ppo_problems(ppo: PPOConfig) -> Iterator[Problem]:
         ("behav_imp_weight_floor", 0, "null for no floor"),
         ("early_stop_imp_ratio", 1, "null for off"),
         ("early_stop_kl", 0, "null for off"),
+        ("entropy_target", 0, "null for a fixed entropy_coef"),
     ):
         bound = getattr(ppo, name)
         if bound is not None and bound <= least:

@@ -74,6 +74,7 @@ KEY_SPECS: Mapping[str, KeySpec] = {
     # From MFCs.
     "proximal_logprobs": _spec("float32", "token"),
     "packed_ref_logprobs": _spec("float32", "token"),
+    "packed_teacher_logprobs": _spec("float32", "token"),
     "values": _spec("float32", "token"),  # value of the state after token t, in the critic's units
     "model_rewards": _spec("float32", "sequence"),  # scores of the reward model
     "dense_rewards": _spec("float32", "token"),  # a reward at any token, from an MFC of train.extra_mfcs

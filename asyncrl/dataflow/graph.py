@@ -122,10 +122,11 @@ def training_mfcs(train: TrainConfig) -> list[MFCDef]:
         ref_inf     packed_ref_logprobs  ---+                      +--> actor_train
         critic_inf  values               ---+--> advantages -------+
         rew_inf     model_rewards        ---+                      +--> critic_train
+        teacher_inf packed_teacher_logprobs +
 
     The config decides which inference MFCs exist. `advantages` reads the keys that they write; an exception is `proximal_logprobs`,
-    which it reads only for a KL penalty. It also reads the keys `dense_rewards` and `values` if an extra MFC writes them.
-    `actor_train` also reads `proximal_logprobs`, if actor_inf exists.
+    which it reads only for a KL penalty or a teacher. It also reads the keys `dense_rewards` and `values` if an extra MFC writes
+    them. `actor_train` also reads `proximal_logprobs`, if actor_inf exists.
     """
     ppo = train.ppo
     inference: list[MFCDef] = []
@@ -139,14 +140,17 @@ def training_mfcs(train: TrainConfig) -> list[MFCDef]:
         inference.append(_inference("critic_inf", "critic", "critic_values", "values"))
     if train.reward_model is not None:
         inference.append(_inference("rew_inf", "reward", "reward_scores", "model_rewards"))
+    if train.teacher is not None:
+        inference.append(_inference("teacher_inf", "teacher", "teacher_logprobs", "packed_teacher_logprobs"))
     extra = [
         MFCDef(name, mfc.role, mfc.kind, mfc.interface, tuple(mfc.input_keys), tuple(mfc.output_keys))
         for name, mfc in train.extra_mfcs.items()
     ]
     _check_roles(extra, train)
 
-    judged = [key for mfc in inference for key in mfc.output_keys if ppo.kl_coef > 0 or key != "proximal_logprobs"]
-    if ppo.kl_coef > 0 and not anchor:
+    reads_anchor = ppo.kl_coef > 0 or train.teacher is not None
+    judged = [key for mfc in inference for key in mfc.output_keys if reads_anchor or key != "proximal_logprobs"]
+    if reads_anchor and not anchor:
         judged.append("packed_logprobs")
     made_by_extra = {key for mfc in extra for key in mfc.output_keys}
     judged += [key for key in ("dense_rewards", "values") if key in made_by_extra and key not in judged]
@@ -176,18 +180,19 @@ def _inference(name: str, role: str, interface: str, output_key: str) -> MFCDef:
 def _check_roles(extra: Sequence[MFCDef], train: TrainConfig) -> None:
     """Raise ValueError if this run does not have the role of an extra MFC, or if an extra MFC trains a frozen model.
 
-    The roles actor and ref always exist. critic and reward exist only if the config defines them.
+    The roles actor and ref always exist. critic, reward and teacher exist only if the config defines them.
     """
     roles = ["actor", "ref"]
     roles += ["critic"] if train.critic is not None else []
     roles += ["reward"] if train.reward_model is not None else []
+    roles += ["teacher"] if train.teacher is not None else []
     for mfc in extra:
         if mfc.role not in roles:
             raise ValueError(
                 f"train.extra_mfcs.{mfc.name}.role is {mfc.role!r}; the roles of this run are {roles} "
-                "(critic with train.critic, reward with train.reward_model)"
+                "(critic with train.critic, reward with train.reward_model, teacher with train.teacher)"
             )
-        if mfc.kind == "train_step" and mfc.role in ("ref", "reward"):
+        if mfc.kind == "train_step" and mfc.role in ("ref", "reward", "teacher"):
             raise ValueError(f"train.extra_mfcs.{mfc.name} trains the role {mfc.role!r}, whose model is frozen")
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncrl.config.schema import CRITIC, REF, REWARD, ExperimentConfig
+from asyncrl.config.schema import CRITIC, REF, REWARD, TEACHER, ExperimentConfig
 from asyncrl.config.validation import Problem, one_of
 from asyncrl.dataflow.graph import GENERATE_MFC, build_dataflow
 from asyncrl.dataflow.topology import Allocation, allocation_of, unknown_name
 from asyncrl.protocol.names import ACTOR
 
-MFC_ROLES = (ACTOR, CRITIC, REF, REWARD)
+MFC_ROLES = (ACTOR, CRITIC, REF, REWARD, TEACHER)
 _MOST_PROCESSES = 65_536  # limit on the ranks of all generation servers, and on the model workers
 _OURS = "is set by asyncrl"
 OWN_SERVER_ARGS = {  # argument that generation.server_args must not contain -> the setting to use instead, or the reason
@@ -38,6 +38,8 @@ _RUNS_WITH = {  # MFC or role -> the setting that includes it in a run
     CRITIC: "train.critic",
     "rew_inf": "train.reward_model",
     REWARD: "train.reward_model",
+    "teacher_inf": "train.teacher",
+    TEACHER: "train.teacher",
 }
 
 

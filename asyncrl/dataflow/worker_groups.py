@@ -5,7 +5,7 @@ blocks in a collective with a dead rank. Therefore workers with state that a run
 in different groups:
 
     trainer group    models that are trained, further layouts of their roles, and all models that share workers with these
-    detached groups  each connected set of workers that hold only stateless roles (reference, reward model)
+    detached groups  each connected set of workers that hold only stateless roles (reference, reward model, teacher)
 
 The launcher restarts a detached group alone, as its next incarnation, while the trainer group continues. A worker's rank in its
 group is its position among the members. Only mode=async has detached groups: train_only and rollout_only restart no process
@@ -19,13 +19,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from asyncrl.config.schema import REF, REWARD
+from asyncrl.config.schema import REF, REWARD, TEACHER
 from asyncrl.protocol.fence import Fence
 
 if TYPE_CHECKING:
     from asyncrl.dataflow.topology import ModelPlacement
 
-STATELESS_ROLES = (REF, REWARD)  # the weights of models of these roles are all on disk
+STATELESS_ROLES = (REF, REWARD, TEACHER)  # the weights of models of these roles are all on disk
 MODES = ("async",)  # modes with detached groups
 
 

@@ -23,6 +23,7 @@ from asyncrl.config.schema import (
     RECOVERABLE_MODES,
     REF,
     REWARD,
+    TEACHER,
     CheckpointConfig,
     ConfigError,
     EvalConfig,
@@ -364,7 +365,7 @@ def absolute_name_resolve(config: NameResolveConfig) -> NameResolveConfig:
 def with_absolute_paths(config: ExperimentConfig) -> ExperimentConfig:
     """Return the config with absolute paths, so that it works from any folder. Modules in it are still imported from the current
     folder."""
-    train, critic, judge = config.train, config.train.critic, config.train.reward_model
+    train, critic, judge, teacher = config.train, config.train.critic, config.train.reward_model, config.train.teacher
     return replace(
         config,
         fileroot=_absolute(config.fileroot),
@@ -392,6 +393,7 @@ def with_absolute_paths(config: ExperimentConfig) -> ExperimentConfig:
             ref=replace(train.ref, path=_absolute(train.ref.path)),
             critic=replace(critic, path=_absolute(critic.path)) if critic else None,
             reward_model=replace(judge, path=_absolute(judge.path)) if judge else None,
+            teacher=replace(teacher, path=_absolute(teacher.path)) if teacher else None,
             extra_mfcs={
                 name: replace(mfc, interface=_absolute_spec(mfc.interface)) for name, mfc in train.extra_mfcs.items()
             },
@@ -462,6 +464,7 @@ def _model(placement: ModelPlacement, mfcs: Sequence[PlacedMFC], train: TrainCon
         CRITIC: train.critic.path if train.critic else "",
         REF: train.ref.path,
         REWARD: train.reward_model.path if train.reward_model else "",
+        TEACHER: train.teacher.path if train.teacher else "",
     }.get(role, "")
     return ModelConfig(
         name=placement.name,

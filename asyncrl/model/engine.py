@@ -413,6 +413,11 @@ class TrainEngine:
         summed: list[float] = tensor.tolist()
         return summed
 
+    def mean_over_ranks(self, value: float | None) -> float:
+        """The mean over all ranks of the model that have a value; nan if none has. Collective."""
+        total, count = self._all_reduce_model([0.0, 0.0] if value is None else [value, 1.0])
+        return total / count if count else math.nan
+
     def _reduce_stats(self, local: dict[str, float]) -> dict[str, float]:
         """Reduce statistics over data ranks. Names travel with the values: a rank without groups does not know them."""
         if self._mesh is None or self.dp_size == 1:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,7 +29,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.advantages import Advantages, advantage_keys, compute_advantages
+from asyncrl.algorithms.advantages import (
+    Advantages,
+    advantage_keys,
+    compute_advantages,
+    distillation_advantages,
+    distillation_keys,
+)
+from asyncrl.algorithms.entropy import EntropyController
 from asyncrl.algorithms.kl import make_kl_controller
 from asyncrl.algorithms.packed import count_per_sequence
 from asyncrl.algorithms.ppo import PPOLoss, check_ppo_config, loss_denominator, loss_keys
@@ -88,6 +95,9 @@ class Engine(Ranks, Protocol):
         self, sample: SequenceSample | None, loss_fn: LossFn, *, temperature: float, lr_step: int
     ) -> dict[str, float]:
         """Take one optimizer step. Returns statistics over all data ranks; those of loss_fn on the last stage only."""
+
+    def mean_over_ranks(self, value: float | None) -> float:
+        """The mean over all ranks of the model that have a value, such as those of the last stage; nan if none has. Collective."""
 
 
 class OneRank:
@@ -312,7 +322,7 @@ def _max_over_ranks(engine: Ranks, values: list[float]) -> list[float]:
 
 
 class LogprobsInterface(Interface):
-    """Logprobs of the batch's tokens under this model: the proximal policy or the reference."""
+    """Logprobs of the batch's tokens under this model: the proximal policy, the reference or the teacher."""
 
     def __init__(self, output_key: str, train: TrainConfig) -> None:
         self.output_key = output_key
@@ -401,7 +411,7 @@ def _import_function(mfc: MFCDef) -> Callable[..., Any]:
 
 class AdvantagesInterface(Interface):
     """Makes the targets of the train steps from values and rewards: those of reward functions and of a reward model, dense rewards,
-    and the KL penalty.
+    and the KL penalty. A teacher's logprobs are added last (`distillation_advantages`).
 
     consumes: the groups of this rank.  produces: `advantages` and `trained_mask` for the actor; `returns` and `value_mask` for a
     critic, in the units of its `values`.  waits for: the other data-parallel ranks, in sums.
@@ -414,10 +424,12 @@ class AdvantagesInterface(Interface):
         self.ppo: PPOConfig = train.ppo
         self.output_keys = mfc.output_keys
         self.kl = make_kl_controller(train.ppo)
+        self.teacher_coef = train.teacher.coef if train.teacher is not None else 0.0
         self.model_reward_scale = train.reward_model.scale if train.reward_model is not None else 0.0
         critic = train.critic
         self.value_norm = ValueNorm(critic.value_norm_beta) if critic is not None and critic.value_norm else None
         self.keys = ["packed_input_ids", "prompt_mask", *advantage_keys(train.ppo)]
+        self.keys += distillation_keys(train.ppo) if train.teacher is not None else []
         self.keys += ["model_rewards"] if train.reward_model is not None else []
         self.keys += ["values"] if critic is not None or "values" in mfc.input_keys else []
         self.keys += ["dense_rewards"] if "dense_rewards" in mfc.input_keys else []
@@ -467,7 +479,15 @@ class AdvantagesInterface(Interface):
             kl_coef=self.kl.coef,
             all_reduce_sum=engine.all_reduce_sum,
         )
+        distilled = self.teacher_coef > 0
+        if distilled:
+            policy_T, teacher_T = (data[key] for key in distillation_keys(self.ppo))
+            bonus_T = distillation_advantages(policy_T, teacher_T, made.mask_T, self.teacher_coef)
+            made = replace(made, advantages_T=made.advantages_T + bonus_T)
         stats = batch_stats(engine, local, made)
+        if distilled:
+            (total,) = engine.all_reduce_sum([float(bonus_T.double().sum()) / -self.teacher_coef])
+            stats["distillation/token_mean"] = float(total) / max(stats["batch/num_trained_tokens"], 1.0)
         if "values" in data:
             stats |= value_stats(engine, data["values"][made.states_T], made.returns_T[made.states_T])
         if made.kl_T is not None:
@@ -489,13 +509,17 @@ class AdvantagesInterface(Interface):
             self.value_norm.load_state_dict(norm)
 
 
-def split_minibatches(batch_ids: Sequence[str], num: int, *, seed: int, version: int) -> list[list[str]]:
-    """Shuffle the whole batch by (seed, version) and cut it into `num` parts whose sizes differ by at most one.
+def split_minibatches(
+    batch_ids: Sequence[str], num: int, *, seed: int, version: int, epoch: int = 0
+) -> list[list[str]]:
+    """Shuffle the whole batch by (seed, version, epoch) and cut it into `num` parts whose sizes differ by at most one.
+
+    epoch: the number of passes over the batch before this one.
 
     The result is the same on every rank, whichever groups it holds. With fewer groups than `num` there is one part for each group.
     Ids within a part are in canonical order.
     """
-    order = np.random.default_rng([seed, version]).permutation(len(batch_ids))
+    order = np.random.default_rng([seed, version, epoch] if epoch else [seed, version]).permutation(len(batch_ids))
     parts = np.array_split(order, max(1, min(num, len(batch_ids))))
     return [[batch_ids[i] for i in sorted(part.tolist())] for part in parts if len(part)]
 
@@ -544,10 +568,11 @@ def _count(
 
 
 class PPOActorInterface(Interface):
-    """One train step of PPO: one optimizer step per minibatch.
+    """One train step of PPO: train.ppo.epochs passes over the batch, each with one optimizer step per minibatch.
 
     consumes: the groups of this rank with the keys of `actor_train`.  produces: new weights in the engine, statistics of the step.
     waits for: the other ranks, in collective calls. If a rank fails, the master detects it and ends the trainer group.
+    Its state, with train.ppo.entropy_target, is the coefficient of the entropy bonus.
     """
 
     def __init__(self, mfc: MFCDef, train: TrainConfig, seed: int) -> None:
@@ -555,6 +580,10 @@ class PPOActorInterface(Interface):
         self.ppo: PPOConfig = train.ppo
         self.temperature = temperature_of(train)
         self.seed = seed
+        target = train.ppo.entropy_target
+        self.entropy = (
+            EntropyController(train.ppo.entropy_coef, target, train.ppo.entropy_step) if target is not None else None
+        )
         self.keys = ["packed_input_ids", "trained_mask"]  # the loss reads it as loss_mask
         self.keys += [key for key in loss_keys(train.ppo) if key != "loss_mask"]
         check_input_keys(mfc, self.keys)
@@ -566,12 +595,29 @@ class PPOActorInterface(Interface):
         if sample is not None:
             sample = sample.select_keys(self.keys).remap_keys({"trained_mask": "loss_mask"})
 
-        def loss_of(num_tokens: float, num_sequences: float) -> PPOLoss:
-            return PPOLoss(self.ppo, loss_denominator(self.ppo, num_tokens, num_sequences))
+        ppo = self.ppo if self.entropy is None else replace(self.ppo, entropy_coef=self.entropy.coef)
 
-        minibatches = split_minibatches(batch_ids, self.ppo.minibatches, seed=self.seed, version=version)
+        def loss_of(num_tokens: float, num_sequences: float) -> PPOLoss:
+            return PPOLoss(ppo, loss_denominator(ppo, num_tokens, num_sequences))
+
+        minibatches = [
+            ids
+            for epoch in range(ppo.epochs)
+            for ids in split_minibatches(batch_ids, ppo.minibatches, seed=self.seed, version=version, epoch=epoch)
+        ]
         steps = train_minibatches(engine, sample, minibatches, loss_of, temperature=self.temperature, lr_step=version)
-        return None, steps.result("actor")
+        stats = steps.result("actor")
+        if self.entropy is not None:
+            self.entropy.update(engine.mean_over_ranks(stats.get("actor/entropy")))
+            stats["actor/entropy_coef"] = ppo.entropy_coef
+        return None, stats
+
+    def state(self) -> Stats:
+        return self.entropy.state() if self.entropy is not None else {}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        if self.entropy is not None and state:  # empty if the run has had no entropy_target so far
+            self.entropy.restore(state)
 
 
 class PPOCriticInterface(Interface):
@@ -614,6 +660,8 @@ def make_interface(mfc: MFCDef, train: TrainConfig, seed: int = 1) -> Interface:
         return LogprobsInterface("proximal_logprobs", train)
     if mfc.interface == "ref_logprobs":
         return LogprobsInterface("packed_ref_logprobs", train)
+    if mfc.interface == "teacher_logprobs":
+        return LogprobsInterface("packed_teacher_logprobs", train)
     if mfc.interface == "critic_values":
         return ValuesInterface()
     if mfc.interface == "reward_scores":
@@ -627,6 +675,6 @@ def make_interface(mfc: MFCDef, train: TrainConfig, seed: int = 1) -> Interface:
     if ":" in mfc.interface:
         return FunctionInterface(mfc, train)
     raise ValueError(
-        f"MFC {mfc.name!r} has the interface {mfc.interface!r}; use actor_logprobs, ref_logprobs, critic_values, reward_scores, "
-        "ppo_advantages, ppo_actor, ppo_critic or package.module:function"
+        f"MFC {mfc.name!r} has the interface {mfc.interface!r}; use actor_logprobs, ref_logprobs, teacher_logprobs, critic_values, "
+        "reward_scores, ppo_advantages, ppo_actor, ppo_critic or package.module:function"
     )

@@ -1,9 +1,9 @@
 """Logprobs of given tokens from hidden states, in blocks: the [tokens, vocabulary] matrix never exists as a whole.
 
 With a vocabulary of 150k, logits are by far the largest tensor of training: 16k tokens in float32 are 10 GB, and several times
-that with gradients. Here logits exist for one block of tokens and vocabulary at a time. Besides its inputs, forward keeps one
-number per token for backward (the normaliser); backward recomputes each block's logits. A token whose logprob gets no gradient
-costs nothing in backward.
+that with gradients. Here logits exist for one block of tokens and vocabulary at a time. Besides its inputs, forward keeps two
+numbers per token for backward (normaliser and entropy); backward recomputes each block's logits. A token without gradient costs
+nothing in backward. Nor does the entropy, if no loss uses it.
 
 Vocabulary-parallel: with a tensor_group each rank has some rows of the output layer. Forward reduces three sums and a maximum per
 token over the ranks, backward the gradient of the hidden states.
@@ -36,7 +36,8 @@ def token_logprobs(
     tensor_group: dist.ProcessGroup | None = None,
     vocab_start: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Return (log p(target), entropy) of softmax(logits / temperature), float32, for each token. Entropy carries no gradient.
+    """Return (log p(target), entropy) of softmax(logits / temperature), float32, for each token. Entropy is in nats. Both carry a
+    gradient.
 
     output_layer: an nn.Linear, or its weight [V, H] (pass its bias, if any, as `bias`).
     tensor_group: all its ranks have the same hidden_NH, targets_N and gradients of the results. Each rank passes its own rows of
@@ -102,20 +103,26 @@ class _TokenLogprobs(torch.autograd.Function):
             high_N, (sum_N, weighted_N, target_N) = highest_N, sums.unbind()
         normaliser_N = high_N + sum_N.log()
         entropy_N = normaliser_N - weighted_N / sum_N
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, normaliser_N)
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, normaliser_N, entropy_N)
         ctx.settings = (dtype, scale, chunk_tokens, group)
-        ctx.mark_non_differentiable(entropy_N)
+        ctx.set_materialize_grads(False)  # the gradient of an output that no loss uses is None
         return target_N - normaliser_N, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        """d logprob / d logits = scale * (one at the target - softmax), for logits before they are divided by the temperature."""
-        hidden_NH, weight_VH, bias_V, targets_N, normaliser_N = ctx.saved_tensors
+    def backward(ctx: Any, grad_N: Tensor | None, entropy_grad_N: Tensor | None) -> tuple[Tensor | None, ...]:
+        """With p = softmax of the logits (after the temperature) and H = its entropy:
+
+        d logprob / d logits = scale * (one at the target - p)
+        d entropy / d logits = -scale * p * (log p + H)
+        """
+        hidden_NH, weight_VH, bias_V, targets_N, normaliser_N, entropy_N = ctx.saved_tensors
         dtype, scale, chunk_tokens, group = ctx.settings
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        used = grad_N.nonzero().squeeze(1)  # equal on all ranks of the group
+        grad_N = torch.zeros_like(normaliser_N) if grad_N is None else grad_N
+        has_grad_N = grad_N != 0 if entropy_grad_N is None else (grad_N != 0) | (entropy_grad_N != 0)
+        used = has_grad_N.nonzero().squeeze(1)  # equal on all ranks of the group
         hidden, targets, normaliser = (t[used] for t in (hidden_NH.to(dtype), targets_N, normaliser_N))
-        factor = grad_N[used, None] * -scale
+        factor = grad_N[used, None] * -scale if entropy_grad_N is None else grad_N.new_full((len(used), 1), -scale)
         scaled = (hidden * factor).to(dtype)
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         grad_weight = torch.zeros_like(weight_VH) if need_weight else None
@@ -124,10 +131,17 @@ class _TokenLogprobs(torch.autograd.Function):
             for words, weight_UH, bias_U in _words(weight_VH, bias_V, dtype, min(chunk_tokens, len(hidden))):
                 for tokens in _chunks(len(hidden), chunk_tokens):
                     delta_CU = _logits(hidden[tokens], weight_UH, bias_U, scale)
-                    delta_CU.sub_(normaliser[tokens, None]).exp_()
+                    delta_CU.sub_(normaliser[tokens, None])
                     inside_C, column_C = _inside(targets[tokens], words)
-                    delta_CU.scatter_add_(1, column_C, -inside_C[:, None].float())
-                    # `factor` multiplies scaled and grad_hidden instead of delta_CU: they are [tokens, hidden], which is less work.
+                    if entropy_grad_N is None:
+                        delta_CU.exp_().scatter_add_(1, column_C, -inside_C[:, None].float())
+                    else:
+                        now_C = used[tokens]
+                        grad_C1, entropy_C1 = grad_N[now_C, None], entropy_N[now_C, None]
+                        share_CU = delta_CU.exp()
+                        delta_CU.add_(entropy_C1).mul_(entropy_grad_N[now_C, None]).add_(grad_C1).mul_(share_CU)
+                        delta_CU.scatter_add_(1, column_C, inside_C[:, None] * -grad_C1)
+                    # delta_CU is not multiplied by factor: scaled and grad_hidden, of [tokens, hidden], are, which is less work.
                     if grad_bias is not None:
                         grad_bias[words] += (factor[tokens].T @ delta_CU)[0]
                     delta_CU = delta_CU.to(dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from datetime import timedelta
 
@@ -39,7 +40,7 @@ def plain(hidden, layer, targets, temperature):
     """Return (logprobs, entropy), computed from all logits."""
     all_logprobs = (layer(hidden).float() / temperature).log_softmax(-1)
     entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
-    return all_logprobs.gather(-1, targets[:, None])[:, 0], entropy.detach()
+    return all_logprobs.gather(-1, targets[:, None])[:, 0], entropy
 
 
 def assert_close(found, expected, rtol=1e-5, atol=5e-6):
@@ -55,10 +56,56 @@ def test_values_and_gradients_are_those_of_the_plain_formula(chunk_tokens, tempe
     found = token_logprobs(hidden, layer, targets, temperature=temperature, chunk_tokens=chunk_tokens)
     expected = plain(hidden, layer, targets, temperature)
     assert_close(found, expected)
-    assert not found[1].requires_grad
-    assert_close(
-        torch.autograd.grad(found[0] @ weights, inputs), torch.autograd.grad(expected[0] @ weights, inputs), atol=1e-5
-    )
+    for loss in (lambda out: out[0] @ weights, lambda out: out[1] @ weights.flip(0), both(weights)):
+        grads = [torch.autograd.grad(loss(out), inputs, retain_graph=True) for out in (found, expected)]
+        assert_close(*grads, atol=1e-5)
+
+
+def both(weights):
+    """Return a loss of logprobs and entropies. Some tokens count in only one of them, some in neither."""
+    of_entropy = weights.flip(0).clone()
+    of_entropy[:20] = 0
+    return lambda out: out[0] @ weights + out[1] @ of_entropy
+
+
+def test_entropy_by_hand():
+    """Two words with the probabilities 3/4 and 1/4: H = 0.5623 nats, and dH / d logit = -p (log p + H), times 1 / temperature."""
+    hidden = torch.tensor([[2 * math.log(3.0)]], requires_grad=True)  # the logits are (hidden, 0)
+    weight = torch.tensor([[1.0], [0.0]])
+    _, entropy = token_logprobs(hidden, weight, torch.tensor([0]), temperature=2.0, chunk_tokens=1)
+    assert entropy.tolist() == pytest.approx([0.562335], abs=1e-6)
+    entropy.sum().backward()
+    assert hidden.grad.tolist() == [[pytest.approx(-0.75 * (math.log(0.75) + 0.562335) / 2, abs=1e-6)]]
+
+
+def test_the_gradient_of_the_entropy_against_finite_differences():
+    hidden, layer, targets, weights = problem(num_tokens=5)
+    double = hidden.detach().double()
+
+    def entropies(hidden):
+        logits = hidden @ layer.weight.detach().double().T
+        return -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+
+    _, entropy = token_logprobs(hidden, layer, targets, temperature=1.0, chunk_tokens=2)
+    (grad,) = torch.autograd.grad(entropy @ weights, hidden)
+    for row, column in ((0, 0), (3, 5), (4, 7)):
+        step = torch.zeros_like(double)
+        step[row, column] = 1e-5
+        slope = ((entropies(double + step) - entropies(double - step)) @ weights.double()) / 2e-5
+        assert float(grad[row, column]) == pytest.approx(float(slope), abs=1e-4)
+
+
+def test_an_entropy_that_no_loss_uses_adds_nothing_to_backward():
+    """Both losses have the same gradients. Only the one with the entropy computes with it."""
+    hidden, layer, targets, weights = problem()
+    counts = []
+    for loss in (lambda out: out[0] @ weights, lambda out: out[0] @ weights + out[1] @ torch.zeros(NUM_TOKENS)):
+        out = token_logprobs(hidden, layer, targets, temperature=1.0, chunk_tokens=37)
+        with LargestTensor(only=torch.ops.aten.exp.default) as copies:
+            grads = torch.autograd.grad(loss(out), [hidden, layer.weight])
+        counts.append((copies.numel, grads))
+    assert counts[0][0] == 0 < counts[1][0]
+    assert_close(counts[0][1], counts[1][1], atol=1e-5)
 
 
 def test_a_weight_may_be_given_that_something_else_uses_too():
@@ -196,7 +243,8 @@ def test_a_vocabulary_over_ranks_gives_what_one_rank_gives(sizes, bias):
     weights[3:9] = 0
     inputs = [hidden, *layer.parameters()]
     expected = token_logprobs(hidden, layer, targets, temperature=0.7, chunk_tokens=9)
-    expected_grads = torch.autograd.grad(expected[0] @ weights, inputs)
+    expected_grads = torch.autograd.grad(expected[0] @ weights, inputs, retain_graph=True)
+    expected_grads += torch.autograd.grad(both(weights)(expected), inputs)
     starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
 
     def one_rank(rank, group):
@@ -207,16 +255,22 @@ def test_a_vocabulary_over_ranks_gives_what_one_rank_gives(sizes, bias):
             own_hidden, own[0], targets, bias=own[1] if bias else None, temperature=0.7, chunk_tokens=9,
             tensor_group=group, vocab_start=mine.start,
         )  # fmt: skip
-        return logprobs.detach(), entropy, torch.autograd.grad(logprobs @ weights, [own_hidden, *own])
+        grads = torch.autograd.grad(logprobs @ weights, [own_hidden, *own], retain_graph=True)
+        grads += torch.autograd.grad(both(weights)((logprobs, entropy)), [own_hidden, *own])
+        return logprobs.detach(), entropy.detach(), grads
 
     results = in_ranks(len(sizes), one_rank)
     for logprobs, entropy, (grad_hidden, *_) in results:
-        assert_close((logprobs, entropy), (expected[0].detach(), expected[1]))
+        assert_close((logprobs, entropy), (expected[0].detach(), expected[1].detach()))
         assert_close(grad_hidden, expected_grads[0], atol=1e-5)
         assert torch.equal(logprobs, results[0][0])  # equal on every rank, so that all ranks decide alike
         assert torch.equal(grad_hidden, results[0][2][0])
-    for at, grad in enumerate(expected_grads[1:], start=1):
-        assert_close(torch.cat([grads[at] for _, _, grads in results]), grad, atol=1e-5)
+    for at, grad in enumerate(expected_grads):
+        if at % len(inputs) == 0:
+            for _, _, grads in results:
+                assert_close(grads[at], grad, atol=1e-5)
+        else:
+            assert_close(torch.cat([grads[at] for _, _, grads in results]), grad, atol=1e-5)
 
 
 @pytest.mark.parametrize(

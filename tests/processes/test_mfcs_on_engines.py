@@ -16,7 +16,15 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from asyncrl.config.schema import CriticConfig, ModelConfig, OptimizerConfig, PPOConfig, RewardModelConfig, TrainConfig
+from asyncrl.config.schema import (
+    CriticConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PPOConfig,
+    RewardModelConfig,
+    TeacherConfig,
+    TrainConfig,
+)
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
@@ -26,13 +34,20 @@ from asyncrl.model.mesh import ModelMesh
 from asyncrl.testing.tiny import make_tiny_model
 from tests.support.rank_processes import RankProcesses
 
-KINDS = {"actor": "lm", "ref": "lm", "critic": "value", "reward": "reward"}
+KINDS = {"actor": "lm", "ref": "lm", "teacher": "lm", "critic": "value", "reward": "reward"}
 OPTIMIZER = OptimizerConfig(lr=2e-3, warmup_steps=0, schedule="constant", grad_clip=1.0, eps=1e-4)
 TRAIN = TrainConfig(
     critic=CriticConfig(optimizer=OPTIMIZER, minibatches=2, value_norm=True),
     reward_model=RewardModelConfig(scale=0.5),
     ppo=PPOConfig(advantage_norm="batch", kl_coef=0.1, gae_lambda=0.9, temperature=1.0, minibatches=2),
     max_tokens_per_mb=64,
+)
+
+# Also several passes, an entropy bonus that acts from the second step on, and a teacher
+EVERYTHING = replace(
+    TRAIN,
+    ppo=replace(TRAIN.ppo, epochs=2, entropy_target=5.0, entropy_step=0.2),
+    teacher=TeacherConfig(coef=0.5),
 )
 
 pytestmark = pytest.mark.timeout(300)
@@ -161,18 +176,22 @@ def sequences(sample: SequenceSample, *keys: str) -> list[list[torch.Tensor]]:
 # ------------------------------------------------------------------------------------------------------------ several ranks
 
 
-def run_in_layout(rank: int, path: str, grid: str, steps: int) -> tuple[dict[str, np.ndarray], list[dict[str, float]]]:
-    """Run all MFCs with all models in one layout. Heads return the results for the last batch, and the statistics of each step."""
+def run_in_layout(
+    rank: int, path: str, grid: str, steps: int
+) -> tuple[dict[str, np.ndarray], list[dict[str, float]], dict[str, float]]:
+    """Run all MFCs with all models in one layout. Heads return the results for the last batch, and the statistics of each step. Every
+    rank returns the state of the actor's interface."""
     parsed = ParallelGrid.parse(grid)
     workers = list(range(parsed.size))
     meshes = {role: ModelMesh.make(ModelPlacement(role, parsed, tuple(workers)), "cpu") for role in KINDS}
-    mesh, graph, all_stats = meshes["actor"], build_dataflow(TRAIN), []
+    mesh, graph, all_stats = meshes["actor"], build_dataflow(EVERYTHING), []
     if mesh is None:
-        return {}, []
+        return {}, [], {}
     engines = {
-        role: TrainEngine(model_config(Path(path), role, grid, workers), TRAIN, mesh=meshes[role]) for role in KINDS
+        role: TrainEngine(model_config(Path(path), role, grid, workers), EVERYTHING, mesh=meshes[role])
+        for role in KINDS
     }
-    interfaces = {name: make_interface(graph.mfcs[name], TRAIN, seed=3) for name in graph.order}
+    interfaces = {name: make_interface(graph.mfcs[name], EVERYTHING, seed=3) for name in graph.order}
     made_here: dict[str, np.ndarray] = {}
     for version in range(steps):
         batch = make_batch(version, num_groups=3, size=5)
@@ -194,7 +213,7 @@ def run_in_layout(rank: int, path: str, grid: str, steps: int) -> tuple[dict[str
             made_here = {
                 f"{i} {key}": s.data[key] for i, s in zip(sample.ids, sample.unpack(), strict=True) for key in s.keys
             }
-    return made_here, all_stats if mesh.is_head else []
+    return made_here, all_stats if mesh.is_head else [], interfaces["actor_train"].state()
 
 
 @pytest.fixture(scope="module")
@@ -205,13 +224,13 @@ def ranks() -> Iterator[RankProcesses]:
 
 @pytest.mark.parametrize("grid", ["p2", "m2", "d2", "d4", "d2p2"])
 def test_all_mfcs_in_any_layout(grid: str, tiny: Path, ranks: RankProcesses) -> None:
-    (expected, expected_stats), *_ = ranks.run(run_in_layout, str(tiny), "d1", 2)
+    (expected, expected_stats, state), *_ = ranks.run(run_in_layout, str(tiny), "d1", 2)
     results = ranks.run(run_in_layout, str(tiny), grid, 2)
-    found = {key: array for made, _ in results for key, array in made.items()}
+    found = {key: array for made, _, _ in results for key, array in made.items()}
     assert found.keys() == expected.keys()
     for key, array in expected.items():
         np.testing.assert_allclose(found[key], array, atol=2e-4, err_msg=key)
-    heads = [stats for _, stats in results if stats]
+    heads = [stats for _, stats, _ in results if stats]
     assert len(heads) == ParallelGrid.parse(grid).data
     for stats in heads:
         for step, expected_step in zip(stats, expected_stats, strict=True):
@@ -219,3 +238,8 @@ def test_all_mfcs_in_any_layout(grid: str, tiny: Path, ranks: RankProcesses) -> 
             assert step.pop("critic/clip_share") == pytest.approx(expected_step["critic/clip_share"], abs=0.05)
             assert step == pytest.approx({name: expected_step[name] for name in step}, rel=1e-3, abs=1e-4)
             assert len(step) == len(expected_step) - 1
+        assert (stats[0]["actor/entropy_coef"], stats[1]["actor/entropy_coef"]) == (0, 0.2)
+        assert stats[0]["actor/optimizer_steps"] == 4
+        assert stats[1]["distillation/token_mean"] != 0
+    assert state == {"entropy_coef": 0.4, "entropy_is_on": 1.0}
+    assert all(found == state for _, stats, found in results[: ParallelGrid.parse(grid).size])

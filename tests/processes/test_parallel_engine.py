@@ -49,6 +49,7 @@ class Cell:
     lengths: tuple[int, ...] = LENGTHS
     poison: int = -1  # the step at which the first sequence's advantages are NaN
     stop: int = -1  # the step that the loss function stops
+    entropy: float = 0.0  # coefficient of the entropies in the loss
 
 
 def make_sample(lengths: tuple[int, ...], seed: int = 0) -> SequenceSample:
@@ -66,11 +67,13 @@ def make_sample(lengths: tuple[int, ...], seed: int = 0) -> SequenceSample:
 
 
 class Loss:
-    """Logprobs: -sum(advantage * logprob). Values: squared distance to the advantages. Divided by the global number of tokens."""
+    """Logprobs: -sum(advantage * logprob + entropy coefficient * entropy). Values: squared distance to the advantages. Divided by
+    the global number of tokens."""
 
-    def __init__(self, denominator: float, *, poison: bool = False, stop: bool = False) -> None:
+    def __init__(self, denominator: float, *, poison: bool = False, stop: bool = False, entropy: float = 0.0) -> None:
         self.denominator = math.nan if poison else denominator
         self.stop = stop
+        self.entropy = entropy
 
     def __call__(self, outputs, data, cu_seqlens):
         mask = data["loss_mask"]
@@ -78,9 +81,11 @@ class Loss:
             terms = (outputs["values"] - data["advantages"]).square()
         else:
             terms = -data["advantages"] * outputs["logprobs"]
+            if self.entropy:
+                terms = terms - self.entropy * outputs["entropy"]
         stats = {"tokens": mask.sum(), "longest_max": cu_seqlens.diff().max()}
         if "entropy" in outputs:
-            stats["entropy"] = outputs["entropy"][mask].sum()
+            stats["entropy"] = outputs["entropy"][mask].sum().detach()
         return terms[mask].sum() / self.denominator, stats
 
     def stop_reason(self, stats):
@@ -151,7 +156,10 @@ def run_cell(rank: int, grid: str, cell: Cell) -> Outcome:
     denominator = float(sample.data["loss_mask"].sum()) / 20
     steps = [
         engine.train_step(
-            part, Loss(denominator, poison=step == cell.poison, stop=step == cell.stop), temperature=0.7, lr_step=step
+            part,
+            Loss(denominator, poison=step == cell.poison, stop=step == cell.stop, entropy=cell.entropy),
+            temperature=0.7,
+            lr_step=step,
         )
         for step in range(STEPS)
     ]
@@ -238,6 +246,7 @@ MICRO = replace(TRAIN, max_tokens_per_mb=30)
 VARIANTS = {
     "lm, tied": ("tied", {}),
     "lm, untied, micro-batches": ("untied", {"train": MICRO}),
+    "lm, entropy": ("untied", {"entropy": 3.0, "train": MICRO}),
     "value": ("tied", {"kind": "value"}),
     "value, micro-batches": ("untied", {"kind": "value", "train": MICRO}),
     "fewer sequences than ranks": ("tied", {"lengths": LENGTHS[:1]}),
@@ -256,6 +265,13 @@ def test_every_layout_gives_the_same_update(ranks, paths, expected, grid):
     for name, outcomes in zip(VARIANTS, run(ranks, grid, cells), strict=True):
         print(grid, name, expected[name].steps, outcomes[-1].steps)
         assert_same_outcome(outcomes, expected[name], grid)
+
+
+def test_the_entropy_changes_the_update(expected):
+    """If it changed nothing, the comparison of the layouts would show little."""
+    without, with_it = (expected[name].parameters for name in ("lm, untied, micro-batches", "lm, entropy"))
+    for name, parameter in without.items():
+        assert np.abs(with_it[name] - parameter).max() > 1e-4, name
 
 
 # ---------------------------------------------------------------------------------------------------------- other variations

@@ -59,7 +59,6 @@ def policy_gradient(denominator: float):
 
     def loss_fn(outputs, data, cu_seqlens):
         logprobs_T, entropy_T = outputs["logprobs"], outputs["entropy"]
-        assert not entropy_T.requires_grad
         assert int(cu_seqlens[-1]) == len(logprobs_T) == len(data["packed_input_ids"])
         mask_T = data["loss_mask"]
         loss = -(data["advantages"] * logprobs_T)[mask_T].sum() / denominator

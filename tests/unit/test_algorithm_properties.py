@@ -13,13 +13,17 @@ from torch import Tensor
 
 from asyncrl.algorithms.advantages import (
     compute_advantages,
+    distillation_advantages,
+    distillation_keys,
     group_advantages,
     leave_one_out_advantages,
     mean_baseline_advantages,
     overlong_penalties,
+    returns_of,
 )
 from asyncrl.algorithms.packed import count_per_sequence
 from asyncrl.algorithms.ppo import PPOLoss, clamped_weights, loss_denominator, loss_keys, masked_weights, token_ratios
+from asyncrl.algorithms.value import ValueLoss
 from asyncrl.config.presets import ALGORITHMS, CORRECTIONS
 from asyncrl.config.schema import PPOConfig
 
@@ -233,6 +237,68 @@ def test_corrections_keep_weights_within_bounds_and_limit_the_rest(
         within = (cap is None or weight <= cap) and (floor is None or weight >= floor)
         assert by_mask == (weight if within else 0.0)
         assert by_clamp == pytest.approx(min(max(weight, floor or 0.0), cap or math.inf))
+
+
+# ------------------------------------------------------------------------------------------- data that must not matter
+
+TERM_SETS = {
+    "policy": {},
+    "kl": {"kl_coef": 0.1, "kl_in": "loss", "kl_estimator": "k3"},
+    "entropy": {"entropy_coef": 0.2},
+    "all": {"kl_coef": 0.1, "kl_in": "loss", "kl_estimator": "k2", "entropy_coef": 0.2},
+    "kl in the reward": {"kl_coef": 0.1, "kl_in": "reward"},
+    "naive": {"use_decoupled_loss": False},
+}
+GARBAGE = [math.nan, math.inf, -math.inf, 1e38, -1e38, 0.0]
+
+
+@pytest.mark.parametrize("terms", TERM_SETS)
+@pytest.mark.parametrize("name", [*ALGORITHMS, *CORRECTIONS])
+@settings(max_examples=10, deadline=None)
+@given(seed=seeds, sizes=st.lists(st.integers(1, 3), min_size=1, max_size=3), draw=st.data())
+def test_data_of_masked_tokens_changes_no_loss_and_no_gradient(
+    name: str, terms: str, seed: int, sizes: list[int], draw: st.DataObject
+) -> None:
+    """From trajectories to the gradients of actor and critic, with a teacher. Every key gets other values where the policy sampled
+    no token: numbers, infinities and NaN. A value counts one token earlier, at the state in which a token was sampled."""
+    config = config_of(name, **TERM_SETS[terms])
+    random = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 8, (sum(sizes),), generator=random).tolist()
+    data, cu_seqlens, total = batch(seed, lengths), packed(lengths), sum(lengths)
+    for key in ("packed_ref_logprobs", "packed_teacher_logprobs", "values", "new values", "entropy"):
+        data[key] = torch.randn(total, generator=random)
+    data["rewards"] = torch.randn(len(lengths), generator=random)
+    data["seq_no_eos_mask"] = torch.rand(len(lengths), generator=random) < 0.3
+    sampled_T = data["loss_mask"]
+    states_T = returns_of(torch.zeros(total), torch.zeros(total), sampled_T, cu_seqlens)[1]
+    changed = dict(data)
+    for key, x_T in data.items():
+        counts_T = sampled_T | states_T if key == "values" else states_T if key == "new values" else sampled_T
+        if len(x_T) == total and x_T.is_floating_point() and key not in ("rewards", "advantages"):
+            values = draw.draw(st.lists(st.sampled_from(GARBAGE), min_size=total, max_size=total))
+            changed[key] = torch.where(counts_T, x_T, torch.tensor(values))
+
+    def results(data: dict[str, Tensor]) -> list[Tensor]:
+        made = compute_advantages(data, cu_seqlens, sizes, config, kl_coef=config.kl_coef)
+        policy_T, teacher_T = (data[key] for key in distillation_keys(config))
+        advantages_T = made.advantages_T + distillation_advantages(policy_T, teacher_T, made.mask_T, 0.5)
+        inputs = {key: data[key].clone().requires_grad_() for key in ("current", "entropy", "new values")}
+        # What the advantages leave outside the mask must not matter either.
+        of_actor = {key: data[key] for key in loss_keys(config) if key in data}
+        of_actor |= {"advantages": torch.where(made.mask_T, advantages_T, data["current"]), "loss_mask": made.mask_T}
+        outputs = {"logprobs": inputs["current"], "entropy": inputs["entropy"]}
+        loss, stats = PPOLoss(config, 7.0)(outputs, of_actor, cu_seqlens)
+        returns_T = torch.where(made.states_T, made.returns_T, data["current"])
+        of_critic = {"values": data["values"], "returns": returns_T, "loss_mask": made.states_T}
+        critic_loss, critic_stats = ValueLoss(0.2, 7.0)({"values": inputs["new values"]}, of_critic, cu_seqlens)
+        grads = torch.autograd.grad(loss + critic_loss, list(inputs.values()), allow_unused=True)
+        grads = [torch.zeros(total) if grad is None else grad for grad in grads]
+        return [advantages_T, loss.detach(), critic_loss.detach(), *grads, *stats.values(), *critic_stats.values()]
+
+    before = results(data)
+    assert all(x.isfinite().all() for x in before)
+    for found, expected in zip(results(changed), before, strict=True):
+        assert torch.equal(found, expected)
 
 
 # ------------------------------------------------------------------------------------------------------------ learning

@@ -86,6 +86,12 @@ def test_overrides_replace_values_of_the_file(config_file):
         ("train.num_critic_only_steps=3", "train.num_critic_only_steps=3: there is no critic to train"),
         ("train.num_critic_only_steps=-1", "train.num_critic_only_steps=-1: must not be negative"),
         ("train.reward_model={}", "train.reward_model.path='': is required"),
+        ("train.teacher={}", "train.teacher.path='': is required"),
+        ("train.teacher={path: t, coef: 0}", "train.teacher.coef=0.0: must be above 0"),
+        ("train.offload=[teacher]", "'teacher' is not part of this run: it comes with train.teacher"),
+        ("train.ppo.epochs=0", "train.ppo.epochs=0: must be at least 1"),
+        ("train.ppo.entropy_coef=-1", "train.ppo.entropy_coef=-1.0: must not be negative"),
+        ("train.ppo.entropy_target=-1", "train.ppo.entropy_target=-1.0: must be above 0, or null for a fixed"),
         ("train.ref.update_share=0", "train.ref.update_share=0.0: must be above 0 and at most 1"),
         ("train.ref.update_share=1.5", "train.ref.update_share=1.5: must be above 0 and at most 1"),
         ("train.ref.update_interval=-1", "train.ref.update_interval=-1: must not be negative"),
@@ -93,7 +99,7 @@ def test_overrides_replace_values_of_the_file(config_file):
         ("train.ref.path=x", "train.ref.path='x': no MFC uses the reference model"),
         (
             "train.extra_mfcs.x={interface: 'a:b', role: critic}",
-            "(critic with train.critic, reward with train.reward_model)",
+            "(critic with train.critic, reward with train.reward_model, teacher with train.teacher)",
         ),
         ("train.extra_mfcs.x={interface: 'a:b', role: rwd}", "train.extra_mfcs.x.role='rwd': did you mean 'reward'?"),
         (

@@ -1,6 +1,6 @@
 import pytest
 
-from asyncrl.config.schema import CriticConfig, MFCConfig, PPOConfig, RewardModelConfig, TrainConfig
+from asyncrl.config.schema import CriticConfig, MFCConfig, PPOConfig, RewardModelConfig, TeacherConfig, TrainConfig
 from asyncrl.dataflow.graph import TRAJECTORY_KEYS, DataflowGraph, MFCDef, build_dataflow, training_mfcs
 
 
@@ -30,6 +30,16 @@ def test_kl_adds_a_reference():
     assert "ref_inf" in graph.parents["actor_train"]
     naive = build_dataflow(TrainConfig(ppo=PPOConfig(kl_coef=0.1, use_decoupled_loss=False)))
     assert {"packed_logprobs", "packed_ref_logprobs"} <= set(naive.mfcs["advantages"].input_keys)
+
+
+def test_a_teacher_adds_an_inference_whose_key_the_advantages_read():
+    graph = build_dataflow(TrainConfig(teacher=TeacherConfig("t")))
+    assert set(graph.roles) == {"actor", "teacher"}
+    assert graph.trained_roles == ("actor",)
+    assert graph.parents["advantages"] == {"actor_inf", "teacher_inf"}
+    assert "packed_teacher_logprobs" not in graph.mfcs["actor_train"].input_keys
+    naive = build_dataflow(TrainConfig(teacher=TeacherConfig("t"), ppo=PPOConfig(use_decoupled_loss=False)))
+    assert {"packed_logprobs", "packed_teacher_logprobs"} <= set(naive.mfcs["advantages"].input_keys)
 
 
 def test_a_critic_and_a_reward_model():
@@ -77,6 +87,12 @@ def test_dense_rewards_of_an_mfc_reach_the_advantages():
         ("critic", {}, r"extra_mfcs.judge.role is 'critic'; the roles of this run are \['actor', 'ref'\]"),
         ("reward", {"critic": CriticConfig()}, r"the roles of this run are \['actor', 'ref', 'critic'\]"),
         ("ref", {"kind": "train_step"}, r"extra_mfcs.judge trains the role 'ref', whose model is frozen"),
+        (
+            "teacher",
+            {"kind": "train_step", "teacher": TeacherConfig("t")},
+            r"extra_mfcs.judge trains the role 'teacher', whose model is frozen",
+        ),
+        ("teacher", {}, r"the roles of this run are \['actor', 'ref'\] .*teacher with train.teacher"),
     ],
 )
 def test_an_mfc_needs_a_model(role, fields, message):

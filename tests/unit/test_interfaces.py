@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.algorithms.advantages import distillation_advantages
 from asyncrl.algorithms.kl import AdaptiveKLController
-from asyncrl.config.schema import CriticConfig, MFCConfig, PPOConfig, RewardModelConfig, TrainConfig
+from asyncrl.algorithms.ppo import PPOLoss
+from asyncrl.config.schema import CriticConfig, MFCConfig, PPOConfig, RewardModelConfig, TeacherConfig, TrainConfig
 from asyncrl.data.sequence import KEY_SPECS, SequenceSample
 from asyncrl.dataflow.graph import MFCDef, build_dataflow
 from asyncrl.model.interfaces import AdvantagesInterface, Interface, LossFn, make_interface, split_minibatches
@@ -56,8 +58,9 @@ class FakeEngine:
     def _outputs(self, tokens: torch.Tensor, temperature: float = 1.0) -> dict[str, torch.Tensor]:
         if self.kind != "lm":
             return {"values": self.table[tokens]}
-        logprobs = (self.table / temperature).log_softmax(0)[tokens]
-        return {"logprobs": logprobs, "entropy": -logprobs.detach()}
+        all_logprobs = (self.table / temperature).log_softmax(0)
+        entropy = -(all_logprobs.exp() * all_logprobs).sum()
+        return {"logprobs": all_logprobs[tokens], "entropy": entropy.expand(len(tokens))}
 
     def _infer(self, what: str, sample: SequenceSample | None, temperature: float = 1.0) -> np.ndarray | None:
         self._all(what, None)
@@ -82,6 +85,10 @@ class FakeEngine:
 
     def all_reduce_sum(self, values: list[float]) -> np.ndarray:
         return np.sum(self._all(f"all_reduce_sum of {len(values)}", np.array(values, np.float64)), axis=0)
+
+    def mean_over_ranks(self, value: float | None) -> float:
+        values = [value for value in self._all("mean_over_ranks", value) if value is not None]
+        return sum(values) / len(values) if values else math.nan
 
     def train_step(
         self, sample: SequenceSample | None, loss_fn: LossFn, *, temperature: float, lr_step: int
@@ -121,7 +128,7 @@ def _add(total: dict[str, float], stats: Mapping[str, float]) -> None:
         total[key] = max(total.get(key, 0.0), value) if key.endswith("_max") else total.get(key, 0.0) + value
 
 
-KINDS = {"actor": "lm", "ref": "lm", "critic": "value", "reward": "reward"}
+KINDS = {"actor": "lm", "ref": "lm", "teacher": "lm", "critic": "value", "reward": "reward"}
 Engines = dict[str, FakeEngine]  # by role
 
 
@@ -262,6 +269,11 @@ CONFIGS = {
         "loss_length": 5,
     },
     "kl in the loss": {"kl_coef": 0.1, "kl_in": "loss", "kl_estimator": "k3"},
+    "three passes": {"epochs": 3, "minibatches": 2, "kl_coef": 0.1, "kl_in": "loss", "kl_estimator": "k3"},
+    "entropy, sequences": {"entropy_coef": 0.5, "loss_normalization": "sequence"},
+    "entropy target": {"entropy_coef": 0.1, "entropy_target": 2.4, "entropy_step": 0.05, "epochs": 2},
+    "teacher": {"teacher": TeacherConfig(coef=0.5), "kl_coef": 0.1},
+    "teacher, naive, batch": {"teacher": TeacherConfig(), "use_decoupled_loss": False, "advantage_norm": "batch"},
     "leave one out, sequences": {"baseline": "leave_one_out", "advantage_norm": "none", "importance_level": "sequence"},
 }
 LAYOUTS = [
@@ -287,6 +299,27 @@ def test_same_update_in_any_layout(name: str) -> None:
                 torch.testing.assert_close(engine.table, single[role].table, rtol=0, atol=1e-6)
             for rank_step, step in zip(rank_stats, expected, strict=True):
                 assert rank_step == pytest.approx(step, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if "of others" not in name])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30, -7.5])
+def test_data_of_tokens_that_the_policy_did_not_sample_changes_nothing(name: str, value: float) -> None:
+    """Every key of such tokens but the dense rewards, which an environment may give for its own tokens. Their ids are changed if
+    only the actor reads them: this engine's model reads no context."""
+    train, batch = train_config(**CONFIGS[name]), make_batch()
+    changed = dict(batch.data)
+    outside = ~batch.data["loss_mask"]
+    for key in ("packed_logprobs", "packed_ref_logprobs"):
+        changed[key] = np.where(outside, np.float32(value), batch.data[key])
+    changed["versions"] = np.where(outside, 3, batch.data["versions"])
+    if train.critic is None and train.reward_model is None:
+        changed["packed_input_ids"] = np.where(outside, 9, batch.data["packed_input_ids"])
+    results = []
+    for data in (batch.data, changed):
+        (engines,), (stats,) = run_step(train, SequenceSample(batch.ids, batch.seqlens, data), [range(7)])
+        results.append(([engines[role].table.detach() for role in sorted(engines)], stats))
+    assert results[0][1] == results[1][1]
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=0, atol=0)
 
 
 def test_fewer_groups_than_minibatches_and_ranks() -> None:
@@ -336,6 +369,25 @@ def test_ranks_before_the_last_stage_take_part_and_return_no_outputs() -> None:
         torch.testing.assert_close(first[role].table, last[role].table, rtol=0, atol=0)
 
 
+def test_all_stages_of_a_pipeline_have_the_same_entropy_coefficient() -> None:
+    """Only the last stage measures the entropy. The state of all ranks is in checkpoints."""
+    train, batch = train_config(entropy_target=5.0, entropy_step=0.1), make_batch()
+    whole, _ = run_mfcs(interfaces(train), train, {"actor": FakeEngine()}, batch, batch.ids)
+    ranks = fake_ranks(2)
+    ranks[0]["actor"].is_head = False  # the first stage: train_step returns no statistics of the loss
+
+    def run_rank(rank: int) -> list[Mapping[str, float]]:
+        interface, states = interfaces(train)["actor_train"], []
+        for version in range(2):
+            interface.run(ranks[rank]["actor"], whole if rank else None, batch_ids=batch.ids, version=version)
+            states.append(interface.state())
+        return states
+
+    with ThreadPoolExecutor(2) as pool:
+        first, last = pool.map(run_rank, range(2))
+    assert first == last == [{"entropy_coef": c, "entropy_is_on": 1.0} for c in (0.1, 0.2)]
+
+
 # --------------------------------------------------------------------------------------------------------- minibatches
 
 
@@ -351,6 +403,40 @@ def test_minibatches_cover_the_batch_once_in_sizes_that_differ_by_one() -> None:
     assert sorted(map(len, split_minibatches(ids[:3], 4, seed=1, version=3))) == [1, 1, 1]
     assert split_minibatches(ids, 1, seed=1, version=3) == [ids]
     assert split_minibatches([], 4, seed=1, version=0) == []
+
+
+def test_each_pass_over_the_batch_is_shuffled_anew() -> None:
+    ids = [f"t{i:02d}" for i in range(11)]
+    passes = [split_minibatches(ids, 4, seed=1, version=3, epoch=epoch) for epoch in range(3)]
+    assert passes[0] == split_minibatches(ids, 4, seed=1, version=3)
+    assert all(sorted(group_id for part in parts for group_id in part) == ids for parts in passes)
+    assert passes[0] != passes[1] != passes[2] != passes[0]
+    order = np.random.default_rng([1, 3]).permutation(11)  # as before there were several passes
+    assert passes[0] == [sorted(ids[i] for i in part) for part in np.array_split(order, 4)]
+
+
+def test_each_pass_trains_every_group_once() -> None:
+    train, batch = train_config(epochs=3, minibatches=2), make_batch()
+    (engines,), ((stats, again),) = run_step(train, batch, [range(7)])
+    batches = engines["actor"].batches
+    assert len(batches) == 2 * 3 * 2
+    for first in range(0, len(batches), 2):
+        assert sorted(batches[first] + batches[first + 1]) == sorted(batch.ids)
+    assert batches[0] != batches[2] != batches[4]
+    assert batches[2] != batches[8]  # the second pass of the next step
+    assert stats["actor/optimizer_steps"] == again["actor/optimizer_steps"] == 6
+    assert stats["actor/behav_weight"] == pytest.approx(  # a mean over the tokens of all passes
+        run_step(train_config(minibatches=2), batch, [range(7)])[1][0][0]["actor/behav_weight"], rel=1e-5
+    )
+
+
+def test_the_early_stop_applies_to_each_pass() -> None:
+    """The first pass takes its step. By the second pass the policy has moved away from the proximal one."""
+    train, batch = train_config(early_stop_kl=1e-3, minibatches=1, epochs=3), make_batch(seed=3)
+    (engines,), ((stats,),) = run_step(train, batch, [range(7)], steps=1)
+    assert (stats["actor/optimizer_steps"], stats["actor/stopped_steps"]) == (3, 2)
+    once = run_step(train_config(minibatches=1), batch, [range(7)], steps=1)[0][0]
+    torch.testing.assert_close(engines["actor"].table, once["actor"].table, rtol=0, atol=0)
 
 
 def test_denominators_are_counted_over_the_minibatch() -> None:
@@ -446,6 +532,47 @@ def test_the_kl_of_a_token_lowers_the_advantages_up_to_that_token() -> None:
     assert stats["kl/token_mean"] == pytest.approx(1.4 / 6)
     sample, _ = trained_on(kl_coef=0.1)
     assert sample.data["advantages"].tolist() == pytest.approx([0, 0.95, 1, 0, -1.02, 0, -0.05, 0, 0, -0.02], abs=1e-5)
+
+
+def test_a_teacher_adds_its_logprob_less_the_policys_to_the_advantage_of_each_token() -> None:
+    """coef is 0.5. The proximal policy's logprobs are -1.1, -2 and -3, the teacher's -0.1, -4 and -3.5. The advantages of rewards
+    are 1, 1 and -1 in the first group, and 0 in the second. The estimates of the reverse KL are -1, 2 and 0.5."""
+    train = train_config(minibatches=1, teacher=TeacherConfig(coef=0.5))
+    teacher = np.array([9, -0.1, -4, 9, -3.5] * 2, np.float32)
+    batch = tiny_batch().update(tiny_batch().derive({"packed_teacher_logprobs": teacher}))
+    made, stats = interfaces(train)["advantages"].run(FakeEngine(), batch, batch_ids=batch.ids, version=0)
+    assert made is not None
+    expected = [0, 1.5, 0, 0, -1.25, 0, 0.5, -1, 0, -0.25]
+    assert made.data["advantages"].tolist() == pytest.approx(expected, abs=1e-5)
+    assert stats["distillation/token_mean"] == pytest.approx(1.5 / 3)
+    assert stats["advantages/max"] == pytest.approx(1.5, abs=1e-5)
+    naive = train_config(minibatches=1, teacher=TeacherConfig(coef=0.5), use_decoupled_loss=False)
+    made, stats = interfaces(naive)["advantages"].run(FakeEngine(), batch, batch_ids=batch.ids, version=0)
+    assert made is not None
+    assert made.data["advantages"][1] == pytest.approx(1.45, abs=1e-5)  # the sampling policy's logprob is -1
+    masked = train_config(minibatches=1, teacher=TeacherConfig(coef=0.5), mask_too_long=True)
+    made, stats = interfaces(masked)["advantages"].run(FakeEngine(), batch, batch_ids=batch.ids, version=0)
+    assert made is not None
+    assert made.data["advantages"][4] == 0  # truncated, so not trained
+    assert stats["distillation/token_mean"] == pytest.approx(0.5)
+
+
+def test_the_gradient_with_a_teacher_is_that_of_the_reverse_kl() -> None:
+    """If all tokens are sampled in proportion to the policy, and rewards are 0, the gradient is coef * d KL(policy || teacher)."""
+    table = torch.tensor([0.5, 0.25, 0.25]).log().requires_grad_()
+    teacher = torch.tensor([0.2, 0.7, 0.1]).log()
+    tokens = torch.tensor([0, 0, 1, 2])
+    logprobs = table.log_softmax(0)[tokens]
+    mask = torch.ones(4, dtype=torch.bool)
+    advantages = distillation_advantages(logprobs.detach(), teacher[tokens], mask, 0.5)
+    data = dict.fromkeys(["packed_logprobs", "proximal_logprobs"], logprobs.detach())
+    data |= {"advantages": advantages, "loss_mask": mask}
+    outputs = {"logprobs": logprobs, "entropy": torch.zeros(4)}
+    loss, _ = PPOLoss(PPOConfig(), 4.0)(outputs, data, torch.tensor([0, 4]))
+    (found,) = torch.autograd.grad(loss, table)
+    policy = table.log_softmax(0)
+    (expected,) = torch.autograd.grad(0.5 * (policy.exp() * (policy - teacher)).sum(), table)
+    torch.testing.assert_close(found, expected)
 
 
 def test_the_adaptive_kl_coefficient_changes_once_per_step_and_is_restored() -> None:
@@ -661,14 +788,54 @@ def test_the_actor_learns_a_rewarded_token() -> None:
     assert np.mean(rewards[-5:]) > 0.9
 
 
+def test_the_entropy_target_is_approached_from_below() -> None:
+    """Token 2 is rewarded, so the entropy of the policy falls, with a target less far. The state is restored."""
+    entropies = {}
+    for target in (None, 1.5):
+        engine = FakeEngine()
+        train = train_config(
+            minibatches=1, advantage_norm="batch", entropy_target=target, entropy_step=0.1, temperature=1.0
+        )
+        mfcs, random = interfaces(train), np.random.default_rng(0)
+        for version in range(60):
+            probabilities = engine.table.detach().softmax(0).double().numpy()
+            tokens = random.choice(VOCABULARY, 64, p=probabilities / probabilities.sum())
+            groups = [
+                {
+                    "packed_input_ids": [[0, int(token)] for token in group],
+                    "packed_logprobs": [[0.0, float(np.log(probabilities[token]))] for token in group],
+                    "prompt_mask": [[True, False]] * 8,
+                    "loss_mask": [[False, True]] * 8,
+                    "seq_no_eos_mask": [False] * 8,
+                    "rewards": [float(token == 2) for token in group],
+                }
+                for group in tokens.reshape(8, 8)
+            ]
+            batch = SequenceSample.from_groups([f"{version}-{i}" for i in range(8)], groups)
+            _, stats = run_mfcs(mfcs, train, {"actor": engine}, batch, batch.ids, version)
+            assert ("actor/entropy_coef" in stats) == (target is not None)
+        entropies[target] = stats["actor/entropy"]
+        again = interfaces(train)["actor_train"]
+        again.restore(mfcs["actor_train"].state())
+        assert again.state() == mfcs["actor_train"].state()
+        assert bool(again.state()) == (target is not None)
+        again.restore({})  # a checkpoint of a run without a target
+    assert entropies[None] < 0.8
+    assert 1.2 < entropies[1.5] < 1.8, entropies
+
+
 # ------------------------------------------------------------------------------------------------------- inference
 
 
 def test_logprobs_interfaces() -> None:
-    mfcs = interfaces(train_config(kl_coef=0.1, temperature=0.5))
+    mfcs = interfaces(train_config(kl_coef=0.1, temperature=0.5, teacher=TeacherConfig()))
     engine, batch = FakeEngine(), make_batch()
     expected = (engine.table.detach() / 0.5).log_softmax(0)[batch.data["packed_input_ids"]].tolist()
-    for name, key in (("actor_inf", "proximal_logprobs"), ("ref_inf", "packed_ref_logprobs")):
+    for name, key in (
+        ("actor_inf", "proximal_logprobs"),
+        ("ref_inf", "packed_ref_logprobs"),
+        ("teacher_inf", "packed_teacher_logprobs"),
+    ):
         made, stats = mfcs[name].run(engine, batch, batch_ids=batch.ids, version=0)
         assert made is not None
         assert made.ids == batch.ids

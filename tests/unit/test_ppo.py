@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from asyncrl.algorithms.kl import kl_estimate
 from asyncrl.algorithms.packed import count_per_sequence
 from asyncrl.algorithms.ppo import (
+    TERMS,
     PPOLoss,
     anchor_key,
     check_ppo_config,
@@ -23,6 +25,7 @@ from asyncrl.algorithms.ppo import (
     masked_weights,
     policy_token_loss,
     sum_loss,
+    terms_of,
     token_ratios,
 )
 from asyncrl.config.presets import ALGORITHMS
@@ -50,6 +53,10 @@ CONFIGS = {
     "kl in the loss": PPOConfig(kl_coef=0.1, kl_in="loss", kl_estimator="k3", loss_normalization="sequence"),
     "gspo, decoupled": PPOConfig(
         importance_level="sequence", loss_normalization="sequence", behav_imp_weight_cap=1.05, eps_clip=0.1
+    ),
+    "entropy": PPOConfig(entropy_coef=0.1),
+    "kl and entropy, sequences": PPOConfig(
+        kl_coef=0.1, kl_in="loss", kl_estimator="k3", entropy_coef=0.3, loss_normalization="sequence"
     ),
     "cispo, both bounds": PPOConfig(policy_loss="cispo", eps_clip=0.2, eps_clip_higher=0.3),
     "cispo of sequences": PPOConfig(policy_loss="cispo", importance_level="sequence", eps_clip=0.1),
@@ -103,6 +110,7 @@ def reference(
             if config.kl_coef > 0 and config.kl_in == "loss":
                 d = data["current"][t] - data["packed_ref_logprobs"][t]
                 loss += config.kl_coef * (math.exp(-d) - 1 + d)
+            loss -= config.entropy_coef * data["entropy"][t]
             losses.append(loss)
         start += length
         if losses:
@@ -129,6 +137,7 @@ def random_batch(seed: int) -> tuple[dict[str, Tensor], list[int]]:
         "loss_mask": mask,
     }
     data["current"] = data["proximal_logprobs"] + 0.4 * torch.randn(total, generator=random)
+    data["entropy"] = 2 * torch.rand(total, generator=random)
     return data, lengths
 
 
@@ -325,9 +334,10 @@ def test_against_the_reference(name: str, seed: int) -> None:
     )
     loss_fn = PPOLoss(config, denominator(data["loss_mask"], lengths, config))
     current = data["current"]
-    loss, stats = loss_fn(outputs(current, torch.ones(len(current))), data, packed(lengths))
+    loss, stats = loss_fn(outputs(current, data["entropy"]), data, packed(lengths))
     assert float(loss) == pytest.approx(expected, abs=1e-5)
-    assert stats["entropy"] == stats["num_tokens"] == data["loss_mask"].sum()
+    assert stats["num_tokens"] == data["loss_mask"].sum()
+    assert float(stats["entropy"]) == pytest.approx(float(data["entropy"][data["loss_mask"]].sum()), abs=1e-5)
     for key in sums.keys() & stats.keys():
         assert float(stats[key]) == pytest.approx(sums[key], abs=1e-5), key
     assert ("behav_weight_max" in stats) is config.use_decoupled_loss
@@ -451,6 +461,69 @@ def test_the_loss_reads_only_the_keys_that_it_names(name: str) -> None:
     PPOLoss(config, 1.0)(outputs(data["current"]), named, packed(lengths))
 
 
+# --------------------------------------------------------------------------------------------------------------- terms
+
+
+def test_terms_by_hand() -> None:
+    """Two trained tokens with ratios 1, logprobs of -1 and -2, advantages of 3 and -1, d of 0.5 and -0.5, entropies of 0.7 and 1.1.
+
+    Policy: (-3 + 1) / 2. KL (k2): 0.1 * (0.125 + 0.125) / 2. Entropy: -0.2 * (0.7 + 1.1) / 2. The third token is not trained.
+    """
+    logprobs = torch.tensor([-1.0, -2.0, -9.0], requires_grad=True)
+    entropy = torch.tensor([0.7, 1.1, 5.0], requires_grad=True)
+    data = {
+        "packed_logprobs": logprobs.detach(),
+        "proximal_logprobs": logprobs.detach(),
+        "packed_ref_logprobs": torch.tensor([-1.5, -1.5, 0.0]),
+        "advantages": torch.tensor([3.0, -1.0, 7.0]),
+        "loss_mask": torch.tensor([True, True, False]),
+    }
+    config = PPOConfig(kl_coef=0.1, kl_in="loss", kl_estimator="k2", entropy_coef=0.2)
+    assert terms_of(config) == ["policy", "kl", "entropy"]
+    of_term = {name: TERMS[name](outputs(logprobs, entropy), data, packed([3]), config) for name in terms_of(config)}
+    assert of_term["policy"].loss_T.tolist() == [-3, 1, 0]
+    assert of_term["kl"].loss_T.tolist() == pytest.approx([0.0125, 0.0125, 0])
+    assert of_term["entropy"].loss_T.tolist() == pytest.approx([-0.14, -0.22, 0])
+    loss, stats = PPOLoss(config, 2.0)(outputs(logprobs, entropy), data, packed([3]))
+    assert float(loss.detach()) == pytest.approx(-1 + 0.0125 - 0.18)
+    assert float(stats["policy_loss"]) == -2
+    assert float(stats["kl_loss"]) == pytest.approx(0.25)
+    assert float(stats["entropy"]) == pytest.approx(1.8)
+    loss.backward()
+    assert logprobs.grad is not None
+    assert entropy.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([(-3 + 0.1 * 0.5) / 2, (1 - 0.1 * 0.5) / 2, 0])
+    assert entropy.grad.tolist() == pytest.approx([-0.1, -0.1, 0])
+
+
+@pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if config.entropy_coef == 0])
+@pytest.mark.parametrize("seed", range(3))
+def test_without_entropy_the_loss_is_bit_equal_to_the_single_expression(name: str, seed: int) -> None:
+    """The expression from which the terms were separated."""
+    config, (data, lengths) = CONFIGS[name], random_batch(seed)
+    mask, anchor = data["loss_mask"], data[anchor_key(config)]
+    behaviour = data["packed_logprobs"] if config.use_decoupled_loss else None
+    results = []
+    for is_whole in (True, False):
+        current = data["current"].clone().requires_grad_()
+        if is_whole:
+            entropy = data["entropy"].clone().requires_grad_()
+            loss, _ = PPOLoss(config, 10.0)(outputs(current, entropy), data, packed(lengths))
+        else:
+            cu_seqlens = packed(lengths)
+            token = policy_token_loss(current, anchor, behaviour, data["advantages"], mask, cu_seqlens, config)
+            loss_T = token.loss_T
+            if config.kl_coef > 0 and config.kl_in == "loss":
+                ref = data["packed_ref_logprobs"].masked_fill(~mask, 0.0)
+                kl = kl_estimate(current.masked_fill(~mask, 0.0), ref, config.kl_estimator)
+                loss_T = loss_T + config.kl_coef * kl
+            loss = sum_loss(loss_T, mask, cu_seqlens, config.loss_normalization, 10.0)
+        loss.backward()
+        results.append((loss.detach(), current.grad))
+    assert entropy.grad is None
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
 # ---------------------------------------------------------------------------------------------------------- early stop
 
 
@@ -540,6 +613,7 @@ def test_accepted_configs(name: str) -> None:
         ({"kl_in": "loss", "kl_adaptive": True}, "kl_adaptive is True; applies to kl_in=reward only"),
         ({"kl_estimator": "k4"}, "kl_estimator is 'k4'"),
         ({"minibatches": 0}, "minibatches is 0"),
+        ({"entropy_target": 0.0}, "entropy_target is 0.0; must be above 0, or null for a fixed entropy_coef"),
         ({"recompute_logprob": True}, "recompute_logprob is True; applies to the naive loss only"),
     ],
 )

@@ -73,6 +73,18 @@ def test_plan_of_a_pipelined_actor_and_a_reference_on_its_own_worker(config_of, 
         assert load_process_config(file) == spec.config
 
 
+def test_a_teacher_on_workers_of_its_own_is_detached(config_of):
+    config = config_of("allocation=transformers.d1+d2+teacher:d2", "train.teacher={path: t, coef: 0.5}")
+    master = by_name(plan(config, attempt=1, num_prompts=64))["master/0"]
+    actor, teacher = master.models
+    assert (actor.name, actor.workers, teacher.name, teacher.workers) == ("actor", [0, 1], "teacher", [2, 3])
+    assert (teacher.path, teacher.kind, teacher.trainable) == (os.path.abspath("t"), "lm", False)
+    assert {mfc.name: mfc.model for mfc in master.mfcs}["teacher_inf"] == "teacher"
+    assert master.detached == [[2, 3]]
+    together = by_name(plan(config_of("train.teacher={path: t}"), attempt=1, num_prompts=64))["master/0"]
+    assert together.detached == []
+
+
 def test_model_workers_get_the_gpus_after_those_of_the_servers(config_of):
     config = config_of("allocation=sglang.d1m2+d1p2+ref_inf:d1", "train.ppo.kl_coef=0.1")
     specs = plan(config, attempt=1, num_prompts=64, devices=[str(index) for index in range(8)])

@@ -18,6 +18,7 @@ from asyncrl.config.schema import (
     CRITIC,
     REF,
     REWARD,
+    TEACHER,
     ConfigError,
     ExperimentConfig,
     PromptSourceConfig,
@@ -105,14 +106,15 @@ def preflight(config: ExperimentConfig) -> int:
 def _read_other_models(
     config: ExperimentConfig, tokenizer_path: str, actor: Mapping[str, object]
 ) -> dict[str, Mapping[str, object]]:
-    """Return config.json by role, for those of critic, reference and reward model that have their own path. Checks the folders of
-    these models as that of model_path."""
+    """Return config.json by role, for those of critic, reference, reward model and teacher that have their own path. Checks the
+    folders of these models as that of model_path."""
     train = config.train
     found: dict[str, Mapping[str, object]] = {}
     for role, field, path in (
         (CRITIC, "train.critic.path", train.critic.path if train.critic else ""),
         (REF, "train.ref.path", train.ref.path),
         (REWARD, "train.reward_model.path", train.reward_model.path if train.reward_model else ""),
+        (TEACHER, "train.teacher.path", train.teacher.path if train.teacher else ""),
     ):
         if path:
             found[role] = read_config(path, "give a folder in Hugging Face format", field=field)
