@@ -179,8 +179,8 @@ def sequences(sample: SequenceSample, *keys: str) -> list[list[torch.Tensor]]:
 def run_in_layout(
     rank: int, path: str, grid: str, steps: int
 ) -> tuple[dict[str, np.ndarray], list[dict[str, float]], dict[str, float]]:
-    """Run all MFCs with all models in one layout. Heads return the results for the last batch, and the statistics of each step. Every
-    rank returns the state of the actor's interface."""
+    """Run all MFCs with all models in one layout. Heads return the results for the last batch, and the statistics of each step.
+    Every rank returns the state of the actor's interface."""
     parsed = ParallelGrid.parse(grid)
     workers = list(range(parsed.size))
     meshes = {role: ModelMesh.make(ModelPlacement(role, parsed, tuple(workers)), "cpu") for role in KINDS}
