@@ -786,6 +786,11 @@ class GserverManagerConfig:
     fetch: bool = False  # weights.fetch with `auto` resolved
     # Limit for the trainer to replace a version that is damaged on disk: train.call_timeout_s
     replace_timeout_s: float = 1800.0
+    num_servers: int = 1  # of the allocation; POST /scale changes the number
+    least_servers: int = (
+        1  # POST /scale refuses a smaller number: you start a server yourself (debug.leave_out), so it stays
+    )
+    external_servers: bool = False  # asyncrl does not start the servers, so POST /scale refuses every number
 
 
 @dataclass(frozen=True)
