@@ -6,8 +6,10 @@ import contextlib
 import json
 import re
 import signal
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -80,7 +82,7 @@ def scale(run: RunHandle, count: int, capsys: pytest.CaptureFixture[str]) -> dic
 
 
 def states(run: RunHandle) -> dict[str, str]:
-    """State of each server, from GET /servers."""
+    """State of each server by name, from GET /servers."""
     status, text = ask(run, "GET", manager_of(run) + "/servers")
     assert status == 200, text
     return {server["server"]: server["state"] for server in json.loads(text)["servers"]}
@@ -130,7 +132,27 @@ def assert_all_trained_once(run: RunHandle) -> None:
     groups = [group for event in events if event["event"] == "trained" for group in event["groups"]]
     assert sorted(tuple(group["prompt"]) for group in groups) == [(0, position) for position in range(NUM_PROMPTS)]
     assert not [event for event in events if event["event"] == "rejected"]
-    assert json.loads((run.run_dir / "summary.json").read_text())
+    assert_ages_are_those_of_the_journal(run, events)
+
+
+def assert_ages_are_those_of_the_journal(run: RunHandle, events: Sequence[dict[str, Any]]) -> None:
+    """The summary and the output give the ages of all trained responses."""
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    responses = [
+        (event["step"] - 1, first, last)
+        for event in events
+        if event["event"] == "trained"
+        for group in event["groups"]
+        for first, last in group["versions"]
+    ]
+    ages = summary["offpolicyness"]
+    heads = Counter(str(version - first) for version, first, _ in responses)
+    assert ages["head"] == heads
+    assert ages["tail"] == Counter(str(version - last) for version, _, last in responses)
+    assert set(heads) == {"0", "1"}  # eta is 1
+    assert sum(entry["responses"] for entry in ages["by_length"]) == len(responses) == summary["sequences"]
+    assert summary["sequences_of_two_versions"] == sum(first != last for _, first, last in responses)
+    assert f"0: {heads['0'] / len(responses):.1%}, 1: {heads['1'] / len(responses):.1%}" in run.output()
 
 
 def test_servers_join_and_leave_by_http_and_no_sample_is_lost(run: RunHandle, gate: Gate) -> None:
@@ -141,13 +163,12 @@ def test_servers_join_and_leave_by_http_and_no_sample_is_lost(run: RunHandle, ga
     assert ask(run, "GET", manager_of(run) + "/servers", token="forged")[0] == 401
     status, text = ask(run, "POST", scale_at, '{"generation": 0}')
     assert (status, "use a number from 1 to 256" in text) == (400, True)
-    assert states(run) == {"generation_server/0": "healthy"}
+    assert list(states(run)) == ["generation_server/0"]
 
     status, text = ask(run, "POST", scale_at, '{"generation": 2}')
     answer = json.loads(text)
     assert (status, answer["target"], answer["missing"]) == (200, 2, ["generation_server/1"])
-    both = {"generation_server/0": "healthy", "generation_server/1": "healthy"}
-    run.wait_until(lambda: states(run) == both, "the new server serves", LIMIT_S)
+    run.wait_until(lambda: states(run).get("generation_server/1") == "healthy", "the new server serves", LIMIT_S)
     assert len(serving(run)) == 2
     gate.let(25)
     run.wait_until(lambda: sampled_by(run, 1), "the new server has sampled", LIMIT_S)
@@ -157,7 +178,8 @@ def test_servers_join_and_leave_by_http_and_no_sample_is_lost(run: RunHandle, ga
         status, text = ask(run, "POST", scale_at, '{"generation": 1}')
         assert (status, json.loads(text)["target"]) == (200, 1)
     run.wait_for_output("generation_server/1 has left the run", LIMIT_S)
-    run.wait_until(lambda: states(run) == {"generation_server/0": "healthy"}, "one server is left", LIMIT_S)
+    # Its state may be `suspect`: on a busy machine it may have been slower than the other one
+    run.wait_until(lambda: list(states(run)) == ["generation_server/0"], "one server is left", LIMIT_S)
     assert serving(run) == ["generation_server_0.yaml"]
 
     gate.open()
