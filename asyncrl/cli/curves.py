@@ -1,5 +1,7 @@
 """Curves of one or several runs, from the files of their masters and servers. Only prepares data; plotting.py draws.
 
+summary.json has the distributions over all trained responses of a run that has ended.
+
 metrics.jsonl has one line per train step and per evaluation. The servers' journals have the tenths of a second in which tokens
 were generated. A run may still be running, its last line may be incomplete, and values may be missing or not finite: all other
 values are shown.
@@ -13,11 +15,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
+import msgspec
+
+from asyncrl.protocol.messages import DECODE_ERRORS
 from asyncrl.runtime.metrics import JOURNAL_BUCKET_S, METRICS_FILE, read_json_lines
 from asyncrl.weights.lineage import Lineage, Stretch, lineages_of, read_attempts
 
 NAN = float("nan")
+TRAIN_STEP, VERSIONS, TOKENS = "train step", "versions behind", "response length from (tokens)"  # labels of axes
+_SUMMARY_FILE = "summary.json"
 
 Record = Mapping[str, object]
 
@@ -36,13 +44,14 @@ class Run:
     # The tenths of a second in which at least one server generated: unix time in tenths of a second, ascending. They are those of
     # the whole run, not only of this lineage
     generating: Sequence[int] = ()
+    ages: Mapping[str, Any] | None = None  # `offpolicyness` of summary.json; None: not written (yet)
     going_on: bool = False
     num_broken_lines: int = 0
 
 
 @dataclass(frozen=True)
 class Curve:
-    """y over train step; NaN if there is no value."""
+    """y over the panel's x; NaN if there is no value."""
 
     run: str
     name: str  # e.g. `evaluation, greedy`
@@ -54,7 +63,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves that share a vertical axis."""
+    """Curves that share both axes."""
 
     name: str
     title: str
@@ -63,6 +72,7 @@ class Panel:
     bottom: float | None = 0.0  # lowest value of the axis; None: chosen from the data
     top: float | None = None
     stacked: bool = False  # draw those curves that are parts of a whole as areas (for a single run)
+    x: str = TRAIN_STEP  # label of the horizontal axis
 
 
 @dataclass(frozen=True)
@@ -92,6 +102,7 @@ def read_runs(run_dirs: Sequence[Path], is_running: Callable[[Path], bool] = lam
         shown = [entry for entry in found if entry[1] or entry[2]]
         going_on = is_running(run_dir)
         generating = _generating(run_dir) if records else []
+        summary = _summary(run_dir)
         for lineage, steps, evaluations in shown:
             runs.append(
                 Run(
@@ -101,6 +112,7 @@ def read_runs(run_dirs: Sequence[Path], is_running: Callable[[Path], bool] = lam
                     steps=steps,
                     evaluations=evaluations,
                     generating=generating,
+                    ages=summary.get("offpolicyness") if summary.get("attempt") == lineage.newest else None,
                     going_on=going_on and lineage is shown[-1][0],
                     num_broken_lines=num_broken,
                 )
@@ -189,6 +201,14 @@ def _generating(run_dir: Path) -> list[int]:
     return sorted(buckets)
 
 
+def _summary(run_dir: Path) -> Mapping[str, Any]:
+    """The summary of the run's newest attempt; empty while the run is running, or if the file is broken."""
+    try:
+        return msgspec.json.decode((run_dir / _SUMMARY_FILE).read_bytes(), type=dict[str, Any])
+    except (OSError, *DECODE_ERRORS):
+        return {}
+
+
 # ------------------------------------------------------------------------------------------------------------------ shaping
 
 Value = Callable[[Run, Record], float]
@@ -230,7 +250,31 @@ def picture(runs: Sequence[Run]) -> Picture:
             lowest = min(y for curve in curves for y in curve.y if math.isfinite(y))
             bottom = 0.0 if lowest >= 0 else None
             panels.append(Panel(name, title, unit, tuple(curves), bottom, top, stacked and name == "time_shares"))
-    return Picture(tuple(runs), tuple(panels), tuple(missing))
+    return Picture(tuple(runs), (*panels, *_age_panels(runs)), tuple(missing))
+
+
+def _age_panels(runs: Sequence[Run]) -> list[Panel]:
+    """Distributions over all trained responses, of the runs whose summary has them."""
+    shares: list[Curve] = []
+    lengths: list[Curve] = []
+    for run in runs:
+        if run.ages is None or not run.ages["head"]:
+            continue
+        for role, (name, key) in enumerate((("first token", "head"), ("last token", "tail"))):
+            counts = run.ages[key]
+            total = sum(counts.values())
+            y = tuple(100 * count / total for count in counts.values())
+            shares.append(Curve(run.name, name, role, tuple(map(float, counts)), y))
+        bins = run.ages["by_length"]
+        x = tuple(float(entry["tokens_min"]) for entry in bins)
+        for role, (name, key) in enumerate((("mean", "head_mean"), ("oldest", "head_max"))):
+            lengths.append(Curve(run.name, name, role, x, tuple(float(entry[key]) for entry in bins)))
+    if not shares:
+        return []
+    return [
+        Panel("ages", "Age of trained responses", "% of responses", tuple(shares), x=VERSIONS),
+        Panel("age_by_length", "Age of first tokens by length", "versions behind", tuple(lengths), x=TOKENS),
+    ]
 
 
 def _plan(one_run: bool) -> list[tuple[str, str, str, float | None, list[_Measure]]]:
@@ -244,6 +288,7 @@ def _plan(one_run: bool) -> list[tuple[str, str, str, float | None, list[_Measur
         _Measure("mean", _metric("offpolicy/head_mean")),
         _Measure("oldest of the batch", _metric("offpolicy/head_max")),
     ]
+    mixed = [_Measure("", _mixed)]
     lengths = [
         _Measure("mean", _metric("length/response_mean")),
         _Measure("longest of the batch", _metric("length/response_max")),
@@ -273,6 +318,7 @@ def _plan(one_run: bool) -> list[tuple[str, str, str, float | None, list[_Measur
     return [
         ("reward", "Reward", "mean reward", None, rewards),
         ("off_policyness", "Off-policyness of first tokens", "versions behind", None, head),
+        ("mixed_versions", "Responses of several versions", "% of the batch", None, mixed),
         ("response_length", "Response length", "tokens", None, lengths),
         ("entropy", "Entropy", "nats a token", None, [_Measure("", _metric("actor/entropy"))]),
         ("kl", "KL divergence (estimates)", "nats a token", None, kl),
@@ -308,6 +354,11 @@ def _share(key: str) -> Value:
         return 100 * number(record, key) / seconds if seconds > 0 else NAN
 
     return percent
+
+
+def _mixed(_: Run, record: Record) -> float:
+    responses = number(record, "batch/num_sequences")
+    return 100 * number(record, "batch/num_sequences_of_two_versions") / responses if responses > 0 else NAN
 
 
 def _steps_per_s(_: Run, record: Record) -> float:
@@ -362,6 +413,7 @@ def as_json(shown: Picture) -> dict[str, object]:
                 "name": panel.name,
                 "title": panel.title,
                 "unit": panel.unit,
+                "x": panel.x,
                 "series": [
                     {
                         "run": curve.run,

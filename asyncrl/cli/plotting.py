@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from asyncrl.cli.curves import Curve, Panel, Picture, smoothed
+from asyncrl.cli.curves import TOKENS, TRAIN_STEP, Curve, Panel, Picture, smoothed
 from asyncrl.config.schema import ConfigError
 from asyncrl.launch.rundir import LaunchError
 
@@ -87,14 +87,14 @@ def _draw_title(figure: Any, shown: Picture) -> None:
 
 
 def _step_range(shown: Picture) -> tuple[float, float]:
-    """First and last step of all curves. All panels share this range, so that they can be compared."""
-    steps = [x for panel in shown.panels for curve in panel.curves for x in curve.x]
+    """First and last step of all curves. All panels over train steps share this range, so that they can be compared."""
+    steps = [x for panel in shown.panels if panel.x == TRAIN_STEP for curve in panel.curves for x in curve.x]
     return min(steps), max(steps)
 
 
 def _draw_panel(axes: Any, panel: Panel, runs: Sequence[str], steps: tuple[float, float]) -> None:
     axes.set_title(panel.title, loc="left", fontweight="bold", fontsize=11, pad=24 if _keys(panel) else 8)
-    axes.set_xlabel("train step")
+    axes.set_xlabel(panel.x)
     axes.set_ylabel(panel.unit)
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
@@ -106,10 +106,15 @@ def _draw_panel(axes: Any, panel: Panel, runs: Sequence[str], steps: tuple[float
     highest = max(y for curve in panel.curves for y in curve.y if math.isfinite(y))
     if panel.bottom is not None:
         axes.set_ylim(panel.bottom, panel.top or 1.06 * highest or 1.0)
-    room = 0.02 * (steps[1] - steps[0]) or 0.5
-    axes.set_xlim(steps[0] - room, steps[1] + room)
     ticker = require("matplotlib.ticker")
-    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
+    if panel.x == TOKENS:
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%d"))
+    else:
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
+    if panel.x == TRAIN_STEP:
+        room = 0.02 * (steps[1] - steps[0]) or 0.5
+        axes.set_xlim(steps[0] - room, steps[1] + room)
     _draw_keys(axes, panel, len(runs))
 
 

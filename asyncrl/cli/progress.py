@@ -515,8 +515,10 @@ def _summary_rows(summary: Mapping[str, object]) -> list[tuple[str, str]]:
             (
                 "off-policyness, head",
                 f"mean {number('head_offpolicyness_mean'):.2f}, max {number('head_offpolicyness_max'):.0f}; "
-                f"{number('sequences_of_two_versions'):.0f} responses sampled by more than one version",
+                f"{number('sequences_of_two_versions'):.0f} responses sampled by more than one version"
+                f"{_share_of_mixed(summary)}",
             ),
+            *_age_rows(summary.get("offpolicyness")),
         ]
     rejected = summary["rejected"]
     assert isinstance(rejected, dict)
@@ -528,6 +530,38 @@ def _summary_rows(summary: Mapping[str, object]) -> list[tuple[str, str]]:
         )
     rows.append(("rejected prompts", ", ".join(f"{why}: {count}" for why, count in rejected.items()) or "none"))
     return rows
+
+
+def _share_of_mixed(summary: Mapping[str, object]) -> str:
+    share = summary.get("sequences_of_two_versions_share")
+    return f" ({share:.1%})" if isinstance(share, float) else ""
+
+
+_MOST_AGES = 8  # ages with a share of their own; older ones are summed
+
+
+def _age_rows(ages: object) -> list[tuple[str, str]]:
+    """Rows of the distributions in summary.json under `offpolicyness`; no row if the run trained no response."""
+    if not isinstance(ages, dict) or not ages["head"]:
+        return []
+    by_length = [
+        f"up to {bin_['tokens_max']} tokens: {bin_['head_mean']:.2f} ({bin_['head_max']})" for bin_ in ages["by_length"]
+    ]
+    return [
+        ("first tokens, versions behind", _shares(ages["head"])),
+        ("last tokens, versions behind", _shares(ages["tail"])),
+        ("first tokens, mean (max) by length", ", ".join(by_length)),
+    ]
+
+
+def _shares(counts: Mapping[str, int]) -> str:
+    """A distribution of ages as text. counts: age -> number of responses, by age ascending."""
+    total = sum(counts.values())
+    ages = list(counts)
+    parts = [f"{age}: {counts[age] / total:.1%}" for age in ages[:_MOST_AGES]]
+    if older := ages[_MOST_AGES:]:
+        parts.append(f"{older[0]} or more: {sum(counts[age] for age in older) / total:.1%}")
+    return ", ".join(parts)
 
 
 class RunConsole(Console):

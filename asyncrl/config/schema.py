@@ -823,6 +823,10 @@ class GserverManagerConfig:
     replace_timeout_s: float = 1800.0
     shares_devices: bool = False  # the servers sleep in training's turns
     wake_limit_s: float = 0.0  # then the time in which a server must wake: generation.load_timeout_s
+    num_servers: int = 1  # of the allocation; POST /scale changes the number
+    # POST /scale refuses a smaller number: a server that you start yourself (debug.leave_out) stays
+    least_servers: int = 1
+    external_servers: bool = False  # asyncrl does not start the servers, so POST /scale refuses every number
 
 
 @dataclass(frozen=True)

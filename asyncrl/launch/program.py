@@ -254,6 +254,9 @@ class _Run:
             fetch=fetches_weights(config),
             shares_devices=bool(self.allocation.shared_workers),
             wake_limit_s=config.generation.load_timeout_s if self.allocation.shared_workers else 0.0,
+            num_servers=self.allocation.num_servers,
+            least_servers=_least_servers(config.debug.leave_out),
+            external_servers=not can_scale(config),
         )
 
     def rollout_worker(self, index: int) -> RolloutWorkerConfig:
@@ -562,6 +565,12 @@ def _patient(config: ExperimentConfig) -> ExperimentConfig:
             train, call_timeout_s=at_least(train.call_timeout_s), data_timeout_s=at_least(train.data_timeout_s)
         ),
     )
+
+
+def _least_servers(left_out: Sequence[str]) -> int:
+    """Return the smallest number of generation servers that includes every server that the user starts (debug.leave_out)."""
+    parts = [name.partition("/") for name in left_out]
+    return max([1, *(int(index) + 1 for kind, _, index in parts if kind == "generation_server")])
 
 
 def _check_left_out(config: ExperimentConfig, names: Sequence[str]) -> None:

@@ -1,10 +1,10 @@
 """The manager's HTTP side: decodes requests, calls the ledger, and answers long polls.
 
-consumes: requests of rollout workers and of the master; calls of `changed()` after each change of the ledger or the servers.
-produces: tickets, views of the ledger, results of evaluations.
+consumes: requests of rollout workers, of the master and of users; calls of `changed()` after each change of the ledger or servers.
+produces: tickets, views of the ledger, results of evaluations, the desired number of servers.
 waits for: admission (/allocate_rollout), a newer ledger (/report), the end of an evaluation (/evaluate): each for the request's
-wait_s, at most MAX_WAIT_S.
-unblocked by: any change. No handler blocks: between two awaits only the ledger's own computations run.
+wait_s, at most MAX_WAIT_S; name resolve (/scale, /servers).
+unblocked by: any change; the reply of name resolve. No handler blocks: between two awaits only the ledger's own computations run.
 
 If a client disconnects while it waits, its request is removed. If it disconnects while its answer is sent, its tickets appear in
 no heartbeat, and the ledger takes them back.
@@ -13,6 +13,7 @@ no heartbeat, and the ledger takes them back.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator
@@ -25,6 +26,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from asyncrl.manager.ledger import MAX_COUNT, Ledger, StaleAttemptError, UnreachedError
+from asyncrl.manager.scaling import ServerTarget, servers_reply
 from asyncrl.protocol.messages import (
     AllocateReply,
     AllocateRequest,
@@ -36,13 +38,16 @@ from asyncrl.protocol.messages import (
     HeartbeatRequest,
     LedgerView,
     MasterReport,
+    ScaleRequest,
     ScheduleReply,
     ScheduleRequest,
+    ServersReply,
     VersionReply,
     WeightVersion,
 )
 from asyncrl.runtime.clock import Clock, SystemClock
 from asyncrl.runtime.http_server import refusal_of
+from asyncrl.runtime.names.interface import NameResolveError
 
 Message = TypeVar("Message", bound=msgspec.Struct)
 Reply = msgspec.Struct
@@ -87,6 +92,7 @@ class ManagerService:
     def __init__(
         self,
         ledger: Ledger,
+        target: ServerTarget,
         *,
         clock: Clock | None = None,
         fleet: FleetMetrics | None = None,
@@ -94,6 +100,7 @@ class ManagerService:
     ) -> None:
         """newest_attempt: returns the newest attempt that the run has begun; 0: not known now. None: no upper bound."""
         self.ledger = ledger
+        self._target = target
         self._newest_attempt = newest_attempt
         self._clock = clock or SystemClock()
         self._waiting: dict[tuple[str, str, str], _Waiting] = {}  # in order of arrival
@@ -112,6 +119,8 @@ class ManagerService:
             "/heartbeat": ("POST", _typed(HeartbeatRequest, self.heartbeat)),
             "/report": ("POST", _typed(MasterReport, self.report)),
             "/evaluate": ("POST", _typed(EvaluateRequest, self.evaluate)),
+            "/scale": ("POST", _typed(ScaleRequest, self.scale)),
+            "/servers": ("GET", self._servers),
             "/get_model_version": ("GET", self._model_version),
             "/health": ("GET", self._health),
             "/metrics": ("GET", self._metrics),
@@ -291,6 +300,20 @@ class ManagerService:
 
     # ----------------------------------------------------------------------------------------------------- for people
 
+    async def scale(self, request: ScaleRequest) -> ServersReply:
+        """Set the desired number of generation servers. The launcher starts and stops servers after this reply."""
+        with _name_resolve_may_fail():
+            await self._target.set(request.generation)
+        return await self._states()
+
+    async def _states(self) -> ServersReply:
+        with _name_resolve_may_fail():
+            target = await self._target.get()
+        return servers_reply(target, self.ledger.servers.views())
+
+    async def _servers(self, request: web.BaseRequest) -> web.StreamResponse:
+        return _Json(await self._states())
+
     async def _model_version(self, request: web.BaseRequest) -> web.StreamResponse:
         ledger = self.ledger
         return _Json(
@@ -306,6 +329,15 @@ class ManagerService:
 
     async def _metrics(self, request: web.BaseRequest) -> web.Response:
         return web.Response(body=generate_latest(self._registry), content_type="text/plain", charset="utf-8")
+
+
+@contextlib.contextmanager
+def _name_resolve_may_fail() -> Iterator[None]:
+    """Answer 503 if name resolve does not answer."""
+    try:
+        yield
+    except NameResolveError as error:
+        raise web.HTTPServiceUnavailable(text=f"name resolve does not answer: {error}; retry\n") from error
 
 
 def _typed(kind: type[Message], handle: Callable[[Message], Awaitable[Reply]]) -> Handler:

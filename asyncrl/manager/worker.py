@@ -23,6 +23,7 @@ from asyncrl.manager.http import MAX_BODY_BYTES, ManagerService
 from asyncrl.manager.ledger import Ledger
 from asyncrl.manager.load import LoadPoller
 from asyncrl.manager.routing import Members, ServerTable
+from asyncrl.manager.scaling import ServerTarget
 from asyncrl.manager.update_plan import UpdatePlan
 from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.messages import DECODE_ERRORS, DesiredServers, Ticket, WeightVersion
@@ -134,7 +135,18 @@ class GserverManager(Worker):
         )
         opened.push_async_callback(fleet.close)
         service = ManagerService(
-            ledger, clock=clock, fleet=fleet, newest_attempt=lambda: self._newest_attempt(directory, ledger.attempt)
+            ledger,
+            ServerTarget(
+                directory.resolver,
+                self.names,
+                allocated=config.num_servers,
+                new_id=self.system.new_id,
+                least=config.least_servers,
+                is_external=config.external_servers,
+            ),
+            clock=clock,
+            fleet=fleet,
+            newest_attempt=lambda: self._newest_attempt(directory, ledger.attempt),
         )
         url = await opened.enter_async_context(
             self.system.listen(service.answer, self.info.runtime.host, max_body_bytes=MAX_BODY_BYTES)
@@ -287,7 +299,7 @@ class Management:
                 self.fleet.withdraw(name)
 
     async def _watch_desired(self) -> None:
-        """Follow the desired number of servers, which `asyncrl-launch scale` sets."""
+        """Follow the desired number of servers, which `asyncrl-launch scale` or `POST /scale` sets."""
         async for event in self._directory.watch(self._names.desired_generation_servers()):
             try:
                 desired = msgspec.json.decode(event.value, type=DesiredServers) if event.kind == "put" else None

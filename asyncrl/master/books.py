@@ -156,6 +156,7 @@ class Books:
 
     def train(self, metas: Sequence[TrajectoryMeta]) -> None:
         """Record a step that has trained these groups."""
+        self.summary.ages.add(metas, self.version.version)
         self.step += 1
         self._board.version = str(self.version.version)
         self.progress.mark_trained(meta.locator for meta in metas)
@@ -224,7 +225,7 @@ class Books:
             num_trained=self.progress.num_trained,
             rejected=dict(self.progress.rejected),
             schedules={name: schedule.state(now) for name, schedule in self._schedules.items()},
-            summary=msgspec.to_builtins(self.summary),
+            summary=msgspec.to_builtins(self.summary, str_keys=True),
             recent_rewards=list(self._recent_rewards),
             recent_outcomes=list(self._recent_outcomes),
             batch_size=self._config.train.batch_size,
@@ -238,7 +239,7 @@ class Books:
         self.step = state.step
         self._board.version = str(self.version.version)
         self.progress.restore(state.done_cursor, state.done_beyond, state.num_trained, state.rejected)
-        self.summary = msgspec.convert(state.summary, RunSummary)
+        self.summary = msgspec.convert(state.summary, RunSummary, str_keys=True)
         self._recent_rewards.extend(state.recent_rewards)
         self._recent_outcomes.extend(state.recent_outcomes)
         self._started -= state.wall_s

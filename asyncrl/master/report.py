@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from asyncrl.master.ages import Ages
 from asyncrl.protocol.messages import EvaluationResult, ServerView, TrajectoryMeta, WeightVersion
 from asyncrl.runtime.metrics import JOURNAL_BUCKET_S, read_json_lines
 
@@ -160,6 +161,7 @@ class RunSummary:
     wait_weights_s: float = 0.0
     servers_updating_s: float = 0.0
     evaluations: list[dict[str, float | int | str]] = field(default_factory=list)
+    ages: Ages = field(default_factory=Ages)
 
     def add_trajectory(self, meta: TrajectoryMeta) -> None:
         """Count a group that has arrived."""
@@ -230,6 +232,8 @@ class RunSummary:
             "head_offpolicyness_mean": self.head_sum / max(self.num_prompts, 1),
             "head_offpolicyness_max": self.head_max,
             "sequences_of_two_versions": self.num_mixed,
+            "sequences_of_two_versions_share": self.num_mixed / max(self.num_sequences, 1),
+            "offpolicyness": self.ages.as_dict(),
             # These two show whether training favours short responses: trained ones would be shorter than finished ones.
             "trained_response_length_mean": self.num_tokens / max(self.num_sequences, 1),
             "finished_response_length_mean": self.num_finished_tokens / max(self.num_finished_sequences, 1),

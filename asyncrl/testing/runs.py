@@ -136,12 +136,18 @@ class RunHandle:
 
 def told_by(run: RunHandle, url: str) -> str:
     """The answer of an HTTP endpoint of this run, which must use Unix sockets, to a client with the run's token."""
-    parts, token = urlsplit(url), (run.run_dir / "secrets" / "token").read_text().strip()
+    return ask(run, "GET", url)[1]
+
+
+def ask(run: RunHandle, method: str, url: str, body: str = "", *, token: str = "") -> tuple[int, str]:
+    """Status and answer of an HTTP endpoint of this run, which must use Unix sockets. token: "" stands for the run's own."""
+    parts, token = urlsplit(url), token or (run.run_dir / "secrets" / "token").read_text().strip()
     with unix_sockets.used(os.readlink(run.run_dir / unix_sockets.LINK)):
         connection = unix_sockets.Connection(unix_sockets.path_of(parts.hostname or ""), timeout_s=30.0)
     with contextlib.closing(connection):
-        connection.request("GET", parts.path, headers={"Authorization": f"Bearer {token}"})
-        return connection.getresponse().read().decode()
+        connection.request(method, parts.path, body or None, headers={"Authorization": f"Bearer {token}"})
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
 
 
 def launch(

@@ -7,6 +7,7 @@ eta = 0, greedy decoding and one response a prompt make it deterministic. Behavi
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import signal
 import sys
@@ -135,6 +136,13 @@ def test_it_ends_with_the_weights_of_a_run_that_was_not_interrupted(runs: Runs) 
     start = load_file(next((runs.config.parent / "model").glob("*.safetensors")))
     moved = max(float((start[name] - tensor).abs().max()) for name, tensor in expected.items())
     assert moved > 100 * TOLERANCE  # training has changed the weights; otherwise equal weights would prove nothing
+
+
+def test_the_summary_counts_the_ages_of_all_steps(runs: Runs) -> None:
+    """Steps before the checkpoint count once, and void steps of the killed attempt do not count. eta is 0, so all ages are 0."""
+    for run_dir in (runs.whole, runs.killed, runs.elsewhere):
+        summary = json.loads((run_dir / "summary.json").read_text())
+        assert summary["offpolicyness"]["head"] == {"0": STEPS * BATCH} == {"0": summary["sequences"]}
 
 
 def test_it_trains_each_prompt_once(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:

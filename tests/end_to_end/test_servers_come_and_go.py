@@ -1,19 +1,24 @@
-"""`asyncrl-launch scale` on a whole run: servers join and leave, one is killed as it leaves, and no sample is lost."""
+"""Servers join and leave a whole run, by `asyncrl-launch scale` and by HTTP. One is killed as it leaves. No sample is lost."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
-from whole_runs import Gate
+from whole_runs import Gate, entry
 
 from asyncrl.cli import main as cli
 from asyncrl.testing.runs import (
     RunHandle,
+    ask,
     assert_nothing_left,
     journal,
     launch,
@@ -61,7 +66,10 @@ def sampled_by(run: RunHandle, index: int) -> int:
 
 def serving(run: RunHandle) -> list[str]:
     """Servers that run and have loaded weights, by the name of their config."""
-    lines = [" ".join(process.cmdline()) for process in processes_of(run.run_dir)]
+    lines = []
+    for process in processes_of(run.run_dir):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            lines.append(" ".join(process.cmdline()))
     names = [found[0] for line in lines if (found := re.search(r"generation_server_\d+\.yaml", line))]
     log = (run.run_dir / "logs" / "attempt_1" / "gserver_manager_0.log").read_text()
     return sorted(name for name in names if f"{name.removesuffix('.yaml').replace('r_', 'r/')} serves a0001" in log)
@@ -71,6 +79,17 @@ def scale(run: RunHandle, count: int, capsys: pytest.CaptureFixture[str]) -> dic
     assert cli.main(["scale", str(run.run_dir), f"generation={count}", "--json"]) == 0
     answer: dict[str, object] = json.loads(capsys.readouterr().out)["generation"]
     return answer
+
+
+def states(run: RunHandle) -> dict[str, str]:
+    """State of each server by name, from GET /servers."""
+    status, text = ask(run, "GET", manager_of(run) + "/servers")
+    assert status == 200, text
+    return {server["server"]: server["state"] for server in json.loads(text)["servers"]}
+
+
+def manager_of(run: RunHandle) -> str:
+    return entry(run, lambda names: names.gserver_manager())
 
 
 def shown(run: RunHandle, capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -102,10 +121,66 @@ def test_servers_join_and_leave_a_run_and_no_sample_is_lost(
     run.wait_until(lambda: shown(run, capsys) == ["generation_server/0"], "`status` showed who is left", LIMIT_S)
 
     gate.open()
+    assert_all_trained_once(run)
+
+
+def assert_all_trained_once(run: RunHandle) -> None:
+    """The run completes, and each prompt is trained exactly once."""
     assert run.wait(LIMIT_S) == 0, run.output()
     assert_nothing_left(run.run_dir)
     events = journal(run.run_dir)
     groups = [group for event in events if event["event"] == "trained" for group in event["groups"]]
     assert sorted(tuple(group["prompt"]) for group in groups) == [(0, position) for position in range(NUM_PROMPTS)]
     assert not [event for event in events if event["event"] == "rejected"]
-    assert json.loads((run.run_dir / "summary.json").read_text())
+    assert_ages_are_those_of_the_journal(run, events)
+
+
+def assert_ages_are_those_of_the_journal(run: RunHandle, events: Sequence[dict[str, Any]]) -> None:
+    """The summary and the output give the ages of all trained responses."""
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    responses = [
+        (event["step"] - 1, first, last)
+        for event in events
+        if event["event"] == "trained"
+        for group in event["groups"]
+        for first, last in group["versions"]
+    ]
+    ages = summary["offpolicyness"]
+    heads = Counter(str(version - first) for version, first, _ in responses)
+    assert ages["head"] == heads
+    assert ages["tail"] == Counter(str(version - last) for version, _, last in responses)
+    assert set(heads) == {"0", "1"}  # eta is 1
+    assert sum(entry["responses"] for entry in ages["by_length"]) == len(responses) == summary["sequences"]
+    assert summary["sequences_of_two_versions"] == sum(first != last for _, first, last in responses)
+    assert f"0: {heads['0'] / len(responses):.1%}, 1: {heads['1'] / len(responses):.1%}" in run.output()
+
+
+def test_servers_join_and_leave_by_http_and_no_sample_is_lost(run: RunHandle, gate: Gate) -> None:
+    """1 -> 2 -> 1. A client with a forged token changes nothing."""
+    run.wait_for_step(1, LIMIT_S)
+    scale_at = manager_of(run) + "/scale"
+    assert ask(run, "POST", scale_at, '{"generation": 2}', token="forged")[0] == 401
+    assert ask(run, "GET", manager_of(run) + "/servers", token="forged")[0] == 401
+    status, text = ask(run, "POST", scale_at, '{"generation": 0}')
+    assert (status, "use a number from 1 to 256" in text) == (400, True)
+    assert list(states(run)) == ["generation_server/0"]
+
+    status, text = ask(run, "POST", scale_at, '{"generation": 2}')
+    answer = json.loads(text)
+    assert (status, answer["target"], answer["missing"]) == (200, 2, ["generation_server/1"])
+    run.wait_until(lambda: states(run).get("generation_server/1") == "healthy", "the new server serves", LIMIT_S)
+    assert len(serving(run)) == 2
+    gate.let(25)
+    run.wait_until(lambda: sampled_by(run, 1), "the new server has sampled", LIMIT_S)
+    gate.let(0)
+
+    for _ in range(2):  # the second request has no effect
+        status, text = ask(run, "POST", scale_at, '{"generation": 1}')
+        assert (status, json.loads(text)["target"]) == (200, 1)
+    run.wait_for_output("generation_server/1 has left the run", LIMIT_S)
+    # Its state may be `suspect`: on a busy machine it may have been slower than the other one
+    run.wait_until(lambda: list(states(run)) == ["generation_server/0"], "one server is left", LIMIT_S)
+    assert serving(run) == ["generation_server_0.yaml"]
+
+    gate.open()
+    assert_all_trained_once(run)

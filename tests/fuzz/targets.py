@@ -26,6 +26,7 @@ from asyncrl.generation.http import GenerationHTTP
 from asyncrl.manager.http import ManagerService
 from asyncrl.manager.ledger import Ledger, StaleAttemptError
 from asyncrl.manager.routing import ServerTable
+from asyncrl.manager.scaling import ServerTarget
 from asyncrl.model.fetching import pack_sample, read_request, unpack_sample
 from asyncrl.protocol.messages import (
     DECODE_ERRORS,
@@ -43,6 +44,7 @@ from asyncrl.protocol.messages import (
     MasterReport,
     ObservedProcess,
     SamplingParams,
+    ScaleRequest,
     ScheduleRequest,
     StoreVerdict,
     TrajectoryMeta,
@@ -403,13 +405,15 @@ def _channel(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
 
 def _manager(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
     """Bodies of requests to the manager, applied to its ledger. No request waits: wait_s is 0."""
-    service = ManagerService(Ledger(ServerTable(), batch_size=4, eta=1, nonce="x"))
+    target = ServerTarget(MemoryNameResolver("fuzz"), Names("e", "t"), allocated=1, new_id=lambda: "i")
+    service = ManagerService(Ledger(ServerTable(), batch_size=4, eta=1, nonce="x"), target)
     encode = msgspec.json.encode
     requests = (
         (AllocateRequest(request_id="r", worker="rollout_worker/0", incarnation="i", count=2), service.allocate),
         (FinishRequest(worker="rollout_worker/0", incarnation="i", results=[]), service.finish),
         (HeartbeatRequest(worker="rollout_worker/0", incarnation="i", held=[]), service.heartbeat),
         (MasterReport(attempt=1, trained_version=0, consumed=["t"], stored=[]), service.report),
+        (ScaleRequest(generation=2), service.scale),
     )
     for request, handle in requests:
         kind = type(request)

@@ -27,10 +27,12 @@ from asyncrl.manager.routing import ServerState
 from asyncrl.manager.worker import GserverManager, Management
 from asyncrl.protocol.messages import (
     AllocateReply,
+    DesiredServers,
     EvaluateReply,
     FinishReply,
     HeartbeatReply,
     LedgerView,
+    ServersReply,
     UpdateWeightsRequest,
     VersionReply,
     WeightVersion,
@@ -38,6 +40,7 @@ from asyncrl.protocol.messages import (
 from asyncrl.protocol.names import MASTER_META
 from asyncrl.runtime.channel_protocol import Endpoint
 from asyncrl.runtime.metrics import read_json_lines
+from asyncrl.runtime.names.interface import NameResolveTimeout
 from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.worker import RunEndedError
 from asyncrl.weights.versions import FileEntry, Manifest, _xxh3, version_dir
@@ -271,6 +274,10 @@ class Setup:
             reply = msgspec.json.decode(await response.read(), type=VersionReply)
         return [(server.state, server.version) for server in reply.servers]
 
+    async def told_servers(self) -> ServersReply:
+        async with self.session.get(self.url + "/servers") as response:
+            return msgspec.json.decode(await response.read(), type=ServersReply)
+
     async def until_served(self, version: int) -> LedgerView:
         return await self.until_view(lambda view: view.served_version >= version)
 
@@ -454,6 +461,10 @@ async def test_evaluations_wait_for_their_end(setup: Setup) -> None:
         ("/evaluate", {"eval_id": "e", "modes": ["best"], "num_prompts": 1}, "$.modes[0]"),
         ("/evaluate", {"eval_id": "e", "modes": [], "num_prompts": 1}, "at least one mode"),
         ("/schedule_request", {"worker": "w"}, "ticket_id"),
+        ("/scale", {"generation": 0}, "generation is 0; use a number from 1 to 256"),
+        ("/scale", {"generation": 257}, "generation is 257; use a number from 1 to 256"),
+        ("/scale", {"generation": "2"}, "$.generation"),
+        ("/scale", {}, "missing required field `generation`"),
     ],
 )
 async def test_malformed_requests_are_refused_with_a_reason(setup: Setup, path: str, body: Any, reason: str) -> None:
@@ -462,6 +473,49 @@ async def test_malformed_requests_are_refused_with_a_reason(setup: Setup, path: 
         text = await response.text()
     assert response.status == 400
     assert reason in text
+
+
+async def test_the_number_of_servers_is_set_as_by_the_command(setup: Setup) -> None:
+    """The manager records the number where the launcher looks, and drains the servers above it."""
+    await setup.add_server()
+    await setup.all_serve(0)
+    assert (await setup.told_servers()).target == 1  # of the allocation
+
+    reply = await setup.post("/scale", {"generation": 3}, ServersReply)
+    assert (reply.target, [server.state for server in reply.servers]) == (3, ["healthy", "healthy"])
+    assert reply.missing == ["generation_server/2"]
+    key = setup.names.desired_generation_servers()
+    assert msgspec.json.decode(setup.resolver.get(key), type=DesiredServers).count == 3
+
+    reply = await setup.post("/scale", {"generation": 2}, ServersReply)
+    recorded = setup.resolver.get(key)
+    assert await setup.post("/scale", {"generation": 2}, ServersReply) == reply
+    assert setup.resolver.get(key) == recorded  # so that a repeated request restarts no drain
+
+    reply = await setup.post("/scale", {"generation": 1}, ServersReply)
+    assert (reply.target, reply.missing) == (1, [])
+    await setup.poll(lambda: setup.manager.seen.table.servers["generation_server/1"].state is ServerState.DRAINING)
+    assert [server.state for server in (await setup.told_servers()).servers] == ["healthy", "draining"]
+
+
+async def test_the_number_outlives_the_manager(setup: Setup) -> None:
+    await setup.post("/scale", {"generation": 4}, ServersReply)
+    await setup.stop_manager()
+    await setup.start_manager()
+    assert (await setup.told_servers()).target == 4
+
+
+async def test_without_name_resolve_the_number_is_neither_set_nor_known(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def times_out(*arguments: Any, **options: Any) -> str:
+        raise NameResolveTimeout("no answer within 5 s")
+
+    monkeypatch.setattr(type(setup.resolver), "get", times_out)
+    async with setup.session.post(setup.url + "/scale", data=b'{"generation": 2}') as response:
+        assert (response.status, "no answer within 5 s" in await response.text()) == (503, True)
+    async with setup.session.get(setup.url + "/servers") as response:
+        assert response.status == 503
 
 
 async def test_unknown_paths_and_wrong_methods_are_told(setup: Setup) -> None:

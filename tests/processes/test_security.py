@@ -26,6 +26,7 @@ from asyncrl.launch.name_service import NameService
 from asyncrl.manager.http import ManagerService
 from asyncrl.manager.ledger import Ledger
 from asyncrl.manager.routing import ServerTable
+from asyncrl.manager.scaling import ServerTarget
 from asyncrl.protocol.messages import HostRecord, StoreVerdict
 from asyncrl.protocol.names import Names
 from asyncrl.runtime import doorkeeper, http_server, security
@@ -337,14 +338,20 @@ async def test_without_authentication_nobody_is_asked_for_a_token():
 
 
 async def test_the_manager_refuses_strangers_before_it_reads_them(run):
-    service = ManagerService(Ledger(ServerTable(), batch_size=4, eta=1, nonce="x"))
+    target = ServerTarget(MemoryNameResolver(uuid.uuid4().hex), Names("e", "t"), allocated=1, new_id=lambda: "i")
+    service = ManagerService(Ledger(ServerTable(), batch_size=4, eta=1, nonce="x"), target)
     async with listen_http(service.answer, "127.0.0.1", max_body_bytes=1_000_000) as url:
         async with aiohttp.ClientSession() as strange:
-            for path in ("/metrics", "/health", "/report", "/allocate_rollout", "/nothing"):
-                async with strange.post(url + path, data=b"{}") as answer:
-                    assert answer.status == 401
+            for path in ("/metrics", "/health", "/report", "/allocate_rollout", "/scale", "/servers", "/nothing"):
+                for headers in ({}, {TOKEN_HEADER: f"Bearer {Secrets.make().token}"}):  # no token, and a forged one
+                    async with strange.post(url + path, data=b'{"generation": 2}', headers=headers) as answer:
+                        assert answer.status == 401
+            assert await target.get() == 1
         async with open_session(max_connections=1) as session, session.get(f"{url}/health") as answer:
             assert answer.status == 200
+        body = b'{"generation": 2}'
+        async with open_session(max_connections=1) as session, session.post(f"{url}/scale", data=body) as answer:
+            assert (answer.status, (await answer.json())["target"]) == (200, 2)
 
 
 # --------------------------------------------------------------------------------------------------------------------- files

@@ -33,9 +33,15 @@ _SILENCE_S = 0.3  # an answer counts as complete when no data has come for this 
 _AT_ONCE = 32
 _REFUSALS = (400, 401, 403, 404, 405, 408, 411, 413, 415, 426, 431, 501, 505)
 _PATHS = (
-    *(("GET", path) for path in ("/", "/health", "/metrics", "/v1/models", "/v1/loads", "/get_model_version")),
+    *(
+        ("GET", path)
+        for path in ("/", "/health", "/metrics", "/v1/models", "/v1/loads", "/get_model_version", "/servers")
+    ),
     *(("GET", path) for path in ("/get_model_info", "/server_info", "/health_generate", "/version", "/weights")),
-    *(("POST", path) for path in ("/generate", "/allocate_rollout", "/report", "/broadcast_weights", "/abort_request")),
+    *(
+        ("POST", path)
+        for path in ("/generate", "/allocate_rollout", "/report", "/scale", "/broadcast_weights", "/abort_request")
+    ),
     *(("POST", path) for path in ("/update_weights_from_disk", "/init_weights_update_group", "/v1/chat/completions")),
     ("POST", "/v3/kv/range"),  # etcd
 )

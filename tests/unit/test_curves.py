@@ -18,6 +18,8 @@ def step(number, **fields):
         "reward/mean": number / 10,
         "offpolicy/head_mean": 0.5,
         "offpolicy/head_max": 2.0,
+        "batch/num_sequences": 8.0,
+        "batch/num_sequences_of_two_versions": 2.0,
         "length/response_mean": 7.0,
         "length/response_max": 9.0,
         "time/step_s": 1.0,
@@ -67,6 +69,7 @@ def test_the_panels_of_a_run(tmp_path):
     assert [panel.name for panel in shown.panels] == [
         "reward",
         "off_policyness",
+        "mixed_versions",
         "response_length",
         "entropy",
         "kl",
@@ -87,6 +90,7 @@ def test_the_panels_of_a_run(tmp_path):
         ("t0", "mean"): [(1, 0.5), (2, 0.5)],
         ("t0", "oldest of the batch"): [(1, 2.0), (2, 2.0)],
     }
+    assert curves_of(shown, "mixed_versions") == {("t0", ""): [(1, 25.0), (2, 25.0)]}
     assert curves_of(shown, "time_shares") == {
         ("t0", "training"): [(1, 50.0), (2, 50.0)],
         ("t0", "waits for data"): [(1, 40.0), (2, 40.0)],
@@ -199,12 +203,13 @@ def test_broken_lines_are_skipped_and_invalid_numbers_become_nan(tmp_path):
 
 
 def test_a_missing_metric_leaves_its_panel_out_and_is_reported(tmp_path):
-    missing = ("length/", "time/", "actor/", "offpolicy/head_max")
+    missing = ("length/", "time/", "actor/", "offpolicy/head_max", "batch/")
     record = {key: value for key, value in step(1).items() if not key.startswith(missing)}
     shown = picture(read_runs([write_run(tmp_path / "t0", [record])]))
     assert [panel.name for panel in shown.panels] == ["reward", "off_policyness", "tokens"]
     assert list(shown.missing) == [
         "Off-policyness of first tokens, oldest of the batch: no step has it",
+        "Responses of several versions: no step or evaluation has it",
         "Response length: no step or evaluation has it",
         "Entropy: no step or evaluation has it",
         "KL divergence (estimates): no step or evaluation has it",
@@ -230,7 +235,44 @@ def test_an_evaluation_alone_is_shown(tmp_path):
 
 def test_panels_with_negative_rewards_do_not_begin_at_zero(tmp_path):
     shown = picture(read_runs([write_run(tmp_path / "t0", [step(1, **{"reward/mean": -0.5})])]))
-    assert [panel.bottom for panel in shown.panels] == [None] + [0.0] * 9
+    assert [panel.bottom for panel in shown.panels] == [None] + [0.0] * 10
+
+
+AGES = {
+    "head": {"0": 30, "2": 10},
+    "tail": {"0": 40},
+    "by_length": [
+        {"tokens_min": 1, "tokens_max": 1, "responses": 10, "head_mean": 0.0, "head_max": 0},
+        {"tokens_min": 4, "tokens_max": 7, "responses": 30, "head_mean": 0.5, "head_max": 2},
+    ],
+}
+
+
+def test_the_ages_of_a_run_that_has_ended_come_from_its_summary(tmp_path):
+    write_run(tmp_path / "t0", [step(1)])
+    (tmp_path / "t0" / "summary.json").write_text(json.dumps({"attempt": 1, "offpolicyness": AGES}))
+    shown = picture(read_runs([tmp_path / "t0"]))
+    assert [(panel.name, panel.x) for panel in shown.panels[-2:]] == [
+        ("ages", "versions behind"),
+        ("age_by_length", "response length from (tokens)"),
+    ]
+    assert curves_of(shown, "ages") == {
+        ("t0", "first token"): [(0.0, 75.0), (2.0, 25.0)],
+        ("t0", "last token"): [(0.0, 100.0)],
+    }
+    assert curves_of(shown, "age_by_length") == {
+        ("t0", "mean"): [(1.0, 0.0), (4.0, 0.5)],
+        ("t0", "oldest"): [(1.0, 0.0), (4.0, 2.0)],
+    }
+
+
+@pytest.mark.parametrize(
+    "summary", ["", "{", "{}", json.dumps({"attempt": 2, "offpolicyness": AGES}), '{"attempt": 1, "steps": 1}']
+)
+def test_a_summary_of_another_attempt_or_without_ages_is_not_drawn(tmp_path, summary):
+    write_run(tmp_path / "t0", [step(1)])
+    (tmp_path / "t0" / "summary.json").write_text(summary)
+    assert "ages" not in {panel.name for panel in picture(read_runs([tmp_path / "t0"])).panels}
 
 
 def test_json_has_null_for_missing_values(tmp_path):

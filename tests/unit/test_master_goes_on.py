@@ -13,6 +13,7 @@ import pytest
 
 from asyncrl.config.schema import CheckpointConfig, EvalConfig, MasterWorkerConfig, PromptSourceConfig, TrainConfig
 from asyncrl.dataflow.graph import build_dataflow
+from asyncrl.master.ages import Ages
 from asyncrl.master.report import StepTimes, step_metrics
 from asyncrl.protocol.messages import (
     EvaluationResult,
@@ -97,12 +98,16 @@ def after_two_steps(config: MasterWorkerConfig, opened: AsyncExitStack, clock: M
 async def test_a_restarted_master_restores_its_whole_state(config, opened, clock):
     state = after_two_steps(config, opened, clock)
     clock.now += 7.0  # between the attempts
-    books = make_books(next_attempt(config), opened, clock=clock, state=state)
+    as_written = msgspec.json.decode(msgspec.json.encode(state), type=MasterState)
+    books = make_books(next_attempt(config), opened, clock=clock, state=as_written)
     assert (books.step, str(books.version), books.parent) == (2, "a0002-v00000002", (1, 2))
     assert (books.progress.cursor, books.progress.beyond_cursor) == (Locator(0, 3), [Locator(0, 5), Locator(0, 7)])
     assert (books.progress.num_trained, dict(books.progress.rejected)) == (4, {"too_hard": 1})
     assert (books.summary.num_steps, books.summary.first_reward, books.summary.last_reward) == (2, 0.25, 0.5)
     assert [line["eval/greedy_reward"] for line in books.summary.evaluations] == [0.5]
+    assert books.summary.ages == Ages(
+        by_length={2: {0: 2, 1: 2}}, tails={0: 2, 1: 2}
+    )  # two responses of 3 tokens a step
     again = books.state(evaluating=False, shared=state.shared)
     assert (again.recent_rewards, again.recent_outcomes) == ([0.25, 0.5], [False, True, True, True, True])
     same = {name: getattr(state, name) for name in state.__struct_fields__}

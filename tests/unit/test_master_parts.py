@@ -1,11 +1,13 @@
-"""Pure parts of the master: prompt progress, schedules, the buffer, the tracker of holders, parameter hooks, and step metrics."""
+"""Pure parts of the master: progress of prompts, schedules, buffer, tracker of holders, parameter hooks, step metrics, ages."""
 
 import asyncio
 
+import msgspec
 import pytest
 
 from asyncrl.config.schema import RefConfig, TrainConfig
 from asyncrl.dataflow.graph import MFCDef
+from asyncrl.master.ages import Ages
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, PromptProgress, StorageTracker
 from asyncrl.master.executor import ParameterHooks
 from asyncrl.master.report import StepTimes, UpdateSeconds, head_offpolicyness, step_metrics, tail_offpolicyness
@@ -229,6 +231,28 @@ def test_step_metrics_of_a_batch():
     assert metrics["batch/num_sequences_of_two_versions"] == 1
     assert metrics["throughput/tokens_per_s"] == 3.0
     assert (metrics["offpolicy/head_count/0"], metrics["offpolicy/head_count/2"]) == (1.0, 1.0)
+
+
+def test_ages_of_all_trained_responses():
+    """Response lengths 1, 2, 3 and 4 are in the bins 1, 2 to 3, and 4 to 7."""
+    ages = Ages()
+    assert ages.as_dict() == {"head": {}, "tail": {}, "by_length": []}
+    groups = [([1, 3], ((3, 4), (4, 4))), ([2, 4], ((5, 5), (1, 5)))]
+    metas = [
+        msgspec.structs.replace(make_meta("t", versions=versions, rewards=(1.0, 1.0)), response_lengths=lengths)
+        for lengths, versions in groups
+    ]
+    ages.add(metas, 5)
+    ages.add(metas[:1], 6)
+    assert ages.as_dict() == {
+        "head": {"0": 1, "1": 1, "2": 2, "3": 1, "4": 1},
+        "tail": {"0": 2, "1": 2, "2": 2},
+        "by_length": [
+            {"tokens_min": 1, "tokens_max": 1, "responses": 2, "head_mean": 2.5, "head_max": 3},
+            {"tokens_min": 2, "tokens_max": 3, "responses": 3, "head_mean": 1.0, "head_max": 2},
+            {"tokens_min": 4, "tokens_max": 7, "responses": 1, "head_mean": 4.0, "head_max": 4},
+        ],
+    }
 
 
 def test_a_line_torn_by_a_crash_is_cut_off(tmp_path):

@@ -5,7 +5,7 @@ import struct
 import sys
 
 import pytest
-from test_curves import evaluation, step, write_run
+from test_curves import AGES, evaluation, step, write_run
 
 from asyncrl.cli import main as cli
 from asyncrl.cli import plotting
@@ -83,6 +83,16 @@ def test_the_picture_names_axes_units_and_curves(run, tmp_path, monkeypatch):
             box = legend.get_window_extent()
             assert box.y0 >= axes.get_window_extent().y1 - 1
             assert box.x1 <= figure.bbox.x1
+
+
+def test_the_ages_of_trained_responses_have_axes_of_their_own(run, tmp_path, monkeypatch):
+    (run / "summary.json").write_text(json.dumps({"attempt": 1, "offpolicyness": AGES}))
+    texts, figure = texts_of(picture(read_runs([run])), tmp_path, monkeypatch)
+    assert {"Age of trained responses", "% of responses", "Age of first tokens by length"} <= set(texts)
+    by_title = {axes.get_title(loc="left"): axes for axes in figure.axes}
+    assert by_title["Reward"].get_xlim()[1] > 30  # the range of train steps, which the ages do not affect
+    assert by_title["Age of trained responses"].get_xlim()[1] < 3
+    assert by_title["Age of first tokens by length"].get_xscale() == "log"
 
 
 def test_the_legend_names_runs_and_attempts(run, tmp_path, monkeypatch):

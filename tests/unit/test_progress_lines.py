@@ -332,6 +332,15 @@ def test_the_summary(tmp_path):
         "head_offpolicyness_mean": 1.2,
         "head_offpolicyness_max": 2.0,
         "sequences_of_two_versions": 12,
+        "sequences_of_two_versions_share": 0.015,
+        "offpolicyness": {
+            "head": {"0": 200, **{str(age): 80 for age in range(1, 9)}, "9": 160},
+            "tail": {"0": 1000},
+            "by_length": [
+                {"tokens_min": 1, "tokens_max": 1, "responses": 1, "head_mean": 0.5, "head_max": 1},
+                {"tokens_min": 4, "tokens_max": 7, "responses": 1, "head_mean": 1.25, "head_max": 9},
+            ],
+        },
         "rejected": {"too_long": 3},
     }
     (tmp_path / "summary.json").write_bytes(msgspec.json.encode(summary))
@@ -344,7 +353,10 @@ def test_the_summary(tmp_path):
         "evaluation at step 0 sampled 0.160 evaluation at step 60 sampled 0.880, greedy 0.950",
         "trainer idle 20% of the time (waiting for data 15%, for weights 5%)",
         "generation idle unknown",
-        "mean 1.20, max 2; 12 responses sampled by more than one version",
+        "mean 1.20, max 2; 12 responses sampled by more than one version (1.5%)",
+        "first tokens, versions behind 0: 20.0%, 1: 8.0%, 2: 8.0%, 3: 8.0%, 4: 8.0%, 5: 8.0%, 6: 8.0%, 7: 8.0%, 8 or more: 24.0%",
+        "last tokens, versions behind 0: 100.0%",
+        "first tokens, mean (max) by length up to 1 tokens: 0.50 (1), up to 7 tokens: 1.25 (9)",
         "rejected prompts too_long: 3",
         f"AutoModelForCausalLM.from_pretrained('{tmp_path / 'checkpoints' / 'final'}')",
     ):

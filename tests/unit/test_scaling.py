@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import signal
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from asyncrl.cli.commands.scale import crowding
-from asyncrl.config.schema import ConfigError, ExperimentConfig
+from asyncrl.config.schema import ConfigError, ExperimentConfig, GserverManagerConfig
 from asyncrl.dataflow.topology import Allocation
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import ProcessSpec, can_scale, plan, server_spec
 from asyncrl.launch.scaling import Scaling
 from asyncrl.launch.supervisor.children import Child
-from asyncrl.protocol.messages import DesiredServers, WorkerStatus
+from asyncrl.manager.scaling import ServerTarget, servers_reply
+from asyncrl.protocol.messages import DesiredServers, ServerView, WorkerStatus
+from asyncrl.protocol.names import Names
 from asyncrl.runtime.names.interface import Lease, NameResolveTimeout, WatchEvent
+from asyncrl.runtime.names.memory import MemoryNameResolver
 from tests.support.clock import ManualClock
 
 CONFIG = """
@@ -317,6 +321,54 @@ def test_additional_servers_take_the_remaining_gpus(tmp_path: Path) -> None:
 def test_negative_limits_are_refused(tmp_path: Path, override: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         config_of(tmp_path, override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "count", "told"),
+    [
+        ([], 2, ""),
+        ([], 0, "generation is 0; use a number from 1 to 256"),
+        ([], 257, "generation is 257; use a number from 1 to 256"),
+        (
+            [
+                "debug.leave_out=[rollout_worker/0,generation_server/0,generation_server/2]",
+                "allocation=transformers.d3+d1",
+            ],
+            2,
+            r"you start generation_server/2 yourself \(debug.leave_out\), so it stays; use at least 3",
+        ),
+        (["debug.leave_out=[generation_server/0]"], 1, ""),
+        (
+            ["allocation=external.d1p1m1+d1p1m1", "generation.urls=['http://a:1']"],
+            2,
+            "asyncrl does not start the servers of this run",
+        ),
+    ],
+)
+async def test_the_manager_refuses_a_number_that_the_run_cannot_have(
+    tmp_path: Path, overrides: list[str], count: int, told: str
+) -> None:
+    specs = plan(config_of(tmp_path, *overrides), attempt=1, num_prompts=100)
+    (config,) = (spec.config for spec in specs if isinstance(spec.config, GserverManagerConfig))
+    with MemoryNameResolver(str(tmp_path)) as resolver:
+        target = ServerTarget(
+            resolver,
+            Names("e", "t"),
+            allocated=config.num_servers,
+            new_id=lambda: "i",
+            least=config.least_servers,
+            is_external=config.external_servers,
+        )
+        with pytest.raises(ValueError, match=told) if told else nullcontext():
+            await target.set(count)
+        assert await target.get() == (config.num_servers if told else count)
+
+
+def test_the_reply_names_desired_servers_that_the_manager_has_not_seen() -> None:
+    view = ServerView(server="generation_server/1", url="u", state="stale", version="", running=0)
+    reply = servers_reply(3, [view])
+    assert (reply.target, reply.servers) == (3, [view])
+    assert reply.missing == ["generation_server/0", "generation_server/2"]
 
 
 def test_only_runs_with_generation_servers_can_be_scaled(tmp_path: Path) -> None:

@@ -22,10 +22,9 @@ from asyncrl.launch.program import ProcessSpec, run_directory, total_steps
 from asyncrl.launch.redact import redact
 from asyncrl.launch.rundir import LaunchError, RunRecord, is_running
 from asyncrl.launch.slurm import job_state, read_job
-from asyncrl.protocol.messages import DECODE_ERRORS, DesiredServers
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.clock import SYSTEM_CLOCK
-from asyncrl.runtime.names.interface import NameEntryNotFound, NameResolveError, NameResolver
+from asyncrl.runtime.names.interface import NameEntryNotFound, NameResolveError
 from asyncrl.runtime.names.open import open_name_resolver
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -154,14 +153,6 @@ def run_dir_of(target: str, overrides: list[str]) -> Path:
     if not path.is_file():
         raise ConfigError(f"{target!r} is neither the folder of a run nor a config")
     return run_directory(load_experiment(path, overrides))
-
-
-def desired_servers(resolver: NameResolver, names: Names) -> int | None:
-    """The desired number of generation servers; None if `scale` has not set one."""
-    try:
-        return msgspec.json.decode(resolver.get(names.desired_generation_servers()), type=DesiredServers).count
-    except (NameEntryNotFound, *DECODE_ERRORS):
-        return None
 
 
 def goes_on(run_dir: Path, record: RunRecord | None) -> bool:

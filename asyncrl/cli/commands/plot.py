@@ -15,7 +15,8 @@ from asyncrl.launch.rundir import LaunchError, is_running
 from asyncrl.runtime.metrics import METRICS_FILE
 
 _DESCRIPTION = """Draw the curves of one or several runs into a picture file: reward (train batches, sampled and greedy
-evaluations), off-policyness, response lengths, entropy, KL, gradient norm, clip share, time of a step, throughput.
+evaluations), off-policyness, response lengths, entropy, KL, gradient norm, clip share, time of a step, throughput. A run
+that has ended also has the distribution of its responses' ages, and their age by length.
 
 It only reads the files of the runs, so it works while they run and after they have ended."""
 

@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 from omegaconf import OmegaConf
 from rich.console import Console
 
@@ -15,7 +14,6 @@ from asyncrl.cli.commands.common import (
     NOT_RUNNING,
     Commands,
     add_command,
-    desired_servers,
     goes_on,
     not_running,
     print_json,
@@ -23,15 +21,14 @@ from asyncrl.cli.commands.common import (
 )
 from asyncrl.config.schema import ConfigError
 from asyncrl.dataflow.topology import Allocation
-from asyncrl.launch.rundir import LaunchError, RunRecord, is_running, read_record
-from asyncrl.protocol.messages import DesiredServers
+from asyncrl.launch.rundir import LaunchError, is_running, read_record
 from asyncrl.protocol.names import Names
+from asyncrl.runtime.desired_servers import MOST_SERVERS, set_desired_servers
 from asyncrl.runtime.devices import usable_cores, visible_devices
-from asyncrl.runtime.names.interface import NameResolveError, NameResolver
+from asyncrl.runtime.names.interface import NameResolveError
 from asyncrl.runtime.names.open import open_name_resolver
 
 _WHAT = "generation="
-_MOST = 256  # a larger number is a typing error
 
 _DESCRIPTION = """Change the number of generation servers of a run while it runs.
 
@@ -74,7 +71,13 @@ def scale(arguments: argparse.Namespace, console: Console) -> int:
     warnings = [] if record.host else crowding(allocation, count, len(visible_devices()), len(usable_cores()))
     try:
         with open_name_resolver(record.names_at) as resolver:
-            before, there = _set_desired(resolver, record, count, allocation.num_servers)
+            before, there = set_desired_servers(
+                resolver,
+                Names(record.experiment, record.trial),
+                count,
+                allocated=allocation.num_servers,
+                request_id=uuid.uuid4().hex,
+            )
     except NameResolveError as error:
         raise LaunchError(
             f"the run is running (process {record.pid}), but its name resolve at {record.names_at.where} does not answer: "
@@ -122,8 +125,8 @@ def _read_words(words: Sequence[str]) -> tuple[int, str, list[str]]:
         )
     text = counts[0].removeprefix(_WHAT)
     count = int(text) if text.isdecimal() else 0
-    if not 1 <= count <= _MOST:
-        raise ConfigError(f"{counts[0]}: use a number from 1 to {_MOST}; `asyncrl-launch stop` ends a run")
+    if not 1 <= count <= MOST_SERVERS:
+        raise ConfigError(f"{counts[0]}: use a number from 1 to {MOST_SERVERS}; `asyncrl-launch stop` ends a run")
     return count, targets[0] if targets else "", others
 
 
@@ -161,16 +164,3 @@ def _allocation_of(run_dir: Path, count: int) -> Allocation:
                 f"{_WHAT}{count}: you start {name} yourself (debug.leave_out), so it stays; use at least {int(index) + 1}"
             )
     return allocation
-
-
-def _set_desired(resolver: NameResolver, record: RunRecord, count: int, allocated: int) -> tuple[int, int]:
-    """Set the desired number of servers to `count`. Do nothing if it is `count` already and exactly `count` servers run. Return the
-    previous desired number, and the number of running servers."""
-    names = Names(record.experiment, record.trial)
-    before = desired_servers(resolver, names) or allocated
-    there = len(resolver.get_subtree(names.generation_servers()))
-    # If the number is the same but other servers run, a new request makes the launcher try a server again that could not join
-    if not before == count == there:
-        desired = DesiredServers(count=count, id=uuid.uuid4().hex)
-        resolver.add(names.desired_generation_servers(), msgspec.json.encode(desired).decode(), replace=True)
-    return before, there

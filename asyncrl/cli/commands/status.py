@@ -17,7 +17,6 @@ from asyncrl.cli.commands.common import (
     NOT_RUNNING,
     Commands,
     add_run_command,
-    desired_servers,
     goes_on,
     not_running,
     print_json,
@@ -30,6 +29,7 @@ from asyncrl.launch.standstill import wait_texts
 from asyncrl.protocol.messages import WorkerStatus
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.clock import Clock
+from asyncrl.runtime.desired_servers import desired_servers
 from asyncrl.runtime.metrics import METRICS_FILE
 from asyncrl.runtime.names.interface import NameResolveError, NameResolver
 from asyncrl.runtime.names.open import open_name_resolver
