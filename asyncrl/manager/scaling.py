@@ -32,7 +32,7 @@ class ServerTarget:
         is_external: bool = False,
     ) -> None:
         """allocated: number of servers of the allocation. least: smallest number that includes every server that the user starts
-        (debug.leave_out). is_external: asyncrl does not start the servers of this run."""
+        (debug.leave_out). is_external: asyncrl does not start the servers of this run, or they share devices with training."""
         self._resolver, self._names, self._new_id = resolver, names, new_id
         self._allocated, self._least, self._is_external = allocated, least, is_external
 
@@ -56,7 +56,10 @@ class ServerTarget:
 
     def _check(self, count: int) -> None:
         if self._is_external:
-            raise ValueError("generation: asyncrl does not start the servers of this run; start or stop them yourself")
+            raise ValueError(
+                "generation: asyncrl does not start the servers of this run, or they share devices with training: their number "
+                "is fixed"
+            )
         if not 1 <= count <= MOST_SERVERS:
             raise ValueError(
                 f"generation is {count}; use a number from 1 to {MOST_SERVERS}; `asyncrl-launch stop` ends a run"

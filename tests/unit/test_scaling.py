@@ -343,6 +343,11 @@ def test_negative_limits_are_refused(tmp_path: Path, override: str, told: str) -
             2,
             "asyncrl does not start the servers of this run",
         ),
+        (
+            ["allocation=transformers.d1@0+d1@0", "manager.max_head_offpolicyness=0"],
+            2,
+            "or they share devices with training: their number is fixed",
+        ),
     ],
 )
 async def test_the_manager_refuses_a_number_that_the_run_cannot_have(

@@ -157,6 +157,11 @@ def _allocation_of(run_dir: Path, count: int) -> Allocation:
         raise ConfigError(
             f"allocation={config.allocation}: asyncrl does not start the servers of this run; start or stop them yourself"
         )
+    if allocation.shared_workers:
+        raise ConfigError(
+            f"allocation={config.allocation}: the servers share devices with training, so their number is fixed; leave the devices "
+            "out, or give generation devices of its own"
+        )
     for name in config.debug.leave_out:
         kind, _, index = str(name).partition("/")
         if kind == "generation_server" and int(index) >= count:
