@@ -40,6 +40,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "end_to_end": ("end_to_end.py",),
     "overlap": ("overlap.py",),
     "colocated": ("colocated.py",),
+    "streaming": ("streaming.py",),
     "scale": ("scale.py",),
     "soak": ("soak.py",),
     "chaos_matrix": ("chaos_matrix.py",),

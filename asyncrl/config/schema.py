@@ -344,6 +344,12 @@ class TrainConfig:
     # takes 4 bytes per parameter on each GPU and saves traffic. false: sum over the ranks after each micro-batch. Pipeline stages
     # always add up
     accumulate_unsharded: bool = False
+    # Train on groups of a step's batch before the batch is complete: gradients add up over its parts, and the update is that of the
+    # whole batch. It needs ppo.minibatches=1, and no normalisation over the batch
+    streaming: bool = False
+    # Groups that begin a part. groups: any | balanced: as many as give all data ranks about the same tokens | tokens
+    streaming_order: str = "groups"
+    streaming_tokens: int = limited(0, at_least=0)  # tokens that begin a part, with streaming_order=tokens
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
     critic: CriticConfig | None = None  # null: no critic

@@ -37,6 +37,7 @@ TRANSPORTS = ("disk", "broadcast")
 BROADCAST_BACKENDS = ("auto", "gloo", "nccl")
 WANDB_MODES = ("disabled", "offline", "online")
 SCHEDULES = ("linear", "cosine", "constant")
+STREAMING_ORDERS = ("groups", "balanced", "tokens")
 MFC_KINDS = ("inference", "train_step")
 RECOVER = ("auto", "required", "off")
 CLUSTERS = ("local", "hosts", "slurm")
@@ -66,6 +67,7 @@ def problems_of_fields(config: ExperimentConfig) -> Iterator[Problem]:
     yield from _bad_choices(config)
     yield from _bad_numbers(config)
     yield from _bad_algorithm(config)
+    yield from _bad_streaming(config)
     yield from _deadlocks(config)
     yield from _bad_modes(config)
     yield from _bad_network(config)
@@ -161,6 +163,7 @@ def _choices(config: ExperimentConfig) -> Sequence[tuple[str, Any, Sequence[str]
             else []
         ),
         ("train.algorithm", config.train.algorithm, ("", *ALGORITHMS)),
+        ("train.streaming_order", config.train.streaming_order, STREAMING_ORDERS),
         ("train.correction", config.train.correction, ("", *CORRECTIONS)),
         ("train.dtype", config.train.dtype, ("float32", "bfloat16", AUTO)),
         ("generation.dtype", config.generation.dtype, dtypes),
@@ -330,6 +333,46 @@ def _bad_algorithm(config: ExperimentConfig) -> Iterator[Problem]:
             True,
             "compares the rewards of reward functions only; with train.reward_model set it to false",
         )
+
+
+def _bad_streaming(config: ExperimentConfig) -> Iterator[Problem]:
+    """Fields with which a step cannot train on a part of its batch before the rest has arrived."""
+    train = config.train
+    if not train.streaming:
+        return
+    needs = "with train.streaming"
+    if train.streaming_order == "tokens" and train.streaming_tokens < 1:
+        yield "train.streaming_tokens", train.streaming_tokens, "must be at least 1 with train.streaming_order=tokens"
+    if config.mode not in ("async", "train_only"):
+        yield (
+            "train.streaming",
+            True,
+            f"mode={config.mode} has no groups that arrive one after another; set it to false",
+        )
+    if train.ppo.minibatches != 1:
+        remedy = "must be 1 " + needs + ": minibatches are drawn from the whole batch"
+        yield "train.ppo.minibatches", train.ppo.minibatches, remedy
+    if train.ppo.epochs != 1:
+        yield "train.ppo.epochs", train.ppo.epochs, f"must be 1 {needs}: the first pass ends with the step"
+    if train.ppo.advantage_norm == "batch":
+        remedy = f"needs the whole batch before any gradient; {needs} use group or none"
+        yield "train.ppo.advantage_norm", "batch", remedy
+    if train.critic is not None and train.critic.value_norm:
+        remedy = f"must be false {needs}: the critic's units change with the returns of the whole batch"
+        yield "train.critic.value_norm", True, remedy
+    if train.critic is not None and train.critic.minibatches != 1:
+        remedy = "must be 1 " + needs + ": minibatches are drawn from the whole batch"
+        yield "train.critic.minibatches", train.critic.minibatches, remedy
+    for name, mfc in train.extra_mfcs.items():
+        if mfc.kind == "train_step":
+            remedy = f"an MFC of your own that trains would step after each part; {needs} use kind=inference"
+            yield f"train.extra_mfcs.{name}.kind", mfc.kind, remedy
+    offloaded = [role for role in train.offload if role in ("actor", "critic")]
+    if offloaded:
+        remedy = f"{' and '.join(offloaded)} must stay on the device {needs}: offloading drops the gradients of earlier parts"
+        yield "train.offload", train.offload, remedy
+    if train.wait_for_full_lag:
+        yield "train.wait_for_full_lag", True, f"waits until the whole batch is stored; set it to false {needs}"
 
 
 def _bad_modes(config: ExperimentConfig) -> Iterator[Problem]:

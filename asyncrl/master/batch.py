@@ -13,6 +13,17 @@ With every policy, a rollout that holds up a batch for longer than `overdue_wait
 policy `drop`, as many rollouts as exceed the condition's limit are revoked without this wait. With policy `train` a step never
 waits for the condition, so groups older than eta may be trained.
 
+With train.streaming the tickets of a step are taken one after another, before the batch is complete. Let C be the taken ones, at
+most B. `admissible` returns stored tickets that may be taken so that for every d in v..v+eta
+
+    |{live tickets with deadline <= d} without C| <= (B - |C|) + (d - v) * B
+
+This is the condition for all live tickets still to fit into the rest of step v and the steps after it, in the order of their
+deadlines. So a batch that begins with C can always be completed, and every completion that `decide` returns keeps the rule above.
+A new ticket cannot break the condition: the gate grants it with a deadline d only while all live tickets, C included, number at
+most (d - v + 1) * B. A ticket with deadline v can always be taken, because both sides fall by one for every d. So with eta = 0
+every stored ticket is admissible.
+
 For experiments about staleness (`wait_for_full_lag`) a step also waits until generation is as far ahead as the gate permits:
 until (1 + eta) * B groups are stored. From then on every group is eta versions old, on a machine of any speed.
 """
@@ -61,8 +72,8 @@ class _Live:
 class BatchFormer:
     """Forms a batch from the stored and live tickets, or names the tickets to wait for.
 
-    Its only state: since when it has waited for each ticket, how many tickets were stored at the last decision, and the tickets
-    that it has put into a batch or revoked while the manager's ledger still lists them as live.
+    Its only state: since when it has waited for each ticket, how many tickets were stored at the last decision, the tickets that
+    it has put into a batch or revoked while the manager's ledger still lists them as live, and those taken for the next batch.
     """
 
     def __init__(
@@ -87,7 +98,8 @@ class BatchFormer:
         self._overdue = overdue
         self._limit_s = overdue_wait_s
         self._least_stored = batch_size * (1 + max_head_offpolicyness if wait_for_full_lag else 1)
-        self._gone: set[str] = set()  # tickets in an earlier batch, or revoked
+        self._gone: set[str] = set()  # tickets in an earlier batch or taken for the next one, or revoked
+        self._taken: dict[str, Locator] = {}  # the first tickets of the next batch
         self._held_since: dict[str, float] = {}
         self._num_stored = -1
 
@@ -108,7 +120,7 @@ class BatchFormer:
             return NotReady(
                 f"step {version} waits until a new manager has heard from all rollout workers", "gserver manager"
             )
-        metas = {meta.ticket_id: meta for meta in stored}
+        metas = self._not_taken(stored)
         tickets = self._merge(metas, live)
         # A ledger older than the store may still list rejected tickets beside the tickets that replaced them.
         current = metas.keys() <= {view.ticket_id for view in live}
@@ -118,14 +130,14 @@ class BatchFormer:
             if not current:
                 return NotReady(f"step {version} waits for a newer ledger", "gserver manager")
             return self._give_up(excess, version)
-        if len(held) < self._least_stored:
+        if len(held) + len(self._taken) < self._least_stored:
             listed = {view.ticket_id for view in live}
-            pending = running or (listed & self._gone)
+            pending = running or (listed & (self._gone - self._taken.keys()))
             if pending or not exhausted:
                 return self._too_few(held, running, version, now)
-            if len(held) < self._batch_size:
-                return self._ready(held, partial=bool(held))
-        batch = held[: self._batch_size]
+            if len(held) + len(self._taken) < self._batch_size:
+                return self._ready(held, partial=bool(held or self._taken))
+        batch = held[: self._batch_size - len(self._taken)]
         stragglers, too_many = self._stragglers(tickets, batch, version)
         if too_many > 0 and self._overdue != "train":
             limit_s = 0.0 if self._overdue == "drop" and current else self._limit_s
@@ -133,7 +145,43 @@ class BatchFormer:
             return self._wait_for(stragglers, reason, now, limit_s, too_many)
         return self._ready(batch, partial=False)
 
+    def admissible(
+        self, *, stored: Iterable[TrajectoryMeta], live: Sequence[TicketView], version: int, settled: bool = True
+    ) -> list[TrajectoryMeta]:
+        """Return the stored trajectories that may be taken for the next batch now, earliest deadline first. See the rule of this
+        module; with policy `train` it does not apply. The arguments are those of `decide`."""
+        metas = self._not_taken(stored)
+        tickets = self._merge(metas, live)
+        if not settled or self._excess(tickets, version):
+            return []
+        room = self._batch_size - len(self._taken)
+        slack = {
+            deadline: room
+            + (deadline - version) * self._batch_size
+            - sum(ticket.deadline <= deadline for ticket in tickets)
+            for deadline in range(version, version + self._eta + 1)
+        }
+        found: list[TrajectoryMeta] = []
+        for ticket in (ticket for ticket in tickets if not ticket.worker):
+            sooner = [deadline for deadline in slack if deadline < ticket.deadline]
+            late = self._overdue != "train" and any(slack[deadline] < 1 for deadline in sooner)
+            if late or len(found) == room:  # then the same is true of each ticket with a later deadline
+                break
+            for deadline in sooner:
+                slack[deadline] -= 1
+            found.append(metas[ticket.ticket_id])
+        return found
+
+    def take(self, groups: Iterable[TrajectoryMeta]) -> None:
+        """Take admissible trajectories: the next batch contains them."""
+        for meta in groups:
+            self._taken[meta.ticket_id] = meta.locator
+            self._gone.add(meta.ticket_id)
+
     # ------------------------------------------------------------------------------------ stored and live tickets
+
+    def _not_taken(self, stored: Iterable[TrajectoryMeta]) -> dict[str, TrajectoryMeta]:
+        return {meta.ticket_id: meta for meta in stored if meta.ticket_id not in self._taken}
 
     def _merge(self, stored: Mapping[str, TrajectoryMeta], live: Sequence[TicketView]) -> list[_Live]:
         """Return the stored tickets and the running ones, earliest deadline first. A ticket that the master has stored counts as
@@ -141,7 +189,8 @@ class BatchFormer:
         views = {view.ticket_id: view for view in live}
         self._gone &= views.keys()  # forget the tickets that the ledger no longer lists
         self._gone -= stored.keys()  # revoked, but the trajectory has arrived: it counts as stored
-        answered = {meta.locator for meta in stored.values()}  # a prompt's other tickets are void
+        # A prompt's other tickets are void
+        answered = {meta.locator for meta in stored.values()}.union(self._taken.values())
         tickets = [
             _Live(view.ticket_id, view.locator, view.deadline, view.worker or "unknown")
             for view in live
@@ -184,7 +233,7 @@ class BatchFormer:
         kept = [ticket for ticket in tickets if ticket.deadline >= version]
         for deadline in range(version, version + self._eta + 1):
             due = [ticket for ticket in kept if ticket.deadline <= deadline]
-            over = len(due) - (deadline - version + 1) * self._batch_size
+            over = len(due) + len(self._taken) - (deadline - version + 1) * self._batch_size
             if over > 0:
                 out = sorted(reversed(due), key=lambda ticket: not ticket.worker)[:over]
                 excess += out
@@ -196,9 +245,10 @@ class BatchFormer:
     def _ready(self, batch: Sequence[_Live], *, partial: bool) -> Ready:
         self._held_since.clear()
         self._num_stored = -1
-        ordered = sorted(batch, key=lambda ticket: (ticket.locator, ticket.ticket_id))
-        self._gone.update(ticket.ticket_id for ticket in ordered)
-        return Ready(tuple(ticket.ticket_id for ticket in ordered), partial)
+        locators = {ticket.ticket_id: ticket.locator for ticket in batch} | self._taken
+        self._taken = {}
+        self._gone.update(locators)
+        return Ready(tuple(sorted(locators, key=lambda ticket_id: (locators[ticket_id], ticket_id))), partial)
 
     def _too_few(self, held: Sequence[_Live], running: Sequence[_Live], version: int, now: float) -> NotReady:
         """Return the answer if too few groups are stored: wait for the rollouts that are due first. The time after which they are
@@ -206,8 +256,9 @@ class BatchFormer:
         if len(held) != self._num_stored:
             self._num_stored = len(held)
             self._held_since.clear()
-        missing = self._least_stored - len(held)
-        reason = f"step {version} waits for data: {len(held)} of {self._least_stored} prompts are stored"
+        num_stored = len(held) + len(self._taken)
+        missing = self._least_stored - num_stored
+        reason = f"step {version} waits for data: {num_stored} of {self._least_stored} prompts are stored"
         if not running:
             self._held_since.clear()
             return NotReady(f"{reason}, no rollout is running", "gserver manager")

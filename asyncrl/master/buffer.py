@@ -228,7 +228,9 @@ class AsyncIOSequenceBuffer:
         self._attempts = Fence(attempt)
         self._entries: dict[str, _Entry] = {}
         self._by_prompt: dict[Locator, str] = {}
-        self._batch: tuple[str, ...] = ()
+        self._batch: tuple[str, ...] = ()  # or one part of it (train.streaming)
+        self._earlier: tuple[str, ...] = ()  # the parts of the batch that are done
+        self._in_step = False
         self._changed = asyncio.Condition()
 
     def __len__(self) -> int:
@@ -237,7 +239,7 @@ class AsyncIOSequenceBuffer:
     @property
     def stored(self) -> list[TrajectoryMeta]:
         """Trajectories that are accepted and in no batch yet."""
-        batch = set(self._batch)
+        batch = {*self._earlier, *self._batch}
         return [entry.meta for ticket, entry in self._entries.items() if ticket not in batch]
 
     @property
@@ -279,15 +281,20 @@ class AsyncIOSequenceBuffer:
         keys = [self._entries[ticket].keys for ticket in tickets]
         return frozenset.intersection(*map(frozenset, keys)) if keys else frozenset()
 
+    @property
+    def earlier(self) -> tuple[str, ...]:
+        """The tickets of the parts of the batch that are done (train.streaming)."""
+        return self._earlier
+
     async def begin_batch(self, tickets: Sequence[str]) -> None:
-        """Set the batch of the next step, in canonical order."""
-        if self._batch:
+        """Set the batch of the next step, or its next part, in canonical order. Only a last part may be empty."""
+        if self._in_step:
             raise RuntimeError("the previous batch is still in its step")
         missing = [ticket for ticket in tickets if ticket not in self._entries]
-        if missing or not tickets:
+        if missing or not (tickets or self._earlier):
             raise ValueError(f"cannot form a batch of {len(tickets)} tickets; not stored: {missing[:5]}")
         async with self._changed:
-            self._batch = tuple(tickets)
+            self._batch, self._in_step = tuple(tickets), True
             self._changed.notify_all()
 
     async def get_batch_for_rpc(self, mfc: MFCDef) -> tuple[str, ...]:
@@ -314,14 +321,19 @@ class AsyncIOSequenceBuffer:
             if (count := sum(key not in self._entries[ticket].keys for ticket in self._batch))
         }
 
+    def end_part(self) -> None:
+        """All MFCs have run on this part of the batch, and further parts follow."""
+        self._earlier += self._batch
+        self._batch, self._in_step = (), False
+
     def end_batch(self) -> None:
         """The step is over: its trajectories leave the buffer."""
-        for ticket in self._batch:
+        for ticket in (*self._earlier, *self._batch):
             self.drop(ticket)
-        self._batch = ()
+        self._batch, self._earlier, self._in_step = (), (), False
 
     def _ready(self, mfc: MFCDef) -> bool:
-        if not self._batch:
+        if not self._in_step:
             return False
         needed = set(mfc.input_keys)
         return all(mfc.name not in self._entries[t].read_by and needed <= self._entries[t].keys for t in self._batch)

@@ -19,6 +19,7 @@ import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 from asyncrl.config.schema import REF, TrainConfig
 from asyncrl.dataflow.graph import TRAIN_MFC, DataflowGraph, MFCDef
@@ -85,7 +86,10 @@ class ParameterHooks:
         return [Reallocate(source=source, target=target, share=ref.update_share) for target in self._refs]
 
 
+Part = Literal["whole", "open", "last"]  # as in ExecuteMFC
+
 MOVED_BYTES = "redistribution/bytes"  # statistic of a step: bytes that model workers have sent to each other
+NUM_PARTS = "streaming/parts"  # statistic of a step: parts of its batch, if there were several
 BALANCE_TOLERANCE = 0.1  # a data rank with more tokens than (1 + this) times the ranks' mean gives groups away
 
 
@@ -96,9 +100,18 @@ class StepResult:
     stats: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
+    def add(self, later: StepResult) -> None:
+        """Add the result of the next part of the batch: seconds and bytes add up, other statistics come with the last part."""
+        moved = self.stats.get(MOVED_BYTES, 0.0) + later.stats.get(MOVED_BYTES, 0.0)
+        self.stats = {**self.stats, **later.stats, MOVED_BYTES: moved}
+        self.seconds = {
+            mfc: self.seconds.get(mfc, 0.0) + later.seconds.get(mfc, 0.0) for mfc in {**self.seconds, **later.seconds}
+        }
+
 
 class _Step:
-    """One batch on its way through the graph: its parts, its data movements and its results. Its methods send and do not wait."""
+    """One batch, or one part of it, on its way through the graph: its parts for the data ranks, its data movements and its results.
+    Its methods send and do not wait."""
 
     def __init__(
         self,
@@ -109,10 +122,14 @@ class _Step:
         caller: WorkerCaller,
         recorders: Sequence[int],
         detached: Collection[int] = (),
+        *,
+        part: Part = "whole",
+        batch: Sequence[str] = (),
     ) -> None:
         """recorders: by head, the worker that records the head's trajectories; empty: no recording. detached: workers that are not
-        in the trainer group."""
+        in the trainer group. part, batch: as in ExecuteMFC."""
         self.version = version
+        self.part, self.batch = part, list(batch)
         self.parts: dict[str, list[list[str]]] = {}  # model -> the ids of each data rank
         self.result = StepResult()
         self.tracker = tracker
@@ -278,7 +295,10 @@ class ModelFunctionCall:
         mfc = self.mfc
         what = f"the input keys of MFC {mfc.name}"
         ids = await self._caller.bounded(self._buffer.get_batch_for_rpc(mfc), what, "other MFCs")
-        return ExecuteMFC(mfc=mfc.name, version=step.version, ids=list(ids), parts=step.parts[self._placement.name])
+        parts = step.parts[self._placement.name]
+        return ExecuteMFC(
+            mfc=mfc.name, version=step.version, ids=list(ids), parts=parts, part=step.part, batch=step.batch
+        )
 
     def _take_note(self, step: _Step, body: ExecuteMFC, replies: Sequence[CallResult]) -> None:
         """Record the produced keys, their workers and the statistics. Raises RuntimeError if a head ran on other ids than
@@ -356,6 +376,8 @@ class FunctionExecutor:
             raise ValueError(f"MFCs run on models without workers: {homeless}; placed models: {list(self._placements)}")
         self._detached = detached.worker_groups.all_detached if detached is not None else frozenset()
         self._refresher = refresher
+        self._earlier = StepResult()  # of the parts of the batch that are done
+        self._num_parts = 0
         self._calls: list[ModelFunctionCall] = []
         for mfc in mfcs:
             about = mfc, self._placements[mfc.model], buffer, caller, hooks
@@ -364,23 +386,52 @@ class FunctionExecutor:
             else:
                 self._calls.append(ModelFunctionCall(*about))
 
+    async def execute_part(self, tickets: Sequence[str], version: int) -> None:
+        """Run the MFCs on a part of the batch of the step from this version (train.streaming). `execute_step` then runs them on the
+        rest of the batch."""
+        self._earlier.add(await self._run(tickets, version, "open"))
+        self._num_parts += 1
+        self._buffer.end_part()
+
     async def execute_step(self, tickets: Sequence[str], version: int) -> StepResult:
         """Run the MFCs of the step from this version on a batch. If one fails, the others are cancelled and its error is raised."""
+        earlier = set(self._buffer.earlier)
+        if not earlier:
+            result = await self._run(tickets, version, "whole")
+        else:
+            rest = [ticket for ticket in tickets if ticket not in earlier]
+            result, self._earlier = self._earlier, StepResult()
+            result.add(await self._run(rest, version, "last", tickets))
+            result.stats[NUM_PARTS], self._num_parts = self._num_parts + 1.0, 0
+        self._buffer.end_batch()
+        return result
+
+    async def _run(self, tickets: Sequence[str], version: int, part: Part, batch: Sequence[str] = ()) -> StepResult:
         left_out = self._hooks.left_out(version)
         calls = [call for call in self._calls if call.mfc.name not in left_out]
         mfcs = [call.mfc for call in calls]
-        step = _Step(version, mfcs, self._placements, self._tracker, self._caller, self._recorders, self._detached)
+        step = _Step(
+            version,
+            mfcs,
+            self._placements,
+            self._tracker,
+            self._caller,
+            self._recorders,
+            self._detached,
+            part=part,
+            batch=batch,
+        )
         await self._buffer.begin_batch(tickets)
         moved = step.begin(self._buffer.metas(tickets), self._buffer.common_keys(tickets))
         tasks = [moved, *(asyncio.ensure_future(call.run(step)) for call in calls)]
         try:
             await asyncio.gather(*tasks)
-            await self._refresh(step, version + 1)
+            if part != "open":
+                await self._refresh(step, version + 1)
         finally:
             for task in tasks:
                 task.cancel()
             step.give_up()
-        self._buffer.end_batch()
         return step.result
 
     async def _refresh(self, step: _Step, version: int) -> None:

@@ -14,6 +14,7 @@ from asyncrl.master.batch import BatchFormer, NotReady
 from asyncrl.master.books import Books
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, Grants, StorageTracker
 from asyncrl.master.model_workers import ModelWorkers
+from asyncrl.master.streaming import PartRunner
 from asyncrl.protocol.messages import LedgerView, MasterReport, ServerView, StoreVerdict
 from asyncrl.runtime.board import StatusBoard, WaitTimeoutError
 from asyncrl.runtime.clock import Clock
@@ -150,7 +151,8 @@ class Rollouts:
         """replace_damaged: WeightPublisher.replace_damaged. leaving: set when the launcher stops the run."""
         self._books, self._buffer, self._workers, self._reports = books, buffer, workers, reports
         self._replace_damaged, self._leaving, self._board, self._clock = replace_damaged, leaving, board, clock
-        self._limit_s = config.train.data_timeout_s
+        self._train, self._limit_s = config.train, config.train.data_timeout_s
+        self.trained_s = 0.0  # of the last form_batch: seconds in which parts of the batch were trained
         self._former = BatchFormer(
             batch_size=config.train.batch_size,
             max_head_offpolicyness=config.max_head_offpolicyness,
@@ -164,6 +166,33 @@ class Rollouts:
         return self._reports.servers
 
     async def form_batch(self) -> Sequence[str]:
+        self.trained_s = 0.0
+        if not self._train.streaming:
+            return await self._form(None)
+        runner = PartRunner(
+            self._train,
+            self._former,
+            self._buffer,
+            self._workers.executor,
+            version=self._books.version.version,
+            num_ranks=len(self._workers.heads),
+            clock=self._clock,
+        )
+        running, forming = asyncio.create_task(runner.run()), asyncio.create_task(self._form(runner))
+        try:
+            await asyncio.wait({running, forming}, return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                await running  # raises: before `stop` the runner ends only if a part fails
+            batch = await forming
+            await running  # the part that is running now
+            self.trained_s = runner.seconds
+            return batch
+        finally:
+            running.cancel()
+            forming.cancel()
+
+    async def _form(self, runner: PartRunner | None) -> Sequence[str]:
+        """Form the next batch. runner: trains on its parts meanwhile."""
         buffer, progress = self._buffer, self._books.progress
         moved = self._clock.monotonic()
         state = (len(buffer), progress.num_done)
@@ -179,12 +208,19 @@ class Rollouts:
             )
             self._board.set_queue("stored", len(buffer))
             self._board.progress()
+            # Before anything is awaited, so that the runner takes no ticket that this decision gives up or leaves out
+            if not isinstance(decision, NotReady):
+                if runner is not None:
+                    runner.stop()
+            else:
+                for ticket in decision.drop:
+                    buffer.drop(ticket)
             await self._replace_damaged(view.damaged)
             if not isinstance(decision, NotReady):
                 return decision.tickets
+            if runner is not None:
+                runner.look(view)
             if decision.drop:
-                for ticket in decision.drop:
-                    buffer.drop(ticket)
                 self._books.drop(decision.drop)
                 await self._workers.forget(decision.drop)
             if state != (state := (len(buffer), progress.num_done)):
@@ -194,6 +230,8 @@ class Rollouts:
                 raise WaitTimeoutError(decision.reason, decision.on, self._limit_s)
             newer = await self._newer_view(view, decision, waited_s)
             if newer is None:
+                if runner is not None:
+                    runner.stop()
                 return ()
             view = newer
 

@@ -39,6 +39,7 @@ class Generation:
     """
 
     servers: Sequence[ServerView] = ()
+    trained_s = 0.0  # nothing is trained while a batch is generated
 
     def __init__(
         self,

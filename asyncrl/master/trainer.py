@@ -38,6 +38,10 @@ class BatchSource(Protocol):
         """Seconds of the MFCs that produced the last batch, by name."""
 
     @property
+    def trained_s(self) -> float:
+        """Seconds of the last `form_batch` in which parts of the batch were trained (train.streaming)."""
+
+    @property
     def servers(self) -> Sequence[ServerView]:
         """The generation servers in the manager's last view."""
 
@@ -157,6 +161,7 @@ class Trainer:
                 await self._publisher.finished()
             self._publisher.start()
         await forgotten
+        formed -= self._source.trained_s
         times = StepTimes(formed - start, trained - formed, clock.monotonic() - trained)
         metrics = {**step_metrics(metas, version, times, self._config.tasks), **result.stats}
         metrics["time/servers_updating_s"] = self._update_seconds.since_last(self._source.servers)

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from asyncrl.config.schema import REF, ModelWorkerConfig
+from asyncrl.data.sequence import SequenceSample
 from asyncrl.data.trajectories import BackgroundRecorder, Entry, TrajectoryStore, tokenizer_fingerprint
 from asyncrl.dataflow.graph import TRAIN_MFC, MFCDef
 from asyncrl.dataflow.topology import ModelPlacement
@@ -19,7 +20,7 @@ from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import LAST_WORDS_S, SHARED, Exporter
 from asyncrl.model.fetching import DataFetcher, FetchError
 from asyncrl.model.group_maker import GroupMaker
-from asyncrl.model.interfaces import Interface
+from asyncrl.model.interfaces import Interface, Stats
 from asyncrl.model.process_group import ProcessGroup
 from asyncrl.model.reallocate import reallocate
 from asyncrl.model.store import DataStore
@@ -187,14 +188,15 @@ class Calls:
         if mfc.kind == "generate":
             return self._make_groups(body, ids)
         sample = self.store.select(ids, mfc.input_keys)
-        made, stats = self._interfaces[mfc.name].run(engine, sample, batch_ids=body.ids, version=body.version)
+        made, stats = self._compute_on(engine, sample, body)
         if self._models[mfc.model].offload:
             engine.offload()
         if self._info.index != placement.head(data):
             return CallResult(seconds=self._clock.monotonic() - start)
         if made is not None:
             self.store.amend(made.select_keys(mfc.output_keys))
-        if self._recorder is not None and body.mfc == TRAIN_MFC and body.version % self._config.record.every == 0:
+        records = body.mfc == TRAIN_MFC and body.part != "open" and body.version % self._config.record.every == 0
+        if self._recorder is not None and records:
             self._record(self._recorder, body)
         return CallResult(
             ids=ids,
@@ -202,6 +204,15 @@ class Calls:
             stats={name: float(value) for name, value in stats.items()},
             seconds=self._clock.monotonic() - start,
         )
+
+    def _compute_on(
+        self, engine: TrainEngine, sample: SequenceSample | None, body: ExecuteMFC
+    ) -> tuple[SequenceSample | None, Stats]:
+        interface = self._interfaces[body.mfc]
+        if body.part == "whole":
+            return interface.run(engine, sample, batch_ids=body.ids, version=body.version)
+        last = body.part == "last"
+        return interface.run_part(engine, sample, batch_ids=body.ids, version=body.version, last=last)
 
     def _make_groups(self, body: ExecuteMFC, ids: list[str]) -> CallResult:
         """Make the groups of this worker's replica. All are stored, except those of an evaluation."""
@@ -224,9 +235,10 @@ class Calls:
 
     def _record(self, recorder: BackgroundRecorder, body: ExecuteMFC) -> None:
         """Queue the batch's trajectories that this head received, for the recorder's thread. Each has all keys of this store."""
-        here = [(place, ticket) for place, ticket in enumerate(body.ids) if ticket in self._metas]
+        batch = body.batch or body.ids
+        here = [(place, ticket) for place, ticket in enumerate(batch) if ticket in self._metas]
         entries = [Entry(self.store.whole(ticket), self._metas[ticket], place) for place, ticket in here]
-        recorder.record_nowait(body.version, len(body.ids), entries)
+        recorder.record_nowait(body.version, len(batch), entries)
 
     def _save_batch(self, body: SaveBatch) -> int:
         """Write the groups of the batch that came to this head. The files are written before the reply. A disk error is logged and

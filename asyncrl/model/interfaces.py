@@ -96,6 +96,16 @@ class Engine(Ranks, Protocol):
     ) -> dict[str, float]:
         """Take one optimizer step. Returns statistics over all data ranks; those of loss_fn on the last stage only."""
 
+    def accumulate(
+        self, sample: SequenceSample | None, loss_fn: LossFn, *, temperature: float, begins: bool
+    ) -> dict[str, float]:
+        """Add the gradients of a part of a batch. Returns the statistics of loss_fn."""
+
+    def step_accumulated(
+        self, stats: Mapping[str, float], loss_fn: LossFn, *, denominator: float, lr_step: int
+    ) -> dict[str, float]:
+        """Divide the accumulated gradients and take one optimizer step. Returns the same statistics as train_step."""
+
     def mean_over_ranks(self, value: float | None) -> float:
         """The mean over all ranks of the model that have a value, such as those of the last stage; nan if none has. Collective."""
 
@@ -122,6 +132,13 @@ class Interface(ABC):
         `sample` holds the groups of this rank's replica, `batch_ids` the whole batch, both in canonical order. version is the
         number of train steps done before this one. The head of the replica stores the keys.
         """
+
+    def run_part(
+        self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int, last: bool
+    ) -> tuple[SequenceSample | None, Stats]:
+        """Like `run`, on one part of a step's batch (train.streaming). The parts come one after another; `batch_ids` are those of
+        the part. Statistics of the whole batch, and the train step, come with the last part."""
+        return self.run(engine, sample, batch_ids=batch_ids, version=version)
 
     def state(self) -> Stats:
         """State kept from step to step, the same on all ranks; saved in checkpoints."""
@@ -159,6 +176,17 @@ class LocalBatch:
             torch.tensor(sample.cu_seqlens("packed_input_ids")),
             data,
         )
+
+
+def joined(parts: Sequence[LocalBatch]) -> LocalBatch:
+    """Return the groups of several parts of a batch as one, without their positions."""
+    lengths = torch.cat([part.cu_seqlens.diff() for part in parts])
+    return LocalBatch(
+        {},
+        [size for part in parts for size in part.group_sizes],
+        torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+        {key: torch.cat([part.data[key] for part in parts]) for key in parts[0].data},
+    )
 
 
 def groups_here(sample: SequenceSample | None, batch_ids: Sequence[str]) -> SequenceSample | None:
@@ -292,11 +320,7 @@ class StepStats:
         tokens in the minibatch's `loss_mask`, over all ranks."""
         self.steps += 1
         self.num_tokens += num_tokens
-        for name, value in stats.items():
-            if name.endswith("_max"):
-                self.values[name] = max(self.values.get(name, -math.inf), value)
-            else:
-                self.values[name] = self.values.get(name, 0.0) + value
+        _add_stats(self.values, stats)
 
     def result(self, role: str) -> Stats:
         """Return the statistics by `<role>/<name>`: means over minibatches or tokens, maxima, counts."""
@@ -308,6 +332,14 @@ class StepStats:
             divisor = 1.0 if counted else self.steps if name in self.MEANS else self.num_tokens
             result[name] = value / divisor
         return {f"{role}/{name}": value for name, value in result.items()}
+
+
+def _add_stats(total: Stats, stats: Mapping[str, float]) -> None:
+    for name, value in stats.items():
+        if name.endswith("_max"):
+            total[name] = max(total.get(name, -math.inf), value)
+        else:
+            total[name] = total.get(name, 0.0) + value
 
 
 def _std(total: float, squares: float, count: float) -> float:
@@ -433,6 +465,7 @@ class AdvantagesInterface(Interface):
         self.keys += ["model_rewards"] if train.reward_model is not None else []
         self.keys += ["values"] if critic is not None or "values" in mfc.input_keys else []
         self.keys += ["dense_rewards"] if "dense_rewards" in mfc.input_keys else []
+        self._parts: list[LocalBatch] = []  # of the step's batch so far, with train.streaming
         check_input_keys(mfc, self.keys)
         if "values" in self.keys and judges_by_group(train.ppo):
             raise ValueError(
@@ -445,21 +478,42 @@ class AdvantagesInterface(Interface):
     ) -> tuple[SequenceSample | None, Stats]:
         sample = groups_here(sample, batch_ids)
         made, stats = self.compute(engine, LocalBatch.make(sample, self.keys))
-        if self.ppo.kl_coef > 0:
-            self.kl.update(stats["kl/sequence_mean"], int(stats["batch/num_sequences"]))
+        self._update_kl(stats)
         returns_T = made.returns_T
         if self.value_norm is not None:  # the critic learns in the updated units; its old values are left unchanged
             self.value_norm.update(returns_T[made.states_T], engine.all_reduce_sum)
             returns_T = self.value_norm.normalise(returns_T).masked_fill(~made.states_T, 0.0)
+        return self._targets(sample, made, returns_T), stats
+
+    def run_part(
+        self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int, last: bool
+    ) -> tuple[SequenceSample | None, Stats]:
+        """The targets of a group depend on its own rewards only: config/validation.py refuses normalisation over the batch. With
+        the last part the whole batch is computed once more, for its statistics and the KL coefficient of the next step."""
+        sample = groups_here(sample, batch_ids)
+        local = LocalBatch.make(sample, self.keys)
+        self._parts.append(local)
+        made, stats = self.compute(engine, local)
+        if last:
+            _, stats = self.compute(engine, joined(self._parts))
+            self._parts = []
+            self._update_kl(stats)
+        return self._targets(sample, made, made.returns_T), stats if last else {}
+
+    def _update_kl(self, stats: Stats) -> None:
+        if self.ppo.kl_coef > 0:
+            self.kl.update(stats["kl/sequence_mean"], int(stats["batch/num_sequences"]))
+
+    def _targets(self, sample: SequenceSample | None, made: Advantages, returns_T: Tensor) -> SequenceSample | None:
         if sample is None:
-            return None, stats
+            return None
         found = {
             "advantages": made.advantages_T,
             "trained_mask": made.mask_T,
             "returns": returns_T,
             "value_mask": made.states_T,
         }
-        return sample.derive({key: found[key].numpy() for key in self.output_keys}), stats
+        return sample.derive({key: found[key].numpy() for key in self.output_keys})
 
     def compute(self, engine: Ranks, local: LocalBatch) -> tuple[Advantages, Stats]:
         """Return the targets, in units of rewards, and the statistics of the whole batch. Collective. Does not change the state.
@@ -567,6 +621,48 @@ def _count(
     return [(float(tokens), float(sequences)) for tokens, sequences in total]
 
 
+class AccumulatedStep:
+    """One optimizer step whose gradients add up over the parts of a batch (train.streaming).
+
+    The gradient is linear in 1 / denominator. So each part adds the gradient of its undivided sum, and the sums are divided once,
+    when the whole batch is known. The result is that of `train_minibatches` with one minibatch, up to the order of additions.
+    """
+
+    def __init__(self) -> None:
+        self.num_tokens = 0.0  # over all ranks, of all parts so far: tokens in loss_mask
+        self.num_sequences = 0.0  # ... and sequences that have any
+        self._stats: Stats | None = None  # added up; None: no part had a token to train on
+
+    def add(
+        self,
+        engine: Engine,
+        sample: SequenceSample | None,
+        ids: Sequence[str],
+        loss_fn: LossFn,
+        *,
+        temperature: float,
+    ) -> None:
+        """Add the gradients of the part with these ids. loss_fn: with denominator 1. Collective."""
+        ((num_tokens, num_sequences),) = _count(engine, sample, [ids])
+        self.num_tokens += num_tokens
+        self.num_sequences += num_sequences
+        if num_tokens == 0:
+            return
+        begins = self._stats is None
+        self._stats = self._stats or {}
+        _add_stats(self._stats, engine.accumulate(sample, loss_fn, temperature=temperature, begins=begins))
+
+    def finish(self, engine: Engine, loss_fn: LossFn, denominator: float, *, lr_step: int) -> StepStats:
+        """Take the step, unless no part had a token to train on. denominator: of the whole batch. Collective."""
+        steps = StepStats()
+        if self._stats is None:
+            steps.empty = 1
+        else:
+            stats = engine.step_accumulated(self._stats, loss_fn, denominator=denominator, lr_step=lr_step)
+            steps.add(stats, self.num_tokens)
+        return steps
+
+
 class PPOActorInterface(Interface):
     """One train step of PPO: train.ppo.epochs passes over the batch, each with one optimizer step per minibatch.
 
@@ -586,6 +682,7 @@ class PPOActorInterface(Interface):
         )
         self.keys = ["packed_input_ids", "trained_mask"]  # the loss reads it as loss_mask
         self.keys += [key for key in loss_keys(train.ppo) if key != "loss_mask"]
+        self._accumulated = AccumulatedStep()
         check_input_keys(mfc, self.keys)
 
     def run(
@@ -595,7 +692,7 @@ class PPOActorInterface(Interface):
         if sample is not None:
             sample = sample.select_keys(self.keys).remap_keys({"trained_mask": "loss_mask"})
 
-        ppo = self.ppo if self.entropy is None else replace(self.ppo, entropy_coef=self.entropy.coef)
+        ppo = self._ppo_of_step()
 
         def loss_of(num_tokens: float, num_sequences: float) -> PPOLoss:
             return PPOLoss(ppo, loss_denominator(ppo, num_tokens, num_sequences))
@@ -606,11 +703,19 @@ class PPOActorInterface(Interface):
             for ids in split_minibatches(batch_ids, ppo.minibatches, seed=self.seed, version=version, epoch=epoch)
         ]
         steps = train_minibatches(engine, sample, minibatches, loss_of, temperature=self.temperature, lr_step=version)
-        stats = steps.result("actor")
-        if self.entropy is not None:
-            self.entropy.update(engine.mean_over_ranks(stats.get("actor/entropy")))
-            stats["actor/entropy_coef"] = ppo.entropy_coef
-        return None, stats
+        return None, self._adapted(engine, steps.result("actor"))
+
+    def _ppo_of_step(self) -> PPOConfig:
+        """The settings of this step: train.ppo, with the adapted entropy coefficient."""
+        return self.ppo if self.entropy is None else replace(self.ppo, entropy_coef=self.entropy.coef)
+
+    def _adapted(self, engine: Engine, stats: Stats) -> Stats:
+        """Adapt the entropy coefficient after a step. Returns the statistics, with the coefficient of the step. Collective."""
+        if self.entropy is None:
+            return stats
+        coef = self.entropy.coef
+        self.entropy.update(engine.mean_over_ranks(stats.get("actor/entropy")))
+        return stats | {"actor/entropy_coef": coef}
 
     def state(self) -> Stats:
         return self.entropy.state() if self.entropy is not None else {}
@@ -618,6 +723,21 @@ class PPOActorInterface(Interface):
     def restore(self, state: Mapping[str, float]) -> None:
         if self.entropy is not None and state:  # empty if the run has had no entropy_target so far
             self.entropy.restore(state)
+
+    def run_part(
+        self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int, last: bool
+    ) -> tuple[SequenceSample | None, Stats]:
+        sample = groups_here(sample, batch_ids)
+        if sample is not None:
+            sample = sample.select_keys(self.keys).remap_keys({"trained_mask": "loss_mask"})
+        loss_fn, step = PPOLoss(self._ppo_of_step(), 1.0), self._accumulated
+        step.add(engine, sample, batch_ids, loss_fn, temperature=self.temperature)
+        if not last:
+            return None, {}
+        self._accumulated = AccumulatedStep()
+        denominator = loss_denominator(self.ppo, step.num_tokens, step.num_sequences)
+        steps = step.finish(engine, loss_fn, denominator, lr_step=version)
+        return None, self._adapted(engine, steps.result("actor"))
 
 
 class PPOCriticInterface(Interface):
@@ -634,6 +754,7 @@ class PPOCriticInterface(Interface):
             raise ValueError(f"MFC {mfc.name!r} trains a critic, but train.critic is null")
         self.critic = train.critic
         self.seed = seed
+        self._accumulated = AccumulatedStep()
         check_input_keys(mfc, self.KEYS)
 
     def run(
@@ -649,6 +770,19 @@ class PPOCriticInterface(Interface):
         minibatches = split_minibatches(batch_ids, self.critic.minibatches, seed=self.seed, version=version)
         steps = train_minibatches(engine, sample, minibatches, loss_of, temperature=1.0, lr_step=version)
         return None, steps.result("critic")
+
+    def run_part(
+        self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int, last: bool
+    ) -> tuple[SequenceSample | None, Stats]:
+        sample = groups_here(sample, batch_ids)
+        if sample is not None:
+            sample = sample.select_keys(self.KEYS).remap_keys({"value_mask": "loss_mask"})
+        loss_fn, step = ValueLoss(self.critic.eps_clip, 1.0), self._accumulated
+        step.add(engine, sample, batch_ids, loss_fn, temperature=1.0)
+        if not last:
+            return None, {}
+        self._accumulated = AccumulatedStep()
+        return None, step.finish(engine, loss_fn, step.num_tokens, lr_step=version).result("critic")
 
 
 def make_interface(mfc: MFCDef, train: TrainConfig, seed: int = 1) -> Interface:

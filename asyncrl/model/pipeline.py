@@ -191,8 +191,12 @@ def train_micro_batches(stage: Stage, mesh: ModelMesh, loss_of: Callable[[Output
     """Run forward and backward of all micro-batches, alternating one forward and one backward (1F1B). Collective over the stages.
 
     Every stage has the same micro-batches, at least as many as stages, padded to the same length. Afterwards the parameters hold
-    gradients, reduced over data ranks. loss_of is called on the last stage, in order.
+    gradients, reduced over data ranks and added to those that they held before. loss_of is called on the last stage, in order.
     """
+    # Put gradients aside: torch clears those of FSDP's parameters when it prepares a schedule
+    earlier = {parameter: parameter.grad for parameter in stage.parameters() if parameter.grad is not None}
+    for parameter in earlier:
+        parameter.grad = None
     count = len(stage.micro_batches)
     hidden = _hidden(stage, "meta").requires_grad_()
     number = torch.zeros(1, 1, dtype=torch.int64, device="meta")
@@ -216,6 +220,8 @@ def train_micro_batches(stage: Stage, mesh: ModelMesh, loss_of: Callable[[Output
         schedule.step(numbers, return_outputs=False)
     else:
         schedule.step(number=numbers, target=numbers if stage.is_last else None, return_outputs=False)
+    for parameter, grad in earlier.items():
+        parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
 
 
 def run_micro_batches(stage: Stage, mesh: ModelMesh | None) -> list[Outputs]:

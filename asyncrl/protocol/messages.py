@@ -535,11 +535,14 @@ class WrittenFile(Struct, frozen=True, array_like=True):
 
 
 class ExecuteMFC(Struct, frozen=True, kw_only=True, tag=True):
-    """Run one MFC on a batch, at every worker of its model. `ids` is the whole batch in canonical order."""
+    """Run one MFC on a batch, or on one part of a step's batch (train.streaming), at every worker of its model. `ids` is the whole
+    batch or the part, in canonical order."""
 
     mfc: str
     version: int
     ids: list[str]
+    part: Literal["whole", "open", "last"] = "whole"  # open: further parts of the batch follow; last: none does
+    batch: list[str] = []  # with the last part: the ids of all parts, in canonical order
     parts: list[
         list[str]
     ] = []  # the ids of each data-parallel rank, in canonical order; all workers of a rank hold the input keys

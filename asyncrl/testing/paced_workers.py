@@ -43,7 +43,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """Speed of generation and training. generation.max_running_requests is the number of slots of a server."""
 
     tokens_per_s: float  # of one slot
-    step_s: float  # of one train step
+    step_s: float  # of one train step; a part of a batch takes its share by groups
     load_s: float = 0.0  # time for which a server loads new weights, in addition to their verification
     seed: int = 1  # of the response lengths
     prompt_tokens: int  # tokens of a prompt, including the token of the group's member
@@ -166,7 +166,8 @@ class PacedTrainer(Worker):
         if missing := [ticket for ticket in body.ids if ticket not in receiver.store]:
             raise RuntimeError(f"MFC {mfc.name!r}: this head does not have {missing[:5]}; master and head disagree")
         if mfc.kind == "train_step":
-            await asyncio.sleep(self._step_s)
+            share = 1.0 if body.part == "whole" else len(body.ids) / self._config.train.batch_size
+            await asyncio.sleep(self._step_s * share)
         return CallResult(ids=list(body.ids), keys=list(mfc.output_keys), seconds=self.system.clock.monotonic() - start)
 
     async def _write(self, call: Call, body: CommitWeights) -> None:

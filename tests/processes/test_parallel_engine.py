@@ -169,6 +169,35 @@ def run_cell(rank: int, grid: str, cell: Cell) -> Outcome:
     return Outcome(before, steps, infer(engine, part), whole_parameters(engine), at, list(ids))
 
 
+PARTS = (slice(0, 2), slice(2, 3), slice(3, None))  # of the groups of a sample
+
+
+def run_in_parts(rank: int, grid: str, cell: Cell) -> Outcome:
+    """Like run_cell, with gradients that add up over parts of the batch, and other forward passes in between."""
+    engine = make_engine(grid, cell.path, cell.kind, cell.train)
+    sample = make_sample(cell.lengths)
+    part = part_of(engine, sample)
+    before = infer(engine, part)
+    denominator = float(sample.data["loss_mask"].sum()) / 20
+    steps = []
+    for step in range(STEPS):
+        total: dict[str, float] = {}
+        for number, where in enumerate(PARTS):
+            some = part_of(engine, sample.select_ids(sample.ids[where]))
+            infer(engine, some)
+            loss = Loss(1.0, poison=step == cell.poison, stop=step == cell.stop)
+            found = engine.accumulate(some, loss, temperature=0.7, begins=number == 0)
+            for name, value in found.items():
+                total[name] = (
+                    max(total.get(name, 0.0), value) if name.endswith("_max") else total.get(name, 0.0) + value
+                )
+        steps.append(engine.step_accumulated(total, loss, denominator=denominator, lr_step=step))
+    mesh = engine.mesh
+    at = (0, 0, 0) if mesh is None else (mesh.pipe, mesh.data, mesh.tensor)
+    ids = part.ids if part is not None else []
+    return Outcome(before, steps, infer(engine, part), whole_parameters(engine), at, list(ids))
+
+
 def run_cells(rank: int, grid: str, cells: list[Cell]) -> list[Outcome]:
     return [run_cell(rank, grid, cell) for cell in cells]
 
@@ -272,6 +301,26 @@ def test_the_entropy_changes_the_update(expected):
     without, with_it = (expected[name].parameters for name in ("lm, untied, micro-batches", "lm, entropy"))
     for name, parameter in without.items():
         assert np.abs(with_it[name] - parameter).max() > 1e-4, name
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("unsharded", [False, True])
+def test_gradients_of_parts_add_up_to_the_same_update(ranks, paths, expected, grid, unsharded):
+    name = "lm, untied, micro-batches" if unsharded else "lm, tied"
+    model, settings = VARIANTS[name]
+    train = replace(settings.get("train", TRAIN), accumulate_unsharded=unsharded)
+    ranks.run(make_meshes)
+    cell = Cell(paths[model], **{**settings, "train": train})
+    outcomes = ranks.run(run_in_parts, grid, cell, num_ranks=ParallelGrid.parse(grid).size)
+    assert_same_outcome(outcomes, expected[name], grid)
+
+
+@pytest.mark.parametrize("event", ["poison", "stop"])
+def test_steps_on_parts_are_skipped_and_stopped_everywhere(ranks, paths, event):
+    cell = Cell(paths["tied"], **{event: 0})
+    ranks.run(make_meshes)
+    outcomes = ranks.run(run_in_parts, "d2p2", cell, num_ranks=4)
+    assert_same_outcome(outcomes, run_cell(0, "", cell), "d2p2")
 
 
 # ---------------------------------------------------------------------------------------------------------- other variations

@@ -113,6 +113,7 @@ class Run:
         self.trained_version = 0
         self.published = 0
         self.stored: dict[str, TrajectoryMeta] = {}
+        self.taken: set[str] = set()  # tickets taken for the next batch (train.streaming)
         self.step: list[str] = []  # tickets in the current train step
         self.consumed: list[str] = []  # not yet reported
         self.rejected_seen = 0
@@ -279,12 +280,41 @@ class Run:
             self.pending_revoke += decision.revoke
             self.num_revoked += len(decision.revoke)
             self.num_dropped_for_age += len(decision.drop)
+            assert not self.taken & {*decision.drop, *decision.revoke}, "a group in the batch is given up"
             for ticket_id in decision.drop:
                 del self.stored[ticket_id]
             return False
         self.check_batch(decision)
+        assert self.taken <= set(decision.tickets)
+        self.taken = set()
         self.step = list(decision.tickets)
         return bool(self.step)
+
+    def take(self, count: int) -> None:
+        """Take up to `count` admissible trajectories for the next batch, as with train.streaming."""
+        assert self.view is not None
+        groups = self.former.admissible(
+            stored=list(self.stored.values()), live=self.view.live, version=self.trained_version
+        )
+        assert not self.taken & {meta.ticket_id for meta in groups}
+        assert len(self.taken) + len(groups) <= self.batch_size
+        self.former.take(groups[:count])
+        self.taken |= {meta.ticket_id for meta in groups[:count]}
+        if self.num_faults == 0:
+            self.check_that_the_batch_can_be_completed()
+
+    def check_that_the_batch_can_be_completed(self) -> None:
+        """The full rule: whenever the live tickets finish, the earliest ones complete the batch, and the rest fits into the steps
+        before their deadlines. The manager's own ledger counts here, not the master's view of it."""
+        trained = {*self.consumed, *self.step}
+        deadlines = {view.ticket_id: view.deadline for view in self.ledger.view(self.now).live}
+        rest = sorted(
+            deadline for ticket, deadline in deadlines.items() if ticket not in trained and ticket not in self.taken
+        )
+        rest = rest[self.batch_size - len(self.taken) :]
+        for deadline in range(self.trained_version, self.trained_version + self.eta + 1):
+            due = sum(other <= deadline for other in rest)
+            assert due <= (deadline - self.trained_version) * self.batch_size, (deadline, sorted(deadlines.items()))
 
     def check_batch(self, ready: Ready) -> None:
         metas = [self.stored[ticket_id] for ticket_id in ready.tickets]
@@ -432,6 +462,11 @@ class AsyncRule(RuleBasedStateMachine):
         self.run.try_step()
 
     @precondition(lambda self: not self.run.step)
+    @rule(count=st.integers(1, 4))
+    def take(self, count: int) -> None:
+        self.run.take(count)
+
+    @precondition(lambda self: not self.run.step)
     @rule(told=st.booleans(), served=st.booleans())
     def try_whole_step(self, told: bool, served: bool) -> None:
         self.run.report()
@@ -574,11 +609,13 @@ def test_admission_stops_without_training(eta: int) -> None:
     assert run.ledger.refusal(run.now) == "staleness"
 
 
+@pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("seed", range(40))
-def test_durations_with_long_tails(seed: int) -> None:
+def test_durations_with_long_tails(seed: int, streams: bool) -> None:
     """Event-driven runs without faults. Rollouts take 1 to 300 s (log-uniform), and versions are served late.
 
-    No group exceeds eta, nothing is dropped, the run does not deadlock, and every prompt is trained once or rejected.
+    No group exceeds eta, nothing is dropped, the run does not deadlock, and every prompt is trained once or rejected. With
+    `streams` the batches are taken in pieces.
     """
     rng = random.Random(seed)
     run = Run(
@@ -600,6 +637,8 @@ def test_durations_with_long_tails(seed: int) -> None:
         run.report()
         if run.finished:
             break
+        if streams and not run.step:
+            run.take(rng.randint(1, 3))
         if not run.step and run.try_step():
             step_ends = run.now + train_s
         upcoming = min([step_ends, serve_at, *(ends[ticket] for worker in run.workers for ticket in worker.held)])

@@ -71,6 +71,16 @@ class Books:
             now=self.now,
         )
 
+    def admissible(self) -> str:
+        stored = [self.meta(name) for name in self.stored]
+        live = [self.view(name) for name in self.listed]
+        found = self.former.admissible(stored=stored, live=live, version=self.version)
+        return "".join(meta.ticket_id for meta in found)
+
+    def take(self, names: str) -> None:
+        assert set(names) <= set(self.admissible())
+        self.former.take(self.meta(name) for name in names)
+
     def ready(self) -> str:
         decision = self.decide()
         assert isinstance(decision, Ready), decision
@@ -174,6 +184,93 @@ def test_a_step_does_not_wait_for_a_rejected_straggler() -> None:
     assert books.waits().stragglers == ("b",)
     books.forget("b")
     assert books.ready() == "cd"
+
+
+# ------------------------------------------------------------------------------------- groups taken before the rest arrives
+
+
+def test_with_eta_0_every_stored_group_is_admissible() -> None:
+    books = Books(batch_size=3, eta=0)
+    books.run("abc", 0)
+    assert books.admissible() == ""
+    books.store("c")
+    books.take("c")
+    assert books.admissible() == ""
+    assert books.waits().stragglers == ("a", "b")
+    assert books.waits().reason.startswith("step 0 waits for data: 1 of 3 prompts are stored")
+    books.store("ab")
+    books.take("a")
+    assert books.ready() == "abc"
+
+
+def test_a_group_is_not_admissible_if_the_running_ones_need_the_batch() -> None:
+    """Step 1 must train a and b, whose deadline it is. When b is rejected, e or f may take its place; which one makes no
+    difference to a."""
+    books = Books()
+    books.run("ab", 1)
+    books.run("ef", 2)
+    books.version = 1
+    books.store("fe")
+    assert books.admissible() == ""
+    books.store("a")
+    assert books.admissible() == "a"
+    books.take("a")
+    books.forget("b")
+    assert books.admissible() == "e"
+    books.take("e")
+    assert books.admissible() == ""
+    assert books.ready() == "ae"
+
+
+def test_the_rule_for_taking_checks_every_deadline() -> None:
+    """B = 1, eta = 2: a and b fill the steps 0 and 1. Taking c would leave step 1 for both."""
+    books = Books(batch_size=1, eta=2)
+    books.run("ab", 1)
+    books.run("c", 2)
+    books.store("c")
+    assert books.admissible() == ""
+    books.store("b")
+    assert books.admissible() == "b"
+
+
+def test_late_trajectories_are_given_up_and_taken_ones_are_kept() -> None:
+    """Step 0 has room for two. A third trajectory, of a worker that counted as lost, arrives after one has been taken."""
+    books = Books(eta=0)
+    books.run("ab", 0)
+    books.store("b")
+    books.take("b")
+    books.run("c", 0)
+    books.store("c")
+    waits = books.waits()
+    assert (waits.drop, waits.revoke) == ((), ("a",))
+    books.forget("a")
+    assert books.ready() == "bc"
+
+
+def test_other_tickets_of_a_taken_prompt_are_void() -> None:
+    books = Books(eta=0)
+    books.run("ab", 0)
+    books.store("a")
+    books.take("a")
+    again = replace(books.view("a"), ticket_id="again")
+    decision = books.former.decide(
+        stored=[books.meta("a"), books.meta("b")],
+        live=[again, books.view("b")],
+        version=0,
+        exhausted=False,
+        now=0.0,
+    )
+    assert decision == Ready(("a", "b"))
+
+
+def test_taken_groups_alone_may_be_the_last_batch() -> None:
+    books = Books(batch_size=3, eta=0)
+    books.run("abc", 0)
+    books.store("ab")
+    books.take("ab")
+    books.forget("c")
+    books.exhausted = True
+    assert books.decide() == Ready(("a", "b"), partial=True)
 
 
 # ------------------------------------------------------------------------------------------------------- end of the run

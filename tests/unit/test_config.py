@@ -85,6 +85,7 @@ def test_overrides_replace_values_of_the_file(config_file):
         ("train.critic.optimizer.schedule=linar", "train.critic.optimizer.schedule='linar': did you mean 'linear'?"),
         ("train.num_critic_only_steps=3", "train.num_critic_only_steps=3: there is no critic to train"),
         ("train.num_critic_only_steps=-1", "train.num_critic_only_steps=-1: must not be negative"),
+        ("train.streaming_order=token", "train.streaming_order='token': did you mean 'tokens'"),
         ("train.reward_model={}", "train.reward_model.path='': is required"),
         ("train.teacher={}", "train.teacher.path='': is required"),
         ("train.teacher={path: t, coef: 0}", "train.teacher.coef=0.0: must be above 0"),
@@ -142,6 +143,38 @@ def test_overrides_replace_values_of_the_file(config_file):
 def test_errors_name_field_value_and_remedy(config_file, override, message):
     with pytest.raises(ConfigError) as error:
         load_experiment(config_file, [override])
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.ppo.minibatches=2"], "train.ppo.minibatches=2: must be 1 with train.streaming: minibatches are drawn"),
+        (["train.ppo.advantage_norm=batch"], "train.ppo.advantage_norm='batch': needs the whole batch"),
+        (
+            ["train.ppo.advantage_norm=none", "train.critic={value_norm: true, minibatches: 1}"],
+            "train.critic.value_norm=True: must be false with train.streaming",
+        ),
+        (
+            ["train.ppo.advantage_norm=none", "train.critic={minibatches: 2}"],
+            "train.critic.minibatches=2: must be 1 with train.streaming",
+        ),
+        (
+            ["train.extra_mfcs.x={interface: 'a:b', kind: train_step}"],
+            "train.extra_mfcs.x.kind='train_step': an MFC of your own that trains would step after each part",
+        ),
+        (["train.offload=[actor]"], "train.offload=['actor']: actor must stay on the device"),
+        (["train.wait_for_full_lag=true"], "train.wait_for_full_lag=True: waits until the whole batch is stored"),
+        (["train.streaming_order=tokens"], "train.streaming_tokens=0: must be at least 1"),
+        (["mode=sync"], "train.streaming=True: mode=sync has no groups that arrive one after another"),
+    ],
+)
+def test_what_cannot_stream_is_refused_with_the_reason(config_file, overrides, message):
+    streaming = ["train.streaming=true", "train.ppo.minibatches=1"]
+    load_experiment(config_file, streaming)
+    load_experiment(config_file, [*streaming, "train.ppo.advantage_norm=none", "train.critic={minibatches: 1}"])
+    with pytest.raises(ConfigError) as error:
+        load_experiment(config_file, [*streaming, *overrides])
     assert message in str(error.value)
 
 

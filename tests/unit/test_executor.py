@@ -15,20 +15,25 @@ from asyncrl.config.schema import NameResolveConfig, RefConfig, RuntimeConfig, T
 from asyncrl.dataflow.graph import DataflowGraph, MFCDef
 from asyncrl.dataflow.redistribution import transfers
 from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid, build_handler_routing
+from asyncrl.master.batch import BatchFormer, Ready
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, PromptProgress, StorageTracker
 from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.executor import FunctionExecutor, ParameterHooks
+from asyncrl.master.streaming import PartRunner, begins_part
 from asyncrl.protocol.messages import (
     CallResult,
     ClearData,
     ExecuteMFC,
+    LedgerView,
     Locator,
     Reallocate,
     Redistribute,
+    TicketView,
     TrajectoryMeta,
 )
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.board import StatusBoard
+from asyncrl.runtime.clock import SYSTEM_CLOCK
 from asyncrl.runtime.names.memory import MemoryNameResolver
 from asyncrl.runtime.request_reply import NameResolvingReplyServer, NameResolvingRequestClient
 from asyncrl.runtime.transport import MemoryTransport
@@ -307,3 +312,90 @@ def test_an_mfc_without_a_model_is_refused():
     graph = DataflowGraph([mfc("inf", "reward", ["tokens"], ["r"])], DATASET)
     with pytest.raises(ValueError, match=r"inf on 'reward'.*placed models: \['actor'\]"):
         FunctionExecutor(graph, [placement("actor", "d1", [0])], None, None, None, None)
+
+
+# ------------------------------------------------------------------------------------------------ parts of a batch
+
+
+@pytest.mark.parametrize("last", [["t4", "t5"], []])
+async def test_a_batch_in_parts(last):
+    """Each group passes every MFC once. The last part carries the whole batch, and may be empty."""
+    places = [placement("actor", "d2", [0, 1]), placement("ref", "d1", [2]), placement("critic", "d1m2", [3, 4])]
+    async with running(ppo_graph(), places, 5) as (world, master):
+        batch = ["t0", "t1", "t2", "t3", *last]
+        for ticket in batch:
+            master.store(ticket, int(ticket[1:]), int(ticket[1:]) % 2, 10)
+        for part in (["t1"], ["t0", "t2", "t3"]):
+            await asyncio.wait_for(master.executor.execute_part(part, 0), LIMIT_S)
+            assert [meta.ticket_id for meta in master.buffer.stored] == [
+                t for t in batch if t not in master.buffer.earlier
+            ]
+        result = await master.step(batch)
+        calls = [body for me, body in world.calls(ExecuteMFC) if body.mfc == "actor_train" and me == 0]
+        assert [(body.part, body.ids, body.batch) for body in calls] == [
+            ("open", ["t1"], []),
+            ("open", ["t0", "t2", "t3"], []),
+            ("last", last, batch),
+        ]
+        ran = [(body.mfc, ticket) for me, body in world.calls(ExecuteMFC) if me in (0, 2, 3) for ticket in body.ids]
+        assert sorted(ran) == sorted((mfc, ticket) for mfc in ppo_graph().mfcs for ticket in batch)
+        assert result.seconds["actor_train"] == 1.5
+        assert result.stats["streaming/parts"] == 3
+        assert "actor_train/x" in result.stats
+        assert world.held == [set()] * 5
+        assert (len(master.tracker), len(master.buffer), master.buffer.earlier) == (0, 0, ())
+        master.store("u", 10, 0, 5)
+        assert "streaming/parts" not in (await master.step(["u"], 1)).stats
+        assert world.calls(ExecuteMFC)[-1][1].part == "whole"
+
+
+def test_groups_that_are_enough_for_a_part():
+    groups = [trajectory(f"t{i}", i, 0, length) for i, length in enumerate([50, 52, 200])]
+    by = {
+        "groups": TrainConfig(),
+        "balanced": TrainConfig(streaming_order="balanced"),
+        "tokens": TrainConfig(streaming_order="tokens", streaming_tokens=102),
+    }
+    begins = {name: [begins_part(groups[:n], train, num_ranks=2) for n in range(4)] for name, train in by.items()}
+    assert begins == {
+        "groups": [False, True, True, True],
+        "balanced": [False, False, True, False],  # one rank would have none, then 200 of 302 tokens
+        "tokens": [False, False, True, True],
+    }
+
+
+async def test_parts_begin_when_groups_are_stored_and_the_last_one_when_the_batch_is_complete():
+    """The runner takes what is stored when the trainer is free. The batch is decided while a part still runs."""
+    graph = DataflowGraph([mfc("train", "actor", ["tokens"], kind="train_step")], DATASET)
+    async with running(graph, [placement("actor", "d1", [0])], 1) as (world, master):
+        former = BatchFormer(batch_size=4, max_head_offpolicyness=0)
+        runner = PartRunner(
+            TrainConfig(), former, master.buffer, master.executor, version=0, num_ranks=1, clock=SYSTEM_CLOCK
+        )
+        live = [
+            TicketView(ticket_id=f"t{i}", locator=Locator(0, i), deadline=0, state="running", worker="w", age_s=1.0)
+            for i in range(4)
+        ]
+        view = LedgerView(known=True, revision=1, served_version=0, exhausted=False, live=live, rejected=[], servers=[])
+        gate = asyncio.Event()
+        world.gates["train"] = [gate]
+        running_parts = asyncio.create_task(runner.run())
+
+        def decide():
+            return former.decide(stored=master.buffer.stored, live=live, version=0, exhausted=False, now=0.0)
+
+        master.store("t3", 3, 0, 10)
+        runner.look(view)
+        await world.until(lambda: len(world.calls(ExecuteMFC)) == 1)
+        for i in (0, 1, 2):
+            master.store(f"t{i}", i, 0, 10)
+            runner.look(view)
+        decision = decide()
+        runner.stop()
+        assert decision == Ready(("t0", "t1", "t2", "t3"))
+        await asyncio.sleep(0)
+        assert not running_parts.done()
+        gate.set()
+        await asyncio.wait_for(running_parts, LIMIT_S)
+        await master.step(decision.tickets)
+        assert [body.ids for _, body in world.calls(ExecuteMFC)] == [["t3"], ["t0", "t1", "t2"]]

@@ -93,6 +93,27 @@ class FakeEngine:
     def train_step(
         self, sample: SequenceSample | None, loss_fn: LossFn, *, temperature: float, lr_step: int
     ) -> dict[str, float]:
+        grad, stats = self._gradient(f"train_step {lr_step}", sample, loss_fn, temperature)
+        return self._step(grad, stats, loss_fn)
+
+    def accumulate(
+        self, sample: SequenceSample | None, loss_fn: LossFn, *, temperature: float, begins: bool
+    ) -> dict[str, float]:
+        grad, stats = self._gradient("accumulate", sample, loss_fn, temperature)
+        self.accumulated = grad if begins else self.accumulated + grad
+        return stats if self.is_head else {}
+
+    def step_accumulated(
+        self, stats: Mapping[str, float], loss_fn: LossFn, *, denominator: float, lr_step: int
+    ) -> dict[str, float]:
+        self._all(f"step_accumulated {lr_step}", None)
+        total = {name: value / denominator if name == "loss" else value for name, value in stats.items()}
+        return self._step(self.accumulated / denominator, total, loss_fn)
+
+    def _gradient(
+        self, what: str, sample: SequenceSample | None, loss_fn: LossFn, temperature: float
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """The gradient and the statistics, summed over all ranks."""
         assert sample is None or sample.num_ids > 0
         self.trained, self.temperature = sample, temperature
         self.batches.append(sample.ids if sample is not None else ())
@@ -105,11 +126,14 @@ class FakeEngine:
                 loss, part_stats = loss_fn(outputs, data, torch.tensor(part.cu_seqlens()))
                 grad += torch.autograd.grad(loss, self.table)[0]
                 _add(stats, {key: float(value) for key, value in part_stats.items()})
-        gathered = self._all(f"train_step {lr_step}", (grad, stats))
+        gathered = self._all(what, (grad, stats))
         total, total_stats = torch.zeros(VOCABULARY), {}
         for rank_grad, rank_stats in gathered:
             total += rank_grad
             _add(total_stats, rank_stats)
+        return total, total_stats
+
+    def _step(self, total: torch.Tensor, total_stats: dict[str, float], loss_fn: LossFn) -> dict[str, float]:
         stop_reason = getattr(loss_fn, "stop_reason", lambda stats: "")
         stopped = bool(stop_reason(total_stats))
         with torch.no_grad():

@@ -126,6 +126,7 @@ class Source:
 
     seconds: dict[str, float] = {}  # noqa: RUF012
     servers = ()
+    trained_s = 0.0
 
     def __init__(self, parts: MasterParts) -> None:
         self._parts = parts
