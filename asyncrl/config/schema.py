@@ -327,6 +327,9 @@ class TrainConfig:
     critic: CriticConfig | None = None  # null: no critic
     ref: RefConfig = field(default_factory=RefConfig)
     reward_model: RewardModelConfig | None = None  # null: no reward model
+    # Agents and environments may return rewards per token or per turn; trajectories carry them as dense_rewards, and the
+    # advantages include them. false: such a reward rejects its prompt
+    dense_rewards: bool = False
     num_critic_only_steps: int = limited(0, at_least=0)  # the first steps train only the critic
     offload: list[str] = field(default_factory=list)  # roles whose weights leave the GPU between their MFCs, e.g. [ref]
     extra_mfcs: dict[str, MFCConfig] = field(default_factory=dict)  # name -> MFC
@@ -797,6 +800,7 @@ class RolloutWorkerConfig:
     rollout: RolloutConfig
     num_heads: int
     heartbeat_s: float
+    dense_rewards: bool = False  # train.dense_rewards
 
 
 # ------------------------------------------------------------------------------------ allowed values, and derived properties

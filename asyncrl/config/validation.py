@@ -423,6 +423,9 @@ def _bad_sync(config: ExperimentConfig) -> Iterator[Problem]:
                 yield f"rollout.tasks.{name}.{kind}", spec, f"{remedy}, or use mode=async"
     if config.train.wait_for_full_lag:
         yield "train.wait_for_full_lag", True, "with mode=sync no data is old; set it to false, or use mode=async"
+    if config.train.dense_rewards:
+        remedy = "needs an agent or an environment, and mode=sync has neither; set it to false, or use mode=async"
+        yield "train.dense_rewards", True, remedy
 
 
 def _deadlocks(config: ExperimentConfig) -> Iterator[Problem]:

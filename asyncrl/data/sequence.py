@@ -75,7 +75,8 @@ KEY_SPECS: Mapping[str, KeySpec] = {
     "packed_ref_logprobs": _spec("float32", "token"),
     "values": _spec("float32", "token"),  # of the state after token t, in the critic's units
     "model_rewards": _spec("float32", "sequence"),  # scores of the reward model
-    "dense_rewards": _spec("float32", "token"),  # a reward at any token, from an MFC of train.extra_mfcs
+    # a reward at any token: from the rollout worker with train.dense_rewards, or from an MFC of train.extra_mfcs
+    "dense_rewards": _spec("float32", "token"),
     "advantages": _spec("float32", "token"),  # of sampling token t; 0 where trained_mask is False
     "trained_mask": _spec("bool", "token"),  # loss_mask without the tokens that train.ppo excludes
     "returns": _spec("float32", "token"),  # targets of `values`, in the same units; 0 where value_mask is False

@@ -31,6 +31,7 @@ TRAJECTORY_KEYS = (
     "version_end",
     "birth_time",
 )
+DENSE_REWARDS = "dense_rewards"  # comes with the trajectories (train.dense_rewards), or an extra MFC writes it
 
 
 @dataclass(frozen=True)
@@ -105,14 +106,21 @@ def build_dataflow(train: TrainConfig, mode: str = "async") -> DataflowGraph:
     read its output keys.
     """
     if mode != "sync":
-        return DataflowGraph(training_mfcs(train))
+        return DataflowGraph(training_mfcs(train), trajectory_keys(train))
     generate = MFCDef(GENERATE_MFC, "actor", "generate", "actor_generate", (), TRAJECTORY_KEYS)
     return DataflowGraph([generate, *training_mfcs(train)], dataset_keys=())
 
 
+def trajectory_keys(train: TrainConfig) -> tuple[str, ...]:
+    """The keys that every trajectory of a run carries."""
+    return (*TRAJECTORY_KEYS, DENSE_REWARDS) if train.dense_rewards else TRAJECTORY_KEYS
+
+
 def without_generation(mfcs: Sequence[MFCDef]) -> DataflowGraph:
     """The same graph without its generate node: the MFCs that process existing trajectories."""
-    return DataflowGraph([mfc for mfc in mfcs if mfc.kind != "generate"])
+    kept = [mfc for mfc in mfcs if mfc.kind != "generate"]
+    is_made = any(DENSE_REWARDS in mfc.output_keys for mfc in kept)
+    return DataflowGraph(kept, TRAJECTORY_KEYS if is_made else (*TRAJECTORY_KEYS, DENSE_REWARDS))
 
 
 def training_mfcs(train: TrainConfig) -> list[MFCDef]:
@@ -124,7 +132,8 @@ def training_mfcs(train: TrainConfig) -> list[MFCDef]:
         rew_inf     model_rewards        ---+                      +--> critic_train
 
     The config decides which inference MFCs exist. `advantages` reads their keys, and `dense_rewards` and `values` of extra MFCs.
-    It reads `proximal_logprobs` only for a KL penalty. `actor_train` also reads `proximal_logprobs`, if the key exists.
+    With train.dense_rewards the trajectories have `dense_rewards`. `advantages` reads `proximal_logprobs` only for a KL penalty.
+    `actor_train` also reads `proximal_logprobs`, if the key exists.
     """
     ppo = train.ppo
     inference: list[MFCDef] = []
@@ -148,7 +157,8 @@ def training_mfcs(train: TrainConfig) -> list[MFCDef]:
     if ppo.kl_coef > 0 and not anchor:
         judged.append("packed_logprobs")
     made_by_extra = {key for mfc in extra for key in mfc.output_keys}
-    judged += [key for key in ("dense_rewards", "values") if key in made_by_extra and key not in judged]
+    judged += [key for key in (DENSE_REWARDS, "values") if key in made_by_extra and key not in judged]
+    judged += [DENSE_REWARDS] if train.dense_rewards and DENSE_REWARDS not in judged else []
     advantages = MFCDef(
         ADVANTAGES_MFC,
         "actor",

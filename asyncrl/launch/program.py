@@ -256,6 +256,7 @@ class _Run:
             rollout=config.rollout,
             num_heads=len(self.heads),
             heartbeat_s=config.manager.heartbeat_s,
+            dense_rewards=config.train.dense_rewards,
         )
 
     def replayer(self) -> ReplayerConfig:

@@ -31,12 +31,12 @@ from torch import Tensor
 
 from asyncrl.algorithms.advantages import Advantages, advantage_keys, compute_advantages
 from asyncrl.algorithms.kl import make_kl_controller
-from asyncrl.algorithms.packed import count_per_sequence
+from asyncrl.algorithms.packed import count_per_sequence, sum_per_sequence
 from asyncrl.algorithms.ppo import PPOLoss, check_ppo_config, loss_denominator, loss_keys
 from asyncrl.algorithms.value import ValueLoss, ValueNorm
 from asyncrl.config.schema import ConfigError, PPOConfig, TrainConfig, judges_by_group
 from asyncrl.data.sequence import KEY_SPECS, SequenceSample
-from asyncrl.dataflow.graph import MFCDef
+from asyncrl.dataflow.graph import DENSE_REWARDS, MFCDef
 from asyncrl.rewards.import_object import import_object
 
 # (outputs, data, cu_seqlens) -> (loss, statistics): an engine calls it on each micro-batch. outputs: `logprobs` and `entropy` of a
@@ -180,10 +180,18 @@ def temperature_of(train: TrainConfig) -> float:
 _MIN_STD = 1e-4  # a smaller standard deviation of the returns is taken for rounding error
 
 
-def batch_stats(engine: Ranks, local: LocalBatch, made: Advantages) -> Stats:
-    """Statistics of the whole batch, over all ranks. Two collective calls."""
+def batch_stats(engine: Ranks, local: LocalBatch, made: Advantages, *, adds_dense: bool = False) -> Stats:
+    """Statistics of the whole batch, over all ranks. Two collective calls.
+
+    adds_dense: the dense rewards are part of the trajectories' rewards (train.dense_rewards).
+    """
     rewards_S, mask_T, kl_T = made.rewards_S, made.mask_T, made.kl_T
     raw_S = local.data["rewards"].double()
+    dense_S = torch.zeros_like(raw_S)
+    if DENSE_REWARDS in local.data:
+        dense_S = sum_per_sequence(local.data[DENSE_REWARDS].double(), local.cu_seqlens)
+    if adds_dense:
+        raw_S, rewards_S = raw_S + dense_S, rewards_S + dense_S
     response_S = count_per_sequence(local.data["loss_mask"], local.cu_seqlens)
     advantages = made.advantages_T[mask_T].double()
     groups = np.split(rewards_S.numpy(), np.cumsum(local.group_sizes, dtype=np.int64)[:-1])
@@ -196,6 +204,7 @@ def batch_stats(engine: Ranks, local: LocalBatch, made: Advantages) -> Stats:
         "reward": float(raw_S.sum()),
         "reward_squared": float(raw_S.square().sum()),
         "model": float(local.data["model_rewards"].double().sum()) if "model_rewards" in local.data else 0.0,
+        "dense": float(dense_S.sum()),
         "shaped": float(rewards_S.double().sum()),
         "equal_groups": float(sum(bool((rewards == rewards[0]).all()) for rewards in groups if rewards.size)),
         "prompt": float(local.data["prompt_mask"].sum()),
@@ -234,6 +243,8 @@ def batch_stats(engine: Ranks, local: LocalBatch, made: Advantages) -> Stats:
     }
     if "model_rewards" in local.data:
         stats["reward/model_mean"] = total["model"] / sequences
+    if DENSE_REWARDS in local.data:
+        stats["reward/dense_mean"] = total["dense"] / sequences
     if kl_T is not None:
         stats["kl/token_mean"] = total["kl"] / max(total["sampled"], 1.0)
         stats["kl/sequence_mean"] = total["kl"] / sequences
@@ -412,6 +423,7 @@ class AdvantagesInterface(Interface):
         check_ppo_config(train.ppo)
         self.ppo: PPOConfig = train.ppo
         self.output_keys = mfc.output_keys
+        self.adds_dense = train.dense_rewards
         self.kl = make_kl_controller(train.ppo)
         self.model_reward_scale = train.reward_model.scale if train.reward_model is not None else 0.0
         critic = train.critic
@@ -419,7 +431,7 @@ class AdvantagesInterface(Interface):
         self.keys = ["packed_input_ids", "prompt_mask", *advantage_keys(train.ppo)]
         self.keys += ["model_rewards"] if train.reward_model is not None else []
         self.keys += ["values"] if critic is not None or "values" in mfc.input_keys else []
-        self.keys += ["dense_rewards"] if "dense_rewards" in mfc.input_keys else []
+        self.keys += [DENSE_REWARDS] if DENSE_REWARDS in mfc.input_keys else []
         check_input_keys(mfc, self.keys)
         if "values" in self.keys and judges_by_group(train.ppo):
             raise ValueError(
@@ -466,7 +478,7 @@ class AdvantagesInterface(Interface):
             kl_coef=self.kl.coef,
             all_reduce_sum=engine.all_reduce_sum,
         )
-        stats = batch_stats(engine, local, made)
+        stats = batch_stats(engine, local, made, adds_dense=self.adds_dense)
         if "values" in data:
             stats |= value_stats(engine, data["values"][made.states_T], made.returns_T[made.states_T])
         if made.kl_T is not None:

@@ -25,7 +25,7 @@ import transformers
 from asyncrl.config.schema import ModelConfig, ModelWorkerConfig
 from asyncrl.data.model_limits import ModelLimits
 from asyncrl.data.trajectories import BackgroundRecorder, recording_dir
-from asyncrl.dataflow.graph import MFCDef
+from asyncrl.dataflow.graph import MFCDef, trajectory_keys
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.dataflow.worker_groups import WorkerGroups
 from asyncrl.model.broadcast import ServerClient, WeightSender
@@ -161,7 +161,7 @@ class ModelWorker(Worker):
             self.incarnation,
             store,
             head=self._first.heads.index(index),
-            check=partial(trajectory_error, limits=limit),
+            check=partial(trajectory_error, limits=limit, keys=trajectory_keys(config.train)),
             verdict_limit_s=config.train.call_timeout_s,
             tasks=self.tasks,
             board=self.board,

@@ -1,7 +1,14 @@
 import pytest
 
 from asyncrl.config.schema import CriticConfig, MFCConfig, PPOConfig, RewardModelConfig, TrainConfig
-from asyncrl.dataflow.graph import TRAJECTORY_KEYS, DataflowGraph, MFCDef, build_dataflow, training_mfcs
+from asyncrl.dataflow.graph import (
+    TRAJECTORY_KEYS,
+    DataflowGraph,
+    MFCDef,
+    build_dataflow,
+    training_mfcs,
+    without_generation,
+)
 
 
 def mfc(name, reads=(), writes=()):
@@ -69,6 +76,17 @@ def test_dense_rewards_of_an_mfc_reach_the_advantages():
     extra = MFCConfig(interface="mine:f", input_keys=["packed_input_ids"], output_keys=["dense_rewards"])
     graph = build_dataflow(TrainConfig(extra_mfcs={"judge": extra}))
     assert graph.parents["advantages"] == {"judge"}
+
+
+def test_dense_rewards_come_with_the_trajectories_or_from_an_mfc():
+    train = TrainConfig(dense_rewards=True)
+    graph = build_dataflow(train)
+    assert "dense_rewards" in graph.mfcs["advantages"].input_keys
+    assert graph.parents["advantages"] == frozenset()
+    assert without_generation(list(graph.mfcs.values())).mfcs == graph.mfcs  # the master's graph
+    extra = MFCConfig(interface="mine:f", input_keys=["packed_input_ids"], output_keys=["dense_rewards"])
+    with pytest.raises(ValueError, match="'judge' writes 'dense_rewards', a key that every trajectory already has"):
+        build_dataflow(TrainConfig(dense_rewards=True, extra_mfcs={"judge": extra}))
 
 
 @pytest.mark.parametrize(

@@ -473,6 +473,20 @@ def test_a_dense_reward_counts_at_its_token_and_earlier() -> None:
     assert made.data["advantages"].tolist() == pytest.approx([0, 1.25, 1, 0, 0.5, 0, 1, 1, 0, 1])
 
 
+def test_dense_rewards_of_trajectories_are_part_of_the_mean_reward() -> None:
+    """The rewards of the four responses are 1, 0, 1, 1, their dense rewards add up to 0.25, 0.5, 0, 0."""
+    batch = tiny_batch()
+    dense = np.array([0, 0.25, 0, 0, 0.5, 0, 0, 0, 0, 0], np.float32)
+    batch = batch.update(batch.derive({"dense_rewards": dense}))
+    interface = interfaces(train_config(advantage_norm="none", dense_rewards=True))["advantages"]
+    made, stats = interface.run(FakeEngine(), batch, batch_ids=batch.ids, version=0)
+    assert made is not None
+    assert made.data["advantages"].tolist() == pytest.approx([0, 1.25, 1, 0, 0.5, 0, 1, 1, 0, 1])
+    assert stats["reward/dense_mean"] == pytest.approx(0.75 / 4)
+    assert stats["reward/mean"] == pytest.approx(3.75 / 4)
+    assert stats["reward/shaped_mean"] == pytest.approx(3.75 / 4)
+
+
 # ------------------------------------------------------------------------------------- a critic and a reward model, by hand
 
 

@@ -26,7 +26,7 @@ from asyncrl.config.schema import (
 from asyncrl.data.prompts import PromptSource, is_file_name, load_tokenizer
 from asyncrl.data.replay import check_replay, plan_replay
 from asyncrl.data.trajectories import tokenizer_fingerprint
-from asyncrl.dataflow.graph import build_dataflow
+from asyncrl.dataflow.graph import build_dataflow, trajectory_keys
 from asyncrl.dataflow.topology import allocation_of
 from asyncrl.generation.sglang_environment import SETUP_HINT, TorchVersions, find_sglang, own_torch
 from asyncrl.launch.checks.model_files import check_vocabulary, count_parameters, read_config
@@ -279,7 +279,10 @@ def _check_replay(config: ExperimentConfig, model: Mapping[str, object]) -> int:
     vocab_size = model.get("vocab_size")
     assert isinstance(vocab_size, int)
     check_replay(
-        plan, vocab_size=vocab_size, tokenizer=tokenizer_fingerprint(config.tokenizer_path or config.model_path)
+        plan,
+        vocab_size=vocab_size,
+        tokenizer=tokenizer_fingerprint(config.tokenizer_path or config.model_path),
+        keys=trajectory_keys(config.train),
     )
     folder = Path(config.model_path).expanduser()
     if (folder / MANIFEST).is_file() and (version := read_manifest(folder).version) != plan.first_step:
