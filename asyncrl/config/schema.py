@@ -301,6 +301,19 @@ class RewardModelConfig:
 
 
 @dataclass(frozen=True)
+class PtxConfig:
+    """Supervised texts mixed into each step of the actor (PPO-ptx, arXiv:2203.02155, eq. 2): loss + coef * their mean NLL."""
+
+    # Prompts with answers. The tokens of the answer and an EOS are trained, those of the prompt are not
+    texts: PromptSourceConfig = field(default_factory=PromptSourceConfig)
+    coef: float = limited(0.1, above=0)  # of the mean negative log-likelihood, in nats per token
+    # Texts per train step, divided among its optimizer steps; at least one for each. The seed and the step determine them
+    batch_size: int = limited(64, at_least=1, at_most=10_000_000)
+    # Tokens of prompt and answer; a longer text is cut
+    max_length: int = limited(512, at_least=2, at_most=100_000_000)
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """The training side."""
 
@@ -327,6 +340,7 @@ class TrainConfig:
     critic: CriticConfig | None = None  # null: no critic
     ref: RefConfig = field(default_factory=RefConfig)
     reward_model: RewardModelConfig | None = None  # null: no reward model
+    ptx: PtxConfig | None = None  # null: no supervised texts
     # Agents and environments may return rewards per token or per turn; trajectories carry them as dense_rewards, and the
     # advantages include them. false: such a reward rejects its prompt
     dense_rewards: bool = False

@@ -77,10 +77,16 @@ def problems_of_fields(config: ExperimentConfig) -> Iterator[Problem]:
     for name, value in (("model_path", config.model_path), ("prompts.path", config.prompts.path)):
         if not value and not (replays and name == "prompts.path"):
             yield name, value, "is required"
-    for name, prompts in (("prompts", config.prompts), ("eval.prompts", config.eval.prompts)):
+    texts = config.train.ptx.texts if config.train.ptx is not None else None
+    for name, prompts in (
+        ("prompts", config.prompts),
+        ("eval.prompts", config.eval.prompts),
+        ("train.ptx.texts", texts),
+    ):
         for option in ("system_prompt", "chat_template_args"):
             if prompts is not None and getattr(prompts, option) and not prompts.chat_template:
                 yield f"{name}.{option}", getattr(prompts, option), f"needs {name}.chat_template=true"
+    yield from _bad_ptx(config)
     if config.eval.prompts is not None and not config.eval.prompts.path:
         yield "eval.prompts.path", "", "is required (or leave eval.prompts out: no evaluation)"
     if not config.rollout.tasks and not replays:
@@ -93,6 +99,19 @@ def problems_of_fields(config: ExperimentConfig) -> Iterator[Problem]:
             yield f"rollout.tasks.{name}", task, "needs a reward function or an env"
         if name in REWARD_METRICS and len(config.rollout.tasks) > 1:
             yield f"rollout.tasks.{name}", task, f"choose another name: reward/{name} is a metric of all tasks together"
+
+
+def _bad_ptx(config: ExperimentConfig) -> Iterator[Problem]:
+    ptx, num_steps = config.train.ptx, config.train.ppo.minibatches
+    if ptx is None:
+        return
+    if not ptx.texts.path:
+        yield "train.ptx.texts.path", "", "is required (or leave train.ptx out: no supervised texts)"
+    if not ptx.texts.answer_key:
+        yield "train.ptx.texts.answer_key", "", "is required: the answers are what is trained"
+    if ptx.batch_size < num_steps:
+        remedy = f"must be at least train.ppo.minibatches={num_steps}, one text for each optimizer step"
+        yield "train.ptx.batch_size", ptx.batch_size, remedy
 
 
 def _limits(entry: Field[Any]) -> Limits:

@@ -78,6 +78,7 @@ KEY_SPECS: Mapping[str, KeySpec] = {
     # a reward at any token: from the rollout worker with train.dense_rewards, or from an MFC of train.extra_mfcs
     "dense_rewards": _spec("float32", "token"),
     "advantages": _spec("float32", "token"),  # of sampling token t; 0 where trained_mask is False
+    "supervised_mask": _spec("bool", "token"),  # in actor_train only: the supervised tokens of the texts of train.ptx
     "trained_mask": _spec("bool", "token"),  # loss_mask without the tokens that train.ppo excludes
     "returns": _spec("float32", "token"),  # targets of `values`, in the same units; 0 where value_mask is False
     "value_mask": _spec("bool", "token"),  # the next token is trained: `values` has a target here

@@ -381,6 +381,7 @@ def with_absolute_paths(config: ExperimentConfig) -> ExperimentConfig:
             ref=replace(train.ref, path=_absolute(train.ref.path)),
             critic=replace(critic, path=_absolute(critic.path)) if critic else None,
             reward_model=replace(judge, path=_absolute(judge.path)) if judge else None,
+            ptx=replace(train.ptx, texts=_resolve_prompts(train.ptx.texts)) if train.ptx else None,
             extra_mfcs={
                 name: replace(mfc, interface=_absolute_spec(mfc.interface)) for name, mfc in train.extra_mfcs.items()
             },

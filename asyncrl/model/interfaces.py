@@ -37,6 +37,7 @@ from asyncrl.algorithms.value import ValueLoss, ValueNorm
 from asyncrl.config.schema import ConfigError, PPOConfig, TrainConfig, judges_by_group
 from asyncrl.data.sequence import KEY_SPECS, SequenceSample
 from asyncrl.dataflow.graph import DENSE_REWARDS, MFCDef
+from asyncrl.model.supervised import SupervisedTexts
 from asyncrl.rewards.import_object import import_object
 
 # (outputs, data, cu_seqlens) -> (loss, statistics): an engine calls it on each micro-batch. outputs: `logprobs` and `entropy` of a
@@ -279,7 +280,7 @@ class StepStats:
     Of an engine's statistics: *_max are maxima, *_steps counts, MEANS means over the minibatches, all others sums over tokens.
     """
 
-    MEANS = ("loss", "grad_norm", "lr")
+    MEANS = ("loss", "ptx_loss", "grad_norm", "lr")
 
     def __init__(self) -> None:
         self.steps = 0
@@ -519,22 +520,28 @@ def train_minibatches(
     *,
     temperature: float,
     lr_step: int,
+    texts: SupervisedTexts | None = None,
 ) -> StepStats:
     """Take one optimizer step per minibatch that has tokens to train on. Collective.
 
     sample: the groups of this rank with the keys that the engine and the loss read. loss_of: makes a minibatch's loss from two
-    counts over all ranks: its tokens in `loss_mask`, and its sequences that have any.
+    counts over all ranks: its tokens in `loss_mask`, and its sequences that have any. texts: those of train.ptx, divided among the
+    minibatches.
     """
     steps = StepStats()
     here = set(sample.ids) if sample is not None else set()
     counts = _count(engine, sample, minibatches)
-    for ids, (num_tokens, num_sequences) in zip(minibatches, counts, strict=True):
+    supervised = texts.parts(lr_step, len(minibatches)) if texts is not None else []
+    for number, (ids, (num_tokens, num_sequences)) in enumerate(zip(minibatches, counts, strict=True)):
         if num_tokens == 0:
             steps.empty += 1  # no rank has a token to train on (all truncated, with mask_too_long): no step
             continue
         mine = [group_id for group_id in ids if group_id in here]
         part = sample.select_ids(mine) if sample is not None and mine else None
         loss_fn = loss_of(num_tokens, num_sequences)
+        if texts is not None:
+            ranks = {"dp_rank": engine.dp_rank, "dp_size": engine.dp_size}
+            part, loss_fn = texts.mix(supervised[number], part, loss_fn, **ranks)
         steps.add(engine.train_step(part, loss_fn, temperature=temperature, lr_step=lr_step), num_tokens)
     return steps
 
@@ -555,13 +562,13 @@ def _count(
 
 
 class PPOActorInterface(Interface):
-    """One train step of PPO: one optimizer step per minibatch.
+    """One train step of PPO: one optimizer step per minibatch, which may include supervised texts (train.ptx).
 
     consumes: the groups of this rank with the keys of `actor_train`.  produces: new weights in the engine, statistics of the step.
     waits for: the other ranks, in collective calls. If a rank fails, the master detects it and ends the trainer group.
     """
 
-    def __init__(self, mfc: MFCDef, train: TrainConfig, seed: int) -> None:
+    def __init__(self, mfc: MFCDef, train: TrainConfig, seed: int, tokenizer_path: str) -> None:
         check_ppo_config(train.ppo)
         self.ppo: PPOConfig = train.ppo
         self.temperature = temperature_of(train)
@@ -569,6 +576,8 @@ class PPOActorInterface(Interface):
         self.keys = ["packed_input_ids", "trained_mask"]  # the loss reads it as loss_mask
         self.keys += [key for key in loss_keys(train.ppo) if key != "loss_mask"]
         check_input_keys(mfc, self.keys)
+        keys = ["loss_mask" if key == "trained_mask" else key for key in self.keys]
+        self.texts = SupervisedTexts(train.ptx, tokenizer_path, seed=seed, keys=keys) if train.ptx is not None else None
 
     def run(
         self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int
@@ -581,7 +590,9 @@ class PPOActorInterface(Interface):
             return PPOLoss(self.ppo, loss_denominator(self.ppo, num_tokens, num_sequences))
 
         minibatches = split_minibatches(batch_ids, self.ppo.minibatches, seed=self.seed, version=version)
-        steps = train_minibatches(engine, sample, minibatches, loss_of, temperature=self.temperature, lr_step=version)
+        steps = train_minibatches(
+            engine, sample, minibatches, loss_of, temperature=self.temperature, lr_step=version, texts=self.texts
+        )
         return None, steps.result("actor")
 
 
@@ -616,10 +627,11 @@ class PPOCriticInterface(Interface):
         return None, steps.result("critic")
 
 
-def make_interface(mfc: MFCDef, train: TrainConfig, seed: int = 1) -> Interface:
+def make_interface(mfc: MFCDef, train: TrainConfig, seed: int = 1, tokenizer_path: str = "") -> Interface:
     """Return the interface that an MFC names.
 
-    seed: of the experiment; it determines the minibatches. The groups of a batch may have different sizes.
+    seed: of the experiment; it determines the minibatches. tokenizer_path: for the texts of train.ptx. The groups of a batch may
+    have different sizes.
     """
     if mfc.interface == "actor_logprobs":
         return LogprobsInterface("proximal_logprobs", train)
@@ -632,7 +644,7 @@ def make_interface(mfc: MFCDef, train: TrainConfig, seed: int = 1) -> Interface:
     if mfc.interface == "ppo_advantages":
         return AdvantagesInterface(mfc, train)
     if mfc.interface == "ppo_actor":
-        return PPOActorInterface(mfc, train, seed)
+        return PPOActorInterface(mfc, train, seed, tokenizer_path)
     if mfc.interface == "ppo_critic":
         return PPOCriticInterface(mfc, train, seed)
     if ":" in mfc.interface:

@@ -70,7 +70,7 @@ class ModelWorker(Worker):
         config, info, index = self.config, self.info, self.info.index
         limit_s = config.train.call_timeout_s
         interfaces = {  # built first: a bad config fails before a model is loaded
-            mfc.name: make_interface(MFCDef.of(mfc), config.train, seed=info.seed)
+            mfc.name: make_interface(MFCDef.of(mfc), config.train, seed=info.seed, tokenizer_path=config.tokenizer_path)
             for mfc in config.mfcs
             if mfc.kind != "generate" and index in self._placements[mfc.model].workers
         }

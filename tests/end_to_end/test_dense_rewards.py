@@ -1,6 +1,5 @@
 """A run that learns from rewards of tokens only: its environment gives each token of a response a reward, and no other reward."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,7 @@ from whole_runs import launch_sorter
 
 from asyncrl.testing.runs import evaluations, train_steps
 
-STEPS, BATCH = 40, 64
+STEPS = 20
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -41,7 +40,6 @@ def test_a_run_learns_from_rewards_of_tokens(sorter: Path, tmp_path: Path) -> No
         f"rollout.tasks.default.env={tmp_path / 'digits.py'}:Digits",
         "train.dense_rewards=true",
         "train.algorithm=reinforce_pp",  # each token's advantage comes from its own and later rewards
-        "train.ppo.advantage_norm=batch",
         f"train.max_steps={STEPS}",
         f"eval.every_steps={STEPS}",
         "allocation=transformers.d1+d1",
@@ -52,6 +50,6 @@ def test_a_run_learns_from_rewards_of_tokens(sorter: Path, tmp_path: Path) -> No
     for step in steps:
         assert step["reward/dense_mean"] == pytest.approx(step["reward/mean"], abs=1e-5)  # there is no other reward
     start, *_, end = evaluations(run.run_dir)
-    print(json.dumps({"start": start, "end": end, "rewards": [step["reward/mean"] for step in steps]}))
-    assert start["eval/greedy_reward"] < 0.8
-    assert end["eval/greedy_reward"] >= start["eval/greedy_reward"] + 0.1
+    assert start["eval/sampled_reward"] < 0.6
+    assert end["eval/sampled_reward"] >= 0.8
+    assert end["eval/greedy_reward"] >= 0.9
