@@ -314,6 +314,16 @@ class PtxConfig:
 
 
 @dataclass(frozen=True)
+class EmaConfig:
+    """A moving average of the actor: average <- decay * average + (1 - decay) * actor after each train step.
+
+    It is saved beside the actor (`final-ema`) and, with generation servers, evaluated at the end (eval/ema_...).
+    """
+
+    decay: float = 0.99  # above 0, below 1; 1 / (1 - decay) steps have most of the weight
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """The training side."""
 
@@ -341,6 +351,7 @@ class TrainConfig:
     ref: RefConfig = field(default_factory=RefConfig)
     reward_model: RewardModelConfig | None = None  # null: no reward model
     ptx: PtxConfig | None = None  # null: no supervised texts
+    ema: EmaConfig | None = None  # null: no moving average of the actor
     # Agents and environments may return rewards per token or per turn; trajectories carry them as dense_rewards, and the
     # advantages include them. false: such a reward rejects its prompt
     dense_rewards: bool = False
@@ -682,6 +693,7 @@ class ModelConfig:
     trainable: bool = False
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     offload: bool = False  # move the weights off the GPU between MFCs
+    float32: bool = False  # its weights are float32 although it is not trained: a moving average
 
 
 @dataclass(frozen=True)
@@ -826,6 +838,7 @@ _SLOWEST_TOKENS_PER_S = 16
 INTERRUPT_MODES = ("abort", "retract", "wait", "in_place")
 ATTENTIONS = ("padded", "sdpa", "eager", "flash_attention_2", "flash_attention_3")
 CRITIC, REF, REWARD = "critic", "ref", "reward"  # roles besides names.ACTOR
+EMA = "ema"  # name of the model that is the actor's moving average; no MFC runs on it
 MODES = ("async", "sync", "rollout_only", "train_only")
 RECOVERABLE_MODES = ("async", "sync")  # modes that write checkpoints
 

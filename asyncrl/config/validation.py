@@ -153,6 +153,8 @@ def _bad_roles(config: ExperimentConfig) -> Iterator[Problem]:
         )
     if train.reward_model is not None and not train.reward_model.path:
         yield "train.reward_model.path", "", "is required: a model with one label; or leave train.reward_model out"
+    if train.ema is not None and not 0 < train.ema.decay < 1:
+        yield "train.ema.decay", train.ema.decay, "must be above 0 and below 1 (it is a decay)"
     if not 0 < ref.update_share <= 1:
         yield "train.ref.update_share", ref.update_share, "must be above 0 and at most 1 (1: a plain copy)"
 

@@ -19,6 +19,7 @@ from yaml import YAMLError
 from asyncrl.config.loading import merge_into
 from asyncrl.config.schema import (
     CRITIC,
+    EMA,
     RECOVERABLE_MODES,
     REF,
     REWARD,
@@ -138,6 +139,8 @@ class _Run:
             _place(self.allocation, build_dataflow(self.train, config.mode)) if self.trains else ([], _recording())
         )
         self.models = [_model(placement, self.mfcs, self.train, config.model_path) for placement in self.placements]
+        if self.trains and self.train.ema is not None:  # laid out like the actor, the first model
+            self.models.append(replace(self.models[0], name=EMA, trainable=False, offload=False, float32=True))
         self.heads = self.placements[0].heads if self.trains else (0,)  # model workers that receive trajectories
         self.store_capacity = (1 + self.eta) * self.train.batch_size
         self.detached = [list(group) for group in worker_groups_of_run(config).detached]

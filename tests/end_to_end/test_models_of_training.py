@@ -1,11 +1,15 @@
-"""Runs with further models and data on the training side: supervised texts."""
+"""Runs with further models and data on the training side: supervised texts, a moving average of the actor."""
 
+import signal
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from whole_runs import launch_sorter
 
 from asyncrl.testing.runs import evaluations, train_steps
+from asyncrl.weights.versions import tensor_files
 
 STEPS = 20
 
@@ -35,3 +39,49 @@ def test_a_run_learns_from_supervised_texts(sorter: Path, tmp_path: Path) -> Non
     assert steps[-1]["actor/ptx_loss"] < 0.6 * steps[0]["actor/ptx_loss"]
     assert start["eval/sampled_reward"] < 0.25
     assert end["eval/sampled_reward"] >= start["eval/sampled_reward"] + 0.2
+
+
+DECAY = 0.75
+
+
+def test_the_average_of_the_actor_is_saved_evaluated_and_resumed(sorter: Path, tmp_path: Path) -> None:
+    """The run is interrupted and resumed from its checkpoint. The saved average is that of the weights after each step, in float32,
+    beginning with the initial weights."""
+    last = 6
+    config = (
+        f"train.ema.decay={DECAY}",
+        f"train.max_steps={last}",
+        "train.batch_size=16",
+        "eval.num_prompts=64",
+        "eval.every_steps=0",
+        "weights.keep=100",
+        "allocation=transformers.d1+d2",
+    )
+    with launch_sorter(sorter, tmp_path, *config) as run:
+        run.wait_for_step(2, limit_s=300)
+        run.signal(signal.SIGINT)
+        assert run.wait(120) == 130, run.output()
+    with launch_sorter(sorter, tmp_path, *config) as run:
+        assert run.wait(600) == 0, run.output()
+    assert "attempt_2" in {path.name for path in (run.run_dir / "tensorboard").iterdir()}
+    folder = run.run_dir / "weights" / "actor"
+    actor = [read(sorted(folder.glob(f"*-v{version:08d}"))[-1]) for version in range(last + 2)]
+    average = {name: tensor.float() for name, tensor in actor[0].items()}
+    for weights in actor[1 : last + 1]:
+        average = {name: DECAY * tensor + (1 - DECAY) * weights[name].float() for name, tensor in average.items()}
+    saved = read(run.run_dir / "checkpoints" / "final-ema")
+    assert saved.keys() == average.keys()
+    for name, tensor in average.items():
+        torch.testing.assert_close(saved[name], tensor, rtol=1e-5, atol=1e-7)
+        assert torch.equal(actor[last + 1][name], saved[name])  # the servers got the average to evaluate it
+    assert any((saved[name] - tensor).abs().max() > 1e-4 for name, tensor in actor[last].items())
+    *_, of_actor, of_average = evaluations(run.run_dir)
+    assert (of_actor["step"], of_average["step"]) == (last, last)
+    assert of_actor["eval/greedy_version_min"] == last
+    assert of_average["eval/ema_greedy_version_min"] == of_average["eval/ema_sampled_version_max"] == last + 1
+    assert of_average["eval/ema_greedy_num_prompts"] == 64
+    assert "ema_greedy" in run.output()
+
+
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in tensor_files(folder) for name, tensor in load_file(file).items()}

@@ -86,6 +86,7 @@ def test_overrides_replace_values_of_the_file(config_file):
         ("train.ptx={texts: {answer_key: ''}}", "train.ptx.texts.answer_key='': is required: the answers are what"),
         ("train.ptx={batch_size: 3}", "train.ptx.batch_size=3: must be at least train.ppo.minibatches=4"),
         ("train.ptx={coef: 0}", "train.ptx.coef=0.0: must be above 0"),
+        ("train.ema={decay: 1}", "train.ema.decay=1.0: must be above 0 and below 1"),
         ("train.reward_model={}", "train.reward_model.path='': is required"),
         ("train.ref.update_share=0", "train.ref.update_share=0.0: must be above 0 and at most 1"),
         ("train.ref.update_share=1.5", "train.ref.update_share=1.5: must be above 0 and at most 1"),
