@@ -54,6 +54,10 @@ def with_local_models(
             ref=replace(ref, path=folder("train.ref.path", ref.path)),
             critic=replace(critic, path=folder("train.critic.path", critic.path)) if critic else None,
             reward_model=replace(judge, path=folder("train.reward_model.path", judge.path)) if judge else None,
+            reward_models={
+                name: replace(model, path=folder(f"train.reward_models.{name}.path", model.path))
+                for name, model in train.reward_models.items()
+            },
         ),
     )
 

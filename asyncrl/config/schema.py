@@ -294,7 +294,7 @@ class RefConfig:
 
 @dataclass(frozen=True)
 class RewardModelConfig:
-    """A reward model: rew_inf adds its score of each sequence to the reward function's reward."""
+    """A reward model: its scaled score of each sequence is added to the reward function's reward."""
 
     path: str = ""  # AutoModelForSequenceClassification with one label
     scale: float = 1.0  # rewards <- rewards + scale * score
@@ -350,6 +350,8 @@ class TrainConfig:
     critic: CriticConfig | None = None  # null: no critic
     ref: RefConfig = field(default_factory=RefConfig)
     reward_model: RewardModelConfig | None = None  # null: no reward model
+    # Further reward models, by name: role reward_NAME, MFC rew_inf_NAME. Rewards get the sum of scale * score over all
+    reward_models: dict[str, RewardModelConfig] = field(default_factory=dict)
     ptx: PtxConfig | None = None  # null: no supervised texts
     ema: EmaConfig | None = None  # null: no moving average of the actor
     # Agents and environments may return rewards per token or per turn; trajectories carry them as dense_rewards, and the
@@ -917,6 +919,12 @@ def _chosen(asked: T, found: T) -> T:
 def max_head_offpolicyness(config: ExperimentConfig) -> int:
     """eta; 0 with mode=sync, where the model workers generate with the newest weights."""
     return 0 if config.mode == "sync" else config.manager.max_head_offpolicyness
+
+
+def reward_models(train: TrainConfig) -> dict[str, RewardModelConfig]:
+    """The reward models by role: `reward` is train.reward_model, `reward_NAME` is train.reward_models.NAME."""
+    one = {} if train.reward_model is None else {REWARD: train.reward_model}
+    return one | {f"{REWARD}_{name}": model for name, model in train.reward_models.items()}
 
 
 def judges_by_group(ppo: PPOConfig) -> bool:

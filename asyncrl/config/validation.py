@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import Field
 from typing import Any
@@ -26,12 +27,13 @@ from asyncrl.config.schema import (
     authenticates,
     can_be_reached,
     judges_by_group,
+    reward_models,
 )
 
 Problem = tuple[str, object, str]  # field, value, remedy
 
 # Names of metrics reward/<name> over all tasks; a task with such a name would collide with its own metric reward/<task>
-REWARD_METRICS = ("mean", "min", "max", "std", "shaped_mean", "equal_group_share")
+REWARD_METRICS = ("mean", "min", "max", "std", "shaped_mean", "dense_mean", "equal_group_share")
 TRANSPORTS = ("disk", "broadcast")
 BROADCAST_BACKENDS = ("auto", "gloo", "nccl")
 WANDB_MODES = ("disabled", "offline", "online")
@@ -153,6 +155,15 @@ def _bad_roles(config: ExperimentConfig) -> Iterator[Problem]:
         )
     if train.reward_model is not None and not train.reward_model.path:
         yield "train.reward_model.path", "", "is required: a model with one label; or leave train.reward_model out"
+    for name, model in train.reward_models.items():
+        if not re.fullmatch(r"[a-z0-9_]+", name):
+            yield (
+                "train.reward_models",
+                name,
+                "is the end of a role's name: use lower-case letters, digits and underscores",
+            )
+        if not model.path:
+            yield f"train.reward_models.{name}.path", "", "is required: a model with one label"
     if train.ema is not None and not 0 < train.ema.decay < 1:
         yield "train.ema.decay", train.ema.decay, "must be above 0 and below 1 (it is a decay)"
     if not 0 < ref.update_share <= 1:
@@ -341,12 +352,10 @@ def _bad_algorithm(config: ExperimentConfig) -> Iterator[Problem]:
         yield f"train.ppo.{name}", choice, remedy
     if config.rollout.reject_equal_rewards and config.rollout.group_size == 1:
         yield "rollout.reject_equal_rewards", True, "would reject every group of one; use rollout.group_size > 1"
-    if config.rollout.reject_equal_rewards and config.train.reward_model is not None:
-        yield (
-            "rollout.reject_equal_rewards",
-            True,
-            "compares the rewards of reward functions only; with train.reward_model set it to false",
-        )
+    if config.rollout.reject_equal_rewards and reward_models(config.train):
+        field = "train.reward_model" if config.train.reward_model is not None else "train.reward_models"
+        remedy = f"compares the rewards of reward functions only; with {field} set it to false"
+        yield "rollout.reject_equal_rewards", True, remedy
 
 
 def _bad_modes(config: ExperimentConfig) -> Iterator[Problem]:

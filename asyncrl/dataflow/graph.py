@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
-from asyncrl.config.schema import PlacedMFC, TrainConfig
+from asyncrl.config.schema import REF, REWARD, PlacedMFC, TrainConfig, reward_models
 
 TRAIN_MFC = "actor_train"  # the node that produces new weights
 GENERATE_MFC = "actor_gen"  # the node that produces trajectories in a synchronous graph
@@ -130,6 +130,7 @@ def training_mfcs(train: TrainConfig) -> list[MFCDef]:
         ref_inf     packed_ref_logprobs  ---+                      +--> actor_train
         critic_inf  values               ---+--> advantages -------+
         rew_inf     model_rewards        ---+                      +--> critic_train
+        rew_inf_X   model_rewards_X      ---+
 
     The config decides which inference MFCs exist. `advantages` reads their keys, and `dense_rewards` and `values` of extra MFCs.
     With train.dense_rewards the trajectories have `dense_rewards`. `advantages` reads `proximal_logprobs` only for a KL penalty.
@@ -145,8 +146,9 @@ def training_mfcs(train: TrainConfig) -> list[MFCDef]:
         inference.append(_inference("ref_inf", "ref", "ref_logprobs", "packed_ref_logprobs"))
     if train.critic is not None:
         inference.append(_inference("critic_inf", "critic", "critic_values", "values"))
-    if train.reward_model is not None:
-        inference.append(_inference("rew_inf", "reward", "reward_scores", "model_rewards"))
+    for role in reward_models(train):
+        name = role.removeprefix(REWARD)  # "", or _NAME
+        inference.append(_inference(f"rew_inf{name}", role, "reward_scores", f"model_rewards{name}"))
     extra = [
         MFCDef(name, mfc.role, mfc.kind, mfc.interface, tuple(mfc.input_keys), tuple(mfc.output_keys))
         for name, mfc in train.extra_mfcs.items()
@@ -189,14 +191,14 @@ def _check_roles(extra: Sequence[MFCDef], train: TrainConfig) -> None:
     """
     roles = ["actor", "ref"]
     roles += ["critic"] if train.critic is not None else []
-    roles += ["reward"] if train.reward_model is not None else []
+    roles += reward_models(train)
     for mfc in extra:
         if mfc.role not in roles:
             raise ValueError(
                 f"train.extra_mfcs.{mfc.name}.role is {mfc.role!r}; the roles of this run are {roles} "
                 "(critic with train.critic, reward with train.reward_model)"
             )
-        if mfc.kind == "train_step" and mfc.role in ("ref", "reward"):
+        if mfc.kind == "train_step" and mfc.role in (REF, *reward_models(train)):
             raise ValueError(f"train.extra_mfcs.{mfc.name} trains the role {mfc.role!r}, whose model is frozen")
 
 

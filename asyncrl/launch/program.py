@@ -22,7 +22,6 @@ from asyncrl.config.schema import (
     EMA,
     RECOVERABLE_MODES,
     REF,
-    REWARD,
     CheckpointConfig,
     ConfigError,
     EvalConfig,
@@ -46,6 +45,7 @@ from asyncrl.config.schema import (
     fetches_weights,
     max_head_offpolicyness,
     resolve_auto,
+    reward_models,
 )
 from asyncrl.dataflow.graph import DataflowGraph, build_dataflow, build_recording_dataflow
 from asyncrl.dataflow.topology import Allocation, ModelPlacement, allocation_of
@@ -72,7 +72,6 @@ CONFIG_CLASSES: Mapping[str, type[ProcessConfig]] = {
     "replayer": ReplayerConfig,
 }
 NO_CHECKPOINTS = CheckpointConfig(every_s=0.0)
-_KINDS = {CRITIC: "value", REWARD: "reward"}  # ModelConfig.kind by role; others: lm
 
 
 @dataclass(frozen=True)
@@ -384,6 +383,9 @@ def with_absolute_paths(config: ExperimentConfig) -> ExperimentConfig:
             ref=replace(train.ref, path=_absolute(train.ref.path)),
             critic=replace(critic, path=_absolute(critic.path)) if critic else None,
             reward_model=replace(judge, path=_absolute(judge.path)) if judge else None,
+            reward_models={
+                name: replace(model, path=_absolute(model.path)) for name, model in train.reward_models.items()
+            },
             ptx=replace(train.ptx, texts=_resolve_prompts(train.ptx.texts)) if train.ptx else None,
             extra_mfcs={
                 name: replace(mfc, interface=_absolute_spec(mfc.interface)) for name, mfc in train.extra_mfcs.items()
@@ -454,14 +456,14 @@ def _model(placement: ModelPlacement, mfcs: Sequence[PlacedMFC], train: TrainCon
     own_path = {
         CRITIC: train.critic.path if train.critic else "",
         REF: train.ref.path,
-        REWARD: train.reward_model.path if train.reward_model else "",
+        **{role: model.path for role, model in reward_models(train).items()},
     }.get(role, "")
     return ModelConfig(
         name=placement.name,
         path=own_path or model_path,
         grid=str(placement.grid),
         workers=list(placement.workers),
-        kind=_KINDS.get(role, "lm"),
+        kind="value" if role == CRITIC else "reward" if role in reward_models(train) else "lm",
         trainable=placement.name == role and any(mfc.role == role and mfc.kind == "train_step" for mfc in mfcs),
         optimizer=train.critic.optimizer if train.critic and role == CRITIC else train.optimizer,
         offload=role in train.offload,

@@ -34,8 +34,8 @@ from asyncrl.algorithms.kl import make_kl_controller
 from asyncrl.algorithms.packed import count_per_sequence, sum_per_sequence
 from asyncrl.algorithms.ppo import PPOLoss, check_ppo_config, loss_denominator, loss_keys
 from asyncrl.algorithms.value import ValueLoss, ValueNorm
-from asyncrl.config.schema import ConfigError, PPOConfig, TrainConfig, judges_by_group
-from asyncrl.data.sequence import KEY_SPECS, SequenceSample
+from asyncrl.config.schema import REWARD, ConfigError, PPOConfig, TrainConfig, judges_by_group, reward_models
+from asyncrl.data.sequence import SequenceSample, spec_of
 from asyncrl.dataflow.graph import DENSE_REWARDS, MFCDef
 from asyncrl.model.supervised import SupervisedTexts
 from asyncrl.rewards.import_object import import_object
@@ -48,7 +48,7 @@ LossFn = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Tensor], tuple[Te
 Stats = dict[str, float]
 
 # Infinite values of these keys become NaN, so that clipping does not turn them into rewards. The engine then skips the step
-_REWARDS = ("rewards", "model_rewards", "dense_rewards")
+_REWARDS = ("rewards", "model_rewards", "dense_rewards")  # and model_rewards_NAME
 
 
 class Ranks(Protocol):
@@ -135,14 +135,14 @@ class LocalBatch:
     @classmethod
     def make(cls, sample: SequenceSample | None, keys: Sequence[str]) -> LocalBatch:
         if sample is None:
-            nothing = {key: torch.tensor(np.zeros(0, KEY_SPECS[key].dtype)) for key in keys}
+            nothing = {key: torch.tensor(np.zeros(0, _dtype_of(key))) for key in keys}
             return cls({}, [], torch.zeros(1, dtype=torch.int64), nothing)
         missing = [key for key in keys if key not in sample.keys]
         if missing:
             raise ValueError(f"the sample lacks the keys {missing}; it has {sorted(sample.keys)}")
         data = {key: torch.tensor(sample.data[key]) for key in keys}
-        for key in _REWARDS:
-            if key in data:
+        for key in data:
+            if key.startswith(_REWARDS):
                 data[key].masked_fill_(~data[key].isfinite(), torch.nan)
         return cls(
             {group_id: i for i, group_id in enumerate(sample.ids)},
@@ -196,6 +196,7 @@ def batch_stats(engine: Ranks, local: LocalBatch, made: Advantages, *, adds_dens
     response_S = count_per_sequence(local.data["loss_mask"], local.cu_seqlens)
     advantages = made.advantages_T[mask_T].double()
     groups = np.split(rewards_S.numpy(), np.cumsum(local.group_sizes, dtype=np.int64)[:-1])
+    model_keys = [key for key in local.data if key.startswith("model_rewards")]
     sums = {
         "groups": float(len(local.group_sizes)),
         "sequences": float(len(raw_S)),
@@ -204,7 +205,7 @@ def batch_stats(engine: Ranks, local: LocalBatch, made: Advantages, *, adds_dens
         "trained": float(advantages.numel()),
         "reward": float(raw_S.sum()),
         "reward_squared": float(raw_S.square().sum()),
-        "model": float(local.data["model_rewards"].double().sum()) if "model_rewards" in local.data else 0.0,
+        **{key: float(local.data[key].double().sum()) for key in model_keys},
         "dense": float(dense_S.sum()),
         "shaped": float(rewards_S.double().sum()),
         "equal_groups": float(sum(bool((rewards == rewards[0]).all()) for rewards in groups if rewards.size)),
@@ -242,8 +243,9 @@ def batch_stats(engine: Ranks, local: LocalBatch, made: Advantages, *, adds_dens
         "advantages/max": highest if total["trained"] else 0.0,
         "advantages/min": -lowest if total["trained"] else 0.0,
     }
-    if "model_rewards" in local.data:
-        stats["reward/model_mean"] = total["model"] / sequences
+    for key in model_keys:
+        name = key.removeprefix("model_rewards")  # "", or _NAME
+        stats[f"reward/model_mean{name}"] = total[key] / sequences
     if DENSE_REWARDS in local.data:
         stats["reward/dense_mean"] = total["dense"] / sequences
     if kl_T is not None:
@@ -348,13 +350,16 @@ class ValuesInterface(Interface):
 
 
 class ScoresInterface(Interface):
-    """Scores of each sequence from the reward model."""
+    """Scores of each sequence from a reward model."""
+
+    def __init__(self, output_key: str) -> None:
+        self.output_key = output_key
 
     def run(
         self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int
     ) -> tuple[SequenceSample | None, Stats]:
         sample = groups_here(sample, batch_ids)
-        return _made(sample, "model_rewards", engine.scores(sample)), {}
+        return _made(sample, self.output_key, engine.scores(sample)), {}
 
 
 def _made(sample: SequenceSample | None, key: str, array: npt.NDArray[np.float32] | None) -> SequenceSample | None:
@@ -362,7 +367,9 @@ def _made(sample: SequenceSample | None, key: str, array: npt.NDArray[np.float32
     stage)."""
     if sample is None or array is None:
         return None
-    if KEY_SPECS[key].layout == "token":
+    spec = spec_of(key)
+    assert spec is not None
+    if spec.layout == "token":
         return sample.derive({key: array})
     ones = [[1] * len(lengths) for lengths in sample.seqlens["packed_input_ids"]]
     return SequenceSample(sample.ids, {key: ones}, {key: array})
@@ -399,8 +406,13 @@ class FunctionInterface(Interface):
 
 def _nothing(keys: Sequence[str]) -> SequenceSample:
     """Return a sample with no ids. Keys of unknown dtype are float32."""
-    dtypes = {key: KEY_SPECS[key].dtype if key in KEY_SPECS else np.dtype("float32") for key in keys}
-    return SequenceSample((), {key: [] for key in keys}, {key: np.zeros(0, dtypes[key]) for key in keys})
+    return SequenceSample((), {key: [] for key in keys}, {key: np.zeros(0, _dtype_of(key)) for key in keys})
+
+
+def _dtype_of(key: str) -> np.dtype[Any]:
+    """float32 for a key that is not known."""
+    spec = spec_of(key)
+    return spec.dtype if spec is not None else np.dtype("float32")
 
 
 def _import_function(mfc: MFCDef) -> Callable[..., Any]:
@@ -411,7 +423,7 @@ def _import_function(mfc: MFCDef) -> Callable[..., Any]:
 
 
 class AdvantagesInterface(Interface):
-    """Makes the targets of the train steps from values and rewards: those of reward functions and of a reward model, dense rewards,
+    """Makes the targets of the train steps from values and rewards: those of reward functions and reward models, dense rewards,
     and the KL penalty.
 
     consumes: the groups of this rank.  produces: `advantages` and `trained_mask` for the actor; `returns` and `value_mask` for a
@@ -426,11 +438,12 @@ class AdvantagesInterface(Interface):
         self.output_keys = mfc.output_keys
         self.adds_dense = train.dense_rewards
         self.kl = make_kl_controller(train.ppo)
-        self.model_reward_scale = train.reward_model.scale if train.reward_model is not None else 0.0
+        scales = {role: model.scale for role, model in reward_models(train).items()}
+        self.model_scales = {f"model_rewards{role.removeprefix(REWARD)}": scale for role, scale in scales.items()}
         critic = train.critic
         self.value_norm = ValueNorm(critic.value_norm_beta) if critic is not None and critic.value_norm else None
         self.keys = ["packed_input_ids", "prompt_mask", *advantage_keys(train.ppo)]
-        self.keys += ["model_rewards"] if train.reward_model is not None else []
+        self.keys += self.model_scales
         self.keys += ["values"] if critic is not None or "values" in mfc.input_keys else []
         self.keys += [DENSE_REWARDS] if DENSE_REWARDS in mfc.input_keys else []
         check_input_keys(mfc, self.keys)
@@ -467,8 +480,8 @@ class AdvantagesInterface(Interface):
         local: this rank's groups, with the keys `keys`.
         """
         data = dict(local.data)
-        if "model_rewards" in data:
-            data["rewards"] = data["rewards"] + self.model_reward_scale * data["model_rewards"]
+        for key, scale in self.model_scales.items():
+            data["rewards"] = data["rewards"] + scale * data[key]
         if self.value_norm is not None:
             data["values"] = self.value_norm.denormalise(data["values"])
         made = compute_advantages(
@@ -640,7 +653,7 @@ def make_interface(mfc: MFCDef, train: TrainConfig, seed: int = 1, tokenizer_pat
     if mfc.interface == "critic_values":
         return ValuesInterface()
     if mfc.interface == "reward_scores":
-        return ScoresInterface()
+        return ScoresInterface(mfc.output_keys[0])
     if mfc.interface == "ppo_advantages":
         return AdvantagesInterface(mfc, train)
     if mfc.interface == "ppo_actor":

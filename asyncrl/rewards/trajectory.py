@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.data.sequence import KEY_SPECS, SequenceSample
+from asyncrl.data.sequence import KEY_SPECS, SequenceSample, spec_of
 from asyncrl.dataflow.graph import DENSE_REWARDS, TRAJECTORY_KEYS
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 
@@ -208,7 +208,7 @@ def complete_sample(
         raise ValueError(
             f"an agent's sample lacks the keys {missing}; build it with asyncrl.rewards.trajectory.build_sample"
         )
-    unread = [key for key in sample.data if key in KEY_SPECS and key not in TRAJECTORY_KEYS]
+    unread = [key for key in sample.data if spec_of(key) is not None and key not in TRAJECTORY_KEYS]
     if DENSE_REWARDS in unread and dense_rewards:
         unread.remove(DENSE_REWARDS)
     if unread == [DENSE_REWARDS]:

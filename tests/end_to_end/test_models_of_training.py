@@ -1,4 +1,5 @@
-"""Runs with further models and data on the training side: supervised texts, a moving average of the actor."""
+"""Runs with further models and data on the training side: supervised texts, a moving average of the actor, several reward
+models."""
 
 import signal
 from pathlib import Path
@@ -6,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
 from whole_runs import launch_sorter
 
 from asyncrl.testing.runs import evaluations, train_steps
@@ -81,6 +83,35 @@ def test_the_average_of_the_actor_is_saved_evaluated_and_resumed(sorter: Path, t
     assert of_average["eval/ema_greedy_version_min"] == of_average["eval/ema_sampled_version_max"] == last + 1
     assert of_average["eval/ema_greedy_num_prompts"] == 64
     assert "ema_greedy" in run.output()
+
+
+SCALES = {"good": 1.0, "bad": -0.5}
+
+
+def test_a_run_learns_from_the_weighted_scores_of_two_reward_models(sorter: Path, tmp_path: Path) -> None:
+    """The scores of two arbitrary models, on workers of their own. The run raises the one and lowers the other."""
+    for seed, name in enumerate(SCALES):
+        torch.manual_seed(seed)
+        model = AutoModelForSequenceClassification.from_pretrained(sorter / "model", num_labels=1)
+        model.score.weight.data.normal_(std=0.2)
+        model.save_pretrained(tmp_path / name)
+    with launch_sorter(
+        sorter,
+        tmp_path,
+        *(f"train.reward_models.{name}={{path: {tmp_path / name}, scale: {SCALES[name]}}}" for name in SCALES),
+        f"train.max_steps={STEPS}",
+        "eval.prompts=null",
+        "allocation=transformers.d1+d1+reward_good:d1+reward_bad:d1",
+    ) as run:
+        assert run.wait(600) == 0, run.output()
+    steps = train_steps(run.run_dir)
+    assert len(steps) == STEPS
+    for step in steps:
+        scores = sum(scale * step[f"reward/model_mean_{name}"] for name, scale in SCALES.items())
+        assert step["reward/shaped_mean"] == pytest.approx(step["reward/mean"] + scores, abs=1e-4)
+        assert {"time/rew_inf_good_s", "time/rew_inf_bad_s"} <= step.keys()
+    first, end = (sum(step["reward/shaped_mean"] for step in part) / 3 for part in (steps[:3], steps[-3:]))
+    assert end > first + 0.5
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:

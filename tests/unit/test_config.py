@@ -87,6 +87,8 @@ def test_overrides_replace_values_of_the_file(config_file):
         ("train.ptx={batch_size: 3}", "train.ptx.batch_size=3: must be at least train.ppo.minibatches=4"),
         ("train.ptx={coef: 0}", "train.ptx.coef=0.0: must be above 0"),
         ("train.ema={decay: 1}", "train.ema.decay=1.0: must be above 0 and below 1"),
+        ("train.reward_models={a: {}}", "train.reward_models.a.path='': is required: a model with one label"),
+        ("train.reward_models={A: {path: x}}", "train.reward_models='A': is the end of a role's name: use lower-case"),
         ("train.reward_model={}", "train.reward_model.path='': is required"),
         ("train.ref.update_share=0", "train.ref.update_share=0.0: must be above 0 and at most 1"),
         ("train.ref.update_share=1.5", "train.ref.update_share=1.5: must be above 0 and at most 1"),

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from asyncrl.config.schema import CriticConfig, MFCConfig, PPOConfig, RewardModelConfig, TrainConfig
@@ -64,6 +66,24 @@ def test_actor_and_critic_read_only_the_keys_that_they_need():
         "advantages",
         "trained_mask",
     }
+
+
+def test_several_reward_models():
+    train = TrainConfig(
+        reward_model=RewardModelConfig(), reward_models={"safe": RewardModelConfig(), "good": RewardModelConfig()}
+    )
+    graph = build_dataflow(train)
+    assert {name: graph.mfcs[name].role for name in graph.order if name.startswith("rew_inf")} == {
+        "rew_inf": "reward",
+        "rew_inf_safe": "reward_safe",
+        "rew_inf_good": "reward_good",
+    }
+    keys = ["model_rewards", "model_rewards_safe", "model_rewards_good"]
+    assert [key for key in graph.mfcs["advantages"].input_keys if key.startswith("model_rewards")] == keys
+    extra = MFCConfig(role="reward_safe", interface="mine:f", input_keys=["rewards"], output_keys=["x"])
+    assert "judge" in build_dataflow(replace(train, extra_mfcs={"judge": extra})).mfcs
+    with pytest.raises(ValueError, match="trains the role 'reward_safe', whose model is frozen"):
+        build_dataflow(replace(train, extra_mfcs={"judge": replace(extra, kind="train_step")}))
 
 
 def test_an_mfc_is_added_by_config():

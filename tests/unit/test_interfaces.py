@@ -19,7 +19,7 @@ import torch
 
 from asyncrl.algorithms.kl import AdaptiveKLController
 from asyncrl.config.schema import CriticConfig, MFCConfig, PPOConfig, RewardModelConfig, TrainConfig
-from asyncrl.data.sequence import KEY_SPECS, SequenceSample
+from asyncrl.data.sequence import KEY_SPECS, SequenceSample, spec_of
 from asyncrl.dataflow.graph import MFCDef, build_dataflow
 from asyncrl.model.interfaces import AdvantagesInterface, Interface, LossFn, make_interface, split_minibatches
 
@@ -494,13 +494,24 @@ def judged(train: TrainConfig, steps: int = 1, **keys: list[float]) -> tuple[Seq
     """Run `advantages` `steps` times on the tiny batch with these additional keys. Return the last result."""
     batch = tiny_batch()
     for key, values in keys.items():
-        lengths = [[1, 1], [1, 1]] if KEY_SPECS[key].layout == "sequence" else batch.seqlens["packed_input_ids"]
+        lengths = [[1, 1], [1, 1]] if spec_of(key).layout == "sequence" else batch.seqlens["packed_input_ids"]
         batch = batch.update(SequenceSample(batch.ids, {key: lengths}, {key: np.array(values, np.float32)}))
     interface = interfaces(train)["advantages"]
     for version in range(steps):
         made, stats = interface.run(FakeEngine(), batch, batch_ids=batch.ids, version=version)
     assert made is not None
     return made, stats
+
+
+def test_scores_of_several_reward_models_are_added_with_their_scales() -> None:
+    """The rewards 1, 0, 1, 1 become 1 + 0.5 * 2 - 2 * 1, 0 + 0.5 * 4, 1 - 2 * 0.5 and 1 + 0.5 * -2."""
+    models = {"good": RewardModelConfig(scale=0.5), "long": RewardModelConfig(scale=-2.0)}
+    train = train_config(reward_models=models, advantage_norm="none")
+    made, stats = judged(train, model_rewards_good=[2, 4, 0, -2], model_rewards_long=[1, 0, 0.5, 0])
+    assert made.data["advantages"].tolist() == pytest.approx([0, 0, 0, 0, 2, 0, 0, 0, 0, 0])
+    assert (stats["reward/mean"], stats["reward/shaped_mean"]) == (0.75, 0.5)
+    assert (stats["reward/model_mean_good"], stats["reward/model_mean_long"]) == (1.0, 0.375)
+    assert "reward/model_mean" not in stats
 
 
 def test_scores_of_a_reward_model_are_added_to_the_rewards() -> None:

@@ -115,6 +115,10 @@ def _read_other_models(
         (CRITIC, "train.critic.path", train.critic.path if train.critic else ""),
         (REF, "train.ref.path", train.ref.path),
         (REWARD, "train.reward_model.path", train.reward_model.path if train.reward_model else ""),
+        *(
+            (f"{REWARD}_{name}", f"train.reward_models.{name}.path", model.path)
+            for name, model in train.reward_models.items()
+        ),
     ):
         if path:
             found[role] = read_config(path, "give a folder in Hugging Face format", field=field)
