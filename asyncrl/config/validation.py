@@ -14,6 +14,7 @@ from dataclasses import Field
 from typing import Any
 
 from asyncrl.config.fields import leaf_values
+from asyncrl.config.limits import Limits
 from asyncrl.config.presets import ALGORITHMS, CORRECTIONS
 from asyncrl.config.schema import (
     ATTENTIONS,
@@ -22,7 +23,6 @@ from asyncrl.config.schema import (
     MODES,
     RECOVERABLE_MODES,
     ExperimentConfig,
-    Limits,
     PPOConfig,
     authenticates,
     can_be_reached,
