@@ -56,6 +56,10 @@ def with_local_models(
             critic=replace(critic, path=folder("train.critic.path", critic.path)) if critic else None,
             reward_model=replace(judge, path=folder("train.reward_model.path", judge.path)) if judge else None,
             teacher=replace(teacher, path=folder("train.teacher.path", teacher.path)) if teacher else None,
+            reward_models={
+                name: replace(model, path=folder(f"train.reward_models.{name}.path", model.path))
+                for name, model in train.reward_models.items()
+            },
         ),
     )
 

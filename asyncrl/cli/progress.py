@@ -156,9 +156,7 @@ def recording_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     for evaluation in summary["evaluations"]:
         scores = [
-            f"{mode} {evaluation[key]:.3f}"
-            for mode in ("sampled", "greedy")
-            if (key := f"eval/{mode}_reward") in evaluation
+            f"{mode} {evaluation[key]:.3f}" for mode in EVAL_MODES if (key := f"eval/{mode}_reward") in evaluation
         ]
         rows.append(("evaluation of the weights", ", ".join(scores)))
     rejected = ", ".join(f"{why}: {count}" for why, count in summary["rejected"].items())
@@ -384,6 +382,9 @@ class LongWaits:
         return lines
 
 
+EVAL_MODES = ("sampled", "greedy", "ema_sampled", "ema_greedy")  # ema: of the actor's moving average (train.ema)
+
+
 def is_evaluation(record: Mapping[str, Any]) -> bool:
     """Whether the record is an evaluation's; otherwise it is a train step's."""
     return any(key.startswith("eval/") for key in record)
@@ -423,7 +424,7 @@ def evaluation_line(record: Mapping[str, Any]) -> str:
     """An evaluation as one line, with markup."""
     scores = "  ".join(
         f"{mode} {number(record, key):.3f}{_version_range(record, mode)}"
-        for mode in ("sampled", "greedy")
+        for mode in EVAL_MODES
         if (key := f"eval/{mode}_reward") in record
     )
     return f"[bold cyan]eval  step {record['step']:>4}  reward {scores}[/]"
@@ -497,7 +498,7 @@ def _summary_rows(summary: Mapping[str, object]) -> list[tuple[str, str]]:
     for evaluation in sorted(evaluations, key=lambda entry: entry["step"]):
         scores = [
             f"{mode} {evaluation[key]:.3f}{_version_range(evaluation, mode)}"
-            for mode in ("sampled", "greedy")
+            for mode in EVAL_MODES
             if (key := f"eval/{mode}_reward") in evaluation
         ]
         rows.append((f"evaluation at step {evaluation['step']}", ", ".join(scores)))

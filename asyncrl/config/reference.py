@@ -21,7 +21,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from asyncrl.config import schema
-from asyncrl.config.schema import ExperimentConfig, Limits
+from asyncrl.config.limits import Limits
+from asyncrl.config.schema import ExperimentConfig
 from asyncrl.config.validation import allowed_values
 
 KEY = "<name>"  # in a path: a key that the user chooses

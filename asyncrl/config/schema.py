@@ -15,47 +15,11 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
+from asyncrl.config.limits import limited
+
 T = TypeVar("T")
 
 AUTO = "auto"  # a value that resolve_auto chooses
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of a numeric field, declared with `limited`."""
-
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float = math.inf
-    remedy: str = ""
-
-    def problem(self, number: float) -> str:
-        """The remedy for a number that is too small; "" if it is large enough. `at_most` is checked separately."""
-        if self.above is not None and number <= self.above:
-            return f"must be above {self.above:g}"
-        if self.at_least is None or number >= self.at_least:
-            return ""
-        usual = (
-            "must not be negative; 0 switches it off" if self.at_least == 0 else f"must be at least {self.at_least:g}"
-        )
-        return self.remedy or usual
-
-
-def limited(
-    default: T,
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    remedy: str = "",
-) -> T:
-    """A numeric field with limits; config/validation.py rejects a value outside them.
-
-    at_most: the largest sensible value. A larger one is a typing error, or does not fit into any machine.
-    remedy: replaces the usual text of the message about a value below at_least.
-    """
-    limits = Limits(at_least, above, math.inf if at_most is None else at_most, remedy)
-    return field(default=default, metadata={"limits": limits})
 
 
 # -------------------------------------------------------------------------------------------------- the user's config
@@ -316,10 +280,33 @@ class TeacherConfig:
 
 @dataclass(frozen=True)
 class RewardModelConfig:
-    """A reward model: rew_inf adds its score of each sequence to the reward function's reward."""
+    """A reward model: its scaled score of each sequence is added to the reward function's reward."""
 
     path: str = ""  # AutoModelForSequenceClassification with one label
     scale: float = 1.0  # rewards <- rewards + scale * score
+
+
+@dataclass(frozen=True)
+class PtxConfig:
+    """Supervised texts mixed into each step of the actor (PPO-ptx, arXiv:2203.02155, eq. 2): loss + coef * their mean NLL."""
+
+    # Prompts with answers. The tokens of the answer and an EOS are trained, those of the prompt are not
+    texts: PromptSourceConfig = field(default_factory=PromptSourceConfig)
+    coef: float = limited(0.1, above=0)  # of the mean negative log-likelihood, in nats per token
+    # Texts per train step, divided among its optimizer steps; at least one for each. The seed and the step determine them
+    batch_size: int = limited(64, at_least=1, at_most=10_000_000)
+    # Tokens of prompt and answer; a longer text is cut
+    max_length: int = limited(512, at_least=2, at_most=100_000_000)
+
+
+@dataclass(frozen=True)
+class EmaConfig:
+    """A moving average of the actor: average <- decay * average + (1 - decay) * actor after each train step.
+
+    It is saved beside the actor (`final-ema`) and, with generation servers, evaluated at the end (eval/ema_...).
+    """
+
+    decay: float = 0.99  # above 0, below 1; 1 / (1 - decay) steps have most of the weight
 
 
 @dataclass(frozen=True)
@@ -356,6 +343,13 @@ class TrainConfig:
     ref: RefConfig = field(default_factory=RefConfig)
     teacher: TeacherConfig | None = None  # null: no distillation
     reward_model: RewardModelConfig | None = None  # null: no reward model
+    # Further reward models, by name: role reward_NAME, MFC rew_inf_NAME. Rewards get the sum of scale * score over all
+    reward_models: dict[str, RewardModelConfig] = field(default_factory=dict)
+    ptx: PtxConfig | None = None  # null: no supervised texts
+    ema: EmaConfig | None = None  # null: no moving average of the actor
+    # Agents and environments may return rewards per token or per turn; trajectories carry them as dense_rewards, and the
+    # advantages include them. false: such a reward rejects its prompt
+    dense_rewards: bool = False
     num_critic_only_steps: int = limited(0, at_least=0)  # the first steps train only the critic
     offload: list[str] = field(default_factory=list)  # roles whose weights leave the GPU between their MFCs, e.g. [ref]
     extra_mfcs: dict[str, MFCConfig] = field(default_factory=dict)  # name -> MFC
@@ -702,6 +696,7 @@ class ModelConfig:
     trainable: bool = False
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     offload: bool = False  # move the weights off the GPU between MFCs
+    float32: bool = False  # its weights are float32 although it is not trained: a moving average
 
 
 @dataclass(frozen=True)
@@ -844,6 +839,7 @@ class RolloutWorkerConfig:
     rollout: RolloutConfig
     num_heads: int
     heartbeat_s: float
+    dense_rewards: bool = False  # train.dense_rewards
 
 
 # ------------------------------------------------------------------------------------ allowed values, and derived properties
@@ -855,6 +851,7 @@ _SLOWEST_TOKENS_PER_S = 16
 INTERRUPT_MODES = ("abort", "retract", "wait", "in_place")
 ATTENTIONS = ("padded", "sdpa", "eager", "flash_attention_2", "flash_attention_3")
 CRITIC, REF, REWARD, TEACHER = "critic", "ref", "reward", "teacher"  # roles besides names.ACTOR
+EMA = "ema"  # name of the model that is the actor's moving average; no MFC runs on it
 MODES = ("async", "sync", "rollout_only", "train_only")
 RECOVERABLE_MODES = ("async", "sync")  # modes that write checkpoints
 
@@ -933,6 +930,12 @@ def _chosen(asked: T, found: T) -> T:
 def max_head_offpolicyness(config: ExperimentConfig) -> int:
     """eta; 0 with mode=sync, where the model workers generate with the newest weights."""
     return 0 if config.mode == "sync" else config.manager.max_head_offpolicyness
+
+
+def reward_models(train: TrainConfig) -> dict[str, RewardModelConfig]:
+    """The reward models by role: `reward` is train.reward_model, `reward_NAME` is train.reward_models.NAME."""
+    one = {} if train.reward_model is None else {REWARD: train.reward_model}
+    return one | {f"{REWARD}_{name}": model for name, model in train.reward_models.items()}
 
 
 def judges_by_group(ppo: PPOConfig) -> bool:

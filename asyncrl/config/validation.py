@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import Field
 from typing import Any
 
 from asyncrl.config.fields import leaf_values
+from asyncrl.config.limits import Limits
 from asyncrl.config.presets import ALGORITHMS, CORRECTIONS
 from asyncrl.config.schema import (
     ATTENTIONS,
@@ -21,18 +23,18 @@ from asyncrl.config.schema import (
     MODES,
     RECOVERABLE_MODES,
     ExperimentConfig,
-    Limits,
     PPOConfig,
     authenticates,
     can_be_reached,
     judges_by_group,
+    reward_models,
 )
 
 Problem = tuple[str, object, str]  # field, value, remedy
 
 # Metrics of all tasks together are named reward/<one of these>. Each task has a metric reward/<task>, so no task may have one of
 # these names
-REWARD_METRICS = ("mean", "min", "max", "std", "shaped_mean", "equal_group_share")
+REWARD_METRICS = ("mean", "min", "max", "std", "shaped_mean", "dense_mean", "equal_group_share")
 TRANSPORTS = ("disk", "broadcast")
 BROADCAST_BACKENDS = ("auto", "gloo", "nccl")
 WANDB_MODES = ("disabled", "offline", "online")
@@ -80,10 +82,16 @@ def problems_of_fields(config: ExperimentConfig) -> Iterator[Problem]:
     for name, value in (("model_path", config.model_path), ("prompts.path", config.prompts.path)):
         if not value and not (replays and name == "prompts.path"):
             yield name, value, "is required"
-    for name, prompts in (("prompts", config.prompts), ("eval.prompts", config.eval.prompts)):
+    texts = config.train.ptx.texts if config.train.ptx is not None else None
+    for name, prompts in (
+        ("prompts", config.prompts),
+        ("eval.prompts", config.eval.prompts),
+        ("train.ptx.texts", texts),
+    ):
         for option in ("system_prompt", "chat_template_args"):
             if prompts is not None and getattr(prompts, option) and not prompts.chat_template:
                 yield f"{name}.{option}", getattr(prompts, option), f"needs {name}.chat_template=true"
+    yield from _bad_ptx(config)
     if config.eval.prompts is not None and not config.eval.prompts.path:
         yield "eval.prompts.path", "", "is required (or leave eval.prompts out: no evaluation)"
     if not config.rollout.tasks and not replays:
@@ -96,6 +104,20 @@ def problems_of_fields(config: ExperimentConfig) -> Iterator[Problem]:
             yield f"rollout.tasks.{name}", task, "needs a reward function or an env"
         if name in REWARD_METRICS and len(config.rollout.tasks) > 1:
             yield f"rollout.tasks.{name}", task, f"choose another name: reward/{name} is a metric of all tasks together"
+
+
+def _bad_ptx(config: ExperimentConfig) -> Iterator[Problem]:
+    ptx, ppo = config.train.ptx, config.train.ppo
+    if ptx is None:
+        return
+    if not ptx.texts.path:
+        yield "train.ptx.texts.path", "", "is required (or leave train.ptx out: no supervised texts)"
+    if not ptx.texts.answer_key:
+        yield "train.ptx.texts.answer_key", "", "is required: the answers are what is trained"
+    if ptx.batch_size < ppo.minibatches * ppo.epochs:
+        times = f" * epochs={ppo.epochs}" if ppo.epochs > 1 else ""
+        remedy = f"must be at least train.ppo.minibatches={ppo.minibatches}{times}, one text for each optimizer step"
+        yield "train.ptx.batch_size", ptx.batch_size, remedy
 
 
 def _limits(entry: Field[Any]) -> Limits:
@@ -139,6 +161,17 @@ def _bad_roles(config: ExperimentConfig) -> Iterator[Problem]:
         yield "train.reward_model.path", "", "is required: a model with one label; or leave train.reward_model out"
     if train.teacher is not None and not train.teacher.path:
         yield "train.teacher.path", "", "is required: a model with the actor's tokens; or leave train.teacher out"
+    for name, model in train.reward_models.items():
+        if not re.fullmatch(r"[a-z0-9_]+", name):
+            yield (
+                "train.reward_models",
+                name,
+                "is the end of a role's name: use lower-case letters, digits and underscores",
+            )
+        if not model.path:
+            yield f"train.reward_models.{name}.path", "", "is required: a model with one label"
+    if train.ema is not None and not 0 < train.ema.decay < 1:
+        yield "train.ema.decay", train.ema.decay, "must be above 0 and below 1 (it is a decay)"
     if not 0 < ref.update_share <= 1:
         yield "train.ref.update_share", ref.update_share, "must be above 0 and at most 1 (1: a plain copy)"
 
@@ -327,12 +360,10 @@ def _bad_algorithm(config: ExperimentConfig) -> Iterator[Problem]:
         yield f"train.ppo.{name}", choice, remedy
     if config.rollout.reject_equal_rewards and config.rollout.group_size == 1:
         yield "rollout.reject_equal_rewards", True, "would reject every group of one; use rollout.group_size > 1"
-    if config.rollout.reject_equal_rewards and config.train.reward_model is not None:
-        yield (
-            "rollout.reject_equal_rewards",
-            True,
-            "compares the rewards of reward functions only; with train.reward_model set it to false",
-        )
+    if config.rollout.reject_equal_rewards and reward_models(config.train):
+        field = "train.reward_model" if config.train.reward_model is not None else "train.reward_models"
+        remedy = f"compares the rewards of reward functions only; with {field} set it to false"
+        yield "rollout.reject_equal_rewards", True, remedy
 
 
 def _bad_streaming(config: ExperimentConfig) -> Iterator[Problem]:
@@ -352,6 +383,12 @@ def _bad_streaming(config: ExperimentConfig) -> Iterator[Problem]:
     if train.ppo.minibatches != 1:
         remedy = "must be 1 " + needs + ": minibatches are drawn from the whole batch"
         yield "train.ppo.minibatches", train.ppo.minibatches, remedy
+    if train.ptx is not None:
+        yield (
+            "train.ptx",
+            train.ptx.texts.path,
+            f"is divided among the minibatches of a whole batch; {needs} leave it out",
+        )
     if train.ppo.epochs != 1:
         yield "train.ppo.epochs", train.ppo.epochs, f"must be 1 {needs}: the first pass ends with the step"
     if train.ppo.advantage_norm == "batch":
@@ -470,6 +507,9 @@ def _bad_sync(config: ExperimentConfig) -> Iterator[Problem]:
                 yield f"rollout.tasks.{name}.{kind}", spec, f"{remedy}, or use mode=async"
     if config.train.wait_for_full_lag:
         yield "train.wait_for_full_lag", True, "with mode=sync no data is old; set it to false, or use mode=async"
+    if config.train.dense_rewards:
+        remedy = "needs an agent or an environment, and mode=sync has neither; set it to false, or use mode=async"
+        yield "train.dense_rewards", True, remedy
 
 
 def _deadlocks(config: ExperimentConfig) -> Iterator[Problem]:

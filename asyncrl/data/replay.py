@@ -83,7 +83,7 @@ def plan_replay(replay: ReplayConfig, *, batch_size: int, max_steps: int, max_he
     return plan
 
 
-def check_replay(plan: ReplayPlan, *, vocab_size: int, tokenizer: str) -> None:
+def check_replay(plan: ReplayPlan, *, vocab_size: int, tokenizer: str, keys: Sequence[str] = TRAJECTORY_KEYS) -> None:
     """Read every file of the plan and check that it is complete, has a trajectory's keys and fits this model's vocabulary.
 
     Raises ConfigError. tokenizer: the fingerprint of the run's tokenizer; "" disables the comparison.
@@ -91,7 +91,7 @@ def check_replay(plan: ReplayPlan, *, vocab_size: int, tokenizer: str) -> None:
     for step, batch in enumerate(plan.batches, start=plan.first_step):
         for entry in batch:
             try:
-                problem = _problem(read_trajectory(entry.path), vocab_size, tokenizer)
+                problem = _problem(read_trajectory(entry.path), vocab_size, tokenizer, keys)
             except TrajectoryError as error:
                 remedy = f"stop before this step with train.max_steps={step}, or record anew" if step else "record anew"
                 raise ConfigError(f"replay.path: {error}; {remedy}") from error
@@ -167,9 +167,9 @@ def _check_versions(plan: ReplayPlan, folder: Path, eta: int) -> None:
         )
 
 
-def _problem(trajectory: Trajectory, vocab_size: int, tokenizer: str) -> str:
+def _problem(trajectory: Trajectory, vocab_size: int, tokenizer: str, keys: Sequence[str]) -> str:
     header, sample = trajectory.header, trajectory.sample
-    missing = [key for key in TRAJECTORY_KEYS if key not in sample.keys or key not in header.meta.keys]
+    missing = [key for key in keys if key not in sample.keys or key not in header.meta.keys]
     if missing:
         return f"lacks the keys {missing}, which training needs"
     if header.tokenizer and tokenizer and header.tokenizer != tokenizer:

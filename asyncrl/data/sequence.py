@@ -76,13 +76,21 @@ KEY_SPECS: Mapping[str, KeySpec] = {
     "packed_ref_logprobs": _spec("float32", "token"),
     "packed_teacher_logprobs": _spec("float32", "token"),
     "values": _spec("float32", "token"),  # value of the state after token t, in the critic's units
-    "model_rewards": _spec("float32", "sequence"),  # scores of the reward model
-    "dense_rewards": _spec("float32", "token"),  # a reward at any token, from an MFC of train.extra_mfcs
+    "model_rewards": _spec("float32", "sequence"),  # scores of the reward model; model_rewards_NAME: of one with a name
+    # a reward at any token: from the rollout worker with train.dense_rewards, or from an MFC of train.extra_mfcs
+    "dense_rewards": _spec("float32", "token"),
     "advantages": _spec("float32", "token"),  # advantage of sampling token t; 0 where trained_mask is False
+    "supervised_mask": _spec("bool", "token"),  # in actor_train only: the supervised tokens of the texts of train.ptx
     "trained_mask": _spec("bool", "token"),  # loss_mask without the tokens that train.ppo excludes
     "returns": _spec("float32", "token"),  # targets of `values`, in the same units; 0 where value_mask is False
     "value_mask": _spec("bool", "token"),  # the next token is trained: `values` has a target here
 }
+
+
+def spec_of(key: str) -> KeySpec | None:
+    """The KeySpec of a known key: one of KEY_SPECS, or `model_rewards_NAME` of a reward model with a name. None: not known."""
+    return KEY_SPECS["model_rewards"] if key.startswith("model_rewards_") else KEY_SPECS.get(key)
+
 
 DTYPES = tuple(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split()  # noqa: SIM905
@@ -413,7 +421,7 @@ def _check_array(key: str, array: Array, expected: int) -> None:
     if not isinstance(array, np.ndarray) or array.ndim != 1:
         found = f"shape {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
         raise ValueError(f"key {key!r}: expected a 1-D numpy array, found {found}")
-    dtype, spec = array.dtype, KEY_SPECS.get(key)
+    dtype, spec = array.dtype, spec_of(key)
     if spec is not None and dtype != spec.dtype:
         raise ValueError(f"key {key!r}: expected dtype {spec.dtype}, found {dtype}")
     if dtype not in DTYPE_NAMES:
@@ -424,7 +432,7 @@ def _check_array(key: str, array: Array, expected: int) -> None:
 
 def _check_layouts(ids: tuple[str, ...], seqlens: Mapping[str, SeqLens]) -> None:
     """Check that the known keys fit each other: token keys are aligned, sequence keys have one value per sequence."""
-    layouts = {key: KEY_SPECS[key].layout for key in seqlens if key in KEY_SPECS}
+    layouts = {key: spec.layout for key in seqlens if (spec := spec_of(key)) is not None}
     token_key = next((key for key in ("packed_input_ids", *layouts) if layouts.get(key) == "token"), "")
     counted = token_key or next((key for key, layout in layouts.items() if layout == "sequence"), "")
     counts = [len(lengths) for lengths in seqlens[counted]] if counted else []
@@ -454,7 +462,7 @@ def _check_layouts(ids: tuple[str, ...], seqlens: Mapping[str, SeqLens]) -> None
 
 def _runs_of(key: str, group_id: str, value: Any) -> list[Array]:
     """Convert from_groups' value for one key of one group to runs of the key's dtype."""
-    spec = KEY_SPECS.get(key)
+    spec = spec_of(key)
     layout = spec.layout if spec is not None else "token"
     dtype = spec.dtype if spec is not None else None
     if layout == "prompt":
@@ -485,7 +493,7 @@ def _concatenate(key: str, runs: list[Array]) -> Array:
         if len(dtypes) > 1:
             raise ValueError(f"key {key!r}: runs of several dtypes: {sorted(map(str, dtypes))}")
         return np.concatenate(runs) if not dtypes else np.concatenate(runs, dtype=dtypes.pop(), casting="unsafe")
-    spec = KEY_SPECS.get(key)
+    spec = spec_of(key)
     return np.zeros(0, spec.dtype if spec is not None else np.float32)
 
 
@@ -598,7 +606,7 @@ def _read_layout(encoded: bytes) -> _Layout:
             raise CodecError(f"key {key.name!r}: dtype {key.dtype!r} is unknown; known are {', '.join(DTYPES)}")
         if key.lengths < 0:
             raise CodecError(f"key {key.name!r}: the lengths index {key.lengths} is negative")
-        spec = KEY_SPECS.get(key.name)
+        spec = spec_of(key.name)
         if spec is not None and _DTYPES[key.dtype] != spec.dtype:
             raise CodecError(f"key {key.name!r}: expected dtype {spec.dtype}, found {key.dtype}")
         distinct.setdefault((spec.layout if spec is not None else "", key.lengths), key.name)

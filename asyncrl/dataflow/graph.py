@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
-from asyncrl.config.schema import PlacedMFC, TrainConfig
+from asyncrl.config.schema import REF, REWARD, TEACHER, PlacedMFC, TrainConfig, reward_models
 
 TRAIN_MFC = "actor_train"  # the node that produces new weights
 GENERATE_MFC = "actor_gen"  # the node that produces trajectories in a synchronous graph
@@ -31,6 +31,7 @@ TRAJECTORY_KEYS = (
     "version_end",
     "birth_time",
 )
+DENSE_REWARDS = "dense_rewards"  # comes with the trajectories (train.dense_rewards), or an extra MFC writes it
 
 
 @dataclass(frozen=True)
@@ -105,14 +106,21 @@ def build_dataflow(train: TrainConfig, mode: str = "async") -> DataflowGraph:
     read its output keys.
     """
     if mode != "sync":
-        return DataflowGraph(training_mfcs(train))
+        return DataflowGraph(training_mfcs(train), trajectory_keys(train))
     generate = MFCDef(GENERATE_MFC, "actor", "generate", "actor_generate", (), TRAJECTORY_KEYS)
     return DataflowGraph([generate, *training_mfcs(train)], dataset_keys=())
 
 
+def trajectory_keys(train: TrainConfig) -> tuple[str, ...]:
+    """The keys that every trajectory of a run carries."""
+    return (*TRAJECTORY_KEYS, DENSE_REWARDS) if train.dense_rewards else TRAJECTORY_KEYS
+
+
 def without_generation(mfcs: Sequence[MFCDef]) -> DataflowGraph:
     """The graph of these MFCs without the generate node: the MFCs that process existing trajectories."""
-    return DataflowGraph([mfc for mfc in mfcs if mfc.kind != "generate"])
+    kept = [mfc for mfc in mfcs if mfc.kind != "generate"]
+    is_made = any(DENSE_REWARDS in mfc.output_keys for mfc in kept)
+    return DataflowGraph(kept, TRAJECTORY_KEYS if is_made else (*TRAJECTORY_KEYS, DENSE_REWARDS))
 
 
 def training_mfcs(train: TrainConfig) -> list[MFCDef]:
@@ -122,11 +130,13 @@ def training_mfcs(train: TrainConfig) -> list[MFCDef]:
         ref_inf     packed_ref_logprobs  ---+                      +--> actor_train
         critic_inf  values               ---+--> advantages -------+
         rew_inf     model_rewards        ---+                      +--> critic_train
+        rew_inf_X   model_rewards_X      ---+
         teacher_inf packed_teacher_logprobs +
 
     The config decides which inference MFCs exist. `advantages` reads the keys that they write; an exception is `proximal_logprobs`,
     which it reads only for a KL penalty or a teacher. It also reads the keys `dense_rewards` and `values` if an extra MFC writes
-    them. `actor_train` also reads `proximal_logprobs`, if actor_inf exists.
+    them. With train.dense_rewards the trajectories have `dense_rewards`. `actor_train` also reads `proximal_logprobs`, if actor_inf
+    exists.
     """
     ppo = train.ppo
     inference: list[MFCDef] = []
@@ -138,8 +148,9 @@ def training_mfcs(train: TrainConfig) -> list[MFCDef]:
         inference.append(_inference("ref_inf", "ref", "ref_logprobs", "packed_ref_logprobs"))
     if train.critic is not None:
         inference.append(_inference("critic_inf", "critic", "critic_values", "values"))
-    if train.reward_model is not None:
-        inference.append(_inference("rew_inf", "reward", "reward_scores", "model_rewards"))
+    for role in reward_models(train):
+        name = role.removeprefix(REWARD)  # "", or _NAME
+        inference.append(_inference(f"rew_inf{name}", role, "reward_scores", f"model_rewards{name}"))
     if train.teacher is not None:
         inference.append(_inference("teacher_inf", "teacher", "teacher_logprobs", "packed_teacher_logprobs"))
     extra = [
@@ -153,7 +164,8 @@ def training_mfcs(train: TrainConfig) -> list[MFCDef]:
     if reads_anchor and not anchor:
         judged.append("packed_logprobs")
     made_by_extra = {key for mfc in extra for key in mfc.output_keys}
-    judged += [key for key in ("dense_rewards", "values") if key in made_by_extra and key not in judged]
+    judged += [key for key in (DENSE_REWARDS, "values") if key in made_by_extra and key not in judged]
+    judged += [DENSE_REWARDS] if train.dense_rewards and DENSE_REWARDS not in judged else []
     advantages = MFCDef(
         ADVANTAGES_MFC,
         "actor",
@@ -184,7 +196,7 @@ def _check_roles(extra: Sequence[MFCDef], train: TrainConfig) -> None:
     """
     roles = ["actor", "ref"]
     roles += ["critic"] if train.critic is not None else []
-    roles += ["reward"] if train.reward_model is not None else []
+    roles += reward_models(train)
     roles += ["teacher"] if train.teacher is not None else []
     for mfc in extra:
         if mfc.role not in roles:
@@ -192,7 +204,7 @@ def _check_roles(extra: Sequence[MFCDef], train: TrainConfig) -> None:
                 f"train.extra_mfcs.{mfc.name}.role is {mfc.role!r}; the roles of this run are {roles} "
                 "(critic with train.critic, reward with train.reward_model, teacher with train.teacher)"
             )
-        if mfc.kind == "train_step" and mfc.role in ("ref", "reward", "teacher"):
+        if mfc.kind == "train_step" and mfc.role in (REF, TEACHER, *reward_models(train)):
             raise ValueError(f"train.extra_mfcs.{mfc.name} trains the role {mfc.role!r}, whose model is frozen")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncrl.config.schema import CRITIC, REF, REWARD, TEACHER, ExperimentConfig
+from asyncrl.config.schema import CRITIC, REF, REWARD, TEACHER, ExperimentConfig, reward_models
 from asyncrl.config.validation import Problem, one_of
 from asyncrl.dataflow.graph import GENERATE_MFC, build_dataflow
 from asyncrl.dataflow.topology import Allocation, allocation_of, unknown_name
@@ -45,9 +45,10 @@ _RUNS_WITH = {  # MFC or role -> the setting that includes it in a run
 
 def problems_of_layout(config: ExperimentConfig) -> Iterator[Problem]:
     """Yield the problems of the allocation, of the MFCs that it places, and of the engine that it names."""
+    roles = [*MFC_ROLES, *(role for role in reward_models(config.train) if role not in MFC_ROLES)]
     for name, mfc in config.train.extra_mfcs.items():
-        if mfc.role not in MFC_ROLES:
-            yield f"train.extra_mfcs.{name}.role", mfc.role, one_of(mfc.role, MFC_ROLES)
+        if mfc.role not in roles:
+            yield f"train.extra_mfcs.{name}.role", mfc.role, one_of(mfc.role, roles)
     try:
         allocation = allocation_of(config)
     except ValueError as error:
@@ -126,6 +127,8 @@ def _bad_sharing(config: ExperimentConfig, allocation: Allocation) -> Iterator[P
             transport,
             f"{shared}, and no server can receive weights while it sleeps: set it to disk",
         )
+    if config.train.streaming:
+        yield "train.streaming", True, f"{shared}: training cannot begin before generation has ended; set it to false"
     if allocation.engine == "external":
         yield (
             "allocation",

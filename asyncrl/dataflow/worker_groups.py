@@ -25,8 +25,12 @@ from asyncrl.protocol.fence import Fence
 if TYPE_CHECKING:
     from asyncrl.dataflow.topology import ModelPlacement
 
-STATELESS_ROLES = (REF, REWARD, TEACHER)  # the weights of models of these roles are all on disk
 MODES = ("async",)  # modes with detached groups
+
+
+def is_stateless(role: str) -> bool:
+    """Whether all weights of the role's models are on disk: the reference, the teacher and the reward models."""
+    return role in (REF, REWARD, TEACHER) or role.startswith(f"{REWARD}_")
 
 
 class PlacedNode(Protocol):
@@ -77,7 +81,7 @@ def worker_groups_of(
     together = [set(placement.workers) for placement in placements]
     trainer: set[int] = set(everyone).difference(*together)  # at first, workers that hold no model, if any
     for placement in placements:
-        if placement.role not in STATELESS_ROLES or placement.name in moving:
+        if not is_stateless(placement.role) or placement.name in moving:
             trainer.update(placement.workers)
     while near := [workers for workers in together if workers & trainer and not workers <= trainer]:
         trainer.update(*near)

@@ -20,9 +20,9 @@ from yaml import YAMLError
 from asyncrl.config.loading import merge_into
 from asyncrl.config.schema import (
     CRITIC,
+    EMA,
     RECOVERABLE_MODES,
     REF,
-    REWARD,
     TEACHER,
     CheckpointConfig,
     ConfigError,
@@ -47,6 +47,7 @@ from asyncrl.config.schema import (
     fetches_weights,
     max_head_offpolicyness,
     resolve_auto,
+    reward_models,
 )
 from asyncrl.dataflow.graph import DataflowGraph, build_dataflow, build_recording_dataflow
 from asyncrl.dataflow.topology import Allocation, ModelPlacement, allocation_of
@@ -73,7 +74,6 @@ CONFIG_CLASSES: Mapping[str, type[ProcessConfig]] = {
     "replayer": ReplayerConfig,
 }
 NO_CHECKPOINTS = CheckpointConfig(every_s=0.0)
-_KINDS = {CRITIC: "value", REWARD: "reward"}  # ModelConfig.kind by role; that of all other roles is lm
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,8 @@ class _Run:
             _place(self.allocation, build_dataflow(self.train, config.mode)) if self.trains else ([], _recording())
         )
         self.models = [_model(placement, self.mfcs, self.train, config.model_path) for placement in self.placements]
+        if self.trains and self.train.ema is not None:  # laid out like the actor, the first model
+            self.models.append(replace(self.models[0], name=EMA, trainable=False, offload=False, float32=True))
         self.heads = self.placements[0].heads if self.trains else (0,)  # model workers that receive trajectories
         self.store_capacity = (1 + self.eta) * self.train.batch_size
         self.detached = [list(group) for group in worker_groups_of_run(config).detached]
@@ -269,6 +271,7 @@ class _Run:
             rollout=config.rollout,
             num_heads=len(self.heads),
             heartbeat_s=config.manager.heartbeat_s,
+            dense_rewards=config.train.dense_rewards,
         )
 
     def replayer(self) -> ReplayerConfig:
@@ -397,6 +400,10 @@ def with_absolute_paths(config: ExperimentConfig) -> ExperimentConfig:
             critic=replace(critic, path=_absolute(critic.path)) if critic else None,
             reward_model=replace(judge, path=_absolute(judge.path)) if judge else None,
             teacher=replace(teacher, path=_absolute(teacher.path)) if teacher else None,
+            reward_models={
+                name: replace(model, path=_absolute(model.path)) for name, model in train.reward_models.items()
+            },
+            ptx=replace(train.ptx, texts=_resolve_prompts(train.ptx.texts)) if train.ptx else None,
             extra_mfcs={
                 name: replace(mfc, interface=_absolute_spec(mfc.interface)) for name, mfc in train.extra_mfcs.items()
             },
@@ -466,7 +473,7 @@ def _model(placement: ModelPlacement, mfcs: Sequence[PlacedMFC], train: TrainCon
     own_path = {
         CRITIC: train.critic.path if train.critic else "",
         REF: train.ref.path,
-        REWARD: train.reward_model.path if train.reward_model else "",
+        **{role: model.path for role, model in reward_models(train).items()},
         TEACHER: train.teacher.path if train.teacher else "",
     }.get(role, "")
     return ModelConfig(
@@ -474,7 +481,7 @@ def _model(placement: ModelPlacement, mfcs: Sequence[PlacedMFC], train: TrainCon
         path=own_path or model_path,
         grid=str(placement.grid),
         workers=list(placement.workers),
-        kind=_KINDS.get(role, "lm"),
+        kind="value" if role == CRITIC else "reward" if role in reward_models(train) else "lm",
         trainable=placement.name == role and any(mfc.role == role and mfc.kind == "train_step" for mfc in mfcs),
         optimizer=train.critic.optimizer if train.critic and role == CRITIC else train.optimizer,
         offload=role in train.offload,

@@ -193,9 +193,9 @@ class Books:
         record = {"event": "trained", "attempt": self.attempt, "step": self.step, "start": start, "end": end}
         self._journal.write({**record, "groups": groups})
 
-    def write_evaluation(self, step: int, results: Sequence[EvaluationResult]) -> None:
-        """Write the results of an evaluation. step: the step that produced the evaluated weights."""
-        self._metrics.write(step, self.summary.add_evaluation(step, results))
+    def write_evaluation(self, step: int, results: Sequence[EvaluationResult], prefix: str = "") -> None:
+        """Write the results of an evaluation. step: the step that produced the evaluated weights. prefix: of the modes' names."""
+        self._metrics.write(step, self.summary.add_evaluation(step, results, prefix))
 
     def summarize(self, ended: float, generation_idle: float | None) -> dict[str, object]:
         """Return the content of summary.json. ended: the end of the run, in seconds since the epoch."""

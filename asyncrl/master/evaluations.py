@@ -109,12 +109,12 @@ class Evaluations:
             version = self._books.version.version
             self._logger.warning("no evaluation at step %d: %d are still running", version, _MAX_EVALUATIONS)
 
-    def begin(self, name: str = "", *, baseline: bool = False) -> None:
+    def begin(self, name: str = "", *, baseline: bool = False, prefix: str = "") -> None:
         """Evaluate the current weights. name: suffix of the evaluation's id; by default the step. baseline: the current weights are
-        the initial ones."""
+        the initial ones. prefix: of the modes in the metrics."""
         step, before = self._books.step, self._begun[-1] if self._begun else None
         results = self._evaluator.begin(f"a{self._books.attempt}-{name or f's{step}'}", step)
-        task = self._tasks.spawn(self._evaluate(results, step, before), "evaluate")
+        task = self._tasks.spawn(self._evaluate(results, step, before, prefix), "evaluate")
         self._begun.append(task)
         self._count()
         task.add_done_callback(lambda _: self._count())
@@ -124,12 +124,12 @@ class Evaluations:
     async def all_over(self) -> None:
         await asyncio.gather(*self._begun)
 
-    async def _evaluate(self, results: Results, step: int, before: asyncio.Task[None] | None) -> None:
+    async def _evaluate(self, results: Results, step: int, before: asyncio.Task[None] | None, prefix: str) -> None:
         """before: the previous evaluation. Its results are written first, so that the records are in the order of steps."""
         if found := await results():
             if before is not None:  # the previous evaluation ends within its own time limit
                 await self._wait(asyncio.wait({before}), "the previous evaluation")
-            self._books.write_evaluation(step, found)
+            self._books.write_evaluation(step, found, prefix)
 
     async def _wait(self, awaitable: Awaitable[object], what: str) -> None:
         limit_s = self._config.timeout_s + CALL_LIMIT_S + LONG_POLL_S

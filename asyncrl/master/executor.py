@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from asyncrl.config.schema import REF, TrainConfig
+from asyncrl.config.schema import EMA, REF, TrainConfig
 from asyncrl.dataflow.graph import TRAIN_MFC, DataflowGraph, MFCDef
 from asyncrl.dataflow.redistribution import Transfer, assign, members, plan_fetches, plan_redistribution
 from asyncrl.dataflow.topology import Handler, ModelPlacement, ModelShardID
@@ -45,7 +45,8 @@ class ParameterHooks:
     A role may have several models. One is trained; the others (`actor@1`) get its weights before they are used again.
 
     On a model that is not trained, every MFC of a step uses the weights with which the step began. The reference is refreshed from
-    the actor every train.ref.update_interval steps.
+    the actor every train.ref.update_interval steps. The actor's moving average (train.ema) is updated after each step that trains
+    the actor.
     """
 
     def __init__(self, mfcs: Iterable[MFCDef], train: TrainConfig) -> None:
@@ -80,10 +81,15 @@ class ParameterHooks:
         self._stale |= {
             mfc.model for mfc in self._mfcs if mfc.role in trained and mfc.model != self._trained_model[mfc.role]
         }
-        ref, source = self._train.ref, self._trained_model.get(ACTOR)
-        if source is None or ref.update_interval < 1 or version % ref.update_interval:
+        ref, ema, source = self._train.ref, self._train.ema, self._trained_model.get(ACTOR)
+        if source is None:
             return []
-        return [Reallocate(source=source, target=target, share=ref.update_share) for target in self._refs]
+        copies = []
+        if ema is not None and TRAIN_MFC not in left_out:
+            copies.append(Reallocate(source=source, target=EMA, share=1.0 - ema.decay))
+        if ref.update_interval >= 1 and version % ref.update_interval == 0:
+            copies += [Reallocate(source=source, target=target, share=ref.update_share) for target in self._refs]
+        return copies
 
 
 Part = Literal["whole", "open", "last"]  # as in ExecuteMFC

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from asyncrl.config.schema import CRITIC, REF, MasterWorkerConfig
+from asyncrl.config.schema import CRITIC, EMA, REF, MasterWorkerConfig
 from asyncrl.dataflow.graph import MFCDef, without_generation
 from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
 from asyncrl.dataflow.worker_groups import WorkerGroups
@@ -31,7 +31,7 @@ from asyncrl.protocol.run_folder import name_of
 from asyncrl.runtime.request_reply import NameResolvingRequestClient
 
 _RECORDER = ModelPlacement(ACTOR, ParallelGrid(), (0,))  # stands for the recorder in rollout_only, which has no model
-_SAVED = (ACTOR, CRITIC)  # models that are saved for the user
+_SAVED = (ACTOR, CRITIC, EMA)  # models that are saved for the user
 
 
 def placements_of(config: MasterWorkerConfig) -> dict[str, ModelPlacement]:
@@ -123,7 +123,8 @@ class ModelWorkers:
         return self.caller.start(what, self.models[model].workers, body)
 
     async def save(self, name: str) -> None:
-        """Save the models for the user: the actor's under this name, the critic's under `{name}-critic`."""
+        """Save the models for the user: the actor's under this name, the critic's under `{name}-critic`, the moving average's
+        under `{name}-ema`."""
         for model in _SAVED:
             if model in self.models:
                 path = self._run_dir / "checkpoints" / (name if model == ACTOR else f"{name}-{model}")

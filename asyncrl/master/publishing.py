@@ -11,7 +11,7 @@ import logging
 from pathlib import Path
 from typing import NamedTuple
 
-from asyncrl.config.schema import MasterWorkerConfig
+from asyncrl.config.schema import EMA, MasterWorkerConfig
 from asyncrl.master.books import Books
 from asyncrl.master.device_turns import DeviceTurns
 from asyncrl.master.evaluations import Evaluations
@@ -140,9 +140,21 @@ class WeightPublisher:
         if self._turns is not None:
             await self._turns.generation()
 
-    async def served(self) -> None:
-        """Wait until the gserver manager reports the newest version as served. Raises WaitTimeoutError after eval.timeout_s."""
-        version = self._books.version.version
+    async def publish_average(self) -> int:
+        """Publish the actor's moving average (train.ema) as the version after the last one, for an evaluation after the last step.
+        Returns the number of this version."""
+        version = self._books.version
+        version = WeightVersion(version.attempt, version.version + 1)
+        folder = name_of(self._run_dir, version_dir(self._run_dir, ACTOR, version))
+        write = WriteWeights(role=EMA, weight_version=str(version), folder=folder)
+        await self._workers.commit(write, await self._workers.start(EMA, f"weights {version} to be written", write))
+        await self._directory.publish(self._directory.names.model_version(ACTOR), str(version))
+        return version.version
+
+    async def served(self, version: int | None = None) -> None:
+        """Wait until the gserver manager reports a version as served, by default the newest one. Raises WaitTimeoutError after
+        eval.timeout_s."""
+        version = self._books.version.version if version is None else version
         what, limit_s = f"version {version} to be served", self._config.eval.timeout_s
         await self._board.bounded(self._until_served(version), what=what, on="gserver manager", limit_s=limit_s)
 

@@ -185,16 +185,17 @@ class RunSummary:
         self.wait_weights_s += metrics["time/wait_weights_s"]
         self.servers_updating_s += metrics.get("time/servers_updating_s", 0.0)
 
-    def add_evaluation(self, step: int, results: Sequence[EvaluationResult]) -> dict[str, float]:
-        """Return the metrics of an evaluation, and keep them for the summary."""
+    def add_evaluation(self, step: int, results: Sequence[EvaluationResult], prefix: str = "") -> dict[str, float]:
+        """Return the metrics of an evaluation, and keep them for the summary. prefix: of the modes' names."""
         metrics: dict[str, float] = {}
         for result in results:
-            metrics[f"eval/{result.mode}_reward"] = result.mean_reward
-            metrics[f"eval/{result.mode}_length"] = result.mean_length
-            metrics[f"eval/{result.mode}_num_prompts"] = float(result.num_prompts)
-            metrics[f"eval/{result.mode}_num_failed"] = float(result.num_failed)
-            metrics[f"eval/{result.mode}_version_min"] = float(result.version_min)
-            metrics[f"eval/{result.mode}_version_max"] = float(result.version_max)
+            mode = f"{prefix}{result.mode}"
+            metrics[f"eval/{mode}_reward"] = result.mean_reward
+            metrics[f"eval/{mode}_length"] = result.mean_length
+            metrics[f"eval/{mode}_num_prompts"] = float(result.num_prompts)
+            metrics[f"eval/{mode}_num_failed"] = float(result.num_failed)
+            metrics[f"eval/{mode}_version_min"] = float(result.version_min)
+            metrics[f"eval/{mode}_version_max"] = float(result.version_max)
         self.evaluations.append({"step": step, **metrics})
         return metrics
 

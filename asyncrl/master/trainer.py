@@ -199,6 +199,24 @@ class Trainer:
             except WaitTimeoutError as error:
                 self._logger.warning("skipped the last evaluation: %s", error)
         await self._evaluations.all_over()
+        await self._evaluate_average()
+
+    async def _evaluate_average(self) -> None:
+        """Evaluate the actor's moving average (train.ema), after the last evaluation of the actor. Needs generation servers."""
+        evaluates = self._config.eval.at_end and self._config.eval.prompts is not None
+        if self._config.train.ema is None or self._publisher is None or not (evaluates and self._books.trains):
+            return
+        try:
+            if self._turns is not None:
+                await self._turns.training()
+            version = await self._publisher.publish_average()
+            if self._turns is not None:
+                await self._turns.generation()
+            await self._publisher.served(version)
+            self._evaluations.begin(name="ema", prefix="ema_")
+        except WaitTimeoutError as error:
+            self._logger.warning("skipped the evaluation of the moving average: %s", error)
+        await self._evaluations.all_over()
 
     async def _write_last_checkpoint(self) -> None:
         """Write a checkpoint of the last step, for a later attempt to continue from. An attempt that itself continues from a

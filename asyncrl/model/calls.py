@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from asyncrl.config.schema import REF, ModelWorkerConfig
+from asyncrl.config.schema import EMA, REF, ModelWorkerConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.data.trajectories import BackgroundRecorder, Entry, TrajectoryStore, tokenizer_fingerprint
 from asyncrl.dataflow.graph import TRAIN_MFC, MFCDef
@@ -47,6 +47,7 @@ from asyncrl.protocol.messages import (
     WeightVersion,
     WriteWeights,
 )
+from asyncrl.protocol.names import ACTOR
 from asyncrl.protocol.run_folder import path_of
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.clock import Clock
@@ -274,11 +275,17 @@ class Calls:
         return {
             name: engine
             for name, engine in self.engines.items()
-            if self._models[name].trainable or (ref_moves and name.partition("@")[0] == REF)
+            if self._models[name].trainable or name == EMA or (ref_moves and name.partition("@")[0] == REF)
         }
 
     def _load_checkpoint(self, path: Path) -> None:
-        state = checkpoint.load(path, self._checkpointed, workers=range(self._process_group.size), or_as_is=(REF,))
+        state = checkpoint.load(
+            path,
+            self._checkpointed,
+            workers=range(self._process_group.size),
+            or_as_is=(REF,),
+            instead={EMA: ACTOR},  # a run that has had no average so far begins it with the actor
+        )
         for mfc, interface in self._interfaces.items():
             interface.restore({key.partition("/")[2]: x for key, x in state.items() if key.partition("/")[0] == mfc})
 

@@ -178,7 +178,12 @@ def commit(
 
 @torch.no_grad()
 def load(
-    path: Path, models: Mapping[str, TrainedModel], *, workers: Sequence[int], or_as_is: Collection[str] = ()
+    path: Path,
+    models: Mapping[str, TrainedModel],
+    *,
+    workers: Sequence[int],
+    or_as_is: Collection[str] = (),
+    instead: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint, saved in any layout, into these models. Returns the `state` passed to `commit`.
 
@@ -186,7 +191,8 @@ def load(
     workers raise CheckpointError before anything changes. For a tensor that does not fit a model (missing, other shape) only the
     ranks that find it raise CheckpointError. A model saved without optimizer state is loaded without it. Random state is restored
     if `workers` are those that saved. A second model of a role (`ref@1`) that was not saved is loaded from the role's first one.
-    or_as_is: roles whose models stay unchanged if the checkpoint lacks them.
+    or_as_is: roles whose models stay unchanged if the checkpoint lacks them. instead: model -> the saved model that it is loaded
+    from if the checkpoint lacks it.
     """
     manifest = _verified(path, workers)
     me = this_worker()
@@ -199,6 +205,7 @@ def load(
     for model_name, model in models.items():
         role = model_name.partition("@")[0]
         source = role if model_name not in saved and role in saved else model_name
+        source = source if source in saved else (instead or {}).get(model_name, source)
         if source in saved or role not in or_as_is:
             _load_model(path, source, model, steps.get(source, {}))
     if manifest.workers == sorted(workers):

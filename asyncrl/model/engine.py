@@ -65,7 +65,7 @@ class TrainEngine:
         """mesh: of model.grid; None if this is the only rank. Collective. Raises ConfigError if model and grid do not fit.
 
         Trained weights are always float32. With train.dtype bfloat16 the computation and the exported weights are bfloat16, but the
-        float32 weights keep small updates. A frozen model is loaded in train.dtype itself.
+        float32 weights keep small updates. A frozen model is loaded in train.dtype itself, except a moving average (model.float32).
         """
         if train.dtype not in DTYPES:
             raise ValueError(f"train.dtype is {train.dtype!r}; choose one of {', '.join(DTYPES)}")
@@ -91,7 +91,8 @@ class TrainEngine:
         self._split: set[str] = set()  # parameters that are split over tensor ranks
         self._partial: set[str] = set()  # parameters with gradients that must still be summed over tensor ranks
         self._tied = ""  # name of the tied embedding if the last of several stages has a copy as its output layer
-        weights_dtype = torch.float32 if self.trainable else self.dtype
+        self._float32 = self.trainable or model.float32
+        weights_dtype = torch.float32 if self._float32 else self.dtype
         if self._mesh is None:
             self.module = self._load_whole(model, config, weights_dtype)
         else:
@@ -119,7 +120,7 @@ class TrainEngine:
     @property
     def _compute_dtype(self) -> torch.dtype | None:
         """Dtype of the computation; None if it is the dtype of the weights."""
-        return self.dtype if self.trainable and self.dtype != torch.float32 else None
+        return self.dtype if self._float32 and self.dtype != torch.float32 else None
 
     def _load_whole(self, model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype) -> Stage:
         whole = sharding.load_whole(model.path, model.kind, config, dtype)

@@ -38,12 +38,13 @@ from asyncrl.algorithms.advantages import (
 )
 from asyncrl.algorithms.entropy import EntropyController
 from asyncrl.algorithms.kl import make_kl_controller
-from asyncrl.algorithms.packed import count_per_sequence
+from asyncrl.algorithms.packed import count_per_sequence, sum_per_sequence
 from asyncrl.algorithms.ppo import PPOLoss, check_ppo_config, loss_denominator, loss_keys
 from asyncrl.algorithms.value import ValueLoss, ValueNorm
-from asyncrl.config.schema import ConfigError, PPOConfig, TrainConfig, judges_by_group
-from asyncrl.data.sequence import KEY_SPECS, SequenceSample
-from asyncrl.dataflow.graph import MFCDef
+from asyncrl.config.schema import REWARD, ConfigError, PPOConfig, TrainConfig, judges_by_group, reward_models
+from asyncrl.data.sequence import SequenceSample, spec_of
+from asyncrl.dataflow.graph import DENSE_REWARDS, MFCDef
+from asyncrl.model.supervised import SupervisedTexts
 from asyncrl.rewards.import_object import import_object
 
 # (outputs, data, cu_seqlens) -> (loss, statistics): an engine calls it on each micro-batch. outputs: `logprobs` and `entropy` of a
@@ -54,7 +55,7 @@ LossFn = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Tensor], tuple[Te
 Stats = dict[str, float]
 
 # Infinite values of these keys become NaN, so that clipping does not turn them into rewards. The engine then skips the step
-_REWARDS = ("rewards", "model_rewards", "dense_rewards")
+_REWARDS = ("rewards", "model_rewards", "dense_rewards")  # and model_rewards_NAME
 
 
 class Ranks(Protocol):
@@ -161,14 +162,14 @@ class LocalBatch:
     @classmethod
     def make(cls, sample: SequenceSample | None, keys: Sequence[str]) -> LocalBatch:
         if sample is None:
-            nothing = {key: torch.tensor(np.zeros(0, KEY_SPECS[key].dtype)) for key in keys}
+            nothing = {key: torch.tensor(np.zeros(0, _dtype_of(key))) for key in keys}
             return cls({}, [], torch.zeros(1, dtype=torch.int64), nothing)
         missing = [key for key in keys if key not in sample.keys]
         if missing:
             raise ValueError(f"the sample lacks the keys {missing}; it has {sorted(sample.keys)}")
         data = {key: torch.tensor(sample.data[key]) for key in keys}
-        for key in _REWARDS:
-            if key in data:
+        for key in data:
+            if key.startswith(_REWARDS):
                 data[key].masked_fill_(~data[key].isfinite(), torch.nan)
         return cls(
             {group_id: i for i, group_id in enumerate(sample.ids)},
@@ -218,13 +219,22 @@ def temperature_of(train: TrainConfig) -> float:
 _MIN_STD = 1e-4  # a smaller standard deviation of the returns is taken for rounding error
 
 
-def batch_stats(engine: Ranks, local: LocalBatch, made: Advantages) -> Stats:
-    """Statistics of the whole batch, over all ranks. Two collective calls."""
+def batch_stats(engine: Ranks, local: LocalBatch, made: Advantages, *, adds_dense: bool = False) -> Stats:
+    """Statistics of the whole batch, over all ranks. Two collective calls.
+
+    adds_dense: the dense rewards are part of the trajectories' rewards (train.dense_rewards).
+    """
     rewards_S, mask_T, kl_T = made.rewards_S, made.mask_T, made.kl_T
     raw_S = local.data["rewards"].double()
+    dense_S = torch.zeros_like(raw_S)
+    if DENSE_REWARDS in local.data:
+        dense_S = sum_per_sequence(local.data[DENSE_REWARDS].double(), local.cu_seqlens)
+    if adds_dense:
+        raw_S, rewards_S = raw_S + dense_S, rewards_S + dense_S
     response_S = count_per_sequence(local.data["loss_mask"], local.cu_seqlens)
     advantages = made.advantages_T[mask_T].double()
     groups = np.split(rewards_S.numpy(), np.cumsum(local.group_sizes, dtype=np.int64)[:-1])
+    model_keys = [key for key in local.data if key.startswith("model_rewards")]
     sums = {
         "groups": float(len(local.group_sizes)),
         "sequences": float(len(raw_S)),
@@ -233,7 +243,8 @@ def batch_stats(engine: Ranks, local: LocalBatch, made: Advantages) -> Stats:
         "trained": float(advantages.numel()),
         "reward": float(raw_S.sum()),
         "reward_squared": float(raw_S.square().sum()),
-        "model": float(local.data["model_rewards"].double().sum()) if "model_rewards" in local.data else 0.0,
+        **{key: float(local.data[key].double().sum()) for key in model_keys},
+        "dense": float(dense_S.sum()),
         "shaped": float(rewards_S.double().sum()),
         "equal_groups": float(sum(bool((rewards == rewards[0]).all()) for rewards in groups if rewards.size)),
         "prompt": float(local.data["prompt_mask"].sum()),
@@ -270,8 +281,11 @@ def batch_stats(engine: Ranks, local: LocalBatch, made: Advantages) -> Stats:
         "advantages/max": highest if total["trained"] else 0.0,
         "advantages/min": -lowest if total["trained"] else 0.0,
     }
-    if "model_rewards" in local.data:
-        stats["reward/model_mean"] = total["model"] / sequences
+    for key in model_keys:
+        name = key.removeprefix("model_rewards")  # "", or _NAME
+        stats[f"reward/model_mean{name}"] = total[key] / sequences
+    if DENSE_REWARDS in local.data:
+        stats["reward/dense_mean"] = total["dense"] / sequences
     if kl_T is not None:
         stats["kl/token_mean"] = total["kl"] / max(total["sampled"], 1.0)
         stats["kl/sequence_mean"] = total["kl"] / sequences
@@ -307,7 +321,7 @@ class StepStats:
     minibatches. All others, which the engine reports as sums over tokens, become means over all tokens.
     """
 
-    MEANS = ("loss", "grad_norm", "lr")
+    MEANS = ("loss", "ptx_loss", "grad_norm", "lr")
 
     def __init__(self) -> None:
         self.steps = 0
@@ -379,13 +393,16 @@ class ValuesInterface(Interface):
 
 
 class ScoresInterface(Interface):
-    """Scores of each sequence from the reward model."""
+    """Scores of each sequence from a reward model."""
+
+    def __init__(self, output_key: str) -> None:
+        self.output_key = output_key
 
     def run(
         self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int
     ) -> tuple[SequenceSample | None, Stats]:
         sample = groups_here(sample, batch_ids)
-        return _made(sample, "model_rewards", engine.scores(sample)), {}
+        return _made(sample, self.output_key, engine.scores(sample)), {}
 
 
 def _made(sample: SequenceSample | None, key: str, array: npt.NDArray[np.float32] | None) -> SequenceSample | None:
@@ -393,7 +410,9 @@ def _made(sample: SequenceSample | None, key: str, array: npt.NDArray[np.float32
     stage)."""
     if sample is None or array is None:
         return None
-    if KEY_SPECS[key].layout == "token":
+    spec = spec_of(key)
+    assert spec is not None
+    if spec.layout == "token":
         return sample.derive({key: array})
     ones = [[1] * len(lengths) for lengths in sample.seqlens["packed_input_ids"]]
     return SequenceSample(sample.ids, {key: ones}, {key: array})
@@ -430,8 +449,13 @@ class FunctionInterface(Interface):
 
 def _nothing(keys: Sequence[str]) -> SequenceSample:
     """Return a sample with no ids. Keys of unknown dtype are float32."""
-    dtypes = {key: KEY_SPECS[key].dtype if key in KEY_SPECS else np.dtype("float32") for key in keys}
-    return SequenceSample((), {key: [] for key in keys}, {key: np.zeros(0, dtypes[key]) for key in keys})
+    return SequenceSample((), {key: [] for key in keys}, {key: np.zeros(0, _dtype_of(key)) for key in keys})
+
+
+def _dtype_of(key: str) -> np.dtype[Any]:
+    """float32 for a key that is not known."""
+    spec = spec_of(key)
+    return spec.dtype if spec is not None else np.dtype("float32")
 
 
 def _import_function(mfc: MFCDef) -> Callable[..., Any]:
@@ -442,7 +466,7 @@ def _import_function(mfc: MFCDef) -> Callable[..., Any]:
 
 
 class AdvantagesInterface(Interface):
-    """Makes the targets of the train steps from values and rewards: those of reward functions and of a reward model, dense rewards,
+    """Makes the targets of the train steps from values and rewards: those of reward functions and reward models, dense rewards,
     and the KL penalty. A teacher's logprobs are added last (`distillation_advantages`).
 
     consumes: the groups of this rank.  produces: `advantages` and `trained_mask` for the actor; `returns` and `value_mask` for a
@@ -455,16 +479,18 @@ class AdvantagesInterface(Interface):
         check_ppo_config(train.ppo)
         self.ppo: PPOConfig = train.ppo
         self.output_keys = mfc.output_keys
+        self.adds_dense = train.dense_rewards
         self.kl = make_kl_controller(train.ppo)
         self.teacher_coef = train.teacher.coef if train.teacher is not None else 0.0
-        self.model_reward_scale = train.reward_model.scale if train.reward_model is not None else 0.0
+        scales = {role: model.scale for role, model in reward_models(train).items()}
+        self.model_scales = {f"model_rewards{role.removeprefix(REWARD)}": scale for role, scale in scales.items()}
         critic = train.critic
         self.value_norm = ValueNorm(critic.value_norm_beta) if critic is not None and critic.value_norm else None
         self.keys = ["packed_input_ids", "prompt_mask", *advantage_keys(train.ppo)]
         self.keys += distillation_keys(train.ppo) if train.teacher is not None else []
-        self.keys += ["model_rewards"] if train.reward_model is not None else []
+        self.keys += self.model_scales
         self.keys += ["values"] if critic is not None or "values" in mfc.input_keys else []
-        self.keys += ["dense_rewards"] if "dense_rewards" in mfc.input_keys else []
+        self.keys += [DENSE_REWARDS] if DENSE_REWARDS in mfc.input_keys else []
         self._parts: list[LocalBatch] = []  # of the step's batch so far, with train.streaming
         check_input_keys(mfc, self.keys)
         if "values" in self.keys and judges_by_group(train.ppo):
@@ -521,8 +547,8 @@ class AdvantagesInterface(Interface):
         local: this rank's groups, with the keys `keys`.
         """
         data = dict(local.data)
-        if "model_rewards" in data:
-            data["rewards"] = data["rewards"] + self.model_reward_scale * data["model_rewards"]
+        for key, scale in self.model_scales.items():
+            data["rewards"] = data["rewards"] + scale * data[key]
         if self.value_norm is not None:
             data["values"] = self.value_norm.denormalise(data["values"])
         made = compute_advantages(
@@ -538,7 +564,7 @@ class AdvantagesInterface(Interface):
             policy_T, teacher_T = (data[key] for key in distillation_keys(self.ppo))
             bonus_T = distillation_advantages(policy_T, teacher_T, made.mask_T, self.teacher_coef)
             made = replace(made, advantages_T=made.advantages_T + bonus_T)
-        stats = batch_stats(engine, local, made)
+        stats = batch_stats(engine, local, made, adds_dense=self.adds_dense)
         if distilled:
             (total,) = engine.all_reduce_sum([float(bonus_T.double().sum()) / -self.teacher_coef])
             stats["distillation/token_mean"] = float(total) / max(stats["batch/num_trained_tokens"], 1.0)
@@ -586,22 +612,28 @@ def train_minibatches(
     *,
     temperature: float,
     lr_step: int,
+    texts: SupervisedTexts | None = None,
 ) -> StepStats:
     """Take one optimizer step per minibatch that has tokens to train on. Collective.
 
     sample: the groups of this rank with the keys that the engine and the loss read. loss_of: makes a minibatch's loss from two
-    counts over all ranks: its tokens in `loss_mask`, and its sequences that have any.
+    counts over all ranks: its tokens in `loss_mask`, and its sequences that have any. texts: those of train.ptx, divided among the
+    minibatches.
     """
     steps = StepStats()
     here = set(sample.ids) if sample is not None else set()
     counts = _count(engine, sample, minibatches)
-    for ids, (num_tokens, num_sequences) in zip(minibatches, counts, strict=True):
+    supervised = texts.parts(lr_step, len(minibatches)) if texts is not None else []
+    for number, (ids, (num_tokens, num_sequences)) in enumerate(zip(minibatches, counts, strict=True)):
         if num_tokens == 0:
             steps.empty += 1  # no rank has a token to train on (all truncated, with mask_too_long): no step
             continue
         mine = [group_id for group_id in ids if group_id in here]
         part = sample.select_ids(mine) if sample is not None and mine else None
         loss_fn = loss_of(num_tokens, num_sequences)
+        if texts is not None:
+            ranks = {"dp_rank": engine.dp_rank, "dp_size": engine.dp_size}
+            part, loss_fn = texts.mix(supervised[number], part, loss_fn, **ranks)
         steps.add(engine.train_step(part, loss_fn, temperature=temperature, lr_step=lr_step), num_tokens)
     return steps
 
@@ -664,14 +696,15 @@ class AccumulatedStep:
 
 
 class PPOActorInterface(Interface):
-    """One train step of PPO: train.ppo.epochs passes over the batch, each with one optimizer step per minibatch.
+    """One train step of PPO: train.ppo.epochs passes over the batch, each with one optimizer step per minibatch, which may include
+    supervised texts (train.ptx).
 
     consumes: the groups of this rank with the keys of `actor_train`.  produces: new weights in the engine, statistics of the step.
     waits for: the other ranks, in collective calls. If a rank fails, the master detects it and ends the trainer group.
     Its state, with train.ppo.entropy_target, is the coefficient of the entropy bonus.
     """
 
-    def __init__(self, mfc: MFCDef, train: TrainConfig, seed: int) -> None:
+    def __init__(self, mfc: MFCDef, train: TrainConfig, seed: int, tokenizer_path: str) -> None:
         check_ppo_config(train.ppo)
         self.ppo: PPOConfig = train.ppo
         self.temperature = temperature_of(train)
@@ -684,6 +717,8 @@ class PPOActorInterface(Interface):
         self.keys += [key for key in loss_keys(train.ppo) if key != "loss_mask"]
         self._accumulated = AccumulatedStep()
         check_input_keys(mfc, self.keys)
+        keys = ["loss_mask" if key == "trained_mask" else key for key in self.keys]
+        self.texts = SupervisedTexts(train.ptx, tokenizer_path, seed=seed, keys=keys) if train.ptx is not None else None
 
     def run(
         self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int
@@ -702,7 +737,9 @@ class PPOActorInterface(Interface):
             for epoch in range(ppo.epochs)
             for ids in split_minibatches(batch_ids, ppo.minibatches, seed=self.seed, version=version, epoch=epoch)
         ]
-        steps = train_minibatches(engine, sample, minibatches, loss_of, temperature=self.temperature, lr_step=version)
+        steps = train_minibatches(
+            engine, sample, minibatches, loss_of, temperature=self.temperature, lr_step=version, texts=self.texts
+        )
         return None, self._adapted(engine, steps.result("actor"))
 
     def _ppo_of_step(self) -> PPOConfig:
@@ -785,10 +822,11 @@ class PPOCriticInterface(Interface):
         return None, step.finish(engine, loss_fn, step.num_tokens, lr_step=version).result("critic")
 
 
-def make_interface(mfc: MFCDef, train: TrainConfig, seed: int = 1) -> Interface:
+def make_interface(mfc: MFCDef, train: TrainConfig, seed: int = 1, tokenizer_path: str = "") -> Interface:
     """Return the interface that an MFC names.
 
-    seed: of the experiment; it determines the minibatches. The groups of a batch may have different sizes.
+    seed: of the experiment; it determines the minibatches. tokenizer_path: for the texts of train.ptx. The groups of a batch may
+    have different sizes.
     """
     if mfc.interface == "actor_logprobs":
         return LogprobsInterface("proximal_logprobs", train)
@@ -799,11 +837,11 @@ def make_interface(mfc: MFCDef, train: TrainConfig, seed: int = 1) -> Interface:
     if mfc.interface == "critic_values":
         return ValuesInterface()
     if mfc.interface == "reward_scores":
-        return ScoresInterface()
+        return ScoresInterface(mfc.output_keys[0])
     if mfc.interface == "ppo_advantages":
         return AdvantagesInterface(mfc, train)
     if mfc.interface == "ppo_actor":
-        return PPOActorInterface(mfc, train, seed)
+        return PPOActorInterface(mfc, train, seed, tokenizer_path)
     if mfc.interface == "ppo_critic":
         return PPOCriticInterface(mfc, train, seed)
     if ":" in mfc.interface:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Self
 
 import numpy as np
@@ -19,11 +19,11 @@ import numpy as np
 from asyncrl.config.schema import WorkerInfo
 from asyncrl.data.model_limits import ModelLimits
 from asyncrl.data.sequence import SequenceSample, decode_sample
-from asyncrl.dataflow.graph import TRAJECTORY_KEYS
+from asyncrl.dataflow.graph import DENSE_REWARDS, TRAJECTORY_KEYS
 from asyncrl.model.store import DUPLICATE, FULL, DataStore
 from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.messages import StoreVerdict, TrajectoryMeta
-from asyncrl.rewards.trajectory import MAX_LOGPROB
+from asyncrl.rewards.trajectory import MAX_LOGPROB, total_rewards
 from asyncrl.runtime.background import BackgroundTasks
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.clock import Clock
@@ -31,6 +31,7 @@ from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.push_pull import DecodeSample, MetaPusher, NameResolvingZmqPuller, Pulled
 from asyncrl.runtime.system import System
 
+_FINITE = ("packed_logprobs", "rewards", DENSE_REWARDS)  # keys whose values must be finite
 _ROOM_LIMIT_S = (
     30.0  # a trajectory waits at most this long for room in a full store: the master clears data at the end of a step
 )
@@ -195,9 +196,14 @@ class TrajectoryReceiver:
         return self._check(meta, sample)
 
 
-def trajectory_error(meta: TrajectoryMeta, sample: SequenceSample, *, limits: ModelLimits) -> str:
-    """Return the error of a trajectory: its metadata contradict its tensors, or its content would break training. "": no error."""
-    missing = [key for key in TRAJECTORY_KEYS if key not in sample.keys]
+def trajectory_error(
+    meta: TrajectoryMeta, sample: SequenceSample, *, limits: ModelLimits, keys: Sequence[str] = TRAJECTORY_KEYS
+) -> str:
+    """Return the error of a trajectory: its metadata contradict its tensors, or its content would break training. "": no error.
+
+    keys: the keys that it must have.
+    """
+    missing = [key for key in keys if key not in sample.keys]
     if missing:
         return f"missing_keys: {missing}"
     if sample.ids != (meta.ticket_id,) or set(meta.keys) != set(sample.keys):
@@ -217,14 +223,14 @@ def trajectory_error(meta: TrajectoryMeta, sample: SequenceSample, *, limits: Mo
         return f"bad_tokens: ids from {ids.min()} to {ids.max()}, the vocabulary has {limits.vocab_size}"
     response_lengths = np.add.reduceat(sample.data["loss_mask"].astype(np.int64), sample.cu_seqlens()[:-1])
     for name, claimed, found in (
-        ("rewards", meta.rewards, sample.data["rewards"]),
+        ("rewards", meta.rewards, total_rewards(sample)),
         ("version_start", meta.version_start, sample.data["version_start"]),
         ("version_end", meta.version_end, sample.data["version_end"]),
         ("response_lengths", meta.response_lengths, response_lengths),
     ):
         if not np.array_equal(np.asarray(claimed, found.dtype), found, equal_nan=found.dtype.kind == "f"):
             return f"bad_meta: {name} {claimed}, tensors {found.tolist()}"
-    if not np.isfinite(sample.data["packed_logprobs"]).all() or not np.isfinite(sample.data["rewards"]).all():
+    if not all(np.isfinite(sample.data[key]).all() for key in _FINITE if key in sample.data):
         return "not_finite: logprobs or rewards"
     if (highest := sample.data["packed_logprobs"].max()) > MAX_LOGPROB:
         return f"bad_logprobs: up to {highest:g}; a logprob is never above 0"

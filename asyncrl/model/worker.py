@@ -25,7 +25,7 @@ import transformers
 from asyncrl.config.schema import ModelConfig, ModelWorkerConfig
 from asyncrl.data.model_limits import ModelLimits
 from asyncrl.data.trajectories import BackgroundRecorder, recording_dir
-from asyncrl.dataflow.graph import MFCDef
+from asyncrl.dataflow.graph import MFCDef, trajectory_keys
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.dataflow.worker_groups import WorkerGroups
 from asyncrl.model.broadcast import ServerClient, WeightSender
@@ -70,7 +70,7 @@ class ModelWorker(Worker):
         config, info, index = self.config, self.info, self.info.index
         limit_s = config.train.call_timeout_s
         interfaces = {  # built first: a bad config fails before a model is loaded
-            mfc.name: make_interface(MFCDef.of(mfc), config.train, seed=info.seed)
+            mfc.name: make_interface(MFCDef.of(mfc), config.train, seed=info.seed, tokenizer_path=config.tokenizer_path)
             for mfc in config.mfcs
             if mfc.kind != "generate" and index in self._placements[mfc.model].workers
         }
@@ -163,7 +163,7 @@ class ModelWorker(Worker):
             self.incarnation,
             store,
             head=self._first.heads.index(index),
-            check=partial(trajectory_error, limits=limit),
+            check=partial(trajectory_error, limits=limit, keys=trajectory_keys(config.train)),
             verdict_limit_s=config.train.call_timeout_s,
             tasks=self.tasks,
             board=self.board,

@@ -41,6 +41,7 @@ class Completion:
 
     text: str  # decoded without special tokens
     finished: bool  # True: ended by EOS; False: cut at max_new_tokens, or because the server's context was full
+    token_ids: tuple[int, ...] = ()  # for environments: the response's tokens, with its EOS
 
 
 def call_arguments(prompt: Prompt, completion: Completion, taken: Sequence[str]) -> Call:

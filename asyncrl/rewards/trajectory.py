@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.data.sequence import KEY_SPECS, SequenceSample
-from asyncrl.dataflow.graph import TRAJECTORY_KEYS
+from asyncrl.data.sequence import KEY_SPECS, SequenceSample, spec_of
+from asyncrl.dataflow.graph import DENSE_REWARDS, TRAJECTORY_KEYS
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 
 MAX_LOGPROB = 0.5  # a logprob is at most 0, plus the rounding error of 16-bit numbers
@@ -71,13 +71,14 @@ OnPiece = Callable[
 class Episode:
     """One sequence of a group under construction: the prompt, then responses and the environment's observations in turn."""
 
-    __slots__ = ("input_ids", "prompt_length", "responses", "reward")
+    __slots__ = ("input_ids", "prompt_length", "responses", "reward", "token_rewards")
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self.input_ids = list(prompt_ids)  # all tokens so far; the next response continues them
         self.prompt_length = len(self.input_ids)
         self.responses: list[tuple[int, Response]] = []  # (start in input_ids, response)
-        self.reward = 0.0
+        self.reward = 0.0  # of the whole episode
+        self.token_rewards: list[tuple[int, float]] = []  # (position in input_ids, reward), in addition to `reward`
 
     def add_response(self, response: Response) -> None:
         """Append the policy's turn. The response must continue all tokens so far."""
@@ -93,6 +94,30 @@ class Episode:
         """Append the environment's turn. These tokens were not sampled and are not trained on."""
         self.input_ids += token_ids
 
+    def add_reward(self, reward: Any) -> None:
+        """Add the reward of the last response: a number, for the whole episode, or a sequence with one number for each token of the
+        response. The latter needs train.dense_rewards."""
+        if np.ndim(reward) == 0:
+            self.reward += float(reward)
+        else:
+            self.add_turn_reward(reward)
+
+    def add_turn_reward(self, reward: Any, turn: int = -1) -> None:
+        """Add the reward of a response: a number, at its last token, or a sequence with one number for each of its tokens.
+
+        turn: the index of the response. Needs train.dense_rewards. Raises ValueError if the number of rewards does not fit.
+        """
+        start, response = self.responses[turn]
+        count = len(response.output_ids)
+        if np.ndim(reward) == 0 and count == 0:  # an empty response has no token for it
+            self.reward += float(reward)
+        elif np.ndim(reward) == 0:
+            self.token_rewards.append((start + count - 1, float(reward)))
+        elif len(reward) == count:
+            self.token_rewards += [(start + i, float(value)) for i, value in enumerate(reward)]
+        else:
+            raise ValueError(f"{len(reward)} rewards for a response of {count} tokens; return one for each token")
+
     @property
     def truncated(self) -> bool:
         """Whether the last response was cut before its EOS."""
@@ -104,7 +129,10 @@ class Episode:
 
 
 def build_sample(sample_id: str, episodes: Sequence[Episode], *, clock: Clock = SYSTEM_CLOCK) -> SequenceSample:
-    """Pack a group's episodes into a sample with every key of a trajectory. Ticket keys hold defaults until `complete_sample`."""
+    """Pack a group's episodes into a sample with every key of a trajectory. Ticket keys hold defaults until `complete_sample`.
+
+    `dense_rewards` is there only if an episode has rewards of tokens.
+    """
     lengths = [len(episode.input_ids) for episode in episodes]
     total = sum(lengths)
     input_ids = np.empty(total, np.int64)
@@ -125,6 +153,11 @@ def build_sample(sample_id: str, episodes: Sequence[Episode], *, clock: Clock = 
                 versions[position : position + count] = version
                 position += count
         offset += length
+    token_rewards = [
+        (first + position, reward)
+        for first, episode in zip(np.cumsum([0, *lengths[:-1]]).tolist(), episodes, strict=True)
+        for position, reward in episode.token_rewards
+    ]
     prompt_length = episodes[0].prompt_length
     oldest, newest = _version_bounds(episodes)
     data: dict[str, npt.NDArray[Any]] = {
@@ -141,6 +174,11 @@ def build_sample(sample_id: str, episodes: Sequence[Episode], *, clock: Clock = 
         "version_end": newest,
         "birth_time": np.array([clock.time()], np.float64),
     }
+    if token_rewards:
+        dense = np.zeros(total, np.float32)
+        for at, reward in token_rewards:
+            dense[at] += reward
+        data[DENSE_REWARDS] = dense
     runs = {"token": lengths, "prompt": [prompt_length], "sequence": [1] * len(episodes), "group": [1]}
     seqlens = {key: [runs[KEY_SPECS[key].layout]] for key in data}
     return SequenceSample((sample_id,), seqlens, data)
@@ -154,9 +192,12 @@ def _version_bounds(episodes: Sequence[Episode]) -> tuple[npt.NDArray[np.int64],
     return oldest, newest
 
 
-def complete_sample(sample: SequenceSample, *, ticket_id: str, task_id: int, birth_time: float) -> SequenceSample:
+def complete_sample(
+    sample: SequenceSample, *, ticket_id: str, task_id: int, birth_time: float, dense_rewards: bool = False
+) -> SequenceSample:
     """Return the agent's sample with the ticket's id and the keys that only the worker knows (task_ids, birth_time).
 
+    dense_rewards: train.dense_rewards. The result then has `dense_rewards`, zeros if the agent gave none.
     Raises ValueError if the agent's sample is not exactly one group with every key of a trajectory and a sampled token in each
     sequence, if it has a key that only MFCs write, or if a reward or logprob is invalid.
     """
@@ -167,7 +208,14 @@ def complete_sample(sample: SequenceSample, *, ticket_id: str, task_id: int, bir
         raise ValueError(
             f"an agent's sample lacks the keys {missing}; build it with asyncrl.rewards.trajectory.build_sample"
         )
-    unread = [key for key in sample.data if key in KEY_SPECS and key not in TRAJECTORY_KEYS]
+    unread = [key for key in sample.data if spec_of(key) is not None and key not in TRAJECTORY_KEYS]
+    if DENSE_REWARDS in unread and dense_rewards:
+        unread.remove(DENSE_REWARDS)
+    if unread == [DENSE_REWARDS]:
+        raise ValueError(
+            "an agent's sample has rewards of tokens or turns (`dense_rewards`); set train.dense_rewards=true, or put the reward "
+            "into `rewards`"
+        )
     if unread:
         raise ValueError(
             f"an agent's sample has the keys {unread}, which an agent must not set; leave them out and put the reward into "
@@ -175,8 +223,10 @@ def complete_sample(sample: SequenceSample, *, ticket_id: str, task_id: int, bir
         )
     if not sample.num_sequences() or sample.data["version_start"].min() < 0:
         raise ValueError("an agent's sample has a sequence without a sampled token")
-    if not np.isfinite(sample.data["rewards"]).all():
-        raise ValueError(f"an agent's sample has rewards that are not finite: {sample.data['rewards'].tolist()}")
+    if dense_rewards and DENSE_REWARDS not in sample.data:
+        sample = sample.update(sample.derive({DENSE_REWARDS: np.zeros(len(sample.data["loss_mask"]), np.float32)}))
+    if not np.isfinite(total_rewards(sample)).all():
+        raise ValueError(f"an agent's sample has rewards that are not finite: {total_rewards(sample).tolist()}")
     if not np.isfinite(sample.data["packed_logprobs"]).all():
         raise ValueError("an agent's sample has logprobs that are not finite")
     if (highest := sample.data["packed_logprobs"].max()) > MAX_LOGPROB:
@@ -187,13 +237,22 @@ def complete_sample(sample: SequenceSample, *, ticket_id: str, task_id: int, bir
     )
 
 
+def total_rewards(sample: SequenceSample) -> npt.NDArray[np.float32]:
+    """Per sequence of a group, `rewards` plus the sum of its `dense_rewards`, if it has any."""
+    rewards: npt.NDArray[np.float32] = sample.data["rewards"]
+    if DENSE_REWARDS not in sample.data:
+        return rewards
+    dense = np.add.reduceat(sample.data[DENSE_REWARDS].astype(np.float64), sample.cu_seqlens()[:-1])
+    return (rewards + dense).astype(np.float32)
+
+
 @dataclass(frozen=True)
 class SampleSummary:
     """The summary of a trajectory that the manager and the master receive, computed from a sample of one group."""
 
     seqlens: list[int]  # prompt + response, per sequence
     response_lengths: list[int]  # sampled tokens, per sequence
-    rewards: list[float]
+    rewards: list[float]  # total_rewards, per sequence
     version_start: list[int]  # packed, per sequence
     version_end: list[int]
 
@@ -206,7 +265,7 @@ class SampleSummary:
         return cls(
             seqlens=list(sample.seqlens["packed_input_ids"][0]),
             response_lengths=sampled.tolist(),
-            rewards=sample.data["rewards"].tolist(),
+            rewards=total_rewards(sample).tolist(),
             version_start=sample.data["version_start"].tolist(),
             version_end=sample.data["version_end"].tolist(),
         )

@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from asyncrl.config.schema import SamplingConfig
 from asyncrl.data.prompts import Prompt
 from asyncrl.data.sequence import SequenceSample
@@ -39,7 +41,11 @@ class Env(ABC):
 
     @abstractmethod
     async def step(self, action: Any) -> StepResult:
-        """Take a Completion. Returns (observation, reward, terminated, truncated, info); the observation is text or None."""
+        """Take a Completion. Returns (observation, reward, terminated, truncated, info); the observation is text or None.
+
+        The reward is a number. With train.dense_rewards it may also be a sequence with one number for each of
+        the action's token_ids.
+        """
 
     def fork(self) -> Env:
         """A new environment of the same problem, not yet reset. Its progress is independent of this one's.
@@ -158,7 +164,8 @@ class Agent(ABC):
 
     def decode(self, response: Response) -> Completion:
         """The response as text, without special tokens."""
-        return Completion(self.tokenizer.decode(response.output_ids, skip_special_tokens=True), response.finished)
+        text = self.tokenizer.decode(response.output_ids, skip_special_tokens=True)
+        return Completion(text, response.finished, tuple(response.output_ids))
 
 
 class SingleStepAgent(Agent):
@@ -174,7 +181,7 @@ class SingleStepAgent(Agent):
         for response, reward in zip(responses, rewards, strict=True):
             episode = Episode(prompt.input_ids)
             episode.add_response(response)
-            episode.reward = float(reward)
+            episode.add_reward(reward)
             episodes.append(episode)
         return [build_sample(prompt.prompt_id, episodes)]
 
@@ -183,7 +190,8 @@ class MultiStepAgent(Agent):
     """Several turns: the environment's observation is appended to each response, and the policy continues.
 
     Every group member plays its own fork of the environment. A member's reward is the sum over its turns t = 0, 1, ... of
-    reward_t * turn_discount^t.
+    reward_t * turn_discount^t. With turn_rewards each of these is at the last token of its turn instead, so that GAE and the sum of
+    future rewards (train.ppo.advantage_norm other than group, no baseline) credit a turn only with its own and later rewards.
     An episode ends when the environment terminates or truncates it, when a response is cut, or after max_turns.
     """
 
@@ -195,6 +203,7 @@ class MultiStepAgent(Agent):
         group_size: int,
         max_turns: int = 4,
         turn_discount: float = 1.0,
+        turn_rewards: bool = False,  # a turn's reward is at its last token; needs train.dense_rewards
         feedback_template: str = "{}",  # the text that the policy reads; {} is the observation
         feedback_role: str = "",  # alternative: the observation is a turn of this role (e.g. user) in the chat template
         chat_template_args: Mapping[str, Any]
@@ -211,6 +220,7 @@ class MultiStepAgent(Agent):
             )
         self.max_turns = max_turns
         self.turn_discount = turn_discount
+        self.turn_rewards = turn_rewards
         self.feedback_template = feedback_template
         self.feedback_role = feedback_role
         self.chat_template_args = dict(chat_template_args or {})
@@ -245,7 +255,12 @@ class MultiStepAgent(Agent):
         """Play one member's turn. Returns True if the observation was appended and another turn follows."""
         episode.add_response(response)
         observation, reward, terminated, truncated, _ = await env.step(self.decode(response))
-        episode.reward += float(reward) * self.turn_discount**turn
+        factor = self.turn_discount**turn
+        scaled = float(reward) * factor if np.ndim(reward) == 0 else [float(value) * factor for value in reward]
+        if self.turn_rewards:
+            episode.add_turn_reward(scaled)
+        else:
+            episode.add_reward(scaled)
         if terminated or truncated or not response.finished or turn + 1 == self.max_turns:
             return False
         text = self.feedback_text("" if observation is None else str(observation))

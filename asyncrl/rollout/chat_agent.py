@@ -23,6 +23,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
 from asyncrl.config.schema import SamplingConfig
 from asyncrl.data.prompts import Prompt
 from asyncrl.data.sequence import SequenceSample
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
 _MAX_THREADS = 64  # plain `chat` functions that run at the same time, per task and worker
 _MAX_ABANDONED = 32  # threads that outlived their rollout; beyond this no thread is started
 _LOGGER = logging.getLogger(__name__)
+
+ChatReward = float | None | Sequence[float | Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -103,11 +107,14 @@ class ChatAgent(ABC):
         self._told_left_out = False
 
     @abstractmethod
-    def chat(self, session: ChatSession, prompt: Prompt) -> Awaitable[float | None] | float | None:
+    def chat(self, session: ChatSession, prompt: Prompt) -> Awaitable[ChatReward] | ChatReward:
         """Hold one conversation or several, as `async def` or as `def`, which runs in a thread. Returns the reward.
 
-        None: the task's env judges the last answer of the trained sequence. An exception rejects the prompt as `agent_error`. Use a
-        blocking client only in a `def`: in an `async def` it would block the event loop that must answer its request.
+        A number: of the whole session. None: the task's env judges the last answer of the trained sequence. With
+        train.dense_rewards also a list with one entry for each answer of the trained sequence, in order: a number, placed at the
+        answer's last token, or a list with one number for each token of the answer. An exception rejects the prompt as
+        `agent_error`. Use a blocking client only in a `def`: in an `async def` it would block the event loop that must answer its
+        request.
         """
 
     def parse_tool_calls(self, text: str) -> Said:
@@ -140,15 +147,17 @@ class ChatAgent(ABC):
             seen = ChatSession(endpoint.base_url(session_id), session_id, member, env, self.sampling, endpoint)
             value = await self._converse(session, seen, prompt)
             turn = session.trained_turn(self.trained)
+            episode = turn.episode()
             if value is None:
                 assert turn.response is not None
-                _, value, *_ = await env.step(Completion(turn.text, turn.response.finished))
+                tokens = tuple(turn.response.output_ids)
+                _, value, *_ = await env.step(Completion(turn.text, turn.response.finished, tokens))
+                value = value if np.ndim(value) == 0 else [0.0] * (len(episode.responses) - 1) + [value]
         finally:
             await endpoint.end(session_id)
             await env.close()
         self._count(session, turn)
-        episode = turn.episode()
-        episode.reward = _finite(value)
+        _add_rewards(episode, value)
         return episode
 
     async def _converse(self, session: Session, seen: ChatSession, prompt: Prompt) -> Any:
@@ -214,6 +223,20 @@ class _Threads:
         thread, future = start_thread(run, name)
         self._started.append(thread)
         return future
+
+
+def _add_rewards(episode: Episode, value: Any) -> None:
+    """Add the reward of `chat`: of the whole session, or a list with an entry for each answer."""
+    if not isinstance(value, (list, tuple)):
+        episode.reward = _finite(value)
+        return
+    if len(value) != len(episode.responses):
+        raise ValueError(
+            f"chat returned {len(value)} rewards for a trained sequence of {len(episode.responses)} answers; return one for each"
+        )
+    for turn, reward in enumerate(value):
+        of_tokens = isinstance(reward, (list, tuple, np.ndarray))
+        episode.add_turn_reward([_finite(one) for one in reward] if of_tokens else _finite(reward), turn)
 
 
 def _finite(value: Any) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,13 @@ class RolloutData:
     """The files of one worker. The constructor reads tokenizer and prompts."""
 
     sample_type: type[Any] = SequenceSample
-    complete = staticmethod(complete_sample)
     summary = staticmethod(SampleSummary.of)
     encode = staticmethod(encode_sample)
 
     def __init__(self, config: RolloutWorkerConfig) -> None:
         """Raises ConfigError if the tokenizer has no EOS token."""
         seed = config.worker.seed
+        self.complete = partial(complete_sample, dense_rewards=config.dense_rewards)
         self.tokenizer: Any = load_tokenizer(config.tokenizer_path)
         if self.tokenizer.eos_token_id is None:
             raise ConfigError(

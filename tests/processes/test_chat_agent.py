@@ -117,6 +117,40 @@ async def test_members_have_sessions_and_rewards_of_their_own(endpoint: ChatEndp
     assert SampleSummary.of(sample).version_start == [VERSION] * 3
 
 
+class TwoAnswers(ChatAgent):
+    """Asks twice. Returns a reward for each answer."""
+
+    rewards: Any = ()
+
+    async def chat(self, session: ChatSession, prompt: Prompt) -> Any:
+        client = session.client()
+        messages: list[Any] = [{"role": "user", "content": "one"}]
+        for text in ("one", "two"):
+            messages = [*messages, {"role": "user", "content": text}] if text == "two" else messages
+            reply = await client.chat.completions.create(model="policy", messages=messages)
+            messages = [*messages, {"role": "assistant", "content": reply.choices[0].message.content}]
+        return self.rewards
+
+
+async def test_each_answer_has_a_reward_of_its_own(endpoint: ChatEndpoint) -> None:
+    class Graded(TwoAnswers):
+        rewards = (0.5, [0.0, 1.0, 0.0, 0.25])  # the first answer at its last token, the second token by token
+
+    sample = await collect(Graded, endpoint, group_size=1)
+    dense, sampled = sample.data["dense_rewards"], sample.data["loss_mask"]
+    assert dense[sampled].tolist() == [0, 0, 0, 0.5, 0, 1, 0, 0.25]  # "ONE" and "TWO", each with its end token
+    assert not dense[~sampled].any()
+    assert sample.data["rewards"].tolist() == [0]
+
+
+async def test_a_session_has_one_reward_for_each_answer(endpoint: ChatEndpoint) -> None:
+    class Missing(TwoAnswers):
+        rewards = (1.0,)
+
+    with pytest.raises(ValueError, match="chat returned 1 rewards for a trained sequence of 2 answers"):
+        await collect(Missing, endpoint, group_size=1)
+
+
 async def test_200_sessions_start_in_turns_of_their_own(endpoint: ChatEndpoint) -> None:
     """Each session makes an openai client, which takes 22 ms of CPU. The loop's other work runs in between."""
     turns = 0

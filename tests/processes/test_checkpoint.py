@@ -251,6 +251,17 @@ def test_models_that_the_checkpoint_does_not_have(model_path, saved):
             assert torch.equal(found.named_parameters()[name], tensor), name
 
 
+def test_an_average_that_the_checkpoint_does_not_have_begins_with_the_actor(model_path, saved):
+    actor, average = shard(model_path, None), shard(model_path, None)
+    checkpoint.load(saved, {"actor": actor, "ema": average}, workers=[0], instead={"ema": "actor", "actor": "ref"})
+    expected = shard(model_path, None, change=0.1)
+    for _ in range(2):
+        step(expected)
+    for found in (actor, average):
+        for name, tensor in expected.named_parameters().items():
+            assert torch.equal(found.named_parameters()[name], tensor), name
+
+
 def test_a_newer_format_is_said(saved, tmp_path):
     shutil.copytree(saved, tmp_path / "c")
     about = json.loads((tmp_path / "c" / "checkpoint.json").read_text())

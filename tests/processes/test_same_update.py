@@ -1,10 +1,10 @@
 """The same batch gives the same update in any layout: PPO with critic and reference, through the real calls.
 
-There are two trainer groups, one after the other: one for whole batches, and one for batches split into micro-batches. A trainer
-group of eight model workers holds an actor and a critic in every layout. The master's executor runs the same trajectories through
-each layout, over etcd, ZeroMQ and torch.distributed. The trajectories are pushed to the heads, moved to the workers that need them,
-and trained on. The ranks that hold the weights export them. The result is compared with that of an engine in this process without
-ranks.
+There are three trainer groups, one after the other: one for whole batches, one for batches split into micro-batches, and one for
+batches with supervised texts (train.ptx). A trainer group of eight model workers holds an actor and a critic in every layout. The
+master's executor runs the same trajectories through each layout, over etcd, ZeroMQ and torch.distributed. The trajectories are
+pushed to the heads, moved to the workers that need them, and trained on. The ranks that hold the weights export them. The result is
+compared with that of an engine in this process without ranks.
 
 The loss is the decoupled one, with a KL penalty to a reference, GAE from the critic's values, and advantages normalized over the
 batch.
@@ -13,6 +13,8 @@ batch.
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +26,16 @@ from safetensors.torch import load_file
 from test_model_worker import trajectory
 from transformers import AutoModelForTokenClassification
 
-from asyncrl.config.schema import CriticConfig, ModelConfig, OptimizerConfig, PlacedMFC, PPOConfig, TrainConfig
+from asyncrl.config.schema import (
+    CriticConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PlacedMFC,
+    PPOConfig,
+    PromptSourceConfig,
+    PtxConfig,
+    TrainConfig,
+)
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.graph import DataflowGraph, training_mfcs
 from asyncrl.dataflow.topology import ParallelGrid
@@ -39,11 +50,17 @@ from asyncrl.weights.versions import tensor_files, verify_version
 pytestmark = pytest.mark.timeout(300)
 
 LAYOUTS = ("d1", "d2", "d4", "m2", "p2", "d2m2", "d2p2", "p2m2", "d2p2m2")
-BUDGETS = {"whole": 100_000, "micro-batched": 30}  # tokens of a micro-batch
+BUDGETS = {
+    "whole": 100_000,
+    "micro-batched": 30,
+    "supervised": 30,
+}  # tokens of a micro-batch; supervised: with train.ptx
 BATCHES = {"seven": {"a": 3, "b": 2, "c": 2}, "two": {"d": 2}}  # groups and their sequences, of 6 to 23 tokens
-CELLS = [(layout, budget, "seven") for layout in LAYOUTS for budget in BUDGETS]
+CELLS = [(layout, budget, "seven") for layout in LAYOUTS for budget in ("whole", "micro-batched")]
 # Fewer sequences than ranks, and fewer groups than data ranks
 CELLS += [(layout, "whole", "two") for layout in ("d4", "d2m2", "d2p2m2")]
+CELLS += [("d1", "supervised", "seven"), ("m2", "supervised", "seven"), ("p2", "supervised", "seven")]
+CELLS += [("d2", "supervised", "seven"), ("d2p2m2", "supervised", "seven"), ("d4", "supervised", "two")]
 
 
 @dataclass(frozen=True)
@@ -81,7 +98,9 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     critic = AutoModelForTokenClassification.from_pretrained(folder / "actor", num_labels=1)
     critic.score.weight.data.normal_(std=0.5)
     critic.save_pretrained(folder / "critic")
-    return {role: folder / role for role in ("actor", "ref", "critic")}
+    texts = [{"prompt": f"{number}=", "answer": str(number + 1)} for number in range(9)]
+    (folder / "texts.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    return {role: folder / role for role in ("actor", "ref", "critic")} | {"texts": folder / "texts.jsonl"}
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +110,12 @@ def train(paths: dict[str, Path]) -> TrainConfig:
     ppo = PPOConfig(minibatches=2, temperature=1.0, kl_coef=0.05, advantage_norm="batch", gae_lambda=0.95)
     critic = CriticConfig(path=str(paths["critic"]), optimizer=optimizer, minibatches=2)
     return TrainConfig(batch_size=8, optimizer=optimizer, ppo=ppo, critic=critic, max_tokens_per_mb=BUDGETS["whole"])
+
+
+def of_budget(budget: str, train: TrainConfig, paths: dict[str, Path]) -> TrainConfig:
+    texts = PromptSourceConfig(path=str(paths["texts"]))
+    ptx = PtxConfig(texts, coef=0.5, batch_size=5) if budget == "supervised" else None
+    return replace(train, max_tokens_per_mb=BUDGETS[budget], ptx=ptx)
 
 
 def model_config(name: str, path: Path, train: TrainConfig, *, grid: str = "d1") -> ModelConfig:
@@ -118,23 +143,26 @@ def group(name: str, size: int, ticket: str, number: int) -> tuple[TrajectoryMet
 
 
 @pytest.fixture(scope="module")
-def expected(paths: dict[str, Path], train: TrainConfig) -> dict[str, Update]:
-    """The expected update of each batch, computed in this process on engines without ranks."""
+def expected(paths: dict[str, Path], train: TrainConfig) -> dict[tuple[str, bool], Update]:
+    """The expected update of each batch, without and with train.ptx, computed in this process on engines without ranks."""
+    plain = train
     updates = {}
-    for batch, groups in BATCHES.items():
+    for batch, supervised in itertools.product(BATCHES, (False, True)):
+        groups = BATCHES[batch]
+        train = replace(of_budget("supervised", plain, paths), max_tokens_per_mb=100_000) if supervised else plain
         graph = DataflowGraph(training_mfcs(train))
         engines = {role: TrainEngine(model_config(role, paths[role], train), train) for role in graph.roles}
         sample = SequenceSample.gather([group(name, size, name, 0)[1] for name, size in groups.items()])
         stats: dict[str, float] = {}
         for name in graph.order:
             mfc = graph.mfcs[name]
-            interface = make_interface(mfc, train, seed=1)
+            interface = make_interface(mfc, train, seed=1, tokenizer_path=str(paths["ref"]))
             part = sample.select_keys(mfc.input_keys)
             made, of_mfc = interface.run(engines[mfc.role], part, batch_ids=list(groups), version=0)
             sample = sample.update(made) if made is not None else sample
             stats |= of_mfc
         weights = {role: take_share(engines[role]) for role in ("actor", "critic")}
-        updates[batch] = Update(stats, weights)
+        updates[batch, supervised] = Update(stats, weights)
     return updates
 
 
@@ -147,10 +175,10 @@ def found(
 ) -> dict[tuple[str, str, str], Update]:
     """The update of each cell. A trainer group of model workers for each budget computes them."""
     updates = {}
-    for budget, max_tokens in BUDGETS.items():
+    for budget in BUDGETS:
         cells = [Cell(*cell) for cell in CELLS if cell[1] == budget]
-        of_budget = replace(train, max_tokens_per_mb=max_tokens)
-        updates |= asyncio.run(train_all(cells, paths, of_budget, tmp_path_factory.mktemp("trainer_group")))
+        folder = tmp_path_factory.mktemp("trainer_group")
+        updates |= asyncio.run(train_all(cells, paths, of_budget(budget, train, paths), folder))
     return updates
 
 
@@ -209,11 +237,12 @@ async def export(
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(cell))
 def test_same_update(
-    cell: tuple[str, str, str], found: dict[tuple[str, str, str], Update], expected: dict[str, Update]
+    cell: tuple[str, str, str], found: dict[tuple[str, str, str], Update], expected: dict[tuple[str, bool], Update]
 ) -> None:
-    update, same = found[cell], expected[cell[2]]
+    update, same = found[cell], expected[cell[2], cell[1] == "supervised"]
     for name in (
         "actor/loss",
+        *(["actor/ptx_loss"] if cell[1] == "supervised" else []),
         "actor/grad_norm",
         "critic/loss",
         "critic/grad_norm",
@@ -228,9 +257,16 @@ def test_same_update(
             torch.testing.assert_close(update.weights[role][name], tensor, rtol=1e-5, atol=1e-6, msg=f"{role} {name}")
 
 
-def test_the_update_changes_all_weights(expected: dict[str, Update], paths: dict[str, Path]) -> None:
+def test_supervised_texts_change_the_update(expected: dict[tuple[str, bool], Update]) -> None:
+    plain, supervised = expected["seven", False], expected["seven", True]
+    assert supervised.stats["actor/ptx_loss"] > 1
+    assert supervised.stats["actor/grad_norm"] != pytest.approx(plain.stats["actor/grad_norm"], rel=0.01)
+    assert supervised.stats["critic/loss"] == plain.stats["critic/loss"]
+
+
+def test_the_update_changes_all_weights(expected: dict[tuple[str, bool], Update], paths: dict[str, Path]) -> None:
     """If some weights did not change, the comparison of the layouts would show little."""
-    for role, weights in expected["seven"].weights.items():
+    for role, weights in expected["seven", False].weights.items():
         before = load_file(paths[role] / "model.safetensors")
         for name, tensor in weights.items():
             assert (tensor - before[name]).abs().max() > 1e-4, f"{role} {name}"

@@ -20,6 +20,7 @@ from asyncrl.data.sequence import SequenceSample
 from asyncrl.model.engine import TrainEngine, learning_rate
 from asyncrl.model.export import commit_model, take_share
 from asyncrl.model.process_group import choose_device
+from asyncrl.model.reallocate import reallocate
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import write_part
 
@@ -327,6 +328,24 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(model_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------- weights
+
+
+def test_a_moving_average_keeps_steps_that_bfloat16_would_lose(model_path):
+    """The actor stands a little above the average. In bfloat16 a hundredth of the way would be rounded away."""
+    train = replace(TRAIN, dtype="bfloat16")
+    actor = make_engine(model_path, train)
+    config = ModelConfig("ema", str(model_path), "d1", [0], trainable=False, float32=True)
+    average = TrainEngine(config, train)
+    before = {name: tensor.detach().clone() for name, tensor in average.named_parameters().items()}
+    with torch.no_grad():
+        for tensor in actor.named_parameters().values():
+            tensor.add_(1e-3)
+    reallocate(actor, average, workers=[0], share=0.01)
+    for name, tensor in average.named_parameters().items():
+        moved = tensor.detach() - before[name]
+        torch.testing.assert_close(moved, torch.full_like(moved, 1e-5), rtol=0, atol=1e-6, msg=name)
+    assert average.optimizer is None
+    assert average.logprobs(make_sample(), temperature=1.0) is not None  # the logprob check scores a text with it
 
 
 @pytest.mark.parametrize("tie_embeddings", [True, False])

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -161,6 +162,57 @@ async def test_turns_are_bounded_and_the_last_feedback_is_not_appended() -> None
     sample, seen = await collect(agent, env, lambda _: ("5", True))
     assert len(seen) == 2
     assert sequences(sample) == ["2+2=5no5"]
+
+
+class Graded(Env):
+    """A step's reward is one number for each token of the action: 1 for a "4", else 0. It ends with the third step."""
+
+    turns = 0
+
+    async def reset(self) -> tuple[Any, dict[str, Any]]:
+        return None, {}
+
+    async def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        if isinstance(action, list):
+            return None, [self.graded(completion) for completion in action], True, False, {}
+        self.turns += 1
+        return "no", self.graded(action), self.turns == 3, False, {}
+
+    def graded(self, completion: Completion) -> list[float]:
+        return [float(token == ord("4")) for token in completion.token_ids]
+
+
+async def test_an_environment_rewards_single_tokens() -> None:
+    answers = iter([("142", True), ("4", False)])
+    agent = SingleStepAgent(tokenizer=TOKENIZER, sampling=SAMPLING, group_size=2)
+    sample, _ = await collect(agent, Graded(prompt=PROMPT, reward=None), lambda _: next(answers))
+    first, second = sample.slices("dense_rewards")[0]
+    assert first.tolist() == [0] * 4 + [0, 1, 0, 0]  # 2+2=142 and EOS
+    assert second.tolist() == [0] * 4 + [1]
+    assert sample.data["rewards"].tolist() == [0, 0]
+
+
+async def test_an_environment_rewards_the_tokens_of_each_turn() -> None:
+    agent = MultiStepAgent(tokenizer=TOKENIZER, sampling=SAMPLING, group_size=1, turn_discount=0.5)
+    sample, _ = await collect(agent, Graded(prompt=PROMPT, reward=None), lambda _: ("14", True))
+    # three turns of "14" and EOS, with "no" in between
+    assert sample.data["dense_rewards"].tolist() == [0] * 4 + [0, 1, 0, 0, 0] + [0, 0.5, 0, 0, 0] + [0, 0.25, 0]
+
+
+async def test_rewards_of_turns_stand_at_their_last_tokens() -> None:
+    agent = MultiStepAgent(
+        tokenizer=TOKENIZER, sampling=SAMPLING, group_size=1, max_turns=2, turn_discount=0.5, turn_rewards=True
+    )
+    env = RewardEnv(prompt=PROMPT, reward=make_reward("half"))
+    env.step = partial(goes_on, env.step)  # type: ignore[method-assign]
+    sample, _ = await collect(agent, env, lambda _: ("14", True))
+    assert sample.data["dense_rewards"].tolist() == [0] * 4 + [0, 0, 0.5, 0, 0] + [0, 0, 0.25]
+    assert sample.data["rewards"].tolist() == [0]
+
+
+async def goes_on(step: Any, action: Completion) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+    _, reward, *_ = await step(action)
+    return "no", reward, False, False, {}
 
 
 class ChatTokenizer(CharTokenizer):

@@ -1,7 +1,16 @@
+from dataclasses import replace
+
 import pytest
 
 from asyncrl.config.schema import CriticConfig, MFCConfig, PPOConfig, RewardModelConfig, TeacherConfig, TrainConfig
-from asyncrl.dataflow.graph import TRAJECTORY_KEYS, DataflowGraph, MFCDef, build_dataflow, training_mfcs
+from asyncrl.dataflow.graph import (
+    TRAJECTORY_KEYS,
+    DataflowGraph,
+    MFCDef,
+    build_dataflow,
+    training_mfcs,
+    without_generation,
+)
 
 
 def mfc(name, reads=(), writes=()):
@@ -69,6 +78,24 @@ def test_actor_and_critic_read_only_the_keys_that_they_need():
     }
 
 
+def test_several_reward_models():
+    train = TrainConfig(
+        reward_model=RewardModelConfig(), reward_models={"safe": RewardModelConfig(), "good": RewardModelConfig()}
+    )
+    graph = build_dataflow(train)
+    assert {name: graph.mfcs[name].role for name in graph.order if name.startswith("rew_inf")} == {
+        "rew_inf": "reward",
+        "rew_inf_safe": "reward_safe",
+        "rew_inf_good": "reward_good",
+    }
+    keys = ["model_rewards", "model_rewards_safe", "model_rewards_good"]
+    assert [key for key in graph.mfcs["advantages"].input_keys if key.startswith("model_rewards")] == keys
+    extra = MFCConfig(role="reward_safe", interface="mine:f", input_keys=["rewards"], output_keys=["x"])
+    assert "judge" in build_dataflow(replace(train, extra_mfcs={"judge": extra})).mfcs
+    with pytest.raises(ValueError, match="trains the role 'reward_safe', whose model is frozen"):
+        build_dataflow(replace(train, extra_mfcs={"judge": replace(extra, kind="train_step")}))
+
+
 def test_an_mfc_is_added_by_config():
     extra = MFCConfig(interface="mine:f", input_keys=["proximal_logprobs"], output_keys=["surprise"])
     graph = build_dataflow(TrainConfig(extra_mfcs={"surprise_inf": extra}, extra_train_keys=["surprise"]))
@@ -79,6 +106,17 @@ def test_dense_rewards_of_an_mfc_reach_the_advantages():
     extra = MFCConfig(interface="mine:f", input_keys=["packed_input_ids"], output_keys=["dense_rewards"])
     graph = build_dataflow(TrainConfig(extra_mfcs={"judge": extra}))
     assert graph.parents["advantages"] == {"judge"}
+
+
+def test_dense_rewards_come_with_the_trajectories_or_from_an_mfc():
+    train = TrainConfig(dense_rewards=True)
+    graph = build_dataflow(train)
+    assert "dense_rewards" in graph.mfcs["advantages"].input_keys
+    assert graph.parents["advantages"] == frozenset()
+    assert without_generation(list(graph.mfcs.values())).mfcs == graph.mfcs  # the master's graph
+    extra = MFCConfig(interface="mine:f", input_keys=["packed_input_ids"], output_keys=["dense_rewards"])
+    with pytest.raises(ValueError, match="'judge' writes 'dense_rewards', a key that every trajectory already has"):
+        build_dataflow(TrainConfig(dense_rewards=True, extra_mfcs={"judge": extra}))
 
 
 @pytest.mark.parametrize(

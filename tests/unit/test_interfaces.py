@@ -21,7 +21,7 @@ from asyncrl.algorithms.advantages import distillation_advantages
 from asyncrl.algorithms.kl import AdaptiveKLController
 from asyncrl.algorithms.ppo import PPOLoss
 from asyncrl.config.schema import CriticConfig, MFCConfig, PPOConfig, RewardModelConfig, TeacherConfig, TrainConfig
-from asyncrl.data.sequence import KEY_SPECS, SequenceSample
+from asyncrl.data.sequence import KEY_SPECS, SequenceSample, spec_of
 from asyncrl.dataflow.graph import MFCDef, build_dataflow
 from asyncrl.model.interfaces import AdvantagesInterface, Interface, LossFn, make_interface, split_minibatches
 
@@ -624,6 +624,20 @@ def test_a_dense_reward_counts_at_its_token_and_earlier() -> None:
     assert made.data["advantages"].tolist() == pytest.approx([0, 1.25, 1, 0, 0.5, 0, 1, 1, 0, 1])
 
 
+def test_dense_rewards_of_trajectories_are_part_of_the_mean_reward() -> None:
+    """The rewards of the four responses are 1, 0, 1, 1, their dense rewards add up to 0.25, 0.5, 0, 0."""
+    batch = tiny_batch()
+    dense = np.array([0, 0.25, 0, 0, 0.5, 0, 0, 0, 0, 0], np.float32)
+    batch = batch.update(batch.derive({"dense_rewards": dense}))
+    interface = interfaces(train_config(advantage_norm="none", dense_rewards=True))["advantages"]
+    made, stats = interface.run(FakeEngine(), batch, batch_ids=batch.ids, version=0)
+    assert made is not None
+    assert made.data["advantages"].tolist() == pytest.approx([0, 1.25, 1, 0, 0.5, 0, 1, 1, 0, 1])
+    assert stats["reward/dense_mean"] == pytest.approx(0.75 / 4)
+    assert stats["reward/mean"] == pytest.approx(3.75 / 4)
+    assert stats["reward/shaped_mean"] == pytest.approx(3.75 / 4)
+
+
 # ------------------------------------------------------------------------------------- a critic and a reward model, by hand
 
 
@@ -631,13 +645,24 @@ def judged(train: TrainConfig, steps: int = 1, **keys: list[float]) -> tuple[Seq
     """Run `advantages` `steps` times on the tiny batch with these additional keys. Return the last result."""
     batch = tiny_batch()
     for key, values in keys.items():
-        lengths = [[1, 1], [1, 1]] if KEY_SPECS[key].layout == "sequence" else batch.seqlens["packed_input_ids"]
+        lengths = [[1, 1], [1, 1]] if spec_of(key).layout == "sequence" else batch.seqlens["packed_input_ids"]
         batch = batch.update(SequenceSample(batch.ids, {key: lengths}, {key: np.array(values, np.float32)}))
     interface = interfaces(train)["advantages"]
     for version in range(steps):
         made, stats = interface.run(FakeEngine(), batch, batch_ids=batch.ids, version=version)
     assert made is not None
     return made, stats
+
+
+def test_scores_of_several_reward_models_are_added_with_their_scales() -> None:
+    """The rewards 1, 0, 1, 1 become 1 + 0.5 * 2 - 2 * 1, 0 + 0.5 * 4, 1 - 2 * 0.5 and 1 + 0.5 * -2."""
+    models = {"good": RewardModelConfig(scale=0.5), "long": RewardModelConfig(scale=-2.0)}
+    train = train_config(reward_models=models, advantage_norm="none")
+    made, stats = judged(train, model_rewards_good=[2, 4, 0, -2], model_rewards_long=[1, 0, 0.5, 0])
+    assert made.data["advantages"].tolist() == pytest.approx([0, 0, 0, 0, 2, 0, 0, 0, 0, 0])
+    assert (stats["reward/mean"], stats["reward/shaped_mean"]) == (0.75, 0.5)
+    assert (stats["reward/model_mean_good"], stats["reward/model_mean_long"]) == (1.0, 0.375)
+    assert "reward/model_mean" not in stats
 
 
 def test_scores_of_a_reward_model_are_added_to_the_rewards() -> None:

@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 import pytest
 
-from asyncrl.config.schema import RefConfig, TrainConfig
+from asyncrl.config.schema import EmaConfig, RefConfig, TrainConfig
 from asyncrl.dataflow.graph import MFCDef
 from asyncrl.master.ages import Ages
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, PromptProgress, StorageTracker
@@ -212,6 +212,17 @@ class TestHooks:
         hooks = self.make(ref=RefConfig(update_interval=3, update_share=0.25))
         refresh = [Reallocate(source="actor", target="ref", share=0.25)]
         assert [hooks.after_step(version) for version in range(1, 7)] == [[], [], refresh, [], [], refresh]
+
+    def test_the_average_follows_each_step_of_the_actor(self):
+        hooks = self.make(ema=EmaConfig(decay=0.75), num_critic_only_steps=1)
+        assert hooks.after_step(1) == []  # the step did not train the actor
+        update = [Reallocate(source="actor", target="ema", share=0.25)]
+        assert [hooks.after_step(version) for version in (2, 3)] == [update, update]
+
+    def test_average_and_reference_follow_the_actor_side_by_side(self):
+        hooks = self.make(ema=EmaConfig(decay=0.75), ref=RefConfig(update_interval=2, update_share=0.5))
+        targets = [[copy.target for copy in hooks.after_step(version)] for version in (1, 2)]
+        assert targets == [["ema"], ["ema", "ref"]]
 
 
 def test_step_metrics_of_a_batch():

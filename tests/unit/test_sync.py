@@ -106,6 +106,10 @@ def test_sizes_and_doctor_describe_synchronous_generation(config_of):
             r"rollout.tasks.default.agent='mine:Agent': mode=sync supports only tasks of one",
         ),
         (["rollout.tasks.default.env=mine:Env"], r"set only rollout.tasks.default.reward, or use mode=async"),
+        (
+            ["train.dense_rewards=true"],
+            r"train.dense_rewards=True: needs an agent or an environment, and mode=sync has",
+        ),
         (["train.wait_for_full_lag=true"], r"train.wait_for_full_lag=True: with mode=sync no data is old"),
         (["weights.transport=broadcast"], r"weights.transport='broadcast'"),
         (["weights.verify_logprobs=true"], r"weights.verify_logprobs=True"),

@@ -110,7 +110,7 @@ def test_an_incomplete_sample_is_refused() -> None:
         complete_sample(without, ticket_id="t", task_id=0, birth_time=0.0)
 
 
-@pytest.mark.parametrize("key", ["dense_rewards", "values", "proximal_logprobs"])
+@pytest.mark.parametrize("key", ["values", "proximal_logprobs"])
 def test_a_key_that_only_mfcs_write_is_refused(key: str) -> None:
     sample = build_sample("p", [episode([5], [1])])
     sample = sample.update(sample.derive({key: np.ones(2, np.float32)}))
@@ -135,6 +135,63 @@ def test_a_reward_that_is_not_finite_is_refused() -> None:
     sample = build_sample("p", [episode([5], [1], reward=float("nan"))])
     with pytest.raises(ValueError, match="not finite"):
         complete_sample(sample, ticket_id="t", task_id=0, birth_time=0.0)
+
+
+def of_two_turns() -> Episode:
+    """Two tokens, an observation of one token, and three tokens; the prompt has one."""
+    member = Episode([5])
+    member.add_response(response([5], [1, 2]))
+    member.add_observation([30])
+    member.add_response(response([5, 1, 2, 30], [3, 4, 6]))
+    return member
+
+
+def test_rewards_of_tokens_and_turns_stand_at_their_tokens() -> None:
+    first, second = of_two_turns(), of_two_turns()
+    first.add_turn_reward([0.25, 0.5], turn=0)  # one for each token of the first turn
+    first.add_turn_reward(2)  # the last turn: at its last token
+    first.add_reward([0.0, 1.0, 0.0])  # one for each token of the last response
+    first.add_reward(3.0)  # of the whole episode
+    second.add_turn_reward(-1.0, turn=0)
+    sample = build_sample("p", [first, second])
+    assert sample.data["dense_rewards"].tolist() == [0, 0.25, 0.5, 0, 0, 1, 2, 0, 0, -1, 0, 0, 0, 0]
+    assert sample.data["rewards"].tolist() == [3, 0]
+    done = complete_sample(sample, ticket_id="t", task_id=0, birth_time=0.0, dense_rewards=True)
+    assert SampleSummary.of(done).rewards == [3 + 3.75, -1]
+
+
+def test_rewards_must_be_one_for_each_token() -> None:
+    with pytest.raises(ValueError, match="2 rewards for a response of 3 tokens"):
+        of_two_turns().add_turn_reward([1.0, 2.0])
+
+
+def test_the_reward_of_a_turn_without_tokens_is_that_of_the_episode() -> None:
+    member = episode([5], [1])
+    member.add_response(response([5, 1], []))
+    member.add_turn_reward(2.0)
+    assert (member.reward, member.token_rewards) == (2.0, [])
+
+
+def test_every_sample_of_a_run_with_dense_rewards_has_them() -> None:
+    sample = build_sample("p", [episode([5], [1], reward=1.0)])
+    assert "dense_rewards" not in complete_sample(sample, ticket_id="t", task_id=0, birth_time=0.0).keys
+    done = complete_sample(sample, ticket_id="t", task_id=0, birth_time=0.0, dense_rewards=True)
+    assert done.data["dense_rewards"].tolist() == [0, 0]
+    assert SampleSummary.of(done).rewards == [1]
+
+
+def test_a_reward_of_a_token_that_is_not_finite_is_refused() -> None:
+    member = of_two_turns()
+    member.add_reward([0.0, float("inf"), 0.0])
+    with pytest.raises(ValueError, match="rewards that are not finite"):
+        complete_sample(build_sample("p", [member]), ticket_id="t", task_id=0, birth_time=0.0, dense_rewards=True)
+
+
+def test_rewards_of_tokens_need_the_field_in_the_config() -> None:
+    member = of_two_turns()
+    member.add_turn_reward(1.0)
+    with pytest.raises(ValueError, match=r"set train\.dense_rewards=true"):
+        complete_sample(build_sample("p", [member]), ticket_id="t", task_id=0, birth_time=0.0)
 
 
 def test_the_summary_counts_sampled_tokens() -> None:

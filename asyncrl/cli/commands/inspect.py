@@ -245,7 +245,7 @@ def sequence_rows(trajectory: Trajectory, texts: Texts | None) -> list[SequenceR
         rows.append(
             SequenceRow(
                 index=index,
-                reward=float(sample.data["rewards"][index]),
+                reward=header.meta.rewards[index],
                 finish="length" if sample.data["seq_no_eos_mask"][index] else "stop",
                 prompt_tokens=int(prompt_mask.sum()),
                 response_tokens=header.meta.response_lengths[index],

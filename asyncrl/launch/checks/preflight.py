@@ -27,7 +27,7 @@ from asyncrl.config.schema import (
 from asyncrl.data.prompts import PromptSource, is_file_name, load_tokenizer
 from asyncrl.data.replay import check_replay, plan_replay
 from asyncrl.data.trajectories import tokenizer_fingerprint
-from asyncrl.dataflow.graph import build_dataflow
+from asyncrl.dataflow.graph import build_dataflow, trajectory_keys
 from asyncrl.dataflow.topology import allocation_of
 from asyncrl.generation.sglang_environment import SETUP_HINT, TorchVersions, find_sglang, own_torch
 from asyncrl.launch.checks.model_files import check_vocabulary, count_parameters, read_config
@@ -73,6 +73,8 @@ def preflight(config: ExperimentConfig) -> int:
     if config.mode != "rollout_only":
         _check_grids(config, models)
     _check_chat_template(config, tokenizer_path)
+    if config.train.ptx is not None and config.mode != "rollout_only":
+        _open("train.ptx.texts", config.train.ptx.texts, config)
     _check_tasks(config)
     _check_name_resolve(config)
     _check_length(config, model)
@@ -115,6 +117,10 @@ def _read_other_models(
         (REF, "train.ref.path", train.ref.path),
         (REWARD, "train.reward_model.path", train.reward_model.path if train.reward_model else ""),
         (TEACHER, "train.teacher.path", train.teacher.path if train.teacher else ""),
+        *(
+            (f"{REWARD}_{name}", f"train.reward_models.{name}.path", model.path)
+            for name, model in train.reward_models.items()
+        ),
     ):
         if path:
             found[role] = read_config(path, "give a folder in Hugging Face format", field=field)
@@ -200,7 +206,12 @@ def _has_eos_token(folder: Path) -> bool:
 def _check_chat_template(config: ExperimentConfig, path: str) -> None:
     """Check that the tokenizer has a chat template if prompts use one. Looks for the files that save_pretrained writes."""
     folder = Path(path).expanduser()
-    for name, prompts in (("prompts", config.prompts), ("eval.prompts", config.eval.prompts)):
+    texts = config.train.ptx.texts if config.train.ptx is not None else None
+    for name, prompts in (
+        ("prompts", config.prompts),
+        ("eval.prompts", config.eval.prompts),
+        ("train.ptx.texts", texts),
+    ):
         if prompts is not None and prompts.chat_template and folder.is_dir() and not _has_chat_template(folder):
             raise ConfigError(
                 f"{name}.chat_template=True: the tokenizer in {path} has no chat template; set {name}.chat_template=false "
@@ -283,7 +294,10 @@ def _check_replay(config: ExperimentConfig, model: Mapping[str, object]) -> int:
     vocab_size = model.get("vocab_size")
     assert isinstance(vocab_size, int)
     check_replay(
-        plan, vocab_size=vocab_size, tokenizer=tokenizer_fingerprint(config.tokenizer_path or config.model_path)
+        plan,
+        vocab_size=vocab_size,
+        tokenizer=tokenizer_fingerprint(config.tokenizer_path or config.model_path),
+        keys=trajectory_keys(config.train),
     )
     folder = Path(config.model_path).expanduser()
     if (folder / MANIFEST).is_file() and (version := read_manifest(folder).version) != plan.first_step:
@@ -329,6 +343,8 @@ def _check_room(config: ExperimentConfig, num_parameters: int) -> None:
 
 def _check_length(config: ExperimentConfig, model: Mapping[str, object]) -> None:
     limit = model.get("max_position_embeddings")
+    if isinstance(limit, int) and config.train.ptx is not None and config.train.ptx.max_length > limit:
+        raise ConfigError(f"train.ptx.max_length={config.train.ptx.max_length}: the model has {limit} positions")
     asked = config.rollout.sampling.max_new_tokens
     if isinstance(limit, int) and asked >= limit:
         raise ConfigError(
@@ -360,13 +376,17 @@ def _check_name_resolve(config: ExperimentConfig) -> None:
             raise ConfigError(f"name_resolve.binary={name_resolve.binary!r}: {error}") from error
 
 
-def _count(field: str, prompts: PromptSourceConfig, config: ExperimentConfig) -> int:
+def _open(field: str, prompts: PromptSourceConfig, config: ExperimentConfig) -> PromptSource:
     try:
-        source = PromptSource(prompts, None, config.seed)
+        return PromptSource(prompts, None, config.seed)
     except (OSError, ValueError, ImportError) as error:
         missing = config.prepare and is_file_name(prompts.path) and isinstance(error, FileNotFoundError)
         hint = f"; make it with `{config.prepare}`" if missing else ""
         raise ConfigError(f"{field}.path={prompts.path!r}: {error}{hint}") from error
+
+
+def _count(field: str, prompts: PromptSourceConfig, config: ExperimentConfig) -> int:
+    source = _open(field, prompts, config)
     unknown = sorted(map(str, source.tasks - config.rollout.tasks.keys()))
     if unknown:
         raise ConfigError(
