@@ -37,6 +37,7 @@ BROADCAST_BACKENDS = ("auto", "gloo", "nccl")
 WANDB_MODES = ("disabled", "offline", "online")
 SCHEDULES = ("linear", "cosine", "constant")
 MFC_KINDS = ("inference", "train_step")
+ON_MISSING = ("wait", "continue", "stop")
 RECOVER = ("auto", "required", "off")
 CLUSTERS = ("local", "hosts", "slurm")
 AUTHENTICATE = ("on", "off")
@@ -160,6 +161,12 @@ def _choices(config: ExperimentConfig) -> Sequence[tuple[str, Any, Sequence[str]
         ("train.algorithm", config.train.algorithm, ("", *ALGORITHMS)),
         ("train.correction", config.train.correction, ("", *CORRECTIONS)),
         ("train.dtype", config.train.dtype, ("float32", "bfloat16", AUTO)),
+        ("train.ref.on_missing", config.train.ref.on_missing, ON_MISSING),
+        *(
+            [("train.reward_model.on_missing", config.train.reward_model.on_missing, ON_MISSING)]
+            if config.train.reward_model
+            else []
+        ),
         ("generation.dtype", config.generation.dtype, dtypes),
         ("generation.attention", config.generation.attention, ATTENTIONS),
         ("generation.interrupt", config.generation.interrupt, INTERRUPT_MODES),

@@ -16,6 +16,7 @@ of its MFC when the MFC runs, and the trainer group fetches the outputs before t
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,9 +25,11 @@ from asyncrl.config.schema import REF, TrainConfig
 from asyncrl.dataflow.graph import TRAIN_MFC, DataflowGraph, MFCDef
 from asyncrl.dataflow.redistribution import Transfer, assign, members, plan_fetches, plan_redistribution
 from asyncrl.dataflow.topology import Handler, ModelPlacement, ModelShardID
+from asyncrl.dataflow.worker_groups import on_missing
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
-from asyncrl.master.calls import DetachedGroups, Incarnation, WorkerCaller
+from asyncrl.master.calls import DetachedGroups, GroupMissingError, Incarnation, WorkerCaller
 from asyncrl.master.refresh import Refresher
+from asyncrl.master.report import MISSING
 from asyncrl.protocol.messages import (
     CallResult,
     ExecuteMFC,
@@ -36,6 +39,8 @@ from asyncrl.protocol.messages import (
     TrajectoryMeta,
 )
 from asyncrl.protocol.names import ACTOR
+
+logger = logging.getLogger(__name__)
 
 
 class ParameterHooks:
@@ -57,6 +62,10 @@ class ParameterHooks:
     def left_out(self, version: int) -> frozenset[str]:
         """MFCs that the step from this version leaves out: the first num_critic_only_steps steps train only the critic."""
         return frozenset([TRAIN_MFC]) if version < self._train.num_critic_only_steps else frozenset()
+
+    def on_missing(self, mfc: MFCDef) -> str:
+        """What a step does without the detached group of this MFC: wait | continue | stop."""
+        return on_missing(self._train, mfc.role)
 
     def before(self, mfc: MFCDef) -> list[Reallocate]:
         """Return the copies that must precede an MFC. The caller must send them at once, because they count as done."""
@@ -114,6 +123,7 @@ class _Step:
         in the trainer group."""
         self.version = version
         self.parts: dict[str, list[list[str]]] = {}  # model -> the ids of each data rank
+        self.missing: set[str] = set()  # keys that no worker computes in this step, because a detached group is missing
         self.result = StepResult()
         self.tracker = tracker
         self._sent: list[asyncio.Task[None]] = []
@@ -278,7 +288,9 @@ class ModelFunctionCall:
         mfc = self.mfc
         what = f"the input keys of MFC {mfc.name}"
         ids = await self._caller.bounded(self._buffer.get_batch_for_rpc(mfc), what, "other MFCs")
-        return ExecuteMFC(mfc=mfc.name, version=step.version, ids=list(ids), parts=step.parts[self._placement.name])
+        missing = [key for key in mfc.input_keys if key in step.missing]
+        parts = step.parts[self._placement.name]
+        return ExecuteMFC(mfc=mfc.name, version=step.version, ids=list(ids), parts=parts, missing=missing)
 
     def _take_note(self, step: _Step, body: ExecuteMFC, replies: Sequence[CallResult]) -> None:
         """Record the produced keys, their workers and the statistics. Raises RuntimeError if a head ran on other ids than
@@ -301,6 +313,7 @@ class DetachedFunctionCall(ModelFunctionCall):
     """An MFC of a model in a detached group.
 
     waits for: the same as ModelFunctionCall; the next incarnation of its worker group, if the group ends (calls.py).
+    If the group is missing and on_missing=continue, the step goes on without the output keys.
     """
 
     def __init__(
@@ -311,13 +324,23 @@ class DetachedFunctionCall(ModelFunctionCall):
         caller: WorkerCaller,
         hooks: ParameterHooks,
         detached: DetachedGroups,
+        on_missing: str,
     ) -> None:
         super().__init__(mfc, placement, buffer, caller, hooks)
+        self._on_missing = on_missing
         self._detached, self._worker_group = detached, detached.worker_groups.of(placement.workers[0])
 
     async def run(self, step: _Step) -> None:
-        body = await self._ready(step)
-        await self._detached.repeated(f"MFC {self.mfc.name}", self._worker_group, partial(self._once, step, body))
+        body, is_missing = await self._ready(step), False
+        work, what = partial(self._once, step, body), f"MFC {self.mfc.name}"
+        try:
+            await self._detached.repeated(what, self._worker_group, work, on_missing=self._on_missing)
+        except GroupMissingError as error:
+            logger.warning("step %d is trained without it: %s", step.version + 1, error)
+            step.missing.update(self.mfc.output_keys)  # before the buffer lets other MFCs begin
+            is_missing = True
+        if self._on_missing == "continue":
+            step.result.stats[f"{MISSING}{self.mfc.name}"] = float(is_missing)
         await self._buffer.amend_batch(body.ids, self.mfc.output_keys)
 
     async def _once(self, step: _Step, body: ExecuteMFC, incarnation: Incarnation) -> None:
@@ -360,7 +383,7 @@ class FunctionExecutor:
         for mfc in mfcs:
             about = mfc, self._placements[mfc.model], buffer, caller, hooks
             if detached is not None and self._placements[mfc.model].workers[0] in self._detached:
-                self._calls.append(DetachedFunctionCall(*about, detached))
+                self._calls.append(DetachedFunctionCall(*about, detached, hooks.on_missing(mfc)))
             else:
                 self._calls.append(ModelFunctionCall(*about))
 

@@ -177,8 +177,11 @@ class Calls:
         ids = body.parts[data]
         if mfc.kind == "generate":
             return self._make_groups(body, ids)
-        sample = self.store.select(ids, mfc.input_keys)
-        made, stats = self._interfaces[mfc.name].run(engine, sample, batch_ids=body.ids, version=body.version)
+        sample = self.store.select(ids, [key for key in mfc.input_keys if key not in body.missing])
+        interface = self._interfaces[mfc.name]
+        if body.missing:
+            interface = interface.without(body.missing)
+        made, stats = interface.run(engine, sample, batch_ids=body.ids, version=body.version)
         if self._models[mfc.model].offload:
             engine.offload()
         if self._info.index != placement.head(data):

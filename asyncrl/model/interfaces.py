@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +49,7 @@ Stats = dict[str, float]
 
 # Infinite values of these keys become NaN, so that clipping does not turn them into rewards. The engine then skips the step
 _REWARDS = ("rewards", "model_rewards", "dense_rewards")
+_REF_KEY, _SCORES_KEY = "packed_ref_logprobs", "model_rewards"  # keys without which a step can train (on_missing)
 
 
 class Ranks(Protocol):
@@ -112,6 +114,11 @@ class Interface(ABC):
         `sample` holds the groups of this rank's replica, `batch_ids` the whole batch, both in canonical order. version is the
         number of train steps done before this one. The head of the replica stores the keys.
         """
+
+    def without(self, missing: Collection[str]) -> Interface:
+        """Return this interface for a step in which these input keys do not exist. Both have the same state. Raises ValueError if
+        the MFC cannot run without them."""
+        raise ValueError(f"{type(self).__name__} cannot run without the keys {sorted(missing)}")
 
     def state(self) -> Stats:
         """State kept from step to step, the same on all ranks; saved in checkpoints."""
@@ -448,6 +455,11 @@ class AdvantagesInterface(Interface):
         }
         return sample.derive({key: found[key].numpy() for key in self.output_keys}), stats
 
+    def without(self, missing: Collection[str]) -> Interface:
+        """Without the reference's logprobs there is no KL penalty, and the KL coefficient does not adapt. Without the reward
+        model's scores the rewards are those of the reward functions."""
+        return _without(self, missing)
+
     def compute(self, engine: Ranks, local: LocalBatch) -> tuple[Advantages, Stats]:
         """Return the targets, in units of rewards, and the statistics of the whole batch. Collective. Does not change the state.
 
@@ -571,6 +583,24 @@ class PPOActorInterface(Interface):
         minibatches = split_minibatches(batch_ids, self.ppo.minibatches, seed=self.seed, version=version)
         steps = train_minibatches(engine, sample, minibatches, loss_of, temperature=self.temperature, lr_step=version)
         return None, steps.result("actor")
+
+    def without(self, missing: Collection[str]) -> Interface:
+        """Without the reference's logprobs the loss has no KL term."""
+        return _without(self, missing)
+
+
+_AdvantagesOrActor = TypeVar("_AdvantagesOrActor", AdvantagesInterface, PPOActorInterface)
+
+
+def _without(interface: _AdvantagesOrActor, missing: Collection[str]) -> _AdvantagesOrActor:
+    """Return a copy that reads none of the missing keys. It has no KL term if the reference's logprobs are missing. Raises
+    ValueError if it needs another missing key."""
+    if strange := sorted(set(missing) - {_REF_KEY, _SCORES_KEY}):
+        raise ValueError(f"{type(interface).__name__} cannot run without the keys {strange}")
+    other = copy(interface)
+    other.ppo = replace(interface.ppo, kl_coef=0.0) if _REF_KEY in missing else interface.ppo
+    other.keys = [key for key in interface.keys if key not in missing]
+    return other
 
 
 class PPOCriticInterface(Interface):
