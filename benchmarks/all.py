@@ -39,6 +39,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "recovery": ("recovery.py",),
     "end_to_end": ("end_to_end.py",),
     "overlap": ("overlap.py",),
+    "arriving": ("arriving.py",),
     "scale": ("scale.py",),
     "soak": ("soak.py",),
     "chaos_matrix": ("chaos_matrix.py",),

@@ -336,6 +336,9 @@ class TrainConfig:
     offload: list[str] = field(default_factory=list)  # roles whose weights leave the GPU between their MFCs, e.g. [ref]
     extra_mfcs: dict[str, MFCConfig] = field(default_factory=dict)  # name -> MFC
     extra_train_keys: list[str] = field(default_factory=list)  # keys that actor_train waits for besides its own
+    # true: a reference or reward model in a detached group processes stored groups while the trainer trains, and a step only the
+    # rest. false: it processes each batch within its step
+    arriving_inference: bool = False
     # For experiments about staleness: a step waits until generation is eta versions ahead, so that all data is that old.
     wait_for_full_lag: bool = False
     # A step whose loss or gradient is not finite is skipped. Keep the newest N batches of such steps, with the weights that each

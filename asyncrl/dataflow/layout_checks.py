@@ -83,7 +83,7 @@ def _bad_layout(config: ExperimentConfig, allocation: Allocation) -> Iterator[Pr
             yield "allocation", config.allocation, str(error)
         else:
             if config.mode in MODES:  # the other modes have no detached groups
-                yield from _bad_on_missing(config, allocation, graph, placements, model_of)
+                yield from _bad_detached(config, allocation, graph, placements, model_of)
             grid = {placement.name: placement.grid for placement in placements}.get(model_of.get(GENERATE_MFC, ""))
             if grid is not None and grid.size != grid.data:
                 remedy = f"give {GENERATE_MFC} workers of its own, e.g. {allocation}+{GENERATE_MFC}:d1p1m1"
@@ -103,22 +103,29 @@ def _bad_layout(config: ExperimentConfig, allocation: Allocation) -> Iterator[Pr
         yield f"train.ref.{name}", value, "no MFC uses the reference model; set train.ppo.kl_coef above 0"
 
 
-def _bad_on_missing(
+def _bad_detached(
     config: ExperimentConfig,
     allocation: Allocation,
     graph: DataflowGraph,
     placements: Sequence[ModelPlacement],
     model_of: Mapping[str, str],
 ) -> Iterator[Problem]:
-    """Yield the roles whose on_missing has no effect, and those without whose outputs some MFC cannot run."""
+    """Yield settings of detached groups that have no effect, and the roles with on_missing=continue without whose outputs some MFC
+    cannot run."""
     train = config.train
     mfcs = [mfc.placed(model_of[name]) for name, mfc in graph.mfcs.items()]
     groups = worker_groups_of(placements, mfcs, num_workers=allocation.num_model_workers, mode=config.mode)
+    detached = {model.role for model in placements if groups.all_detached.issuperset(model.workers)}
+    if train.arriving_inference and not detached:
+        remedy = (
+            f"needs a reference or reward model with workers of its own, such as {config.allocation}+ref_inf:d1p1m1"
+        )
+        yield "train.arriving_inference", True, remedy
     for role, field, inference in ((REF, "ref", "ref_inf"), (REWARD, "reward_model", "rew_inf")):
         path, value = f"train.{field}.on_missing", on_missing(train, role)
         if value == "wait":
             continue
-        if not any(groups.all_detached.issuperset(model.workers) for model in placements if model.role == role):
+        if role not in detached:
             remedy = f"needs workers of its own, such as {config.allocation}+{inference}:d1p1m1"
             yield path, value, f"{remedy}: otherwise it ends only together with the trainer"
         own = {key for name in graph.mfcs if graph.mfcs[name].role == role for key in graph.mfcs[name].output_keys}

@@ -181,7 +181,8 @@ class _Run:
             tokenizer_path=self.tokenizer_path,
             train=self.train,
             weights=config.weights,
-            store_capacity=self.store_capacity,
+            # With arriving_inference, groups may arrive before the last batch is discarded
+            store_capacity=self.store_capacity + self.train.batch_size * self.train.arriving_inference,
             record=replace(
                 record,
                 trajectories=record.trajectories and index in self.heads,  # only heads have the MFCs' results
