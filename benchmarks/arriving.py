@@ -36,7 +36,7 @@ SETTINGS = [
     f"manager.max_head_offpolicyness={ETA}",
     "generation.interrupt=retract",
     "train.ppo.kl_coef=0.1",
-    "train.max_tokens_per_mb=4096",  # also the size of a chunk of arriving groups: about a quarter of a batch
+    "train.max_tokens_per_mb=1024",  # also the size of a chunk of arriving groups, for which a step may have to wait
 ]
 COLUMNS = {
     "step_s": "s/step",

@@ -5,9 +5,10 @@ Work that one incarnation of a detached group does not finish is repeated in the
     an MFC there: fetch its inputs from the trainer group -> execute -> the trainer group fetches its outputs
                   \\_______________ one unit of work: if any part fails, all of it is repeated _______________/
 
-So a detached group holds the only copy of data at most during a unit of work. When one of its workers dies, the trainer group
-has all data that the worker held, or the next incarnation computes it again. Models in a detached group are not trained, so the
-same inputs give the same outputs in every incarnation. The trainer group waits for the outputs and then continues.
+So a detached group holds the only copy of data at most during a unit of work, or with train.arriving_inference until the step that
+needs it. When one of its workers dies, the trainer group has all data that the worker held, or the next incarnation computes it
+again. Models in a detached group are not trained, so the same inputs give the same outputs in every incarnation. The trainer group
+waits for the outputs and then continues.
 
 The launcher decides how often a group restarts (launch/supervisor/policy.py). In this file the limit of a call bounds every wait.
 With on_missing=continue or stop (train.ref, train.reward_model), a group that does not work for train.missing_after_s is missing:
