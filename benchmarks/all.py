@@ -41,6 +41,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "overlap": ("overlap.py",),
     "colocated": ("colocated.py",),
     "streaming": ("streaming.py",),
+    "arriving": ("arriving.py",),
     "scale": ("scale.py",),
     "soak": ("soak.py",),
     "chaos_matrix": ("chaos_matrix.py",),

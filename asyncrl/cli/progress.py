@@ -529,6 +529,9 @@ def _summary_rows(summary: Mapping[str, object]) -> list[tuple[str, str]]:
         rows.append(
             ("skipped", f"{skipped} optimizer steps whose loss or gradient was not finite (see examples/bad_batch)")
         )
+    if without := summary.get("steps_without"):
+        assert isinstance(without, dict)
+        rows.append(("trained without", ", ".join(f"{mfc} in {count} steps" for mfc, count in without.items())))
     rows.append(("rejected prompts", ", ".join(f"{why}: {count}" for why, count in rejected.items()) or "none"))
     return rows
 

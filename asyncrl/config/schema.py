@@ -268,6 +268,9 @@ class RefConfig:
     update_interval: int = limited(0, at_least=0)  # steps between two updates from the actor's weights; 0: never
     # reference <- update_share * actor + (1 - update_share) * reference; above 0, at most 1; below 1: a moving average
     update_share: float = 1.0
+    # A reference in a detached group that has been down for train.missing_after_s. wait: the step waits, for up to
+    # train.call_timeout_s | continue: train without the KL term until the group is back | stop: end the run
+    on_missing: str = "wait"
 
 
 @dataclass(frozen=True)
@@ -284,6 +287,8 @@ class RewardModelConfig:
 
     path: str = ""  # AutoModelForSequenceClassification with one label
     scale: float = 1.0  # rewards <- rewards + scale * score
+    # As in train.ref. continue: train on the reward functions' rewards alone until the group is back
+    on_missing: str = "wait"
 
 
 @dataclass(frozen=True)
@@ -354,6 +359,9 @@ class TrainConfig:
     offload: list[str] = field(default_factory=list)  # roles whose weights leave the GPU between their MFCs, e.g. [ref]
     extra_mfcs: dict[str, MFCConfig] = field(default_factory=dict)  # name -> MFC
     extra_train_keys: list[str] = field(default_factory=list)  # keys that actor_train waits for besides its own
+    # true: a reference or reward model in a detached group processes stored groups while the trainer trains, and a step only the
+    # rest. false: it processes each batch within its step
+    arriving_inference: bool = False
     # For experiments about staleness: a step waits until (1 + eta) * batch_size groups are stored, so that later groups are all
     # trained eta versions after the version that began them.
     wait_for_full_lag: bool = False
@@ -362,6 +370,7 @@ class TrainConfig:
     keep_bad_batches: int = limited(3, at_least=0)
     max_skipped_steps: int = limited(10, at_least=0)  # skipped steps in a row after which the run fails; 0: no limit
     call_timeout_s: float = 1800.0  # limit of one call to the model workers
+    missing_after_s: float = limited(60.0, at_least=0)  # time after which on_missing decides about a group that is down
     data_timeout_s: float = 3600.0  # without any trajectory for this long the run fails; the error names the cause
     # Write the model for the user every N steps, epochs or seconds; 0: only at the end
     save_every_steps: int = limited(0, at_least=0)

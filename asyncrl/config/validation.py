@@ -41,6 +41,7 @@ WANDB_MODES = ("disabled", "offline", "online")
 SCHEDULES = ("linear", "cosine", "constant")
 STREAMING_ORDERS = ("groups", "balanced", "tokens")
 MFC_KINDS = ("inference", "train_step")
+ON_MISSING = ("wait", "continue", "stop")
 RECOVER = ("auto", "required", "off")
 CLUSTERS = ("local", "hosts", "slurm")
 AUTHENTICATE = ("on", "off")
@@ -199,6 +200,15 @@ def _choices(config: ExperimentConfig) -> Sequence[tuple[str, Any, Sequence[str]
         ("train.streaming_order", config.train.streaming_order, STREAMING_ORDERS),
         ("train.correction", config.train.correction, ("", *CORRECTIONS)),
         ("train.dtype", config.train.dtype, ("float32", "bfloat16", AUTO)),
+        ("train.ref.on_missing", config.train.ref.on_missing, ON_MISSING),
+        *(
+            (f"train.{field}.on_missing", model.on_missing, ON_MISSING)
+            for field, model in (
+                ("reward_model", config.train.reward_model),
+                *((f"reward_models.{name}", model) for name, model in config.train.reward_models.items()),
+            )
+            if model is not None
+        ),
         ("generation.dtype", config.generation.dtype, dtypes),
         ("generation.attention", config.generation.attention, ATTENTIONS),
         ("generation.interrupt", config.generation.interrupt, INTERRUPT_MODES),

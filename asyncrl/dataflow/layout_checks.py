@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from asyncrl.config.schema import CRITIC, REF, REWARD, TEACHER, ExperimentConfig, reward_models
 from asyncrl.config.validation import Problem, one_of
-from asyncrl.dataflow.graph import GENERATE_MFC, build_dataflow
-from asyncrl.dataflow.topology import Allocation, allocation_of, unknown_name
+from asyncrl.dataflow.graph import GENERATE_MFC, DataflowGraph, build_dataflow
+from asyncrl.dataflow.topology import Allocation, ModelPlacement, allocation_of, unknown_name
+from asyncrl.dataflow.worker_groups import MODES, on_missing, worker_groups_of
 from asyncrl.protocol.names import ACTOR
 
 MFC_ROLES = (ACTOR, CRITIC, REF, REWARD, TEACHER)
@@ -87,6 +88,8 @@ def _bad_layout(config: ExperimentConfig, allocation: Allocation) -> Iterator[Pr
         except ValueError as error:
             yield "allocation", config.allocation, str(error)
         else:
+            if config.mode in MODES:  # the other modes have no detached groups
+                yield from _bad_detached(config, allocation, graph, placements, model_of)
             grid = {placement.name: placement.grid for placement in placements}.get(model_of.get(GENERATE_MFC, ""))
             if grid is not None and grid.size != grid.data:
                 remedy = f"give {GENERATE_MFC} workers of its own, e.g. {allocation}+{GENERATE_MFC}:d1p1m1"
@@ -104,6 +107,43 @@ def _bad_layout(config: ExperimentConfig, allocation: Allocation) -> Iterator[Pr
     if REF not in graph.roles and (train.ref.path or train.ref.update_interval):
         name, value = ("path", train.ref.path) if train.ref.path else ("update_interval", train.ref.update_interval)
         yield f"train.ref.{name}", value, "no MFC uses the reference model; set train.ppo.kl_coef above 0"
+
+
+def _bad_detached(
+    config: ExperimentConfig,
+    allocation: Allocation,
+    graph: DataflowGraph,
+    placements: Sequence[ModelPlacement],
+    model_of: Mapping[str, str],
+) -> Iterator[Problem]:
+    """Yield settings of detached groups that have no effect, and the roles with on_missing=continue without whose outputs some MFC
+    cannot run."""
+    train = config.train
+    mfcs = [mfc.placed(model_of[name]) for name, mfc in graph.mfcs.items()]
+    groups = worker_groups_of(placements, mfcs, num_workers=allocation.num_model_workers, mode=config.mode)
+    detached = {model.role for model in placements if groups.all_detached.issuperset(model.workers)}
+    if train.arriving_inference and not detached:
+        remedy = (
+            f"needs a reference or reward model with workers of its own, such as {config.allocation}+ref_inf:d1p1m1"
+        )
+        yield "train.arriving_inference", True, remedy
+    roles = [(REF, "ref", "ref_inf")]
+    for role in reward_models(train):
+        name = role.removeprefix(REWARD)  # "", or _NAME
+        roles.append((role, f"reward_models.{name[1:]}" if name else "reward_model", f"rew_inf{name}"))
+    for role, field, inference in roles:
+        path, value = f"train.{field}.on_missing", on_missing(train, role)
+        if value == "wait":
+            continue
+        if role not in detached:
+            remedy = f"needs workers of its own, such as {config.allocation}+{inference}:d1p1m1"
+            yield path, value, f"{remedy}: otherwise it ends only together with the trainer"
+        own = {key for name in graph.mfcs if graph.mfcs[name].role == role for key in graph.mfcs[name].output_keys}
+        extra = [name for name in train.extra_mfcs if own.intersection(graph.mfcs[name].input_keys)]
+        extra += [name for name in train.extra_mfcs if graph.mfcs[name].role == role and name not in extra]
+        needed = [*extra, *own.intersection(train.extra_train_keys)]
+        if value == "continue" and needed:
+            yield path, value, f"a step cannot continue without {', '.join(needed)}; use wait or stop"
 
 
 def _missing(name: str) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from asyncrl.config.schema import REF, REWARD, TEACHER
+from asyncrl.config.schema import REF, REWARD, TEACHER, TrainConfig, reward_models
 from asyncrl.protocol.fence import Fence
 
 if TYPE_CHECKING:
@@ -91,6 +91,22 @@ def worker_groups_of(
             joined = [group for group in detached if group & workers]
             detached = [group for group in detached if not group & workers] + [workers.union(*joined)]
     return WorkerGroups(tuple(sorted(trainer)), tuple(sorted(tuple(sorted(group)) for group in detached)))
+
+
+def on_missing(train: TrainConfig, role: str) -> str:
+    """What the run does without the detached group of a stateless role: wait | continue | stop."""
+    models = reward_models(train)
+    if role in models:
+        return models[role].on_missing
+    return train.ref.on_missing if role == REF else "wait"
+
+
+def dispensable(
+    groups: WorkerGroups, placements: Iterable[ModelPlacement], train: TrainConfig
+) -> list[tuple[int, ...]]:
+    """The detached groups without which the run continues: on_missing=continue for all their models."""
+    needed = {worker for model in placements if on_missing(train, model.role) != "continue" for worker in model.workers}
+    return [group for group in groups.detached if needed.isdisjoint(group)]
 
 
 class GroupIncarnations:

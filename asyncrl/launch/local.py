@@ -34,6 +34,7 @@ from asyncrl.launch.hosts.remote_pool import RemoteProcessPool
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.program import (
     ProcessSpec,
+    dispensable_groups,
     plan,
     run_directory,
     save_config,
@@ -377,7 +378,17 @@ class Launch:
         self._num_starts = 0  # process starts in this launch
         self._next_publish = 0.0
         self._search: Future[Checkpoint | None] | None = None  # for the checkpoint that the next attempt resumes from
-        detached = [[f"model_worker/{worker}" for worker in group] for group in worker_groups_of_run(config).detached]
+        detached, dispensable = (
+            [[f"model_worker/{worker}" for worker in group] for group in groups]
+            for groups in (worker_groups_of_run(config).detached, dispensable_groups(config))
+        )
+        policy = Supervision(
+            runtime.max_restarts,
+            mode=config.mode,
+            by_hand=config.debug.leave_out,
+            detached=detached,
+            dispensable=dispensable,
+        )
         self._restarts = Restarts(
             start=self._start_again, grant_lease_soon=service.grant_lease_soon, revoke=service.revoke, clock=clock
         )
@@ -390,7 +401,7 @@ class Launch:
             clock=clock,
         )
         self._supervisor = Supervisor(
-            Supervision(runtime.max_restarts, mode=config.mode, by_hand=config.debug.leave_out, detached=detached),
+            policy,
             FreezeWatch(runtime.frozen_after_s, runtime.start_timeout_s),
             frozen_after_s=runtime.frozen_after_s,
             stop_timeout_s=runtime.stop_timeout_s,

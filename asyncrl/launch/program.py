@@ -51,7 +51,7 @@ from asyncrl.config.schema import (
 )
 from asyncrl.dataflow.graph import DataflowGraph, build_dataflow, build_recording_dataflow
 from asyncrl.dataflow.topology import Allocation, ModelPlacement, allocation_of
-from asyncrl.dataflow.worker_groups import WorkerGroups, worker_groups_of
+from asyncrl.dataflow.worker_groups import WorkerGroups, dispensable, worker_groups_of
 from asyncrl.launch.redact import redact
 from asyncrl.protocol.names import ACTOR
 
@@ -188,7 +188,8 @@ class _Run:
             tokenizer_path=self.tokenizer_path,
             train=self.train,
             weights=config.weights,
-            store_capacity=self.store_capacity,
+            # With arriving_inference, groups may arrive before the last batch is discarded
+            store_capacity=self.store_capacity + self.train.batch_size * self.train.arriving_inference,
             record=replace(
                 record,
                 trajectories=record.trajectories and index in self.heads,  # only heads have the MFCs' results
@@ -305,16 +306,27 @@ class _Run:
 
 def worker_groups_of_run(config: ExperimentConfig) -> WorkerGroups:
     """Return the groups of model workers that restart together: the trainer group, and each detached group."""
+    return _placed_groups(config)[0]
+
+
+def dispensable_groups(config: ExperimentConfig) -> list[tuple[int, ...]]:
+    """Return the detached groups without which the run continues (on_missing=continue)."""
+    groups, placements = _placed_groups(config)
+    return dispensable(groups, placements, config.train)
+
+
+def _placed_groups(config: ExperimentConfig) -> tuple[WorkerGroups, list[ModelPlacement]]:
     allocation = allocation_of(config)
     if config.mode == "rollout_only":
-        return WorkerGroups((0,))
+        return WorkerGroups((0,)), []
     placements, mfcs = _place(allocation, build_dataflow(config.train, config.mode))
-    return worker_groups_of(
+    groups = worker_groups_of(
         placements,
         mfcs,
         num_workers=allocation.num_model_workers,
         mode=config.mode,
     )
+    return groups, placements
 
 
 def writes_checkpoints(config: ExperimentConfig) -> bool:

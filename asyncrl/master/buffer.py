@@ -156,11 +156,21 @@ class StorageTracker:
         held = self._holders.get(group, {})
         return sum(worker not in held.get(key, ()) for worker in workers for key in keys)
 
-    def forget(self, workers: Collection[int]) -> None:
-        """These workers of a detached group have ended, and their data is gone."""
+    def forget(self, workers: Collection[int], keys: Collection[str] | None = None) -> None:
+        """Data of these workers of a detached group is gone, because they have ended, or is to be computed again. keys: only these;
+        None: all."""
         for held in self._there.values():
-            for having in held.values():
-                having.difference_update(workers)
+            for key, having in held.items():
+                if keys is None or key in keys:
+                    having.difference_update(workers)
+
+    def held_by_any(self, workers: Collection[int], keys: Collection[str]) -> set[str]:
+        """Return the ids of which some of these workers have reported that they hold these keys."""
+        return {
+            group
+            for group, held in self._there.items()
+            if all(not held.get(key, set()).isdisjoint(workers) for key in keys)
+        }
 
     def drop(self, ids: Iterable[str]) -> list[int]:
         """Forget ids. Returns the workers that hold data of them and must be notified."""
@@ -232,6 +242,8 @@ class AsyncIOSequenceBuffer:
         self._earlier: tuple[str, ...] = ()  # the parts of the batch that are done
         self._in_step = False
         self._changed = asyncio.Condition()
+        self.num_changes = 0  # of the set of stored groups that are in no batch
+        self._moved = asyncio.Event()  # set at such a change, and then replaced
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -262,7 +274,13 @@ class AsyncIOSequenceBuffer:
             return StoreVerdict(verdict="refused", reason=f"the buffer holds {self._capacity} trajectories already")
         self._entries[meta.ticket_id] = _Entry(meta, set(meta.keys))
         self._by_prompt[meta.locator] = meta.ticket_id
+        self._note_change()
         return StoreVerdict(verdict="stored")
+
+    async def wait_for_change(self, since: int) -> None:
+        """Wait until num_changes differs from `since`."""
+        while self.num_changes == since:
+            await self._moved.wait()
 
     def holds(self, locator: Locator) -> bool:
         """Whether a trajectory of this prompt is stored. Those of the current batch count."""
@@ -331,6 +349,12 @@ class AsyncIOSequenceBuffer:
         for ticket in (*self._earlier, *self._batch):
             self.drop(ticket)
         self._batch, self._earlier, self._in_step = (), (), False
+        self._note_change()
+
+    def _note_change(self) -> None:
+        self.num_changes += 1
+        moved, self._moved = self._moved, asyncio.Event()
+        moved.set()
 
     def _ready(self, mfc: MFCDef) -> bool:
         if not self._in_step:

@@ -5,11 +5,14 @@ Work that one incarnation of a detached group does not finish is repeated in the
     an MFC there: fetch its inputs from the trainer group -> execute -> the trainer group fetches its outputs
                   \\_______________ one unit of work: if any part fails, all of it is repeated _______________/
 
-So a detached group holds the only copy of data at most during a unit of work. When one of its workers dies, the trainer group
-has all data that the worker held, or the next incarnation computes it again. Models in a detached group are not trained, so the
-same inputs give the same outputs in every incarnation. The trainer group waits for the outputs and then continues.
+So a detached group holds the only copy of data at most during a unit of work, or with train.arriving_inference until the step that
+needs it. When one of its workers dies, the trainer group has all data that the worker held, or the next incarnation computes it
+again. Models in a detached group are not trained, so the same inputs give the same outputs in every incarnation. The trainer group
+waits for the outputs and then continues.
 
 The launcher decides how often a group restarts (launch/supervisor/policy.py). In this file the limit of a call bounds every wait.
+With on_missing=continue or stop (train.ref, train.reward_model), a group that does not work for train.missing_after_s is missing:
+the step goes on without its work, or the run ends.
 """
 
 from __future__ import annotations
@@ -25,9 +28,10 @@ from asyncrl.dataflow.topology import Handler
 from asyncrl.dataflow.worker_groups import WorkerGroups
 from asyncrl.master.buffer import StorageTracker
 from asyncrl.protocol.messages import CallBody, CallResult, FetchData, FetchPart
-from asyncrl.runtime.board import StatusBoard
+from asyncrl.runtime.board import StatusBoard, WaitTimeoutError
 from asyncrl.runtime.channel_protocol import ChannelError, ReceiverRestarted
 from asyncrl.runtime.request_reply import NameResolvingRequestClient, RemoteCallError
+from asyncrl.runtime.worker import RunEndedError
 
 T = TypeVar("T")
 
@@ -76,6 +80,14 @@ class UnfetchedError(RuntimeError):
     """A fetch of data between worker groups failed. Both groups may be healthy, or the death of one is not detected yet."""
 
 
+class GroupMissingError(RuntimeError):
+    """A detached group is missing, and on_missing=continue: go on without its work."""
+
+
+class GroupMissingEndsRunError(RunEndedError):
+    """A detached group is missing, and on_missing=stop."""
+
+
 @dataclass(frozen=True)
 class Incarnation:
     """One incarnation of a detached group."""
@@ -111,6 +123,24 @@ class Repeats:
         return number
 
 
+class Absence:
+    """Whether a detached group is missing: no work of it has succeeded for limit_s since it was first down, or since work on it
+    first failed. Pure. A group that starts and fails again and again is missing too."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._since: float | None = None
+
+    def failed(self, now: float) -> bool:
+        """Record that the group is down, or that work on it has failed. Returns whether it is missing."""
+        self._since = now if self._since is None else self._since
+        return now - self._since >= self._limit_s
+
+    def worked(self) -> None:
+        """Record that work on the group has succeeded."""
+        self._since = None
+
+
 class DetachedGroups:
     """The master's calls to detached groups.
 
@@ -127,18 +157,64 @@ class DetachedGroups:
         limit_s: float,
         *,
         prepare: Callable[[Incarnation], Awaitable[None]],
+        missing_after_s: float = 60.0,
     ) -> None:
-        """prepare: runs once in each incarnation, before any work there."""
+        """prepare: runs once in each incarnation, before any work there. missing_after_s: train.missing_after_s."""
         self.worker_groups = worker_groups
         self._client, self._caller, self._limit_s = client, caller, limit_s
         self._telling: set[asyncio.Task[None]] = set()
         self._prepare = prepare
         self._preparing = {group: asyncio.Lock() for group in worker_groups.detached}
         self._ready: dict[tuple[int, ...], int] = {}  # group -> the incarnation that has been prepared
+        self._missing_after_s = missing_after_s
+        self._absences = {group: Absence(missing_after_s) for group in worker_groups.detached}
 
-    async def repeated(self, what: str, group: Sequence[int], work: Callable[[Incarnation], Awaitable[T]]) -> T:
+    async def repeated(
+        self,
+        what: str,
+        group: Sequence[int],
+        work: Callable[[Incarnation], Awaitable[T]],
+        *,
+        on_missing: str = "wait",
+    ) -> T:
         """Return the result of `work` in an incarnation of the group. Repeats it in the next incarnation after GroupEndedError, and
-        in the same one, for up to the limit of a call, after UnfetchedError."""
+        in the same one, for up to the limit of a call, after UnfetchedError. If the group is missing, raises GroupMissingError with
+        on_missing=continue, and GroupMissingEndsRunError with on_missing=stop."""
+        if on_missing == "wait":
+            return await self._repeated(what, group, work)
+        loop, absence = asyncio.get_running_loop(), self._absences[tuple(group)]
+
+        async def watched(incarnation: Incarnation) -> T:
+            try:
+                return await work(incarnation)
+            except (GroupEndedError, UnfetchedError) as error:
+                if absence.failed(loop.time()):
+                    raise self._missing(what, group, on_missing) from error
+                raise
+
+        working = asyncio.ensure_future(self._repeated(what, group, watched))
+        try:
+            while not working.done():
+                if self._client.is_down(group) and absence.failed(loop.time()):
+                    raise self._missing(what, group, on_missing)
+                await asyncio.wait({working}, timeout=_PAUSE_S)
+            result = await working
+        finally:
+            working.cancel()
+        absence.worked()
+        return result
+
+    def _missing(self, what: str, group: Sequence[int], on_missing: str) -> Exception:
+        names = ", ".join(f"model_worker/{worker}" for worker in group)
+        text = f"{what}: {names} has not worked for {self._missing_after_s:g} s (train.missing_after_s)"
+        if on_missing == "continue":
+            return GroupMissingError(text)
+        return GroupMissingEndsRunError(
+            f"{text}, and on_missing=stop ends the run. The logs of {names} have the reason. Resume the run when the group can "
+            "work again, or set on_missing=continue to train without it"
+        )
+
+    async def _repeated(self, what: str, group: Sequence[int], work: Callable[[Incarnation], Awaitable[T]]) -> T:
         loop, repeats = asyncio.get_running_loop(), Repeats(self._limit_s)
         number = -1
         while True:  # the launcher bounds the number of incarnations; each turn is bounded
@@ -204,7 +280,7 @@ class DetachedGroups:
     async def _tell(self, what: str, worker: int, body: CallBody) -> None:
         try:
             await self._caller.start(what, [worker], body)
-        except (ChannelError, RemoteCallError) as error:
+        except (ChannelError, RemoteCallError, WaitTimeoutError) as error:
             logger.info("%s: %s", what, error)
 
     async def _prepared(self, incarnation: Incarnation) -> None:

@@ -16,20 +16,26 @@ of its MFC when the MFC runs, and the trainer group fetches the outputs before t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
 from asyncrl.config.schema import EMA, REF, TrainConfig
-from asyncrl.dataflow.graph import TRAIN_MFC, DataflowGraph, MFCDef
+from asyncrl.dataflow.graph import ARRIVING_INTERFACES, TRAIN_MFC, DataflowGraph, MFCDef
 from asyncrl.dataflow.redistribution import Transfer, assign, members, plan_fetches, plan_redistribution
 from asyncrl.dataflow.topology import Handler, ModelPlacement, ModelShardID
+from asyncrl.dataflow.worker_groups import on_missing
+from asyncrl.master.arriving import ArrivingGroups
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
-from asyncrl.master.calls import DetachedGroups, Incarnation, WorkerCaller
+from asyncrl.master.calls import DetachedGroups, GroupMissingError, Incarnation, WorkerCaller
 from asyncrl.master.refresh import Refresher
+from asyncrl.master.report import MISSING
 from asyncrl.protocol.messages import (
     CallResult,
+    ClearData,
     ExecuteMFC,
     Reallocate,
     RedistribStep,
@@ -37,6 +43,8 @@ from asyncrl.protocol.messages import (
     TrajectoryMeta,
 )
 from asyncrl.protocol.names import ACTOR
+
+logger = logging.getLogger(__name__)
 
 
 class ParameterHooks:
@@ -59,6 +67,22 @@ class ParameterHooks:
     def left_out(self, version: int) -> frozenset[str]:
         """MFCs that the step from this version leaves out: the first num_critic_only_steps steps train only the critic."""
         return frozenset([TRAIN_MFC]) if version < self._train.num_critic_only_steps else frozenset()
+
+    def on_missing(self, mfc: MFCDef) -> str:
+        """What a step does without the detached group of this MFC: wait | continue | stop."""
+        return on_missing(self._train, mfc.role)
+
+    def is_arriving(self, mfc: MFCDef) -> bool:
+        """Whether this MFC of a detached model also runs on groups before their step. Its function must compute each sequence
+        alone."""
+        return self._train.arriving_inference and mfc.interface in ARRIVING_INTERFACES
+
+    def arriving(self, mfc: MFCDef, num_ranks: int) -> ArrivingGroups:
+        """Decide the chunks of such an MFC: at most a micro-batch for each data rank."""
+        train = self._train
+        interval = train.ref.update_interval if mfc.role == REF else 0
+        max_tokens = train.max_tokens_per_mb * num_ranks
+        return ArrivingGroups(max_tokens=max_tokens, batch_size=train.batch_size, update_interval=interval)
 
     def before(self, mfc: MFCDef) -> list[Reallocate]:
         """Return the copies that must precede an MFC. The caller must send them at once, because they count as done."""
@@ -137,6 +161,7 @@ class _Step:
         self.version = version
         self.part, self.batch = part, list(batch)
         self.parts: dict[str, list[list[str]]] = {}  # model -> the ids of each data rank
+        self.missing: set[str] = set()  # keys that no worker computes in this step, because a detached group is missing
         self.result = StepResult()
         self.tracker = tracker
         self._sent: list[asyncio.Task[None]] = []
@@ -301,15 +326,27 @@ class ModelFunctionCall:
         mfc = self.mfc
         what = f"the input keys of MFC {mfc.name}"
         ids = await self._caller.bounded(self._buffer.get_batch_for_rpc(mfc), what, "other MFCs")
+        missing = [key for key in mfc.input_keys if key in step.missing]
         parts = step.parts[self._placement.name]
         return ExecuteMFC(
-            mfc=mfc.name, version=step.version, ids=list(ids), parts=parts, part=step.part, batch=step.batch
+            mfc=mfc.name,
+            version=step.version,
+            ids=list(ids),
+            parts=parts,
+            part=step.part,
+            batch=step.batch,
+            missing=missing,
         )
 
     def _take_note(self, step: _Step, body: ExecuteMFC, replies: Sequence[CallResult]) -> None:
         """Record the produced keys, their workers and the statistics. Raises RuntimeError if a head ran on other ids than
         requested."""
-        mfc, placement = self.mfc, self._placement
+        step.result.stats.update(self._record(step.tracker, body, replies))
+        step.result.seconds[self.mfc.name] = max(reply.seconds for reply in replies)
+
+    def _record(self, tracker: StorageTracker, body: ExecuteMFC, replies: Sequence[CallResult]) -> dict[str, float]:
+        """Record the produced keys and their workers. Returns the statistics. Raises RuntimeError as _take_note does."""
+        mfc, placement, stats = self.mfc, self._placement, dict[str, float]()
         by_worker = dict(zip(placement.workers, replies, strict=True))
         for head, part in zip(placement.heads, body.parts, strict=True):
             reply = by_worker[head]
@@ -318,15 +355,16 @@ class ModelFunctionCall:
                     f"MFC {mfc.name} ran on {len(reply.ids)} ids at model_worker/{head}, {reply.ids[:5]}; {len(part)} ids were "
                     f"requested, {part[:5]}"
                 )
-            step.tracker.add(head, part, reply.keys)
-            step.result.stats.update(reply.stats)
-        step.result.seconds[mfc.name] = max(reply.seconds for reply in replies)
+            tracker.add(head, part, reply.keys)
+            stats.update(reply.stats)
+        return stats
 
 
 class DetachedFunctionCall(ModelFunctionCall):
     """An MFC of a model in a detached group.
 
     waits for: the same as ModelFunctionCall; the next incarnation of its worker group, if the group ends (calls.py).
+    If the group is missing and on_missing=continue, the step goes on without the output keys.
     """
 
     def __init__(
@@ -337,14 +375,28 @@ class DetachedFunctionCall(ModelFunctionCall):
         caller: WorkerCaller,
         hooks: ParameterHooks,
         detached: DetachedGroups,
+        on_missing: str,
     ) -> None:
         super().__init__(mfc, placement, buffer, caller, hooks)
+        self._on_missing = on_missing
         self._detached, self._worker_group = detached, detached.worker_groups.of(placement.workers[0])
 
     async def run(self, step: _Step) -> None:
-        body = await self._ready(step)
-        await self._detached.repeated(f"MFC {self.mfc.name}", self._worker_group, partial(self._once, step, body))
+        body, is_missing = await self._ready(step), False
+        try:
+            await self._work(step, body)
+        except GroupMissingError as error:
+            logger.warning("step %d is trained without it: %s", step.version + 1, error)
+            step.missing.update(self.mfc.output_keys)  # before the buffer lets other MFCs begin
+            is_missing = True
+        if self._on_missing == "continue":
+            step.result.stats[f"{MISSING}{self.mfc.name}"] = float(is_missing)
         await self._buffer.amend_batch(body.ids, self.mfc.output_keys)
+
+    async def _work(self, step: _Step, body: ExecuteMFC) -> None:
+        """Raises GroupMissingError."""
+        work, what = partial(self._once, step, body), f"MFC {self.mfc.name}"
+        await self._detached.repeated(what, self._worker_group, work, on_missing=self._on_missing)
 
     async def _once(self, step: _Step, body: ExecuteMFC, incarnation: Incarnation) -> None:
         mfc, detached = self.mfc, self._detached
@@ -353,6 +405,115 @@ class DetachedFunctionCall(ModelFunctionCall):
         self._take_note(step, body, replies)
         num_bytes += await detached.fetch(f"outputs of MFC {mfc.name}", incarnation, step.outputs(mfc), step.tracker)
         step.count_bytes(num_bytes)
+
+
+class ArrivingFunctionCall(DetachedFunctionCall):
+    """An MFC of a detached frozen model that also processes stored groups before their step (train.arriving_inference).
+
+    consumes: stored groups, in chunks; a step's batch.  produces: its output keys, which its workers hold until the step.
+    waits for: a change of the stored groups; the same as DetachedFunctionCall.
+    A chunk excludes a refresh of the model, and a step's work unless all groups of the step have been processed. So these wait
+    for at most one chunk.
+    """
+
+    def __init__(
+        self,
+        mfc: MFCDef,
+        placement: ModelPlacement,
+        buffer: AsyncIOSequenceBuffer,
+        caller: WorkerCaller,
+        hooks: ParameterHooks,
+        detached: DetachedGroups,
+        on_missing: str,
+        tracker: StorageTracker,
+    ) -> None:
+        super().__init__(mfc, placement, buffer, caller, hooks, detached, on_missing)
+        self._tracker = tracker
+        self._arriving = hooks.arriving(mfc, placement.grid.data)
+        self._lock = asyncio.Lock()
+        self._version, self._in_step = 0, False
+
+    @property
+    def model(self) -> str:
+        return self._placement.name
+
+    def at(self, version: int, *, in_step: bool) -> None:
+        """The step from this version has begun (in_step), or is the next one."""
+        self._version, self._in_step = version, in_step
+
+    async def process_arriving(self) -> None:
+        """Process stored groups as they arrive. Never returns."""
+        what = f"MFC {self.mfc.name} on arriving groups"
+        while True:  # each turn is bounded, except the wait for a change
+            seen = self._buffer.num_changes
+            async with self._lock:
+                has_work = bool(self._next_chunk())
+                try:
+                    if has_work:
+                        repeated = self._detached.repeated
+                        await repeated(what, self._worker_group, self._process_chunk, on_missing=self._on_missing)
+                except GroupMissingError as error:  # the steps report it, too
+                    logger.info("%s", error)
+                    has_work = False
+            if not has_work:
+                await self._buffer.wait_for_change(seen)
+
+    @contextlib.asynccontextmanager
+    async def refreshing(self) -> AsyncIterator[None]:
+        """While the block runs, the model's weights may change. Afterwards groups that are stored count as not processed."""
+        async with self._lock:
+            try:
+                yield
+            finally:
+                self._tracker.forget(self._placement.workers, self.mfc.output_keys)
+
+    async def _work(self, step: _Step, body: ExecuteMFC) -> None:
+        num_left = len(set(body.ids) - self._processed())
+        step.result.stats[f"arriving/{self.mfc.name}_share"] = 1 - num_left / len(body.ids)
+        async with self._lock if num_left else contextlib.nullcontext():  # its groups may be in the chunk under way
+            await super()._work(step, body)
+
+    async def _once(self, step: _Step, body: ExecuteMFC, incarnation: Incarnation) -> None:
+        """Run the MFC on the groups of the batch that have not been processed yet."""
+        done, name = self._processed(), self.mfc.name
+        step.result.seconds[name] = 0.0
+        if rest := [meta for meta in self._buffer.metas(body.ids) if meta.ticket_id not in done]:
+            step.result.seconds[name] = await self._process(rest, step.version, incarnation)
+        step.count_bytes(
+            await self._detached.fetch(f"outputs of MFC {name}", incarnation, step.outputs(self.mfc), step.tracker)
+        )
+
+    def _next_chunk(self) -> list[TrajectoryMeta]:
+        stored, done = self._buffer.stored, self._processed()
+        return self._arriving.next_chunk(stored, done, version=self._version, in_step=self._in_step)
+
+    async def _process_chunk(self, incarnation: Incarnation) -> None:
+        if not (chunk := self._next_chunk()):  # dropped meanwhile
+            return
+        await self._process(chunk, self._version, incarnation)
+        stored_now = set(self._buffer.stored_tickets)
+        if dropped := [meta.ticket_id for meta in chunk if meta.ticket_id not in stored_now]:
+            self._tracker.drop(dropped)
+            self._detached.tell_nowait("forgetting groups", self._placement.workers, ClearData(ids=dropped))
+
+    async def _process(self, metas: Sequence[TrajectoryMeta], version: int, incarnation: Incarnation) -> float:
+        """Fetch the inputs of these groups and run the MFC on them. Its workers keep the outputs. Returns the seconds at the
+        slowest worker."""
+        mfc, placement, tracker = self.mfc, self._placement, self._tracker
+        ids, tokens = [meta.ticket_id for meta in metas], {meta.ticket_id: sum(meta.seqlens) for meta in metas}
+        parts = assign(ids, tokens, {}, placement.grid.data, BALANCE_TOLERANCE)
+        needed = {worker: part for rank, part in enumerate(parts) for worker in placement.replica(rank)}
+        fetches = plan_fetches(needed, mfc.input_keys, tracker.there, self._detached.worker_groups.trainer)
+        await self._detached.fetch(f"inputs of MFC {mfc.name}", incarnation, fetches, tracker)
+        body = ExecuteMFC(mfc=mfc.name, version=version, ids=ids, parts=parts)
+        replies = await self._detached.call(
+            f"MFC {mfc.name}", incarnation, self._handlers, [body] * len(self._handlers)
+        )
+        self._record(tracker, body, replies)
+        return max(reply.seconds for reply in replies)
+
+    def _processed(self) -> set[str]:
+        return self._tracker.held_by_any(self._placement.heads, self.mfc.output_keys)
 
 
 class FunctionExecutor:
@@ -388,9 +549,26 @@ class FunctionExecutor:
         for mfc in mfcs:
             about = mfc, self._placements[mfc.model], buffer, caller, hooks
             if detached is not None and self._placements[mfc.model].workers[0] in self._detached:
-                self._calls.append(DetachedFunctionCall(*about, detached))
+                if hooks.is_arriving(mfc):
+                    self._calls.append(ArrivingFunctionCall(*about, detached, hooks.on_missing(mfc), tracker))
+                else:
+                    self._calls.append(DetachedFunctionCall(*about, detached, hooks.on_missing(mfc)))
             else:
                 self._calls.append(ModelFunctionCall(*about))
+
+    @property
+    def _arriving(self) -> list[ArrivingFunctionCall]:
+        return [call for call in self._calls if isinstance(call, ArrivingFunctionCall)]
+
+    async def process_arriving(self, version: int) -> None:
+        """Run the MFCs of detached frozen models on stored groups as they arrive. version: the first step trains from it. Returns
+        at once if no MFC does so."""
+        self._at(version, in_step=False)
+        await asyncio.gather(*(call.process_arriving() for call in self._arriving))
+
+    def _at(self, version: int, *, in_step: bool) -> None:
+        for call in self._arriving:
+            call.at(version, in_step=in_step)
 
     async def execute_part(self, tickets: Sequence[str], version: int) -> None:
         """Run the MFCs on a part of the batch of the step from this version (train.streaming). `execute_step` then runs them on the
@@ -427,6 +605,7 @@ class FunctionExecutor:
             part=part,
             batch=batch,
         )
+        self._at(version, in_step=True)
         await self._buffer.begin_batch(tickets)
         moved = step.begin(self._buffer.metas(tickets), self._buffer.common_keys(tickets))
         tasks = [moved, *(asyncio.ensure_future(call.run(step)) for call in calls)]
@@ -438,6 +617,7 @@ class FunctionExecutor:
             for task in tasks:
                 task.cancel()
             step.give_up()
+        self._at(version + 1, in_step=False)
         return step.result
 
     async def _refresh(self, step: _Step, version: int) -> None:
@@ -448,4 +628,8 @@ class FunctionExecutor:
         await asyncio.gather(*copied)
         if refresher is not None:
             for body in elsewhere:
-                await refresher.refresh(body, version)
+                async with contextlib.AsyncExitStack() as refreshing:
+                    for call in self._arriving:
+                        if call.model == body.target:
+                            await refreshing.enter_async_context(call.refreshing())
+                    await refresher.refresh(body, version)

@@ -74,8 +74,11 @@ class ModelWorkers:
             caller,
             config.train.call_timeout_s,
             prepare=lambda incarnation: self.refresher.prepare(incarnation),
+            missing_after_s=config.train.missing_after_s,
         )
-        self.refresher = Refresher(self.models, self._detached, caller, self._run_dir, config.worker.attempt)
+        self.refresher = Refresher(
+            self.models, self._detached, caller, self._run_dir, config.worker.attempt, config.train.ref.on_missing
+        )
         self.executor = FunctionExecutor(
             without_generation([mfc if mfc.model else replace(mfc, model=ACTOR) for mfc in mfcs]),
             list(self.models.values()),

@@ -12,13 +12,14 @@ are complete or absent, and verified when they are read.
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from asyncrl.dataflow.topology import ModelPlacement
-from asyncrl.master.calls import DetachedGroups, Incarnation, WorkerCaller
+from asyncrl.master.calls import DetachedGroups, GroupMissingError, Incarnation, WorkerCaller
 from asyncrl.protocol.messages import (
     CallResult,
     CommitCheckpoint,
@@ -30,6 +31,8 @@ from asyncrl.protocol.messages import (
 from asyncrl.protocol.run_folder import name_of
 from asyncrl.weights.checkpoints import checkpoint_dir, list_checkpoints, read_state, shared_dir
 from asyncrl.weights.versions import WeightsError
+
+logger = logging.getLogger(__name__)
 
 
 class Refresher:
@@ -46,7 +49,10 @@ class Refresher:
         caller: WorkerCaller,
         run_dir: Path,
         attempt: int,
+        on_missing: str = "wait",
     ) -> None:
+        """on_missing: train.ref.on_missing."""
+        self._on_missing = on_missing
         self._placements, self._detached, self._caller = placements, detached, caller
         self._run_dir, self._folder, self._attempt = run_dir, shared_dir(run_dir), attempt
         self._taken: dict[str, str] = {}  # model -> folder with its weights; without an entry: those of its path
@@ -62,7 +68,11 @@ class Refresher:
         return dict(self._taken)
 
     async def refresh(self, body: Reallocate, version: int) -> None:
-        """target <- share * source + (1 - share) * target, after the step that produced this version of the actor."""
+        """target <- share * source + (1 - share) * target, after the step that produced this version of the actor.
+
+        If the target's group is missing and on_missing=continue: with share 1 the next incarnation takes these weights, with a
+        smaller share the refresh is left out, because the weights of all missed refreshes would have to be kept.
+        """
         target = self._placements[body.target]
         source = f"{body.target}-a{self._attempt:04d}-v{version:08d}"
         await self._share(body.source, source)
@@ -76,7 +86,13 @@ class Refresher:
             return kept
 
         what = f"{body.target} to take weights of {body.source}"
-        self._taken[body.target] = await self._detached.repeated(what, self._worker_group(target), take)
+        group = self._worker_group(target)
+        try:
+            self._taken[body.target] = await self._detached.repeated(what, group, take, on_missing=self._on_missing)
+        except GroupMissingError as error:
+            logger.warning("version %d: %s", version, error)
+            if body.share == 1.0:
+                self._taken[body.target] = source  # `prepare` gives it to the next incarnation
         await asyncio.to_thread(self._prune)
 
     async def restore(self, state: Mapping[str, str], checkpoint: str, refreshed: Sequence[str]) -> None:

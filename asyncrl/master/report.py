@@ -13,6 +13,7 @@ from asyncrl.protocol.messages import EvaluationResult, ServerView, TrajectoryMe
 from asyncrl.runtime.metrics import JOURNAL_BUCKET_S, read_json_lines
 
 _SHORTEST_SPAN_S = 10.0
+MISSING = "missing/"  # with on_missing=continue, by MFC: 1 in a step that is trained without its output keys, else 0
 
 logger = logging.getLogger(__name__)
 
@@ -155,6 +156,7 @@ class RunSummary:
     num_finished_sequences: int = 0  # responses in all groups that were stored, trained or not
     num_finished_tokens: int = 0
     num_skipped_steps: int = 0  # optimizer steps with a loss or gradient that was not finite
+    num_missing: dict[str, int] = field(default_factory=dict)  # MFC -> steps trained without it (on_missing=continue)
     num_dropped: int = 0  # groups that arrived and were too old to train
     wait_data_s: float = 0.0
     train_s: float = 0.0
@@ -180,6 +182,10 @@ class RunSummary:
         self.head_max = max(self.head_max, metrics["offpolicy/head_max"])
         self.num_mixed += int(metrics["batch/num_sequences_of_two_versions"])
         self.num_skipped_steps += int(sum(value for name, value in metrics.items() if name.endswith("/skipped_steps")))
+        for name, value in metrics.items():
+            if name.startswith(MISSING) and value:
+                mfc = name.removeprefix(MISSING)
+                self.num_missing[mfc] = self.num_missing.get(mfc, 0) + 1
         self.wait_data_s += metrics["time/wait_data_s"]
         self.train_s += metrics["time/train_s"]
         self.wait_weights_s += metrics["time/wait_weights_s"]
@@ -240,6 +246,7 @@ class RunSummary:
             "finished_response_length_mean": self.num_finished_tokens / max(self.num_finished_sequences, 1),
             "dropped_groups": self.num_dropped,
             "skipped_steps": self.num_skipped_steps,
+            "steps_without": self.num_missing,
             "rejected": dict(rejected),
         }
 

@@ -110,6 +110,9 @@ class Trainer:
             await self._publisher.publish()
         if turns is not None:
             await turns.generation()
+        if config.train.arriving_inference:
+            arriving = self._workers.executor.process_arriving(books.version.version)
+            self._tasks.spawn(arriving, "process arriving groups")
         if config.eval.at_start if state is None else state.evaluating:
             self._evaluations.begin(baseline=state is None)
 

@@ -188,7 +188,7 @@ class Calls:
         ids = body.parts[data]
         if mfc.kind == "generate":
             return self._make_groups(body, ids)
-        sample = self.store.select(ids, mfc.input_keys)
+        sample = self.store.select(ids, [key for key in mfc.input_keys if key not in body.missing])
         made, stats = self._compute_on(engine, sample, body)
         if self._models[mfc.model].offload:
             engine.offload()
@@ -210,6 +210,8 @@ class Calls:
         self, engine: TrainEngine, sample: SequenceSample | None, body: ExecuteMFC
     ) -> tuple[SequenceSample | None, Stats]:
         interface = self._interfaces[body.mfc]
+        if body.missing:
+            interface = interface.without(body.missing)
         if body.part == "whole":
             return interface.run(engine, sample, batch_ids=body.ids, version=body.version)
         last = body.part == "last"

@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +57,7 @@ Stats = dict[str, float]
 
 # Infinite values of these keys become NaN, so that clipping does not turn them into rewards. The engine then skips the step
 _REWARDS = ("rewards", "model_rewards", "dense_rewards")  # and model_rewards_NAME
+_REF_KEY, _SCORES = "packed_ref_logprobs", "model_rewards"  # keys without which a step can train (on_missing)
 
 
 class Ranks(Protocol):
@@ -140,6 +142,11 @@ class Interface(ABC):
         """Like `run`, on one part of a step's batch (train.streaming). The parts come one after another; `batch_ids` are those of
         the part. Statistics of the whole batch, and the train step, come with the last part."""
         return self.run(engine, sample, batch_ids=batch_ids, version=version)
+
+    def without(self, missing: Collection[str]) -> Interface:
+        """Return this interface for a step in which these input keys do not exist. Both have the same state. Raises ValueError if
+        the MFC cannot run without them."""
+        raise ValueError(f"{type(self).__name__} cannot run without the keys {sorted(missing)}")
 
     def state(self) -> Stats:
         """State kept from step to step, the same on all ranks; saved in checkpoints."""
@@ -541,6 +548,11 @@ class AdvantagesInterface(Interface):
         }
         return sample.derive({key: found[key].numpy() for key in self.output_keys})
 
+    def without(self, missing: Collection[str]) -> Interface:
+        """Without the reference's logprobs there is no KL penalty, and the KL coefficient does not adapt. Without the reward
+        model's scores the rewards are those of the reward functions."""
+        return _without(self, missing)
+
     def compute(self, engine: Ranks, local: LocalBatch) -> tuple[Advantages, Stats]:
         """Return the targets, in units of rewards, and the statistics of the whole batch. Collective. Does not change the state.
 
@@ -775,6 +787,26 @@ class PPOActorInterface(Interface):
         denominator = loss_denominator(self.ppo, step.num_tokens, step.num_sequences)
         steps = step.finish(engine, loss_fn, denominator, lr_step=version)
         return None, self._adapted(engine, steps.result("actor"))
+
+    def without(self, missing: Collection[str]) -> Interface:
+        """Without the reference's logprobs the loss has no KL term."""
+        return _without(self, missing)
+
+
+_AdvantagesOrActor = TypeVar("_AdvantagesOrActor", AdvantagesInterface, PPOActorInterface)
+
+
+def _without(interface: _AdvantagesOrActor, missing: Collection[str]) -> _AdvantagesOrActor:
+    """Return a copy that reads none of the missing keys. It has no KL term if the reference's logprobs are missing. Raises
+    ValueError if it needs another missing key."""
+    if strange := sorted(key for key in missing if key != _REF_KEY and not key.startswith(_SCORES)):
+        raise ValueError(f"{type(interface).__name__} cannot run without the keys {strange}")
+    other = copy(interface)
+    other.ppo = replace(interface.ppo, kl_coef=0.0) if _REF_KEY in missing else interface.ppo
+    other.keys = [key for key in interface.keys if key not in missing]
+    if isinstance(other, AdvantagesInterface):
+        other.model_scales = {key: scale for key, scale in other.model_scales.items() if key not in missing}
+    return other
 
 
 class PPOCriticInterface(Interface):

@@ -546,6 +546,7 @@ class ExecuteMFC(Struct, frozen=True, kw_only=True, tag=True):
     parts: list[
         list[str]
     ] = []  # the ids of each data-parallel rank, in canonical order; all workers of a rank hold the input keys
+    missing: list[str] = []  # input keys that do not exist in this step, because the group that computes them is down
     locators: list[Locator] = []  # one for each of `ids`: the prompts from which the MFC generates groups
     eval_mode: Literal["", "greedy", "sampled"] = (
         ""  # not empty: an MFC that generates makes one response for each evaluation prompt, and stores none

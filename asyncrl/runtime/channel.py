@@ -161,6 +161,7 @@ class ChannelSender:
         self._pull: PullSocket | None = None
         self._failure: Exception | None = None  # the reason why no more messages can be sent
         self._closed = False
+        self.is_published = False  # whether the name that `start` follows has a receiver now
         self.num_resent = 0
         self.num_malformed = 0
 
@@ -418,6 +419,7 @@ class ChannelSender:
             self._loop.call_soon_threadsafe(self._follow, event.value)
 
     def _follow(self, published: str | None) -> None:
+        self.is_published = bool(published)
         if not published:
             return  # the receiver's lease expired; the next receiver will be published
         try:

@@ -187,6 +187,13 @@ class NameResolvingRequestClient:
         """Return the incarnation of all workers of a detached group; None while some have not connected yet."""
         return self._incarnations[tuple(group)].number
 
+    def is_down(self, group: Sequence[int]) -> bool:
+        """Return whether a worker of a detached group has no published name, or has not connected in the newest
+        incarnation."""
+        return self._incarnations[tuple(group)].number is None or not all(
+            self._senders[worker].is_published for worker in group
+        )
+
     def fail_all(self, error: Exception) -> None:
         """Fail every unanswered call and every later one with this error, because the trainer group has ended."""
         self._failed = error

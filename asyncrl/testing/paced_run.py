@@ -114,7 +114,8 @@ def response_lengths(seed: int, positions: range, group_size: int) -> list[list[
 def launch_paced(config_path: Path, pace: Pace, *overrides: str) -> Iterator[RunHandle]:
     """Start `asyncrl-launch run` with paced servers and trainer. Leaving the block kills all remaining processes."""
     allocation = Allocation.parse(load_experiment(config_path, overrides).allocation)
-    names = [*(f"generation_server/{index}" for index in range(allocation.num_servers)), "model_worker/0"]
+    names = [f"generation_server/{index}" for index in range(allocation.num_servers)]
+    names += [f"model_worker/{index}" for index in range(allocation.num_model_workers)]
     started: list[subprocess.Popen[bytes]] = []
     with launch(config_path, *overrides, f"debug.leave_out=[{','.join(names)}]") as run:
         try:

@@ -45,6 +45,8 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float  # of one slot
     step_s: float  # of one train step; a part of a batch takes its share by groups
     load_s: float = 0.0  # time for which a server loads new weights, in addition to their verification
+    # Time of a detached reference or reward model for a whole batch; a part of it takes its share by groups
+    ref_step_s: float = 0.0
     seed: int = 1  # of the response lengths
     prompt_tokens: int  # tokens of a prompt, including the token of the group's member
 
@@ -179,12 +181,49 @@ class PacedTrainer(Worker):
         call.reply(CallResult())
 
 
+class PacedReference(Worker):
+    """A model worker of a detached group that sleeps for its MFCs. It fetches no data.
+
+    consumes: calls.  produces: their replies.  waits for: the next call; inside an MFC for the clock.  unblocked by: the master.
+    """
+
+    def __init__(self, config: ModelWorkerConfig, pace: Pace, system: System | None = None) -> None:
+        super().__init__(config.worker, system)
+        self._group_s = pace.ref_step_s / config.train.batch_size
+        self._mfcs = {mfc.name: mfc for mfc in config.mfcs}
+
+    async def run(self, directory: Directory, opened: AsyncExitStack) -> None:
+        server = NameResolvingReplyServer(
+            directory.resolver,
+            self.names,
+            index=self.info.index,
+            runtime=self.info.runtime,
+            transport=self.system.transport,
+            lease=directory.lease,
+            worker=self.name,
+            attempt=self.info.attempt,
+        )
+        opened.push_async_callback(server.close)
+        await server.start()
+        self.began()
+        while True:
+            call = await server.receive()
+            self.board.progress()
+            result = CallResult()
+            if isinstance(call.body, ExecuteMFC):
+                seconds, keys = self._group_s * len(call.body.ids), list(self._mfcs[call.body.mfc].output_keys)
+                await asyncio.sleep(seconds)
+                result = CallResult(ids=call.body.ids, keys=keys, seconds=seconds)
+            call.reply(result)
+
+
 def make_worker(config: ProcessConfig, pace: Pace) -> Worker:
     """The stand-in for the process with this config."""
     if isinstance(config, GenerationServerConfig):
         return PacedServer(config, pace)
     if isinstance(config, ModelWorkerConfig):
-        return PacedTrainer(config, pace)
+        detached = any(config.worker.index in group for group in config.detached)
+        return PacedReference(config, pace) if detached else PacedTrainer(config, pace)
     raise ValueError(f"{config.worker.name}: there is no stand-in for a {config.worker.kind}")
 
 

@@ -156,7 +156,16 @@ class WorldOfGroups(World):
 
 @contextlib.asynccontextmanager
 async def running(
-    graph, placements, num_workers, detached, *, rng=None, limit_s=LIMIT_S, train=None, run_dir=Path("/nowhere")
+    graph,
+    placements,
+    num_workers,
+    detached,
+    *,
+    rng=None,
+    limit_s=LIMIT_S,
+    train=None,
+    run_dir=Path("/nowhere"),
+    world_of=WorldOfGroups,
 ):
     transport = MemoryTransport()
 
@@ -172,9 +181,10 @@ async def running(
         await server.start()
         world.serving[index] = asyncio.create_task(world.serve(server, index))
 
-    world = WorldOfGroups(graph, placements, num_workers, detached, rng or Random(0), start)
+    world = world_of(graph, placements, num_workers, detached, rng or Random(0), start)
     async with contextlib.AsyncExitStack() as stack:
         resolver = stack.enter_context(MemoryNameResolver(uuid.uuid4().hex))
+        world.delete = resolver.delete
         for index in range(num_workers):
             await start(index)
         tracker = StorageTracker(world.worker_groups.all_detached)
@@ -212,10 +222,13 @@ class MasterOfGroups(Master):
             self.caller,
             limit_s,
             prepare=lambda incarnation: self.refresher.prepare(incarnation),
+            missing_after_s=train.missing_after_s,
         )
         models = list(world.placements.values())
         hooks = ParameterHooks(world.graph.mfcs.values(), train)
-        self.refresher = Refresher(world.placements, self.detached, self.caller, run_dir, 1)
+        self.refresher = Refresher(
+            world.placements, self.detached, self.caller, run_dir, 1, on_missing=train.ref.on_missing
+        )
         self.executor = FunctionExecutor(
             world.graph,
             models,
@@ -227,12 +240,12 @@ class MasterOfGroups(Master):
             refresher=self.refresher,
         )
 
-    async def step(self, tickets, version=0):
+    async def step(self, tickets, version=0, *, detached=True):
         result = await asyncio.wait_for(self.executor.execute_step(tickets, version), LIMIT_S)
         holding, body = self.tracker.drop(tickets), ClearData(ids=list(tickets))
         self.detached.tell_nowait("clear", [w for w in holding if w in self.world.worker_groups.all_detached], body)
         await self.caller.call("clear", [w for w in holding if w in self.world.worker_groups.trainer], body)
-        for group in self.world.worker_groups.detached:  # wait for the answers of each group
+        for group in self.world.worker_groups.detached if detached else ():  # wait for the answers of each group
             await self.detached.repeated(
                 "clear",
                 group,

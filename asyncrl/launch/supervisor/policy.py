@@ -1,7 +1,8 @@
 """Restart policy (pure): which processes restart after one ends, how often, after what delay, and when the run fails.
 
 - A rollout worker, a generation server or the gserver manager restarts alone, because it holds no state that the run needs.
-- Model workers of a detached group (dataflow/worker_groups.py) restart together, as the next incarnation of the group.
+- Model workers of a detached group (dataflow/worker_groups.py) restart together, as the next incarnation of the group. A group
+  without which the run continues (on_missing=continue) restarts without limit.
 - The master and the other model workers form the trainer group, which holds the run's records and the optimizer. They restart
   together, as the next attempt, from the newest checkpoint. Detached groups restart with them.
 - A unit that exceeds its restart limit within an hour causes a restart of everything, once per launch. The run fails instead, and
@@ -134,11 +135,13 @@ class Supervision:
         mode: str = "async",
         by_hand: Collection[str] = (),
         detached: Iterable[Collection[str]] = (),
+        dispensable: Iterable[Collection[str]] = (),
     ) -> None:
         """limit: runtime.max_restarts. by_hand: processes that the user starts (debug.leave_out); a unit that contains one cannot
-        restart. detached: the processes of each detached group."""
+        restart. detached: the processes of each detached group. dispensable: those of groups that the run can miss."""
         self.limit = limit
         self._detached = {name: tuple(sorted(group)) for group in detached for name in group}
+        self._dispensable = frozenset(group_unit(group) for group in dispensable)
         self._has_trainer_group = mode in _MODES_WITH_TRAINER_GROUP
         self._by_hand = frozenset(by_hand)
         self._budget = RestartBudget(limit)
@@ -191,6 +194,8 @@ class Supervision:
             return EndRun(end.cause, self._told(now))
         unit = self.unit_of(end.name)
         pause = self._budget.ended(unit, end.cause, now)
+        if pause is None and unit in self._dispensable:
+            pause = _LONGEST_PAUSE_S
         recent = self._budget.recent(unit, now)
         at = time.strftime("%H:%M:%S", time.localtime(wall_time))
         if pause is not None:

@@ -289,7 +289,10 @@ class Supervisor:
     def _start_again(self, decision: StartAgain, child: Child, how: str, now: float) -> None:
         unit, limit, pause_s = decision.unit, self.policy.limit, decision.pause_s
         when = f"in {pause_s:g} s" if pause_s else "at once"
-        again = f"started again {when} ({decision.number} of {limit}); see {child.log}"
+        often = (
+            f"{decision.number} of {limit}" if decision.number <= limit else "the run continues without it meanwhile"
+        )
+        again = f"started again {when} ({often}); see {child.log}"
         if unit not in (TRAINER_GROUP, EVERYTHING):
             members, count = self.policy.members(child.name), self.policy.count(child.name)
             self._returning[unit] = _Return(members, how, now + pause_s, now, count)

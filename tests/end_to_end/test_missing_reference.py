@@ -1,0 +1,111 @@
+"""A detached reference is killed at every start. With on_missing=continue the run trains without the KL term, restarts the
+reference without limit, and uses it with the current weights once it is back.
+
+With train.ref.update_interval=1 the reference has the weights with which each step begins. So the KL of a step is 0 if the
+reference that comes back has taken the current weights, and not 0 if it has the weights of its path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from pathlib import Path
+
+import psutil
+
+from asyncrl.testing.runs import RunHandle, assert_nothing_left, launch, make_tiny_run, train_steps
+from asyncrl.weights.lineage import audit
+
+STEPS, BATCH, LIMIT_S = 14, 4, 300.0
+REFERENCE = "model_worker/1"
+SETTINGS = [
+    "prompts.shuffle=false",
+    "rollout.reward_timeout_s=1000",
+    "allocation=transformers.d1+d1+ref_inf:d1",
+    "rollout.group_size=1",
+    f"train.batch_size={BATCH}",
+    f"train.max_steps={STEPS}",
+    "train.optimizer.lr=1e-3",
+    "train.ppo.use_decoupled_loss=false",
+    "train.ppo.recompute_logprob=true",
+    "train.ppo.advantage_norm=batch",
+    "train.ppo.kl_coef=0.5",
+    "train.ref.update_interval=1",
+    "train.ref.on_missing=continue",
+    "train.missing_after_s=2",
+    "runtime.max_restarts=1",
+    "runtime.start_timeout_s=300",
+    "checkpoint.every_s=0",
+]
+_REWARD = """\
+import time
+from pathlib import Path
+
+def reward(prompt, completion, answer):
+    while int(prompt) // {batch} >= int(Path("{allowed}").read_text()):
+        time.sleep(0.02)
+    return (7 * sum(map(ord, prompt)) + sum(map(ord, completion))) % 11 / 10
+"""
+
+
+def allow(folder: Path, num_steps: int) -> None:
+    """Let the run make this many steps: rewards of the prompts of later steps are withheld. Prompts are in order."""
+    (folder / "next").write_text(str(num_steps))
+    (folder / "next").replace(folder / "allowed")
+
+
+@contextlib.contextmanager
+def killed_at_every_start(run: RunHandle):
+    """Kill the reference and each of its successors, until the block ends."""
+    ended = threading.Event()
+
+    def kill() -> None:
+        while not ended.wait(0.05):
+            with contextlib.suppress(AssertionError, psutil.NoSuchProcess):
+                run.worker(REFERENCE).kill()
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def num_starts(run: RunHandle) -> int:
+    log = run.run_dir / "logs" / "attempt_1" / "model_worker_1.log"
+    return log.read_text().count(", detached, in incarnation")
+
+
+def test_the_run_continues_without_the_reference_and_with_it_once_it_is_back(tmp_path: Path) -> None:
+    config = make_tiny_run(tmp_path, num_prompts=STEPS * BATCH)
+    (tmp_path / "reward.py").write_text(_REWARD.format(batch=BATCH, allowed=tmp_path / "allowed"))
+    allow(tmp_path, 2)
+    with launch(config, *SETTINGS) as run:
+        run.wait_for_step(2, LIMIT_S)
+        with killed_at_every_start(run):
+            run.wait_for_output(f"{REFERENCE} was killed by signal SIGKILL", LIMIT_S)
+            allow(tmp_path, 5)
+            run.wait_for_step(5, LIMIT_S)
+            run.wait_for_output("the run continues without it meanwhile", LIMIT_S)
+            count = num_starts(run)
+        run.wait_until(lambda: num_starts(run) > count, "the reference was back", LIMIT_S)
+        allow(tmp_path, STEPS)
+        assert run.wait(LIMIT_S) == 0, run.output()
+        steps = train_steps(run.run_dir)
+        missing = [int(step["missing/ref_inf"]) for step in steps]
+        assert missing[:5] == [0, 0, 1, 1, 1]
+        assert missing[-1] == 0, missing
+        for step in steps:
+            assert ("kl/sequence_mean" in step) == (not step["missing/ref_inf"])
+        assert all(abs(step.get("kl/sequence_mean", 0.0)) < 1e-5 for step in steps), "the reference has older weights"
+        assert all(step["actor/grad_norm"] > 0 for step in steps), "the actor has not been trained"
+        found = audit(run.run_dir)
+        assert (found.problems, found.complete, found.steps) == ([], True, STEPS)
+        assert [stretch.attempt for stretch in found.lineage] == [1], "the trainer group was restarted"
+        summary = json.loads((run.run_dir / "summary.json").read_text())
+        assert summary["steps_without"] == {"ref_inf": sum(missing)}
+        assert f"ref_inf in {sum(missing)} steps" in " ".join(run.output().split())
+        assert_nothing_left(run.run_dir)

@@ -1,0 +1,203 @@
+"""Detached frozen models process stored groups while the trainer trains (train.arriving_inference)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from test_detached_groups import COMPUTED, FETCHED_FROM, FETCHING, WorldOfGroups
+from test_detached_groups import running as running_groups
+from test_executor import DATASET, mfc, placement, trajectory
+
+from asyncrl.config.schema import ExperimentConfig, PPOConfig, RefConfig, TrainConfig
+from asyncrl.dataflow.graph import DataflowGraph
+from asyncrl.dataflow.layout_checks import problems_of_layout
+from asyncrl.master.arriving import ArrivingGroups
+from asyncrl.protocol.messages import ExecuteMFC, FetchData
+
+GRAPH = DataflowGraph(
+    [
+        mfc("actor_inf", "actor", ["tokens"], ["prox"]),
+        replace(mfc("ref_inf", "ref", ["tokens"], ["ref"]), interface="ref_logprobs"),
+        mfc("actor_train", "actor", ["tokens", "prox", "ref"], kind="train_step"),
+    ],
+    DATASET,
+)
+PLACES = [placement("actor", "d2", [0, 1]), placement("ref", "d2", [2, 3])]
+
+
+# --------------------------------------------------------------------------------------------------------------- decisions
+
+
+def metas(*groups):
+    """Each group: (ticket, tokens, oldest version)."""
+    made = []
+    for position, (ticket, tokens, version) in enumerate(groups):
+        meta = trajectory(ticket, position, 0, tokens)
+        meta.version_start[:] = [version]
+        made.append(meta)
+    return made
+
+
+def tickets(chunk):
+    return [meta.ticket_id for meta in chunk]
+
+
+def test_a_chunk_has_the_oldest_groups_that_are_not_done_and_at_most_a_micro_batch_of_tokens():
+    groups = ArrivingGroups(max_tokens=10, batch_size=2, update_interval=0)
+    stored = metas(("a", 4, 1), ("b", 4, 0), ("c", 4, 1), ("d", 30, 2))
+    assert tickets(groups.next_chunk(stored, set(), version=2, in_step=True)) == ["b", "a"]
+    assert tickets(groups.next_chunk(stored, {"a", "b"}, version=2, in_step=True)) == ["c"]
+    assert tickets(groups.next_chunk(stored, {"a", "b", "c"}, version=2, in_step=True)) == ["d"]
+    assert groups.next_chunk(stored, {"a", "b", "c", "d"}, version=2, in_step=True) == []
+
+
+@pytest.mark.parametrize(
+    ("version", "in_step", "num_steps"),
+    [(0, False, 3), (0, True, 2), (1, True, 1), (2, False, 1), (2, True, 0), (3, False, 3), (5, True, 0)],
+)
+def test_no_group_is_processed_before_the_refresh_that_precedes_its_step(version, in_step, num_steps):
+    """The reference is refreshed after the steps that produce versions 3, 6 and so on. A batch has 2 groups."""
+    groups = ArrivingGroups(max_tokens=1000, batch_size=2, update_interval=3)
+    stored = metas(*((f"t{i}", 1, 0) for i in range(10)))
+    chunk = groups.next_chunk(stored, {"t0"}, version=version, in_step=in_step)
+    assert tickets(chunk) == [f"t{i}" for i in range(1, 2 * num_steps)]
+
+
+def test_arriving_inference_without_a_detached_model_is_refused():
+    train = TrainConfig(arriving_inference=True, ppo=PPOConfig(kl_coef=0.1))
+    placed = ExperimentConfig(model_path="/m", allocation="transformers.d1+d1+ref_inf:d1", train=train)
+    assert list(problems_of_layout(placed)) == []
+    ((field, _, remedy),) = problems_of_layout(ExperimentConfig(model_path="/m", train=train))
+    assert (field, remedy.partition(",")[0]) == (
+        "train.arriving_inference",
+        "needs a reference or reward model with workers of its own",
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------------ steps
+
+
+@contextlib.asynccontextmanager
+async def running(train=None, **options):
+    train = train or TrainConfig(arriving_inference=True, batch_size=2)
+    async with running_groups(GRAPH, PLACES, 4, [[2, 3]], train=train, world_of=World, **options) as (world, master):
+        arriving = asyncio.create_task(master.executor.process_arriving(0))
+        yield world, master
+        if arriving.done():
+            arriving.result()
+        arriving.cancel()
+
+
+class World(WorldOfGroups):
+    async def run(self, body, me):
+        self.ids[body.mfc].update(body.ids if me == self.placements[self.graph.mfcs[body.mfc].model].workers[0] else ())
+        return await super().run(body, me)
+
+    @property
+    def ids(self):
+        return self.__dict__.setdefault(
+            "_ids", {"actor_inf": Counter(), "ref_inf": Counter(), "actor_train": Counter()}
+        )
+
+
+def store(master, *names):
+    for name in names:
+        master.store(name, int(name[1:]), int(name[1:]) % 2, 5)
+
+
+async def until(happened):
+    async with asyncio.timeout(20.0):
+        while not happened():  # noqa: ASYNC110 - the state is the fake workers'
+            await asyncio.sleep(0.005)
+
+
+async def test_groups_are_processed_while_the_trainer_trains_and_once_each():
+    async with running() as (world, master):
+        gate = asyncio.Event()
+        world.gates["actor_train"] = [gate]
+        store(master, "t0", "t1")
+        first = asyncio.create_task(master.step(["t0", "t1"], 0))
+        await until(lambda: world.ids["actor_train"])
+        store(master, "t2", "t3", "t4")
+        await until(lambda: world.ids["ref_inf"]["t4"])
+        await until(
+            lambda: {"t2", "t3", "t4"} <= {group for group, key in world.held[2] | world.held[3] if key == "ref"}
+        )
+        assert not first.done()
+        gate.set()
+        await first
+        stats = (await master.step(["t2", "t3"], 1)).stats
+        assert stats["arriving/ref_inf_share"] == 1.0
+        stats = (await master.step(["t4"], 2)).stats
+        assert stats["arriving/ref_inf_share"] == 1.0
+        assert world.ids["ref_inf"] == Counter(["t0", "t1", "t2", "t3", "t4"])
+        assert all(not held for held in world.held), "workers still hold data"
+        assert (len(master.tracker), len(master.buffer)) == (0, 0)
+
+
+@pytest.mark.parametrize("moment", [FETCHING, COMPUTED, FETCHED_FROM, "idle"])
+async def test_groups_are_processed_again_if_their_reader_ends(moment):
+    async with running() as (world, master):
+        world.ends = {(moment, 0)} if moment != "idle" else set()
+        store(master, "t0", "t1", "t2")
+        await until(lambda: {"t0", "t1", "t2"} <= master.executor._arriving[0]._processed())
+        if moment == "idle":
+            world.begin_again(2)
+        await master.step(["t0", "t1"], 0)
+        await master.step(["t2"], 1)
+        assert world.incarnations[2] == 1
+        assert world.ids["actor_train"] == Counter(["t0", "t1", "t2"])
+        assert all(not held for held in world.held)
+        assert len(master.tracker) == 0
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+async def test_groups_get_the_weights_of_their_step(interval, tmp_path):
+    """Weights are numbers here. `expected` is the reference's weight in the step that runs, or comes next. The fake workers assert
+    it for every MFC of the reference, also on arriving groups."""
+    train = TrainConfig(arriving_inference=True, batch_size=1, ref=RefConfig(update_interval=interval))
+    async with running(train, run_dir=tmp_path) as (world, master):
+        world.weights, world.run_dir = [0.0, 0.0, 2.0, 2.0], tmp_path
+        shares, weights = [], {}
+        record, expected = World.run, 2.0
+
+        async def run(body, me):
+            if body.mfc == "ref_inf":
+                weights.update(dict.fromkeys(body.ids, world.weights[me]))
+            return await record(world, body, me)
+
+        world.run = run
+        for version, trained in enumerate(("t1", "t3", "t0", "t5", "t2", "t7")):  # some wait across a refresh
+            store(master, f"t{2 * version}", f"t{2 * version + 1}")  # more groups than the steps need
+            world.weights[:2] = [10.0 + version] * 2
+            await asyncio.sleep(0.05)
+            shares.append((await master.step([trained], version)).stats["arriving/ref_inf_share"])
+            assert weights[trained] == expected
+            if (version + 1) % interval == 0:
+                expected = 10.0 + version
+        assert max(shares) == 1.0
+
+
+async def test_a_group_that_is_dropped_is_released():
+    async with running() as (world, master):
+        gate = asyncio.Event()
+        world.gates["ref_inf"] = [gate]
+        store(master, "t0")
+        await until(lambda: world.calls(ExecuteMFC))
+        master.buffer.drop("t0")
+        master.tracker.drop(["t0"])
+        gate.set()
+        await until(lambda: world.held[2] == world.held[3] == set())
+        assert len(master.tracker) == 0
+
+
+async def test_without_the_setting_nothing_runs_before_the_step():
+    async with running(TrainConfig(batch_size=2)) as (world, master):
+        store(master, "t0")
+        await asyncio.sleep(0.1)
+        assert world.calls(FetchData) == []
+        assert "arriving/ref_inf_share" not in (await master.step(["t0"], 0)).stats
