@@ -91,8 +91,8 @@ MUTANTS = [
         ),
         (
             "a-batch-is-not-in-canonical-order",
-            "ordered = sorted(batch, key=lambda ticket: (ticket.locator, ticket.ticket_id))",
-            "ordered = list(batch)",
+            "tuple(sorted(locators, key=lambda ticket_id: (locators[ticket_id], ticket_id)))",
+            "tuple(locators)",
             "test_a_batch_is_in_the_order_of_its_prompts_and_not_of_its_deadlines",
         ),
         (
