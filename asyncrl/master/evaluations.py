@@ -124,6 +124,11 @@ class Evaluations:
     async def all_over(self) -> None:
         await asyncio.gather(*self._begun)
 
+    async def ended(self) -> None:
+        """Wait until no evaluation runs. A caller that stops waiting ends none."""
+        if self._begun:
+            await asyncio.wait(self._begun)
+
     async def _evaluate(self, results: Results, step: int, before: asyncio.Task[None] | None, prefix: str) -> None:
         """before: the previous evaluation. Its results are written first, so that the records are in the order of steps."""
         if found := await results():

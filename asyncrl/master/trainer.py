@@ -144,7 +144,7 @@ class Trainer:
                 raise RejectedShareError(f"every prompt was rejected, so no step was trained: {books.rejections()}")
             return True
         if self._turns is not None:
-            await unless(self._leaving, self._evaluations.all_over())  # they need the servers, with these weights
+            await unless(self._leaving, self._evaluations.ended())  # they need the servers, with these weights
             if self._leaving.is_set():
                 return False
             await self._turns.training()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,7 +16,9 @@ import pytest
 from asyncrl.config.schema import CheckpointConfig, EvalConfig, MasterWorkerConfig, PromptSourceConfig, TrainConfig
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.master.ages import Ages
+from asyncrl.master.evaluations import Evaluations
 from asyncrl.master.report import StepTimes, step_metrics
+from asyncrl.master.rollouts import unless
 from asyncrl.protocol.messages import (
     EvaluationResult,
     ExecuteMFC,
@@ -23,6 +27,7 @@ from asyncrl.protocol.messages import (
     RejectedPrompt,
     WriteWeights,
 )
+from asyncrl.runtime.background import BackgroundTasks
 from asyncrl.runtime.metrics import read_json_lines
 from asyncrl.weights.checkpoints import MasterState
 from tests.support.clock import ManualClock
@@ -189,3 +194,24 @@ async def test_the_first_attempt_has_no_parent(config, opened, clock, tmp_path):
     assert await live(config, opened, None) == [*told, "evaluate a1-s0"]
     (begun,) = [event for event in read_json_lines(tmp_path / "journal" / "master.jsonl") if event["event"] == "begun"]
     assert (begun["attempt"], begun["from"]) == (1, None)
+
+
+async def test_a_stop_before_training_has_the_shared_devices_ends_no_evaluation():
+    """Otherwise the checkpoint would not say that the next attempt must repeat it."""
+
+    class Endless:
+        def begin(self, eval_id, step):
+            return asyncio.Event().wait
+
+    logger = logging.getLogger("asyncrl.master")
+    tasks, books = BackgroundTasks("master", logger), SimpleNamespace(step=1, attempt=1)
+    board = SimpleNamespace(set_queue=lambda name, depth: None)
+    evaluations = Evaluations(EvalConfig(), books, Endless(), tasks, board=board, logger=logger)
+    evaluations.begin()
+    leaving = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.05, leaving.set)
+    await asyncio.wait_for(unless(leaving, evaluations.ended()), LIMIT_S)
+    await asyncio.sleep(0)
+    assert evaluations.num_running == 1
+    for task in tasks.running:
+        task.cancel()
