@@ -34,7 +34,6 @@ from asyncrl.protocol.messages import (
     BroadcastRequest,
     BroadcastTarget,
     FetchWeightsRequest,
-    MasterReport,
     ModelInfo,
     UpdateWeightsReply,
     UpdateWeightsRequest,
@@ -275,10 +274,10 @@ class Fleet:
         self._wake.set()
         self._on_change()
 
-    def take_turn(self, report: MasterReport) -> None:
-        """Shared devices: the master's report says which side may use them."""
-        version = WeightVersion(report.attempt, report.trained_version)
-        if self._shares_devices and self.plan.take_turn(training=report.turn == "training", version=version):
+    def take_turn(self, turn: str, version: WeightVersion) -> None:
+        """Shared devices: turn is `training` or `generation`, from the master's report. version: the one that training has
+        reached."""
+        if self._shares_devices and self.plan.take_turn(training=turn == "training", version=version):
             self._changed()
 
     @property

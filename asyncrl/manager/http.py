@@ -74,7 +74,7 @@ class FleetMetrics(Protocol):
     @property
     def devices_free(self) -> bool: ...  # see LedgerView
 
-    def take_turn(self, report: MasterReport) -> None: ...
+    def take_turn(self, turn: str, version: WeightVersion) -> None: ...
 
 
 @dataclass(eq=False)
@@ -204,7 +204,7 @@ class ManagerService:
         known = report.after_revision if report.after_revision <= self.ledger.revision else -1
         self.ledger.report(report, self._clock.monotonic(), newest_attempt=newest_attempt)
         if self._fleet is not None:
-            self._fleet.take_turn(report)
+            self._fleet.take_turn(report.turn, WeightVersion(report.attempt, report.trained_version))
         self.changed()
         waited = False
         while self.ledger.revision <= known and self._clock.monotonic() < until:
