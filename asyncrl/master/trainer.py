@@ -191,10 +191,11 @@ class Trainer:
         if self._books.trains:
             await self._workers.save("final")  # first, so that a failed evaluation does not lose the result
         await self._write_last_checkpoint()
-        if self._turns is not None:
+        evaluates = self._config.eval.at_end and self._config.eval.prompts is not None
+        if self._turns is not None and (evaluates or self._evaluations.num_running):
             await self._turns.generation()
         await self._source.end()
-        if self._config.eval.at_end and self._config.eval.prompts is not None:
+        if evaluates:
             try:
                 if self._publisher is not None:
                     await self._publisher.served()
