@@ -22,6 +22,7 @@ Handler = Hashable
 
 _GRID = re.compile(r"(?:[dpm][1-9]\d*){1,3}")
 _DEVICES = re.compile(r"(\d+)(?:-(\d+))?")
+_UNTIL = re.compile(r"(.*?)(?:\s+until\s+(\d+))?", re.DOTALL)
 # transformers: the model runs in the generation server's own process. sglang: each generation server starts and owns a SGLang
 # server with m GPUs. external: the SGLang servers at generation.urls run independently of asyncrl.
 ENGINES = ("transformers", "sglang", "external")
@@ -212,7 +213,7 @@ class DeviceSet:
     """Model workers that several models share. Each grid uses the first grid.size of them, so the largest grid sets their number.
 
     grids: pairs (name of an MFC or of a role, grid). A single pair with the name "" stands for all MFCs without a grid of their
-    own. devices: one for each worker; None: the launcher chooses them.
+    own (in a set of other grids too, if sets were joined). devices: one for each worker; None: the launcher chooses them.
     """
 
     grids: tuple[tuple[str, ParallelGrid], ...]
@@ -241,8 +242,19 @@ class DeviceSet:
         return cls(tuple(grids), devices)
 
     def __str__(self) -> str:
-        grids = ",".join(f"{name}:{grid}" if name else str(grid) for name, grid in self.grids)
-        return f"{grids}{self.devices or ''}"
+        named = ",".join(f"{name}:{grid}" for name, grid in self.grids if name)
+        unnamed = [str(grid) for name, grid in self.grids if not name]
+        return "+".join(f"{grids}{self.devices or ''}" for grids in [*unnamed, named] if grids)
+
+
+def _joined(sets: Sequence[DeviceSet]) -> tuple[DeviceSet, ...]:
+    """Make one set of those that name the same devices. Sets without devices stay as they are."""
+    joined: dict[object, DeviceSet] = {}
+    for number, part in enumerate(sets):
+        place = part.devices or number
+        grids = joined[place].grids if place in joined else ()
+        joined[place] = DeviceSet(grids + part.grids, part.devices)
+    return tuple(joined.values())
 
 
 @dataclass(frozen=True)
@@ -255,14 +267,16 @@ class Allocation:
     same workers share one model; otherwise the role has several models. If no set is without names, an MFC that is not named runs
     where another MFC of its role runs, and an MFC of a role that is not named at all runs where the actor runs.
 
-    Devices behind every grid, as in `sglang.d4p1m1@0-3+d2p2m1@0-3`, fix where the processes run. If generation and a set name the
-    same devices, they share them: generation and training take turns. Without numbers no devices are shared.
+    Devices behind every grid, as in `sglang.d4p1m1@0-3+d2p2m1@0-3`, fix where the processes run. If generation and sets name the
+    same devices, they share them: generation and training take turns. Sets that name the same devices are one set, so their models
+    share its workers. Without numbers no devices are shared. ` until N` at the end: the allocation ends with step N (phases.py).
     """
 
     engine: str  # "": no generation servers
     generation: ParallelGrid
     training: tuple[DeviceSet, ...]
     generation_devices: DeviceRange | None = None
+    until: int = 0  # last step; 0: that of the run
 
     @property
     def num_servers(self) -> int:
@@ -279,7 +293,7 @@ class Allocation:
         first = 0
         shared: list[int] = []
         for devices in self.training:
-            if devices.devices is not None and devices.devices == self.generation_devices:
+            if devices.devices and self.generation_devices and devices.devices.overlaps(self.generation_devices):
                 shared += range(first, first + devices.size)
             first += devices.size
         return tuple(shared)
@@ -310,7 +324,8 @@ class Allocation:
     def parse(cls, text: str) -> Allocation:
         """Parse an allocation. Raises ValueError that names the malformed part. Does not check that the named MFCs exist; `place`
         does."""
-        engine, dot, grids = text.partition(".")
+        grids, until = _UNTIL.fullmatch(text).groups()  # type: ignore[union-attr]  # it matches every text
+        engine, dot, grids = grids.partition(".")
         generation, plus, training = grids.partition("+")
         if not dot or not plus:
             raise ValueError(
@@ -318,7 +333,7 @@ class Allocation:
             )
         if engine not in ENGINES:
             raise ValueError(f"unknown generation engine {engine!r} in {text!r}; use one of {', '.join(ENGINES)}")
-        sets = tuple(DeviceSet.parse(part) for part in training.split("+"))
+        sets = _joined([DeviceSet.parse(part) for part in training.split("+")])
         names = [name for devices in sets for name, _ in devices.grids]
         for name in dict.fromkeys(names):
             if names.count(name) > 1 and name:
@@ -329,34 +344,26 @@ class Allocation:
                     "other grids names, such as ref_inf:d1p1m1"
                 )
         generation, devices = DeviceRange.split(generation)
-        allocation = cls(engine, ParallelGrid.parse(generation), sets, devices)
+        allocation = cls(engine, ParallelGrid.parse(generation), sets, devices, int(until or 0))
         allocation._check_devices(text)
         return allocation
 
     def _check_devices(self, text: str) -> None:
-        """Raises ValueError unless every grid names its devices or none does, and sharing is complete."""
+        """Raises ValueError unless every grid names as many devices as it needs, or none does, and sets overlap no other sets."""
         parts: list[tuple[ParallelGrid | DeviceSet, int, DeviceRange | None]] = [
             (self.generation, self.generation.size, self.generation_devices)
         ]
         parts += [(devices, devices.size, devices.devices) for devices in self.training]
-        named = [(part, devices) for part, _, devices in parts if devices is not None]
-        if named and len(named) < len(parts):
+        if len({devices is None for _, _, devices in parts}) > 1:
             raise ValueError(f"{text!r} names devices for some grids only: name them for every grid, or for none")
         for part, size, devices in parts:
             if devices is not None and devices.size != size:
                 raise ValueError(f"{part} in {text!r} needs {size} devices; {devices} are {devices.size}")
-        for (part, devices), (other, others) in itertools.combinations(named, 2):
-            if not devices.overlaps(others):
-                continue
-            if part is not self.generation:
+        for part, other in itertools.combinations(self.training, 2):
+            if part.devices and other.devices and part.devices.overlaps(other.devices):
                 raise ValueError(
-                    f"{part} and {other} in {text!r} name the same devices: models that share workers are one set, such as "
-                    "actor:d2p1m1,ref_inf:d1p1m1"
-                )
-            if devices != others:
-                raise ValueError(
-                    f"generation has the devices {devices} and {other} overlaps them in {text!r}: name exactly the same devices "
-                    "to share them, or others"
+                    f"{part} and {other} in {text!r} overlap: models share all of their workers or none, so name the same devices "
+                    "for both"
                 )
 
     @classmethod
@@ -368,7 +375,8 @@ class Allocation:
 
     def __str__(self) -> str:
         training = "+".join(map(str, self.training))
-        return f"{self.engine}.{self.generation}{self.generation_devices or ''}+{training}" if self.engine else training
+        generation = f"{self.engine}.{self.generation}{self.generation_devices or ''}+" if self.engine else ""
+        return f"{generation}{training}{f' until {self.until}' if self.until else ''}"
 
     def place(self, graph: DataflowGraph) -> tuple[list[ModelPlacement], dict[str, str]]:
         """Return the models of training, with the actor's trained model first, and each MFC's model: MFC name -> model name.

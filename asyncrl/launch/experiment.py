@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from asyncrl.config.loading import read_experiment
 from asyncrl.config.schema import ConfigError, ExperimentConfig
-from asyncrl.config.validation import problems_of_fields, problems_of_sizes
+from asyncrl.config.validation import Problem, problems_of_fields, problems_of_sizes
 from asyncrl.dataflow.layout_checks import problems_of_layout
+from asyncrl.dataflow.phases import phases
 
 
 def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
@@ -25,7 +26,26 @@ def validate(config: ExperimentConfig) -> None:
     """Reject a config that cannot work. Raises ConfigError with every problem found, one per line."""
     # The size checks run first. The other checks run only if these find nothing, because they compare values, and comparisons with
     # nan are meaningless
-    found = list(problems_of_sizes(config))
-    found = found or [*problems_of_fields(config), *problems_of_layout(config)]
+    found = list(problems_of_sizes(config)) or list(_problems_of_phases(config))
     if found:
         raise ConfigError("\n".join(f"{name}={value!r}: {remedy}" for name, value, remedy in found))
+
+
+def _problems_of_phases(config: ExperimentConfig) -> Iterator[Problem]:
+    """Yield each problem once: those of the fields, and those of the allocation of each phase."""
+    try:
+        of_run = phases(config)
+    except ValueError as error:
+        yield "allocation", config.allocation, str(error)
+        return
+    yield from problems_of_fields(config)
+    if len(of_run) > 1 and not config.checkpoint.enabled:
+        yield (
+            "allocation",
+            config.allocation,
+            "a phase begins from the checkpoint of the phase before it: set checkpoint.every_s",
+        )
+    told: list[Problem] = []
+    for phase in of_run:
+        told += [problem for problem in problems_of_layout(phase) if problem not in told]
+    yield from told

@@ -27,6 +27,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from asyncrl.config.schema import ExperimentConfig, authenticates, has_unix_sockets, resolve_auto
+from asyncrl.dataflow.phases import phase_after
 from asyncrl.dataflow.topology import allocation_of
 from asyncrl.launch.checks.gpus import too_few_gpus
 from asyncrl.launch.hosts.addresses import address_of, own_host
@@ -48,6 +49,7 @@ from asyncrl.launch.program import (
 from asyncrl.launch.recovery import going_on, starting_point
 from asyncrl.launch.rundir import (
     EXPERIMENT_FILE,
+    SUMMARY_FILE,
     LaunchError,
     RunLock,
     RunRecord,
@@ -166,8 +168,8 @@ class Plans:
 
 
 class LocalLauncher:
-    """Runs one launch. It has one attempt, and one more each time that the trainer group restarts, alone or with everything
-    else."""
+    """Runs one launch. It has one attempt for each phase of the allocation (dataflow/phases.py), and one more each time that the
+    trainer group restarts, alone or with everything else."""
 
     def __init__(self, config: ExperimentConfig, num_prompts: int, view: View, clock: Clock = SYSTEM_CLOCK) -> None:
         self.config = config
@@ -189,10 +191,34 @@ class LocalLauncher:
             queued_again = self.config.cluster == "slurm" and os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
             lock.acquire(take_over_s=_TAKE_OVER_S if queued_again else 0.0)
             closing.callback(lock.release)
+            with self._explained(lock):
+                found = self._starting_point()
+            while self._stop.signal is None:
+                phase = phase_after(self.config, found.step if found else 0)
+                code = self._run_phase(phase, found, lock)
+                if code or not allocation_of(phase).until or (self.run_dir / SUMMARY_FILE).exists():
+                    return code
+                found = newest(self.run_dir, self._view.notice)
+                self._view.say(f"the next phase of the allocation begins after step {found.step if found else 0}")
+            return 128 + self._stop.signal
+
+    def _starting_point(self) -> Checkpoint | None:
+        """Return the checkpoint to resume from. None: there is none, or the run was told to stop meanwhile."""
+        config, run_dir, view = self.config, self.run_dir, self._view
+        looking = on_thread(lambda: starting_point(config, run_dir, view.notice, view.say))
+        while not looking.done():  # the search takes long, because it reads whole checkpoints
+            if self._stop.signal is not None:
+                return None
+            self._clock.sleep(_TURN_S / 10)
+        return looking.result()
+
+    def _run_phase(self, phase: ExperimentConfig, found: Checkpoint | None, lock: RunLock) -> int:
+        """Start the processes of a phase, and stop them at its end. Returns the exit code; 0: the phase or the run is complete."""
+        with ExitStack() as closing:
             closing.callback(unix_sockets.remove_folder, self.run_dir)
             traces = closing.enter_context(ExitStack())
             with self._explained(lock):
-                launch = self._open(lock, closing, traces)
+                launch = self._open(phase, found, lock, closing, traces)
                 if launch is not None:
                     launch.start_processes()
                 if launch is None or self._stop.signal is not None:
@@ -216,19 +242,21 @@ class LocalLauncher:
             explained = explain(Path(error.filename or self.run_dir), error)
             raise LaunchError(f"the launcher failed: {explained or error}") from error
 
-    def _open(self, lock: RunLock, closing: ExitStack, traces: ExitStack) -> Launch | None:
+    def _open(
+        self,
+        asked: ExperimentConfig,
+        checkpoint: Checkpoint | None,
+        lock: RunLock,
+        closing: ExitStack,
+        traces: ExitStack,
+    ) -> Launch | None:
         """Open everything that the processes need. Returns None if the run was told to stop meanwhile.
 
-        closing: a stack that closes what is opened here. traces: a stack for the last work of the launch, merging the timelines. It
-        runs after everything that is opened here has been closed.
+        asked: the user's config in this phase. checkpoint: the one to resume from. closing: a stack that closes what is opened
+        here. traces: a stack for the last work of the phase, merging the timelines. It runs after everything that is opened here
+        has been closed.
         """
-        asked, view, run_dir = self.config, self._view, self.run_dir
-        looking = on_thread(lambda: starting_point(asked, run_dir, view.notice, view.say))
-        while not looking.done():  # the search takes long, because it reads whole checkpoints
-            if self._stop.signal is not None:
-                return None
-            self._clock.sleep(_TURN_S / 10)
-        checkpoint = looking.result()
+        view, run_dir = self._view, self.run_dir
         attempt = begin_attempt(run_dir)
         with contextlib.suppress(OSError):
             answer_requests(logs_dir(run_dir, attempt) / f"launcher{SUFFIX}", "launcher")
@@ -236,7 +264,7 @@ class LocalLauncher:
         if asked.cluster == "local" and (remedy := too_few_gpus(asked, len(devices))):
             raise LaunchError(f"allocation={asked.allocation}: this machine has {len(devices)} GPUs: {remedy}")
         self._write_config(devices)
-        save_config(with_absolute_paths(asked), configs_dir(run_dir, attempt) / EXPERIMENT_FILE)
+        save_config(with_absolute_paths(self.config), configs_dir(run_dir, attempt) / EXPERIMENT_FILE)
         config = self._with_sockets(going_on(asked, checkpoint, self._num_prompts))
         runtime, host = config.runtime, ""
 

@@ -238,6 +238,7 @@ class _Run:
             num_replayed=self.num_prompts if config.mode == "train_only" else 0,
             detached=self.detached,
             shared_workers=list(self.allocation.shared_workers),
+            leave_after=self.allocation.until,
         )
 
     def gserver_manager(self) -> GserverManagerConfig:

@@ -33,6 +33,7 @@ RUN_FILE = "run.json"
 # Version of all files that a run writes: metrics, journals, weights. Incremented when the format of one of them changes
 RUN_FORMAT = 1
 RUN_DIR_ENV = "ASYNCRL_RUN_DIR"  # set in every process of a run, and inherited by its children
+SUMMARY_FILE = "summary.json"  # written at the end of a complete run
 EXPERIMENT_FILE = "experiment.yaml"  # complete, unlike config.yaml, in which secrets are hidden
 _ATTEMPT = re.compile(r"(?:attempt_|a)(\d+)(?:-[vs]\d+)?$")
 _CHALLENGE_FILE = "launcher.challenge"
@@ -255,10 +256,10 @@ def begin_attempt(run_dir: Path, after: int = 0) -> int:
         latest = _latest_logs(run_dir)
         latest.unlink(missing_ok=True)
         latest.symlink_to(f"attempt_{attempt}")
-        summary = run_dir / "summary.json"
+        summary = run_dir / SUMMARY_FILE
         if summary.exists():  # move an earlier attempt's summary away, so that it is not mistaken for this attempt's
             logs_dir(run_dir, attempt - 1).mkdir(exist_ok=True)
-            summary.rename(logs_dir(run_dir, attempt - 1) / "summary.json")
+            summary.rename(logs_dir(run_dir, attempt - 1) / SUMMARY_FILE)
         return attempt
 
 

@@ -117,17 +117,22 @@ class Trainer:
             self._evaluations.begin(baseline=state is None)
 
     async def train(self) -> bool:
-        """Run all steps. Returns False if the launcher stopped the run before the last step. The last trained step then has a
-        checkpoint, if checkpoints are enabled."""
+        """Run all steps. Returns False if this attempt ends before the last step: the launcher stopped the run, or the next phase
+        of its allocation begins. The last trained step then has a checkpoint, if checkpoints are enabled."""
         finished = self._books.parent is not None and self._books.is_over()
         while not finished:
-            finished = await self.train_one_step()
-            if self._leaving.is_set() and not finished:
+            if not self._leaves():
+                finished = await self.train_one_step()
+            if self._leaves() and not finished:
                 if self._turns is not None:
                     await self._turns.training()
                 await self._write_last_checkpoint()
                 return False
         return True
+
+    def _leaves(self) -> bool:
+        """Whether this attempt ends now, before the run does."""
+        return self._leaving.is_set() or 0 < self._config.leave_after <= self._books.step
 
     async def train_one_step(self) -> bool:
         """Form a batch, run the dataflow on it, start to publish the weights, write the books. Returns True after the last step,

@@ -109,6 +109,9 @@ class MasterWorker(Worker):
         await trainer.begin(state)
         began = clock.time()
         if not await trainer.train():
+            if 0 < config.leave_after <= books.step:
+                self.logger.info("step %d was the last one of this phase of the allocation", books.step)
+                return
             self.logger.info("stopped after step %d: the launcher requested it", books.step)
             self.stopping.set()
             await asyncio.Event().wait()  # unblocked by: cancellation, which `stopping` causes at once

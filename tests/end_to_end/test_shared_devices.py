@@ -83,6 +83,25 @@ def start(tmp_path: Path) -> Iterator[Callable[..., RunHandle]]:
         yield launched
 
 
+def test_devices_are_shared_until_a_step_and_then_each_side_has_its_own(start: Callable[..., RunHandle]) -> None:
+    run = start(
+        "allocation=transformers.d1@0+d1@0 until 2 then transformers.d1+d2",
+        "manager.max_head_offpolicyness=2",
+        "train.max_steps=4",
+    )
+    assert run.wait(LIMIT_S) == 0, run.output()
+    steps = [(event["attempt"], event["step"]) for event in journal(run.run_dir) if event["event"] == "trained"]
+    assert steps == [(1, 1), (1, 2), (2, 3), (2, 4)]
+    assert "next phase of the allocation begins after step 2" in run.output()
+    assert sleeps(run, 0) > 0
+    later = run.run_dir / "logs" / "attempt_2"
+    assert "sleeps" not in (later / "gserver_manager_0.log").read_text()
+    assert (later / "model_worker_1.log").exists()
+    assert not list((run.run_dir / "logs" / "attempt_1").glob("model_worker_1*"))
+    assert audit(run.run_dir).problems == []
+    assert_nothing_left(run.run_dir)
+
+
 def stop(run: RunHandle) -> None:
     run.signal(signal.SIGINT)
     assert run.wait(LIMIT_S) == 130, run.output()

@@ -395,13 +395,29 @@ def test_devices_of_an_allocation():
     assert Allocation.parse("transformers.d2+d2").num_devices == 4
 
 
+def test_generation_shares_the_devices_that_a_set_names_in_part():
+    allocation = Allocation.parse("sglang.d4@0-3+actor:d2,ref:d2@0-1+critic:d2,reward:d1@2-3+teacher:d1@4")
+    assert allocation.shared_workers == (0, 1, 2, 3)
+    assert Allocation.parse("sglang.d2@0-1+actor:d2@1-2").shared_workers == (0, 1)
+
+
+def test_sets_on_the_same_devices_are_one_set():
+    apart = Allocation.parse("sglang.d2@0-1+d2@2-3+ref_inf:d1p2@2-3+critic:d1@4+reward:d1@4")
+    assert [part.grids for part in apart.training] == [
+        (("", ParallelGrid(2)), ("ref_inf", ParallelGrid(1, 2))),
+        (("critic", ParallelGrid(1)), ("reward", ParallelGrid(1))),
+    ]
+    assert apart.num_model_workers == 3
+    assert apart.shared_workers == ()
+    assert Allocation.parse(str(apart)) == apart
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("sglang.d2@0-1+d2", "name them for every grid, or for none"),
         ("sglang.d2@0-2+d2@0-1", "needs 2 devices; @0-2 are 3"),
-        ("sglang.d2@0-1+d2@1-2", "name exactly the same devices to share them, or others"),
-        ("sglang.d2@0-1+d1@2+ref_inf:d1@2", "models that share workers are one set"),
+        ("sglang.d2@0-1+d2@2-3+ref_inf:d2@3-4", "name the same devices for both"),
         ("sglang.d2@1-0+d2@0-1", "does not name devices"),
         ("sglang.d2@x+d2@0-1", "does not name devices"),
     ],

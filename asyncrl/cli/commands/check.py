@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.markup import escape
@@ -22,9 +23,11 @@ from asyncrl.cli.commands.common import (
 from asyncrl.cli.doctor import Finding, examine, package_versions
 from asyncrl.cli.hub import with_local_models
 from asyncrl.cli.task_trial import try_tasks
+from asyncrl.config.schema import ExperimentConfig
+from asyncrl.dataflow.phases import phases
 from asyncrl.launch.checks.preflight import preflight
 from asyncrl.launch.experiment import load_experiment
-from asyncrl.launch.program import plan, run_directory
+from asyncrl.launch.program import ProcessSpec, plan, run_directory
 from asyncrl.runtime.devices import visible_devices
 
 _DESCRIPTION = """Check whether a config can run on this machine, and list its processes. Starts no run, writes nothing.
@@ -66,29 +69,54 @@ def check(arguments: argparse.Namespace, console: Console) -> int:
 
     config = with_local_models(load_experiment(arguments.config, arguments.overrides), download=False)
     num_prompts = preflight(config)
-    specs = plan(config, attempt=1, num_prompts=num_prompts, devices=visible_devices())
-    machine, tasks = examine(config, specs), try_tasks(config)
-    findings = [*machine, *tasks]
+    views = [_Phase.of(phase, num_prompts) for phase in phases(config)]
+    tasks = try_tasks(config)
+    findings = [finding for view in views for finding in view.machine] + tasks
     if arguments.json:
+        first, *later = views
         print_json(
             {
                 "ok": not _failed(findings),
                 "run_dir": str(run_directory(config)),
-                "processes": process_objects(specs),
+                "processes": process_objects(first.specs),
                 "sizes": sizes(config, num_prompts),
-                "machine": machine,
+                "machine": first.machine,
+                "phases": [
+                    {
+                        "allocation": view.allocation,
+                        "processes": process_objects(view.specs),
+                        "machine": view.machine,
+                    }
+                    for view in later
+                ],
                 "tasks": tasks,
                 "versions": package_versions(),
             }
         )
     else:
-        console.print(process_table(str(run_directory(config)), specs))
-        _print_findings("this machine", machine, console)
+        for view in views:
+            title = f": {view.allocation}" if len(views) > 1 else ""
+            console.print(process_table(f"{run_directory(config)}{escape(title)}", view.specs))
+            _print_findings("this machine", view.machine, console)
         if tasks:
             _print_findings("tasks", tasks, console)
         console.print(sizes_text(config, num_prompts), highlight=False)
         console.print(_verdict(findings, "this config"), highlight=False)
     return FAILED if _failed(findings) else 0
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """The processes of a phase of the allocation, and the findings about this machine for it."""
+
+    allocation: str
+    specs: list[ProcessSpec]
+    machine: list[Finding]
+
+    @classmethod
+    def of(cls, config: ExperimentConfig, num_prompts: int) -> _Phase:
+        specs = plan(config, attempt=1, num_prompts=num_prompts, devices=visible_devices())
+        return cls(config.allocation, specs, examine(config, specs))
 
 
 def _failed(findings: Sequence[Finding]) -> list[str]:

@@ -36,6 +36,7 @@ from asyncrl.cli.hub import with_local_models
 from asyncrl.cli.progress import LongWaits, RunView, print_summary
 from asyncrl.config.schema import ConfigError, ExperimentConfig, resolve_auto
 from asyncrl.data.trajectories import FOLDER as TRAJECTORIES
+from asyncrl.dataflow.phases import phases
 from asyncrl.launch.checks.preflight import preflight
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.local import LocalLauncher
@@ -256,7 +257,7 @@ def _run_for_people(config: ExperimentConfig, num_prompts: int, console: Console
 def _run_for_machines(config: ExperimentConfig, num_prompts: int) -> int:
     run_dir = run_directory(config)
     view = JsonView(run_dir)
-    processes = process_objects(_plan(config, num_prompts))
+    processes = process_objects(_plan(phases(config)[0], num_prompts))
     view.emit("start", run_dir=str(run_dir), processes=processes, sizes=sizes(config, num_prompts))
     try:
         code = _launch(config, num_prompts, view)
@@ -299,8 +300,12 @@ def _launch(config: ExperimentConfig, num_prompts: int, view: _ClosableView) -> 
 
 def _dry_run(config: ExperimentConfig, num_prompts: int, arguments: argparse.Namespace, console: Console) -> int:
     folder = (arguments.output or dry_run_folder(config)).expanduser().absolute()
-    specs = _plan(config, num_prompts)
-    write_dry_run(resolve_auto(config, on_gpu=bool(visible_devices())), specs, folder)
+    first, *later = phases(config)
+    specs = _plan(first, num_prompts)
+    shown = resolve_auto(config, on_gpu=bool(visible_devices()))
+    write_dry_run(shown, specs, folder)
+    for number, phase in enumerate(later, start=2):
+        write_dry_run(shown, _plan(phase, num_prompts), folder / f"phase_{number}")
     if arguments.json:
         print_json(
             {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -19,14 +20,16 @@ from asyncrl.cli.commands.common import (
     print_json,
     run_dir_of,
 )
-from asyncrl.config.schema import ConfigError
-from asyncrl.dataflow.topology import Allocation
+from asyncrl.config.schema import ConfigError, ExperimentConfig
+from asyncrl.dataflow.phases import phase_after
+from asyncrl.dataflow.topology import Allocation, allocation_of
 from asyncrl.launch.rundir import LaunchError, is_running, read_record
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.desired_servers import MOST_SERVERS, set_desired_servers
 from asyncrl.runtime.devices import usable_cores, visible_devices
 from asyncrl.runtime.names.interface import NameResolveError
 from asyncrl.runtime.names.open import open_name_resolver
+from asyncrl.weights.checkpoints import list_checkpoints
 
 _WHAT = "generation="
 
@@ -152,7 +155,9 @@ def _allocation_of(run_dir: Path, count: int) -> Allocation:
         raise ConfigError(
             f"mode=sync: in this run the model workers generate, so there are no servers to scale ({run_dir})"
         )
-    allocation = Allocation.parse(str(config.allocation))
+    allocations = replace(ExperimentConfig(), allocation=str(config.allocation))
+    # Each phase but the first begins from a checkpoint
+    allocation = allocation_of(phase_after(allocations, max((step for _, step in list_checkpoints(run_dir)), default=0)))
     if allocation.engine == "external":
         raise ConfigError(
             f"allocation={config.allocation}: asyncrl does not start the servers of this run; start or stop them yourself"

@@ -28,6 +28,7 @@ from asyncrl.data.prompts import PromptSource, is_file_name, load_tokenizer
 from asyncrl.data.replay import check_replay, plan_replay
 from asyncrl.data.trajectories import tokenizer_fingerprint
 from asyncrl.dataflow.graph import build_dataflow, trajectory_keys
+from asyncrl.dataflow.phases import phases
 from asyncrl.dataflow.topology import allocation_of
 from asyncrl.generation.sglang_environment import SETUP_HINT, TorchVersions, find_sglang, own_torch
 from asyncrl.launch.checks.model_files import check_vocabulary, count_parameters, read_config
@@ -70,8 +71,10 @@ def preflight(config: ExperimentConfig) -> int:
     _check_tokenizer(tokenizer_path)
     check_vocabulary(tokenizer_path, model)
     models = {ACTOR: model} | _read_other_models(config, tokenizer_path, model)
-    if config.mode != "rollout_only":
-        _check_grids(config, models)
+    for phase in phases(config):
+        if config.mode != "rollout_only":
+            _check_grids(phase, models)
+        _check_engine(phase)
     _check_chat_template(config, tokenizer_path)
     if config.train.ptx is not None and config.mode != "rollout_only":
         _open("train.ptx.texts", config.train.ptx.texts, config)
@@ -79,7 +82,6 @@ def preflight(config: ExperimentConfig) -> int:
     _check_name_resolve(config)
     _check_length(config, model)
     _check_room(config, num_parameters)
-    _check_engine(config)
     _check_wandb(config)
     if problem := too_few_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1]):
         raise ConfigError(problem)
