@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
-from asyncrl.config.schema import REF, REWARD, TEACHER, PlacedMFC, TrainConfig, reward_models
+from asyncrl.config.processes import PlacedMFC
+from asyncrl.config.schema import REF, REWARD, TEACHER, TrainConfig, reward_models
 
 TRAIN_MFC = "actor_train"  # the node that produces new weights
 GENERATE_MFC = "actor_gen"  # the node that produces trajectories in a synchronous graph

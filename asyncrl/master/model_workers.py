@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from asyncrl.config.schema import CRITIC, EMA, REF, MasterWorkerConfig
+from asyncrl.config.processes import MasterWorkerConfig
+from asyncrl.config.schema import CRITIC, EMA, REF
 from asyncrl.dataflow.graph import MFCDef, without_generation
 from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
 from asyncrl.dataflow.worker_groups import WorkerGroups

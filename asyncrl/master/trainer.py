@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from asyncrl.config.schema import MasterWorkerConfig
+from asyncrl.config.processes import MasterWorkerConfig
 from asyncrl.data.bad_batches import WEIGHTS, folder_of
 from asyncrl.master.books import Books, RejectedShareError
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
