@@ -203,7 +203,9 @@ class PPOConfig:
     # Skip the optimizer step of a minibatch whose mean KL to the anchor is above this (nats per token); null: off. The anchor is
     # the policy at the start of the train step; in naive PPO without recompute_logprob it is the policy of the servers
     early_stop_kl: float | None = None
-    epochs: int = limited(1, at_least=1, at_most=65_536)  # the actor's passes over a step's batch, each shuffled anew
+    epochs: int = limited(
+        1, at_least=1, at_most=65_536
+    )  # passes of actor and critic over a step's batch, each shuffled anew
     minibatches: int = limited(4, at_most=65_536)  # optimizer steps per pass; at least 1
     discount: float = 1.0  # discount factor of later rewards, per token; 1: none
     gae_lambda: float = 1.0  # lambda of GAE (arXiv:1506.02438), 0 to 1
@@ -254,7 +256,7 @@ class CriticConfig:
     path: str = ""  # checkpoint with one output per token (`score`); "": model_path with a new output layer of zeros
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     eps_clip: float = limited(0.2, at_least=0)  # clip range of values, around those of critic_inf; 0: no clipping
-    minibatches: int = limited(4, at_least=1, at_most=65_536)  # optimizer steps per train step
+    minibatches: int = limited(4, at_least=1, at_most=65_536)  # optimizer steps per pass (train.ppo.epochs)
     value_norm: bool = False  # learn values in units of the returns' running mean and standard deviation
     value_norm_beta: float = 0.99995  # decay of this mean and standard deviation; at least 0, below 1
 
