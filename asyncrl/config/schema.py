@@ -360,8 +360,8 @@ class TrainConfig:
     offload: list[str] = field(default_factory=list)  # roles whose weights leave the GPU between their MFCs, e.g. [ref]
     extra_mfcs: dict[str, MFCConfig] = field(default_factory=dict)  # name -> MFC
     extra_train_keys: list[str] = field(default_factory=list)  # keys that actor_train waits for besides its own
-    # true: a reference or reward model in a detached group processes stored groups while the trainer trains, and a step only the
-    # rest. false: it processes each batch within its step
+    # true: a reference, reward model or teacher in a detached group processes stored groups while the trainer trains, and a step
+    # only the rest. false: it processes each batch within its step
     arriving_inference: bool = False
     # For experiments about staleness: a step waits until (1 + eta) * batch_size groups are stored, so that later groups are all
     # trained eta versions after the version that began them.
