@@ -309,7 +309,7 @@ class PtxConfig:
 class EmaConfig:
     """A moving average of the actor: average <- decay * average + (1 - decay) * actor after each train step.
 
-    It is saved beside the actor (`final-ema`) and, with generation servers, evaluated at the end (eval/ema_...).
+    It is saved beside the actor (`final-ema`) and evaluated at the end (eval/ema_...).
     """
 
     decay: float = 0.99  # above 0, below 1; 1 / (1 - decay) steps have most of the weight
