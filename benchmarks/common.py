@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asyncrl.config.schema import GserverManagerConfig
+    from asyncrl.config.processes import GserverManagerConfig
     from asyncrl.manager.worker import ManagerFiles
 
 BASELINES = Path(__file__).parent / "baselines"
@@ -93,7 +93,8 @@ def missing_peers(modules: Mapping[str, str]) -> list[str]:
 
 def worker_info(kind: str, folder: str) -> Any:
     """Identity of an asyncrl worker that a benchmark runs without a launcher, with name resolve in memory."""
-    from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, WorkerInfo
+    from asyncrl.config.processes import WorkerInfo
+    from asyncrl.config.schema import NameResolveConfig, RuntimeConfig
 
     return WorkerInfo(
         kind=kind,
@@ -130,7 +131,8 @@ def make_manager(
 ) -> tuple[Any, Any]:
     """Return (manager, name resolver): configured as by the launcher, but with name resolve in memory, which holds the servers'
     URLs."""
-    from asyncrl.config.schema import GserverManagerConfig, ManagerConfig
+    from asyncrl.config.processes import GserverManagerConfig
+    from asyncrl.config.schema import ManagerConfig
     from asyncrl.runtime.names.open import open_name_resolver
 
     info = worker_info("gserver_manager", folder)

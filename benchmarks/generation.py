@@ -54,7 +54,8 @@ def part_server(
     parent: Parent, *, folder: str, model: str, engine: str, python: str, interrupt: str, load: int
 ) -> None:
     """A generation server, configured as by the launcher."""
-    from asyncrl.config.schema import GenerationConfig, GenerationServerConfig
+    from asyncrl.config.processes import GenerationServerConfig
+    from asyncrl.config.schema import GenerationConfig
     from asyncrl.generation.worker import GenerationServer
     from asyncrl.runtime.names.open import open_name_resolver
 
@@ -123,7 +124,8 @@ class Served:
         return found
 
     async def _tokens_per_s(self, load: int, seconds: float, update_every_s: float | None) -> float:
-        from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, SamplingConfig, WorkerInfo
+        from asyncrl.config.processes import WorkerInfo
+        from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, SamplingConfig
         from asyncrl.rollout.client import PartialRolloutManager
         from asyncrl.runtime.board import StatusBoard
 

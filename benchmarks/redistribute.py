@@ -25,7 +25,8 @@ import numpy as np
 import transformers
 from common import Rounds, finish, parser, say, table
 
-from asyncrl.config.schema import CriticConfig, ModelConfig, PPOConfig, TrainConfig
+from asyncrl.config.processes import ModelConfig
+from asyncrl.config.schema import CriticConfig, PPOConfig, TrainConfig
 from asyncrl.data.sequence import KEY_SPECS, SequenceSample
 from asyncrl.dataflow.graph import DataflowGraph, build_dataflow
 from asyncrl.dataflow.topology import ModelPlacement

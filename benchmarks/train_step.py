@@ -122,7 +122,8 @@ def asyncrl_step(model: str, sequences: list[dict[str, Any]], max_tokens: int) -
     import numpy as np
 
     from asyncrl.algorithms.ppo import PPOLoss
-    from asyncrl.config.schema import ModelConfig, OptimizerConfig, PPOConfig, TrainConfig
+    from asyncrl.config.processes import ModelConfig
+    from asyncrl.config.schema import OptimizerConfig, PPOConfig, TrainConfig
     from asyncrl.data.sequence import SequenceSample
     from asyncrl.model.engine import TrainEngine
 

@@ -62,7 +62,8 @@ _SCRATCH_BYTES = 1 << 24
 
 def part_server(parent: Parent, *, folder: str, model: str, dtype: str) -> None:
     """A generation server with the transformers engine, configured as by the launcher."""
-    from asyncrl.config.schema import GenerationConfig, GenerationServerConfig
+    from asyncrl.config.processes import GenerationServerConfig
+    from asyncrl.config.schema import GenerationConfig
     from asyncrl.generation.worker import GenerationServer
     from asyncrl.protocol.messages import WeightVersion
     from asyncrl.runtime.names.open import open_name_resolver
@@ -95,7 +96,8 @@ def part_server(parent: Parent, *, folder: str, model: str, dtype: str) -> None:
 def part_manager(parent: Parent, *, folder: str, server: str, sender: str, **_: Any) -> None:
     """The part that runs the gserver manager. For each version number that it receives, it publishes the version as the trainer
     would, waits until the server serves it, and answers with the seconds that verification and loading took."""
-    from asyncrl.config.schema import GserverManagerConfig, ManagerConfig
+    from asyncrl.config.processes import GserverManagerConfig
+    from asyncrl.config.schema import ManagerConfig
     from asyncrl.manager.worker import ManagerFiles
     from asyncrl.protocol.messages import WeightVersion
     from asyncrl.runtime.names.open import open_name_resolver

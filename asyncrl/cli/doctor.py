@@ -30,9 +30,9 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
+from asyncrl.config.processes import ModelWorkerConfig
 from asyncrl.config.schema import (
     ExperimentConfig,
-    ModelWorkerConfig,
     NameResolveConfig,
     RuntimeConfig,
     auto_values,

@@ -1,9 +1,8 @@
-"""Configuration: the fields that a user writes (ExperimentConfig), and the config of each process (one dataclass per kind).
+"""Configuration: the fields that a user writes (ExperimentConfig).
 
 Dataclasses only, no torch. `loading.read_experiment` merges YAML and dotted overrides onto the defaults, and
 `asyncrl.launch.experiment.validate` rejects a config that cannot work; each error names field, value and remedy. After that no
-config changes. One pure function, `asyncrl.launch.program.plan`, derives the configs of the processes. They are written to disk,
-so that each process can be started alone from its own config.
+config changes. One pure function, `asyncrl.launch.program.plan`, derives the configs of the processes (processes.py).
 
 In the comments below `a | b` lists the allowed values, the field's name ends with its unit (`_s`: seconds, `_bytes`), and "step"
 means train step.
@@ -204,7 +203,9 @@ class PPOConfig:
     # Skip the optimizer step of a minibatch whose mean KL to the anchor is above this (nats per token); null: off. The anchor is
     # the policy at the start of the train step; in naive PPO without recompute_logprob it is the policy of the servers
     early_stop_kl: float | None = None
-    epochs: int = limited(1, at_least=1, at_most=65_536)  # the actor's passes over a step's batch, each shuffled anew
+    epochs: int = limited(
+        1, at_least=1, at_most=65_536
+    )  # passes of actor and critic over a step's batch, each shuffled anew
     minibatches: int = limited(4, at_most=65_536)  # optimizer steps per pass; at least 1
     discount: float = 1.0  # discount factor of later rewards, per token; 1: none
     gae_lambda: float = 1.0  # lambda of GAE (arXiv:1506.02438), 0 to 1
@@ -255,7 +256,7 @@ class CriticConfig:
     path: str = ""  # checkpoint with one output per token (`score`); "": model_path with a new output layer of zeros
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     eps_clip: float = limited(0.2, at_least=0)  # clip range of values, around those of critic_inf; 0: no clipping
-    minibatches: int = limited(4, at_least=1, at_most=65_536)  # optimizer steps per train step
+    minibatches: int = limited(4, at_least=1, at_most=65_536)  # optimizer steps per pass (train.ppo.epochs)
     value_norm: bool = False  # learn values in units of the returns' running mean and standard deviation
     value_norm_beta: float = 0.99995  # decay of this mean and standard deviation; at least 0, below 1
 
@@ -308,7 +309,7 @@ class PtxConfig:
 class EmaConfig:
     """A moving average of the actor: average <- decay * average + (1 - decay) * actor after each train step.
 
-    It is saved beside the actor (`final-ema`) and, with generation servers, evaluated at the end (eval/ema_...).
+    It is saved beside the actor (`final-ema`) and evaluated at the end (eval/ema_...).
     """
 
     decay: float = 0.99  # above 0, below 1; 1 / (1 - decay) steps have most of the weight
@@ -359,8 +360,8 @@ class TrainConfig:
     offload: list[str] = field(default_factory=list)  # roles whose weights leave the GPU between their MFCs, e.g. [ref]
     extra_mfcs: dict[str, MFCConfig] = field(default_factory=dict)  # name -> MFC
     extra_train_keys: list[str] = field(default_factory=list)  # keys that actor_train waits for besides its own
-    # true: a reference or reward model in a detached group processes stored groups while the trainer trains, and a step only the
-    # rest. false: it processes each batch within its step
+    # true: a reference, reward model or teacher in a detached group processes stored groups while the trainer trains, and a step
+    # only the rest. false: it processes each batch within its step
     arriving_inference: bool = False
     # For experiments about staleness: a step waits until (1 + eta) * batch_size groups are stored, so that later groups are all
     # trained eta versions after the version that began them.
@@ -663,193 +664,6 @@ class ExperimentConfig:
     trace: bool = False  # write a timeline of all processes: trace/attempt_N.json, for ui.perfetto.dev
     # Command that makes model and data; `asyncrl-launch prepare` and launcher/run_async_ppo.sh run it if something is missing
     prepare: str = ""
-
-
-# --------------------------------------------------------------------------------------------- the config of each process
-
-
-@dataclass(frozen=True)
-class WorkerInfo:
-    """Identity of a process and location of the run. The first field of every process's config."""
-
-    kind: str  # master | model_worker | generation_server | gserver_manager | rollout_worker | recorder | replayer
-    index: int
-    count: int  # number of processes of this kind
-    experiment: str
-    trial: str
-    attempt: int
-    run_dir: str  # <fileroot>/<experiment>/<trial>, absolute
-    seed: int
-    name_resolve: NameResolveConfig  # endpoints filled in
-    runtime: RuntimeConfig
-    trace: bool = False
-    network: NetworkConfig = field(default_factory=NetworkConfig)
-    group_incarnation: int = 0  # how often its worker group alone has been restarted in this attempt
-    start: int = 0  # number of this start among all starts by its launcher; 0: started by hand
-
-    @property
-    def name(self) -> str:
-        """The name in logs, status and errors, e.g. rollout_worker/1."""
-        return f"{self.kind}/{self.index}"
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """A model of the training side: its placement (topology.ModelPlacement), checkpoint and kind."""
-
-    name: str  # the role; a second layout of a role is e.g. actor@1
-    path: str
-    grid: str  # e.g. d2p1m1
-    workers: list[int]  # model worker of each rank, in training order
-    kind: str = "lm"  # lm: logprobs | value: one number per token (critic) | reward: one number per sequence
-    trainable: bool = False
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    offload: bool = False  # move the weights off the GPU between MFCs
-    float32: bool = False  # its weights are float32 although it is not trained: a moving average
-
-
-@dataclass(frozen=True)
-class PlacedMFC:
-    """A dataflow.MFCDef in the config of a process."""
-
-    name: str
-    role: str
-    model: str  # ModelConfig.name
-    kind: str  # inference | train_step | generate
-    interface: str
-    input_keys: list[str]
-    output_keys: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class GroupsConfig:
-    """Settings with which model workers generate groups (mode=sync). Of `generation` they use only max_running_requests,
-    num_blocks and page_size."""
-
-    prompts: PromptSourceConfig
-    eval_prompts: PromptSourceConfig | None
-    rollout: RolloutConfig
-    generation: GenerationConfig
-
-
-@dataclass(frozen=True)
-class MasterWorkerConfig:
-    worker: WorkerInfo
-    num_model_workers: int
-    models: list[ModelConfig]  # the heads of the first one receive trajectories; rollout_only: none
-    mfcs: list[PlacedMFC]
-    prompts: PromptSourceConfig
-    train: TrainConfig
-    eval: EvalConfig
-    weights: WeightsConfig
-    max_head_offpolicyness: int
-    overdue: str
-    overdue_wait_s: float
-    max_rejected_share: float
-    tensorboard: bool
-    wandb: WandbConfig = field(default_factory=WandbConfig)
-    tasks: list[str] = field(default_factory=list)  # names of rollout.tasks, by task id
-    mode: str = "async"
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    resume: str = ""  # checkpoint from which this attempt continues; "": it begins anew
-    first_step: int = 0  # train_only: first recorded step of the replay
-    num_replayed: int = 0  # train_only: number of groups to replay; they are used instead of prompts.
-    # With record.trajectories the heads receive the outputs of all MFCs for their trajectories, whichever worker computes them.
-    records: bool = False
-    detached: list[list[int]] = field(default_factory=list)  # workers of detached groups (WorkerGroups.detached)
-    shared_workers: list[int] = field(default_factory=list)  # workers that share devices with generation servers
-    leave_after: int = 0  # step after which the next phase of a hybrid allocation goes on; 0: none follows
-
-
-@dataclass(frozen=True)
-class ModelWorkerConfig:
-    worker: WorkerInfo
-    models: list[ModelConfig]  # all models of the run, in the master's order: every worker creates every process group
-    mfcs: list[PlacedMFC]
-    model_path: str
-    tokenizer_path: str
-    train: TrainConfig
-    weights: WeightsConfig
-    store_capacity: int  # groups that this head may hold: (1 + eta) * batch size
-    record: RecordConfig = field(default_factory=RecordConfig)  # max_bytes: this head's share
-    groups: GroupsConfig | None = None  # mode=sync
-    detached: list[list[int]] = field(default_factory=list)  # as in MasterWorkerConfig
-    shares_devices: bool = False  # with a generation server; the models are on the device only in training's turns
-
-
-@dataclass(frozen=True)
-class RecorderConfig:
-    """rollout_only: replaces the model workers."""
-
-    worker: WorkerInfo
-    model_path: str
-    tokenizer_path: str
-    weights: WeightsConfig
-    store_capacity: int
-    call_timeout_s: float
-    max_bytes: int
-
-
-@dataclass(frozen=True)
-class ReplayerConfig:
-    """train_only: replaces rollout workers and gserver manager."""
-
-    worker: WorkerInfo
-    replay: ReplayConfig
-    num_heads: int
-    batch_size: int
-    max_steps: int
-    max_head_offpolicyness: int
-    call_timeout_s: float
-
-
-@dataclass(frozen=True)
-class GenerationServerConfig:
-    worker: WorkerInfo
-    engine: str  # one of topology.ENGINES
-    model_path: str
-    tokenizer_path: str
-    generation: GenerationConfig
-    torch_threads: int
-    verify_tolerance: float = 0.0  # tolerance of the logprob check; 0: no check
-    tensor_parallel: int = 1  # GPUs of one SGLang server
-    fetch: bool = False  # weights.fetch with `auto` resolved
-    fetch_dir: str = ""
-    shares_devices: bool = False  # with model workers; the engine is on the devices only in generation's turns
-
-
-@dataclass(frozen=True)
-class GserverManagerConfig:
-    worker: WorkerInfo
-    manager: ManagerConfig
-    role: str  # role whose weight versions are served
-    num_heads: int
-    batch_size: int
-    num_rollout_workers: int = 1  # head_policy `grouping` divides them among the heads
-    interrupt: str = "abort"  # generation.interrupt
-    transport: str = "disk"  # weights.transport
-    broadcast_timeout_s: float = 30.0  # weights.broadcast_timeout_s
-    fetch: bool = False  # weights.fetch with `auto` resolved
-    # Limit for the trainer to replace a version that is damaged on disk: train.call_timeout_s
-    replace_timeout_s: float = 1800.0
-    shares_devices: bool = False  # the servers sleep in training's turns
-    wake_limit_s: float = 0.0  # then the time in which a server must wake: generation.load_timeout_s
-    num_servers: int = 1  # of the allocation; POST /scale changes the number
-    # POST /scale refuses a smaller number: a server that you start yourself (debug.leave_out) stays
-    least_servers: int = 1
-    external_servers: bool = False  # asyncrl does not start the servers, so POST /scale refuses every number
-
-
-@dataclass(frozen=True)
-class RolloutWorkerConfig:
-    worker: WorkerInfo
-    tokenizer_path: str
-    prompts: PromptSourceConfig
-    eval_prompts: PromptSourceConfig | None
-    rollout: RolloutConfig
-    num_heads: int
-    heartbeat_s: float
-    dense_rewards: bool = False  # train.dense_rewards
 
 
 # ------------------------------------------------------------------------------------ allowed values, and derived properties

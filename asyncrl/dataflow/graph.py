@@ -10,16 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
-from asyncrl.config.schema import REF, REWARD, TEACHER, PlacedMFC, TrainConfig, reward_models
+from asyncrl.config.processes import PlacedMFC
+from asyncrl.config.schema import REF, REWARD, TEACHER, TrainConfig, reward_models
 
 TRAIN_MFC = "actor_train"  # the node that produces new weights
 GENERATE_MFC = "actor_gen"  # the node that produces trajectories in a synchronous graph
 ADVANTAGES_MFC = "advantages"  # the node that computes advantages and the training mask
 
-ARRIVING_INTERFACES = (
-    "ref_logprobs",
-    "reward_scores",
-)  # train.arriving_inference: their outputs do not depend on the batch
+# train.arriving_inference: their outputs do not depend on the batch
+ARRIVING_INTERFACES = ("ref_logprobs", "reward_scores", "teacher_logprobs")
 
 # Keys that every trajectory carries. KEY_SPECS in data/sequence.py describes each.
 TRAJECTORY_KEYS = (

@@ -123,10 +123,8 @@ def _bad_detached(
     groups = worker_groups_of(placements, mfcs, num_workers=allocation.num_model_workers, mode=config.mode)
     detached = {model.role for model in placements if groups.all_detached.issuperset(model.workers)}
     if train.arriving_inference and not detached:
-        remedy = (
-            f"needs a reference or reward model with workers of its own, such as {config.allocation}+ref_inf:d1p1m1"
-        )
-        yield "train.arriving_inference", True, remedy
+        remedy = "needs a reference, reward model or teacher with workers of its own"
+        yield "train.arriving_inference", True, f"{remedy}, such as {config.allocation}+ref_inf:d1p1m1"
     roles = [(REF, "ref", "ref_inf")]
     for role in reward_models(train):
         name = role.removeprefix(REWARD)  # "", or _NAME

@@ -14,7 +14,8 @@ import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from asyncrl.config.schema import ExperimentConfig, ModelConfig
+from asyncrl.config.processes import ModelConfig
+from asyncrl.config.schema import ExperimentConfig
 from asyncrl.dataflow.graph import DataflowGraph
 from asyncrl.protocol.names import ACTOR
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.schema import GenerationServerConfig
+from asyncrl.config.processes import GenerationServerConfig
 from asyncrl.data.prompts import load_tokenizer
 from asyncrl.dataflow.topology import ENGINES
 from asyncrl.generation.engine import GenerationEngine

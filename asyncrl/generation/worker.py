@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 from contextlib import AsyncExitStack
 
-from asyncrl.config.schema import GenerationServerConfig
+from asyncrl.config.processes import GenerationServerConfig
 from asyncrl.generation.checks import VerifiedLoads
 from asyncrl.generation.engine import EngineUnavailable, GenerationEngine
 from asyncrl.generation.engines import Engines

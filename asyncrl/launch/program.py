@@ -18,6 +18,19 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from asyncrl.config.loading import merge_into
+from asyncrl.config.processes import (
+    GenerationServerConfig,
+    GroupsConfig,
+    GserverManagerConfig,
+    MasterWorkerConfig,
+    ModelConfig,
+    ModelWorkerConfig,
+    PlacedMFC,
+    RecorderConfig,
+    ReplayerConfig,
+    RolloutWorkerConfig,
+    WorkerInfo,
+)
 from asyncrl.config.schema import (
     CRITIC,
     EMA,
@@ -28,22 +41,11 @@ from asyncrl.config.schema import (
     ConfigError,
     EvalConfig,
     ExperimentConfig,
-    GenerationServerConfig,
-    GroupsConfig,
-    GserverManagerConfig,
-    MasterWorkerConfig,
-    ModelConfig,
-    ModelWorkerConfig,
     NameResolveConfig,
-    PlacedMFC,
     PromptSourceConfig,
-    RecorderConfig,
-    ReplayerConfig,
     RolloutConfig,
-    RolloutWorkerConfig,
     TaskConfig,
     TrainConfig,
-    WorkerInfo,
     fetches_weights,
     max_head_offpolicyness,
     resolve_auto,

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from asyncrl.config.schema import WorkerInfo
+from asyncrl.config.processes import WorkerInfo
 from asyncrl.launch.program import ProcessConfig, load_process_config
 from asyncrl.launch.rundir import logs_dir
 from asyncrl.rewards.import_object import no_terminal

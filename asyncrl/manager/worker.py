@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from asyncrl.config.schema import GserverManagerConfig
+from asyncrl.config.processes import GserverManagerConfig
 from asyncrl.manager.fleet import Fleet
 from asyncrl.manager.http import MAX_BODY_BYTES, ManagerService
 from asyncrl.manager.ledger import Ledger

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.config.schema import CheckpointConfig, EvalConfig, MasterWorkerConfig
+from asyncrl.config.processes import MasterWorkerConfig
+from asyncrl.config.schema import CheckpointConfig, EvalConfig
 from asyncrl.master.buffer import PromptProgress
 from asyncrl.master.report import RunSummary, rejection_lines
 from asyncrl.master.schedule import REWARD_WINDOW, Schedule, ended_by

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.config.schema import MasterWorkerConfig
+from asyncrl.config.processes import MasterWorkerConfig
 from asyncrl.dataflow.worker_groups import WorkerGroups
 from asyncrl.master.books import Books
 from asyncrl.master.calls import WorkerCaller

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.config.schema import MasterWorkerConfig, PromptSourceConfig
+from asyncrl.config.processes import MasterWorkerConfig
+from asyncrl.config.schema import PromptSourceConfig
 from asyncrl.data.bad_batches import weights_needed
 from asyncrl.data.prompts import PromptSource
 from asyncrl.master.report import generation_idle_share

@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from asyncrl.config.schema import CRITIC, EMA, REF, MasterWorkerConfig
+from asyncrl.config.processes import MasterWorkerConfig
+from asyncrl.config.schema import CRITIC, EMA, REF
 from asyncrl.dataflow.graph import MFCDef, without_generation
 from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
 from asyncrl.dataflow.worker_groups import WorkerGroups
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
 from asyncrl.master.calls import DetachedGroups, WorkerCaller
-from asyncrl.master.executor import FunctionExecutor, ParameterHooks
+from asyncrl.master.executor import FunctionExecutor, ParameterHooks, start_copies
 from asyncrl.master.refresh import Refresher
 from asyncrl.protocol.messages import (
     CallBody,
@@ -23,6 +24,7 @@ from asyncrl.protocol.messages import (
     CommitWeights,
     LoadCheckpoint,
     Ping,
+    Reallocate,
     SaveModel,
     WriteWeights,
 )
@@ -64,6 +66,7 @@ class ModelWorkers:
         self.caller, self.tracker = caller, tracker
         mfcs = [MFCDef.of(mfc) for mfc in config.mfcs]
         self.hooks = ParameterHooks(mfcs, config.train)
+        self._generating = [mfc.model for mfc in mfcs if mfc.kind == "generate"]
         self._run_dir = Path(config.worker.run_dir)
         self._refreshes_ref = config.train.ref.update_interval > 0
         self._logger = logger
@@ -124,6 +127,12 @@ class ModelWorkers:
     def start(self, model: str, what: str, body: CallBody) -> asyncio.Task[list[CallResult]]:
         """Call all workers of a model."""
         return self.caller.start(what, self.models[model].workers, body)
+
+    async def generate_with_average(self) -> None:
+        """mode=sync: copy the actor's moving average (train.ema) over the weights that generate, for an evaluation after the last
+        step. No later step may follow."""
+        copies = [Reallocate(source=EMA, target=model) for model in self._generating]
+        await asyncio.gather(*start_copies(copies, self.models, self.caller))
 
     async def save(self, name: str) -> None:
         """Save the models for the user: the actor's under this name, the critic's under `{name}-critic`, the moving average's

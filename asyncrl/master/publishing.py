@@ -11,7 +11,8 @@ import logging
 from pathlib import Path
 from typing import NamedTuple
 
-from asyncrl.config.schema import EMA, MasterWorkerConfig
+from asyncrl.config.processes import MasterWorkerConfig
+from asyncrl.config.schema import EMA
 from asyncrl.master.books import Books
 from asyncrl.master.device_turns import DeviceTurns
 from asyncrl.master.evaluations import Evaluations

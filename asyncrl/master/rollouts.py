@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final, Literal, TypeVar
 
-from asyncrl.config.schema import MasterWorkerConfig
+from asyncrl.config.processes import MasterWorkerConfig
 from asyncrl.master.batch import BatchFormer, NotReady
 from asyncrl.master.books import Books
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, Grants, StorageTracker

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from asyncrl.config.schema import MasterWorkerConfig
+from asyncrl.config.processes import MasterWorkerConfig
 from asyncrl.dataflow.graph import MFCDef
 from asyncrl.master.books import Books
 from asyncrl.master.buffer import AsyncIOSequenceBuffer

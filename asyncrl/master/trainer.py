@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from asyncrl.config.schema import MasterWorkerConfig
+from asyncrl.config.processes import MasterWorkerConfig
 from asyncrl.data.bad_batches import WEIGHTS, folder_of
 from asyncrl.master.books import Books, RejectedShareError
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
@@ -211,21 +211,28 @@ class Trainer:
         await self._evaluate_average()
 
     async def _evaluate_average(self) -> None:
-        """Evaluate the actor's moving average (train.ema), after the last evaluation of the actor. Needs generation servers."""
+        """Evaluate the actor's moving average (train.ema), after the last evaluation of the actor."""
         evaluates = self._config.eval.at_end and self._config.eval.prompts is not None
-        if self._config.train.ema is None or self._publisher is None or not (evaluates and self._books.trains):
+        if self._config.train.ema is None or not (evaluates and self._books.trains):
             return
         try:
-            if self._turns is not None:
-                await self._turns.training()
-            version = await self._publisher.publish_average()
-            if self._turns is not None:
-                await self._turns.generation()
-            await self._publisher.served(version)
+            if self._publisher is None:  # the model workers generate; the models have been saved
+                await self._workers.generate_with_average()
+            else:
+                await self._serve_average(self._publisher)
             self._evaluations.begin(name="ema", prefix="ema_")
         except WaitTimeoutError as error:
             self._logger.warning("skipped the evaluation of the moving average: %s", error)
         await self._evaluations.all_over()
+
+    async def _serve_average(self, publisher: WeightPublisher) -> None:
+        """Wait until the generation servers have the average."""
+        if self._turns is not None:
+            await self._turns.training()
+        version = await publisher.publish_average()
+        if self._turns is not None:
+            await self._turns.generation()
+        await publisher.served(version)
 
     async def _write_last_checkpoint(self) -> None:
         """Write a checkpoint of the last step, for a later attempt to continue from. An attempt that itself continues from a

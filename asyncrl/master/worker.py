@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
-from asyncrl.config.schema import MasterWorkerConfig
+from asyncrl.config.processes import MasterWorkerConfig
 from asyncrl.dataflow.topology import build_handler_routing
 from asyncrl.dataflow.worker_groups import WorkerGroups
 from asyncrl.master.books import Books

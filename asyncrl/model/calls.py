@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from asyncrl.config.schema import EMA, REF, ModelWorkerConfig
+from asyncrl.config.processes import ModelWorkerConfig
+from asyncrl.config.schema import EMA, REF
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.data.trajectories import BackgroundRecorder, Entry, TrajectoryStore, tokenizer_fingerprint
 from asyncrl.dataflow.graph import TRAIN_MFC, MFCDef

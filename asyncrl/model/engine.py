@@ -31,7 +31,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from asyncrl.config.schema import ConfigError, ModelConfig, OptimizerConfig, TrainConfig
+from asyncrl.config.processes import ModelConfig
+from asyncrl.config.schema import ConfigError, OptimizerConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.model import sharding
 from asyncrl.model.interfaces import LossFn

@@ -26,7 +26,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from asyncrl.config.schema import ConfigError, ModelConfig, ModelWorkerConfig
+from asyncrl.config.processes import ModelConfig, ModelWorkerConfig
+from asyncrl.config.schema import ConfigError
 from asyncrl.data.prompts import load_tokenizer
 from asyncrl.model import checkpoint
 from asyncrl.model.broadcast import HeldSnapshot, WeightSender

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncrl.config.schema import ConfigError, ModelWorkerConfig, SamplingConfig
+from asyncrl.config.processes import ModelWorkerConfig
+from asyncrl.config.schema import ConfigError, SamplingConfig
 from asyncrl.data.prompts import Prompt, PromptError, PromptSource, load_tokenizer
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.model.engine import TrainEngine

@@ -616,6 +616,15 @@ def split_minibatches(
     return [[batch_ids[i] for i in sorted(part.tolist())] for part in parts if len(part)]
 
 
+def split_passes(batch_ids: Sequence[str], num: int, *, epochs: int, seed: int, version: int) -> list[list[str]]:
+    """Return the minibatches of all passes over the batch, in order (split_minibatches)."""
+    return [
+        ids
+        for epoch in range(epochs)
+        for ids in split_minibatches(batch_ids, num, seed=seed, version=version, epoch=epoch)
+    ]
+
+
 def train_minibatches(
     engine: Engine,
     sample: SequenceSample | None,
@@ -744,11 +753,7 @@ class PPOActorInterface(Interface):
         def loss_of(num_tokens: float, num_sequences: float) -> PPOLoss:
             return PPOLoss(ppo, loss_denominator(ppo, num_tokens, num_sequences))
 
-        minibatches = [
-            ids
-            for epoch in range(ppo.epochs)
-            for ids in split_minibatches(batch_ids, ppo.minibatches, seed=self.seed, version=version, epoch=epoch)
-        ]
+        minibatches = split_passes(batch_ids, ppo.minibatches, epochs=ppo.epochs, seed=self.seed, version=version)
         steps = train_minibatches(
             engine, sample, minibatches, loss_of, temperature=self.temperature, lr_step=version, texts=self.texts
         )
@@ -810,7 +815,8 @@ def _without(interface: _AdvantagesOrActor, missing: Collection[str]) -> _Advant
 
 
 class PPOCriticInterface(Interface):
-    """One train step of the critic: values of the states in which trained tokens were sampled move towards the returns.
+    """One train step of the critic: values of the states in which trained tokens were sampled move towards the returns, in
+    train.ppo.epochs passes over the batch. Returns and old values stay those of the start of the step.
 
     consumes: the groups of this rank with the keys of `critic_train`.  produces: new weights in the engine, statistics of the step.
     waits for: the other ranks, in collective calls.
@@ -822,6 +828,7 @@ class PPOCriticInterface(Interface):
         if train.critic is None:
             raise ValueError(f"MFC {mfc.name!r} trains a critic, but train.critic is null")
         self.critic = train.critic
+        self.epochs = train.ppo.epochs
         self.seed = seed
         self._accumulated = AccumulatedStep()
         check_input_keys(mfc, self.KEYS)
@@ -836,7 +843,8 @@ class PPOCriticInterface(Interface):
         def loss_of(num_tokens: float, num_sequences: float) -> ValueLoss:
             return ValueLoss(self.critic.eps_clip, num_tokens)
 
-        minibatches = split_minibatches(batch_ids, self.critic.minibatches, seed=self.seed, version=version)
+        num, epochs = self.critic.minibatches, self.epochs
+        minibatches = split_passes(batch_ids, num, epochs=epochs, seed=self.seed, version=version)
         steps = train_minibatches(engine, sample, minibatches, loss_of, temperature=1.0, lr_step=version)
         return None, steps.result("critic")
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from asyncrl.config.schema import WorkerInfo
+from asyncrl.config.processes import WorkerInfo
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.dataflow.worker_groups import WorkerGroups
 from asyncrl.model.mesh import ModelMesh

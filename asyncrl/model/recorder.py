@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
-from asyncrl.config.schema import RecorderConfig
+from asyncrl.config.processes import RecorderConfig
 from asyncrl.data.model_limits import ModelLimits
 from asyncrl.data.trajectories import (
     Entry,

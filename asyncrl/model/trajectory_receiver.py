@@ -16,7 +16,7 @@ from typing import Self
 
 import numpy as np
 
-from asyncrl.config.schema import WorkerInfo
+from asyncrl.config.processes import WorkerInfo
 from asyncrl.data.model_limits import ModelLimits
 from asyncrl.data.sequence import SequenceSample, decode_sample
 from asyncrl.dataflow.graph import DENSE_REWARDS, TRAJECTORY_KEYS

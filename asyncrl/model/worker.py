@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from asyncrl.config.schema import ModelConfig, ModelWorkerConfig
+from asyncrl.config.processes import ModelConfig, ModelWorkerConfig
 from asyncrl.data.model_limits import ModelLimits
 from asyncrl.data.trajectories import BackgroundRecorder, recording_dir
 from asyncrl.dataflow.graph import MFCDef, trajectory_keys

@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack
 import msgspec
 from aiohttp import web
 
-from asyncrl.config.schema import ReplayerConfig
+from asyncrl.config.processes import ReplayerConfig
 from asyncrl.data.replay import Recorded, plan_replay, translate
 from asyncrl.data.trajectories import read_trajectory
 from asyncrl.protocol.messages import DECODE_ERRORS, LedgerView, Locator, MasterReport, TicketView

@@ -6,7 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.schema import ConfigError, RolloutWorkerConfig
+from asyncrl.config.processes import RolloutWorkerConfig
+from asyncrl.config.schema import ConfigError
 from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.data.sequence import SequenceSample, encode_sample
 from asyncrl.rewards.trajectory import SampleSummary, complete_sample

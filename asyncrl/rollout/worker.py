@@ -12,7 +12,7 @@ import logging
 import resource
 from contextlib import AsyncExitStack
 
-from asyncrl.config.schema import RolloutWorkerConfig
+from asyncrl.config.processes import RolloutWorkerConfig
 from asyncrl.rollout.client import PartialRolloutManager
 from asyncrl.rollout.openai_api import ChatEndpoint
 from asyncrl.rollout.rollout_data import RolloutData

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Literal, TypeVar
 
-from asyncrl.config.schema import WorkerInfo
+from asyncrl.config.processes import WorkerInfo
 from asyncrl.protocol.messages import Wait, WorkerStatus
 from asyncrl.runtime.trace import OFF, Tracer
 

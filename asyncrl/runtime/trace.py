@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 import msgspec
 
-from asyncrl.config.schema import WorkerInfo
+from asyncrl.config.processes import WorkerInfo
 from asyncrl.runtime.metrics import JsonLinesReader
 
 Value = str | int | float | bool

@@ -21,7 +21,8 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config.schema import ConfigError, WorkerInfo
+from asyncrl.config.processes import WorkerInfo
+from asyncrl.config.schema import ConfigError
 from asyncrl.data.prompts import PromptError
 from asyncrl.protocol.names import Names, incarnation
 from asyncrl.runtime import http_client

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.config.schema import GenerationServerConfig, ModelWorkerConfig
+from asyncrl.config.processes import GenerationServerConfig, ModelWorkerConfig
 from asyncrl.data.model_limits import ModelLimits
 from asyncrl.generation.http import GenerationHTTP
 from asyncrl.generation.journal import TokenJournal, journal_path

@@ -24,18 +24,8 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Literal
 
-from asyncrl.config.schema import (
-    GroupsConfig,
-    ModelConfig,
-    ModelWorkerConfig,
-    NameResolveConfig,
-    PlacedMFC,
-    RecordConfig,
-    RuntimeConfig,
-    TrainConfig,
-    WeightsConfig,
-    WorkerInfo,
-)
+from asyncrl.config.processes import GroupsConfig, ModelConfig, ModelWorkerConfig, PlacedMFC, WorkerInfo
+from asyncrl.config.schema import NameResolveConfig, RecordConfig, RuntimeConfig, TrainConfig, WeightsConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.graph import MFCDef, without_generation
 from asyncrl.dataflow.topology import ModelPlacement, build_handler_routing

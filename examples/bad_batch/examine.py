@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from asyncrl.algorithms.ppo import PPOLoss, loss_denominator
-from asyncrl.config.schema import MasterWorkerConfig, ModelConfig, TrainConfig
+from asyncrl.config.processes import MasterWorkerConfig, ModelConfig
+from asyncrl.config.schema import TrainConfig
 from asyncrl.data.bad_batches import WEIGHTS, list_bad_batches
 from asyncrl.data.sequence import Array, SequenceSample
 from asyncrl.data.trajectories import list_recording, read_trajectory

@@ -24,7 +24,14 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="module")
 def run(sorter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunHandle]:
-    overrides = ("mode=sync", "allocation=d1", f"train.max_steps={STEPS}", "eval.every_steps=12")
+    # So large a decay leaves the average at the initial weights
+    overrides = (
+        "mode=sync",
+        "allocation=d1",
+        f"train.max_steps={STEPS}",
+        "eval.every_steps=12",
+        "train.ema.decay=0.999999999",
+    )
     with launch_sorter(sorter, tmp_path_factory.mktemp("sync"), *overrides) as run:
         assert run.wait(800) == 0, run.output()
         assert_nothing_left(run.run_dir)
@@ -32,7 +39,7 @@ def run(sorter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunH
 
 
 def test_reward_climbs(run: RunHandle) -> None:
-    start, middle, end = evaluations(run.run_dir)
+    start, middle, end, _ = evaluations(run.run_dir)
     assert start["eval/sampled_reward"] < 0.25
     rewards = [record["reward/mean"] for record in train_steps(run.run_dir)]
     assert len(rewards) == STEPS
@@ -42,6 +49,13 @@ def test_reward_climbs(run: RunHandle) -> None:
         for mode in ("sampled", "greedy"):
             assert record["step"] == record[f"eval/{mode}_version_min"] == record[f"eval/{mode}_version_max"] == step
             assert (record[f"eval/{mode}_num_prompts"], record[f"eval/{mode}_num_failed"]) == (NUM_EVAL, 0)
+
+
+def test_the_average_of_the_actor_is_evaluated(run: RunHandle) -> None:
+    start, *_, average = evaluations(run.run_dir)
+    for name in ("greedy_reward", "greedy_length"):
+        assert average[f"eval/ema_{name}"] == start[f"eval/{name}"]
+    assert (average["step"], average["eval/ema_sampled_num_prompts"]) == (STEPS, NUM_EVAL)
 
 
 def test_batches_are_the_prompts_in_order_and_never_old(run: RunHandle) -> None:

@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 import torch
 
-from asyncrl.config.schema import GenerationConfig, GenerationServerConfig, NameResolveConfig, RuntimeConfig, WorkerInfo
+from asyncrl.config.processes import GenerationServerConfig, WorkerInfo
+from asyncrl.config.schema import GenerationConfig, NameResolveConfig, RuntimeConfig
 from asyncrl.generation.worker import GenerationServer
 from asyncrl.protocol.messages import Locator, ScheduleReply, Ticket, UpdateWeightsRequest, WeightVersion
 from asyncrl.protocol.names import Names

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from asyncrl.config.schema import ModelConfig, TrainConfig
+from asyncrl.config.processes import ModelConfig
+from asyncrl.config.schema import TrainConfig
 from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.mesh import ModelMesh

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_model_worker import TRAIN, on_one_worker, one_model, placed_mfcs, push_all, trajectory, weights_in
 
-from asyncrl.config.schema import CriticConfig, MFCConfig, ModelConfig, OptimizerConfig, TrainConfig
+from asyncrl.config.processes import ModelConfig
+from asyncrl.config.schema import CriticConfig, MFCConfig, OptimizerConfig, TrainConfig
 from asyncrl.data.bad_batches import folder_of, list_bad_batches
 from asyncrl.data.trajectories import Trajectory, list_recording, read_trajectory
 from asyncrl.master.skipped import SkippedSteps

@@ -14,7 +14,8 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file, save_file
 
-from asyncrl.config.schema import ConfigError, ModelConfig, TrainConfig
+from asyncrl.config.processes import ModelConfig
+from asyncrl.config.schema import ConfigError, TrainConfig
 from asyncrl.manager.fleet import Fleet
 from asyncrl.manager.routing import ServerTable
 from asyncrl.manager.update_plan import UpdatePlan

@@ -17,7 +17,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, WorkerInfo
+from asyncrl.config.processes import WorkerInfo
+from asyncrl.config.schema import NameResolveConfig, RuntimeConfig
 from asyncrl.generation import sglang_http
 from asyncrl.generation.sglang_http import SGLangClient, SGLangError
 from asyncrl.protocol.names import Names

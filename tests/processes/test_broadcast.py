@@ -23,15 +23,8 @@ import msgspec
 import pytest
 import torch
 
-from asyncrl.config.schema import (
-    ConfigError,
-    GenerationConfig,
-    GenerationServerConfig,
-    NameResolveConfig,
-    RuntimeConfig,
-    WeightsConfig,
-    WorkerInfo,
-)
+from asyncrl.config.processes import GenerationServerConfig, WorkerInfo
+from asyncrl.config.schema import ConfigError, GenerationConfig, NameResolveConfig, RuntimeConfig, WeightsConfig
 from asyncrl.generation.worker import GenerationServer
 from asyncrl.model.broadcast import HeldSnapshot, ServerClient, WeightSender
 from asyncrl.protocol.messages import (

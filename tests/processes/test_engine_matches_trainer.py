@@ -18,16 +18,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from asyncrl.config.processes import GenerationServerConfig, ModelConfig, WorkerInfo
 from asyncrl.config.schema import (
     GenerationConfig,
-    GenerationServerConfig,
-    ModelConfig,
     NameResolveConfig,
     OptimizerConfig,
     RuntimeConfig,
     SamplingConfig,
     TrainConfig,
-    WorkerInfo,
 )
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.generation.worker import GenerationServer

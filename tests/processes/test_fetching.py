@@ -15,7 +15,8 @@ import pytest
 from aiohttp import web
 from test_data_manager import KEYS, make_group, same_bytes
 
-from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, WorkerInfo
+from asyncrl.config.processes import WorkerInfo
+from asyncrl.config.schema import NameResolveConfig, RuntimeConfig
 from asyncrl.data.sequence import CodecError, SequenceSample
 from asyncrl.model import fetching
 from asyncrl.model.fetching import DataFetcher, FetchError, HeldData, pack_sample, read_request, unpack_sample

@@ -12,10 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from asyncrl.config.processes import GroupsConfig, ModelConfig
 from asyncrl.config.schema import (
     GenerationConfig,
-    GroupsConfig,
-    ModelConfig,
     OptimizerConfig,
     PPOConfig,
     PromptSourceConfig,

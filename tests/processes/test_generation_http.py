@@ -14,7 +14,8 @@ import msgspec
 import pytest
 import torch
 
-from asyncrl.config.schema import GenerationConfig, GenerationServerConfig, NameResolveConfig, RuntimeConfig, WorkerInfo
+from asyncrl.config.processes import GenerationServerConfig, WorkerInfo
+from asyncrl.config.schema import GenerationConfig, NameResolveConfig, RuntimeConfig
 from asyncrl.generation.journal import TokenJournal, journal_path
 from asyncrl.generation.transformers import LiveTensors
 from asyncrl.generation.worker import GenerationServer

@@ -4,7 +4,8 @@ import logging
 
 import pytest
 
-from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, WorkerInfo
+from asyncrl.config.processes import WorkerInfo
+from asyncrl.config.schema import NameResolveConfig, RuntimeConfig
 from asyncrl.runtime import loading
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.loading import LoadProgress

@@ -16,13 +16,8 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from asyncrl.config.schema import (
-    GserverManagerConfig,
-    ManagerConfig,
-    NameResolveConfig,
-    RuntimeConfig,
-    WorkerInfo,
-)
+from asyncrl.config.processes import GserverManagerConfig, WorkerInfo
+from asyncrl.config.schema import ManagerConfig, NameResolveConfig, RuntimeConfig
 from asyncrl.manager.routing import ServerState
 from asyncrl.manager.worker import GserverManager, Management
 from asyncrl.protocol.messages import (

@@ -16,9 +16,9 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import (
     CriticConfig,
-    ModelConfig,
     OptimizerConfig,
     PPOConfig,
     RewardModelConfig,

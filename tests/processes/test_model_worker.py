@@ -19,18 +19,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from asyncrl.config.processes import ModelConfig, ModelWorkerConfig, PlacedMFC, WorkerInfo
 from asyncrl.config.schema import (
     CriticConfig,
-    ModelConfig,
-    ModelWorkerConfig,
     NameResolveConfig,
     OptimizerConfig,
-    PlacedMFC,
     PPOConfig,
     RuntimeConfig,
     TrainConfig,
     WeightsConfig,
-    WorkerInfo,
 )
 from asyncrl.data.model_limits import ModelLimits
 from asyncrl.data.sequence import SequenceSample

@@ -12,7 +12,8 @@ import aiohttp
 import openai
 import pytest
 
-from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, SamplingConfig, WorkerInfo
+from asyncrl.config.processes import WorkerInfo
+from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, SamplingConfig
 from asyncrl.protocol.messages import WeightVersion
 from asyncrl.rewards.outcome import RolloutReleased
 from asyncrl.rewards.trajectory import OnPiece, Response

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from served_engine import V0, V1, NoOtherServer, Served, forward_logprobs, serve
 
-from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, SamplingConfig, WorkerInfo
+from asyncrl.config.processes import WorkerInfo
+from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, SamplingConfig
 from asyncrl.data.prompts import Prompt
 from asyncrl.protocol.messages import GenerateReply, SamplingParams
 from asyncrl.rewards.trajectory import OnPiece, Response

@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from asyncrl.config.schema import ModelConfig, OptimizerConfig, TrainConfig
+from asyncrl.config.processes import ModelConfig
+from asyncrl.config.schema import OptimizerConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
 from asyncrl.model import sharding

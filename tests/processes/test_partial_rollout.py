@@ -12,7 +12,8 @@ import pytest
 from aiohttp import web
 from rollout_fakes import LIMIT_S, FakeGenerationServer, continuation, logprob_of
 
-from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, SamplingConfig, WorkerInfo
+from asyncrl.config.processes import WorkerInfo
+from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, SamplingConfig
 from asyncrl.protocol.messages import Locator, ScheduleReply, Ticket, WeightVersion
 from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
 from asyncrl.rollout.client import PartialRolloutManager, Pauses, Route

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from served_engine import V1, NoOtherServer, forward_logprobs, serve
 
-from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, SamplingConfig, WorkerInfo
+from asyncrl.config.processes import WorkerInfo
+from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, SamplingConfig
 from asyncrl.generation.transformers import TransformersEngine
 from asyncrl.rewards.trajectory import Episode, build_sample
 from asyncrl.rollout.client import PartialRolloutManager, Route

@@ -16,15 +16,14 @@ import numpy as np
 import pytest
 from rollout_fakes import LIMIT_S, FakeGenerationServer, FakeManager, continuation, logprob_of
 
+from asyncrl.config.processes import RolloutWorkerConfig, WorkerInfo
 from asyncrl.config.schema import (
     NameResolveConfig,
     PromptSourceConfig,
     RolloutConfig,
-    RolloutWorkerConfig,
     RuntimeConfig,
     SamplingConfig,
     TaskConfig,
-    WorkerInfo,
 )
 from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.data.sequence import SequenceSample

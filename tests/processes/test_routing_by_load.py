@@ -16,7 +16,8 @@ import pytest
 import torch
 from test_manager_http import Setup, running
 
-from asyncrl.config.schema import GenerationConfig, GenerationServerConfig, SamplingConfig
+from asyncrl.config.processes import GenerationServerConfig
+from asyncrl.config.schema import GenerationConfig, SamplingConfig
 from asyncrl.generation.worker import GenerationServer
 from asyncrl.protocol.messages import DesiredServers, HeartbeatReply, LoadsReply, ScheduleReply, Ticket, WeightVersion
 from asyncrl.rewards.trajectory import Response

@@ -26,16 +26,8 @@ from safetensors.torch import load_file
 from test_model_worker import trajectory
 from transformers import AutoModelForTokenClassification
 
-from asyncrl.config.schema import (
-    CriticConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PlacedMFC,
-    PPOConfig,
-    PromptSourceConfig,
-    PtxConfig,
-    TrainConfig,
-)
+from asyncrl.config.processes import ModelConfig, PlacedMFC
+from asyncrl.config.schema import CriticConfig, OptimizerConfig, PPOConfig, PromptSourceConfig, PtxConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.graph import DataflowGraph, training_mfcs
 from asyncrl.dataflow.topology import ParallelGrid

@@ -17,7 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, WorkerInfo
+from asyncrl.config.processes import WorkerInfo
+from asyncrl.config.schema import NameResolveConfig, RuntimeConfig
 from asyncrl.data.prompts import Prompt
 from asyncrl.rewards.judges import Judges
 from asyncrl.rewards.reward import Completion, Reward

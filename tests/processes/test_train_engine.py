@@ -15,7 +15,8 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from asyncrl.config.schema import ConfigError, ModelConfig, OptimizerConfig, TrainConfig
+from asyncrl.config.processes import ModelConfig
+from asyncrl.config.schema import ConfigError, OptimizerConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.model.engine import TrainEngine, learning_rate
 from asyncrl.model.export import commit_model, take_share

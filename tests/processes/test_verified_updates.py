@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.config.schema import GenerationConfig, ModelConfig, OptimizerConfig, TrainConfig
+from asyncrl.config.processes import ModelConfig
+from asyncrl.config.schema import GenerationConfig, OptimizerConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.generation import transformers as engine_module
 from asyncrl.generation.checks import VerifiedLoads

@@ -20,14 +20,8 @@ import pytest
 from real_server import START_LIMIT_S
 from weight_store import EXACT, MAX_POSITIONS, V0, V1, V2, V3, WeightStore
 
-from asyncrl.config.schema import (
-    ConfigError,
-    GenerationConfig,
-    GenerationServerConfig,
-    NameResolveConfig,
-    RuntimeConfig,
-    WorkerInfo,
-)
+from asyncrl.config.processes import GenerationServerConfig, WorkerInfo
+from asyncrl.config.schema import ConfigError, GenerationConfig, NameResolveConfig, RuntimeConfig
 from asyncrl.generation.engine import (
     EngineFailed,
     EngineRequest,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.schema import GenerationServerConfig, ModelWorkerConfig
+from asyncrl.config.processes import GenerationServerConfig, ModelWorkerConfig
 from asyncrl.data.prompts import Prompt
 from asyncrl.dataflow.graph import TRAJECTORY_KEYS
 from asyncrl.dataflow.redistribution import transfers

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config.schema import MasterWorkerConfig, ModelWorkerConfig
+from asyncrl.config.processes import MasterWorkerConfig, ModelWorkerConfig
 from asyncrl.generation.worker import GenerationServer
 from asyncrl.launch.program import ProcessSpec, plan
 from asyncrl.manager.worker import GserverManager

@@ -24,7 +24,8 @@ import asyncrl.master.buffer
 import asyncrl.rollout.rollouts
 import asyncrl.runtime.push_pull
 import asyncrl.testing.paced_engine
-from asyncrl.config.schema import GserverManagerConfig, MasterWorkerConfig, PromptSourceConfig, RolloutWorkerConfig
+from asyncrl.config.processes import GserverManagerConfig, MasterWorkerConfig, RolloutWorkerConfig
+from asyncrl.config.schema import PromptSourceConfig
 from asyncrl.manager.http import ManagerService
 from asyncrl.manager.ledger import Ledger
 from asyncrl.manager.worker import ManagerFiles

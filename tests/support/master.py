@@ -11,16 +11,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from asyncrl.config.processes import MasterWorkerConfig, ModelConfig, WorkerInfo
 from asyncrl.config.schema import (
     EvalConfig,
-    MasterWorkerConfig,
-    ModelConfig,
     NameResolveConfig,
     PromptSourceConfig,
     RuntimeConfig,
     TrainConfig,
     WeightsConfig,
-    WorkerInfo,
 )
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.master.books import Books

@@ -11,14 +11,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.schema import (
-    NameResolveConfig,
-    RolloutConfig,
-    RuntimeConfig,
-    SamplingConfig,
-    TaskConfig,
-    WorkerInfo,
-)
+from asyncrl.config.processes import WorkerInfo
+from asyncrl.config.schema import NameResolveConfig, RolloutConfig, RuntimeConfig, SamplingConfig, TaskConfig
 from asyncrl.data.prompts import Prompt
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.protocol.messages import WeightVersion

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 import pytest
@@ -12,21 +12,35 @@ from test_detached_groups import COMPUTED, FETCHED_FROM, FETCHING, WorldOfGroups
 from test_detached_groups import running as running_groups
 from test_executor import DATASET, mfc, placement, trajectory
 
-from asyncrl.config.schema import ExperimentConfig, PPOConfig, RefConfig, TrainConfig
-from asyncrl.dataflow.graph import DataflowGraph
+from asyncrl.config.schema import (
+    ExperimentConfig,
+    PPOConfig,
+    RefConfig,
+    RewardModelConfig,
+    TeacherConfig,
+    TrainConfig,
+)
+from asyncrl.dataflow.graph import DataflowGraph, build_dataflow
 from asyncrl.dataflow.layout_checks import problems_of_layout
 from asyncrl.master.arriving import ArrivingGroups
 from asyncrl.protocol.messages import ExecuteMFC, FetchData
 
-GRAPH = DataflowGraph(
-    [
-        mfc("actor_inf", "actor", ["tokens"], ["prox"]),
-        replace(mfc("ref_inf", "ref", ["tokens"], ["ref"]), interface="ref_logprobs"),
-        mfc("actor_train", "actor", ["tokens", "prox", "ref"], kind="train_step"),
-    ],
-    DATASET,
+WITH_ALL = TrainConfig(
+    ppo=PPOConfig(kl_coef=0.1), reward_model=RewardModelConfig(path="/r"), teacher=TeacherConfig(path="/t")
 )
-PLACES = [placement("actor", "d2", [0, 1]), placement("ref", "d2", [2, 3])]
+
+
+def graph_of(role, inference):
+    """An actor, and a model of another role on workers of its own."""
+    interface = build_dataflow(WITH_ALL).mfcs[inference].interface
+    return DataflowGraph(
+        [
+            mfc("actor_inf", "actor", ["tokens"], ["prox"]),
+            replace(mfc(inference, role, ["tokens"], ["out"]), interface=interface),
+            mfc("actor_train", "actor", ["tokens", "prox", "out"], kind="train_step"),
+        ],
+        DATASET,
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- decisions
@@ -69,12 +83,13 @@ def test_no_group_is_processed_before_the_refresh_that_precedes_its_step(version
 
 def test_arriving_inference_without_a_detached_model_is_refused():
     train = TrainConfig(arriving_inference=True, ppo=PPOConfig(kl_coef=0.1))
-    placed = ExperimentConfig(model_path="/m", allocation="transformers.d1+d1+ref_inf:d1", train=train)
-    assert list(problems_of_layout(placed)) == []
+    for role, training in (("ref_inf", train), ("teacher_inf", replace(train, teacher=TeacherConfig(path="/t")))):
+        placed = ExperimentConfig(model_path="/m", allocation=f"transformers.d1+d1+{role}:d1", train=training)
+        assert list(problems_of_layout(placed)) == []
     ((field, _, remedy),) = problems_of_layout(ExperimentConfig(model_path="/m", train=train))
     assert (field, remedy.partition(",")[0]) == (
         "train.arriving_inference",
-        "needs a reference or reward model with workers of its own",
+        "needs a reference",
     )
 
 
@@ -82,9 +97,10 @@ def test_arriving_inference_without_a_detached_model_is_refused():
 
 
 @contextlib.asynccontextmanager
-async def running(train=None, **options):
+async def running(train=None, role="ref", inference="ref_inf", **options):
     train = train or TrainConfig(arriving_inference=True, batch_size=2)
-    async with running_groups(GRAPH, PLACES, 4, [[2, 3]], train=train, world_of=World, **options) as (world, master):
+    graph, places = graph_of(role, inference), [placement("actor", "d2", [0, 1]), placement(role, "d2", [2, 3])]
+    async with running_groups(graph, places, 4, [[2, 3]], train=train, world_of=World, **options) as (world, master):
         arriving = asyncio.create_task(master.executor.process_arriving(0))
         yield world, master
         if arriving.done():
@@ -99,9 +115,7 @@ class World(WorldOfGroups):
 
     @property
     def ids(self):
-        return self.__dict__.setdefault(
-            "_ids", {"actor_inf": Counter(), "ref_inf": Counter(), "actor_train": Counter()}
-        )
+        return self.__dict__.setdefault("_ids", defaultdict(Counter))
 
 
 def store(master, *names):
@@ -115,26 +129,27 @@ async def until(happened):
             await asyncio.sleep(0.005)
 
 
-async def test_groups_are_processed_while_the_trainer_trains_and_once_each():
-    async with running() as (world, master):
+@pytest.mark.parametrize(("role", "inference"), [("ref", "ref_inf"), ("reward", "rew_inf"), ("teacher", "teacher_inf")])
+async def test_groups_are_processed_while_the_trainer_trains_and_once_each(role, inference):
+    async with running(role=role, inference=inference) as (world, master):
         gate = asyncio.Event()
         world.gates["actor_train"] = [gate]
         store(master, "t0", "t1")
         first = asyncio.create_task(master.step(["t0", "t1"], 0))
         await until(lambda: world.ids["actor_train"])
         store(master, "t2", "t3", "t4")
-        await until(lambda: world.ids["ref_inf"]["t4"])
+        await until(lambda: world.ids[inference]["t4"])
         await until(
-            lambda: {"t2", "t3", "t4"} <= {group for group, key in world.held[2] | world.held[3] if key == "ref"}
+            lambda: {"t2", "t3", "t4"} <= {group for group, key in world.held[2] | world.held[3] if key == "out"}
         )
         assert not first.done()
         gate.set()
         await first
         stats = (await master.step(["t2", "t3"], 1)).stats
-        assert stats["arriving/ref_inf_share"] == 1.0
+        assert stats[f"arriving/{inference}_share"] == 1.0
         stats = (await master.step(["t4"], 2)).stats
-        assert stats["arriving/ref_inf_share"] == 1.0
-        assert world.ids["ref_inf"] == Counter(["t0", "t1", "t2", "t3", "t4"])
+        assert stats[f"arriving/{inference}_share"] == 1.0
+        assert world.ids[inference] == Counter(["t0", "t1", "t2", "t3", "t4"])
         assert all(not held for held in world.held), "workers still hold data"
         assert (len(master.tracker), len(master.buffer)) == (0, 0)
 

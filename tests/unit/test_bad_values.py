@@ -5,7 +5,8 @@ import logging
 import numpy as np
 import pytest
 
-from asyncrl.config.schema import ConfigError, NameResolveConfig, RuntimeConfig, WorkerInfo
+from asyncrl.config.processes import WorkerInfo
+from asyncrl.config.schema import ConfigError, NameResolveConfig, RuntimeConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.master.report import rejection_lines
 from asyncrl.protocol.messages import WeightVersion

@@ -11,7 +11,8 @@ from random import Random
 
 import pytest
 
-from asyncrl.config.schema import NameResolveConfig, RefConfig, RuntimeConfig, TrainConfig, WorkerInfo
+from asyncrl.config.processes import WorkerInfo
+from asyncrl.config.schema import NameResolveConfig, RefConfig, RuntimeConfig, TrainConfig
 from asyncrl.dataflow.graph import DataflowGraph, MFCDef
 from asyncrl.dataflow.redistribution import transfers
 from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid, build_handler_routing

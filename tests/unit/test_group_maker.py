@@ -6,7 +6,7 @@ import asyncio
 import logging
 from pathlib import Path
 
-from asyncrl.config.schema import ModelWorkerConfig
+from asyncrl.config.processes import ModelWorkerConfig
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import plan
 from asyncrl.model.engine import TrainEngine

@@ -286,7 +286,7 @@ CONFIGS = {
         "reward_model": RewardModelConfig(scale=0.5),
         "mask_too_long": True,
     },
-    "critic without clip and norm": {"advantage_norm": "none", "critic": CriticConfig(eps_clip=0.0)},
+    "critic without clip and norm": {"advantage_norm": "none", "critic": CriticConfig(eps_clip=0.0), "epochs": 2},
     "reward model, group": {
         "reward_model": RewardModelConfig(scale=2.0),
         "loss_normalization": "constant",
@@ -739,33 +739,42 @@ def test_the_units_of_values_are_saved_and_restored() -> None:
     assert ran[0] == ran[1]
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
 @pytest.mark.parametrize("eps_clip", [0.0, 0.02])
-def test_a_critic_step_equals_the_hand_written_one(eps_clip: float) -> None:
-    """Two steps train on the same groups. By the second, the values have moved away from the old ones, so that the clip applies."""
-    train = train_config(critic=CriticConfig(eps_clip=eps_clip, minibatches=1), advantage_norm="batch")
+def test_two_critic_passes_equal_hand_written_ones(eps_clip: float, epochs: int) -> None:
+    """Two passes over the same groups: two train steps, or the two passes of one. By the second, the values have moved away from
+    the old ones, so that the clip applies."""
+    train = train_config(
+        critic=CriticConfig(eps_clip=eps_clip, minibatches=1), advantage_norm="batch", epochs=epochs, minibatches=1
+    )
     mfcs, batch, engine = interfaces(train), make_batch(), FakeEngine("value")
     whole, _ = run_mfcs(mfcs, train, fake_ranks(1)[0], batch, batch.ids)
     assert whole is not None
     tokens, mask, old, returns = (
         torch.tensor(whole.data[key]) for key in ("packed_input_ids", "value_mask", "values", "returns")
     )
-    clipped = 0.0
-    for version in range(2):
-        table = engine.table.detach().clone().requires_grad_()
+    table, loss_of_pass, clipped_of_pass = engine.table.detach().clone().requires_grad_(), [], []
+    for _ in range(2):
         values = table[tokens[mask]]
         losses = (values - returns[mask]) ** 2 / 2
+        clipped = torch.zeros_like(mask[mask])
         if eps_clip:
             within = torch.minimum(torch.maximum(values, old[mask] - eps_clip), old[mask] + eps_clip)
-            clipped = float(((within - returns[mask]) ** 2 / 2 > losses).float().mean())
+            clipped = (within - returns[mask]) ** 2 / 2 > losses
             losses = torch.maximum(losses, (within - returns[mask]) ** 2 / 2)
-        losses.mean().backward()
-        assert table.grad is not None
-        _, stats = mfcs["critic_train"].run(engine, whole, batch_ids=batch.ids, version=version)
-        torch.testing.assert_close(engine.table.detach(), (table - 0.5 * table.grad).detach(), rtol=0, atol=1e-6)
-        assert stats["critic/loss"] == pytest.approx(float(losses.detach().mean()), rel=1e-5)
-        assert stats["critic/clip_share"] == pytest.approx(clipped)
-        assert stats["critic/optimizer_steps"] == 1
-    assert (clipped > 0) == (eps_clip > 0)
+        loss_of_pass.append(float(losses.detach().mean()))
+        clipped_of_pass.append(float(clipped.float().mean()))
+        (grad,) = torch.autograd.grad(losses.mean(), table)
+        table = (table - 0.5 * grad).detach().requires_grad_()
+    made = [mfcs["critic_train"].run(engine, whole, batch_ids=batch.ids, version=v)[1] for v in range(2 // epochs)]
+    torch.testing.assert_close(engine.table, table, rtol=0, atol=1e-6)
+    for stats, losses, clipped in zip(
+        made, np.reshape(loss_of_pass, (-1, epochs)), np.reshape(clipped_of_pass, (-1, epochs)), strict=True
+    ):
+        assert stats["critic/loss"] == pytest.approx(losses.mean(), rel=1e-5)
+        assert stats["critic/clip_share"] == pytest.approx(clipped.mean())
+        assert stats["critic/optimizer_steps"] == epochs
+    assert (clipped_of_pass[1] > 0) == (eps_clip > 0)
 
 
 def test_a_policy_that_moved_too_far_makes_no_optimizer_step() -> None:

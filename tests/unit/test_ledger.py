@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, WorkerInfo
+from asyncrl.config.processes import WorkerInfo
+from asyncrl.config.schema import NameResolveConfig, RuntimeConfig
 from asyncrl.manager.admission import Gate, PromptCursor
 from asyncrl.manager.ledger import Ledger, StaleAttemptError, UnreachedError
 from asyncrl.manager.routing import ServerTable

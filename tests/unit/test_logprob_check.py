@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.schema import ConfigError, GenerationServerConfig
+from asyncrl.config.processes import GenerationServerConfig
+from asyncrl.config.schema import ConfigError
 from asyncrl.generation.checks import LogprobCheck, LogprobMismatch
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import plan

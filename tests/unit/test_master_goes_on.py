@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from asyncrl.config.schema import CheckpointConfig, EvalConfig, MasterWorkerConfig, PromptSourceConfig, TrainConfig
+from asyncrl.config.processes import MasterWorkerConfig
+from asyncrl.config.schema import CheckpointConfig, EvalConfig, PromptSourceConfig, TrainConfig
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.master.ages import Ages
 from asyncrl.master.evaluations import Evaluations

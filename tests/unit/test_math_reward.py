@@ -22,7 +22,8 @@ import msgspec
 import psutil
 import pytest
 
-from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, WorkerInfo
+from asyncrl.config.processes import WorkerInfo
+from asyncrl.config.schema import NameResolveConfig, RuntimeConfig
 from asyncrl.data.prompts import Prompt
 from asyncrl.rewards.reward import Completion, Reward
 from asyncrl.runtime.board import StatusBoard

@@ -16,7 +16,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from asyncrl.cli.main import UsageError, main, parse
-from asyncrl.config.schema import ExperimentConfig, NameResolveConfig, RuntimeConfig, WorkerInfo
+from asyncrl.config.processes import WorkerInfo
+from asyncrl.config.schema import ExperimentConfig, NameResolveConfig, RuntimeConfig
 from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.protocol.messages import Locator

@@ -16,7 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, WorkerInfo
+from asyncrl.config.processes import WorkerInfo
+from asyncrl.config.schema import NameResolveConfig, RuntimeConfig
 from asyncrl.data.prompts import Prompt
 from asyncrl.rewards.import_object import import_object
 from asyncrl.rewards.judges import Judges, RestartPace

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from asyncrl.cli.commands.scale import crowding
-from asyncrl.config.schema import ConfigError, ExperimentConfig, GserverManagerConfig
+from asyncrl.config.processes import GserverManagerConfig
+from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.dataflow.topology import Allocation
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import ProcessSpec, can_scale, plan, server_spec

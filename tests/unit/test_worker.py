@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asyncrl.config.schema import ConfigError, NameResolveConfig, RuntimeConfig, WorkerInfo
+from asyncrl.config.processes import WorkerInfo
+from asyncrl.config.schema import ConfigError, NameResolveConfig, RuntimeConfig
 from asyncrl.protocol.messages import WorkerStatus
 from asyncrl.runtime import board as board_module
 from asyncrl.runtime.board import WaitTimeoutError

@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from asyncrl.config.schema import ConfigError, ExperimentConfig, ModelWorkerConfig, max_head_offpolicyness
+from asyncrl.config.processes import ModelWorkerConfig
+from asyncrl.config.schema import ConfigError, ExperimentConfig, max_head_offpolicyness
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.hosts.addresses import refuses
 from asyncrl.launch.program import ProcessSpec, run_directory, total_steps

@@ -23,7 +23,8 @@ from rich.console import Console
 from yaml import YAMLError
 
 from asyncrl.cli.commands.common import Commands, add_command, print_json
-from asyncrl.config.schema import ConfigError, NameResolveConfig, RolloutWorkerConfig
+from asyncrl.config.processes import RolloutWorkerConfig
+from asyncrl.config.schema import ConfigError, NameResolveConfig
 from asyncrl.launch.program import ProcessConfig, load_process_config
 from asyncrl.launch.rundir import LaunchError, is_running
 from asyncrl.launch.worker_main import end_process, join_network, make_worker

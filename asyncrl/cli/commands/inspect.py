@@ -25,7 +25,8 @@ from rich.text import Text
 from yaml import YAMLError
 
 from asyncrl.cli.commands.common import Commands, add_command, print_json, run_dir_of
-from asyncrl.config.schema import ConfigError, MasterWorkerConfig, RolloutWorkerConfig
+from asyncrl.config.processes import MasterWorkerConfig, RolloutWorkerConfig
+from asyncrl.config.schema import ConfigError
 from asyncrl.data.sequence import Array, SequenceSample
 from asyncrl.data.trajectories import (
     FOLDER,

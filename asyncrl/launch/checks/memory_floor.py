@@ -17,7 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.config.schema import ConfigError, GenerationServerConfig, ModelWorkerConfig
+from asyncrl.config.processes import GenerationServerConfig, ModelWorkerConfig
+from asyncrl.config.schema import ConfigError
 from asyncrl.launch.checks.model_files import count_parameters
 from asyncrl.launch.program import ProcessSpec
 from asyncrl.runtime.disk import size_text
