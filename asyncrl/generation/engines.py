@@ -12,6 +12,7 @@ from asyncrl.data.prompts import load_tokenizer
 from asyncrl.dataflow.topology import ENGINES
 from asyncrl.generation.engine import GenerationEngine
 from asyncrl.generation.journal import TokenJournal, journal_path
+from asyncrl.generation.queueing import EngineArguments
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.loading import LoadProgress
 from asyncrl.runtime.trace import Tracer
@@ -56,12 +57,20 @@ class Engines:
 
     def make(self, journal: TokenJournal, eos_token_id: int | None) -> GenerationEngine:
         """Make the engine. Call it in a thread: importing torch and transformers takes seconds."""
-        eos_token_ids = [] if eos_token_id is None else [eos_token_id]
+        arguments = EngineArguments(
+            self._config.model_path,
+            self._config.generation,
+            eos_token_ids=[] if eos_token_id is None else [eos_token_id],
+            on_tokens=journal.add,
+            trace=self._trace,
+            clock=self._clock,
+            asleep=self._config.shares_devices,
+        )
         if self._config.engine == "transformers":
-            return self._make_transformers(journal, eos_token_ids)
-        return self._make_sglang(journal, eos_token_ids)
+            return self._make_transformers(arguments)
+        return self._make_sglang(arguments)
 
-    def _make_sglang(self, journal: TokenJournal, eos_token_ids: list[int]) -> GenerationEngine:
+    def _make_sglang(self, arguments: EngineArguments) -> GenerationEngine:
         """Make the engine sglang or external. They differ only in which program runs the SGLang server."""
         from asyncrl.generation.sglang import SGLangEngine
         from asyncrl.generation.sglang_process import AttachedServer, ServerLink, own_server, read_api_key
@@ -82,34 +91,15 @@ class Engines:
                 clock=self._clock,
                 sleeps=config.shares_devices,
             )
-        return SGLangEngine(
-            config.model_path,
-            config.generation,
-            server,
-            eos_token_ids=eos_token_ids,
-            on_tokens=journal.add,
-            trace=self._trace,
-            clock=self._clock,
-            asleep=config.shares_devices,
-        )
+        return SGLangEngine(arguments, server)
 
-    def _make_transformers(self, journal: TokenJournal, eos_token_ids: list[int]) -> GenerationEngine:
+    def _make_transformers(self, arguments: EngineArguments) -> GenerationEngine:
         import torch
         from transformers.utils import logging as transformers_logging
 
         from asyncrl.generation.transformers import TransformersEngine
 
-        config = self._config
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        if config.torch_threads > 0:
-            torch.set_num_threads(config.torch_threads)
-        return TransformersEngine(
-            config.model_path,
-            config.generation,
-            seed=self._info.seed * 1000 + self._info.index,
-            eos_token_ids=eos_token_ids,
-            on_tokens=journal.add,
-            trace=self._trace,
-            clock=self._clock,
-            asleep=config.shares_devices,
-        )
+        if self._config.torch_threads > 0:
+            torch.set_num_threads(self._config.torch_threads)
+        return TransformersEngine(arguments, seed=self._info.seed * 1000 + self._info.index)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -29,8 +29,8 @@ from asyncrl.generation.engine import (
     WeightsRefused,
 )
 from asyncrl.protocol.messages import FinishReason, VersionSpan, WeightVersion
-from asyncrl.runtime.clock import Clock
-from asyncrl.runtime.trace import Tracer
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
+from asyncrl.runtime.trace import OFF, Tracer
 
 
 @dataclass(eq=False, slots=True)
@@ -46,28 +46,30 @@ class Pending:
     spans: list[VersionSpan] = field(default_factory=list)  # the newest tokens may not be in a span yet
 
 
+@dataclass(frozen=True)
+class EngineArguments:
+    """The arguments that all engines take."""
+
+    model_path: str
+    config: GenerationConfig
+    eos_token_ids: Sequence[int] = ()
+    on_tokens: Callable[[int, str], None] | None = None  # (number of new tokens, version)
+    trace: Tracer = OFF
+    clock: Clock = SYSTEM_CLOCK
+    asleep: bool = False  # the engine begins asleep, and `wake` starts it
+
+
 P = TypeVar("P", bound=Pending)
 
 
 class QueueingEngine(GenerationEngine, Generic[P]):
     """See the module's docstring. All methods are called on the event loop."""
 
-    def __init__(
-        self,
-        model_path: str,
-        config: GenerationConfig,
-        *,
-        eos_token_ids: Iterable[int],
-        on_tokens: Callable[[int, str], None] | None,
-        trace: Tracer,
-        clock: Clock,
-        asleep: bool = False,
-    ) -> None:
-        """asleep: the engine begins asleep, and `wake` starts it."""
-        self._asleep = asleep
-        self._path, self._config = model_path, config
-        self._eos_token_ids = set(eos_token_ids)
-        self._on_tokens, self._trace, self._clock = on_tokens, trace, clock
+    def __init__(self, arguments: EngineArguments) -> None:
+        self._asleep = arguments.asleep
+        self._path, self._config = arguments.model_path, arguments.config
+        self._eos_token_ids = set(arguments.eos_token_ids)
+        self._on_tokens, self._trace, self._clock = arguments.on_tokens, arguments.trace, arguments.clock
         self._waiting: OrderedDict[str, P] = OrderedDict()  # by rid
         self._running: dict[str, P] = {}  # by key
         self._rids: set[str] = set()  # of waiting and running requests

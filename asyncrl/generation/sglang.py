@@ -28,12 +28,12 @@ import itertools
 import logging
 import math
 import uuid
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.schema import INTERRUPT_MODES, ConfigError, GenerationConfig
+from asyncrl.config.schema import INTERRUPT_MODES, ConfigError
 from asyncrl.data.model_limits import ModelLimits
 from asyncrl.generation.checks import ModelTensors, check_params, check_prompt
 from asyncrl.generation.engine import (
@@ -45,7 +45,7 @@ from asyncrl.generation.engine import (
     WeightReceiver,
     WeightsRefused,
 )
-from asyncrl.generation.queueing import Pending, QueueingEngine
+from asyncrl.generation.queueing import EngineArguments, Pending, QueueingEngine
 from asyncrl.generation.sglang_http import Piece, SGLangClient, SGLangError, sglang_params
 from asyncrl.generation.sglang_process import ServerLink
 from asyncrl.protocol.messages import (
@@ -58,8 +58,6 @@ from asyncrl.protocol.messages import (
     VersionSpan,
     WeightVersion,
 )
-from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
-from asyncrl.runtime.trace import OFF, Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -177,30 +175,11 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
     Call all methods on the event loop. Files are read in threads.
     """
 
-    def __init__(
-        self,
-        model_path: str,
-        config: GenerationConfig,
-        server: ServerLink,
-        *,
-        eos_token_ids: Iterable[int] = (),
-        on_tokens: Callable[[int, str], None] | None = None,
-        trace: Tracer = OFF,
-        clock: Clock = SYSTEM_CLOCK,
-        asleep: bool = False,
-    ) -> None:
-        super().__init__(
-            model_path,
-            config,
-            eos_token_ids=eos_token_ids,
-            on_tokens=on_tokens,
-            trace=trace,
-            clock=clock,
-            asleep=asleep,
-        )
+    def __init__(self, arguments: EngineArguments, server: ServerLink) -> None:
+        super().__init__(arguments)
         self._server = server
-        self._limits = ModelLimits.of(model_path)
-        self._tensors = ModelTensors(model_path, tied=self._limits.tied)
+        self._limits = ModelLimits.of(arguments.model_path)
+        self._tensors = ModelTensors(arguments.model_path, tied=self._limits.tied)
         self._eos_token_ids.update(self._limits.eos_token_ids)
         self._max_prompt = self._max_length = self._limits.max_length
         self._client = SGLangClient("", server.api_key)

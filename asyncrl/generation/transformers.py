@@ -51,12 +51,11 @@ from asyncrl.generation.engine import (
     WeightReceiver,
     WeightsRefused,
 )
-from asyncrl.generation.queueing import Pending, QueueingEngine
+from asyncrl.generation.queueing import EngineArguments, Pending, QueueingEngine
 from asyncrl.generation.receive import StagedReceiver
 from asyncrl.protocol.messages import FinishReason, SamplingParams, TensorSpecs, VersionSpan, WeightVersion
-from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.process import return_freed_memory
-from asyncrl.runtime.trace import OFF, Tracer
+from asyncrl.runtime.trace import Tracer
 from asyncrl.weights import versions as weights
 from asyncrl.weights.versions import VerifiedVersion, WeightsError
 
@@ -272,30 +271,10 @@ class TransformersEngine(QueueingEngine[_Pending]):
     Call all methods on the event loop. Methods whose docstring names the control or the generation thread run there.
     """
 
-    def __init__(
-        self,
-        model_path: str,
-        config: GenerationConfig,
-        *,
-        device: str = "",
-        seed: int = 1,
-        eos_token_ids: Iterable[int] = (),
-        on_tokens: Callable[[int, str], None] | None = None,
-        trace: Tracer = OFF,
-        clock: Clock = SYSTEM_CLOCK,
-        asleep: bool = False,
-    ) -> None:
-        _check_config(config)
-        super().__init__(
-            model_path,
-            config,
-            eos_token_ids=eos_token_ids,
-            on_tokens=on_tokens,
-            trace=trace,
-            clock=clock,
-            asleep=asleep,
-        )
-        self._initial_path, self._seed = model_path, seed
+    def __init__(self, arguments: EngineArguments, *, device: str = "", seed: int = 1) -> None:
+        _check_config(arguments.config)
+        super().__init__(arguments)
+        self._initial_path, self._seed = arguments.model_path, seed
         self._verified = VerifiedVersion()
         self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._control = ThreadPoolExecutor(max_workers=1, thread_name_prefix="generation_control")

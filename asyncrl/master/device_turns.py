@@ -19,13 +19,27 @@ from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.directory import Directory
 
 
-class DeviceTurns:
+class Turns:
+    """The turns of a run that shares no devices: neither side waits."""
+
+    is_shared = False
+
+    async def begin(self) -> None: ...
+
+    async def training(self) -> None: ...
+
+    async def generation(self) -> None: ...
+
+
+class DeviceTurns(Turns):
     """Gives the shared devices to one side at a time.
 
     consumes: the manager's view.  produces: the turn in the master's reports; calls that move the models off the devices.
     waits for: the servers to sleep ("devices free"); the model workers to move their models; each at most limit_s.
     unblocked by: the servers or their end; the model workers.
     """
+
+    is_shared = True
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -375,11 +375,12 @@ class DetachedFunctionCall(ModelFunctionCall):
         caller: WorkerCaller,
         hooks: ParameterHooks,
         detached: DetachedGroups,
-        on_missing: str,
+        tracker: StorageTracker,
     ) -> None:
         super().__init__(mfc, placement, buffer, caller, hooks)
-        self._on_missing = on_missing
+        self._on_missing = hooks.on_missing(mfc)
         self._detached, self._worker_group = detached, detached.worker_groups.of(placement.workers[0])
+        self._tracker = tracker
 
     async def run(self, step: _Step) -> None:
         body, is_missing = await self._ready(step), False
@@ -395,16 +396,28 @@ class DetachedFunctionCall(ModelFunctionCall):
 
     async def _work(self, step: _Step, body: ExecuteMFC) -> None:
         """Raises GroupMissingError."""
-        work, what = partial(self._once, step, body), f"MFC {self.mfc.name}"
+        await self._repeated(f"MFC {self.mfc.name}", partial(self._once, step, body))
+
+    async def _repeated(self, what: str, work: Callable[[Incarnation], Awaitable[None]]) -> None:
+        """Raises GroupMissingError."""
         await self._detached.repeated(what, self._worker_group, work, on_missing=self._on_missing)
 
     async def _once(self, step: _Step, body: ExecuteMFC, incarnation: Incarnation) -> None:
-        mfc, detached = self.mfc, self._detached
-        num_bytes = await detached.fetch(f"inputs of MFC {mfc.name}", incarnation, step.inputs(mfc), step.tracker)
-        replies = await detached.call(f"MFC {mfc.name}", incarnation, self._handlers, [body] * len(self._handlers))
+        num_bytes, replies = await self._execute(body, step.inputs(self.mfc), incarnation)
         self._take_note(step, body, replies)
-        num_bytes += await detached.fetch(f"outputs of MFC {mfc.name}", incarnation, step.outputs(mfc), step.tracker)
-        step.count_bytes(num_bytes)
+        step.count_bytes(num_bytes + await self._fetch("outputs", step.outputs(self.mfc), incarnation))
+
+    async def _execute(
+        self, body: ExecuteMFC, inputs: Sequence[Transfer], incarnation: Incarnation
+    ) -> tuple[float, list[CallResult]]:
+        """Fetch the inputs and run the MFC. Its workers keep the outputs. Returns the number of fetched bytes, and the replies."""
+        num_bytes = await self._fetch("inputs", inputs, incarnation)
+        handlers = self._handlers
+        replies = await self._detached.call(f"MFC {self.mfc.name}", incarnation, handlers, [body] * len(handlers))
+        return num_bytes, replies
+
+    async def _fetch(self, which: str, transfers: Sequence[Transfer], incarnation: Incarnation) -> float:
+        return await self._detached.fetch(f"{which} of MFC {self.mfc.name}", incarnation, transfers, self._tracker)
 
 
 class ArrivingFunctionCall(DetachedFunctionCall):
@@ -424,11 +437,9 @@ class ArrivingFunctionCall(DetachedFunctionCall):
         caller: WorkerCaller,
         hooks: ParameterHooks,
         detached: DetachedGroups,
-        on_missing: str,
         tracker: StorageTracker,
     ) -> None:
-        super().__init__(mfc, placement, buffer, caller, hooks, detached, on_missing)
-        self._tracker = tracker
+        super().__init__(mfc, placement, buffer, caller, hooks, detached, tracker)
         self._arriving = hooks.arriving(mfc, placement.grid.data)
         self._lock = asyncio.Lock()
         self._version, self._in_step = 0, False
@@ -450,8 +461,7 @@ class ArrivingFunctionCall(DetachedFunctionCall):
                 has_work = bool(self._next_chunk())
                 try:
                     if has_work:
-                        repeated = self._detached.repeated
-                        await repeated(what, self._worker_group, self._process_chunk, on_missing=self._on_missing)
+                        await self._repeated(what, self._process_chunk)
                 except GroupMissingError as error:  # the steps report it, too
                     logger.info("%s", error)
                     has_work = False
@@ -479,9 +489,7 @@ class ArrivingFunctionCall(DetachedFunctionCall):
         step.result.seconds[name] = 0.0
         if rest := [meta for meta in self._buffer.metas(body.ids) if meta.ticket_id not in done]:
             step.result.seconds[name] = await self._process(rest, step.version, incarnation)
-        step.count_bytes(
-            await self._detached.fetch(f"outputs of MFC {name}", incarnation, step.outputs(self.mfc), step.tracker)
-        )
+        step.count_bytes(await self._fetch("outputs", step.outputs(self.mfc), incarnation))
 
     def _next_chunk(self) -> list[TrajectoryMeta]:
         stored, done = self._buffer.stored, self._processed()
@@ -497,18 +505,14 @@ class ArrivingFunctionCall(DetachedFunctionCall):
             self._detached.tell_nowait("forgetting groups", self._placement.workers, ClearData(ids=dropped))
 
     async def _process(self, metas: Sequence[TrajectoryMeta], version: int, incarnation: Incarnation) -> float:
-        """Fetch the inputs of these groups and run the MFC on them. Its workers keep the outputs. Returns the seconds at the
-        slowest worker."""
+        """Run the MFC on these groups. Returns the seconds at the slowest worker."""
         mfc, placement, tracker = self.mfc, self._placement, self._tracker
         ids, tokens = [meta.ticket_id for meta in metas], {meta.ticket_id: sum(meta.seqlens) for meta in metas}
         parts = assign(ids, tokens, {}, placement.grid.data, BALANCE_TOLERANCE)
         needed = {worker: part for rank, part in enumerate(parts) for worker in placement.replica(rank)}
         fetches = plan_fetches(needed, mfc.input_keys, tracker.there, self._detached.worker_groups.trainer)
-        await self._detached.fetch(f"inputs of MFC {mfc.name}", incarnation, fetches, tracker)
         body = ExecuteMFC(mfc=mfc.name, version=version, ids=ids, parts=parts)
-        replies = await self._detached.call(
-            f"MFC {mfc.name}", incarnation, self._handlers, [body] * len(self._handlers)
-        )
+        _, replies = await self._execute(body, fetches, incarnation)
         self._record(tracker, body, replies)
         return max(reply.seconds for reply in replies)
 
@@ -549,10 +553,8 @@ class FunctionExecutor:
         for mfc in mfcs:
             about = mfc, self._placements[mfc.model], buffer, caller, hooks
             if detached is not None and self._placements[mfc.model].workers[0] in self._detached:
-                if hooks.is_arriving(mfc):
-                    self._calls.append(ArrivingFunctionCall(*about, detached, hooks.on_missing(mfc), tracker))
-                else:
-                    self._calls.append(DetachedFunctionCall(*about, detached, hooks.on_missing(mfc)))
+                kind = ArrivingFunctionCall if hooks.is_arriving(mfc) else DetachedFunctionCall
+                self._calls.append(kind(*about, detached, tracker))
             else:
                 self._calls.append(ModelFunctionCall(*about))
 

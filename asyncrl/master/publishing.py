@@ -14,7 +14,7 @@ from typing import NamedTuple
 from asyncrl.config.processes import MasterWorkerConfig
 from asyncrl.config.schema import EMA
 from asyncrl.master.books import Books
-from asyncrl.master.device_turns import DeviceTurns
+from asyncrl.master.device_turns import Turns
 from asyncrl.master.evaluations import Evaluations
 from asyncrl.master.files import MasterFiles
 from asyncrl.master.model_workers import ModelWorkers
@@ -61,14 +61,13 @@ class WeightPublisher:
         files: MasterFiles,
         tasks: BackgroundTasks,
         *,
-        turns: DeviceTurns | None = None,
+        turns: Turns,
         board: StatusBoard,
         logger: logging.Logger,
         trace: Tracer,
         clock: Clock,
         rewrite_pause_s: float = REWRITE_PAUSE_S,
     ) -> None:
-        """turns: None if no devices are shared."""
         self._config, self._books, self._workers, self._reports = config, books, workers, reports
         self._evaluations, self._directory, self._files, self._tasks = evaluations, directory, files, tasks
         self._board, self._logger, self._trace, self._clock, self._turns = board, logger, trace, clock, turns
@@ -129,8 +128,7 @@ class WeightPublisher:
             path = version_dir(self._run_dir, ACTOR, version)
             raise RunEndedError(f"weights {version} in {path} are damaged, and {tried}; check the disk")
         await self.finished()
-        if self._turns is not None:
-            await self._turns.training()
+        await self._turns.training()
         write = self._write(version, rewrite=True)
         with self._trace.overlapping(f"rewrite {version}", kind="weights"):
             written = await self._workers.start(ACTOR, f"weights {version} to be written again", write)
@@ -138,8 +136,7 @@ class WeightPublisher:
         self._logger.warning("weights %s were damaged on disk; they were rewritten from memory", version)
         await self._directory.publish(self._directory.names.model_version(ACTOR), str(version))
         self._rewritten = _Rewritten(version, count + 1, self._clock.monotonic())
-        if self._turns is not None:
-            await self._turns.generation()
+        await self._turns.generation()
 
     async def publish_average(self) -> int:
         """Publish the actor's moving average (train.ema) as the version after the last one, for an evaluation after the last step.

@@ -13,7 +13,7 @@ from asyncrl.data.bad_batches import WEIGHTS, folder_of
 from asyncrl.master.books import Books, RejectedShareError
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.checkpointing import Checkpointer
-from asyncrl.master.device_turns import DeviceTurns
+from asyncrl.master.device_turns import Turns
 from asyncrl.master.evaluations import Evaluations
 from asyncrl.master.executor import StepResult
 from asyncrl.master.model_workers import ModelWorkers
@@ -76,14 +76,13 @@ class Trainer:
         checkpointer: Checkpointer,
         tasks: BackgroundTasks,
         *,
-        turns: DeviceTurns | None,
+        turns: Turns,
         leaving: asyncio.Event,
         logger: logging.Logger,
         trace: Tracer,
         clock: Clock,
     ) -> None:
-        """publisher: None if no process serves the weights. turns: None if no devices are shared. leaving: set when the launcher
-        stops the run."""
+        """publisher: None if no process serves the weights. leaving: set when the launcher stops the run."""
         self._config, self._books, self._buffer, self._workers, self._source = config, books, buffer, workers, source
         self._publisher, self._evaluations, self._checkpointer, self._turns = (
             publisher,
@@ -99,17 +98,15 @@ class Trainer:
     async def begin(self, state: MasterState | None) -> None:
         """Wait until the models are loaded, load the checkpoint that `state` belongs to (None: the run begins anew), and publish
         the weights with which training begins."""
-        config, books, turns = self._config, self._books, self._turns
-        if turns is not None:
-            await turns.begin()
+        config, books = self._config, self._books
+        await self._turns.begin()
         await self._workers.load()
         if state is not None:
             await self._workers.load_checkpoint(Path(config.resume), state.shared)
         books.begin()
         if self._publisher is not None:
             await self._publisher.publish()
-        if turns is not None:
-            await turns.generation()
+        await self._turns.generation()
         if config.train.arriving_inference:
             arriving = self._workers.executor.process_arriving(books.version.version)
             self._tasks.spawn(arriving, "process arriving groups")
@@ -124,8 +121,7 @@ class Trainer:
             if not self._leaves():
                 finished = await self.train_one_step()
             if self._leaves() and not finished:
-                if self._turns is not None:
-                    await self._turns.training()
+                await self._turns.training()
                 await self._write_last_checkpoint()
                 return False
         return True
@@ -148,11 +144,11 @@ class Trainer:
             if books.step == self._config.first_step:
                 raise RejectedShareError(f"every prompt was rejected, so no step was trained: {books.rejections()}")
             return True
-        if self._turns is not None:
+        if self._turns.is_shared:
             await unless(self._leaving, self._evaluations.ended())  # they need the servers, with these weights
             if self._leaving.is_set():
                 return False
-            await self._turns.training()
+        await self._turns.training()
         version = books.version.version
         metas = self._buffer.metas(batch)
         formed, train_start = clock.monotonic(), clock.time()
@@ -176,28 +172,23 @@ class Trainer:
         books.write_step(metas, metrics, {**result.seconds, **self._source.seconds}, (train_start, train_end))
         last = books.is_over()
         self._run_schedules(last)
-        if self._turns is not None and not last:
-            await self._hand_over(self._turns)
+        if self._turns.is_shared and not (last or self._leaves()):
+            # Give the devices to generation. Every call that needs the models has been sent: workers execute calls in order
+            if self._publisher is not None:
+                await self._publisher.finished()
+            await self._turns.generation()
         return last
-
-    async def _hand_over(self, turns: DeviceTurns) -> None:
-        """Give the shared devices to generation. Every call that needs the models has been sent before: workers execute calls in
-        order."""
-        if self._publisher is not None:
-            await self._publisher.finished()
-        await turns.generation()
 
     async def finish(self) -> None:
         """End the run after the last step: publish the last weights, save the models, write a checkpoint, evaluate."""
         if self._publisher is not None:
             await self._publisher.finished()
-        if self._turns is not None:
-            await self._turns.training()
+        await self._turns.training()
         if self._books.trains:
             await self._workers.save("final")  # first, so that a failed evaluation does not lose the result
         await self._write_last_checkpoint()
         evaluates = self._config.eval.at_end and self._config.eval.prompts is not None
-        if self._turns is not None and (evaluates or self._evaluations.num_running):
+        if evaluates or self._evaluations.num_running:
             await self._turns.generation()
         await self._source.end()
         if evaluates:
@@ -227,11 +218,9 @@ class Trainer:
 
     async def _serve_average(self, publisher: WeightPublisher) -> None:
         """Wait until the generation servers have the average."""
-        if self._turns is not None:
-            await self._turns.training()
+        await self._turns.training()
         version = await publisher.publish_average()
-        if self._turns is not None:
-            await self._turns.generation()
+        await self._turns.generation()
         await publisher.served(version)
 
     async def _write_last_checkpoint(self) -> None:

@@ -20,7 +20,7 @@ from asyncrl.master.books import Books
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, Grants, StorageTracker
 from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.checkpointing import Checkpointer
-from asyncrl.master.device_turns import DeviceTurns
+from asyncrl.master.device_turns import DeviceTurns, Turns
 from asyncrl.master.evaluations import Evaluations, ServerEvaluator
 from asyncrl.master.files import MasterFiles
 from asyncrl.master.model_workers import ModelWorkers, placements_of
@@ -197,7 +197,7 @@ class MasterWorker(Worker):
         buffer: AsyncIOSequenceBuffer,
         workers: ModelWorkers,
         leaving: asyncio.Event,
-    ) -> tuple[BatchSource, WeightPublisher | None, Evaluations, DeviceTurns | None]:
+    ) -> tuple[BatchSource, WeightPublisher | None, Evaluations, Turns]:
         """Create the batch source, the weight publisher, the evaluations, and the turns on shared devices. mode=sync needs no
         manager: the model workers generate and evaluate, and there is no publisher."""
         config, board, logger, clock = self.config, self.board, self.logger, self.system.clock
@@ -209,7 +209,7 @@ class MasterWorker(Worker):
                 config, books, buffer, workers, num_eval_prompts=num_eval_prompts, leaving=leaving, board=board
             )
             evaluations = Evaluations(config.eval, books, generation, self.tasks, board=board, logger=logger)
-            return generation, None, evaluations, None
+            return generation, None, evaluations, Turns()
         connecting = ServiceClient.connect(
             directory,
             self.tasks,
@@ -225,7 +225,7 @@ class MasterWorker(Worker):
         reports = ManagerReports(books, buffer, manager)
         evaluator = ServerEvaluator(config.eval, num_eval_prompts, manager, logger=logger, clock=clock)
         evaluations = Evaluations(config.eval, books, evaluator, self.tasks, board=board, logger=logger)
-        turns = None
+        turns = Turns()
         if config.shared_workers:
             turns = DeviceTurns(
                 reports,

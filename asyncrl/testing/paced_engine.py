@@ -29,10 +29,9 @@ from asyncrl.generation.engine import (
     RequestRefused,
     WeightsRefused,
 )
-from asyncrl.generation.queueing import Pending, QueueingEngine
+from asyncrl.generation.queueing import EngineArguments, Pending, QueueingEngine
 from asyncrl.protocol.messages import FinishReason, VersionSpan, WeightVersion
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
-from asyncrl.runtime.trace import OFF
 from asyncrl.weights.versions import WeightsError, verify_version
 
 EOS, FILLER = 0, 1  # token ids: the last token of a response, and all others
@@ -106,7 +105,7 @@ class PacedEngine(QueueingEngine[_Paced]):
         verify: Callable[[Path, WeightVersion], object] = verify_version,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        super().__init__("", config, eos_token_ids=(EOS,), on_tokens=on_tokens, trace=OFF, clock=clock)
+        super().__init__(EngineArguments("", config, eos_token_ids=(EOS,), on_tokens=on_tokens, clock=clock))
         self._tail, self._load_s, self._verify = tail, load_s, verify
         self.tokens_per_s = tokens_per_s  # may be changed while the engine is paused
         self._keys = itertools.count()

@@ -7,37 +7,29 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from safetensors.torch import load_file
+from whole_runs import DETERMINISTIC, LEARNABLE, final_weights
 
 from asyncrl.testing.runs import launch, make_tiny_run, train_steps
 from asyncrl.weights.lineage import audit
-from asyncrl.weights.versions import tensor_files
 
 STEPS, BATCH, LIMIT_S = 9, 6, 300.0
 SETTINGS = [
+    *DETERMINISTIC,
     "prompts.shuffle=false",
     "allocation=transformers.d1+d1+ref_inf:d2",
-    "manager.max_head_offpolicyness=0",
-    "rollout.group_size=1",
-    "rollout.sampling.greedy=true",
     f"train.batch_size={BATCH}",
     f"train.max_steps={STEPS}",
-    "train.optimizer.lr=1e-3",
-    "train.ppo.use_decoupled_loss=false",
-    "train.ppo.recompute_logprob=true",
     "train.ppo.advantage_norm=batch",
     "train.ppo.kl_coef=0.5",
     "train.ref.update_interval=2",
     "train.ref.update_share=0.5",
-    "runtime.start_timeout_s=300",
-    "checkpoint.every_s=0",
 ]
-_REWARD = """\
+_REWARD = f"""\
 import time
 
 def reward(prompt, completion, answer):
     time.sleep(0.1 * (int(prompt) % 3))  # groups arrive one after another
-    return (7 * sum(map(ord, prompt)) + sum(map(ord, completion))) % 11 / 10
+    return {LEARNABLE}
 """
 
 
@@ -50,8 +42,7 @@ def test_the_update_is_that_of_a_run_that_waits_for_the_batch(tmp_path: Path) ->
             assert run.wait(LIMIT_S) == 0, run.output()
             found = audit(run.run_dir)
             assert (found.problems, found.complete, found.steps) == ([], True, STEPS)
-            files = tensor_files(run.run_dir / "checkpoints" / "final")
-            weights[arriving] = {name: x for file in files for name, x in load_file(file).items()}
+            weights[arriving] = final_weights(run.run_dir)
             steps[arriving] = train_steps(run.run_dir)
     shares = [step["arriving/ref_inf_share"] for step in steps["true"]]
     assert max(shares) > 0.5, f"hardly a group was processed before its step: {shares}"

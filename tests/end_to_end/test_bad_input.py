@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from whole_runs import resumed
 
 from asyncrl.cli import main as cli
 from asyncrl.protocol.messages import WeightVersion
@@ -217,8 +217,7 @@ def test_a_disk_that_fills_up_under_checkpoints(config: Path, tmp_path: Path, mo
 
     (disk / "somebody_elses").unlink()
     num_steps = there[-1][1] + 20
-    command = [sys.executable, "-m", "asyncrl.cli.main", "resume", str(run_dir), f"train.max_steps={num_steps}"]
-    with RunHandle(command, run_dir) as run:
+    with resumed(run_dir, f"train.max_steps={num_steps}") as run:
         assert run.wait(LIMIT_S) == 0, run.output()
         assert_nothing_left(run_dir)
     found = audit(run_dir)

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
+from whole_runs import DETERMINISTIC, LEARNABLE, Gate, final_weights, resumed, starting
 
-from asyncrl.testing.runs import RunHandle, assert_nothing_left, launch, make_tiny_run, train_steps
+from asyncrl.testing.runs import RunHandle, assert_nothing_left, make_tiny_run, train_steps
 from asyncrl.weights.checkpoints import checkpoint_dir, shared_dir
 from asyncrl.weights.lineage import audit
-from asyncrl.weights.versions import tensor_files
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -31,21 +29,13 @@ ALLOWED = (12, 22, 32, 38, STEPS)
 TRAINERS = ("master/0", "model_worker/0")
 REFERENCE = ("model_worker/1", "model_worker/2")  # a detached group of two ranks
 EXACT = [
-    "prompts.shuffle=false",
-    "rollout.reward_timeout_s=1000",
+    *DETERMINISTIC,
+    Gate.OVERRIDE,
     "allocation=transformers.d1+d1+ref_inf:d2",
-    "manager.max_head_offpolicyness=0",
-    "rollout.group_size=1",
-    "rollout.sampling.greedy=true",
     f"train.batch_size={BATCH}",
     f"train.max_steps={STEPS}",
-    "train.optimizer.lr=1e-3",
-    "train.ppo.use_decoupled_loss=false",
-    "train.ppo.recompute_logprob=true",
     "train.ppo.advantage_norm=batch",
     "train.ppo.kl_coef=0.5",
-    "checkpoint.every_s=0",
-    "runtime.start_timeout_s=300",
     "runtime.frozen_after_s=12",  # a busy machine may delay a start by up to 6 s
 ]
 
@@ -54,47 +44,20 @@ STEADY: list[str] = []
 MOVING = ["train.ref.update_interval=2", "train.ref.update_share=0.5"]  # the reference follows the actor
 
 
-_REWARD = """\
-import time
-from pathlib import Path
-
-def reward(prompt, completion, answer):
-    while int(prompt) // {batch} >= int(Path("{allowed}").read_text()):
-        time.sleep(0.02)
-    return (7 * sum(map(ord, prompt)) + sum(map(ord, completion))) % 11 / 10
-"""
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_run(tmp_path_factory.mktemp("detached"), num_prompts=STEPS * BATCH)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("detached")
-
-
-def allow(folder: Path, num_steps: int) -> None:
-    """Let the run make `num_steps` steps: until the next call, rewards of the prompts of later steps are withheld. Prompts are in
-    order."""
-    (folder / "next").write_text(str(num_steps))
-    (folder / "next").replace(folder / "allowed")
+def gate(config: Path) -> Gate:
+    return Gate(config, BATCH, LEARNABLE)
 
 
 @pytest.fixture(scope="module")
-def start(folder: Path) -> Iterator[Callable[..., RunHandle]]:
-    """Launches runs with a reward function that gives the model something to learn and withholds rewards until `allow`."""
-    config = make_tiny_run(folder, num_prompts=STEPS * BATCH)
-    (folder / "reward.py").write_text(_REWARD.format(batch=BATCH, allowed=folder / "allowed"))
-    runs: list[RunHandle] = []
-
-    def start_run(*overrides: str) -> RunHandle:
-        runs.append(launch(config, *EXACT, *overrides))
-        return runs[-1]
-
-    yield start_run
-    for run in runs:
-        run.close()
-
-
-def final_weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    return {name: x for file in tensor_files(run_dir / "checkpoints" / "final") for name, x in load_file(file).items()}
+def start(config: Path, gate: Gate) -> Iterator[Callable[..., RunHandle]]:
+    with starting(config, *EXACT) as start_run:
+        yield start_run
 
 
 def pids(run: RunHandle, names: tuple[str, ...]) -> dict[str, int]:
@@ -124,15 +87,15 @@ def goes_on(run: RunHandle, num_steps: int = 3) -> None:
 
 @pytest.mark.parametrize("reference", [STEADY, MOVING], ids=["steady", "moving"])
 def test_it_comes_back_alone_and_the_weights_are_those_of_an_undisturbed_run(
-    start: Callable[..., RunHandle], folder: Path, reference: list[str], request: pytest.FixtureRequest
+    start: Callable[..., RunHandle], gate: Gate, reference: list[str], request: pytest.FixtureRequest
 ) -> None:
     trial = request.node.callspec.id
-    allow(folder, STEPS)
+    gate.open()
     whole = start(*reference, f"trial={trial}_whole")
     assert whole.wait(LIMIT_S) == 0, whole.output()
 
     allowed = iter(ALLOWED)
-    allow(folder, next(allowed))
+    gate.let(next(allowed))
     run = start(*reference, f"trial={trial}_struck")
     goes_on(run)
     others = pids(run, (*TRAINERS, "generation_server/0", "gserver_manager/0", "rollout_worker/0"))
@@ -142,10 +105,10 @@ def test_it_comes_back_alone_and_the_weights_are_those_of_an_undisturbed_run(
         ("model_worker/2", signal.SIGKILL),
     ):
         strike(run, name, number)
-        allow(folder, next(allowed))
+        gate.let(next(allowed))
         goes_on(run)
     assert pids(run, tuple(others)) == others, "nobody else was started again"
-    allow(folder, next(allowed))
+    gate.let(next(allowed))
     assert run.wait(LIMIT_S) == 0, run.output()
 
     told = " ".join(run.output().split())
@@ -169,21 +132,20 @@ def test_it_comes_back_alone_and_the_weights_are_those_of_an_undisturbed_run(
 
 
 def test_a_moving_reference_has_the_same_weights_in_the_trainer_group_and_detached_and_after_a_resume(
-    start: Callable[..., RunHandle], folder: Path
+    start: Callable[..., RunHandle], gate: Gate
 ) -> None:
     steps = "train.max_steps=12"
-    allow(folder, 12)
+    gate.let(12)
     together = start(*MOVING, "trial=together", "allocation=transformers.d1+d1", steps)
     assert together.wait(LIMIT_S) == 0, together.output()
     detached = [*MOVING, "trial=resumed", "allocation=transformers.d1+d1+ref_inf:d1", "checkpoint.every_steps=3", steps]
-    allow(folder, 9)
+    gate.let(9)
     run = start(*detached)
     run.wait_until(checkpoint_dir(run.run_dir, 1, 6).exists, "the second checkpoint", LIMIT_S)
     run.close()
-    allow(folder, 12)
+    gate.let(12)
     assert not (run.run_dir / "summary.json").exists(), "the run was over before it was killed"
-    command = [sys.executable, "-m", "asyncrl.cli.main", "resume", str(run.run_dir)]
-    with RunHandle(command, run.run_dir) as again:
+    with resumed(run.run_dir) as again:
         assert again.wait(LIMIT_S) == 0, again.output()
     expected, weights = final_weights(together.run_dir), final_weights(run.run_dir)
     assert [name for name, tensor in expected.items() if not torch.equal(weights[name], tensor)] == []

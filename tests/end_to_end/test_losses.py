@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_runs import ROOT, assert_each_prompt_trained_once, launch_sorter
+from whole_runs import ROOT, assert_each_prompt_trained_once, launch_sorter, resumed
 
-from asyncrl.testing.runs import RunHandle, assert_nothing_left, evaluations, launch, make_tiny_run, train_steps
+from asyncrl.testing.runs import assert_nothing_left, evaluations, launch, make_tiny_run, train_steps
 from asyncrl.testing.tiny import make_tiny_model
 
 BATCH, TARGET = 64, 0.4
@@ -114,8 +114,7 @@ def test_a_resumed_run_keeps_its_entropy_coefficient(tmp_path: Path) -> None:
     with launch(config, *fields) as handle:
         assert handle.wait(300) == 0, handle.output()
         folder = handle.run_dir
-    command = [sys.executable, "-m", "asyncrl.cli.main", "resume", str(folder), "train.max_steps=4"]
-    with RunHandle(command, folder) as handle:
+    with resumed(folder, "train.max_steps=4") as handle:
         assert handle.wait(300) == 0, handle.output()
     coefs = {step["step"]: step["actor/entropy_coef"] for step in train_steps(folder)}
     assert coefs == {1: 0.0, 2: pytest.approx(0.01), 3: pytest.approx(0.02), 4: pytest.approx(0.03)}

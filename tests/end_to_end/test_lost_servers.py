@@ -15,12 +15,12 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from whole_runs import assert_each_prompt_trained_once, assert_nobody_left_behind, entry, trained_events
+from whole_runs import assert_each_prompt_trained_once, assert_nobody_left_behind, entry, starting, trained_events
 
 from asyncrl.cli import main as cli
 from asyncrl.protocol.messages import WeightVersion, WorkerStatus
 from asyncrl.testing.faults import die_in_update, has_struck, largest_logprob_error, moved_tickets
-from asyncrl.testing.runs import RunHandle, assert_nothing_left, journal, launch, make_tiny_run, train_steps
+from asyncrl.testing.runs import RunHandle, assert_nothing_left, journal, make_tiny_run, train_steps
 from asyncrl.weights.lineage import audit
 
 LIMIT_S = 400.0
@@ -39,31 +39,21 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(config: Path, tmp_path: Path) -> Iterator[Callable[..., RunHandle]]:
-    runs: list[RunHandle] = []
-
-    def start_run(*overrides: str, env: dict[str, str]) -> RunHandle:
-        run = launch(
-            config,
-            f"fileroot={tmp_path}",
-            "train.max_steps=0",
-            f"train.batch_size={BATCH}",
-            f"rollout.group_size={GROUP}",
-            f"rollout.sampling.max_new_tokens={MAX_NEW_TOKENS}",
-            "generation.num_blocks=256",
-            f"manager.max_head_offpolicyness={ETA}",
-            "record.trajectories=true",
-            "weights.verify_logprobs=true",
-            "weights.keep=1000",
-            "runtime.frozen_after_s=0",  # manager and clients must detect the frozen server here, not the launcher
-            *overrides,
-            env=env,
-        )
-        runs.append(run)
-        return run
-
-    yield start_run
-    for run in runs:
-        run.close()
+    settings = (
+        f"fileroot={tmp_path}",
+        "train.max_steps=0",
+        f"train.batch_size={BATCH}",
+        f"rollout.group_size={GROUP}",
+        f"rollout.sampling.max_new_tokens={MAX_NEW_TOKENS}",
+        "generation.num_blocks=256",
+        f"manager.max_head_offpolicyness={ETA}",
+        "record.trajectories=true",
+        "weights.verify_logprobs=true",
+        "weights.keep=1000",
+        "runtime.frozen_after_s=0",  # manager and clients must detect the frozen server here, not the launcher
+    )
+    with starting(config, *settings) as start_run:
+        yield start_run
 
 
 def newest_version(run: RunHandle, server: int) -> str:

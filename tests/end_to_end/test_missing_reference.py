@@ -13,6 +13,7 @@ import threading
 from pathlib import Path
 
 import psutil
+from whole_runs import LEARNABLE, Gate
 
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, launch, make_tiny_run, train_steps
 from asyncrl.weights.lineage import audit
@@ -20,8 +21,7 @@ from asyncrl.weights.lineage import audit
 STEPS, BATCH, LIMIT_S = 14, 4, 300.0
 REFERENCE = "model_worker/1"
 SETTINGS = [
-    "prompts.shuffle=false",
-    "rollout.reward_timeout_s=1000",
+    Gate.OVERRIDE,
     "allocation=transformers.d1+d1+ref_inf:d1",
     "rollout.group_size=1",
     f"train.batch_size={BATCH}",
@@ -38,21 +38,6 @@ SETTINGS = [
     "runtime.start_timeout_s=300",
     "checkpoint.every_s=0",
 ]
-_REWARD = """\
-import time
-from pathlib import Path
-
-def reward(prompt, completion, answer):
-    while int(prompt) // {batch} >= int(Path("{allowed}").read_text()):
-        time.sleep(0.02)
-    return (7 * sum(map(ord, prompt)) + sum(map(ord, completion))) % 11 / 10
-"""
-
-
-def allow(folder: Path, num_steps: int) -> None:
-    """Let the run make this many steps: rewards of the prompts of later steps are withheld. Prompts are in order."""
-    (folder / "next").write_text(str(num_steps))
-    (folder / "next").replace(folder / "allowed")
 
 
 @contextlib.contextmanager
@@ -81,18 +66,18 @@ def num_starts(run: RunHandle) -> int:
 
 def test_the_run_continues_without_the_reference_and_with_it_once_it_is_back(tmp_path: Path) -> None:
     config = make_tiny_run(tmp_path, num_prompts=STEPS * BATCH)
-    (tmp_path / "reward.py").write_text(_REWARD.format(batch=BATCH, allowed=tmp_path / "allowed"))
-    allow(tmp_path, 2)
+    gate = Gate(config, BATCH, LEARNABLE)
+    gate.let(2)
     with launch(config, *SETTINGS) as run:
         run.wait_for_step(2, LIMIT_S)
         with killed_at_every_start(run):
             run.wait_for_output(f"{REFERENCE} was killed by signal SIGKILL", LIMIT_S)
-            allow(tmp_path, 5)
+            gate.let(5)
             run.wait_for_step(5, LIMIT_S)
             run.wait_for_output("the run continues without it meanwhile", LIMIT_S)
             count = num_starts(run)
         run.wait_until(lambda: num_starts(run) > count, "the reference was back", LIMIT_S)
-        allow(tmp_path, STEPS)
+        gate.open()
         assert run.wait(LIMIT_S) == 0, run.output()
         steps = train_steps(run.run_dir)
         missing = [int(step["missing/ref_inf"]) for step in steps]

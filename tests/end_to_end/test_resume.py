@@ -1,7 +1,6 @@
 """A run killed with its launcher goes on from its newest checkpoint and ends with the weights of an uninterrupted run.
 
-eta = 0, greedy decoding and one response a prompt make it deterministic. Behaviour logprobs are the trainer's
-(train.ppo.recompute_logprob), because the last bits of an engine's logprobs depend on the rest of its batch.
+eta = 0, greedy decoding and one response a prompt make it deterministic.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import contextlib
 import json
 import shutil
 import signal
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +17,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from whole_runs import Gate
+from whole_runs import DETERMINISTIC, LEARNABLE, Gate, final_weights, resumed
 
 from asyncrl.cli import main as cli
 from asyncrl.cli.curves import read_runs
@@ -33,7 +31,6 @@ from asyncrl.testing.runs import (
 )
 from asyncrl.weights.checkpoints import checkpoint_dir, list_checkpoints
 from asyncrl.weights.lineage import audit
-from asyncrl.weights.versions import tensor_files
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -41,22 +38,14 @@ STEPS, BATCH, EVERY = 24, 8, 3
 LIMIT_S = 300.0
 TOLERANCE = 1e-5  # another layout adds the same numbers in another order; seen: 2e-7, for weights that move by 1e-2
 EXACT = [
-    "manager.max_head_offpolicyness=0",
-    "rollout.group_size=1",
-    "rollout.sampling.greedy=true",
+    *DETERMINISTIC,
     f"train.batch_size={BATCH}",
     f"train.max_steps={STEPS}",
-    "train.optimizer.lr=1e-3",
     "train.optimizer.schedule=cosine",
-    "train.ppo.use_decoupled_loss=false",
-    "train.ppo.recompute_logprob=true",
     "train.ppo.advantage_norm=batch",
     f"checkpoint.every_steps={EVERY}",
-    "checkpoint.every_s=0",
-    "runtime.start_timeout_s=300",
     Gate.OVERRIDE,
 ]
-REWARD = "(7 * sum(map(ord, prompt)) + sum(map(ord, completion))) % 11 / 10"  # gives the model something to learn
 
 
 @dataclass(frozen=True)
@@ -72,10 +61,6 @@ class Runs:
     said_elsewhere: str
 
 
-def resumed(run_dir: Path, *overrides: str) -> contextlib.AbstractContextManager[RunHandle]:
-    return RunHandle([sys.executable, "-m", "asyncrl.cli.main", "resume", str(run_dir), *overrides], run_dir)
-
-
 def kill_everything(run: RunHandle) -> None:
     """Kill all processes, much as a power cut does."""
     run.signal(signal.SIGKILL)
@@ -83,10 +68,6 @@ def kill_everything(run: RunHandle) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     run.wait(LIMIT_S)
-
-
-def final_weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    return {name: x for file in tensor_files(run_dir / "checkpoints" / "final") for name, x in load_file(file).items()}
 
 
 def written(run_dir: Path) -> list[int]:
@@ -101,7 +82,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def gate(config: Path) -> Gate:
-    return Gate(config, BATCH, REWARD)
+    return Gate(config, BATCH, LEARNABLE)
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,9 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from whole_runs import BATCH, STEPS, launch_synchronous, trained_events
+from whole_runs import BATCH, STEPS, final_weights, launch_synchronous, starting, trained_events
 
-from asyncrl.testing.runs import RunHandle, assert_nothing_left, journal, launch, make_tiny_run, train_steps
+from asyncrl.testing.runs import RunHandle, assert_nothing_left, journal, make_tiny_run, train_steps
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.lineage import audit
 
@@ -28,11 +28,6 @@ SHARED = "allocation=transformers.d2p1m1@0-1+d2p1m1@0-1"
 MEGABYTE = 1 << 20
 
 pytestmark = pytest.mark.timeout(1200)
-
-
-def final_weights(run: RunHandle) -> dict[str, torch.Tensor]:
-    files = (run.run_dir / "checkpoints" / "final").glob("*.safetensors")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def manager_log(run: RunHandle) -> str:
@@ -50,7 +45,7 @@ def test_weights_equal_those_of_a_run_on_devices_of_its_own(
     with launch_synchronous(sorter, tmp_path, SHARED) as run:
         assert run.wait(LIMIT_S) == 0, run.output()
         assert [len(event["groups"]) for event in trained_events(run.run_dir)] == [BATCH] * STEPS
-        expected, weights = final_weights(synchronous), final_weights(run)
+        expected, weights = final_weights(synchronous.run_dir), final_weights(run.run_dir)
         assert expected.keys() == weights.keys()
         for name, tensor in expected.items():
             torch.testing.assert_close(
@@ -66,21 +61,10 @@ def test_weights_equal_those_of_a_run_on_devices_of_its_own(
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., RunHandle]]:
-    with contextlib.ExitStack() as runs:
-        config = make_tiny_run(tmp_path / "tiny", num_prompts=4000)
-
-        def launched(*overrides: str) -> RunHandle:
-            run = launch(
-                config,
-                "allocation=transformers.d1@0+d1@0",
-                "manager.max_head_offpolicyness=0",
-                "train.batch_size=4",
-                "train.max_steps=0",
-                *overrides,
-            )
-            return runs.enter_context(run)
-
-        yield launched
+    config = make_tiny_run(tmp_path / "tiny", num_prompts=4000)
+    settings = ("manager.max_head_offpolicyness=0", "train.batch_size=4", "train.max_steps=0")
+    with starting(config, "allocation=transformers.d1@0+d1@0", *settings) as start_run:
+        yield start_run
 
 
 def test_devices_are_shared_until_a_step_and_then_each_side_has_its_own(start: Callable[..., RunHandle]) -> None:

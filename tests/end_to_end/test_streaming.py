@@ -6,17 +6,15 @@ eta = 0, greedy decoding and one response a prompt make the runs deterministic, 
 from __future__ import annotations
 
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from whole_runs import Gate
+from whole_runs import DETERMINISTIC, LEARNABLE, Gate, final_weights, resumed
 
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, journal, launch, make_tiny_run, train_steps
 from asyncrl.weights.lineage import audit
-from asyncrl.weights.versions import tensor_files
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -24,25 +22,17 @@ STEPS, BATCH, HALF = 6, 8, 4
 STRIKE = 3  # the trainer is killed in the step after this one
 LIMIT_S = 200.0
 PARTS = "streaming/parts"
-REWARD = "(7 * sum(map(ord, prompt)) + sum(map(ord, completion))) % 11 / 10"  # gives the model something to learn
 EXACT = [
-    "manager.max_head_offpolicyness=0",
-    "rollout.group_size=1",
-    "rollout.sampling.greedy=true",
+    *DETERMINISTIC,
     f"train.batch_size={BATCH}",
     f"train.max_steps={STEPS}",
-    "train.optimizer.lr=1e-3",
     "train.optimizer.eps=1e-6",
-    "train.ppo.use_decoupled_loss=false",
-    "train.ppo.recompute_logprob=true",
     "train.ppo.advantage_norm=none",
     "train.ppo.minibatches=1",
     "train.ppo.kl_coef=0.1",
     "train.ppo.kl_adaptive=true",
     "train.ppo.kl_horizon=100",
     "checkpoint.every_steps=1",
-    "checkpoint.every_s=0",
-    "runtime.start_timeout_s=300",
     Gate.OVERRIDE,
 ]
 
@@ -55,7 +45,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def gate(config: Path) -> Gate:
     """Holds half batches: let(2 * n + 1) allows n steps and the first half of the next."""
-    return Gate(config, HALF, REWARD)
+    return Gate(config, HALF, LEARNABLE)
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +55,6 @@ def whole(config: Path, gate: Gate) -> Path:
         assert run.wait(LIMIT_S) == 0, run.output()
     assert all(PARTS not in step for step in train_steps(run.run_dir))
     return run.run_dir
-
-
-def final_weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    return {name: x for file in tensor_files(run_dir / "checkpoints" / "final") for name, x in load_file(file).items()}
 
 
 def assert_same_run(found: Path, expected: Path, config: Path) -> None:
@@ -129,9 +115,8 @@ def test_a_run_that_is_stopped_within_a_step_goes_on(config: Path, gate: Gate, w
             assert run.wait(LIMIT_S) == 130, run.output()
         assert train_steps(run.run_dir)[-1]["step"] == STRIKE
         assert_nothing_left(run.run_dir)
-    command = [sys.executable, "-m", "asyncrl.cli.main", "resume", str(run.run_dir)]
-    with RunHandle(command, run.run_dir) as resumed:
-        assert resumed.wait(LIMIT_S) == 0, resumed.output()
+    with resumed(run.run_dir) as again:
+        assert again.wait(LIMIT_S) == 0, again.output()
     assert audit(run.run_dir).problems == []
     assert_same_run(run.run_dir, whole, config)
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from whole_runs import Gate
+from whole_runs import Gate, starting
 
 from asyncrl.cli import main as cli
 from asyncrl.launch.program import load_process_config
 from asyncrl.launch.rundir import read_record
-from asyncrl.testing.runs import RunHandle, assert_nothing_left, launch, make_tiny_run, train_steps
+from asyncrl.testing.runs import RunHandle, assert_nothing_left, make_tiny_run, train_steps
 from asyncrl.weights.lineage import audit
 
 LIMIT_S = 150.0  # limit for one wait, on a busy machine
@@ -49,16 +49,9 @@ def gate(config: Path) -> Iterator[Gate]:
 
 @pytest.fixture
 def start(config: Path, tmp_path: Path) -> Iterator[Callable[..., RunHandle]]:
-    runs: list[RunHandle] = []
-
-    def start_run(*overrides: str) -> RunHandle:
-        every = f"checkpoint.every_steps={CHECKPOINT_EVERY}"
-        runs.append(launch(config, f"fileroot={tmp_path}", f"train.batch_size={BATCH}", every, *overrides))
-        return runs[-1]
-
-    yield start_run
-    for run in runs:
-        run.close()
+    every = f"checkpoint.every_steps={CHECKPOINT_EVERY}"
+    with starting(config, f"fileroot={tmp_path}", f"train.batch_size={BATCH}", every) as start_run:
+        yield start_run
 
 
 def newest_step(run: RunHandle) -> int:

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -70,6 +71,41 @@ def launch_synchronous(sorter: Path, fileroot: Path, *overrides: str) -> RunHand
         f"weights.keep={STEPS + 1}",
         *overrides,
     )
+
+
+# Settings of a deterministic run of the tiny model. Behaviour logprobs are the trainer's (recompute_logprob), because the
+# last bits of an engine's logprobs depend on the rest of its batch.
+DETERMINISTIC = (
+    "manager.max_head_offpolicyness=0",
+    "rollout.group_size=1",
+    "rollout.sampling.greedy=true",
+    "train.optimizer.lr=1e-3",
+    "train.ppo.use_decoupled_loss=false",
+    "train.ppo.recompute_logprob=true",
+    "checkpoint.every_s=0",
+    "runtime.start_timeout_s=300",
+)
+# A reward from which the tiny model learns, as an expression of prompt and completion
+LEARNABLE = "(7 * sum(map(ord, prompt)) + sum(map(ord, completion))) % 11 / 10"
+
+
+@contextlib.contextmanager
+def starting(config: Path, *settings: str) -> Iterator[Callable[..., RunHandle]]:
+    """Yield a function that launches runs of this config with further overrides. They are closed at the end of the block."""
+    with contextlib.ExitStack() as runs:
+
+        def start(*overrides: str, env: Mapping[str, str] | None = None) -> RunHandle:
+            return runs.enter_context(launch(config, *settings, *overrides, env=env))
+
+        yield start
+
+
+def resumed(run_dir: Path, *overrides: str) -> RunHandle:
+    return RunHandle([sys.executable, "-m", "asyncrl.cli.main", "resume", str(run_dir), *overrides], run_dir)
+
+
+def final_weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    return {name: x for file in tensor_files(run_dir / "checkpoints" / "final") for name, x in load_file(file).items()}
 
 
 def entry(run: RunHandle, key: Callable[[Names], str]) -> str:

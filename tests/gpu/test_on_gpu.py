@@ -9,6 +9,7 @@ from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import GenerationConfig, OptimizerConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.generation.engine import EngineRequest
+from asyncrl.generation.queueing import EngineArguments
 from asyncrl.generation.transformers import TransformersEngine
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share
@@ -60,7 +61,7 @@ async def test_logprobs_are_those_of_a_forward_pass(model_path, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     tensors = ((name, parameter.detach()) for name, parameter in model.named_parameters())
     write_version(path, tensors, source_dir=model_path, version=version)
-    engine = TransformersEngine(model_path, GenerationConfig(), device="cuda", eos_token_ids=[0])
+    engine = TransformersEngine(EngineArguments(model_path, GenerationConfig(), eos_token_ids=[0]), device="cuda")
     await engine.start()
     try:
         await engine.load_weights(path, version)

@@ -27,6 +27,7 @@ from asyncrl.generation.engine import (
     WeightsRefused,
 )
 from asyncrl.generation.padded_attention import group_lengths
+from asyncrl.generation.queueing import EngineArguments
 from asyncrl.generation.transformers import TransformersEngine, sample_tokens
 from asyncrl.protocol.messages import SamplingParams, WeightVersion
 from asyncrl.testing.tiny import make_tiny_model
@@ -95,7 +96,7 @@ class WatchedEngine(TransformersEngine):
     manager: ContinuousBatchingManager
 
     def __init__(self, model_path: str, config: GenerationConfig) -> None:
-        super().__init__(model_path, config, on_tokens=lambda tokens, version: self.after_pass())
+        super().__init__(EngineArguments(model_path, config, on_tokens=lambda tokens, version: self.after_pass()))
         self.after_pass: Callable[[], None] = lambda: None
 
     async def start(self) -> None:
@@ -637,7 +638,7 @@ async def test_it_sleeps_without_its_memory_and_wakes_with_the_same_tokens(store
 
 
 async def test_an_engine_that_begins_asleep_starts_when_it_wakes(store: Store) -> None:
-    engine = TransformersEngine(str(store.model_path), CONFIG, asleep=True)
+    engine = TransformersEngine(EngineArguments(str(store.model_path), CONFIG, asleep=True))
     assert engine.failure is None
     with pytest.raises(EngineUnavailable, match="sleeps"):
         await engine.load_weights(store.path(V0), V0)
@@ -701,4 +702,4 @@ async def test_a_dead_generation_thread_is_noticed(store: Store, monkeypatch: py
 )
 def test_bad_settings_are_refused_at_once(changes: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word):
-        TransformersEngine("nowhere", dataclasses.replace(CONFIG, **changes))
+        TransformersEngine(EngineArguments("nowhere", dataclasses.replace(CONFIG, **changes)))

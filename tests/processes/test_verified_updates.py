@@ -20,6 +20,7 @@ from asyncrl.data.sequence import SequenceSample
 from asyncrl.generation import transformers as engine_module
 from asyncrl.generation.checks import VerifiedLoads
 from asyncrl.generation.http import GenerationHTTP
+from asyncrl.generation.queueing import EngineArguments
 from asyncrl.generation.transformers import LiveTensors, TransformersEngine
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share
@@ -108,7 +109,7 @@ def trainer(model_path: Path, tmp_path: Path) -> Trainer:
 @pytest.fixture
 async def server(model_path: Path) -> AsyncIterator[Server]:
     config = GenerationConfig(max_running_requests=16, max_batch_tokens=256, num_blocks=128, page_size=16)
-    engine = TransformersEngine(str(model_path), config)
+    engine = TransformersEngine(EngineArguments(str(model_path), config))
     await engine.start()
     verified = VerifiedLoads(engine, tolerance=TOLERANCE, limit_s=30.0, logger=logging.getLogger("test"))
     http = GenerationHTTP(engine, engine_name="transformers", settings={}, verified=verified)
@@ -200,7 +201,7 @@ async def test_an_update_that_cannot_be_verified_is_refused(trainer: Trainer, se
 async def test_scoring_between_the_passes_leaves_running_requests_exact(trainer: Trainer, model_path: Path) -> None:
     """Scoring replaces the model's attention and restores it. Running requests must not notice."""
     config = GenerationConfig(max_running_requests=16, max_batch_tokens=256, num_blocks=128, page_size=16)
-    engine = TransformersEngine(str(model_path), config)
+    engine = TransformersEngine(EngineArguments(str(model_path), config))
     await engine.start()
     try:
         await engine.load_weights(trainer.write(V0), V0)

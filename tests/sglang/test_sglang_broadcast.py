@@ -16,6 +16,7 @@ from weight_store import V0, V1, V2, V3, WeightStore
 from asyncrl.config.schema import GenerationConfig, WeightsConfig
 from asyncrl.generation.engine import EngineRequest, Generated, WeightsRefused
 from asyncrl.generation.http import GenerationHTTP
+from asyncrl.generation.queueing import EngineArguments
 from asyncrl.generation.sglang import SGLangEngine
 from asyncrl.generation.sglang_http import SGLangClient, SGLangError
 from asyncrl.generation.sglang_process import AttachedServer
@@ -62,7 +63,8 @@ class Served:
 async def sglang(url: str, store: WeightStore, config: GenerationConfig) -> AsyncIterator[Served]:
     first_token = asyncio.Event()
     engine = SGLangEngine(
-        str(store.model_path), config, AttachedServer(url), on_tokens=lambda count, version: first_token.set()
+        EngineArguments(str(store.model_path), config, on_tokens=lambda count, version: first_token.set()),
+        AttachedServer(url),
     )
     await engine.start()
     try:
@@ -111,7 +113,7 @@ async def test_both_engines_get_a_version_in_one_broadcast(
     sglang_url: str, store: WeightStore, sglang_config: GenerationConfig
 ) -> None:
     """Two broadcasts through one group. Every token is exactly of its version, and no prefix of the old one remains."""
-    embedded = TransformersEngine(str(store.model_path), GenerationConfig(num_blocks=64), seed=1)
+    embedded = TransformersEngine(EngineArguments(str(store.model_path), GenerationConfig(num_blocks=64)), seed=1)
     await embedded.start()
     try:
         async with sglang(sglang_url, store, sglang_config) as ours, Served(embedded, "embedded") as other:

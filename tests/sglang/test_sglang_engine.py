@@ -30,6 +30,7 @@ from asyncrl.generation.engine import (
     RequestRefused,
     WeightsRefused,
 )
+from asyncrl.generation.queueing import EngineArguments
 from asyncrl.generation.sglang import SGLangEngine
 from asyncrl.generation.sglang_http import SGLangClient
 from asyncrl.generation.sglang_process import AttachedServer, own_server
@@ -53,7 +54,8 @@ async def attached(
     """An engine attached to the session's server, as `external` attaches one."""
     counter = Counter()
     engine = SGLangEngine(
-        str(store.model_path), dataclasses.replace(config, **changes), AttachedServer(url), on_tokens=counter
+        EngineArguments(str(store.model_path), dataclasses.replace(config, **changes), on_tokens=counter),
+        AttachedServer(url),
     )
     engine.counter = counter  # type: ignore[attr-defined]
     await engine.start()
@@ -485,7 +487,8 @@ async def test_an_unreachable_server_is_told(store: WeightStore, sglang_config: 
         unused.bind(("127.0.0.1", 0))
         config = dataclasses.replace(sglang_config, load_timeout_s=0.3)
         engine = SGLangEngine(
-            str(store.model_path), config, AttachedServer(f"http://127.0.0.1:{unused.getsockname()[1]}/")
+            EngineArguments(str(store.model_path), config),
+            AttachedServer(f"http://127.0.0.1:{unused.getsockname()[1]}/"),
         )
         with pytest.raises(ConfigError, match=r"no SGLang server answers at http://127.0.0.1:\d+ within 0.3 s"):
             await within(engine.start())
@@ -497,7 +500,7 @@ async def test_a_server_that_cannot_start_says_why(
 ) -> None:
     config = dataclasses.replace(sglang_config, server_args={"no-such-argument": "1"})
     server = own_server(config, str(store.model_path), tensor=1, seed=1, log=tmp_path / "logs" / "sglang.log")
-    engine = SGLangEngine(str(store.model_path), config, server)
+    engine = SGLangEngine(EngineArguments(str(store.model_path), config), server)
     with pytest.raises(ConfigError, match=r"(?s)exit code 2 while it was starting.*no-such-argument"):
         await within(engine.start(), START_LIMIT_S + 30)
     await engine.close()
@@ -511,7 +514,7 @@ async def test_its_own_server_in_place_then_death(
     config = dataclasses.replace(sglang_config, interrupt="in_place")
     server = own_server(config, str(store.model_path), tensor=2, seed=1, log=tmp_path / "logs" / "sglang.log")
     counter = Counter()
-    engine = SGLangEngine(str(store.model_path), config, server, on_tokens=counter)
+    engine = SGLangEngine(EngineArguments(str(store.model_path), config, on_tokens=counter), server)
     try:
         await within(engine.start(), START_LIMIT_S + 30)
         processes = [psutil.Process(server.pid), *server.children]

@@ -20,6 +20,7 @@ from weight_store import V0, WeightStore
 from asyncrl.config.schema import GenerationConfig
 from asyncrl.generation import sglang
 from asyncrl.generation.engine import EngineFailed, EngineRequest
+from asyncrl.generation.queueing import EngineArguments
 from asyncrl.generation.sglang import SGLangEngine
 from asyncrl.generation.sglang_process import AttachedServer
 from asyncrl.protocol.messages import SamplingParams
@@ -130,7 +131,7 @@ async def test_sglang_that_stands_still_is_given_up_and_who_waits_is_told(
 ) -> None:
     """The engine fails if SGLang stands still. In a run the generation server then fails, and the launcher restarts it."""
     server = session_servers().process  # type: ignore[attr-defined]
-    engine = SGLangEngine(str(store.model_path), sglang_config, AttachedServer(server.url))
+    engine = SGLangEngine(EngineArguments(str(store.model_path), sglang_config), AttachedServer(server.url))
     await engine.start()
     processes = [psutil.Process(server.pid)]
     processes += processes[0].children(recursive=True)

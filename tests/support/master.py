@@ -24,6 +24,7 @@ from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.master.books import Books
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
 from asyncrl.master.checkpointing import Checkpointer
+from asyncrl.master.device_turns import Turns
 from asyncrl.master.evaluations import Evaluations, ServerEvaluator
 from asyncrl.master.files import MasterFiles
 from asyncrl.master.model_workers import ModelWorkers
@@ -214,6 +215,7 @@ class MasterParts:
         num_prompts = config.eval.num_prompts if config.eval.prompts is not None else 0
         evaluator = ServerEvaluator(config.eval, num_prompts, manager, logger=logger, clock=clock)
         self.evaluations = Evaluations(config.eval, self.books, evaluator, self.tasks, board=self.board, logger=logger)
+        turns = Turns()
         of_a_process: dict[str, Any] = {"board": self.board, "logger": logger, "trace": OFF, "clock": clock}
         self.publisher = WeightPublisher(
             config,
@@ -224,6 +226,7 @@ class MasterParts:
             directory,
             self.files,
             self.tasks,
+            turns=turns,
             rewrite_pause_s=rewrite_pause_s,
             **of_a_process,
         )
@@ -250,7 +253,7 @@ class MasterParts:
             self.evaluations,
             checkpointer,
             self.tasks,
-            turns=None,
+            turns=turns,
             leaving=self.leaving,
             logger=logger,
             trace=OFF,

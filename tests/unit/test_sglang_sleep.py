@@ -15,6 +15,7 @@ from aiohttp import web
 
 from asyncrl.config.schema import GenerationConfig
 from asyncrl.generation.engine import EngineFailed, EngineUnavailable
+from asyncrl.generation.queueing import EngineArguments
 from asyncrl.generation.sglang import SGLangEngine
 from asyncrl.generation.sglang_process import AttachedServer
 from asyncrl.testing.tiny import make_tiny_model
@@ -61,7 +62,9 @@ async def attached(fake: FakeSGLang, model: Path, *, asleep: bool = False) -> As
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     host, port = runner.addresses[0]
-    engine = SGLangEngine(str(model), GenerationConfig(), SleepingServer(f"http://{host}:{port}"), asleep=asleep)
+    engine = SGLangEngine(
+        EngineArguments(str(model), GenerationConfig(), asleep=asleep), SleepingServer(f"http://{host}:{port}")
+    )
     try:
         yield engine
     finally:
