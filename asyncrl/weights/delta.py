@@ -40,30 +40,27 @@ class TensorDelta(msgspec.Struct, frozen=True, array_like=True):
     name: str
     dtype: str  # torch's name
     shape: list[int]
-    num: int  # changed elements
     gap_bytes: int  # bytes of one difference of positions
     gaps: bytes  # differences of ascending positions, the first from 0; compressed
     values: bytes  # in the tensor's dtype
 
     def changes(self) -> tuple[Tensor, Tensor]:
-        """Positions (num,) int64 in the flattened tensor, ascending, and their new values (num,) in the tensor's dtype. Raises
+        """Positions (N,) int64 in the flattened tensor, ascending, and their new values (N,) in the tensor's dtype. Raises
         WeightsError if the content does not fit name, dtype and shape."""
-        size = self.num * self.gap_bytes
         try:
-            dtype = dtype_of(self.dtype)
-            unpacked = zlib.decompressobj().decompress(
-                self.gaps, size + 1
-            )  # at most that much, whatever the file holds
-            gaps = np.frombuffer(unpacked, np.dtype(f"<u{self.gap_bytes}")).astype(np.int64)
-            values = torch.frombuffer(bytearray(self.values), dtype=dtype) if self.num else torch.empty(0, dtype=dtype)
+            dtype, gap = dtype_of(self.dtype), np.dtype(f"<u{self.gap_bytes}")
+            values = (
+                torch.frombuffer(bytearray(self.values), dtype=dtype) if self.values else torch.empty(0, dtype=dtype)
+            )
+            # Not more than the values demand, whatever the file holds
+            unpacked = zlib.decompressobj().decompress(self.gaps, len(values) * gap.itemsize + 1)
+            gaps = np.frombuffer(unpacked, gap).astype(np.int64)
         except (zlib.error, TypeError, ValueError) as error:
             raise WeightsError(f"the changes of {self.name} cannot be read: {error}") from error
         positions = np.cumsum(gaps)
         within = positions.min(initial=0) >= 0 and positions.max(initial=-1) < math.prod(self.shape)
-        if len(gaps) != self.num or len(values) != self.num or not within or not (gaps[1:] > 0).all():
-            raise WeightsError(
-                f"the changes of {self.name} {self.shape} do not fit it: {self.num} elements were to change"
-            )
+        if len(gaps) != len(values) or not within or not (gaps[1:] > 0).all():
+            raise WeightsError(f"the changes of {self.name} do not fit it: {len(gaps)} positions, {len(values)} values")
         return torch.from_numpy(positions), values
 
 
@@ -87,7 +84,6 @@ def encode(old: Mapping[str, Tensor], new: Mapping[str, Tensor], *, worth: float
             name=name,
             dtype=str(new[name].dtype).removeprefix("torch."),
             shape=list(new[name].shape),
-            num=len(gaps),
             gap_bytes=gaps.itemsize,
             gaps=zlib.compress(gaps.tobytes(), _FAST),
             values=values,

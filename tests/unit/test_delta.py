@@ -1,7 +1,9 @@
 """Delta versions: the encoding of changed elements, chains of folders, and the refusal of broken ones."""
 
 import logging
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -11,6 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from asyncrl.cli.doctor import judge_deltas
+from asyncrl.config.schema import ConfigError, ExperimentConfig
+from asyncrl.generation.checks import ModelTensors
+from asyncrl.generation.engine import WeightsRefused
+from asyncrl.generation.transformers import LiveTensors
+from asyncrl.launch.experiment import load_experiment
+from asyncrl.manager.worker import ManagerFiles
 from asyncrl.protocol.messages import WeightVersion
 from asyncrl.weights import delta, versions
 from asyncrl.weights.fetch import WeightFetcher, WeightFiles
@@ -115,9 +124,9 @@ def test_a_delta_that_saves_little_is_not_made():
     "forged",
     [
         {"shape": [2, 9]},  # fewer elements than the last position needs
-        {"num": 2},
-        {"num": 4},
+        {"values": b"\0" * 4},
         {"values": b"\0" * 5},
+        {"values": b"\0" * 8},
         {"gaps": b"no zlib"},
         {"gap_bytes": 3},
         {"dtype": "float31"},
@@ -246,6 +255,81 @@ def test_a_base_is_read_once(trainer, monkeypatch):
     assert reads == ["0", "1", "2", "3"]
 
 
+def test_the_manager_reads_the_bases_again_after_a_refusal(trainer, tmp_path):
+    """It asks for the check of the same version again if a server has refused it."""
+    files = ManagerFiles(SimpleNamespace(worker=SimpleNamespace(run_dir=str(tmp_path)), role="actor"))
+    files.verify(trainer.path(2), WeightVersion(1, 2))
+    damaged = trainer.path(1) / "part-00000.delta"
+    stat = damaged.stat()
+    flip(damaged)
+    os.utime(damaged, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # so only its content tells
+    manifest = files.verify(trainer.path(3), WeightVersion(1, 3))
+    assert manifest.weight_version == WeightVersion(1, 3)
+    with pytest.raises(WeightsError, match="another checksum"):
+        files.verify(trainer.path(3), WeightVersion(1, 3))
+
+
+def test_sglang_is_given_no_delta(trainer):
+    tensors = ModelTensors(trainer.path(0), tied=False)
+    tensors.verify(trainer.path(0), WeightVersion(1, 0))
+    with pytest.raises(WeightsRefused, match="SGLang loads full versions only"):
+        tensors.verify(trainer.path(1), WeightVersion(1, 1))
+
+
+class Model(torch.nn.Module):
+    """The model of Trainer's versions, in float32. `b` is tied to `a` if `tied`."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        for name in "abc":
+            setattr(self, name, self.a if tied and name == "b" else torch.nn.Parameter(torch.zeros(40, 50)))
+
+
+def without_nans(tensor):
+    return tensor.float().nan_to_num(7.0)
+
+
+def test_a_server_changes_what_it_serves_or_loads_the_chain(trainer):
+    model, verified = Model(tied=False), VerifiedVersion()
+    live, names = LiveTensors(model), []
+    copy = live._copy
+    live._copy = lambda tensor_of, given: (names.append("".join(sorted(given))), copy(tensor_of, given))
+
+    def load(number: int, served: str) -> str:
+        names.clear()
+        fingerprint = live.load_version(trainer.path(number), WeightVersion(1, number), verified, served)
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(without_nans(tensor), without_nans(trainer.expected[number][name]))
+        return fingerprint
+
+    first = load(1, "")
+    assert names == ["abc", ""]  # all tensors in full, then a delta
+    second = load(2, first)
+    assert names == ["c"]
+    assert second == read_manifest(trainer.path(2)).fingerprint
+    load(3, first)
+    assert names == ["c", ""]
+    load(2, "of another version")
+    assert names == ["abc", "", "c"]
+    load(2, second)  # loading the version again repairs whatever is wrong with it
+    assert names == ["abc", "", "c"]
+
+
+def test_changes_that_untie_tensors_are_refused(trainer):
+    model = Model(tied=True)
+    live = LiveTensors(model)
+    for tensors in trainer.expected:
+        tensors["b"] = tensors["a"] = tensors["a"].nan_to_num(7.0)
+    base = trainer.write(0, replace=True)
+    served = live.load_version(trainer.path(0), WeightVersion(1, 0), VerifiedVersion())
+    trainer.expected[1]["b"] = trainer.expected[0]["b"]
+    trainer.write(1, trainer.expected[0], base, replace=True)
+    before = model.a.clone()
+    with pytest.raises(WeightsRefused, match="a and b are one tensor in this model"):
+        live.load_version(trainer.path(1), WeightVersion(1, 1), VerifiedVersion(), served)
+    assert torch.equal(model.a, before)
+
+
 def test_pruning_keeps_the_bases_of_what_it_keeps(trainer):
     trainer.expected.append(trainer.expected[3])
     trainer.write(4)  # full
@@ -296,3 +380,36 @@ def test_a_host_fetches_the_bases_that_it_lacks_and_keeps_them(trainer, tmp_path
     finally:
         host.close()
         files.close()
+
+
+# --------------------------------------------------------------------------------------------------------------- config
+
+
+def config_of(tmp_path: Path, *overrides: str) -> ExperimentConfig:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        'model_path: m\nprompts: {path: p.jsonl}\nrollout: {tasks: {default: {reward: "rewards.py:reward"}}}\n'
+    )
+    return load_experiment(file, overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["weights.transport=broadcast"], "weights.full_every=4: makes files smaller, and weights.transport=broadcast"),
+        (["allocation=sglang.d1+d1"], "weights.full_every=4: the engine sglang loads only full versions from disk"),
+        (["weights.full_every=0"], "weights.full_every=0: must be"),
+    ],
+)
+def test_configs_without_a_use_for_deltas_are_refused(tmp_path, overrides, told):
+    with pytest.raises(ConfigError) as caught:
+        config_of(tmp_path, "weights.full_every=4", *overrides)
+    assert told in str(caught.value)
+
+
+def test_check_says_that_float32_saves_nothing(tmp_path):
+    assert judge_deltas(config_of(tmp_path)) == []
+    (warned,) = judge_deltas(config_of(tmp_path, "weights.full_every=4", "train.dtype=float32"))
+    assert (warned.state, "nearly all elements change in a step" in warned.value) == ("warn", True)
+    (fine,) = judge_deltas(config_of(tmp_path, "weights.full_every=4", "train.dtype=bfloat16"))
+    assert fine.state == "ok"
