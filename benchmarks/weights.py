@@ -5,6 +5,9 @@
 asyncrl: from the call that writes a version (shards, checksums, fsync, rename) until the server serves it. The gserver manager
 verifies the version and has the generation server load and echo it. Manager and server are real, in their own processes; the
 server holds a Qwen2 model of that size in the transformers engine. Warm: not the first version.
+delta_1, delta_3, delta_100: the same for the version after it, in which that many percent of the elements changed, as the exporter
+writes it with weights.full_every: the trainer finds the changes, and the server changes its model in memory. At 100 % the version
+is full. Deltas are for --dtype bfloat16.
 copy_fsync: the version's files copied one by one to another folder, each synced.
 broadcast: weights.transport=broadcast; from the snapshot in the trainer's memory, through the same manager and server, to the echo.
 raw_gloo: one broadcast of the same bytes in torch.distributed's gloo, between two otherwise idle processes.
@@ -49,7 +52,9 @@ from common import (
 )
 
 SIZES_MB = (64, 256, 1024)
-SIDES = ("asyncrl", "copy_fsync", "broadcast", "raw_gloo")
+PERCENTS = (1, 3, 100)
+DELTAS = tuple(f"delta_{percent}" for percent in PERCENTS)
+SIDES = ("asyncrl", *DELTAS, "copy_fsync", "broadcast", "raw_gloo")
 PHASES = ("write", "verify", "load", "rest")
 _START_LIMIT_S = 120.0
 _PUBLISH_LIMIT_S = 120.0
@@ -222,24 +227,51 @@ class Publisher:
         bucket_bytes = trainer.sender.bucket_bytes
         self._buckets = pack(((name, tensor, tensor.dtype) for name, tensor in self._tensors), bucket_bytes)
         self._version = 0
-        self.phases: dict[str, list[float]] = {phase: [] for phase in PHASES}
+        self._manifest: Any = None  # of the latest version on disk
+        self.phases: dict[str, dict[str, list[float]]] = {
+            side: {phase: [] for phase in PHASES} for side in ("asyncrl", *DELTAS)
+        }
+        self.written_bytes: dict[str, int] = {}  # by side
 
     def asyncrl(self) -> float:
         """Seconds until the next version, written to disk, is served."""
+        return self._on_disk("asyncrl", dict(self._tensors), None)
+
+    def delta(self, percent: int) -> float:
+        """The same for a version with that many percent of the elements changed since the latest one."""
+        import torch
+
+        old, new = dict(self._tensors), {}
+        bits = {2: torch.int16, 4: torch.int32}
+        for name, tensor in old.items():
+            new[name] = tensor.clone()
+            flat = new[name].view(-1).view(bits[tensor.element_size()])
+            flat ^= (torch.rand(len(flat)) * 100 < percent).to(flat.dtype)
+        total_s = self._on_disk(f"delta_{percent}", new, old)
+        self._tensors = list(new.items())
+        return total_s
+
+    def _on_disk(self, side: str, tensors: dict[str, Any], old: dict[str, Any] | None) -> float:
+        """Write the next version as model/export.py does, and have it served. old: the tensors of the version before."""
         from asyncrl.protocol.messages import WeightVersion
-        from asyncrl.weights.versions import prune_versions, role_dir, version_dir, write_version
+        from asyncrl.weights import delta
+        from asyncrl.weights.versions import commit_version, prune_versions, role_dir, version_dir, write_part
 
         version = WeightVersion(1, self._version)
         start = time.monotonic()
         path = version_dir(self._folder, "actor", version)
-        write_version(path, self._tensors, source_dir=self._model, version=version)
+        changes = delta.encode(old, tensors) if old is not None else None
+        others = {delta.file_name(0): changes} if changes is not None else None
+        files = write_part(path, tensors.items() if changes is None else (), others=others)
+        self._manifest = commit_version(path, files, source_dir=self._model, version=version, base=self._manifest)
         written = time.monotonic()
         self._manager.send(version=version.version, in_memory=False)
         told = self._manager.receive(_PUBLISH_LIMIT_S)
         total_s = told["served_at"] - start
         spent = {"write": written - start, "verify": told["verify"], "load": told["load"]}
         for phase, seconds in {**spent, "rest": total_s - sum(spent.values())}.items():
-            self.phases[phase].append(seconds)
+            self.phases[side][phase].append(seconds)
+        self.written_bytes[side] = sum(file.stat().st_size for file in path.iterdir())
         self._version += 1
         self._path = path
         prune_versions(role_dir(self._folder, "actor"), keep=1, in_use=[])
@@ -358,6 +390,13 @@ def main() -> None:
             with publisher(args, Path(folder) / str(size_mb), size_mb) as side:
                 sides: dict[str, Callable[[], Numbers]] = {
                     "asyncrl": lambda side=side: {"s": side.with_warm_pages(side.asyncrl)},
+                    # Right after a full version: after a broadcast the server would load the whole chain
+                    **{
+                        f"delta_{percent}": lambda side=side, percent=percent: {
+                            "s": side.with_warm_pages(lambda: side.delta(percent))
+                        }
+                        for percent in PERCENTS
+                    },
                     "copy_fsync": lambda side=side: {"s": side.with_warm_pages(side.copy_fsync)},
                     "broadcast": lambda side=side: {"s": side.broadcast()},
                     "raw_gloo": lambda side=side: {"s": side.raw_gloo()},
@@ -368,19 +407,29 @@ def main() -> None:
 
 
 def report(args: argparse.Namespace, found: dict[int, tuple[Rounds, Publisher]]) -> None:
-    rows, cases, phases = [], {}, {}
+    rows, shares, cases, phases, deltas = [], [], {}, {}, {}
     ratio: dict[str, dict[str, float]] = {"copy_fsync": {}, "raw_gloo": {}}
     for size_mb, (rounds, side) in found.items():
         gb, case = side.num_bytes / 1e9, f"{size_mb}MB"
         ratio["copy_fsync"][case] = rounds.ratio("asyncrl", "copy_fsync", "s")
         ratio["raw_gloo"][case] = rounds.ratio("broadcast", "raw_gloo", "s")
         # A warm-up round, if any, is not counted here either.
-        counted = {phase: statistics.median(values[-args.rounds :]) / gb for phase, values in side.phases.items()}
+        by_side = {
+            name: {phase: statistics.median(values[-args.rounds :]) / gb for phase, values in spent.items()}
+            for name, spent in side.phases.items()
+        }
+        counted = by_side["asyncrl"]
         phases[case] = {phase: round(seconds, 4) for phase, seconds in counted.items()}
+        deltas[case] = {
+            name: {"bytes": side.written_bytes[name], **{phase: round(s, 4) for phase, s in by_side[name].items()}}
+            for name in DELTAS
+        }
+        shares.append([case, *(100 * side.written_bytes[name] / side.num_bytes for name in DELTAS)])
         medians = {f"{name}_s_per_gb": round(rounds.median(name, "s") / gb, 4) for name in SIDES}
         cases[case] = medians | {f"{name}_iqr": round(rounds.spread(name, "s") / gb, 4) for name in SIDES}
         rows.append([case, *medians.values(), ratio["copy_fsync"][case], ratio["raw_gloo"][case], *counted.values()])
     table(args, "seconds per GB", ["", *SIDES, "ratio disk", "ratio network", *PHASES], rows)
+    table(args, "bytes of a version, in % of all tensors", ["", *DELTAS], shares)
     last = f"{args.sizes[-1]}MB"
     finish(
         args,
@@ -391,6 +440,7 @@ def report(args: argparse.Namespace, found: dict[int, tuple[Rounds, Publisher]])
         spread=cases[last]["asyncrl_iqr"],
         cases=cases,
         phases=phases,
+        deltas=deltas,
         dtype=args.dtype,
         peers_missing=[],
     )

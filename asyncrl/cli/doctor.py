@@ -138,6 +138,7 @@ def examine(config: ExperimentConfig | None = None, specs: Sequence[ProcessSpec]
         judge_gpus(devices, gpus, installed_version("torch") or ""),
         *([judge_num_gpus(len(devices), config)] if config else []),
         *chosen,
+        *(judge_deltas(config) if config else []),
         *(find_endpoints(name_resolve) if name_resolve.endpoints else [find_etcd_binary(name_resolve.binary)]),
         judge_sglang(
             allocation_of(config).engine if config else "",
@@ -419,6 +420,17 @@ def judge_num_gpus(found: int, config: ExperimentConfig) -> Finding:
         return Finding(name, "warn", value, remedy)
     remedy = too_few_gpus(config, found)
     return Finding(name, "fail" if remedy else "ok", value, remedy)
+
+
+def judge_deltas(config: ExperimentConfig) -> list[Finding]:
+    """Whether delta versions (weights.full_every) can save anything."""
+    full_every, dtype = config.weights.full_every, config.train.dtype
+    if full_every == 1:
+        return []
+    if dtype == "bfloat16":
+        return [Finding("delta versions", "ok", f"weights.full_every={full_every}, of bfloat16")]
+    value = f"weights.full_every={full_every} with train.dtype={dtype}: nearly all elements change in a step, so it saves nothing"
+    return [Finding("delta versions", "warn", value, "set weights.full_every=1, or train.dtype=bfloat16")]
 
 
 def judge_auto(config: ExperimentConfig, *, on_gpu: bool) -> list[Finding]:

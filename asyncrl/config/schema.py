@@ -399,6 +399,8 @@ class WeightsConfig:
     """Weight versions: their files, and their transfer to the generation servers."""
 
     keep: int = limited(3, at_least=1)  # newest versions kept on disk, in addition to those that a server reports
+    # Every N-th version has all tensors, the others only elements that changed in the step. Saves only with train.dtype bfloat16
+    full_every: int = limited(1, at_least=1)
     shard_bytes: int = 2_000_000_000  # largest size of one file of a version
     fsync: bool = True  # flush the files to the disk before a version is published
     # disk: generation servers load each version's files | broadcast: rank 0 of training sends the tensors from memory over the
@@ -406,18 +408,16 @@ class WeightsConfig:
     # machines reach the run and network.authenticate=on, because gloo and NCCL do not authenticate.
     transport: str = "disk"
     broadcast_backend: str = "auto"  # gloo | nccl | auto: nccl if the trainer has a GPU
-    # Limit of one broadcast to the servers that are updated together; if it is not done by then, they load the version from disk.
-    # Must be below manager.update_timeout_s
+    # Limit of one broadcast; after that its servers load the version from disk. Must be below manager.update_timeout_s
     broadcast_timeout_s: float = limited(30.0, above=0)
     # Generation servers on hosts that do not see the run's folder fetch each version over HTTP into memory, once per host.
     # on | off: all hosts share the folder | auto: on if the run has several hosts (a host that sees the folder fetches nothing)
     fetch: str = "auto"
-    fetch_dir: str = ""  # folder for fetched versions, with room for two versions; "": /dev/shm
+    fetch_dir: str = ""  # folder for fetched versions, with room for two versions and their deltas; "": /dev/shm
     # Tensors are sent in buckets of at most this size; each bucket costs one round of requests
     bucket_bytes: int = limited(1_000_000_000, at_least=1)
     # Logprob check: after each update, before it serves, a server scores a short text, and its logprobs must equal the trainer's.
-    # It detects an engine that reports the new weights but computes with others, which checksums cannot detect. It costs a forward
-    # pass of 32 tokens on both sides.
+    # Unlike checksums it detects an engine that does not compute with new weights. Costs both sides a forward pass of 32 tokens.
     verify_logprobs: bool = False
     # Largest allowed error of one logprob; the mean error may be at most a sixth of it. 0: 0.001 if both sides compute in float32
     # without TF32, else 0.3

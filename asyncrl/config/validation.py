@@ -447,6 +447,9 @@ def _bad_modes(config: ExperimentConfig) -> Iterator[Problem]:
             "broadcast",
             f"sends weights from a trainer to servers, and mode={config.mode} has only one of them; use disk",
         )
+    if config.weights.transport == "broadcast" and config.weights.full_every > 1:
+        remedy = "makes files smaller, and weights.transport=broadcast sends all tensors from memory; set it to 1, or use disk"
+        yield "weights.full_every", config.weights.full_every, remedy
     limit_s, whole_s = config.weights.broadcast_timeout_s, config.manager.update_timeout_s
     if config.weights.transport == "broadcast" and limit_s >= whole_s:
         remedy = f"must be below manager.update_timeout_s={whole_s:g}, the limit of a whole update"

@@ -140,16 +140,25 @@ class TensorSpec:
     floating: bool = True
 
 
+Found = tuple[str, str, tuple[int, ...], str]  # name, dtype, shape and file of a tensor
+
+
 def check_tensors(
-    expected: Mapping[str, TensorSpec], aliases: Sequence[Sequence[str]], files: Sequence[Path]
+    expected: Mapping[str, TensorSpec],
+    aliases: Sequence[Sequence[str]],
+    files: Sequence[Path],
+    changed: Sequence[Found] = (),
 ) -> dict[str, Path]:
     """Check that the files hold exactly this model's tensors, by their headers only. Returns tensor name -> file.
+
+    changed: tensors of which a delta beside these files holds the changed elements.
 
     aliases: for each tensor the list of its names. A tied tensor has several names, and the files need only one of them. Raises
     WeightsRefused with the differences.
     """
     found = [(name, dtype, shape, file.name) for file in files for name, (shape, dtype) in read_header(file).items()]
-    check_found(expected, aliases, found, source=str(files[0].parent) if files else "a version without files")
+    source = str(files[0].parent) if files else "a version without whole tensors"
+    check_found(expected, aliases, [*found, *changed], source=source)
     by_name = {file.name: file for file in files}
     return {name: by_name[file] for name, _, _, file in found}
 
@@ -167,7 +176,7 @@ def check_sent(
 def check_found(
     expected: Mapping[str, TensorSpec],
     aliases: Sequence[Sequence[str]],
-    found: Sequence[tuple[str, str, tuple[int, ...], str]],
+    found: Sequence[Found],
     *,
     source: str,
 ) -> None:
@@ -217,7 +226,10 @@ class ModelTensors:
         The first check of a version reads its files completely, for the checksums.
         """
         try:
-            self._verified.verify(directory, version)
+            if len(self._verified.verify(directory, version)) > 1:
+                raise weights.WeightsError(
+                    "this is a delta, and SGLang loads full versions only; set weights.full_every=1"
+                )
             files = weights.tensor_files(directory)
             expected = self._expected or self._specs(files)
             check_tensors(expected, self._aliases(expected), files)

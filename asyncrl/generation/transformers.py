@@ -56,6 +56,7 @@ from asyncrl.generation.receive import StagedReceiver
 from asyncrl.protocol.messages import FinishReason, SamplingParams, TensorSpecs, VersionSpan, WeightVersion
 from asyncrl.runtime.process import return_freed_memory
 from asyncrl.runtime.trace import Tracer
+from asyncrl.weights import delta
 from asyncrl.weights import versions as weights
 from asyncrl.weights.versions import VerifiedVersion, WeightsError
 
@@ -276,6 +277,7 @@ class TransformersEngine(QueueingEngine[_Pending]):
         super().__init__(arguments)
         self._initial_path, self._seed = arguments.model_path, seed
         self._verified = VerifiedVersion()
+        self._fingerprint = ""  # of the version on disk that was loaded last; deltas to it change the model in place
         self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._control = ThreadPoolExecutor(max_workers=1, thread_name_prefix="generation_control")
         self._opened = contextlib.AsyncExitStack()  # resources of `start`, released by `close`
@@ -547,11 +549,16 @@ class TransformersEngine(QueueingEngine[_Pending]):
     async def load_weights(self, path: Path, version: WeightVersion, *, abort_running: bool = False) -> int:
         num_aborted = await self._update(
             version,
-            lambda: LiveTensors(self._model).load_version(path, version, self._verified),
+            lambda: self._load_version(path, version),
             abort_running=abort_running,
         )
         self._path = str(path)
         return num_aborted
+
+    def _load_version(self, path: Path, version: WeightVersion) -> None:
+        """In the control thread."""
+        served = self._fingerprint if self._version is not None else ""
+        self._fingerprint = LiveTensors(self._model).load_version(path, version, self._verified, served)
 
     def weight_receiver(self, host: str) -> WeightReceiver:
         return StagedReceiver(self, host, self._clock)
@@ -567,6 +574,7 @@ class TransformersEngine(QueueingEngine[_Pending]):
         return LiveTensors(self._model).uses(flats)
 
     async def load_tensors(self, tensors: dict[str, Tensor], version: WeightVersion) -> None:
+        self._fingerprint = ""  # the version on disk may have other files
         await self._update(version, lambda: LiveTensors(self._model).load(tensors))
 
     async def _update(self, version: WeightVersion, load: Callable[[], None], *, abort_running: bool = False) -> int:
@@ -719,16 +727,28 @@ class LiveTensors:
             aliases.setdefault((tensor.data_ptr(), tuple(tensor.shape)), []).append(name)
         self._aliases = list(aliases.values())
 
-    def load_version(self, directory: Path, version: WeightVersion, verified: weights.VerifiedVersion) -> None:
-        """Verify a version's directory and load it. Raises WeightsRefused; in that case nothing has changed."""
+    def load_version(
+        self, directory: Path, version: WeightVersion, verified: weights.VerifiedVersion, served: str = ""
+    ) -> str:
+        """Verify a version and load it: all folders of its chain, or only the deltas to the version that is loaded already.
+
+        served: fingerprint of that version; "": unknown. Returns the fingerprint of the new one. Raises WeightsRefused; in that
+        case nothing has changed. After any other error the tensors are unknown.
+        """
         try:
-            verified.verify(directory, version)
-            files = weights.tensor_files(directory)
-            where = check_tensors(self._expected, self._aliases, files)
-            opened: dict[Path, Any] = {file: safe_open(str(file), framework="pt", device="cpu") for file in files}
+            chain = verified.verify(directory, version)
+            fingerprints = [manifest.fingerprint for _, manifest in chain]
+            first = fingerprints.index(served) + 1 if served in fingerprints[:-1] else 0
+            parts = [_Part(folder, self._expected, self._aliases) for folder, _ in chain[first:]]
         except (weights.WeightsError, SafetensorError, OSError) as error:
             raise WeightsRefused(f"{directory}: {error}") from error
-        self._copy(lambda name: opened[where[name]].get_tensor(name), set(where), source=str(directory))
+        for part in parts:
+            self._check_tied(part.tensor, set(part.where), source=str(part.folder))
+        for part in parts:
+            self._copy(part.tensor, set(part.where))
+            delta.apply(part.deltas, self._live)
+        self._settle()
+        return fingerprints[-1]
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Load tensors from memory. Their memory may become the model's; the caller must not write to it while `uses` reports it.
@@ -741,7 +761,9 @@ class LiveTensors:
             shapes=[list(tensor.shape) for tensor in tensors.values()],
         )
         self.check(specs, complete=True)
-        self._copy(tensors.__getitem__, set(tensors), source="the received weights", adopt=True)
+        self._check_tied(tensors.__getitem__, set(tensors), source="the received weights")
+        self._copy(tensors.__getitem__, set(tensors), adopt=True)
+        self._settle()
 
     def uses(self, flats: Sequence[Tensor]) -> list[bool]:
         """For each buffer, whether a tensor of the model is in its memory."""
@@ -752,21 +774,26 @@ class LiveTensors:
         """Raises WeightsRefused if tensors with these specs do not fit, or, with `complete`, if any is missing."""
         check_sent(self._expected, self._aliases, specs, complete=complete)
 
+    def _check_tied(self, tensor_of: Callable[[str], Tensor], given: set[str], *, source: str) -> None:
+        """Raises WeightsRefused if names that share memory in the model (tied weights) have different values."""
+        for names in self._aliases:
+            present = [name for name in names if name in given]
+            for other in present[1:]:
+                if not torch.equal(tensor_of(present[0]), tensor_of(other)):
+                    raise WeightsRefused(
+                        f"{source}: {present[0]} and {other} are one tensor in this model (tied) but differ here"
+                    )
+
     @torch.no_grad()
-    def _copy(self, tensor_of: Callable[[str], Tensor], given: set[str], *, source: str, adopt: bool = False) -> None:
-        """Overwrite the model's tensors. First check tied weights: names that share memory must have equal values.
+    def _copy(self, tensor_of: Callable[[str], Tensor], given: set[str], *, adopt: bool = False) -> None:
+        """Overwrite those tensors of the model that are given.
 
         adopt: parameters use the memory of the new tensors where possible (`_is_like`), so that these are not copied.
         """
         for names in self._aliases:
-            first, *others = [name for name in names if name in given]
-            for other in others:
-                if not torch.equal(tensor_of(first), tensor_of(other)):
-                    raise WeightsRefused(
-                        f"{source}: {first} and {other} are one tensor in this model (tied) but differ here"
-                    )
-        for names in self._aliases:
-            name = next(name for name in names if name in given)
+            name = next((name for name in names if name in given), "")
+            if not name:
+                continue  # of a delta: only elements of this tensor change
             tensor, live = tensor_of(name), self._live[name]
             parameters = [self._parameters[alias] for alias in names if alias in self._parameters]
             if adopt and parameters and _is_like(tensor, live):
@@ -774,8 +801,32 @@ class LiveTensors:
                     parameter.data = tensor
             else:
                 live.copy_(tensor)
+
+    def _settle(self) -> None:
         if next(iter(self._live.values())).is_cuda:
             torch.cuda.synchronize()  # the passes run on another stream
+
+
+class _Part:
+    """The checked content of one folder of a version: whole tensors, and the changes of the others."""
+
+    def __init__(self, folder: Path, expected: dict[str, TensorSpec], aliases: list[list[str]]) -> None:
+        """Raises WeightsRefused, SafetensorError, OSError, WeightsError."""
+        self.folder = folder
+        files, self.deltas = weights.tensor_files(folder), delta.read_deltas(folder)
+        changed = [(part.name, part.dtype, tuple(part.shape), "a delta") for part in self.deltas]
+        self.where = check_tensors(expected, aliases, files, changed)
+        self._opened: dict[Path, Any] = {file: safe_open(str(file), framework="pt", device="cpu") for file in files}
+        changes = {part.name: (part.gaps, part.values) for part in self.deltas}
+        for names in aliases:
+            if len({changes.get(name) for name in names if name in changes or name in self.where}) > 1:
+                raise WeightsRefused(
+                    f"{folder}: {' and '.join(names)} are one tensor in this model (tied) but differ here"
+                )
+
+    def tensor(self, name: str) -> Tensor:
+        tensor: Tensor = self._opened[self.where[name]].get_tensor(name)
+        return tensor
 
 
 def _is_like(tensor: Tensor, live: Tensor) -> bool:

@@ -40,7 +40,7 @@ from asyncrl.runtime.names.interface import NameEntryExists, NameEntryNotFound, 
 from asyncrl.runtime.system import System
 from asyncrl.runtime.worker import Worker
 from asyncrl.weights.fetch import WeightFiles
-from asyncrl.weights.versions import Manifest, role_dir, verify_version, version_dir
+from asyncrl.weights.versions import Manifest, VerifiedVersion, role_dir, version_dir
 
 _ENDED = ("COMPLETE",)
 _COLLECT_S, _COLLECT_ALL_S, _NEVER = 0.25, 600.0, 1 << 30  # see _collect_garbage
@@ -52,6 +52,8 @@ class ManagerFiles:
 
     def __init__(self, config: GserverManagerConfig) -> None:
         self._run_dir, self._role = Path(config.worker.run_dir), config.role
+        self._verified = VerifiedVersion()
+        self._newest: WeightVersion | None = None  # the version that was verified last, or failed
 
     def journal(self) -> BackgroundJournal:
         return BackgroundJournal(self._run_dir / "journal" / "gserver_manager.jsonl")
@@ -64,7 +66,12 @@ class ManagerFiles:
         return version_dir(self._run_dir, self._role, version)
 
     def verify(self, path: Path, expected: WeightVersion) -> Manifest:
-        return verify_version(path, expected)
+        """Verify a version. If it was verified just before, a check has failed, here or at a server. Then all files of its chain
+        are read again, whether or not they have changed since."""
+        if expected == self._newest:
+            self._verified = VerifiedVersion()
+        self._newest = expected
+        return self._verified.verify(path, expected)[-1][1]
 
 
 class GserverManager(Worker):

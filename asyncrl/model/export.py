@@ -4,6 +4,8 @@
     each rank's writer       weights.write_part: writes its share's files, concurrently with later calls; the reply lists them
     the model's first rank   commit: manifest, final name, once the master reports that all files are there
 
+With weights.full_every > 1 each rank also keeps its share of the last version. The next version may then be a delta (delta.py).
+
 Exports are in Hugging Face format from any layout. No rank gathers the whole model, except for a broadcast
 (weights.transport=broadcast): the first rank of the model then has the sender and, with take_whole, the whole model in CPU memory.
 
@@ -58,6 +60,7 @@ from asyncrl.protocol.messages import (
     WriteWeights,
     WrittenFile,
 )
+from asyncrl.protocol.names import ACTOR
 from asyncrl.protocol.run_folder import path_of
 from asyncrl.runtime.background import BackgroundTasks
 from asyncrl.runtime.board import StatusBoard
@@ -65,8 +68,17 @@ from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.disk import writing
 from asyncrl.runtime.request_reply import Call
 from asyncrl.runtime.trace import Tracer
+from asyncrl.weights import delta
 from asyncrl.weights.update_group import Bucket, dtype_of, empty_buckets, num_bytes_of
-from asyncrl.weights.versions import FileWriter, ScoredText, commit_folder, commit_version, name_shards, write_part
+from asyncrl.weights.versions import (
+    FileWriter,
+    Manifest,
+    ScoredText,
+    commit_folder,
+    commit_version,
+    name_shards,
+    write_part,
+)
 
 GENERATION_CONFIG = "generation_config.json"
 _MAX_BYTES = 256_000_000  # in transit at one rank at any time
@@ -255,6 +267,10 @@ class Exporter:
         self._tasks, self._board, self._trace, self._clock = tasks, board, trace, clock
         self._scorer = TextScorer(config.worker.seed) if config.weights.verify_logprobs else None
         self._measured: ScoredText | None = None  # measured with the newest snapshot
+        # weights.full_every > 1: this rank's share of the actor's last version, and the number of deltas since the last full one
+        self._base: dict[str, torch.Tensor] | None = None
+        self._num_deltas = 0
+        self._committed: Manifest | None = None  # of the last version, on the first rank
         self._held_version = ""  # version that all ranks have gathered for the sender
         self._weights, self._checkpoints = (
             _Lane(f"{config.worker.name}-writer"),
@@ -296,7 +312,8 @@ class Exporter:
                 return take_share(engine)
 
             tensors = await self._snapshot(snapshot, body.role)
-        self._begin(self._weights, call, "write weights", path, partial(self._write_part, path, tensors))
+        write = partial(self._write_part, path, tensors, self._base_of(body, tensors))
+        self._begin(self._weights, call, "write weights", path, write)
 
     async def commit(self, call: Call, body: CommitWeights, engine: TrainEngine, model: ModelConfig) -> None:
         """Write the manifest (or the config) and give the folder its final name. The files of all ranks are already on disk."""
@@ -382,14 +399,31 @@ class Exporter:
             raise
         call.reply(CallResult(files=files, stats=state, seconds=self._clock.monotonic() - start))
 
-    def _write_part(self, path: Path, tensors: dict[str, torch.Tensor]) -> list[WrittenFile]:
-        options = self._config.weights
+    def _base_of(
+        self, body: WriteWeights | SaveModel, share: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor] | None:
+        """Return the share of the version to which this one may be a delta, and keep this one's share. None: it must be full. The
+        answer is the same on all ranks. A version that is written again is full, because the chain may be what is damaged."""
+        full_every = self._config.weights.full_every
+        if not isinstance(body, WriteWeights) or full_every == 1:
+            return None
+        base, self._base = self._base, share if body.role == ACTOR else None
+        is_full = base is None or self._base is None or body.rewrite or self._num_deltas + 1 >= full_every
+        self._num_deltas = 0 if is_full else self._num_deltas + 1
+        return None if is_full else base
+
+    def _write_part(
+        self, path: Path, tensors: dict[str, torch.Tensor], base: dict[str, torch.Tensor] | None
+    ) -> list[WrittenFile]:
+        options, part = self._config.weights, self._info.index
+        changes = delta.encode(base, tensors) if base is not None else None
         return write_part(
             path,
-            tensors.items(),
-            part=self._info.index,
+            tensors.items() if changes is None else (),
+            part=part,
             shard_bytes=options.shard_bytes,
             fsync=options.fsync,
+            others={delta.file_name(part): changes} if changes is not None else None,
         )
 
     def _commit(
@@ -398,13 +432,14 @@ class Exporter:
         fsync, source_dir = self._config.weights.fsync, Path(model.path)
         if body.weight_version:
             version = WeightVersion.parse(body.weight_version)
-            commit_version(
+            self._committed = commit_version(
                 path,
                 body.files,
                 source_dir=source_dir,
                 version=version,
                 fsync=fsync,
                 scored_text=scored_text,
+                base=self._committed,
                 replace=body.rewrite,
             )
         else:

@@ -8,7 +8,9 @@ files are complete. It compares the manifests first: a host that sees the same v
 interrupted download resumes where it stopped, also in another process. Each file is checked against the manifest before the version
 gets its final name, and again when it is loaded.
 
-A host keeps the newest `keep` versions, fewer if there is no room for them, and any version that is being loaded. File locks
+Of a delta (versions.py) the host also fetches the bases that it does not have yet.
+
+A host keeps the newest `keep` versions and their bases, fewer if there is no room, and any version that is being loaded. File locks
 (flock) show which process fetches, which processes load, and whether servers of a run are still alive. The kernel drops the locks
 of a killed process. The next WeightFetcher on the host removes the files of runs whose servers were all killed.
 """
@@ -28,7 +30,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -40,7 +42,7 @@ from asyncrl.runtime import security, unix_sockets
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.disk import size_text
 from asyncrl.runtime.http_server import for_the_run, serve
-from asyncrl.weights.versions import MANIFEST, Manifest, WeightsError, list_versions, read_manifest
+from asyncrl.weights.versions import MANIFEST, Manifest, WeightsError, list_versions, read_manifest, with_bases
 
 MEMORY = Path("/dev/shm")
 _START_LIMIT_S = 10.0
@@ -113,6 +115,14 @@ class WeightFiles:
         return web.FileResponse(folder / name, chunk_size=_READ_BYTES)
 
 
+class _Found(NamedTuple):
+    """A version at the source."""
+
+    remote: _Source
+    text: bytes  # of the manifest
+    manifest: Manifest
+
+
 class WeightFetcher:
     """The versions of a run on this host. Any number of processes can share them. Not thread-safe.
 
@@ -141,32 +151,27 @@ class WeightFetcher:
         Raises WeightsError with the reason if the version is not available within limit_s.
         """
         deadline = self._clock.monotonic() + limit_s
-        remote = _Source(f"{source}/{version}", deadline, lambda: self._closed, self._clock)
         try:
-            text = remote.manifest()
-            manifest = msgspec.json.decode(text, type=Manifest)
-            if manifest.weight_version != version:
-                raise WeightsError(f"{remote.url} holds {manifest.weight_version}")
+            chain = [self._look_up(source, version, deadline)]
             with contextlib.suppress(OSError):
-                if (path / MANIFEST).read_bytes() == text:
+                if (path / MANIFEST).read_bytes() == chain[0].text:
                     return path
-            target = self._root / str(version)
-            with self._locked(version, fcntl.LOCK_EX, deadline):
-                if not _is_complete(target, text):
-                    self._make_room(manifest, version)
-                    began = self._clock.monotonic()
-                    self._fetch_files(remote, manifest, text, target)
-                    self._logger.info(
-                        "weights %s fetched from %s (%.2f s)", version, remote.host, self._clock.monotonic() - began
-                    )
-            return target
+            while (base := chain[0].manifest.base_version) is not None:
+                chain.insert(0, self._look_up(source, base, deadline))
+            kept = {found.manifest.weight_version for found in chain}
+            for found in chain:
+                self._fetch_folder(found, kept, deadline)
+            return self._root / str(version)
         except (*DECODE_ERRORS, OSError, http.client.HTTPException) as error:
-            raise WeightsError(f"weights {version} could not be fetched from {remote.url}: {error}") from error
+            raise WeightsError(f"weights {version} could not be fetched from {source}/{version}: {error}") from error
 
     @contextlib.contextmanager
     def loading(self, version: WeightVersion, limit_s: float) -> Iterator[None]:
-        """Prevent removal of the version inside the `with` block."""
-        with self._locked(version, fcntl.LOCK_SH, self._clock.monotonic() + limit_s):
+        """Prevent removal of the version, and of the bases of a delta, inside the `with` block."""
+        deadline = self._clock.monotonic() + limit_s
+        with contextlib.ExitStack() as stack:
+            for needed in sorted(with_bases(self._root, [version])):
+                stack.enter_context(self._locked(needed, fcntl.LOCK_SH, deadline))
             yield
 
     def close(self) -> None:
@@ -181,6 +186,28 @@ class WeightFetcher:
                 shutil.rmtree(self._root, ignore_errors=True)
 
     # ------------------------------------------------------------------------------------------------------------- one version
+
+    def _look_up(self, source: str, version: WeightVersion, deadline: float) -> _Found:
+        remote = _Source(f"{source}/{version}", deadline, lambda: self._closed, self._clock)
+        text = remote.manifest()
+        manifest = msgspec.json.decode(text, type=Manifest)
+        if manifest.weight_version != version:
+            raise WeightsError(f"{remote.url} holds {manifest.weight_version}")
+        return _Found(remote, text, manifest)
+
+    def _fetch_folder(self, found: _Found, chain: set[WeightVersion], deadline: float) -> None:
+        """Make one folder available. chain: the versions of its chain, which are not removed to make room."""
+        remote, text, manifest = found
+        version = manifest.weight_version
+        target = self._root / str(version)
+        with self._locked(version, fcntl.LOCK_EX, deadline):
+            if not _is_complete(target, text):
+                self._make_room(manifest, chain)
+                began = self._clock.monotonic()
+                self._fetch_files(remote, manifest, text, target)
+                self._logger.info(
+                    "weights %s fetched from %s (%.2f s)", version, remote.host, self._clock.monotonic() - began
+                )
 
     def _fetch_files(self, remote: _Source, manifest: Manifest, text: bytes, target: Path) -> None:
         temporary = target.with_name(target.name + _WRITING)
@@ -201,11 +228,13 @@ class WeightFetcher:
             shutil.rmtree(target)
         temporary.rename(target)
 
-    def _make_room(self, manifest: Manifest, version: WeightVersion) -> None:
+    def _make_room(self, manifest: Manifest, chain: set[WeightVersion]) -> None:
         """Remove versions that are not needed. Raises WeightsError if the new version still does not fit."""
-        for there in list_versions(self._root)[: -self._keep + 1 or None]:
-            if there != version:
-                self._remove(there)
+        version, there = manifest.weight_version, list_versions(self._root)
+        kept = chain | with_bases(self._root, there[max(0, len(there) - self._keep + 1) :])
+        for old in there:
+            if old not in kept:
+                self._remove(old)
         for unfinished in self._root.glob(f"*{_WRITING}"):
             name = unfinished.name.removesuffix(_WRITING)
             if name != str(version):
@@ -216,7 +245,7 @@ class WeightFetcher:
         for old in list_versions(self._root):
             if shutil.disk_usage(self._root).free >= needed:
                 break
-            if old != version:
+            if old not in chain:
                 self._remove(old)
         free = shutil.disk_usage(self._root).free
         if free < needed:

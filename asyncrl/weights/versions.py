@@ -6,6 +6,10 @@ with the attempt, the version, and size and xxh3 of every file. A version is wri
 ranks have finished; it adds the remaining files and renames the directory. A directory that has its final name is complete.
 `model_version` is published in name resolve only after that. Readers verify the manifest before they load anything, because an
 engine may load a torn or foreign checkpoint without an error.
+
+With weights.full_every > 1 a version may be a delta: it holds only the elements that differ from an earlier version, its base
+(delta.py has the encoding). It consists of a chain of folders: a full version, and all deltas from there on. Its manifest names the
+base and the checksum of the base's fingerprint, which covers the rest of the chain.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 INDEX = "model.safetensors.index.json"
+DELTA = ".delta"  # suffix of a file that holds changed elements
 _TMP_SUFFIX = ".writing"
 _CHUNK_BYTES = 1 << 20  # a piece that is written, and then hashed while it is still in a core's cache
 # A piece that is read, then hashed. It is large, so that the reading thread takes the GIL less often from the manager's event loop
@@ -80,27 +85,51 @@ class ScoredText(msgspec.Struct, frozen=True):
     logprobs: list[float]  # at temperature 1; of the last len(logprobs) tokens, each given the tokens before it
 
 
+class Base(msgspec.Struct, frozen=True):
+    """The version of the same attempt to which a delta applies."""
+
+    version: int
+    xxh3: str  # of its fingerprint
+    num_bytes: int  # of its chain
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """manifest.json of a version."""
 
     attempt: int
     version: int
-    kind: Literal["full"]
+    kind: Literal["full", "delta"]
     files: dict[str, FileEntry]
+    base: Base | None = None  # of a delta
     scored_text: ScoredText | None = msgspec.field(default=None, name="probe")  # weights.verify_logprobs
+
+    def __post_init__(self) -> None:
+        if (self.kind == "delta") != (self.base is not None) or (self.base and self.base.version >= self.version):
+            raise ValueError(
+                f"{self.weight_version} is {self.kind}, with {self.base}; only a delta has a base, an older version"
+            )
 
     @property
     def weight_version(self) -> WeightVersion:
         return WeightVersion(self.attempt, self.version)
 
     @property
+    def base_version(self) -> WeightVersion | None:
+        return WeightVersion(self.attempt, self.base.version) if self.base is not None else None
+
+    @property
     def num_bytes(self) -> int:
-        return sum(entry.bytes for entry in self.files.values())
+        """Size of all files that a server without weights loads for this version."""
+        return sum(entry.bytes for entry in self.files.values()) + (self.base.num_bytes if self.base is not None else 0)
 
     @property
     def fingerprint(self) -> str:
-        """Checksums of the tensor files only: equal for versions that hold the same weights in the same files."""
-        return ",".join(entry.xxh3 for name, entry in sorted(self.files.items()) if name.endswith(".safetensors"))
+        """Checksums of the tensor files only, and of the base: equal for versions that hold the same weights in the same files."""
+        own = [entry.xxh3 for name, entry in sorted(self.files.items()) if name.endswith((".safetensors", DELTA))]
+        return ",".join(own if self.base is None else [self.base.xxh3, *own])
+
+    def as_base(self) -> Base:
+        return Base(self.version, xxhash.xxh3_64_hexdigest(self.fingerprint.encode()), self.num_bytes)
 
 
 def role_dir(run_dir: str | Path, role: str) -> Path:
@@ -126,7 +155,7 @@ def publish_folder(path: Path, *, source_dir: Path, version: WeightVersion, fsyn
     def fill(writer: FileWriter) -> Manifest:
         for file in (*shards, *source_dir.glob(INDEX)):
             writer.link(file)
-        return _finish_version(writer, source_dir, version, None)
+        return _finish_version(writer, source_dir, version, None, None)
 
     _temporary(path).mkdir(parents=True, exist_ok=True)
     return commit_folder(path, [], fill, fsync=fsync)
@@ -200,10 +229,12 @@ def commit_version(
     version: WeightVersion,
     fsync: bool = True,
     scored_text: ScoredText | None = None,
+    base: Manifest | None = None,
     replace: bool = False,
 ) -> Manifest:
     """The second step, at one process that sees the files of all ranks: give the files Hugging Face's names, add side files
-    (config, tokenizer) from source_dir and the manifest, and rename the directory to its final name.
+    (config, tokenizer) from source_dir and the manifest, and rename the directory to its final name. If files have changed elements
+    only (DELTA), the version is a delta to `base`, and gets no side files.
 
     replace: remove a (damaged) version that is at path. Raises FileExistsError if path exists and `replace` is not set, OSError
     (disk full, ...), ValueError if the files have no tensors or have a tensor twice, and WeightsError if a file differs from its
@@ -211,8 +242,13 @@ def commit_version(
     """
 
     def finish(writer: FileWriter) -> Manifest:
-        name_shards(writer, files)
-        return _finish_version(writer, source_dir, version, scored_text)
+        whole = [file for file in files if not file.name.endswith(DELTA)]
+        if len(whole) == len(files):
+            name_shards(writer, whole)
+            return _finish_version(writer, source_dir, version, None, scored_text)
+        if base is None:
+            raise ValueError(f"{version} holds changed elements, but its base is not known")
+        return _finish_version(writer, source_dir, version, base.as_base(), scored_text)
 
     return commit_folder(path, files, finish, fsync=fsync, replace=replace)
 
@@ -269,14 +305,19 @@ def name_shards(writer: FileWriter, files: Sequence[WrittenFile]) -> None:
 
 
 def _finish_version(
-    writer: FileWriter, source_dir: Path, version: WeightVersion, scored_text: ScoredText | None
+    writer: FileWriter, source_dir: Path, version: WeightVersion, base: Base | None, scored_text: ScoredText | None
 ) -> Manifest:
-    for pattern in _SIDE_FILES:
+    for pattern in _SIDE_FILES if base is None else ():
         for side in sorted(source_dir.glob(pattern)):
             writer.write(side.name, [side.read_bytes()])
     files = dict(sorted(writer.files.items()))
     manifest = Manifest(
-        attempt=version.attempt, version=version.version, kind="full", files=files, scored_text=scored_text
+        attempt=version.attempt,
+        version=version.version,
+        kind="full" if base is None else "delta",
+        files=files,
+        base=base,
+        scored_text=scored_text,
     )
     writer.write(MANIFEST, [msgspec.json.format(msgspec.json.encode(manifest), indent=1)])
     return manifest
@@ -304,33 +345,60 @@ def read_manifest(path: Path) -> Manifest:
         raise WeightsError(f"{path / MANIFEST} cannot be read: {error}") from error
 
 
+Chain = list[tuple[Path, Manifest]]
+
+
+def read_chain(path: Path, expected: WeightVersion | None = None) -> Chain:
+    """The folders that a version consists of, oldest first: a full version, then deltas. `path` is the last one. Reads manifests
+    only.
+
+    Raises WeightsError if a manifest is missing or cannot be read, or if a base is not the one that the delta was made for.
+    """
+    chain = [(path, read_manifest(path))]
+    found = chain[0][1].weight_version
+    if expected is not None and found != expected:
+        raise WeightsError(f"{path} holds {found}, expected {expected}")
+    while (version := chain[0][1].base_version) is not None:
+        folder = path.parent / str(version)
+        try:
+            manifest = read_manifest(folder)
+        except WeightsError as error:
+            raise WeightsError(f"{chain[0][0]} is a delta, and its base cannot be used: {error}") from error
+        if manifest.weight_version != version or manifest.as_base() != chain[0][1].base:
+            raise WeightsError(f"{folder} is not the base of {chain[0][0]}: its checksums differ")
+        chain.insert(0, (folder, manifest))
+    if not any(name.endswith(".safetensors") for name in chain[0][1].files):
+        raise WeightsError(f"{chain[0][0]} lists no safetensors file")
+    return chain
+
+
 def verify_version(path: Path, expected: WeightVersion | None = None) -> Manifest:
-    """Check every file against the manifest (size, then xxh3). Raises WeightsError that names the file and the difference."""
-    manifest = read_manifest(path)
-    if expected is not None and manifest.weight_version != expected:
-        raise WeightsError(f"{path} holds {manifest.weight_version}, expected {expected}")
-    if not any(name.endswith(".safetensors") for name in manifest.files):
-        raise WeightsError(f"{path} lists no safetensors file")
-    check_files(path, manifest.files)
-    return manifest
+    """Check every file of the chain against its manifest (size, then xxh3). Raises WeightsError that names the file and the
+    difference."""
+    chain = read_chain(path, expected)
+    for folder, manifest in chain:
+        check_files(folder, manifest.files)
+    return chain[-1][1]
 
 
 class VerifiedVersion:
-    """Verifies versions, and remembers the last one. Reads it again only if one of its files has changed since."""
+    """Verifies versions, and remembers the chain of the last one. Reads a folder of it again only if one of its files has changed
+    since. So a delta is verified without its base being read again."""
 
     def __init__(self) -> None:
-        self._known: tuple[Path, WeightVersion, _Stamps] | None = None
+        self._known: dict[Path, _Stamps] = {}
 
-    def verify(self, path: Path, version: WeightVersion) -> None:
-        """Like verify_version, but returns at once for the version that was verified last, if its files have not changed. Raises
+    def verify(self, path: Path, version: WeightVersion) -> Chain:
+        """Like verify_version, but without reading the folders that were verified last, if their files have not changed. Raises
         WeightsError, OSError."""
-        names = [MANIFEST, *read_manifest(path).files]
-        found = path, version, _stamps(path, names)
-        if found == self._known:
-            return
-        self._known = None
-        verify_version(path, version)
-        self._known = found  # its stamps are from before the files were read, so a change meanwhile is noticed
+        chain = read_chain(path, version)
+        # The stamps are from before the files are read, so a change meanwhile is noticed
+        found = {folder: _stamps(folder, [MANIFEST, *manifest.files]) for folder, manifest in chain}
+        for folder, manifest in chain:
+            if self._known.get(folder) != found[folder]:
+                check_files(folder, manifest.files)
+        self._known = found
+        return chain
 
 
 _Stamps = list[tuple[str, int, int, int]]  # name, inode, bytes, modification time in ns
@@ -363,6 +431,11 @@ def tensor_files(path: Path) -> list[Path]:
     return sorted(path.glob("*.safetensors"))
 
 
+def delta_files(path: Path) -> list[Path]:
+    """The files of a version that hold changed elements, sorted by name."""
+    return sorted(path.glob(f"*{DELTA}"))
+
+
 def list_versions(directory: Path) -> list[WeightVersion]:
     """Complete versions below a role's directory, oldest first."""
     found: list[WeightVersion] = []
@@ -374,8 +447,17 @@ def list_versions(directory: Path) -> list[WeightVersion]:
     return sorted(found)
 
 
+def with_bases(directory: Path, versions: Iterable[WeightVersion]) -> set[WeightVersion]:
+    """These versions, and the older ones that their deltas need."""
+    found = set(versions)
+    for version in list(found):
+        with contextlib.suppress(WeightsError):  # not there, or a broken chain, which no server loads
+            found.update(manifest.weight_version for _, manifest in read_chain(directory / str(version)))
+    return found
+
+
 def prune_versions(directory: Path, *, keep: int, in_use: Iterable[WeightVersion]) -> list[WeightVersion]:
-    """Remove all but the newest `keep` versions and those in use. Returns what was removed.
+    """Remove all but the newest `keep` versions, those in use, and the bases of all of these. Returns what was removed.
 
     A version is renamed before its files are removed, so that no reader takes a half-removed version for a complete one. Unfinished
     versions of attempts before the newest version's are removed, too, because no process writes them any more.
@@ -385,7 +467,7 @@ def prune_versions(directory: Path, *, keep: int, in_use: Iterable[WeightVersion
         with contextlib.suppress(ValueError):
             if WeightVersion.parse(unfinished.name.removesuffix(_TMP_SUFFIX)).attempt < versions[-1].attempt:
                 shutil.rmtree(unfinished, ignore_errors=True)
-    kept = {*versions[max(0, len(versions) - keep) :], *in_use}
+    kept = with_bases(directory, [*versions[max(0, len(versions) - keep) :], *in_use])
     removed = [version for version in versions if version not in kept]
     for version in removed:
         grave = directory / f".{version}.removing"

@@ -26,7 +26,8 @@ from asyncrl.launch.rundir import configs_dir
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.interfaces import PPOActorInterface
 from asyncrl.protocol.names import ACTOR
-from asyncrl.weights.versions import version_dir
+from asyncrl.weights.delta import write_whole
+from asyncrl.weights.versions import read_manifest, version_dir
 
 
 def examine(folder: Path, train: TrainConfig, weights: Path, *, seed: int) -> Iterator[str]:
@@ -82,6 +83,9 @@ def main() -> None:
     assert isinstance(config, MasterWorkerConfig)
     left = batch.path / WEIGHTS  # mode=sync writes no versions, so the step kept its weights here
     weights = left if left.is_dir() else version_dir(arguments.run, ACTOR, batch.weights)
+    if not left.is_dir() and read_manifest(weights).kind == "delta":
+        write_whole(weights, left)
+        weights = left
     print(f"train step {batch.step} of attempt {batch.attempt}, weights {weights}", flush=True)
     for line in examine(batch.path, config.train, weights, seed=config.worker.seed):
         print(line, flush=True)
