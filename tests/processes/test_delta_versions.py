@@ -17,6 +17,7 @@ from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.generation import transformers as engine_module
 from asyncrl.generation.checks import VerifiedLoads
 from asyncrl.generation.engine import WeightsRefused
+from asyncrl.generation.queueing import EngineArguments
 from asyncrl.generation.transformers import TransformersEngine
 from asyncrl.model.export import take_share
 from asyncrl.protocol.messages import CommitWeights, ExecuteMFC, WeightVersion, WriteWeights
@@ -72,7 +73,7 @@ async def start(model_path: Path) -> AsyncIterator[Callable[[], Any]]:
     started: list[TransformersEngine] = []
 
     async def make() -> tuple[TransformersEngine, VerifiedLoads]:
-        started.append(TransformersEngine(str(model_path), GENERATION))
+        started.append(TransformersEngine(EngineArguments(str(model_path), GENERATION)))
         await started[-1].start()
         await started[-1].pause()
         logger = logging.getLogger("test")
