@@ -1,4 +1,4 @@
-"""Padded 2-D arrays of a SequenceSample, and back: for users of verl, whose batches are padded. numpy only.
+"""Padded 2-D arrays of a SequenceSample, and back, for users of verl: its batches are padded. numpy only.
 
 Shapes: S sequences, one row for each, in the order of the sample's ids; T columns. verl's layout, here side="both", has P columns
 for prompts, padded on the left, and R columns for responses, padded on the right. So every response begins at column P:

@@ -46,7 +46,7 @@ class FileFormat(Generic[Header]):
     kind: str  # one word; part of the file's metadata, so that no file is taken for one of another kind
     header: type[Header]  # a msgspec.Struct
     version: int  # value of the header's `format` that this release reads
-    error: type[ValueError]  # what reading a broken file raises
+    error: type[ValueError]  # raised for a file that cannot be read or is broken
 
     def write(self, path: Path, header: Header, data: Mapping[str, Array]) -> None:
         """Write a file, completely or not at all. It replaces an older one. One process at a time may write to a path.

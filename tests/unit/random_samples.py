@@ -14,7 +14,7 @@ def random_bits(rng: np.random.Generator, dtype: str, count: int) -> np.ndarray:
 
 @st.composite
 def random_samples(draw: st.DrawFn, min_ids: int = 0) -> SequenceSample:
-    """Keys: tokens, a prompt_mask whose first tokens are True, rewards, `x` of any dtype with one value per token, and `y` of any
+    """Keys: tokens, a prompt_mask (first True, then False), rewards, `x` of any dtype with one value per token, and `y` of any
     dtype with any lengths."""
     groups = draw(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3), min_size=min_ids, max_size=5))
     others = [draw(st.lists(st.integers(0, 3), max_size=2)) for _ in groups]
