@@ -30,7 +30,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from operator import index
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import msgspec
 import numpy as np
@@ -115,6 +115,18 @@ class SampleMeta(Struct, frozen=True, kw_only=True):
 
     def total_tokens(self, key: str = "packed_input_ids") -> int:
         return sum(map(sum, self.seqlens[key]))
+
+
+class SampleSizes(TypedDict):
+    """Result of SequenceSample.sizes. Bytes are those of the arrays, without the lengths and the ids."""
+
+    num_ids: int
+    num_sequences: int  # of packed_input_ids, as num_tokens; 0 without this key
+    num_tokens: int
+    num_bytes: int  # of all keys
+    num_bytes_by_key: dict[str, int]
+    mean_bytes_of_id: float  # of all keys; 0 without ids
+    max_bytes_of_id: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,6 +242,34 @@ class SequenceSample:
     def num_bytes(self) -> int:
         return sum(array.nbytes for array in self.data.values())
 
+    def sizes(self) -> SampleSizes:
+        """Return how large the sample is, as a mapping that JSON can hold. `str(sample)` is the same for people."""
+        num_bytes_by_id = np.zeros(self.num_ids, np.int64)
+        for key, array in self.data.items():
+            num_bytes_by_id += np.array([sum(lengths) for lengths in self.seqlens[key]], np.int64) * array.itemsize
+        has_tokens = "packed_input_ids" in self.data
+        return {
+            "num_ids": self.num_ids,
+            "num_sequences": self.num_sequences() if has_tokens else 0,
+            "num_tokens": self.total_tokens() if has_tokens else 0,
+            "num_bytes": self.num_bytes,
+            "num_bytes_by_key": {key: array.nbytes for key, array in self.data.items()},
+            "mean_bytes_of_id": float(num_bytes_by_id.mean()) if self.num_ids else 0.0,
+            "max_bytes_of_id": int(num_bytes_by_id.max(initial=0)),
+        }
+
+    def __str__(self) -> str:
+        """The sizes, and a line for each key, the largest first."""
+        sizes = self.sizes()
+        by_key = sorted(sizes["num_bytes_by_key"].items(), key=lambda item: -item[1])
+        return "\n".join(
+            [
+                f"{sizes['num_ids']:,} ids, {sizes['num_sequences']:,} sequences, {sizes['num_tokens']:,} tokens, "
+                f"{sizes['num_bytes']:,} bytes; of an id: mean {sizes['mean_bytes_of_id']:,.0f}, max {sizes['max_bytes_of_id']:,}",
+                *(f"{key}: {num_bytes:,} bytes of {self.data[key].dtype}" for key, num_bytes in by_key),
+            ]
+        )
+
     def cu_seqlens(self, key: str = "packed_input_ids") -> npt.NDArray[np.int64]:
         """The start of each sequence of a key, followed by the end of the last: int64 of num_sequences + 1."""
         lengths = [n for group in self._lengths_of(key) for n in group]
@@ -285,6 +325,23 @@ class SequenceSample:
         """One sample per id, in order."""
         return self._take(*([i] for i in range(self.num_ids)))
 
+    def repeat(self, n: int, *, interleave: bool = True) -> SequenceSample:
+        """Each id n times. The copies of id `x` are named `x#0` .. `x#(n-1)`, also with n = 1.
+
+        interleave: the copies of an id lie together (a#0 a#1 b#0 b#1); otherwise the whole sample is repeated (a#0 b#0 a#1 b#1).
+        Raises ValueError if n is less than 1, or if a copy would get the name of an id of this sample.
+        """
+        _check_positive(n, "the number of copies")
+        names = [[f"{group_id}#{copy}" for group_id in self.ids] for copy in range(n)]
+        taken = sorted({name for copy in names for name in copy} & set(self.ids))
+        if taken:
+            raise ValueError(
+                f"copies would get the names {_few(taken)}, which are ids of the sample; give it other ids"
+            )
+        copies = [SequenceSample(tuple(copy), self.seqlens, self.data) for copy in names]
+        whole = SequenceSample.gather(copies)
+        return whole.select_ids([name for of_id in zip(*names, strict=True) for name in of_id]) if interleave else whole
+
     # ----------------------------------------------------------------------------------------------------------- splitting
 
     def split(self, n: int) -> list[SequenceSample]:
@@ -326,14 +383,24 @@ class SequenceSample:
     # ---------------------------------------------------------------------------------------------------------- joining keys
 
     def update(self, other: SequenceSample) -> SequenceSample:
-        """This sample with other's keys added or replaced. The ids must be the same; other is reordered to match this sample."""
-        if set(other.ids) != set(self.ids):
-            missing, extra = set(self.ids) - set(other.ids), set(other.ids) - set(self.ids)
-            raise ValueError(
-                f"update needs the same ids: missing {_few(sorted(missing))}, unknown {_few(sorted(extra))}"
-            )
-        aligned = other if other.ids == self.ids else other.select_ids(self.ids)
+        """This sample with other's keys added or replaced. The ids must be the same; other is reordered to match this sample.
+
+        `update` is for new values of a key, such as recomputed logprobs. `union` refuses different values.
+        """
+        aligned = other._in_order_of(self.ids, "update")
         return SequenceSample(self.ids, {**self.seqlens, **aligned.seqlens}, {**self.data, **aligned.data})
+
+    def union(self, other: SequenceSample) -> SequenceSample:
+        """This sample with the keys that only other has. The ids must be the same; other is reordered to match this sample.
+
+        A key of both must have the same dtype, lengths and bits in both (so NaN equals the same NaN, and 0.0 differs from -0.0).
+        Otherwise ValueError names the key and the first id that differs. `update` replaces such keys.
+        """
+        aligned = other._in_order_of(self.ids, "union")
+        for key in self.data:
+            if key in aligned.data:
+                self._check_same_bits(key, aligned)
+        return self.update(aligned)
 
     def remap_keys(self, names: Mapping[str, str]) -> SequenceSample:
         """Rename keys, old -> new; other keys keep their names."""
@@ -348,6 +415,33 @@ class SequenceSample:
         )
 
     # ------------------------------------------------------------------------------------------------------------- inside
+
+    def _in_order_of(self, ids: tuple[str, ...], operation: str) -> SequenceSample:
+        """This sample with its ids in the order of `ids`, which must be the same ids."""
+        if set(ids) != set(self.ids):
+            missing, extra = set(ids) - set(self.ids), set(self.ids) - set(ids)
+            raise ValueError(
+                f"{operation} needs the same ids: missing {_few(sorted(missing))}, unknown {_few(sorted(extra))}"
+            )
+        return self if self.ids == ids else self.select_ids(ids)
+
+    def _check_same_bits(self, key: str, other: SequenceSample) -> None:
+        """Raise ValueError if the other sample, which has the same ids, has other data under the key."""
+        dtype, other_dtype = self.data[key].dtype, other.data[key].dtype
+        if dtype != other_dtype:
+            raise ValueError(
+                f"key {key!r}, ids {_few(self.ids)}: this sample has {dtype}, the other sample has {other_dtype}"
+            )
+        for group_id, ours, theirs in zip(self.ids, self.slices(key), other.slices(key), strict=True):
+            lengths, other_lengths = list(map(len, ours)), list(map(len, theirs))
+            if lengths != other_lengths:
+                raise ValueError(
+                    f"key {key!r}, id {group_id!r}: this sample has lengths {lengths}, the other sample {other_lengths}"
+                )
+            if any(a.tobytes() != b.tobytes() for a, b in zip(ours, theirs, strict=True)):
+                raise ValueError(
+                    f"key {key!r}, id {group_id!r}: the two samples have different values; update would replace them"
+                )
 
     def _lengths_of(self, key: str) -> SeqLens:
         try:

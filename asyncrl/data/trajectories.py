@@ -2,10 +2,8 @@
 
     <run>/trajectories/attempt_N/step_00000003-group_0007-model_worker_0.safetensors
 
-A safetensors file: the SequenceSample's arrays as tensors, and in its metadata a typed header (JSON) and a checksum of both.
-Names sort in the order of recording: by train step (in a rollout-only run: by batch), then by the group's position in the batch. A
-file is written under a temporary name and renamed, so a reader never sees a partial file. The checksum detects damage by later
-crashes or disk errors. No torch, no pickle.
+A file has the format of sample_files.py: complete or absent, with a checksum, no torch, no pickle. Names sort in the order of
+recording: by train step (in a rollout-only run: by batch), then by the group's position in the batch.
 """
 
 from __future__ import annotations
@@ -18,14 +16,12 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import xxhash
 from msgspec import Struct
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
 
+from asyncrl.data.sample_files import FileFormat
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.protocol.messages import DECODE_ERRORS, TrajectoryMeta
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
@@ -35,9 +31,6 @@ FOLDER = "trajectories"  # of a run
 SUFFIX = ".safetensors"
 _NAME = re.compile(r"step_(\d{8,})-group_(\d{4,})-\w+\.safetensors")
 _ATTEMPT = re.compile(r"attempt_(\d+)")
-_HEADER, _CHECKSUM = "asyncrl_trajectory", "xxh3"  # in the file's metadata
-_MAX_HEADER_BYTES = 16_000_000
-_LENGTH_BYTES = 8  # safetensors begins with the length of its own header
 _SAY_AGAIN_S = 60.0  # minimum time between two warnings about trajectories that were not recorded
 
 logger = logging.getLogger(__name__)
@@ -77,40 +70,23 @@ class Trajectory:
 # ---------------------------------------------------------------------------------------------------------- one file
 
 
+_TRAJECTORIES = FileFormat("trajectory", TrajectoryHeader, FORMAT, TrajectoryError)
+
+
 def file_name(header: TrajectoryHeader) -> str:
     return f"step_{header.step:08d}-group_{header.position:04d}-{header.recorded_by.replace('/', '_')}{SUFFIX}"
 
 
 def write_trajectory(folder: Path, header: TrajectoryHeader, sample: SequenceSample) -> Path:
-    """Write a group's file, completely or not at all. It is not synced to disk: if a power cut damages it, its checksum fails."""
-    text = msgspec.json.encode(header).decode()
-    content = save(dict(sample.data), {_HEADER: text, _CHECKSUM: _checksum(text, sample.data)})
+    """Write a group's file, completely or not at all. Raises OSError."""
     path = folder / file_name(header)
-    temporary = folder / f".{path.name}.writing"
-    try:
-        temporary.write_bytes(content)
-        temporary.rename(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    _TRAJECTORIES.write(path, header, sample.data)
     return path
 
 
 def read_trajectory(path: Path) -> Trajectory:
     """Read and verify a whole trajectory. Raises TrajectoryError for a file that is damaged, truncated or no trajectory."""
-    try:
-        content = path.read_bytes()
-        text, checksum = _metadata(path, content)
-        arrays = load(content)
-    except OSError as error:
-        raise TrajectoryError(f"{path} cannot be read: {error}") from error
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, TrajectoryError):
-            raise
-        raise TrajectoryError(f"{path} is broken or cut short: {error}") from error
-    if _checksum(text, arrays) != checksum:
-        raise TrajectoryError(f"{path} is broken: its content does not match its checksum")
-    header = _decode_header(path, text)
+    header, arrays = _TRAJECTORIES.read(path)
     if header.seqlens.keys() != arrays.keys():
         raise TrajectoryError(f"{path} holds the keys {sorted(arrays)}, its header names {sorted(header.seqlens)}")
     seqlens = {key: [lengths] for key, lengths in header.seqlens.items()}
@@ -123,56 +99,7 @@ def read_trajectory(path: Path) -> Trajectory:
 
 def read_header(path: Path) -> TrajectoryHeader:
     """Read only the header, without reading (or verifying) the tensors. Raises TrajectoryError."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(_LENGTH_BYTES)
-            content = start + file.read(min(_length(start), _MAX_HEADER_BYTES))
-    except OSError as error:
-        raise TrajectoryError(f"{path} cannot be read: {error}") from error
-    return _decode_header(path, _metadata(path, content)[0])
-
-
-class _SafetensorsHeader(Struct):
-    metadata: dict[str, str] = msgspec.field(name="__metadata__", default_factory=dict)
-
-
-def _length(start: bytes) -> int:
-    return int.from_bytes(start[:_LENGTH_BYTES], "little")
-
-
-def _metadata(path: Path, content: bytes) -> tuple[str, str]:
-    """Return our header as text and the checksum, from the first bytes of a file."""
-    length = _length(content)
-    if len(content) < _LENGTH_BYTES + length or length > _MAX_HEADER_BYTES:
-        raise TrajectoryError(
-            f"{path} is broken or cut short: its header needs {length} bytes, the file has {len(content)}"
-        )
-    try:
-        raw = content[_LENGTH_BYTES : _LENGTH_BYTES + length]
-        metadata = msgspec.json.decode(raw, type=_SafetensorsHeader).metadata
-        return metadata[_HEADER], metadata[_CHECKSUM]
-    except KeyError:
-        raise TrajectoryError(f"{path} is a safetensors file, but not a trajectory of asyncrl") from None
-    except (*DECODE_ERRORS, RecursionError) as error:
-        raise TrajectoryError(f"{path} is not a safetensors file: {error}") from error
-
-
-def _decode_header(path: Path, text: str) -> TrajectoryHeader:
-    try:
-        header = msgspec.json.decode(text, type=TrajectoryHeader)
-    except (*DECODE_ERRORS, RecursionError) as error:
-        raise TrajectoryError(f"{path}: its header cannot be read: {error}") from error
-    if header.format != FORMAT:
-        raise TrajectoryError(f"{path} has format {header.format}, this release reads {FORMAT}")
-    return header
-
-
-def _checksum(text: str, data: dict[str, Any]) -> str:
-    digest = xxhash.xxh3_64(text.encode())
-    for key in sorted(data):
-        digest.update(f"\0{key}\0{data[key].dtype.str}\0{data[key].shape}\0".encode())
-        digest.update(data[key].tobytes())
-    return digest.hexdigest()
+    return _TRAJECTORIES.read_header(path)
 
 
 # ------------------------------------------------------------------------------------------------------ a recording

@@ -65,7 +65,7 @@ class SupervisedTexts:
         parts = []
         if sample is not None:
             mask = np.zeros(len(sample.data["packed_input_ids"]), np.bool_)
-            parts.append(sample.update(sample.derive({SUPERVISED_MASK: mask})))
+            parts.append(sample.union(sample.derive({SUPERVISED_MASK: mask})))
         mine = list(enumerate(texts))[dp_rank::dp_size]
         parts += [_as_sample(f"text {number}", text, self._keys) for number, text in mine]
         return SequenceSample.gather(parts) if parts else None, SupervisedLoss(loss, self._coef, num_supervised)

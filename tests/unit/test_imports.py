@@ -16,6 +16,8 @@ TORCHLESS = [
     "asyncrl.data.sequence",
     "asyncrl.data.prompts",
     "asyncrl.data.replay",
+    "asyncrl.data.padded",
+    "asyncrl.data.sample_files",
     "asyncrl.data.trajectories",
     "asyncrl.runtime.worker",
     "asyncrl.runtime.metrics",

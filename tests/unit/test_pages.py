@@ -18,7 +18,9 @@ from omegaconf import OmegaConf
 from asyncrl.cli.main import UsageError, main, parse
 from asyncrl.config.processes import WorkerInfo
 from asyncrl.config.schema import ExperimentConfig, NameResolveConfig, RuntimeConfig
+from asyncrl.data import padded, sample_files, sequence
 from asyncrl.data.prompts import PromptSource, load_tokenizer
+from asyncrl.data.sequence import SequenceSample
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.protocol.messages import Locator
 from asyncrl.rewards.import_object import import_object
@@ -169,6 +171,32 @@ def test_the_agent_of_the_page_is_a_chat_agent(folder: Path) -> None:
     agent = import_object(str(folder / "my_agent.py:MyAgent"), "agent")
     assert issubclass(agent, ChatAgent)
     assert inspect.iscoroutinefunction(agent.chat)
+
+
+def test_the_snippet_of_the_samples_page_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its assertions hold, and it prints the beginning that its last comment shows."""
+    monkeypatch.chdir(tmp_path)
+    (block,) = pages.blocks(pages.ROOT / "docs" / "data.md", "python")
+    exec(compile(block, "docs/data.md", "exec"), {})
+    shown = block.splitlines()[-1].partition("# ")[2].removesuffix("...")
+    assert capsys.readouterr().out.startswith(shown)
+
+
+def test_the_table_of_the_samples_page_names_methods_and_functions() -> None:
+    """Each name in the column of asyncrl is one of SequenceSample, or one that docs/data.md's snippet or the codec has."""
+    page = (pages.ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    cells = [line.split("|")[2] for line in page.splitlines() if line.startswith("| ")][1:]
+    named = {name.removeprefix("SequenceSample.") for cell in cells for name in re.findall(r"`([\w.]+)`", cell)}
+    modules = (sequence, sample_files, padded)
+    missing = {name for name in named if not any(hasattr(place, name) for place in (SequenceSample, *modules))}
+    assert missing == set()
+    public = {
+        name for name in vars(SequenceSample) if not name.startswith("_") and callable(getattr(SequenceSample, name))
+    }
+    looking = {"num_sequences", "total_tokens", "cu_seqlens", "slices", "of_decoded"}
+    assert public - named == looking
 
 
 def test_the_page_describes_the_arguments_of_rewards() -> None:

@@ -1,8 +1,9 @@
-"""SequenceSample: splitting, joining and renaming preserve the data. Inconsistent data is refused."""
+"""SequenceSample: splitting, joining, repeating and renaming preserve the data. Inconsistent data is refused."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_samples import bits_of, random_samples
 
 from asyncrl.data.sequence import KEY_SPECS, SequenceSample
 
@@ -91,6 +93,27 @@ def test_counts_and_bounds(sample: SequenceSample) -> None:
     assert sample.cu_seqlens().dtype == np.int64
     assert EMPTY.cu_seqlens().tolist() == [0]
     assert sample.num_bytes == sum(array.nbytes for array in sample.data.values())
+
+
+def test_the_sizes_of_a_sample() -> None:
+    sample = make_sample([3, 2], [4]).select_keys(["loss_mask", "packed_input_ids", "rewards"])
+    sizes = sample.sizes()
+    assert sizes == {
+        "num_ids": 2,
+        "num_sequences": 3,
+        "num_tokens": 9,
+        "num_bytes": 93,
+        "num_bytes_by_key": {"loss_mask": 9, "packed_input_ids": 72, "rewards": 12},
+        "mean_bytes_of_id": 46.5,
+        "max_bytes_of_id": 53,
+    }
+    assert json.loads(json.dumps(sizes)) == sizes
+    assert str(sample) == (
+        "2 ids, 3 sequences, 9 tokens, 93 bytes; of an id: mean 46, max 53\n"
+        "packed_input_ids: 72 bytes of int64\nrewards: 12 bytes of float32\nloss_mask: 9 bytes of bool"
+    )
+    assert sample.select_keys(["rewards"]).sizes()["num_tokens"] == 0
+    assert str(SequenceSample((), {}, {})) == "0 ids, 0 sequences, 0 tokens, 0 bytes; of an id: mean 0, max 0"
 
 
 def test_slices_are_views_of_each_sequence(sample: SequenceSample) -> None:
@@ -212,6 +235,43 @@ def test_update_replaces_a_key(sample: SequenceSample) -> None:
     other = sample.derive({"packed_logprobs": np.full(16, 7, np.float32)})
     assert sample.update(other).data["packed_logprobs"].tolist() == [7] * 16
     assert sample.data["packed_logprobs"][0] == 0
+
+
+@settings(deadline=None, max_examples=50)
+@given(random_samples(), st.data())
+def test_union_joins_keys_and_reorders_the_other_sample(sample: SequenceSample, data: st.DataObject) -> None:
+    ours = data.draw(st.sets(st.sampled_from(sample.keys)))
+    theirs = data.draw(st.sets(st.sampled_from(sample.keys)))  # may have keys of ours, with equal bits
+    other = sample.select_keys(theirs).select_ids(data.draw(st.permutations(sample.ids)))
+    assert bits_of(sample.select_keys(ours).union(other)) == bits_of(sample.select_keys(ours | theirs))
+
+
+@settings(deadline=None, max_examples=50)
+@given(random_samples(min_ids=1), st.integers(1, 4), st.data())
+def test_gather_undoes_the_splits_of_any_dtype(sample: SequenceSample, n: int, data: st.DataObject) -> None:
+    for parts in (sample.unpack(), sample.split(n), sample.split_tokens(n), sample.split_balanced(n)):
+        whole = SequenceSample.gather(data.draw(st.permutations(parts)))
+        assert bits_of(whole.select_ids(sample.ids)) == bits_of(sample)
+
+
+@settings(deadline=None, max_examples=50)
+@given(random_samples(), st.integers(1, 3), st.booleans())
+def test_repeat_copies_each_id(sample: SequenceSample, n: int, interleave: bool) -> None:
+    repeated = sample.repeat(n, interleave=interleave)
+    pairs = [(group_id, copy) for group_id in sample.ids for copy in range(n)]
+    expected = pairs if interleave else sorted(pairs, key=lambda pair: pair[1])
+    assert repeated.ids == tuple(f"{group_id}#{copy}" for group_id, copy in expected)
+    for copy in range(n):
+        part = repeated.select_ids([f"{group_id}#{copy}" for group_id in sample.ids])
+        assert bits_of(part)[1:] == bits_of(sample)[1:]
+
+
+def test_repeat_of_an_example() -> None:
+    sample = make_sample([1], [2])
+    assert sample.repeat(2).ids == ("id0#0", "id0#1", "id1#0", "id1#1")
+    assert sample.repeat(2).data["packed_input_ids"].tolist() == [0, 0, 100, 101, 100, 101]
+    assert sample.repeat(2, interleave=False).data["packed_input_ids"].tolist() == [0, 100, 101, 0, 100, 101]
+    assert sample.repeat(2).repeat(1).ids[0] == "id0#0#0"
 
 
 def test_derive_packs_new_keys_like_an_old_one(sample: SequenceSample) -> None:
@@ -347,6 +407,52 @@ def test_the_error_for_an_unknown_id_or_key_names_it(sample: SequenceSample) -> 
 def test_update_needs_the_same_ids(sample: SequenceSample) -> None:
     with pytest.raises(ValueError, match=r"missing \['id1', 'id2'\], unknown \[\]"):
         sample.update(sample.select_ids(["id0"]))
+
+
+FLOATS = np.array([0.0, np.nan, 1.0], np.float32)
+OTHER_NAN = np.array([0x7FC00001], np.uint32).view(np.float32)[0]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "values", "message"),
+    [
+        (
+            IDS2,
+            [-0.0, np.nan, 1.0],
+            "key 'x', id 'a': the two samples have different values; update would replace them",
+        ),
+        (IDS2, [0.0, OTHER_NAN, 1.0], "key 'x', id 'a': the two samples have different values"),
+        (IDS2, [0.0, np.nan, 2.0], "key 'x', id 'b': the two samples have different values"),
+        ([[1, 1], [1]], FLOATS, r"key 'x', id 'a': this sample has lengths \[2\], the other sample \[1, 1\]"),
+        ([[2], [1, 0]], FLOATS, r"key 'x', id 'b': this sample has lengths \[1\], the other sample \[1, 0\]"),
+        (
+            IDS2,
+            FLOATS.astype(np.float64),
+            r"key 'x', ids \['a', 'b'\]: this sample has float32, the other sample has float64",
+        ),
+    ],
+)
+def test_union_refuses_a_key_that_differs(lengths: Any, values: Any, message: str) -> None:
+    array = values if isinstance(values, np.ndarray) else np.array(values, np.float32)
+    sample = SequenceSample(("a", "b"), {"x": IDS2}, {"x": FLOATS})
+    other = SequenceSample(("a", "b"), {"x": lengths}, {"x": array}).select_ids(["b", "a"])
+    assert sample.union(sample) == sample
+    with pytest.raises(ValueError, match=message):
+        sample.union(other)
+
+
+def test_union_needs_the_same_ids(sample: SequenceSample) -> None:
+    with pytest.raises(ValueError, match=r"union needs the same ids: missing \['id1', 'id2'\], unknown \[\]"):
+        sample.union(sample.select_ids(["id0"]))
+
+
+def test_repeat_refuses_names_of_copies_that_are_ids_already() -> None:
+    sample = SequenceSample(("a", "a#1"), {"x": ONES2}, {"x": np.zeros(2)})
+    assert sample.repeat(1).ids == ("a#0", "a#1#0")
+    with pytest.raises(ValueError, match=r"copies would get the names \['a#1'\], which are ids of the sample"):
+        sample.repeat(2)
+    with pytest.raises(ValueError, match="the number of copies is 0; it must be at least 1"):
+        sample.repeat(0)
 
 
 def test_remap_refuses_collisions_and_wrong_dtypes(sample: SequenceSample) -> None:
