@@ -29,7 +29,7 @@ import torch
 from aiohttp import web
 
 from asyncrl.config.schema import ConfigError, WeightsConfig
-from asyncrl.model.held_weights import Answers, HeldShare, SentBucket, ShareReader, read_buckets
+from asyncrl.model.held_weights import Answers, HeldShare, SentBucket, ShareReader
 from asyncrl.protocol.messages import (
     DECODE_ERRORS,
     BeginWeightUpdate,
@@ -53,8 +53,7 @@ T = TypeVar("T")
 
 _MAX_GROUPS = 4  # update waves use few combinations of servers; beyond these, the least recently used group is dropped
 _MAX_TRIES = 3  # for one request
-_PING_EVERY_S = 0.5  # while a server is awaited
-_SILENT_SHARE = 1 / 6  # of the limit of a broadcast; after so long a silence a server is at fault
+_SILENT_SHARE = 1 / 6  # of the limit of a broadcast: a server at fault is found within a quarter of the limit
 _LEAVE_LIMIT_S = 5.0
 _CLOSE_LIMIT_S = 1.0
 _FAILURES = (aiohttp.ClientError, OSError, RuntimeError, ValueError)  # of a failed step of a broadcast
@@ -172,12 +171,12 @@ class Broadcast:
         ]
         await self._of_all([mine, *theirs])
 
-    async def run(self, group: GroupMember, answers: Answers) -> BroadcastReply:
+    async def run(self, group: GroupMember, reader: ShareReader, answers: Answers) -> BroadcastReply:
         """Run all steps from `begin` to `end` with servers that have joined the group. answers: the shares of the other ranks."""
         await self._begin()
         digests: list[str] = []
         count = len(self._held.specs)
-        async with read_buckets(self._held, answers, pin=group.backend == "nccl") as buckets:
+        async with reader.buckets(self._held, answers, pin=group.backend == "nccl") as buckets:
             self.stage = f"reading bucket 1 of {count}"
             async for bucket in buckets:
                 digests.append(bucket.digest)
@@ -252,7 +251,7 @@ class Broadcast:
 
     async def _until_silent(self, target: BroadcastTarget) -> None:
         while True:  # the caller cancels it; every iteration is bounded
-            await asyncio.sleep(_PING_EVERY_S)
+            await asyncio.sleep(self._silent_s / 2)
             await self._ping(target)
 
     async def _ping(self, target: BroadcastTarget) -> None:
@@ -395,7 +394,7 @@ class WeightSender:
             async with asyncio.timeout(broadcast.left_s):
                 broadcast.stage = "opening the shares of the other ranks"
                 answers = await self._reader.open(held, opened)
-                reply = await broadcast.run(await self._group_of(targets, broadcast), answers)
+                reply = await broadcast.run(await self._group_of(targets, broadcast), self._reader, answers)
         except ServersAtFault as fault:
             reply = BroadcastReply(errors=dict(fault.causes))
             again = [target for target in targets if target.server not in fault.causes]

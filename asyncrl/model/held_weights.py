@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -133,12 +134,13 @@ class SentBucket:
 
 
 class ShareReader:
-    """Opens the shares of other ranks."""
+    """Reads the shares of other ranks. Keeps two buffers, because memory that is new to the process is slow to write."""
 
     def __init__(self, session: aiohttp.ClientSession, url_of: Callable[[int], Awaitable[str]]) -> None:
         """url_of: returns the URL of a worker's ShareServer."""
         self._session, self._url_of = session, url_of
         self._urls: dict[int, str] = {}  # they stay the same: the workers of a model end together
+        self._spare: list[Tensor] = []
 
     async def open(self, held: HeldShare, opened: AsyncExitStack) -> Answers:
         """Open all other shares of a version, until `opened` closes. The caller bounds the wait. Raises ShareError."""
@@ -158,41 +160,44 @@ class ShareReader:
             raise ShareError(f"model_worker/{worker} did not open its share: {error!r}") from error
         return answer.content
 
+    @contextlib.asynccontextmanager
+    async def buckets(
+        self, held: HeldShare, answers: Answers, *, pin: bool = False
+    ) -> AsyncIterator[AsyncIterator[SentBucket]]:
+        """Yield the buckets of a version in the order of held.specs; read one ahead. The caller bounds every wait.
 
-@contextlib.asynccontextmanager
-async def read_buckets(
-    held: HeldShare, answers: Answers, *, pin: bool = False
-) -> AsyncIterator[AsyncIterator[SentBucket]]:
-    """Yield the buckets of a version in the order of held.specs; read one ahead. The caller bounds every wait.
+        pin: yield buckets in pinned memory, from which a GPU copies asynchronously. Raises ShareError in the iteration.
+        """
+        largest = max(map(bytes_of, held.specs), default=0) if pin or held.others else 0
+        room, self._spare = self._spare, []
+        if sum(buffer.numel() for buffer in room) < 2 * largest:
+            room = [torch.empty(largest, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
+        found = _all_buckets(held, answers, room, copy=pin)
+        ahead = _one_ahead(found)
+        try:
+            yield ahead
+        finally:
+            await ahead.aclose()
+            await found.aclose()
+        self._spare = room  # after an error a call that hangs may still use it
 
-    pin: yield buckets in pinned memory, from which a GPU copies asynchronously. Raises ShareError in the iteration.
-    """
-    found = _all_buckets(held, answers, pin=pin)
-    ahead = _one_ahead(found)
-    try:
-        yield ahead
-    finally:
-        await ahead.aclose()
-        await found.aclose()
 
-
-async def _all_buckets(held: HeldShare, answers: Answers, *, pin: bool) -> AsyncGenerator[SentBucket, None]:
-    largest = max(map(bytes_of, held.specs), default=0) if pin or held.others else 0
-    room = [torch.empty(largest, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
+async def _all_buckets(
+    held: HeldShare, answers: Answers, room: list[Tensor], *, copy: bool
+) -> AsyncGenerator[SentBucket, None]:
+    """Yield the buckets. Those of other ranks are in the two buffers of `room` by turns; with `copy` this rank's own are, too."""
     loop = asyncio.get_running_loop()
+    turns = itertools.cycle(room)
     for bucket, digested in zip(held.buckets, held.digests, strict=True):
         flat = bucket.flat
-        if pin:
-            flat = await loop.run_in_executor(None, room[0][: flat.numel()].copy_, flat)
-            room.reverse()
+        if copy:
+            flat = await loop.run_in_executor(None, next(turns)[: flat.numel()].copy_, flat)
         yield SentBucket(bucket.specs, flat, await digested)
     for worker, parts in held.others.items():
         for specs in parts:
-            flat = room[0][: bytes_of(specs)]
-            room.reverse()
+            flat, digested_there = next(turns)[: bytes_of(specs)], bytearray(_DIGEST_CHARS)
             try:
                 await _read(answers[worker], flat.numpy().data)
-                digested_there = bytearray(_DIGEST_CHARS)
                 await _read(answers[worker], memoryview(digested_there))
             except (aiohttp.ClientError, OSError, EOFError) as error:
                 raise ShareError(f"model_worker/{worker} did not deliver its share: {error!r}") from error

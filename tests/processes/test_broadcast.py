@@ -35,7 +35,7 @@ from asyncrl.config.schema import (
 )
 from asyncrl.generation.worker import GenerationServer
 from asyncrl.model.broadcast import ServerClient, WeightSender
-from asyncrl.model.held_weights import HeldShare, ShareReader, ShareServer, read_buckets
+from asyncrl.model.held_weights import HeldShare, ShareReader, ShareServer
 from asyncrl.protocol.messages import (
     BeginWeightUpdate,
     BroadcastReply,
@@ -446,8 +446,8 @@ async def test_the_sender_holds_its_share_and_a_few_buckets() -> None:
         rank.hold(other)
         await asyncio.gather(*other.digests)
         before = begin()
-        opened = AsyncExitStack()
-        async with opened, read_buckets(mine, await ShareReader(session, url_of).open(mine, opened)) as buckets:
+        opened, reader = AsyncExitStack(), ShareReader(session, url_of)
+        async with opened, reader.buckets(mine, await reader.open(mine, opened)) as buckets:
             number = 0
             async for bucket in buckets:
                 assert torch.equal(bucket.flat, other.buckets[number].flat)
