@@ -1,6 +1,6 @@
 """Weights from the trainer to serving, over the disk and over the network, beside moving the same bytes without further work.
 
-    python benchmarks/weights.py [--rounds 5] [--sizes 64 256 1024] [--folder DIR] [--write-baseline]
+    python benchmarks/weights.py [--rounds 5] [--sizes 64 256 1024] [--receivers 1 4 16] [--folder DIR] [--write-baseline]
 
 asyncrl: from the call that writes a version (shards, checksums, fsync, rename) until the server serves it. The gserver manager
 verifies the version and has the generation server load and echo it. Manager and server are real, in their own processes; the
@@ -11,6 +11,9 @@ is full. Deltas are for --dtype bfloat16.
 copy_fsync: the version's files copied one by one to another folder, each synced.
 broadcast: weights.transport=broadcast; from the snapshot in the trainer's memory, through the same manager and server, to the echo.
 raw_gloo: one broadcast of the same bytes in torch.distributed's gloo, between two otherwise idle processes.
+receivers: one broadcast of the smallest size to this many servers, from the trainer's memory until all have loaded, without a
+manager. frozen: the same with one of them stopped (SIGSTOP), until the others have loaded in a second broadcast; and the longest
+time between two steps of a computation in the trainer's process meanwhile.
 
 `value` is asyncrl's seconds per GB at the largest size, over the disk. `phases` splits them: write (trainer), verify (manager),
 load (server: verify again, copy into the model, echo), rest (messages between them).
@@ -21,22 +24,26 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
+import json
 import logging
 import os
 import shutil
+import signal
 import socket
 import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 from common import (
     Child,
+    ChildFailed,
     Numbers,
     Parent,
     Rounds,
@@ -54,10 +61,12 @@ from common import (
 SIZES_MB = (64, 256, 1024)
 PERCENTS = (1, 3, 100)
 DELTAS = tuple(f"delta_{percent}" for percent in PERCENTS)
+RECEIVERS = (1, 4, 16)
 SIDES = ("asyncrl", *DELTAS, "copy_fsync", "broadcast", "raw_gloo")
 PHASES = ("write", "verify", "load", "rest")
 _START_LIMIT_S = 120.0
 _PUBLISH_LIMIT_S = 120.0
+_FROZEN_LIMIT_S = 30.0  # the default of weights.broadcast_timeout_s
 _POLL_S = 0.001
 _SCRATCH_BYTES = 1 << 24
 
@@ -65,7 +74,7 @@ _SCRATCH_BYTES = 1 << 24
 # ------------------------------------------------------------------------------------------------------ parts: manager, server
 
 
-def part_server(parent: Parent, *, folder: str, model: str, dtype: str) -> None:
+def part_server(parent: Parent, *, folder: str, model: str, dtype: str, index: int = 0) -> None:
     """A generation server with the transformers engine, configured as by the launcher."""
     from asyncrl.config.processes import GenerationServerConfig
     from asyncrl.config.schema import GenerationConfig
@@ -73,7 +82,7 @@ def part_server(parent: Parent, *, folder: str, model: str, dtype: str) -> None:
     from asyncrl.protocol.messages import WeightVersion
     from asyncrl.runtime.names.open import open_name_resolver
 
-    info = worker_info("generation_server", folder)
+    info = dataclasses.replace(worker_info("generation_server", folder), index=index)
     server = GenerationServer(
         GenerationServerConfig(
             worker=info,
@@ -89,7 +98,7 @@ def part_server(parent: Parent, *, folder: str, model: str, dtype: str) -> None:
     def obey() -> None:
         # Act as the trainer, which is in another process: every version up to this one counts as published
         resolver.add(server.names.weights_held("actor"), str(WeightVersion(1, 1 << 30)))
-        parent.send(url=resolver.wait(server.names.generation_server(0), _START_LIMIT_S))
+        parent.send(url=resolver.wait(server.names.generation_server(index), _START_LIMIT_S))
         while parent.receive() is not None:
             pass
         os._exit(0)
@@ -188,11 +197,16 @@ class Trainer:
     async def _open(self, device: Any) -> tuple[Any, str]:
         from asyncrl.config.schema import WeightsConfig
         from asyncrl.model.broadcast import ServerClient, WeightSender
+        from asyncrl.model.held_weights import ShareReader
         from asyncrl.runtime.http_client import open_session
 
-        session = await self._opened.enter_async_context(open_session(max_connections=0))
+        async def url_of(worker: int) -> str:
+            raise ChildFailed("this trainer has one rank")
+
+        self.session = session = await self._opened.enter_async_context(open_session(max_connections=0))
         sender = WeightSender(
             ServerClient(session),
+            ShareReader(session, url_of),
             name="benchmark",
             host="127.0.0.1",
             device=device,
@@ -216,16 +230,9 @@ class Publisher:
     """The trainer's side at one size, with a manager and a server that wait for versions."""
 
     def __init__(self, folder: Path, model: Path, trainer: Trainer, manager: Child) -> None:
-        from safetensors.torch import load_file
-
-        from asyncrl.weights.update_group import pack
-
         self._folder, self._model, self._trainer, self._manager = folder, model, trainer, manager
-        # Copies, like a trainer's snapshot: load_file returns the mapped file.
-        self._tensors = [(name, tensor.clone()) for name, tensor in load_file(model / "model.safetensors").items()]
+        self._tensors, self._buckets = snapshot_of(model, trainer)
         self.num_bytes = sum(tensor.nbytes for _, tensor in self._tensors)
-        bucket_bytes = trainer.sender.bucket_bytes
-        self._buckets = pack(((name, tensor, tensor.dtype) for name, tensor in self._tensors), bucket_bytes)
         self._version = 0
         self._manifest: Any = None  # of the latest version on disk
         self.phases: dict[str, dict[str, list[float]]] = {
@@ -279,12 +286,12 @@ class Publisher:
 
     def broadcast(self) -> float:
         """Seconds until the next version is served, sent from memory."""
-        from asyncrl.model.broadcast import HeldSnapshot
+        from asyncrl.model.held_weights import HeldShare
         from asyncrl.protocol.messages import WeightVersion
 
         version = WeightVersion(1, self._version)
         start = time.monotonic()
-        self._trainer.run(self._trainer.hold(HeldSnapshot(version, self._buckets)))
+        self._trainer.run(self._trainer.hold(HeldShare(version, self._buckets)))
         self._manager.send(version=version.version, in_memory=True)
         told = self._manager.receive(_PUBLISH_LIMIT_S)
         self._version += 1
@@ -338,6 +345,114 @@ class Publisher:
         return took_s
 
 
+def snapshot_of(model: Path, trainer: Trainer) -> tuple[list[tuple[str, Any]], list[Any]]:
+    """Copies of a model's tensors, like a trainer's snapshot (load_file returns the mapped file), and the same in buckets."""
+    from safetensors.torch import load_file
+
+    from asyncrl.weights.update_group import pack
+
+    tensors = [(name, tensor.clone()) for name, tensor in load_file(model / "model.safetensors").items()]
+    return tensors, pack(((name, tensor, tensor.dtype) for name, tensor in tensors), trainer.sender.bucket_bytes)
+
+
+class Receivers:
+    """The trainer's side, and servers without a manager. All servers have a version."""
+
+    def __init__(self, folder: Path, model: Path, trainer: Trainer, servers: list[Child], urls: list[str]) -> None:
+        from asyncrl.protocol.messages import WeightVersion
+        from asyncrl.weights.versions import version_dir, write_version
+
+        self._trainer, self._servers, self._urls, self._version = trainer, servers, urls, 0
+        tensors, self._buckets = snapshot_of(model, trainer)
+        self.num_bytes = sum(tensor.nbytes for _, tensor in tensors)
+        version = WeightVersion(1, 0)
+        path = version_dir(folder, "actor", version)
+        write_version(path, tensors, source_dir=model, version=version)
+        self._post(urls, "update_weights_from_disk", {"model_path": str(path), "weight_version": str(version)})
+
+    def _post(self, urls: Sequence[str], path: str, body: dict[str, str]) -> None:
+        async def post(url: str) -> None:
+            async with self._trainer.session.post(f"{url}/{path}", data=json.dumps(body)) as response:
+                if response.status != 200:
+                    raise ChildFailed(f"{path}: {await response.text()}")
+
+        async def post_all() -> None:
+            await asyncio.gather(*map(post, urls))
+
+        self._trainer.run(post_all())
+
+    def broadcast(self, *, freeze: bool = False) -> float:
+        """Seconds of the next version's broadcast. freeze: stop the last server first; it must be the only one that fails."""
+        from asyncrl.model.held_weights import HeldShare
+        from asyncrl.protocol.messages import BroadcastRequest, BroadcastTarget, WeightVersion
+
+        self._version += 1
+        version = WeightVersion(1, self._version)
+        self._post(self._urls, "pause_generation", {"mode": "abort"})
+        self._trainer.run(self._trainer.hold(HeldShare(version, self._buckets)))
+        targets = [BroadcastTarget(server=str(number), url=url) for number, url in enumerate(self._urls)]
+        request = BroadcastRequest(weight_version=str(version), targets=targets, limit_s=_FROZEN_LIMIT_S)
+        if freeze:
+            os.kill(self._servers[-1].pid, signal.SIGSTOP)
+        start = time.monotonic()
+        reply = self._trainer.run(self._trainer.sender.broadcast(request))
+        took_s = time.monotonic() - start
+        if freeze:
+            os.kill(self._servers[-1].pid, signal.SIGCONT)
+        expected = {str(len(self._urls) - 1)} if freeze else set()
+        if set(reply.errors) != expected:
+            raise ChildFailed(f"servers {sorted(reply.errors)} failed: {reply.errors}")
+        return took_s
+
+
+class Training:
+    """A computation in the trainer's process, as long as this is entered: the longest time between two of its steps."""
+
+    longest_s = 0.0
+
+    def __enter__(self) -> Training:
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        import torch
+
+        matrix, last = torch.rand(256, 256), time.monotonic()
+        while not self._stop.is_set():
+            matrix @ matrix
+            now = time.monotonic()
+            self.longest_s, last = max(self.longest_s, now - last), now
+
+
+def measure_receivers(args: argparse.Namespace, folder: Path, count: int) -> dict[str, float]:
+    """Broadcasts of the smallest size to `count` servers, and with two or more servers one broadcast with a frozen server."""
+    model = folder / "model"
+    make_model(model, args.sizes[0], args.dtype)
+    common = {"folder": str(folder), "model": str(model), "dtype": args.dtype}
+    with contextlib.ExitStack() as opened:
+        servers = [
+            opened.enter_context(children(__file__, "server", index=index, **common))[0] for index in range(count)
+        ]
+        urls = [server.receive(_START_LIMIT_S)["url"] for server in servers]
+        trainer = Trainer()
+        opened.callback(trainer.close)
+        side = Receivers(folder, model, trainer, servers, urls)
+        side.broadcast()  # the servers join
+        taken = [side.broadcast() for _ in range(args.rounds)]
+        found = {"s_per_gb": round(statistics.median(taken) / side.num_bytes * 1e9, 4)}
+        if count > 1:
+            with Training() as training:
+                found["frozen_s"] = round(side.broadcast(freeze=True), 3)
+            found["longest_step_s"] = round(training.longest_s, 4)
+        return found
+
+
 def make_model(folder: Path, size_mb: int, dtype: str) -> None:
     """A Qwen2 model of about size_mb with random weights, and a tokenizer."""
     import torch
@@ -376,12 +491,13 @@ def publisher(args: argparse.Namespace, folder: Path, size_mb: int) -> Iterator[
 
 
 def main() -> None:
-    options = parser(__doc__.split("\n")[0], quick={"sizes": [8, 32, 128]})
+    options = parser(__doc__.split("\n")[0], quick={"sizes": [8, 32, 128], "receivers": [1, 2]})
     options.add_argument("--sizes", type=int, nargs="+", default=list(SIZES_MB), help="MB of weights")
     options.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     options.add_argument(
         "--folder", default=None, help="folder on the file system to measure (default: a temporary folder)"
     )
+    options.add_argument("--receivers", type=int, nargs="+", default=list(RECEIVERS), help="numbers of servers")
     args = options.parse_args()
     found: dict[int, tuple[Rounds, Publisher]] = {}
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
@@ -403,10 +519,17 @@ def main() -> None:
                 }
                 found[size_mb] = (alternate(args, sides), side)
             shutil.rmtree(Path(folder) / str(size_mb))
-    report(args, found)
+        spread = {}
+        for count in args.receivers:
+            say(args, f"{count} receivers of {args.sizes[0]} MB")
+            spread[str(count)] = measure_receivers(args, Path(folder) / "receivers", count)
+            shutil.rmtree(Path(folder) / "receivers")
+    report(args, found, spread)
 
 
-def report(args: argparse.Namespace, found: dict[int, tuple[Rounds, Publisher]]) -> None:
+def report(
+    args: argparse.Namespace, found: dict[int, tuple[Rounds, Publisher]], spread: dict[str, dict[str, float]]
+) -> None:
     rows, shares, cases, phases, deltas = [], [], {}, {}, {}
     ratio: dict[str, dict[str, float]] = {"copy_fsync": {}, "raw_gloo": {}}
     for size_mb, (rounds, side) in found.items():
@@ -430,6 +553,13 @@ def report(args: argparse.Namespace, found: dict[int, tuple[Rounds, Publisher]])
         rows.append([case, *medians.values(), ratio["copy_fsync"][case], ratio["raw_gloo"][case], *counted.values()])
     table(args, "seconds per GB", ["", *SIDES, "ratio disk", "ratio network", *PHASES], rows)
     table(args, "bytes of a version, in % of all tensors", ["", *DELTAS], shares)
+    columns = ["s_per_gb", "frozen_s", "longest_step_s"]
+    table(
+        args,
+        "receivers",
+        ["", *columns],
+        [[count, *(one.get(column, "") for column in columns)] for count, one in spread.items()],
+    )
     last = f"{args.sizes[-1]}MB"
     finish(
         args,
@@ -441,6 +571,7 @@ def report(args: argparse.Namespace, found: dict[int, tuple[Rounds, Publisher]])
         cases=cases,
         phases=phases,
         deltas=deltas,
+        receivers=spread,
         dtype=args.dtype,
         peers_missing=[],
     )

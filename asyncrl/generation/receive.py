@@ -145,7 +145,7 @@ class StagedReceiver(WeightReceiver):
     async def receive(self, bucket: ReceiveWeights) -> None:
         import torch
 
-        from asyncrl.weights.update_group import digest, dtype_of, num_bytes_of, views
+        from asyncrl.weights.update_group import bytes_of, digest, views
 
         update, member = self._update, self._groups.get(bucket.group_name)
         if update is None:
@@ -162,7 +162,7 @@ class StagedReceiver(WeightReceiver):
             )
         update.group = bucket.group_name
         try:
-            num_bytes = sum(map(num_bytes_of, map(dtype_of, bucket.dtypes), bucket.shapes))
+            num_bytes = bytes_of(bucket)
             flat = update.spare.pop(0) if update.spare else None
             if flat is None or flat.numel() != num_bytes:
                 flat = torch.empty(num_bytes, dtype=torch.uint8, device=self._engine.weights_device)

@@ -1,15 +1,14 @@
 """Broadcasts the newest weights to generation servers over the network, from the first rank of the served model.
 
-    compute threads of all ranks -- export.take_whole, in buckets --> held: the newest version, in this rank's memory
+    compute threads of all ranks -- export.take_buckets --> held_weights.py: each rank's share of the newest version, in its memory
     gserver manager -- POST /broadcast_weights: version, paused servers --> one broadcast to all of them
     per server: join a group (reused for the same set of servers), begin, one request per bucket during its broadcast, end
 
-In every layout this rank holds the whole model in CPU memory, in the dtype of exports. It holds two copies while the previous
-version is still being broadcast. If that is too much memory, set weights.transport=disk: each rank then writes its own share.
+The sender reads the other ranks' shares bucket by bucket while it sends, so no rank holds the whole model.
 
-The broadcast starts only after every server has joined the group and accepted the announced tensors. A server that refuses, dies
-or hangs fails only this broadcast: within the time limit the manager receives the error, the sender leaves the group, and the
-servers load the version from disk.
+The broadcast starts only after every server has joined the group and accepted the announced tensors. If a server refuses, dies or
+hangs, the sender leaves the group and sends everything again to the other servers, within the same time limit. Only the servers at
+fault, which the reply names, load the version from disk. If no server is at fault, or the limit has passed, all of them do.
 """
 
 from __future__ import annotations
@@ -19,9 +18,10 @@ import contextlib
 import logging
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -29,6 +29,7 @@ import torch
 from aiohttp import web
 
 from asyncrl.config.schema import ConfigError, WeightsConfig
+from asyncrl.model.held_weights import Answers, HeldShare, SentBucket, ShareReader
 from asyncrl.protocol.messages import (
     DECODE_ERRORS,
     BeginWeightUpdate,
@@ -46,10 +47,13 @@ from asyncrl.protocol.messages import (
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.http_server import for_the_run, serve
 from asyncrl.runtime.trace import OFF, Tracer
-from asyncrl.weights.update_group import Bucket, GroupMember, digest, rank_offsets, serve_store
-from asyncrl.weights.versions import ScoredText
+from asyncrl.weights.update_group import GroupMember, rank_offsets, serve_store
+
+T = TypeVar("T")
 
 _MAX_GROUPS = 4  # update waves use few combinations of servers; beyond these, the least recently used group is dropped
+_MAX_TRIES = 3  # for one request
+_SILENT_SHARE = 1 / 6  # of the limit of a broadcast: a server at fault is found within a quarter of the limit
 _LEAVE_LIMIT_S = 5.0
 _CLOSE_LIMIT_S = 1.0
 _FAILURES = (aiohttp.ClientError, OSError, RuntimeError, ValueError)  # of a failed step of a broadcast
@@ -58,18 +62,18 @@ _FAILURES = (aiohttp.ClientError, OSError, RuntimeError, ValueError)  # of a fai
 class BroadcastError(RuntimeError):
     """A server failed its part of a broadcast."""
 
+    def __init__(self, target: BroadcastTarget, why: str, *, is_gone: bool = False) -> None:
+        """is_gone: the server does not answer."""
+        super().__init__(f"{target.server} {why}")
+        self.server, self.is_gone = target.server, is_gone
 
-@dataclass(frozen=True)
-class HeldSnapshot:
-    """One version in memory, with all its tensors."""
 
-    version: WeightVersion
-    buckets: list[Bucket]
-    scored_text: ScoredText | None = None  # weights.verify_logprobs
-    digests: list[asyncio.Future[str]] = field(default_factory=list)  # of the buckets; the sender fills them in
+class ServersAtFault(RuntimeError):
+    """A step failed because of these servers, and the broadcast may succeed without them."""
 
-    def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        return [named for bucket in self.buckets for named in bucket.tensors()]
+    def __init__(self, causes: Mapping[str, str]) -> None:
+        super().__init__("; ".join(sorted(set(causes.values()))))
+        self.causes = causes  # by server
 
 
 class _Info(msgspec.Struct):
@@ -90,12 +94,20 @@ class ServerClient:
         info = msgspec.json.decode(await self._ask(target, "GET", "/server_info", b""), type=_Info)
         return info.tp_size if info.num_weight_ranks is None else info.num_weight_ranks
 
+    async def ping(self, target: BroadcastTarget) -> None:
+        """Return if the server answers, whatever it answers. Raises BroadcastError."""
+        try:
+            await self._ask(target, "GET", "/get_model_info", b"")
+        except BroadcastError as error:
+            if error.is_gone:
+                raise
+
     async def post(self, target: BroadcastTarget, path: str, message: msgspec.Struct) -> UpdateWeightsReply:
         """Post a message and return the reply. Raises BroadcastError unless the reply reports success or a mismatch."""
         body = await self._ask(target, "POST", path, msgspec.json.encode(message))
         reply = msgspec.json.decode(body, type=UpdateWeightsReply)
         if not reply.success and not reply.mismatch:
-            raise BroadcastError(f"{target.server} answered {path}: {reply.message}")
+            raise BroadcastError(target, f"answered {path}: {reply.message}")
         return reply
 
     async def _ask(self, target: BroadcastTarget, method: str, path: str, body: bytes) -> bytes:
@@ -104,61 +116,93 @@ class ServerClient:
             async with self._session.request(method, target.url + path, data=body, headers=headers) as response:
                 answer = await response.read()
         except aiohttp.ClientError as error:
-            raise BroadcastError(f"{target.server} did not answer {path}: {error!r}") from error
+            raise BroadcastError(target, f"did not answer {path}: {error!r}", is_gone=True) from error
         if response.status not in (200, 400) or not answer.startswith(b"{"):
             text = answer[:200].decode(errors="replace")
-            raise BroadcastError(f"{target.server} answered {path} with {response.status}: {text}")
+            raise BroadcastError(target, f"answered {path} with {response.status}: {text}")
         return answer
 
 
 class Broadcast:
-    """One broadcast of a version. `stage` names the current step; the error of a failed broadcast begins with it."""
+    """One broadcast of a version to some servers. `stage` names the current step; the error of a failed broadcast begins with it.
+
+    A step that fails raises ServersAtFault, if it finds any. A server that is awaited and stays silent for silent_s is at fault.
+    """
 
     def __init__(
         self,
-        held: HeldSnapshot,
+        held: HeldShare,
         targets: Sequence[BroadcastTarget],
         client: ServerClient,
         *,
         deadline: float,
+        silent_s: float,
         clock: Clock,
     ) -> None:
         self._held, self._targets, self._client = held, targets, client
-        self._deadline, self._clock = deadline, clock
+        self._deadline, self._silent_s, self._clock = deadline, silent_s, clock
         self.stage = ""
 
     @property
     def left_s(self) -> float:
         return max(0.001, self._deadline - self._clock.monotonic())
 
-    async def run(self, group: GroupMember, device: torch.device) -> BroadcastReply:
-        """Run all steps from `begin` to `end` with servers that have joined the group. device: the device the group sends from."""
+    async def ranks(self) -> list[int]:
+        """The number of ranks of each server in a group."""
+        self.stage = "asking servers for their ranks"
+        found = await self._of_each(
+            [self._watched(target, partial(self._client.num_ranks, target)) for target in self._targets]
+        )
+        if unable := {
+            target.server: f"{target.server} does not accept weights over the network"
+            for target, count in zip(self._targets, found, strict=True)
+            if count < 1
+        }:
+            raise ServersAtFault(unable)
+        return found
+
+    async def join(self, messages: Sequence[JoinUpdateGroup], mine: Awaitable[None]) -> None:
+        """Have the servers join a group. mine: the sender's own part."""
+        self.stage = "joining the group"
+        path = "/init_weights_update_group"
+        theirs = [
+            self._watched(target, partial(self._client.post, target, path, message))
+            for target, message in zip(self._targets, messages, strict=True)
+        ]
+        await self._of_all([mine, *theirs])
+
+    async def run(self, group: GroupMember, reader: ShareReader, answers: Answers) -> BroadcastReply:
+        """Run all steps from `begin` to `end` with servers that have joined the group. answers: the shares of the other ranks."""
         await self._begin()
-        last = len(self._held.buckets) - 1
-        for number, bucket in enumerate(self._held.buckets):
-            self.stage = f"broadcasting bucket {number + 1} of {last + 1}"
-            await self._send(group, bucket, bucket.flat.to(device), is_last=number == last)
-        return await self._end()
+        digests: list[str] = []
+        count = len(self._held.specs)
+        async with reader.buckets(self._held, answers, pin=group.backend == "nccl") as buckets:
+            self.stage = f"reading bucket 1 of {count}"
+            async for bucket in buckets:
+                digests.append(bucket.digest)
+                self.stage = f"broadcasting bucket {len(digests)} of {count}"
+                await self._send(group, bucket, is_last=len(digests) == count)
+                self.stage = f"reading bucket {len(digests) + 1} of {count}"
+        return await self._end(digests)
 
     async def _begin(self) -> None:
         self.stage = "asking servers to accept the weights"
         held = self._held
-        specs = [bucket.specs for bucket in held.buckets]
         begin = BeginWeightUpdate(
             weight_version=str(held.version),
             specs=TensorSpecs(
-                names=[name for spec in specs for name in spec.names],
-                dtypes=[dtype for spec in specs for dtype in spec.dtypes],
-                shapes=[shape for spec in specs for shape in spec.shapes],
+                names=[name for specs in held.specs for name in specs.names],
+                dtypes=[dtype for specs in held.specs for dtype in specs.dtypes],
+                shapes=[shape for specs in held.specs for shape in specs.shapes],
             ),
             probe_ids=held.scored_text.input_ids if held.scored_text is not None else [],
             probe_logprobs=held.scored_text.logprobs if held.scored_text is not None else [],
         )
-        await _of_all([self._client.post(target, "/begin_weight_update", begin) for target in self._targets])
+        await self._of_each(self._posts("/begin_weight_update", begin))
 
-    async def _send(self, group: GroupMember, bucket: Bucket, flat: torch.Tensor, *, is_last: bool) -> None:
+    async def _send(self, group: GroupMember, bucket: SentBucket, *, is_last: bool) -> None:
         """Broadcast one bucket, and post its description to all servers at the same time, because a server answers only after it
-        has received the bucket. If one server refuses, the broadcast to all of them fails."""
+        has received the bucket."""
         message = ReceiveWeights(
             names=bucket.specs.names,
             dtypes=bucket.specs.dtypes,
@@ -169,16 +213,14 @@ class Broadcast:
             load_format="flattened_bucket",
             limit_s=self.left_s,
         )
-        received = [self._client.post(target, "/update_weights_from_distributed", message) for target in self._targets]
-        await _of_all([*received, group.broadcast(flat, self.left_s)])
+        received = self._posts("/update_weights_from_distributed", message)
+        await self._of_all([*received, group.broadcast(bucket.flat, self.left_s)])
 
-    async def _end(self) -> BroadcastReply:
+    async def _end(self, digests: list[str]) -> BroadcastReply:
         """Collect each server's own result: a server that has loaded the version serves it even if others failed."""
         self.stage = "waiting for servers to load"
-        end = EndWeightUpdate(xxh3=list(await asyncio.gather(*self._held.digests)))
-        answers = await asyncio.gather(
-            *(self._client.post(target, "/end_weight_update", end) for target in self._targets), return_exceptions=True
-        )
+        posts = self._posts("/end_weight_update", EndWeightUpdate(xxh3=digests))
+        answers = await asyncio.gather(*posts, return_exceptions=True)
         errors: dict[str, str] = {}
         mismatched = []
         for target, answer in zip(self._targets, answers, strict=True):
@@ -191,6 +233,64 @@ class Broadcast:
                 mismatched.append(target.server)
         return BroadcastReply(errors=errors, mismatched=mismatched)
 
+    # ------------------------------------------------------------------------------------------------------- faults
+
+    def _posts(self, path: str, message: msgspec.Struct) -> list[Coroutine[Any, Any, UpdateWeightsReply]]:
+        return [self._watched(target, partial(self._client.post, target, path, message)) for target in self._targets]
+
+    async def _watched(self, target: BroadcastTarget, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Return the result of a request to a server. Raises BroadcastError if the server falls silent before."""
+        asked, watch = asyncio.ensure_future(ask()), asyncio.ensure_future(self._until_silent(target))
+        try:
+            await asyncio.wait({asked, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done():
+                await watch
+            return await asked
+        finally:
+            await _end_tasks([asked, watch])
+
+    async def _until_silent(self, target: BroadcastTarget) -> None:
+        while True:  # the caller cancels it; every iteration is bounded
+            await asyncio.sleep(self._silent_s / 2)
+            await self._ping(target)
+
+    async def _ping(self, target: BroadcastTarget) -> None:
+        try:
+            async with asyncio.timeout(self._silent_s):
+                await self._client.ping(target)
+        except asyncio.TimeoutError as error:
+            why = f"did not answer for {self._silent_s:.1f} s"
+            raise BroadcastError(target, why, is_gone=True) from error
+
+    async def _of_each(self, steps: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+        """Return all results. Each step concerns one server. Raises ServersAtFault after all steps have ended."""
+        found = await asyncio.gather(*steps, return_exceptions=True)
+        self._raise([error for error in found if isinstance(error, BaseException)])
+        return [result for result in found if not isinstance(result, BaseException)]
+
+    async def _of_all(self, steps: Sequence[Awaitable[Any]]) -> None:
+        """Wait for steps that end together. After the first error, find the servers at fault: those that do not answer any more,
+        otherwise those that have refused. The errors of other servers may be consequences."""
+        tasks = [asyncio.ensure_future(step) for step in steps]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            errors = [error for task in done if (error := task.exception()) is not None]
+            if not errors:
+                return
+            pings = await asyncio.gather(*map(self._ping, self._targets), return_exceptions=True)
+            gone = [error for error in [*errors, *pings] if isinstance(error, BroadcastError) and error.is_gone]
+            self._raise(gone or errors)
+        finally:
+            await _end_tasks(tasks)
+
+    def _raise(self, errors: Sequence[BaseException]) -> None:
+        """Raise ServersAtFault for the errors of servers, or else the first error, if any."""
+        causes = {error.server: f"{self.stage}: {error}" for error in errors if isinstance(error, BroadcastError)}
+        if causes:
+            raise ServersAtFault(causes)
+        if errors:
+            raise errors[0]
+
 
 class WeightSender:
     """consumes: snapshots (`hold`), requests of the manager.  produces: weights in servers; replies that name failed servers.
@@ -200,10 +300,10 @@ class WeightSender:
     """
 
     def __init__(
-        self, client: ServerClient, *, name: str, host: str, device: torch.device, options: WeightsConfig,
-        logger: logging.Logger, trace: Tracer = OFF, clock: Clock = SYSTEM_CLOCK,
+        self, client: ServerClient, reader: ShareReader, *, name: str, host: str, device: torch.device,
+        options: WeightsConfig, logger: logging.Logger, trace: Tracer = OFF, clock: Clock = SYSTEM_CLOCK,
     ) -> None:  # fmt: skip
-        """client: sends the requests to the servers."""
+        """client: sends the requests to the servers. reader: reads the other ranks' shares."""
         self._name, self._host, self._device, self._options = name, host, device, options
         self._backend = options.broadcast_backend
         if self._backend == "auto":
@@ -212,9 +312,9 @@ class WeightSender:
             raise ConfigError("weights.broadcast_backend='nccl': the trainer has no GPU; use gloo, or auto")
         self._logger, self._trace, self._clock = logger, trace, clock
         self._groups: OrderedDict[tuple[str, ...], GroupMember] = OrderedDict()  # by the servers' URLs
-        self._held: HeldSnapshot | None = None
+        self._held: HeldShare | None = None
         self._failing = False  # whether the last broadcast failed; its failure has been logged
-        self._client = client
+        self._client, self._reader = client, reader
         self._goodbyes: set[asyncio.Task[None]] = set()
 
     @contextlib.asynccontextmanager
@@ -237,10 +337,9 @@ class WeightSender:
         for task in self._goodbyes:
             task.cancel()
 
-    def hold(self, held: HeldSnapshot) -> None:
+    def hold(self, held: HeldShare) -> None:
         """Replace the held version. The old one stays in memory only while it is being broadcast or written."""
-        loop = asyncio.get_running_loop()
-        held.digests.extend(loop.run_in_executor(None, digest, bucket.flat) for bucket in held.buckets)
+        held.begin_digests()
         self._held = held
 
     @property
@@ -248,53 +347,82 @@ class WeightSender:
         return self._options.bucket_bytes
 
     @property
-    def held(self) -> HeldSnapshot | None:
+    def held(self) -> HeldShare | None:
         return self._held
 
     # ---------------------------------------------------------------------------------------------------- one broadcast
 
     async def broadcast(self, request: BroadcastRequest) -> BroadcastReply:
-        """Broadcast the version to all these servers together. Returns within the limit even if servers hang."""
+        """Broadcast the version to all these servers together, at most _MAX_TRIES times: each time without the servers that were at
+        fault before. Returns within the limit even if servers hang."""
         held, targets = self._held, sorted(request.targets, key=lambda target: target.server)
         if held is None or str(held.version) != request.weight_version:
             here = "no weights" if held is None else f"weights {held.version}"
             return _all_failed(targets, f"the trainer holds {here}, not {request.weight_version}")
         limit_s = min(request.limit_s, self._options.broadcast_timeout_s)
-        broadcast = Broadcast(
-            held, targets, self._client, deadline=self._clock.monotonic() + limit_s, clock=self._clock
-        )
         began = self._clock.monotonic()
-        try:
-            with self._trace.overlapping(f"broadcast {held.version}", kind="weights", servers=len(targets)):
-                async with asyncio.timeout(limit_s):
-                    reply = await self._send(broadcast, targets)
-        except (asyncio.TimeoutError, *_FAILURES) as error:
-            why = (
-                f"not done within {limit_s:g} s"
-                if isinstance(error, asyncio.TimeoutError)
-                else str(error) or repr(error)
+        reply, left, num_tries = BroadcastReply(), targets, 0
+        async with AsyncExitStack() as opened:
+            opened.enter_context(
+                self._trace.overlapping(f"broadcast {held.version}", kind="weights", servers=len(targets))
             )
-            reply = _all_failed(targets, f"{broadcast.stage}: {why}")
-        if reply.errors:
-            self._forget(targets)
-            level, self._failing = logging.DEBUG if self._failing else logging.WARNING, True
-            causes = "; ".join(sorted(set(reply.errors.values())))
-            self._logger.log(
-                level,
-                "weights %s did not reach every server: %s; servers without them load from disk",
-                held.version,
-                causes,
-            )
-        else:
-            self._failing = False
-            self._logger.info(
-                "weights %s broadcast to %s (%.2f s)", held.version, _who(targets), self._clock.monotonic() - began
-            )
+            while left and num_tries < _MAX_TRIES:
+                num_tries += 1
+                found, left = await self._try(held, left, opened, deadline=began + limit_s, limit_s=limit_s)
+                reply.errors.update(found.errors)
+                reply.mismatched.extend(found.mismatched)
+        why = f"{num_tries} broadcasts failed because of other servers"
+        reply.errors.update(dict.fromkeys((target.server for target in left), why))
+        self._log(held.version, targets, reply, self._clock.monotonic() - began)
         return reply
 
-    async def _send(self, broadcast: Broadcast, targets: Sequence[BroadcastTarget]) -> BroadcastReply:
-        group = await self._group_of(targets, broadcast)
-        return await broadcast.run(group, torch.device("cpu") if self._backend == "gloo" else self._device)
+    async def _try(
+        self,
+        held: HeldShare,
+        targets: Sequence[BroadcastTarget],
+        opened: AsyncExitStack,
+        *,
+        deadline: float,
+        limit_s: float,
+    ) -> tuple[BroadcastReply, list[BroadcastTarget]]:
+        """Broadcast once. Returns the reply, and the servers that may get the version in another try. Until that has opened the
+        shares again, this try keeps them open, so that the other ranks keep them."""
+        silent_s = limit_s * _SILENT_SHARE
+        broadcast = Broadcast(held, targets, self._client, deadline=deadline, silent_s=silent_s, clock=self._clock)
+        again: list[BroadcastTarget] = []
+        try:
+            async with asyncio.timeout(broadcast.left_s):
+                broadcast.stage = "opening the shares of the other ranks"
+                answers = await self._reader.open(held, opened)
+                reply = await broadcast.run(await self._group_of(targets, broadcast), self._reader, answers)
+        except ServersAtFault as fault:
+            reply = BroadcastReply(errors=dict(fault.causes))
+            again = [target for target in targets if target.server not in fault.causes]
+        except (asyncio.TimeoutError, *_FAILURES) as error:
+            late = isinstance(error, asyncio.TimeoutError)
+            why = f"not done within {limit_s:g} s" if late else str(error) or repr(error)
+            reply = _all_failed(targets, f"{broadcast.stage}: {why}")
+        if reply.errors:
+            self._forget(targets, reply.errors)
+        return reply, again
+
+    def _log(
+        self, version: WeightVersion, targets: Sequence[BroadcastTarget], reply: BroadcastReply, took_s: float
+    ) -> None:
+        reached = [target.server for target in targets if target.server not in reply.errors]
+        if reached:
+            self._logger.info("weights %s broadcast to %s (%.2f s)", version, ", ".join(reached), took_s)
+        if not reply.errors:
+            self._failing = False
+            return
+        level, self._failing = logging.DEBUG if self._failing else logging.WARNING, True
+        causes = "; ".join(sorted(set(reply.errors.values())))
+        self._logger.log(
+            level,
+            "weights %s did not reach every server: %s; servers without them load from disk",
+            version,
+            causes,
+        )
 
     async def _group_of(self, targets: Sequence[BroadcastTarget], broadcast: Broadcast) -> GroupMember:
         """Return the group of these servers; create it if there is none."""
@@ -302,12 +430,7 @@ class WeightSender:
         if (known := self._groups.get(key)) is not None:
             self._groups.move_to_end(key)
             return known
-        broadcast.stage = "asking servers for their ranks"
-        ranks = await _of_all([self._client.num_ranks(target) for target in targets])
-        if unable := [target.server for target, count in zip(targets, ranks, strict=True) if count < 1]:
-            raise BroadcastError(f"{', '.join(unable)} do not accept weights over the network")
-        offsets, size = rank_offsets(ranks)
-        broadcast.stage = "joining the group"
+        offsets, size = rank_offsets(await broadcast.ranks())
         store, address = await asyncio.to_thread(serve_store, self._host, broadcast.left_s)
         host, _, port = address.rpartition(":")
         name = f"{self._name}-{uuid.uuid4().hex[:8]}"  # unique: a server may outlive runs and keeps groups that were not destroyed
@@ -328,19 +451,17 @@ class WeightSender:
         mine = member.join(
             lambda: store, rank=0, size=size, limit_s=broadcast.left_s, host=self._host, device=self._device
         )
-        theirs = [
-            self._client.post(target, "/init_weights_update_group", join)
-            for target, join in zip(targets, joins, strict=True)
-        ]
-        await _of_all([mine, *theirs])
+        await broadcast.join(joins, mine)
         while len(self._groups) > _MAX_GROUPS:
             self._leave(next(iter(self._groups)))
         return member
 
-    def _forget(self, targets: Sequence[BroadcastTarget]) -> None:
-        """Leave every group that contains one of these servers, so that connections of a failed broadcast are not reused."""
-        urls = {target.url for target in targets}
-        for key in [key for key in self._groups if urls & set(key)]:
+    def _forget(self, targets: Sequence[BroadcastTarget], at_fault: Collection[str]) -> None:
+        """Leave the group of a failed broadcast, whose connections must not be reused, and every group that contains a server at
+        fault. Other groups stay, so that their servers need not join again."""
+        failed = tuple(target.url for target in targets)
+        urls = {target.url for target in targets if target.server in at_fault}
+        for key in [key for key in self._groups if key == failed or urls & set(key)]:
             self._leave(key)
 
     def _leave(self, key: tuple[str, ...]) -> None:
@@ -378,22 +499,11 @@ def _all_failed(targets: Sequence[BroadcastTarget], why: str) -> BroadcastReply:
     return BroadcastReply(errors={target.server: why for target in targets})
 
 
-def _who(targets: Sequence[BroadcastTarget]) -> str:
-    return ", ".join(target.server for target in targets)
-
-
-async def _of_all(steps: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Return all results. Raise the first error at once, without waiting for the others."""
-    tasks = [asyncio.ensure_future(step) for step in steps]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            task.result()
-        return [task.result() for task in tasks]
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        for task in tasks:
-            if not task.cancelled():
-                task.exception()  # mark it as retrieved
+async def _end_tasks(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel tasks and wait for their ends."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # mark it as retrieved

@@ -131,7 +131,7 @@ class TrainEngine:
             whole,
             model.kind,
             autocast=self._compute_dtype,
-            hidden_dtype=dtype,
+            hidden_dtype=self._compute_dtype or dtype,
             chunk_tokens=self.train.logprob_chunk_tokens,
         )
         if model.kind == "lm":
@@ -159,7 +159,7 @@ class TrainEngine:
             is_last=mesh.is_last_stage,
             autocast=None if by_fsdp else self._compute_dtype,
             vocab=vocab if model.kind == "lm" else None,
-            hidden_dtype=(self._compute_dtype or dtype) if by_fsdp else dtype,
+            hidden_dtype=self._compute_dtype or dtype,
             chunk_tokens=self.train.logprob_chunk_tokens,
         )
         filler = sharding.Filler(

@@ -6,8 +6,10 @@
 
 With weights.full_every > 1 each rank also keeps its share of the last version. The next version may then be a delta (delta.py).
 
-Exports are in Hugging Face format from any layout. No rank gathers the whole model, except for a broadcast
-(weights.transport=broadcast): the first rank of the model then has the sender and, with take_whole, the whole model in CPU memory.
+Exports are in Hugging Face format from any layout. No rank gathers the whole model. For a broadcast (weights.transport=broadcast)
+each rank keeps its share in memory (held_weights.py), and the first rank, which has the sender, reads the others' shares.
+
+The plan of an export (the owner of each tensor, the moves) is made at a model's first export and kept: layouts do not change.
 
 Tensors have the names and shapes of the checkpoint that the model was loaded from. Their values are those of the parameters, cast
 to the dtype of exports. Some architectures fuse several checkpoint tensors into one parameter (fused experts). Such a parameter is
@@ -19,9 +21,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -32,11 +36,12 @@ from asyncrl.config.processes import ModelConfig, ModelWorkerConfig
 from asyncrl.config.schema import ConfigError
 from asyncrl.data.prompts import load_tokenizer
 from asyncrl.model import checkpoint
-from asyncrl.model.broadcast import HeldSnapshot, WeightSender
+from asyncrl.model.broadcast import WeightSender
 from asyncrl.model.compute import Compute
 from asyncrl.model.engine import TrainEngine
+from asyncrl.model.held_weights import HeldShare, ShareServer
 from asyncrl.model.logprob_check import TextScorer
-from asyncrl.model.shards import Box, Holding, Piece, plan_moves, plan_owners, tensors_of
+from asyncrl.model.shards import Box, Move, Piece, plan_moves, plan_owners, plan_rounds, rounds_of, tensors_of
 from asyncrl.model.tensor_exchange import (
     CPU,
     ShardedModel,
@@ -56,6 +61,7 @@ from asyncrl.protocol.messages import (
     SaveCheckpoint,
     SaveModel,
     ShareWeights,
+    TensorSpecs,
     WeightVersion,
     WriteWeights,
     WrittenFile,
@@ -69,7 +75,7 @@ from asyncrl.runtime.disk import writing
 from asyncrl.runtime.request_reply import Call
 from asyncrl.runtime.trace import Tracer
 from asyncrl.weights import delta
-from asyncrl.weights.update_group import Bucket, dtype_of, empty_buckets, num_bytes_of
+from asyncrl.weights.update_group import Bucket, bucket_specs, dtype_of, empty_buckets, num_bytes_of
 from asyncrl.weights.versions import (
     FileWriter,
     Manifest,
@@ -107,29 +113,23 @@ def take_share(model: ExportedModel, *, max_bytes: int = _MAX_BYTES) -> dict[str
     the ranks of a stage have similar sizes. In addition to its share a rank holds at most max_bytes in transit. Training may
     continue while a share is written.
     """
-    tensors, holdings, dtypes = _told(model)
-    whole = tensors_of(holdings)
-    owners = plan_owners(holdings, {name: num_bytes_of(dtypes[name], whole[name].shape) for name in whole})
-    me = this_worker()
-    room = {name: torch.empty(piece.shape, dtype=dtypes[name]) for name, piece in whole.items() if owners[name] == me}
-    _gather(model, tensors, holdings, whole, owners, dtypes, room, max_bytes)
+    tensors = checkpoint_tensors(model)
+    plan = _plan_of(model, tensors, max_bytes)
+    room = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in plan.share_of(this_worker())}
+    _gather(plan, tensors, room)
     return room
 
 
-def take_whole(model: ExportedModel, bucket_bytes: int, *, max_bytes: int = _MAX_BYTES) -> list[Bucket]:
-    """Copy all tensors to the first worker of the model, in buckets for a broadcast (update_group.py). Other workers get none.
-
-    Collective over all ranks of the model. The first worker then holds the whole model in CPU memory, in the dtype of exports.
-    """
-    tensors, holdings, dtypes = _told(model)
-    whole = tensors_of(holdings)
-    root = workers_of(model)[0]
-    buckets: list[Bucket] = []
-    if this_worker() == root:
-        buckets = empty_buckets(((name, dtypes[name], piece.shape) for name, piece in whole.items()), bucket_bytes)
-    room = dict(named for bucket in buckets for named in bucket.tensors())
-    _gather(model, tensors, holdings, whole, dict.fromkeys(whole, root), dtypes, room, max_bytes)
-    return buckets
+def take_buckets(
+    model: ExportedModel, bucket_bytes: int, *, max_bytes: int = _MAX_BYTES
+) -> tuple[list[Bucket], list[list[TensorSpecs]]]:
+    """Like take_share, in buckets for a broadcast (update_group.py). Also returns the specs of the buckets of each rank of the
+    model, in the order of its ranks."""
+    tensors = checkpoint_tensors(model)
+    plan = _plan_of(model, tensors, max_bytes)
+    buckets = empty_buckets(plan.share_of(this_worker()), bucket_bytes)
+    _gather(plan, tensors, dict(named for bucket in buckets for named in bucket.tensors()))
+    return buckets, [bucket_specs(plan.share_of(worker), bucket_bytes) for worker in workers_of(model)]
 
 
 def commit_model(
@@ -186,41 +186,58 @@ def _reverted(model: PreTrainedModel, tensors: dict[str, Tensor]) -> Mapping[str
     return dict(converted)
 
 
-def _told(model: ExportedModel) -> tuple[dict[str, Tensor], dict[int, Holding], dict[str, torch.dtype]]:
-    """Collect this rank's tensors, what all ranks hold, and the dtype in which each tensor is exported. Collective."""
-    tensors = checkpoint_tensors(model)
+@dataclass(frozen=True)
+class _ExportPlan:
+    """Which rank assembles which tensor, and this rank's moves."""
+
+    whole: dict[str, Piece]  # all tensors of the model
+    owners: dict[str, int]
+    dtypes: dict[str, torch.dtype]  # in which each tensor is exported
+    rounds: list[list[Move]]
+    device: torch.device  # of the transfers
+
+    def share_of(self, worker: int) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """Name, dtype and shape of the tensors that a worker assembles, in the model's order."""
+        return [
+            (name, self.dtypes[name], piece.shape) for name, piece in self.whole.items() if self.owners[name] == worker
+        ]
+
+
+_plans: WeakKeyDictionary[ExportedModel, dict[int, _ExportPlan]] = WeakKeyDictionary()  # by model and max_bytes
+
+
+def _plan_of(model: ExportedModel, tensors: Mapping[str, Tensor], max_bytes: int) -> _ExportPlan:
+    """Return the plan of a model's exports. Collective at the first call for a model, which makes it."""
+    plans = _plans.setdefault(model, {})
+    if max_bytes not in plans:
+        plans[max_bytes] = _make_plan(model, tensors, max_bytes)
+    return plans[max_bytes]
+
+
+def _make_plan(model: ExportedModel, tensors: Mapping[str, Tensor], max_bytes: int) -> _ExportPlan:
     holdings = exchange_holdings(workers_of(model), holding_of(model, tensors))
-    dtypes = {name: dtype_of(piece.dtype) for name, piece in tensors_of(holdings).items()}
-    return (
-        tensors,
-        holdings,
-        {name: model.dtype if given.is_floating_point else given for name, given in dtypes.items()},
-    )
-
-
-def _gather(
-    model: ExportedModel,
-    tensors: Mapping[str, Tensor],
-    holdings: Mapping[int, Holding],
-    whole: Mapping[str, Piece],
-    owners: Mapping[str, int],
-    dtypes: Mapping[str, torch.dtype],
-    room: Mapping[str, Tensor],
-    max_bytes: int,
-) -> None:
-    """Assemble each whole tensor at the worker that owns it, in that worker's tensor of this name in `room`. Collective."""
+    whole = tensors_of(holdings)
+    given = {name: dtype_of(piece.dtype) for name, piece in whole.items()}
+    dtypes = {name: model.dtype if dtype.is_floating_point else dtype for name, dtype in given.items()}
+    owners = plan_owners(holdings, {name: num_bytes_of(dtypes[name], piece.shape) for name, piece in whole.items()})
     targets: dict[int, dict[str, Box]] = {}
     for name, piece in whole.items():
         targets.setdefault(owners[name], {})[name] = Box.whole(piece.shape)
     itemsizes = {name: dtype.itemsize for name, dtype in dtypes.items()}
+    moves = plan_moves(holdings, targets, itemsizes=itemsizes, max_bytes=max_bytes)
+    rounds = rounds_of(plan_rounds(moves, itemsizes=itemsizes, max_bytes=max_bytes), this_worker())
+    return _ExportPlan(whole, owners, dtypes, rounds, transport_device(holdings.values()) if len(holdings) > 1 else CPU)
+
+
+def _gather(plan: _ExportPlan, tensors: Mapping[str, Tensor], room: Mapping[str, Tensor]) -> None:
+    """Assemble each whole tensor at its owner, in the owner's tensor of this name in `room`. Collective."""
     parts = {name: local_part(tensor) for name, tensor in tensors.items()}
     carry(
-        plan_moves(holdings, targets, itemsizes=itemsizes, max_bytes=max_bytes),
+        plan.rounds,
         read=lambda move: parts[move.name][1][move.box.within(parts[move.name][0])],
-        write=lambda move, part: room[move.name][move.box.within(Box.whole(whole[move.name].shape))].copy_(part),
-        dtypes=dtypes,
-        max_bytes=max_bytes,
-        device=transport_device(holdings.values()) if len(holdings) > 1 else CPU,
+        write=lambda move, part: room[move.name][move.box.within(Box.whole(plan.whole[move.name].shape))].copy_(part),
+        dtypes=plan.dtypes,
+        device=plan.device,
     )
 
 
@@ -246,7 +263,7 @@ class _Lane:
 class Exporter:
     """One worker's part of exporting weights.
 
-    consumes: calls.  produces: files, replies; the sender's snapshot.
+    consumes: calls.  produces: files, replies; the share that is held for a broadcast.
     waits for: the compute thread and the previous write. So memory holds at most one snapshot being written, one being broadcast
     and one of a checkpoint.  unblocked by: the other ranks of the model; the disk.
     """
@@ -255,15 +272,15 @@ class Exporter:
         self,
         config: ModelWorkerConfig,
         compute: Compute,
-        sender: WeightSender | None,
+        holder: WeightSender | ShareServer | None,
         tasks: BackgroundTasks,
         *,
         board: StatusBoard,
         trace: Tracer,
         clock: Clock,
     ) -> None:
-        """sender: on the first rank of the served model."""
-        self._config, self._info, self._compute, self._sender = config, config.worker, compute, sender
+        """holder: of this rank's share for a broadcast. The first rank of the served model has the sender, its others a server."""
+        self._config, self._info, self._compute, self._holder = config, config.worker, compute, holder
         self._tasks, self._board, self._trace, self._clock = tasks, board, trace, clock
         self._scorer = TextScorer(config.worker.seed) if config.weights.verify_logprobs else None
         self._measured: ScoredText | None = None  # measured with the newest snapshot
@@ -271,7 +288,7 @@ class Exporter:
         self._base: dict[str, torch.Tensor] | None = None
         self._num_deltas = 0
         self._committed: Manifest | None = None  # of the last version, on the first rank
-        self._held_version = ""  # version that all ranks have gathered for the sender
+        self._held_version = ""  # version of which all ranks hold their shares
         self._weights, self._checkpoints = (
             _Lane(f"{config.worker.name}-writer"),
             _Lane(f"{config.worker.name}-checkpoint-writer"),
@@ -284,25 +301,26 @@ class Exporter:
     # -------------------------------------------------------------------------------------------------------------- calls
 
     async def hold(self, body: HoldWeights, engine: TrainEngine) -> None:
-        """Take a snapshot of the whole model for the sender, at its rank; other ranks keep nothing. A later WriteWeights of this
-        version writes this snapshot, all of it at the sender's rank."""
+        """Take this rank's share for a broadcast. A later WriteWeights of this version writes this share."""
         await self._end_of_writing(self._weights)
 
-        def snapshot() -> HeldSnapshot:
-            buckets = take_whole(engine, self._config.weights.bucket_bytes)
-            return HeldSnapshot(WeightVersion.parse(body.weight_version), buckets, self._measure(engine))
+        def snapshot() -> HeldShare:
+            buckets, specs = take_buckets(engine, self._config.weights.bucket_bytes)
+            others = dict(list(zip(self._config.models[0].workers, specs, strict=True))[1:])
+            version = WeightVersion.parse(body.weight_version)
+            return HeldShare(version, buckets, self._measure(engine), others)
 
         held = await self._snapshot(snapshot, body.role)
         self._held_version, self._measured = body.weight_version, held.scored_text
-        if self._sender is not None:
-            self._sender.hold(held)
+        if self._holder is not None:
+            self._holder.hold(held)
 
     async def write(self, call: Call, body: WriteWeights | SaveModel, engine: TrainEngine) -> None:
         """Take a snapshot in the order of calls and write it while later calls run. Reply with the files once they are on disk."""
         path = self._path(body.folder)
         await self._end_of_writing(self._weights)
         if isinstance(body, WriteWeights) and body.weight_version == self._held_version:
-            held = self._sender.held if self._sender is not None else None
+            held = self._holder.held if self._holder is not None else None
             tensors = dict(held.tensors()) if held is not None else {}
         else:
 

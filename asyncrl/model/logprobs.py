@@ -126,9 +126,10 @@ class _TokenLogprobs(torch.autograd.Function):
         scaled = (hidden * factor).to(dtype)
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         grad_weight = torch.zeros_like(weight_VH) if need_weight else None
-        grad_bias = torch.zeros_like(bias_V) if need_bias else None
+        grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if need_bias else None
         with torch.autocast(hidden.device.type, enabled=False):
             for words, weight_UH, bias_U in _words(weight_VH, bias_V, dtype, min(chunk_tokens, len(hidden))):
+                sum_UH = None if grad_weight is None else _for_sums(grad_weight[words])
                 for tokens in _chunks(len(hidden), chunk_tokens):
                     delta_CU = _logits(hidden[tokens], weight_UH, bias_U, scale)
                     delta_CU.sub_(normaliser[tokens, None])
@@ -147,8 +148,11 @@ class _TokenLogprobs(torch.autograd.Function):
                     delta_CU = delta_CU.to(dtype)
                     if need_hidden:
                         _add_product(grad_hidden[tokens], delta_CU, weight_UH)
-                    if grad_weight is not None:
-                        _add_product(grad_weight[words], delta_CU.T, scaled[tokens])
+                    if sum_UH is not None:
+                        _add_product(sum_UH, delta_CU.T, scaled[tokens])
+                if grad_weight is not None and sum_UH is not None and sum_UH.dtype != grad_weight.dtype:
+                    grad_weight[words] = sum_UH
+        grad_bias = None if grad_bias is None else grad_bias.to(bias_V.dtype)
         if not need_hidden:
             return None, grad_weight, grad_bias, None, None, None, None, None
         if group is not None:
@@ -184,6 +188,11 @@ def _inside(targets_C: Tensor, words: slice) -> tuple[Tensor, Tensor]:
     """Return (whether each target is one of these words [C], the target's column among them [C, 1], 0 if it is not)."""
     inside_C = (targets_C >= words.start) & (targets_C < words.stop)
     return inside_C, (targets_C - words.start).where(inside_C, 0)[:, None]
+
+
+def _for_sums(zeros_UH: Tensor) -> Tensor:
+    """Return where to sum over blocks of tokens: this tensor, or zeros in float32 if it has 16 bits (FSDP's copy of the weight)."""
+    return zeros_UH if zeros_UH.dtype.itemsize > 2 else torch.zeros_like(zeros_UH, dtype=torch.float32)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

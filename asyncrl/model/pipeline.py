@@ -49,7 +49,8 @@ class Stage(nn.Module):
         chunk_tokens: int,
     ) -> None:
         """vocab: this tensor rank's rows of the output layer; None: all rows. autocast: dtype of the computation, None: no
-        autocast. hidden_dtype: of the hidden states between stages.
+        autocast. hidden_dtype: of the hidden states between layers and between stages. With autocast the embedding is cast to it,
+        since autocast leaves embeddings in the dtype of the weights: the residual stream is the same as with FSDP, and as large.
         """
         super().__init__()
         self.model = model
@@ -60,6 +61,8 @@ class Stage(nn.Module):
         self.hidden_dtype = hidden_dtype
         self.hidden_size: int = model.config.get_text_config().hidden_size
         self._autocast = autocast
+        if autocast is not None and is_first:
+            model.get_input_embeddings().register_forward_hook(lambda _, __, embedded: embedded.to(hidden_dtype))
         self._chunk_tokens = chunk_tokens
         self.micro_batches: Sequence[Packed] = ()  # of the current step
         self.lengths: Sequence[Sequence[int]] = ()  # of the sequences of each micro-batch

@@ -14,8 +14,16 @@ import msgspec
 import torch
 from torch import Tensor
 
-from asyncrl.model.shards import Holding, Move, ShardError, plan_moves, tensors_of
-from asyncrl.model.tensor_exchange import ShardedModel, carry, exchange, holding_of, local_part, transport_device
+from asyncrl.model.shards import Holding, Move, ShardError, plan_moves, plan_rounds, rounds_of, tensors_of
+from asyncrl.model.tensor_exchange import (
+    ShardedModel,
+    carry,
+    exchange,
+    holding_of,
+    local_part,
+    this_worker,
+    transport_device,
+)
 from asyncrl.weights.update_group import dtype_of
 
 _MAX_BYTES = 256_000_000
@@ -68,12 +76,10 @@ def reallocate(
     )
     travelling = theirs if share == 1.0 else ours  # share=1: cast to the target's dtype before sending
     dtypes = {name: dtype_of(piece.dtype) for name, piece in travelling.items()}
-    moves = plan_moves(
-        sources,
-        {worker: {name: piece.box for name, piece in held.pieces.items()} for worker, held in targets.items()},
-        itemsizes={name: dtype.itemsize for name, dtype in dtypes.items()},
-        max_bytes=max_bytes,
-    )
+    itemsizes = {name: dtype.itemsize for name, dtype in dtypes.items()}
+    wanted = {worker: {name: piece.box for name, piece in held.pieces.items()} for worker, held in targets.items()}
+    moves = plan_moves(sources, wanted, itemsizes=itemsizes, max_bytes=max_bytes)
+    rounds = rounds_of(plan_rounds(moves, itemsizes=itemsizes, max_bytes=max_bytes), this_worker())
     here = {name: local_part(tensor) for name, tensor in read_from.items()}
     there = {name: local_part(tensor) for name, tensor in written_to.items()}
 
@@ -89,7 +95,7 @@ def reallocate(
         old.copy_(new)
 
     device = transport_device([*sources.values(), *targets.values()])
-    return carry(moves, read=read, write=write, dtypes=dtypes, max_bytes=max_bytes, device=device)
+    return carry(rounds, read=read, write=write, dtypes=dtypes, device=device)
 
 
 def _check_fit(source: dict[str, tuple[int, ...]], target: dict[str, tuple[int, ...]]) -> None:

@@ -193,6 +193,12 @@ def plan_rounds(moves: Sequence[Move], *, itemsizes: Mapping[str, int], max_byte
     return rounds
 
 
+def rounds_of(rounds: Sequence[Sequence[Move]], worker: int) -> list[list[Move]]:
+    """The moves from and to one worker, round by round."""
+    mine = ([move for move in moves if worker in (move.source, move.target)] for moves in rounds)
+    return [moves for moves in mine if moves]
+
+
 def _boxes_by_stage(
     name: str, shape: tuple[int, ...], sources: Mapping[int, Holding]
 ) -> dict[int, dict[Box, list[int]]]:

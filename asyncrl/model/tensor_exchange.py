@@ -1,6 +1,6 @@
 """Moves parts of tensors between model workers as planned by shards.py. Collective, on the compute thread, in the master's calls.
 
-    exchange     every worker sends the others a few bytes (its holdings)
+    exchange     every worker gets a few bytes of every other (its holdings), in a ring
     carry        sends raw parts in rounds, with at most max_bytes in transit at a worker
 
 Transfers are point-to-point over torch.distributed's world, the process group of this worker group. In this file and in shards.py a
@@ -11,7 +11,6 @@ world must have run one collective together before a subset communicates.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from asyncrl.model.shards import Box, Holding, Move, Piece, plan_rounds
+from asyncrl.model.shards import Box, Holding, Move, Piece
 
 if TYPE_CHECKING:
     from asyncrl.model.mesh import ModelMesh
@@ -51,30 +50,21 @@ def this_worker() -> int:
 def exchange(workers: Sequence[int], payload: bytes) -> dict[int, bytes]:
     """Give every worker the payloads of all. Collective over `workers`, which must be the same everywhere.
 
-    Payloads go through the first worker, so none has the result before all have arrived.
+    Payloads go round in a ring, so each worker sends as many bytes as it receives, however many workers there are.
     """
-    me, root = this_worker(), workers[0]
-    if len(workers) == 1:
-        return {me: payload}
-    if me != root:
-        _send_bytes(payload, root)
-        return msgspec.msgpack.decode(_receive_bytes(root), type=dict[int, bytes])
-    result = {me: payload} | {worker: _receive_bytes(worker) for worker in workers[1:]}
-    encoded = msgspec.msgpack.encode(result)
-    for worker in workers[1:]:
-        _send_bytes(encoded, worker)
+    me, count = this_worker(), len(workers)
+    position, latest = workers.index(me), payload
+    result = {me: payload}
+    for step in range(1, count):
+        latest = _pass_on(latest, to=workers[(position + 1) % count], source=workers[position - 1])
+        result[workers[position - step]] = latest
     return result
 
 
 def exchange_holdings(workers: Sequence[int], mine: Holding) -> dict[int, Holding]:
     """Exchange the holdings of all workers. Collective."""
     told = exchange(workers, msgspec.msgpack.encode(mine))
-    return {worker: _decode_holding(told[worker]) for worker in sorted(told)}
-
-
-@lru_cache(maxsize=256)  # layouts do not change in a run, but are exchanged before every export
-def _decode_holding(encoded: bytes) -> Holding:
-    return msgspec.msgpack.decode(encoded, type=Holding)
+    return {worker: msgspec.msgpack.decode(told[worker], type=Holding) for worker in sorted(told)}
 
 
 def local_part(tensor: Tensor) -> tuple[Box, Tensor]:
@@ -109,25 +99,23 @@ def workers_of(model: ShardedModel) -> tuple[int, ...]:
 
 @torch.no_grad()
 def carry(
-    moves: Sequence[Move],
+    rounds: Iterable[Sequence[Move]],
     *,
     read: Callable[[Move], Tensor],
     write: Callable[[Move, Tensor], object],
     dtypes: Mapping[str, torch.dtype],
-    max_bytes: int,
     device: torch.device = CPU,
 ) -> int:
-    """Execute moves; the list must be the same on every worker in it. Returns the number of bytes that this worker sent.
+    """Execute this worker's moves (shards.rounds_of); the plan must be the same on every worker. Returns the number of bytes that
+    this worker sent.
 
     read: returns the part of a move that this worker sends, in any dtype, on any device; it is cast to dtypes[name] first.
     write: receives the part of a move to this worker; the tensor is invalid afterwards. device: of the buffers; it selects the
     transport.
     """
     me = this_worker()
-    itemsizes = {name: dtype.itemsize for name, dtype in dtypes.items()}
-    mine = [move for move in moves if me in (move.source, move.target)]
     num_sent = 0
-    for moves_of_round in plan_rounds(moves, itemsizes=itemsizes, max_bytes=max_bytes) if mine else []:
+    for moves_of_round in rounds:
         outgoing: dict[int, list[Move]] = {}
         incoming: dict[int, list[Move]] = {}
         for move in moves_of_round:
@@ -178,16 +166,13 @@ def _wait(operations: list[Any]) -> None:
         work.wait()
 
 
-def _send_bytes(payload: bytes, worker: int) -> None:
-    dist.send(torch.tensor([len(payload)]), worker)
-    if payload:
-        dist.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), worker)
-
-
-def _receive_bytes(worker: int) -> bytes:
+def _pass_on(payload: bytes, *, to: int, source: int) -> bytes:
+    """Send a payload to one worker, and return the payload that another one sends."""
     size = torch.zeros(1, dtype=torch.int64)
-    dist.recv(size, worker)
-    payload = torch.empty(int(size), dtype=torch.uint8)
-    if len(payload):
-        dist.recv(payload, worker)
-    return payload.numpy().tobytes()
+    _wait([dist.P2POp(dist.isend, torch.tensor([len(payload)]), to), dist.P2POp(dist.irecv, size, source)])
+    received = torch.empty(int(size), dtype=torch.uint8)
+    operations = [dist.P2POp(dist.irecv, received, source)] if len(received) else []
+    if payload:
+        operations.append(dist.P2POp(dist.isend, torch.frombuffer(bytearray(payload), dtype=torch.uint8), to))
+    _wait(operations)
+    return received.numpy().tobytes()

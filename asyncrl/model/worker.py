@@ -6,6 +6,7 @@
                                           writer thread: snapshots to disk
     workers of other groups <-- data --> [held data, fetcher]      (if the run has detached groups: worker_groups.py)
     gserver manager -- /broadcast_weights --> [sender, on the first model's first rank]: snapshots to generation servers
+    sender -- /held_weights --> [share server, on the first model's other ranks]: their shares of the snapshot
 
 Sockets belong to the event loop. Everything that reads or changes models runs on one compute thread, one call after another in the
 master's order. That order is the same on all workers, so collectives match. Snapshots of weights are written on other threads.
@@ -36,6 +37,7 @@ from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import Exporter
 from asyncrl.model.fetching import DataFetcher, HeldData
 from asyncrl.model.group_maker import GroupMaker
+from asyncrl.model.held_weights import ShareReader, ShareServer
 from asyncrl.model.interfaces import make_interface
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.process_group import ProcessGroup, choose_device
@@ -109,11 +111,14 @@ class ModelWorker(Worker):
                 group_makers[mfc.name] = group_maker
         data = DataManager(store, worker=index, limit_s=limit_s, rank_of=process_group.rank_of)
         opened.callback(data.close)
-        sender = None
-        if index == self._first.workers[0] and config.weights.transport == "broadcast":
-            sender = await self._open_sender(directory, opened, device)
+        holder: WeightSender | ShareServer | None = None
+        if index in self._first.workers and config.weights.transport == "broadcast":
+            is_first = index == self._first.workers[0]
+            holder = await (
+                self._open_sender(directory, opened, device) if is_first else self._open_shares(directory, opened)
+            )
         exporter = Exporter(
-            config, compute, sender, self.tasks, board=self.board, trace=self.trace, clock=self.system.clock
+            config, compute, holder, self.tasks, board=self.board, trace=self.trace, clock=self.system.clock
         )
         opened.callback(exporter.close)
         calls = Calls(
@@ -184,8 +189,15 @@ class ModelWorker(Worker):
     async def _open_sender(self, directory: Directory, opened: AsyncExitStack, device: torch.device) -> WeightSender:
         info = self.info
         session = await opened.enter_async_context(open_session(max_connections=0))
+
+        async def url_of(worker: int) -> str:
+            return await directory.wait_for_key(
+                self.names.held_weights(worker, info.attempt), f"model_worker/{worker} to serve its share"
+            )
+
         sender = WeightSender(
             ServerClient(session),
+            ShareReader(session, url_of),
             name=f"{info.experiment}/{info.trial}/a{info.attempt}",
             host=info.runtime.host,
             device=device,
@@ -197,6 +209,13 @@ class ModelWorker(Worker):
         url = await opened.enter_async_context(sender.serving())
         await directory.publish(self.names.weight_sender(ACTOR), url)
         return sender
+
+    async def _open_shares(self, directory: Directory, opened: AsyncExitStack) -> ShareServer:
+        info = self.info
+        shares = ShareServer(info.runtime.host, limit_s=self.config.weights.broadcast_timeout_s)
+        url = await opened.enter_async_context(shares.serving())
+        await directory.publish(self.names.held_weights(info.index, info.attempt), url)
+        return shares
 
     def _open_recorder(self, opened: AsyncExitStack) -> BackgroundRecorder | None:
         """Open the recorder; None without record.trajectories or if this worker is not a head."""

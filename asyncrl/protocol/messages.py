@@ -658,7 +658,9 @@ class CommitWeights(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class HoldWeights(Struct, frozen=True, kw_only=True, tag=True):
-    """Keep a copy of the role's weights in memory for sending over the network. The reply comes when the copy is complete."""
+    """To each worker: keep a copy of your share of the role's weights in memory, for sending over the network. The reply
+    comes when the copy is complete.
+    """
 
     role: str
     weight_version: str

@@ -80,6 +80,10 @@ class Names:
         """URL of the model worker that sends a role's weights over the network."""
         return f"{self.root}/weight_sender/{role}"
 
+    def held_weights(self, worker: int, attempt: int) -> str:
+        """URL at which a model worker serves its share of the weights in memory to the worker that sends them."""
+        return f"{self.root}/held_weights/{worker}/{attempt}"
+
     def experiment_status(self) -> str:
         """RUNNING or COMPLETE, written by the master. The key disappears with the master."""
         return f"{self.root}/experiment_status"

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import queue
 import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -41,6 +42,9 @@ T = TypeVar("T")
 BACKENDS = ("gloo", "nccl")
 _BLOCK_BYTES = 1 << 16
 _DIGEST_BYTES = 1 << 24  # the most that `digest` reads of a bucket
+_NCCL_LIMIT = timedelta(
+    hours=1
+)  # of NCCL's watchdog; each broadcast has a limit of its own, and `leave` aborts it before that
 
 
 # --------------------------------------------------------------------------------------------------------------- ranks
@@ -89,19 +93,30 @@ def plan_buckets(sizes: Sequence[tuple[str, int]], bucket_bytes: int) -> list[li
     return buckets
 
 
-def empty_buckets(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], bucket_bytes: int) -> list[Bucket]:
-    """Buckets on the CPU with room for tensors of these names, dtypes and shapes."""
+def bucket_specs(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], bucket_bytes: int) -> list[TensorSpecs]:
+    """The buckets for tensors of these names, dtypes and shapes."""
     given = list(tensors)
     sizes = [(str(dtype), num_bytes_of(dtype, shape)) for _, dtype, shape in given]
-    buckets = []
-    for members in plan_buckets(sizes, bucket_bytes):
-        specs = TensorSpecs(
+    return [
+        TensorSpecs(
             names=[given[i][0] for i in members],
             dtypes=[str(given[i][1]).removeprefix("torch.") for i in members],
             shapes=[list(given[i][2]) for i in members],
         )
-        buckets.append(Bucket(specs, torch.empty(sum(sizes[i][1] for i in members), dtype=torch.uint8)))
-    return buckets
+        for members in plan_buckets(sizes, bucket_bytes)
+    ]
+
+
+def bytes_of(specs: TensorSpecs) -> int:
+    """Size of a bucket."""
+    return sum(map(num_bytes_of, map(dtype_of, specs.dtypes), specs.shapes))
+
+
+def empty_buckets(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], bucket_bytes: int) -> list[Bucket]:
+    """Buckets on the CPU with room for tensors of these names, dtypes and shapes."""
+    return [
+        Bucket(specs, torch.empty(bytes_of(specs), dtype=torch.uint8)) for specs in bucket_specs(tensors, bucket_bytes)
+    ]
 
 
 @torch.no_grad()
@@ -207,6 +222,7 @@ class GroupMember:
         self.name, self.backend, self._clock = name, backend, clock
         self._thread = GroupThread(f"update group {name}")
         self._group: Backend | None = None
+        self._stream: torch.cuda.Stream | None = None
 
     async def join(
         self, open_store: Callable[[], Store], *, rank: int, size: int, limit_s: float, host: str, device: torch.device
@@ -216,43 +232,71 @@ class GroupMember:
         def join() -> Backend:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
+            if self.backend == "nccl" and rank == 0:
+                self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             return _open(open_store(), self.name, self.backend, rank, size, limit_s, host)
 
         self._group = await self._thread.call(join)
 
     async def broadcast(self, flat: Tensor, limit_s: float) -> None:
-        """Send (rank 0) or receive a flat tensor. Raises RuntimeError if it takes longer than limit_s or a peer is gone."""
-        group = self._group
+        """Send (rank 0) or receive a flat tensor. Raises RuntimeError if it takes longer than limit_s or a peer is gone.
+
+        The sender's tensor is on the CPU. With NCCL it is copied to the device, on a stream that no computation uses.
+        """
+        group, stream = self._group, self._stream
         assert group is not None, "join first"
-        await self._thread.call(lambda: _broadcast(group, flat, limit_s, self._clock))
+
+        def send_or_receive() -> None:
+            with torch.cuda.stream(stream):  # None: no change
+                there = flat if stream is None else flat.to(stream.device, non_blocking=True)
+                _broadcast(group, there, limit_s, self._clock)
+
+        await self._thread.call(send_or_receive)
 
     def leave(self) -> None:
-        """Leave the group. A call in progress ends by its own limit; then the sockets are closed."""
+        """Leave the group. NCCL aborts a call in progress. With gloo it ends by its own limit; then the sockets are closed."""
+        group = self._group
+        if group is not None and self.backend == "nccl":
+            threading.Thread(target=group.abort, name=f"abort {self.name}", daemon=True).start()
         self._thread.call(self._close)
         self._thread.end()
 
     def _close(self) -> None:
-        group, self._group = self._group, None
-        if group is not None and self.backend == "nccl":
-            group.abort()
+        self._group = None
 
 
 def _open(store: Store, name: str, backend: str, rank: int, size: int, limit_s: float, host: str) -> Backend:
     """Create an unregistered process group. The store prefixes are those of SGLang's init_custom_process_group."""
     device = "cpu" if backend == "gloo" else "cuda"
     prefixed = PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
-    limit = timedelta(seconds=limit_s)
     if backend == "gloo":
         gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         gloo._devices = [ProcessGroupGloo.create_device(hostname=host)]
         gloo._threads = 1
-        gloo._timeout = limit
+        gloo._timeout = timedelta(seconds=limit_s)
         return ProcessGroupGloo(prefixed, rank, size, gloo)
     from torch._C._distributed_c10d import ProcessGroupNCCL  # here, because torch without NCCL lacks it
 
     nccl = ProcessGroupNCCL.Options()
-    nccl._timeout = limit
-    return ProcessGroupNCCL(prefixed, rank, size, nccl)
+    nccl._timeout = _NCCL_LIMIT
+    with _nccl_errors_end_no_process():
+        return ProcessGroupNCCL(prefixed, rank, size, nccl)
+
+
+@contextlib.contextmanager
+def _nccl_errors_end_no_process() -> Iterator[None]:
+    """After an error or a time-out, a group that is made here only cleans up. By default torch then ends the process: one slow
+    receiver would end training. The groups of training are made earlier, and keep the default."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "2"  # CleanUpOnly
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _broadcast(group: Backend, flat: Tensor, limit_s: float, clock: Clock) -> None:

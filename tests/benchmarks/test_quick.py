@@ -100,6 +100,9 @@ def check_weights(result: dict[str, Any]) -> None:
         assert sum(phases.values()) == pytest.approx(result["cases"][case]["asyncrl_s_per_gb"], rel=0.01)
         assert result["ratio"]["raw_gloo"][case] > 0
         assert result["cases"][case]["broadcast_s_per_gb"] > 0
+    assert result["receivers"].keys() == {"1", "2"}
+    assert result["receivers"]["2"]["frozen_s"] < 15.0  # half of the limit
+    assert result["receivers"]["2"]["longest_step_s"] < 2.0
 
 
 def check_train_step(result: dict[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -41,3 +43,12 @@ def shard(
                 noise = distribute_tensor(noise, parameter.device_mesh, parameter.placements, src_data_rank=None)
             parameter.add_(noise)
     return engine
+
+
+def united(shares: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The whole model, from the shares of all ranks. No tensor is in two of them."""
+    whole: dict[str, Tensor] = {}
+    for share in shares:
+        assert not whole.keys() & share.keys()
+        whole |= share
+    return whole

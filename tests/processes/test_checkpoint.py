@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sharded_models import placement, shard
+from sharded_models import placement, shard, united
 
 from asyncrl.model import checkpoint
 from asyncrl.model.checkpoint import CheckpointError
 from asyncrl.model.engine import TrainEngine
-from asyncrl.model.export import take_whole
+from asyncrl.model.export import take_share
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.protocol.messages import WrittenFile
 from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer, make_tiny_model
@@ -107,12 +107,11 @@ def load(rank: int, model_path: str, grid: str, ref_grid: str, path: str, num_ra
     drawn = draw()
     if "actor" in models:
         step(models["actor"])
-    return whole(models.get("actor")), whole(models.get("ref")), state, drawn
+    return share(models.get("actor")), share(models.get("ref")), state, drawn
 
 
-def whole(model: TrainEngine | None) -> dict[str, torch.Tensor]:
-    buckets = take_whole(model, 10**6) if model is not None else []
-    return {name: tensor.clone() for bucket in buckets for name, tensor in bucket.tensors()}
+def share(model: TrainEngine | None) -> dict[str, torch.Tensor]:
+    return take_share(model) if model is not None else {}
 
 
 # ---------------------------------------------------------------------------------------------------------------- tests
@@ -127,7 +126,7 @@ def test_training_goes_on_in_another_layout(ranks, model_path, saved, grid, ref_
     expected = shard(model_path, None, change=0.1)
     for _ in range(3):
         step(expected)
-    (actor,), (ref,) = ([found for found in answers if found] for answers in (actors, refs))
+    actor, ref = united(actors), united(refs)
     for found, wanted in ((actor, expected), (ref, shard(model_path, None, change=0.2))):
         assert set(found) == set(wanted.named_parameters())
         for name, tensor in wanted.named_parameters().items():

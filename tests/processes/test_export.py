@@ -1,4 +1,5 @@
-"""Hugging Face files from any layout: bit-equal to the whole parameters, and no rank ever holds the whole model."""
+"""Hugging Face files and shares for a broadcast, from any layout: bit-equal to the whole parameters. No rank ever holds the whole
+model."""
 
 from __future__ import annotations
 
@@ -8,17 +9,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
-from sharded_models import placement, shard
+from sharded_models import placement, shard, united
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.config.schema import ConfigError
-from asyncrl.model.export import checkpoint_tensors, commit_model, take_share, take_whole
+from asyncrl.model.export import checkpoint_tensors, commit_model, take_buckets, take_share
 from asyncrl.model.mesh import ModelMesh
-from asyncrl.protocol.messages import WeightVersion, WrittenFile
+from asyncrl.protocol.messages import TensorSpecs, WeightVersion, WrittenFile
 from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer, make_tiny_model
 from asyncrl.weights.versions import commit_version, tensor_files, verify_version, write_part
 from tests.support.rank_processes import RankProcesses
@@ -78,13 +80,38 @@ def write(rank: int, path: str, grid: str, to: str, dtype: torch.dtype, shard_by
     return write_part(Path(to), tensors.items(), part=rank, shard_bytes=shard_bytes, fsync=False)
 
 
-def hold(rank: int, path: str, grid: str) -> dict[str, torch.Tensor]:
+def hold(rank: int, path: str, grid: str) -> tuple[dict[str, torch.Tensor], list[list[TensorSpecs]], list[TensorSpecs]]:
+    """Return (this rank's tensors, the specs of all ranks' buckets, those of its own buckets)."""
     mesh = ModelMesh.make(placement("actor", grid), "cpu")
     if mesh is None:
-        return {}
-    buckets = take_whole(shard(path, mesh, dtype=torch.bfloat16, change=0.1), 20_000, max_bytes=MAX_BYTES)
+        return {}, [], []
+    buckets, specs = take_buckets(shard(path, mesh, dtype=torch.bfloat16, change=0.1), 20_000, max_bytes=MAX_BYTES)
     assert all(bucket.flat.numel() <= 20_000 for bucket in buckets)
-    return {name: tensor.clone() for bucket in buckets for name, tensor in bucket.tensors()}
+    tensors = {name: tensor.clone() for bucket in buckets for name, tensor in bucket.tensors()}
+    return tensors, specs, [bucket.specs for bucket in buckets]
+
+
+def export_again(rank: int, path: str, grid: str) -> tuple[int, int, bool] | None:
+    """Return (operations between ranks of the first export, of the second, whether the second has the new weights)."""
+    mesh = ModelMesh.make(placement("actor", grid), "cpu")
+    if mesh is None:
+        return None
+    model = shard(path, mesh)
+    counts, batch = [], dist.batch_isend_irecv
+    for value in (1.0, 2.0):
+        with torch.no_grad():
+            for parameter in model.named_parameters().values():
+                parameter.fill_(value)
+        counts.append(0)
+
+        def count(operations):
+            counts[-1] += len(operations)
+            return batch(operations)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "batch_isend_irecv", count)
+            tensors = take_share(model)
+    return counts[0], counts[1], all(bool((tensor == 2.0).all()) for tensor in tensors.values())
 
 
 class MemoryCounter(TorchDispatchMode):
@@ -172,10 +199,19 @@ def test_shares_are_even_and_nobody_has_the_whole_model(ranks, model_path):
 
 
 @pytest.mark.parametrize("grid", ["d1", "d2p2m2"])
-def test_one_rank_has_all_for_the_network(ranks, model_path, grid):
-    first, *others = ranks.run(hold, str(model_path), grid)
-    equal(first, expected(model_path, torch.bfloat16))
-    assert not any(others)
+def test_shares_for_the_network_are_known_to_all_ranks(ranks, model_path, grid):
+    """Together the shares are the model. The sender knows the buckets of the other ranks without asking them."""
+    shares, known, own = zip(*ranks.run(hold, str(model_path), grid), strict=True)
+    size = placement("actor", grid).grid.size
+    equal(united(shares), expected(model_path, torch.bfloat16))
+    assert all(specs == list(own[:size]) for specs in known[:size])
+
+
+def test_the_plan_of_an_export_is_made_once(ranks, model_path):
+    """The second export exchanges no holdings: in a ring of four each rank sends and receives three of them, size and content."""
+    for first, again, is_new in ranks.run(export_again, str(model_path), "d2m2")[:4]:
+        assert is_new
+        assert first - again == 3 * 4
 
 
 def test_a_model_for_the_user(ranks, tmp_path, model_path):

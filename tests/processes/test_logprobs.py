@@ -187,6 +187,23 @@ def test_bfloat16_computes_the_softmax_in_float32_and_keeps_float32_gradients():
         assert (ours - theirs).norm() < 0.01 * theirs.norm()
 
 
+def test_weights_in_bfloat16_get_the_gradient_that_is_summed_in_float32():
+    """FSDP computes with copies in bfloat16, autocast with the float32 weights: the gradients differ by one rounding, in any number
+    of blocks."""
+    hidden, layer, targets, weights = problem(bias=True)
+    hidden16, weight16, bias16 = (
+        tensor.detach().bfloat16().requires_grad_() for tensor in (hidden, layer.weight, layer.bias)
+    )
+    wide = [weight16.detach().float().requires_grad_(), bias16.detach().float().requires_grad_()]
+    found, _ = token_logprobs(hidden16, weight16, targets, temperature=1.0, chunk_tokens=3, bias=bias16)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, _ = token_logprobs(hidden16, wide[0], targets, temperature=1.0, chunk_tokens=3, bias=wide[1])
+    assert torch.equal(found, expected)
+    narrow = torch.autograd.grad(found @ weights, [weight16, bias16])
+    for ours, theirs in zip(narrow, torch.autograd.grad(expected @ weights, wide), strict=True):
+        assert torch.equal(ours, theirs.bfloat16())
+
+
 class LargestTensor(TorchDispatchMode):
     """The number of elements of the largest tensor that any operation makes, or only the operation `only`."""
 

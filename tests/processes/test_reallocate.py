@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sharded_models import placement, shard
+from sharded_models import placement, shard, united
 
-from asyncrl.model.export import take_whole
+from asyncrl.model.export import take_share
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.reallocate import reallocate
 from asyncrl.model.shards import ShardError
@@ -42,7 +42,7 @@ def move(
     share: float,
     times: int,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
-    """(target afterwards, source afterwards, bytes sent). Tensors are as take_whole returns them."""
+    """(target afterwards, source afterwards, bytes sent). Tensors are this rank's share."""
     meshes = [ModelMesh.make(placement(name, *at), "cpu") for name, at in (("a", source), ("b", target))]
     ours, theirs = (
         shard(path, mesh, change=change) if mesh is not None else None
@@ -53,16 +53,8 @@ def move(
     workers = sorted({*source[1], *target[1]})
     sent = sum(reallocate(ours, theirs, workers=workers, share=share, max_bytes=MAX_BYTES) for _ in range(times))
 
-    def whole(model) -> dict[str, torch.Tensor]:
-        buckets = take_whole(model, 10**6) if model is not None else []
-        return {name: tensor.clone() for bucket in buckets for name, tensor in bucket.tensors()}
-
-    return whole(theirs), whole(ours), sent
-
-
-def first(answers: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    (found,) = [answer for answer in answers if answer]
-    return found
+    after, before = (take_share(model) if model is not None else {} for model in (theirs, ours))
+    return after, before, sent
 
 
 @pytest.mark.parametrize(
@@ -80,7 +72,7 @@ def first(answers: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 def test_a_copy_has_the_same_bits(ranks, model_path, source, target):
     targets, sources, sent = zip(*ranks.run(move, (model_path,) * 2, source, target, 1.0, 1), strict=True)
     wanted = weights(model_path, 0.1)
-    for found in (first(targets), first(sources)):  # the source is unchanged too
+    for found in (united(targets), united(sources)):  # the source is unchanged too
         assert set(found) == set(wanted)
         for name, tensor in wanted.items():
             assert torch.equal(found[name], tensor), name
@@ -103,9 +95,9 @@ def test_a_moving_average(ranks, model_path, target):
     targets, sources, _ = zip(*ranks.run(move, (model_path,) * 2, ("p2", [0, 1]), target, 0.25, 2), strict=True)
     ours, theirs = weights(model_path, 0.1), weights(model_path, 0.2)
     for name, tensor in ours.items():
-        assert torch.equal(first(sources)[name], tensor)
+        assert torch.equal(united(sources)[name], tensor)
         wanted = 0.25 * tensor + 0.75 * (0.25 * tensor + 0.75 * theirs[name])
-        torch.testing.assert_close(first(targets)[name], wanted, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(united(targets)[name], wanted, rtol=1e-6, atol=1e-7)
 
 
 def test_another_model_is_refused_everywhere(ranks, model_path, tmp_path):

@@ -21,7 +21,8 @@ from asyncrl.generation.sglang import SGLangEngine
 from asyncrl.generation.sglang_http import SGLangClient, SGLangError
 from asyncrl.generation.sglang_process import AttachedServer
 from asyncrl.generation.transformers import TransformersEngine
-from asyncrl.model.broadcast import HeldSnapshot, ServerClient, WeightSender
+from asyncrl.model.broadcast import ServerClient, WeightSender
+from asyncrl.model.held_weights import HeldShare, ShareReader
 from asyncrl.protocol.messages import (
     BroadcastReply,
     BroadcastRequest,
@@ -76,11 +77,16 @@ async def sglang(url: str, store: WeightStore, config: GenerationConfig) -> Asyn
         await engine.close()
 
 
+async def no_other_rank(worker: int) -> str:
+    raise AssertionError(f"the share of worker {worker} is wanted")
+
+
 @contextlib.asynccontextmanager
 async def sender(limit_s: float = LIMIT_S) -> AsyncIterator[WeightSender]:
     async with open_session(max_connections=0) as session:
         made = WeightSender(
             ServerClient(session),
+            ShareReader(session, no_other_rank),
             name="e/t/a1",
             host="127.0.0.1",
             device=torch.device("cpu"),
@@ -91,10 +97,10 @@ async def sender(limit_s: float = LIMIT_S) -> AsyncIterator[WeightSender]:
             yield made
 
 
-def held(store: WeightStore, version: WeightVersion) -> HeldSnapshot:
+def held(store: WeightStore, version: WeightVersion) -> HeldShare:
     buckets = pack(((name, tensor, tensor.dtype) for name, tensor in store.tensors(version).items()), 100_000)
     assert len(buckets) > 3
-    return HeldSnapshot(version, buckets)
+    return HeldShare(version, buckets)
 
 
 async def send(trainer: WeightSender, version: WeightVersion, *servers: Served, mode: str = "abort") -> BroadcastReply:
@@ -160,7 +166,7 @@ async def test_without_begin_it_answers_400_and_nothing_is_sent(
     async with sglang(sglang_url, store, sglang_config) as ours, sender() as trainer:
         with pytest.raises(WeightsRefused, match="no weight update is open"):
             await ours.receiver.end(EndWeightUpdate())
-        trainer.hold(HeldSnapshot(V1, pack([("other", torch.zeros(3), torch.float32)], 100)))
+        trainer.hold(HeldShare(V1, pack([("other", torch.zeros(3), torch.float32)], 100)))
         assert "other does not belong to this model" in (await send(trainer, V1, ours)).errors["sglang"]
         await ours.engine.resume()
         assert store.assert_versions_are_exact(PROMPT, await ours.generate("sound")) == {str(V0)}

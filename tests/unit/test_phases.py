@@ -23,7 +23,11 @@ def test_a_phase_that_shares_devices_cannot_run_ahead_and_the_others_keep_the_se
     shared, own, last = phases(HYBRID)
     assert [allocation_of(phase).until for phase in (shared, own, last)] == [20, 30, 0]
     assert allocation_of(shared).shared_workers == (0, 1)
-    assert (shared.manager.max_head_offpolicyness, shared.weights.transport, shared.train.streaming) == (0, "disk", False)
+    assert (shared.manager.max_head_offpolicyness, shared.weights.transport, shared.train.streaming) == (
+        0,
+        "disk",
+        False,
+    )
     for phase, text in ((own, f"{OWN} until 30"), (last, "sglang.d1+d1")):
         assert phase == replace(HYBRID, allocation=text)
 
@@ -48,7 +52,10 @@ def test_a_single_allocation_is_one_phase():
         ({"mode": "sync"}, "needs mode=async and cluster=local"),
         ({"cluster": "hosts"}, "needs mode=async and cluster=local"),
         ({"checkpoint": replace(ExperimentConfig().checkpoint, every_s=0.0)}, "set checkpoint.every_s"),
-        ({"allocation": f"{OWN} until 20 then transformers.d1p2+d1"}, "the engine transformers runs data parallel only"),
+        (
+            {"allocation": f"{OWN} until 20 then transformers.d1p2+d1"},
+            "the engine transformers runs data parallel only",
+        ),
     ],
 )
 def test_phases_that_cannot_follow_each_other_are_refused(changes, said):

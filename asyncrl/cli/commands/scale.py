@@ -157,7 +157,9 @@ def _allocation_of(run_dir: Path, count: int) -> Allocation:
         )
     allocations = replace(ExperimentConfig(), allocation=str(config.allocation))
     # Each phase but the first begins from a checkpoint
-    allocation = allocation_of(phase_after(allocations, max((step for _, step in list_checkpoints(run_dir)), default=0)))
+    allocation = allocation_of(
+        phase_after(allocations, max((step for _, step in list_checkpoints(run_dir)), default=0))
+    )
     if allocation.engine == "external":
         raise ConfigError(
             f"allocation={config.allocation}: asyncrl does not start the servers of this run; start or stop them yourself"
