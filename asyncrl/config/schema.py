@@ -377,6 +377,7 @@ class TrainConfig:
     save_every_epochs: int = limited(0, at_least=0)  # the same by epochs
     save_every_s: float = limited(0.0, at_least=0)  # the same by seconds
     torch_threads: int = limited(1, at_most=1_024)  # per process; 0: torch's default
+    peak_flops: float = limited(0.0, at_least=0)  # peak FLOP/s of a training device, for MFU; 0: by the GPU's name
 
 
 @dataclass(frozen=True)
@@ -758,6 +759,7 @@ class MasterWorkerConfig:
     records: bool = False
     detached: list[list[int]] = field(default_factory=list)  # workers of detached groups (WorkerGroups.detached)
     shared_workers: list[int] = field(default_factory=list)  # workers that share devices with generation servers
+    devices_per_server: int = 1  # devices of a generation server
 
 
 @dataclass(frozen=True)

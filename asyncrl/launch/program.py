@@ -238,6 +238,7 @@ class _Run:
             num_replayed=self.num_prompts if config.mode == "train_only" else 0,
             detached=self.detached,
             shared_workers=list(self.allocation.shared_workers),
+            devices_per_server=self.allocation.generation.tensor * self.allocation.generation.pipe,
         )
 
     def gserver_manager(self) -> GserverManagerConfig:

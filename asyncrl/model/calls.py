@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
+import msgspec
+import torch
+
 from asyncrl.config.schema import EMA, REF, ModelWorkerConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.data.trajectories import BackgroundRecorder, Entry, TrajectoryStore, tokenizer_fingerprint
@@ -51,6 +54,7 @@ from asyncrl.protocol.names import ACTOR
 from asyncrl.protocol.run_folder import path_of
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.clock import Clock
+from asyncrl.runtime.devices import peak_flops, peak_memory_bytes
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
 from asyncrl.runtime.trace import Tracer
 
@@ -116,7 +120,7 @@ class Calls:
         """Execute one call. It is answered before this returns, or by the exporter once its files are on disk."""
         body, exporter = call.body, self._exporter
         if isinstance(body, ExecuteMFC):
-            call.reply(await self._compute(partial(self._run_mfc_traced, body), f"MFC {body.mfc}"))
+            call.reply(await self._compute(partial(self._run_mfc_measured, body), f"MFC {body.mfc}"))
         elif isinstance(body, (WriteWeights, SaveModel)):
             await exporter.write(call, body, self._engine(body.role))
         elif isinstance(body, CommitWeights):
@@ -172,9 +176,18 @@ class Calls:
         for engine in self.engines.values():
             engine.offload(folder=Path(self._info.run_dir))
 
-    def _run_mfc_traced(self, body: ExecuteMFC) -> CallResult:
+    def _run_mfc_measured(self, body: ExecuteMFC) -> CallResult:
+        before = self._trained_flops()
         with self._trace.span(body.mfc, track="compute", version=body.version):
-            return self._run_mfc(body)
+            result = self._run_mfc(body)
+        flops, peak = self._trained_flops() - before, self._config.train.peak_flops
+        if not peak and torch.cuda.is_available():
+            peak = peak_flops(torch.cuda.get_device_name())
+        return msgspec.structs.replace(result, flops=flops, peak_flops=peak, memory_bytes=peak_memory_bytes())
+
+    def _trained_flops(self) -> int:
+        """FLOPs of training so far on the replicas of which this worker is the head."""
+        return sum(engine.trained_flops for engine in self.engines.values() if engine.is_head)
 
     def _run_mfc(self, body: ExecuteMFC) -> CallResult:
         """On the compute thread: run the MFC on this replica's part of the batch. The replica's head stores and reports results."""

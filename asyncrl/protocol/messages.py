@@ -756,6 +756,9 @@ class CallResult(Struct, frozen=True, kw_only=True):
     ] = []  # an MFC that generates groups: metadata of the groups that this worker stores (in an evaluation: none)
     rejected: list[RejectedPrompt] = []  # the prompts for which it generated no group
     unfetched: str = ""  # FetchData: the missing data and the reason; a retry is safe and changes nothing
+    flops: int = 0  # an MFC, from heads: model FLOPs of training on this replica's groups (model/flops.py)
+    peak_flops: float = 0.0  # an MFC: peak FLOP/s of this worker's device; 0: a CPU, or a GPU that is not in the table
+    memory_bytes: int = 0  # an MFC: the worker's peak memory so far (runtime/devices.py)
 
 
 # ------------------------------------------------------------------------------------------------------------ worker status
@@ -788,6 +791,7 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     fatal: bool = False  # the cause lies in the user's input (config, data) or the disk: it would recur after a restart
     restarts: int = 0  # how often the launcher has restarted this worker
     host: str = ""  # host of this worker, in a run with several hosts; the launcher fills it in
+    memory_bytes: int = 0  # peak memory so far (runtime/devices.py)
 
 
 # -------------------------------------------------------------------- launcher <-> host daemons, through name resolve

@@ -12,6 +12,7 @@ from typing import Literal, TypeVar
 
 from asyncrl.config.schema import WorkerInfo
 from asyncrl.protocol.messages import Wait, WorkerStatus
+from asyncrl.runtime.devices import peak_memory_bytes
 from asyncrl.runtime.trace import OFF, Tracer
 
 T = TypeVar("T")
@@ -115,6 +116,7 @@ class StatusBoard:
             version=self.version,
             error=self.error,
             fatal=self.fatal,
+            memory_bytes=peak_memory_bytes(),
         )
 
 
