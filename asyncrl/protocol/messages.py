@@ -473,6 +473,26 @@ class DesiredServers(Struct, frozen=True, kw_only=True):
 # ---------------------------------------------------------------------------- weights over the network (manager -> trainer)
 
 
+class ProfileRequest(Struct, frozen=True, kw_only=True):
+    """A request of `asyncrl-launch profile`, in name resolve. The master removes it when it is answered, the command when it
+    ends."""
+
+    id: str  # unique
+    steps: int  # number of train steps to record
+
+
+class ProfileAnswer(Struct, frozen=True, kw_only=True):
+    """The master's answer to a ProfileRequest, in name resolve: when the recording begins, and again when it is complete."""
+
+    id: str  # of the request
+    first_step: int
+    last_step: int
+    folder: str  # name of the folder in the run that has a file of each worker
+    num_workers: int
+    is_complete: bool = False
+    failed: list[str] = []  # workers without a file
+
+
 class BroadcastTarget(Struct, frozen=True, kw_only=True):
     """A paused server that waits for weights."""
 
@@ -713,6 +733,16 @@ class ReleaseDevices(Struct, frozen=True, kw_only=True, tag=True):
     """Move parameters, gradients and optimizer state off the device. The next call that needs a model moves it back."""
 
 
+class BeginProfile(Struct, frozen=True, kw_only=True, tag=True):
+    """Begin to record the work of the compute thread with torch's profiler."""
+
+
+class EndProfile(Struct, frozen=True, kw_only=True, tag=True):
+    """Stop recording. `folder` is the name of the folder of the run that gets the worker's file; "": the recording is discarded."""
+
+    folder: str = ""
+
+
 class Ping(Struct, frozen=True, kw_only=True, tag=True):
     """A no-op. The compute thread answers it in order with the other calls."""
 
@@ -734,6 +764,8 @@ CallBody = (
     | SaveBatch
     | ClearData
     | ReleaseDevices
+    | BeginProfile
+    | EndProfile
     | Ping
 )
 
@@ -750,7 +782,8 @@ class CallResult(Struct, frozen=True, kw_only=True):
     stats: dict[str, float] = {}
     seconds: float = 0.0
     files: list[WrittenFile] = []  # WriteWeights, SaveModel, SaveCheckpoint, ShareWeights
-    num_bytes: int = 0  # Redistribute, Reallocate: bytes sent by this worker; FetchData: bytes received
+    # Redistribute, Reallocate: bytes sent by this worker; FetchData: bytes received; EndProfile: bytes of its file
+    num_bytes: int = 0
     metas: list[
         TrajectoryMeta
     ] = []  # an MFC that generates groups: metadata of the groups that this worker stores (in an evaluation: none)
@@ -792,6 +825,9 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     restarts: int = 0  # how often the launcher has restarted this worker
     host: str = ""  # host of this worker, in a run with several hosts; the launcher fills it in
     memory_bytes: int = 0  # peak memory so far (runtime/devices.py)
+    # A model worker: the number of collectives that it has entered in each of its groups of ranks. All ranks of a group call the
+    # same collectives, so one with a lower number has not entered the collective in which the others wait
+    collectives: dict[str, int] = {}
 
 
 # -------------------------------------------------------------------- launcher <-> host daemons, through name resolve

@@ -45,6 +45,7 @@ class StatusBoard:
         self._queues: dict[str, int] = {}
         self.state: State = "starting"
         self.entered = asyncio.Event()  # set at each change of state
+        self.collectives: Callable[[], dict[str, int]] = dict  # of a model worker: as in WorkerStatus
         self.version = ""
         self.error = ""
         self.fatal = False
@@ -117,6 +118,7 @@ class StatusBoard:
             error=self.error,
             fatal=self.fatal,
             memory_bytes=peak_memory_bytes(),
+            collectives=self.collectives(),
         )
 
 

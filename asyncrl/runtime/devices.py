@@ -7,18 +7,19 @@ import re
 import resource
 import sys
 from pathlib import Path
+from typing import Any
 
 # Dense bfloat16 FLOP/s of NVIDIA GPUs, from their data sheets, by a part of the name that torch reports. The first match counts
 PEAK_FLOPS = {
     "GB200": 2500e12,
     "B200": 2250e12,
     "H200 NVL": 835e12,
-    "H200": 989e12,
-    "GH200": 989e12,
+    "H200": 989.4e12,
+    "GH200": 989.4e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H800": 989e12,
+    "H100": 989.4e12,
+    "H800": 989.4e12,
     "H20": 148e12,
     "A100": 312e12,
     "A800": 312e12,
@@ -28,7 +29,7 @@ PEAK_FLOPS = {
     "L40S": 362e12,
     "L40": 181e12,
     "L4": 121e12,
-    "RTX 4090": 165e12,
+    "RTX 4090": 165.2e12,
 }
 
 
@@ -40,7 +41,7 @@ def peak_flops(name: str) -> float:
 def peak_memory_bytes() -> int:
     """The most memory that this process has used so far. On GPUs, if it has used one: the bytes of tensors there, without the
     allocator's reserve. Otherwise: its resident memory."""
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)  # a process that computes no tensors does not import torch
+    cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)  # a process that computes no tensors imports no torch
     if getattr(cuda, "is_initialized", bool)():
         return sum(cuda.max_memory_allocated(index) for index in range(cuda.device_count()))
     unit = 1 if sys.platform == "darwin" else 1024

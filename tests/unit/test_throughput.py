@@ -24,9 +24,9 @@ def test_model_flops_of_a_published_figure() -> None:
 @pytest.mark.parametrize(
     ("name", "teraflops"),
     [
-        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 80GB HBM3", 989.4),
         ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H200", 989),
+        ("NVIDIA H200", 989.4),
         ("NVIDIA H20", 148),
         ("NVIDIA GB200", 2500),
         ("NVIDIA A100-SXM4-80GB", 312),
