@@ -18,6 +18,7 @@ from asyncrl.master.device_turns import DeviceTurns
 from asyncrl.master.evaluations import Evaluations
 from asyncrl.master.executor import StepResult
 from asyncrl.master.model_workers import ModelWorkers
+from asyncrl.master.profiling import Profiles
 from asyncrl.master.publishing import WeightPublisher
 from asyncrl.master.report import StepTimes, UpdateSeconds, step_metrics, throughput_metrics
 from asyncrl.master.rollouts import unless
@@ -78,6 +79,7 @@ class Trainer:
         tasks: BackgroundTasks,
         *,
         turns: DeviceTurns | None,
+        profiles: Profiles,
         leaving: asyncio.Event,
         logger: logging.Logger,
         trace: Tracer,
@@ -93,6 +95,7 @@ class Trainer:
             turns,
         )
         self._tasks, self._leaving, self._logger, self._trace, self._clock = tasks, leaving, logger, trace, clock
+        self._profiles = profiles
         self._run_dir = Path(config.worker.run_dir)
         self._skipped = SkippedSteps(config.train, self._run_dir, books.attempt, logger, clock)
         self._update_seconds = UpdateSeconds()
@@ -136,6 +139,7 @@ class Trainer:
         or if no batch is left. If the launcher stops the run while the batch is formed, returns False without a step."""
         books, clock = self._books, self._clock
         self._skipped.check()
+        await self._profiles.before_step(books.step + 1)
         start = clock.monotonic()
         with self._trace.span("form batch", track="steps", step=books.step + 1):
             batch = await self._source.form_batch()
@@ -174,6 +178,7 @@ class Trainer:
             metrics["time/publish_s"] = self._publisher.seconds
         metrics |= self._throughput(metas, result, times.total_s)
         books.write_step(metas, metrics, {**result.seconds, **self._source.seconds}, (train_start, train_end))
+        await self._profiles.after_step(books.step)
         last = books.is_over()
         self._run_schedules(last)
         if self._turns is not None and not last:

@@ -25,14 +25,17 @@ from asyncrl.model.fetching import DataFetcher, FetchError
 from asyncrl.model.group_maker import GroupMaker
 from asyncrl.model.interfaces import Interface, Stats
 from asyncrl.model.process_group import ProcessGroup
+from asyncrl.model.profiling import Profiler
 from asyncrl.model.reallocate import reallocate
 from asyncrl.model.store import DataStore
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver
 from asyncrl.protocol.messages import (
+    BeginProfile,
     CallResult,
     ClearData,
     CommitCheckpoint,
     CommitWeights,
+    EndProfile,
     ExecuteMFC,
     FetchData,
     HoldWeights,
@@ -99,6 +102,7 @@ class Calls:
         self._heads = next(iter(self._placements.values())).heads  # heads receive trajectories
         self._mfcs = {mfc.name: MFCDef.of(mfc) for mfc in config.mfcs if mfc.model in engines}
         self._interfaces = interfaces
+        self._profiler = Profiler(self._info)
         self._metas: dict[str, TrajectoryMeta] = (
             receiver.metas if receiver is not None else {}
         )  # by ticket: metadata of the groups in the store
@@ -147,7 +151,8 @@ class Calls:
                 self._logger.warning("%s", error)
             self._board.set_queue("store", len(self.store))
         elif isinstance(body, Redistribute):
-            num_bytes = await self._compute(partial(self._redistribute, body), "the redistribution of data")
+            move = partial(self._redistribute, body)
+            num_bytes = await self._compute(move, "the redistribution of data", detail=self._data.receiving)
             self._board.set_queue("store", len(self.store))
         elif isinstance(body, Reallocate):
             num_bytes = await self._compute(partial(self._reallocate, body), f"weights of {body.target}")
@@ -166,6 +171,11 @@ class Calls:
             self._forget(body.ids)
         elif isinstance(body, ReleaseDevices):
             await self._compute(self._release_devices, "the models to leave the device")
+        elif isinstance(body, BeginProfile):
+            await self._compute(self._profiler.begin, "the profiler to begin")
+        elif isinstance(body, EndProfile):
+            folder = self._folder(body.folder) if body.folder else None
+            num_bytes = await self._compute(partial(self._profiler.end, folder), "the profile to be written")
         elif isinstance(body, Ping):
             await self._compute(lambda: None, "ping")
         else:
