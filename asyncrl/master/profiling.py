@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +15,6 @@ from asyncrl.protocol.messages import DECODE_ERRORS, BeginProfile, EndProfile, P
 from asyncrl.runtime.directory import Directory
 
 _KEPT = 3  # the newest profiles of a run
-
-logger = logging.getLogger(__name__)
 
 
 class Profiles:
@@ -54,7 +51,7 @@ class Profiles:
         request = self._request
         if request is None or self._answer is not None:
             return
-        self._answer = ProfileAnswer(
+        self._answer = answer = ProfileAnswer(
             id=request.id,
             first_step=step,
             last_step=step + request.steps - 1,
@@ -62,7 +59,7 @@ class Profiles:
             folder=f"profile/attempt_{self._attempt}_step_{step}",
         )
         await self._caller.call("profiles to begin", self._workers, BeginProfile())
-        await self._publish(self._answer)
+        await self._publish(answer)  # the request may have disappeared meanwhile
 
     async def after_step(self, step: int) -> None:
         """Call after each step, with its number. After the last one that was asked for, the workers write their files."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -131,3 +132,32 @@ def test_the_timeline_is_merged_for_the_time_of_the_profile(tmp_path: Path) -> N
         "within": 150.0,
     }
     assert "thread_name" in {event["name"] for event in events}
+
+
+def test_a_full_file_lacks_the_shortest_events(tmp_path: Path) -> None:
+    import torch
+
+    from asyncrl.model.profiling import Profiler
+
+    info = WorkerInfo("model_worker", 0, 1, "e", "t", 1, str(tmp_path), 1, NameResolveConfig(), RuntimeConfig())
+    profiler = Profiler(info, max_bytes=4000)
+    assert profiler.end(tmp_path / "nothing") == 0
+    profiler.begin()
+    for size in (1, 10, 100, 400):
+        torch.ones(size, size) @ torch.ones(size, size)
+    size = profiler.end(tmp_path)
+    assert 1000 < size <= 4000
+    assert [path.name for path in tmp_path.iterdir()] == ["model_worker_0.jsonl"]
+    _, *events = map(json.loads, (tmp_path / "model_worker_0.jsonl").read_text().splitlines())
+    durations = [event["dur"] for event in events if "dur" in event]
+    assert durations == sorted(durations, reverse=True)
+    assert "aten::matmul" in {event["name"] for event in events}
+
+
+def test_a_kernel_of_a_gpu_is_shown_in_a_track_of_its_process() -> None:
+    from asyncrl.model.profiling import _events
+
+    kernel = {"ph": "X", "name": "kernel", "pid": 0, "tid": 7, "ts": 5.0, "dur": 1.0}
+    mark = {"ph": "i", "name": "mark", "pid": "Traces", "tid": "Trace", "ts": 5.0}
+    found = {"baseTimeNanoseconds": 3_000_000, "traceEvents": [kernel, mark]}
+    assert _events(found, unix_us=1000) == [kernel | {"pid": os.getpid(), "tid": 10_000_007, "ts": 2005.0}]
