@@ -10,6 +10,7 @@ values are shown.
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from asyncrl.weights.lineage import Lineage, Stretch, lineages_of, read_attempts
 NAN = float("nan")
 TRAIN_STEP, VERSIONS, TOKENS = "train step", "versions behind", "response length from (tokens)"  # labels of axes
 _SUMMARY_FILE = "summary.json"
+_WHOLE_STEP = ("step", "train", "wait_data", "wait_weights")  # times that other panels show
 
 Record = Mapping[str, object]
 
@@ -229,7 +231,7 @@ def picture(runs: Sequence[Run]) -> Picture:
     time that its trainer waits, and one for the time without generation."""
     missing: list[str] = []
     panels = []
-    for name, title, unit, top, measures in _plan(stacked := len(runs) == 1):
+    for name, title, unit, top, measures in _plan(runs):
         curves = [
             curve
             for role, measure in enumerate(measures)
@@ -242,14 +244,15 @@ def picture(runs: Sequence[Run]) -> Picture:
             for measure in measures
             if measure.name not in shown and not (measure.optional or measure.of_evaluations)
         ]
-        if not curves:
+        if not curves and not all(measure.optional for measure in measures):
             missing.append(f"{title}: no step or evaluation has it")
         elif absent:
             missing.append(f"{title}, {' and '.join(absent)}: no step has it")
         if curves:
             lowest = min(y for curve in curves for y in curve.y if math.isfinite(y))
             bottom = 0.0 if lowest >= 0 else None
-            panels.append(Panel(name, title, unit, tuple(curves), bottom, top, stacked and name == "time_shares"))
+            stacked = len(runs) == 1 and name == "time_shares"
+            panels.append(Panel(name, title, unit, tuple(curves), bottom, top, stacked))
     return Picture(tuple(runs), (*panels, *_age_panels(runs)), tuple(missing))
 
 
@@ -277,7 +280,7 @@ def _age_panels(runs: Sequence[Run]) -> list[Panel]:
     ]
 
 
-def _plan(one_run: bool) -> list[tuple[str, str, str, float | None, list[_Measure]]]:
+def _plan(runs: Sequence[Run]) -> list[tuple[str, str, str, float | None, list[_Measure]]]:
     """(name, title, unit, top of the axis, measures) of each panel."""
     rewards = [
         _Measure("train batch, sampled", _metric("reward/mean")),
@@ -303,7 +306,13 @@ def _plan(one_run: bool) -> list[tuple[str, str, str, float | None, list[_Measur
         _Measure("behaviour weight out of bounds", _percent("actor/cap_share"), optional=True),
     ]
     idle = _Measure("no generation", _generation_idle)
-    if one_run:
+    # MFCs may run at the same time, and weights are published while the next step runs, so these shares have no common sum
+    parts = _names(runs, r"time/(\w+)_s")
+    speeds = [
+        _Measure("training", _metric("throughput/train_tokens_per_s_per_device"), optional=True),
+        _Measure("generation", _metric("throughput/generated_tokens_per_s_per_device"), optional=True),
+    ]
+    if len(runs) == 1:
         times = (
             "Time of a step",
             [
@@ -325,7 +334,23 @@ def _plan(one_run: bool) -> list[tuple[str, str, str, float | None, list[_Measur
         ("grad_norm", "Gradient norm", "norm before clipping", None, [_Measure("", _metric("actor/grad_norm"))]),
         ("clip_share", "Clip share", "% of trained tokens", None, clipped),
         ("time_shares", times[0], "% of the step", 100.0, times[1]),
+        (
+            "time_parts",
+            "Parts of a step",
+            "% of the step",
+            None,
+            [_Measure(part, _share(f"time/{part}_s"), optional=True) for part in parts if part not in _WHOLE_STEP],
+        ),
         ("tokens", "Throughput", "trained tokens/s", None, [_Measure("", _metric("throughput/tokens_per_s"))]),
+        ("device_tokens", "Throughput of a device", "tokens/s", None, speeds),
+        (
+            "mfu",
+            "Model FLOPs utilisation",
+            "% of peak FLOP/s",
+            None,
+            [_Measure(mfc, _percent(f"mfu/{mfc}"), optional=True) for mfc in _names(runs, r"mfu/(\w+)")],
+        ),
+        ("memory", "Peak memory of a model worker", "GiB", None, [_Measure("largest", _memory, optional=True)]),
         ("steps", "Train steps", "steps/s", None, [_Measure("", _steps_per_s)]),
     ]
 
@@ -338,6 +363,17 @@ def _curve(run: Run, measure: _Measure, role: int) -> Curve | None:
         return None
     x = tuple(number(record, "step") for record in records)
     return Curve(run.name, measure.name, role, x, y, points=measure.of_evaluations)
+
+
+def _names(runs: Sequence[Run], pattern: str) -> list[str]:
+    """The names in the keys of the runs' steps that match the pattern, in their first order."""
+    keys = dict.fromkeys(key for run in runs for record in run.steps for key in record)
+    return [match[1] for key in keys if (match := re.fullmatch(pattern, key))]
+
+
+def _memory(_: Run, record: Record) -> float:
+    peaks = [number(record, key) for key in record if key.startswith("memory/model_worker_")]
+    return max((peak / 2**30 for peak in peaks if math.isfinite(peak)), default=NAN)
 
 
 def _metric(key: str) -> Value:

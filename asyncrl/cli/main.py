@@ -26,6 +26,7 @@ from asyncrl.cli.commands import (
     ls,
     plot,
     prepare,
+    profile,
     resume,
     run,
     scale,
@@ -60,6 +61,7 @@ _COMMANDS = (
     audit,
     chaos,
     trace,
+    profile,
     debug,
     stop,
 )
@@ -89,13 +91,14 @@ for a closer look:
   asyncrl-launch inspect RUN                                        show a trajectory, token by token
   asyncrl-launch audit   RUN                                        check that every prompt was trained exactly once
   asyncrl-launch trace   RUN                                        make a timeline for ui.perfetto.dev
+  asyncrl-launch profile RUN                                        record the next train steps with torch's profiler
   asyncrl-launch debug   CONFIG_OF_PROCESS --pdb                    run one process by itself
 
 to test fault tolerance:
   asyncrl-launch chaos   CONFIG --seed 7                            kill and freeze its processes, then audit the result
 
 exit codes of all commands: 0 done; 1 failed, the cause is printed; 2 the config or the command line cannot
-work, the remedy is printed; 3 (status, scale) the run is not running; 128 + N stopped by signal N (130: Ctrl-C).
+work, the remedy is printed; 3 (status, scale, profile) the run is not running; 128 + N stopped by signal N (130: Ctrl-C).
 With --json every command prints JSON on stdout, errors as {"error": {"kind": ..., "message": ...}}.
 
 `asyncrl-launch COMMAND --help` explains each command."""

@@ -18,6 +18,7 @@ _SMOOTH_SHARE = 40  # the window of the running mean has 1/40 of the curve's poi
 _MARKERS_UP_TO = 25  # a curve with more points than this has no markers
 _NAMED_RUNS = 10  # the legend names at most this many runs; there are as many colours, and further runs reuse them
 
+_KEYS_IN_A_ROW = 4  # of a panel's legend
 _COLOURS = (
     "#0b6fb8",
     "#e07b00",
@@ -93,7 +94,8 @@ def _step_range(shown: Picture) -> tuple[float, float]:
 
 
 def _draw_panel(axes: Any, panel: Panel, runs: Sequence[str], steps: tuple[float, float]) -> None:
-    axes.set_title(panel.title, loc="left", fontweight="bold", fontsize=11, pad=24 if _keys(panel) else 8)
+    rows = math.ceil(len(_keys(panel)) / _KEYS_IN_A_ROW)
+    axes.set_title(panel.title, loc="left", fontweight="bold", fontsize=11, pad=12 + 12 * rows if rows else 8)
     axes.set_xlabel(panel.x)
     axes.set_ylabel(panel.unit)
     axes.grid(alpha=0.25, linewidth=0.6)
@@ -197,7 +199,7 @@ def _draw_keys(axes: Any, panel: Panel, num_runs: int) -> None:
             handles=handles,
             loc="lower left",
             bbox_to_anchor=(-0.01, 1.0),
-            ncols=len(handles),
+            ncols=min(len(handles), _KEYS_IN_A_ROW),
             frameon=False,
             fontsize=8,
             borderaxespad=0.1,

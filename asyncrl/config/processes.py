@@ -117,6 +117,7 @@ class MasterWorkerConfig:
     records: bool = False
     detached: list[list[int]] = field(default_factory=list)  # workers of detached groups (WorkerGroups.detached)
     shared_workers: list[int] = field(default_factory=list)  # workers that share devices with generation servers
+    devices_per_server: int = 1  # devices of a generation server
     leave_after: int = 0  # step after which the next phase of a hybrid allocation goes on; 0: none follows
 
 

@@ -378,6 +378,7 @@ class TrainConfig:
     save_every_epochs: int = limited(0, at_least=0)  # the same by epochs
     save_every_s: float = limited(0.0, at_least=0)  # the same by seconds
     torch_threads: int = limited(1, at_most=1_024)  # per process; 0: torch's default
+    peak_flops: float = limited(0.0, at_least=0)  # peak FLOP/s of a training device, for MFU; 0: by the GPU's name
 
 
 @dataclass(frozen=True)

@@ -241,6 +241,7 @@ class _Run:
             detached=self.detached,
             shared_workers=list(self.allocation.shared_workers),
             leave_after=self.allocation.until,
+            devices_per_server=self.allocation.generation.tensor * self.allocation.generation.pipe,
         )
 
     def gserver_manager(self) -> GserverManagerConfig:

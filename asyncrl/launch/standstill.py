@@ -5,6 +5,7 @@ long so far.
       master/0: waits for 3 stragglers from rollout_worker/1 (45 of 3600 s)
       rollout_worker/1: waits for the next piece from generation_server/0 (44 of 600 s) x12
       generation_server/0: has sent no heartbeat for 43 s, is stopped (SIGSTOP, or a debugger), waits for nothing
+      model_worker/1: has not entered collective 58 of actor data group 0, in which model_worker/0 waits, ...
 
 The report appears once, again after twice the time, and so on, until a step ends. Watchdog decides when, and makes the text (pure).
 The launcher's StandstillReport prints it, and writes the stacks of the processes on its machine into their logs.
@@ -119,8 +120,35 @@ class Watchdog:
         if not self._after_s or now - self._since < self._due_s:
             return None
         self._due_s = 2 * (now - self._since)
-        lines = [f"  {status.worker}: {_facts(status, still_s, stopped)}" for status in sorted(statuses, key=_order)]
+        late = late_ranks(statuses)
+        lines = [
+            f"  {status.worker}: {_facts(status, still_s, stopped, late)}" for status in sorted(statuses, key=_order)
+        ]
         return "\n".join([f"no train step for {now - self._since:.0f} s", *lines])
+
+
+def late_ranks(statuses: Sequence[WorkerStatus]) -> dict[str, str]:
+    """Return the model workers that have not entered a collective in which others wait, each with a text about it.
+
+    A worker that is late in one group because it waits in another one is left out. If that leaves none, each waits for another, and
+    all are returned.
+    """
+    groups: dict[str, dict[str, int]] = {}
+    for status in statuses:
+        for group, number in status.collectives.items():
+            groups.setdefault(group, {})[status.worker] = number
+    late: dict[str, str] = {}
+    waiting: set[str] = set()
+    for group, entered in groups.items():
+        newest = max(entered.values())
+        there = [worker for worker, number in entered.items() if number == newest]
+        if len(there) == len(entered):
+            continue
+        waiting.update(there)
+        others = f" and {len(there) - 1} others wait" if len(there) > 1 else " waits"
+        for worker in entered.keys() - set(there):
+            late[worker] = f"has not entered collective {newest} of {group}, in which {there[0]}{others}"
+    return {worker: text for worker, text in late.items() if worker not in waiting} or late
 
 
 def wait_texts(waits: Sequence[Wait]) -> list[str]:
@@ -144,13 +172,17 @@ def _order(status: WorkerStatus) -> bool:
     return not status.worker.startswith("master/")
 
 
-def _facts(status: WorkerStatus, still_s: Mapping[str, float], stopped: Collection[str]) -> str:
+def _facts(
+    status: WorkerStatus, still_s: Mapping[str, float], stopped: Collection[str], late: Mapping[str, str]
+) -> str:
     facts = [f"state {status.state}"] if status.state != "running" else []
     quiet_s, is_stopped = still_s.get(status.worker, 0.0), status.worker in stopped
     if quiet_s > _STILL_S or is_stopped:
         facts.append(f"has sent no heartbeat for {quiet_s:.0f} s")
     if is_stopped:
         facts.append("is stopped (SIGSTOP, or a debugger)")
+    if status.worker in late:
+        facts.append(late[status.worker])
     waits = wait_texts(status.waits)
     facts += [f"waits for {text}" for text in waits[:_MAX_WAITS]] or ["waits for nothing"]
     if len(waits) > _MAX_WAITS:

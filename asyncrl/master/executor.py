@@ -119,6 +119,9 @@ class ParameterHooks:
 Part = Literal["whole", "open", "last"]  # as in ExecuteMFC
 
 MOVED_BYTES = "redistribution/bytes"  # statistic of a step: bytes that model workers have sent to each other
+TRANSFER_S = (
+    "time/transfer_s"  # statistic of a step: seconds of the moves in the trainer group, at the slowest worker of each
+)
 NUM_PARTS = "streaming/parts"  # statistic of a step: parts of its batch, if there were several
 BALANCE_TOLERANCE = 0.1  # a data rank with more tokens than (1 + this) times the ranks' mean gives groups away
 
@@ -129,14 +132,17 @@ class StepResult:
 
     stats: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    peak_s: dict[str, float] = field(default_factory=dict)  # the seconds that an MFC's model FLOPs take at peak FLOP/s
 
     def add(self, later: StepResult) -> None:
         """Add the result of the next part of the batch: seconds and bytes add up, other statistics come with the last part."""
-        moved = self.stats.get(MOVED_BYTES, 0.0) + later.stats.get(MOVED_BYTES, 0.0)
-        self.stats = {**self.stats, **later.stats, MOVED_BYTES: moved}
-        self.seconds = {
-            mfc: self.seconds.get(mfc, 0.0) + later.seconds.get(mfc, 0.0) for mfc in {**self.seconds, **later.seconds}
-        }
+        moves = {name: self.stats.get(name, 0.0) + later.stats.get(name, 0.0) for name in (MOVED_BYTES, TRANSFER_S)}
+        self.stats = {**self.stats, **later.stats, **moves}
+        self.seconds, self.peak_s = _added(self.seconds, later.seconds), _added(self.peak_s, later.peak_s)
+
+
+def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    return {name: one.get(name, 0.0) + other.get(name, 0.0) for name in {**one, **other}}
 
 
 class _Step:
@@ -261,7 +267,9 @@ class _Step:
 
     async def _count(self, replies: asyncio.Task[list[CallResult]] | None) -> None:
         if replies is not None:
-            self.count_bytes(sum(reply.num_bytes for reply in await replies))
+            done, stats = await replies, self.result.stats
+            self.count_bytes(sum(reply.num_bytes for reply in done))
+            stats[TRANSFER_S] = stats.get(TRANSFER_S, 0.0) + max(reply.seconds for reply in done)
 
     def count_bytes(self, num_bytes: float) -> None:
         """Add to the number of bytes that model workers have sent to each other."""
@@ -343,6 +351,12 @@ class ModelFunctionCall:
         requested."""
         step.result.stats.update(self._record(step.tracker, body, replies))
         step.result.seconds[self.mfc.name] = max(reply.seconds for reply in replies)
+        peak_flops = sum(reply.peak_flops for reply in replies)
+        if peak_flops and self.mfc.kind == "train_step":
+            step.result.peak_s[self.mfc.name] = sum(reply.flops for reply in replies) / peak_flops
+        for worker, reply in zip(self._placement.workers, replies, strict=True):
+            if reply.memory_bytes:  # a peak: a later reply never has less
+                step.result.stats[f"memory/model_worker_{worker}_bytes"] = float(reply.memory_bytes)
 
     def _record(self, tracker: StorageTracker, body: ExecuteMFC, replies: Sequence[CallResult]) -> dict[str, float]:
         """Record the produced keys and their workers. Returns the statistics. Raises RuntimeError as _take_note does."""

@@ -74,6 +74,7 @@ class WeightPublisher:
         self._run_dir = Path(config.worker.run_dir)
         self._rewrite_pause_s = rewrite_pause_s
         self._publishing: asyncio.Task[None] | None = None
+        self.seconds = 0.0  # from the export of the newest complete version to its last file
         self._rewritten = _Rewritten(WeightVersion(0, 0), 0, 0.0)
 
     def start(self) -> None:
@@ -91,7 +92,7 @@ class WeightPublisher:
         """Export the newest version, then publish it. With weights.transport=broadcast an earlier entry in name resolve announces
         the weights in memory."""
         version, names = self._books.version, self._directory.names
-        held = None
+        began, held = self._clock.monotonic(), None
         if self._books.trains and self._config.weights.transport == "broadcast":
             hold = HoldWeights(role=ACTOR, weight_version=str(version))
             held = self._workers.start(ACTOR, f"weights {version} to be in memory", hold)
@@ -103,6 +104,7 @@ class WeightPublisher:
             await self._directory.publish(names.weights_held(ACTOR), str(version))
         with self._trace.overlapping(f"publish {version}", kind="weights"):
             await self._workers.commit(write, await written)
+        self.seconds = self._clock.monotonic() - began
         await self._baseline_first(version)
         await self._directory.publish(names.model_version(ACTOR), str(version))
         served = [WeightVersion.parse(server.version) for server in self._reports.servers if server.version]

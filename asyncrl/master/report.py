@@ -104,6 +104,35 @@ def step_metrics(
     return metrics | (_task_metrics(metas, tasks) if len(tasks) > 1 else {})
 
 
+def throughput_metrics(
+    *,
+    num_tokens: int,
+    num_generated: int,
+    step_s: float,
+    seconds: Mapping[str, float],
+    peak_s: Mapping[str, float],
+    train_mfc: str,
+    training_devices: int,
+    generation_devices: int,
+) -> dict[str, float]:
+    """Return tokens per second, in all and for each device, and the MFU of each train step MFC.
+
+    num_tokens: of the batch, prompts included; they count once, however often the step passes over them. num_generated: tokens of
+    the responses that arrived since the previous step. seconds: of each MFC, at its slowest worker. peak_s: see StepResult; empty
+    on CPUs, which have no MFU. training_devices: those of train_mfc, the actor's. generation_devices: 0 if nothing generates.
+    """
+    metrics = {f"mfu/{mfc}": peak_s[mfc] / max(seconds[mfc], 1e-9) for mfc in peak_s}
+    rates = {}
+    if seconds.get(train_mfc):
+        rates["train"] = (num_tokens / seconds[train_mfc], training_devices)
+    if generation_devices:
+        rates["generated"] = (num_generated / max(step_s, 1e-9), generation_devices)
+    for kind, (rate, devices) in rates.items():
+        metrics[f"throughput/{kind}_tokens_per_s"] = rate
+        metrics[f"throughput/{kind}_tokens_per_s_per_device"] = rate / devices
+    return metrics
+
+
 def _task_metrics(metas: Sequence[TrajectoryMeta], tasks: Sequence[str]) -> dict[str, float]:
     """Return count and mean reward of each task. A task without a response in the batch has a count of 0 and no mean."""
     metrics: dict[str, float] = {}

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from asyncrl.config.processes import MasterWorkerConfig
 from asyncrl.data.bad_batches import WEIGHTS, folder_of
+from asyncrl.dataflow.graph import TRAIN_MFC
 from asyncrl.master.books import Books, RejectedShareError
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.checkpointing import Checkpointer
@@ -17,8 +18,9 @@ from asyncrl.master.device_turns import Turns
 from asyncrl.master.evaluations import Evaluations
 from asyncrl.master.executor import StepResult
 from asyncrl.master.model_workers import ModelWorkers
+from asyncrl.master.profiling import Profiles
 from asyncrl.master.publishing import WeightPublisher
-from asyncrl.master.report import StepTimes, UpdateSeconds, step_metrics
+from asyncrl.master.report import StepTimes, UpdateSeconds, step_metrics, throughput_metrics
 from asyncrl.master.rollouts import unless
 from asyncrl.master.skipped import SkippedSteps
 from asyncrl.protocol.messages import ServerView, TrajectoryMeta
@@ -77,6 +79,7 @@ class Trainer:
         tasks: BackgroundTasks,
         *,
         turns: Turns,
+        profiles: Profiles,
         leaving: asyncio.Event,
         logger: logging.Logger,
         trace: Tracer,
@@ -91,9 +94,11 @@ class Trainer:
             turns,
         )
         self._tasks, self._leaving, self._logger, self._trace, self._clock = tasks, leaving, logger, trace, clock
+        self._profiles = profiles
         self._run_dir = Path(config.worker.run_dir)
         self._skipped = SkippedSteps(config.train, self._run_dir, books.attempt, logger, clock)
         self._update_seconds = UpdateSeconds()
+        self._num_generated = books.summary.num_finished_tokens  # until the end of the previous step
 
     async def begin(self, state: MasterState | None) -> None:
         """Wait until the models are loaded, load the checkpoint that `state` belongs to (None: the run begins anew), and publish
@@ -135,6 +140,7 @@ class Trainer:
         or if no batch is left. If the launcher stops the run while the batch is formed, returns False without a step."""
         books, clock = self._books, self._clock
         self._skipped.check()
+        await self._profiles.before_step(books.step + 1)
         start = clock.monotonic()
         with self._trace.span("form batch", track="steps", step=books.step + 1):
             batch = await self._source.form_batch()
@@ -169,7 +175,11 @@ class Trainer:
         times = StepTimes(formed - start, trained - formed, clock.monotonic() - trained)
         metrics = {**step_metrics(metas, version, times, self._config.tasks), **result.stats}
         metrics["time/servers_updating_s"] = self._update_seconds.since_last(self._source.servers)
+        if self._publisher is not None:
+            metrics["time/publish_s"] = self._publisher.seconds
+        metrics |= self._throughput(metas, result, times.total_s)
         books.write_step(metas, metrics, {**result.seconds, **self._source.seconds}, (train_start, train_end))
+        await self._profiles.after_step(books.step)
         last = books.is_over()
         self._run_schedules(last)
         if self._turns.is_shared and not (last or self._leaves()):
@@ -178,6 +188,26 @@ class Trainer:
                 await self._publisher.finished()
             await self._turns.generation()
         return last
+
+    def _throughput(self, metas: Sequence[TrajectoryMeta], result: StepResult, step_s: float) -> dict[str, float]:
+        config, models = self._config, self._workers.models
+        on = {mfc.name: models[mfc.model].grid.size for mfc in config.mfcs if mfc.model in models}
+        before, self._num_generated = self._num_generated, self._books.summary.num_finished_tokens
+        if config.mode == "sync":
+            generation_devices = sum(on[mfc.name] for mfc in config.mfcs if mfc.kind == "generate")
+        else:  # train_only has no servers
+            servers = [server for server in self._source.servers if server.state != "dead"]
+            generation_devices = len(servers) * config.devices_per_server
+        return throughput_metrics(
+            num_tokens=sum(sum(meta.seqlens) for meta in metas),
+            num_generated=self._num_generated - before,
+            step_s=step_s,
+            seconds=result.seconds if self._books.trains else {},
+            peak_s=result.peak_s,
+            train_mfc=TRAIN_MFC,
+            training_devices=on.get(TRAIN_MFC, 1),
+            generation_devices=generation_devices,
+        )
 
     async def finish(self) -> None:
         """End the run after the last step: publish the last weights, save the models, write a checkpoint, evaluate."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 from asyncrl.config.processes import MasterWorkerConfig
 from asyncrl.dataflow.topology import build_handler_routing
@@ -24,6 +25,7 @@ from asyncrl.master.device_turns import DeviceTurns, Turns
 from asyncrl.master.evaluations import Evaluations, ServerEvaluator
 from asyncrl.master.files import MasterFiles
 from asyncrl.master.model_workers import ModelWorkers, placements_of
+from asyncrl.master.profiling import Profiles
 from asyncrl.master.publishing import WeightPublisher
 from asyncrl.master.rollouts import ManagerReports, Rollouts, accept_trajectories
 from asyncrl.master.sync import Generation
@@ -87,6 +89,8 @@ class MasterWorker(Worker):
             trace=self.trace,
             clock=clock,
         )
+        trainer_group = workers.worker_groups.trainer
+        profiles = Profiles(directory, caller, trainer_group, Path(info.run_dir), info.attempt)
         trainer = Trainer(
             config,
             books,
@@ -98,11 +102,14 @@ class MasterWorker(Worker):
             checkpointer,
             self.tasks,
             turns=turns,
+            profiles=profiles,
             leaving=leaving,
             logger=self.logger,
             trace=self.trace,
             clock=clock,
         )
+        if config.mode != "rollout_only":
+            self.tasks.spawn(profiles.watch(), "watch for profile requests")
         self.tasks.spawn(self._hear_of_the_end(directory, leaving), "watch for the stop request")
         await directory.publish(self.names.experiment_status(), "RUNNING")
         self.began()

@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
+import msgspec
+import torch
+
 from asyncrl.config.processes import ModelWorkerConfig
 from asyncrl.config.schema import EMA, REF
 from asyncrl.data.sequence import SequenceSample
@@ -23,14 +26,17 @@ from asyncrl.model.fetching import DataFetcher, FetchError
 from asyncrl.model.group_maker import GroupMaker
 from asyncrl.model.interfaces import Interface, Stats
 from asyncrl.model.process_group import ProcessGroup
+from asyncrl.model.profiling import Profiler
 from asyncrl.model.reallocate import reallocate
 from asyncrl.model.store import DataStore
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver
 from asyncrl.protocol.messages import (
+    BeginProfile,
     CallResult,
     ClearData,
     CommitCheckpoint,
     CommitWeights,
+    EndProfile,
     ExecuteMFC,
     FetchData,
     HoldWeights,
@@ -52,6 +58,7 @@ from asyncrl.protocol.names import ACTOR
 from asyncrl.protocol.run_folder import path_of
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.clock import Clock
+from asyncrl.runtime.devices import peak_flops, peak_memory_bytes
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
 from asyncrl.runtime.trace import Tracer
 
@@ -96,6 +103,7 @@ class Calls:
         self._heads = next(iter(self._placements.values())).heads  # heads receive trajectories
         self._mfcs = {mfc.name: MFCDef.of(mfc) for mfc in config.mfcs if mfc.model in engines}
         self._interfaces = interfaces
+        self._profiler = Profiler(self._info)
         self._metas: dict[str, TrajectoryMeta] = (
             receiver.metas if receiver is not None else {}
         )  # by ticket: metadata of the groups in the store
@@ -117,7 +125,7 @@ class Calls:
         """Execute one call. It is answered before this returns, or by the exporter once its files are on disk."""
         body, exporter = call.body, self._exporter
         if isinstance(body, ExecuteMFC):
-            call.reply(await self._compute(partial(self._run_mfc_traced, body), f"MFC {body.mfc}"))
+            call.reply(await self._compute(partial(self._run_mfc_measured, body), f"MFC {body.mfc}"))
         elif isinstance(body, (WriteWeights, SaveModel)):
             await exporter.write(call, body, self._engine(body.role))
         elif isinstance(body, CommitWeights):
@@ -144,7 +152,8 @@ class Calls:
                 self._logger.warning("%s", error)
             self._board.set_queue("store", len(self.store))
         elif isinstance(body, Redistribute):
-            num_bytes = await self._compute(partial(self._redistribute, body), "the redistribution of data")
+            move = partial(self._redistribute, body)
+            num_bytes = await self._compute(move, "the redistribution of data", detail=self._data.receiving)
             self._board.set_queue("store", len(self.store))
         elif isinstance(body, Reallocate):
             num_bytes = await self._compute(partial(self._reallocate, body), f"weights of {body.target}")
@@ -163,6 +172,11 @@ class Calls:
             self._forget(body.ids)
         elif isinstance(body, ReleaseDevices):
             await self._compute(self._release_devices, "the models to leave the device")
+        elif isinstance(body, BeginProfile):
+            await self._compute(self._profiler.begin, "the profiler to begin")
+        elif isinstance(body, EndProfile):
+            folder = self._folder(body.folder) if body.folder else None
+            num_bytes = await self._compute(partial(self._profiler.end, folder), "the profile to be written")
         elif isinstance(body, Ping):
             await self._compute(lambda: None, "ping")
         else:
@@ -173,9 +187,18 @@ class Calls:
         for engine in self.engines.values():
             engine.offload(folder=Path(self._info.run_dir))
 
-    def _run_mfc_traced(self, body: ExecuteMFC) -> CallResult:
+    def _run_mfc_measured(self, body: ExecuteMFC) -> CallResult:
+        before = self._trained_flops()
         with self._trace.span(body.mfc, track="compute", version=body.version):
-            return self._run_mfc(body)
+            result = self._run_mfc(body)
+        flops, peak = self._trained_flops() - before, self._config.train.peak_flops
+        if not peak and torch.cuda.is_available():
+            peak = peak_flops(torch.cuda.get_device_name())
+        return msgspec.structs.replace(result, flops=flops, peak_flops=peak, memory_bytes=peak_memory_bytes())
+
+    def _trained_flops(self) -> int:
+        """FLOPs of training so far on the replicas of which this worker is the head."""
+        return sum(engine.trained_flops for engine in self.engines.values() if engine.is_head)
 
     def _run_mfc(self, body: ExecuteMFC) -> CallResult:
         """On the compute thread: run the MFC on this replica's part of the batch. The replica's head stores and reports results."""

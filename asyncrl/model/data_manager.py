@@ -52,6 +52,11 @@ class DataManager:
         self._posted: queue.SimpleQueue[_Posted | None] = queue.SimpleQueue()
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
+        self._receiving = ""
+
+    def receiving(self) -> str:
+        """The data that this worker waits for, and its source, as text; "" if it waits for none. Any thread may call it."""
+        return self._receiving
 
     def execute(self, steps: Sequence[RedistribStep]) -> int:
         """Execute this worker's part of the steps. Returns the number of bytes posted, headers included.
@@ -88,11 +93,13 @@ class DataManager:
 
     def _receive(self, transfer: Transfer) -> None:
         what = f"{len(transfer.ids)} groups' {', '.join(transfer.keys)} from model_worker/{transfer.source}"
+        self._receiving = f": {what}"
         sizes = torch.empty(1 + len(transfer.keys), dtype=torch.int64)
         self._wait_for(sizes, transfer.source, what)
         parts = [torch.empty(size, dtype=torch.uint8) for size in sizes.tolist()]
         for part in parts:
             self._wait_for(part, transfer.source, what)
+        self._receiving = ""
         header, *frames = (part.numpy() for part in parts)
         sample = decode_sample(header, frames, max_bytes=sys.maxsize)
         if sample.ids != transfer.ids or sample.keys != transfer.keys:

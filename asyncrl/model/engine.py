@@ -35,6 +35,7 @@ from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import ConfigError, OptimizerConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.model import sharding
+from asyncrl.model.flops import ModelFlops
 from asyncrl.model.interfaces import LossFn
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.offload import Offloaded
@@ -98,6 +99,7 @@ class TrainEngine:
             self.module = self._load_whole(model, config, weights_dtype)
         else:
             self.module = self._load_shard(model, config, weights_dtype, self._mesh)
+        self.trained_flops = 0  # model FLOPs of training so far, on this replica's part of the batches
         self.model: PreTrainedModel = self.module.model
         self.config.architectures = [type(self.model).__name__]  # this config is saved with exported models
         self._total_steps = train.total_steps
@@ -126,6 +128,7 @@ class TrainEngine:
     def _load_whole(self, model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype) -> Stage:
         whole = sharding.load_whole(model.path, model.kind, config, dtype)
         whole.to(self.device)  # type: ignore[arg-type]
+        self._flops = ModelFlops.of(config, sum(p.numel() for p in whole.parameters()))
         self._slots = sharding.slots(whole)
         stage = Stage(
             whole,
@@ -143,6 +146,7 @@ class TrainEngine:
         FSDP cuts the unit. A checkpoint that cannot be read in pieces is loaded whole first (sharding.open_weights)."""
         grid = mesh.placement.grid
         skeleton = sharding.Skeleton.of(config, model.kind, dtype)
+        self._flops = ModelFlops.of(config, sum(p.numel() for p in skeleton.model.parameters()))
         read = sharding.open_weights(model.path, skeleton, config, dtype)
         if model.kind == "lm":
             _check_nothing_follows_output_layer(skeleton.model, model.path)
@@ -319,6 +323,7 @@ class TrainEngine:
         if begins:
             self.optimizer.zero_grad()
         work = self._set_up(sample, min_count=self.num_stages, temperature=temperature)
+        self.trained_flops += self._flops.of_training(work.batch.lengths) if work.batch is not None else 0
         local: dict[str, Tensor] = {"loss": torch.zeros((), device=self.device)}
 
         def loss_of(outputs: Outputs, number: int) -> Tensor:

@@ -8,6 +8,7 @@ placement's workers are ranks.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +62,20 @@ class ModelMesh:
             tensor_group,
             model_group,
         )
+
+    def collectives(self) -> dict[str, int]:
+        """The number of collectives that this rank has entered in each of its groups, except pipe groups: those send and receive.
+        Any thread may call it."""
+        groups = {"data": self.data_group, "tensor": self.tensor_group, "model": self.model_group}
+        device = torch.device(self.device_mesh.device_type)
+        entered = {}
+        for dim, group in groups.items():
+            if group.size() > 1:
+                first = dist.get_process_group_ranks(group)[0]
+                with contextlib.suppress(RuntimeError):  # a backend that does not number its collectives
+                    number = group._get_backend(device)._get_sequence_number_for_group()
+                    entered[f"{self.placement.name} {dim} group {first}"] = number
+        return entered
 
     @property
     def is_first_stage(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import psutil
 import torch
@@ -71,6 +72,12 @@ class ProcessGroup:
         interface = interface_of(runtime.host)
         if interface:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if device.type == "cuda":
+            # NCCL's flight recorder keeps the newest collectives, and writes them beside the logs if one of them times out
+            trace = Path(self._info.run_dir, "logs", f"attempt_{self._info.attempt}", f"nccl_{self.members[0]}_rank_")
+            os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
+            os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+            os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(trace))
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo",
             store=self._store,

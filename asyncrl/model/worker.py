@@ -98,6 +98,12 @@ class ModelWorker(Worker):
         device = choose_device(index, tf32=bool(config.train.tf32))
         process_group = ProcessGroup(info, WorkerGroups.of_config(info.count, config.detached), limit_s=limit_s)
         meshes = await self._meet(process_group, directory, compute, device) if process_group.size > 1 else {}
+        self.board.collectives = lambda: {
+            group: number
+            for mesh in meshes.values()
+            if mesh is not None
+            for group, number in mesh.collectives().items()
+        }
         engines = {
             model.name: await self._load(model, compute, device, meshes.get(model.name))
             for model in config.models

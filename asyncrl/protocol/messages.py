@@ -473,6 +473,26 @@ class DesiredServers(Struct, frozen=True, kw_only=True):
 # ---------------------------------------------------------------------------- weights over the network (manager -> trainer)
 
 
+class ProfileRequest(Struct, frozen=True, kw_only=True):
+    """A request of `asyncrl-launch profile`, in name resolve. The master removes it when it is answered, the command when it
+    ends."""
+
+    id: str  # unique
+    steps: int  # number of train steps to record
+
+
+class ProfileAnswer(Struct, frozen=True, kw_only=True):
+    """The master's answer to a ProfileRequest, in name resolve: when the recording begins, and again when it is complete."""
+
+    id: str  # of the request
+    first_step: int
+    last_step: int
+    folder: str  # name of the folder in the run that has a file of each worker
+    num_workers: int
+    is_complete: bool = False
+    failed: list[str] = []  # workers without a file
+
+
 class BroadcastTarget(Struct, frozen=True, kw_only=True):
     """A paused server that waits for weights."""
 
@@ -715,6 +735,16 @@ class ReleaseDevices(Struct, frozen=True, kw_only=True, tag=True):
     """Move parameters, gradients and optimizer state off the device. The next call that needs a model moves it back."""
 
 
+class BeginProfile(Struct, frozen=True, kw_only=True, tag=True):
+    """Begin to record the work of the compute thread with torch's profiler."""
+
+
+class EndProfile(Struct, frozen=True, kw_only=True, tag=True):
+    """Stop recording. `folder` is the name of the folder of the run that gets the worker's file; "": the recording is discarded."""
+
+    folder: str = ""
+
+
 class Ping(Struct, frozen=True, kw_only=True, tag=True):
     """A no-op. The compute thread answers it in order with the other calls."""
 
@@ -736,6 +766,8 @@ CallBody = (
     | SaveBatch
     | ClearData
     | ReleaseDevices
+    | BeginProfile
+    | EndProfile
     | Ping
 )
 
@@ -752,12 +784,16 @@ class CallResult(Struct, frozen=True, kw_only=True):
     stats: dict[str, float] = {}
     seconds: float = 0.0
     files: list[WrittenFile] = []  # WriteWeights, SaveModel, SaveCheckpoint, ShareWeights
-    num_bytes: int = 0  # Redistribute, Reallocate: bytes sent by this worker; FetchData: bytes received
+    # Redistribute, Reallocate: bytes sent by this worker; FetchData: bytes received; EndProfile: bytes of its file
+    num_bytes: int = 0
     metas: list[
         TrajectoryMeta
     ] = []  # an MFC that generates groups: metadata of the groups that this worker stores (in an evaluation: none)
     rejected: list[RejectedPrompt] = []  # the prompts for which it generated no group
     unfetched: str = ""  # FetchData: the missing data and the reason; a retry is safe and changes nothing
+    flops: int = 0  # an MFC, from heads: model FLOPs of training on this replica's groups (model/flops.py)
+    peak_flops: float = 0.0  # an MFC: peak FLOP/s of this worker's device; 0: a CPU, or a GPU that is not in the table
+    memory_bytes: int = 0  # an MFC: the worker's peak memory so far (runtime/devices.py)
 
 
 # ------------------------------------------------------------------------------------------------------------ worker status
@@ -790,6 +826,10 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     fatal: bool = False  # the cause lies in the user's input (config, data) or the disk: it would recur after a restart
     restarts: int = 0  # how often the launcher has restarted this worker
     host: str = ""  # host of this worker, in a run with several hosts; the launcher fills it in
+    memory_bytes: int = 0  # peak memory so far (runtime/devices.py)
+    # A model worker: the number of collectives that it has entered in each of its groups of ranks. All ranks of a group call the
+    # same collectives, so one with a lower number has not entered the collective in which the others wait
+    collectives: dict[str, int] = {}
 
 
 # -------------------------------------------------------------------- launcher <-> host daemons, through name resolve

@@ -168,6 +168,14 @@ class Names:
         """The host on which `asyncrl-launch stop` asked the run to stop. Read by the launcher."""
         return f"{self.root}/stop_request"
 
+    def profile_request(self) -> str:
+        """A ProfileRequest (JSON). Written by `asyncrl-launch profile`, read by the master."""
+        return f"{self.root}/profile_request"
+
+    def profile_answer(self) -> str:
+        """The master's newest ProfileAnswer (JSON)."""
+        return f"{self.root}/profile_answer"
+
     def desired_on(self, host: str) -> str:
         """Subtree: one DesiredProcess (JSON) for each process that the launcher wants on a host. Read by its host daemon."""
         return f"{self.root}/desired/{_check(host, 'host')}"

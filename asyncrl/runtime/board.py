@@ -12,6 +12,7 @@ from typing import Literal, TypeVar
 
 from asyncrl.config.processes import WorkerInfo
 from asyncrl.protocol.messages import Wait, WorkerStatus
+from asyncrl.runtime.devices import peak_memory_bytes
 from asyncrl.runtime.trace import OFF, Tracer
 
 T = TypeVar("T")
@@ -44,6 +45,7 @@ class StatusBoard:
         self._queues: dict[str, int] = {}
         self.state: State = "starting"
         self.entered = asyncio.Event()  # set at each change of state
+        self.collectives: Callable[[], dict[str, int]] = dict  # of a model worker: as in WorkerStatus
         self.version = ""
         self.error = ""
         self.fatal = False
@@ -115,6 +117,8 @@ class StatusBoard:
             version=self.version,
             error=self.error,
             fatal=self.fatal,
+            memory_bytes=peak_memory_bytes(),
+            collectives=self.collectives(),
         )
 
 

@@ -1,10 +1,51 @@
-"""The GPUs and cores that this process may use, found without torch or a driver."""
+"""The GPUs and cores that this process may use, found without torch or a driver. Peak FLOP/s of GPUs, and peak memory."""
 
 from __future__ import annotations
 
 import os
 import re
+import resource
+import sys
 from pathlib import Path
+from typing import Any
+
+# Dense bfloat16 FLOP/s of NVIDIA GPUs, from their data sheets, by a part of the name that torch reports. The first match counts
+PEAK_FLOPS = {
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "H200 NVL": 835e12,
+    "H200": 989.4e12,
+    "GH200": 989.4e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989.4e12,
+    "H800": 989.4e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A40": 150e12,
+    "A10": 125e12,
+    "A10G": 70e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "RTX 4090": 165.2e12,
+}
+
+
+def peak_flops(name: str) -> float:
+    """The peak bfloat16 FLOP/s of the GPU with this name (torch.cuda.get_device_name); 0.0 if it is unknown."""
+    return next((flops for part, flops in PEAK_FLOPS.items() if re.search(rf"\b{re.escape(part)}\b", name)), 0.0)
+
+
+def peak_memory_bytes() -> int:
+    """The most memory that this process has used so far. On GPUs, if it has used one: the bytes of tensors there, without the
+    allocator's reserve. Otherwise: its resident memory."""
+    cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)  # a process that computes no tensors imports no torch
+    if getattr(cuda, "is_initialized", bool)():
+        return sum(cuda.max_memory_allocated(index) for index in range(cuda.device_count()))
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def visible_devices() -> list[str]:

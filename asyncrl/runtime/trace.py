@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import os
 import threading
 import time
@@ -77,7 +78,7 @@ class Tracer:
             logging.getLogger(__name__).warning("there is no timeline of this process: %s", error)
             self.enabled = False
             return
-        header = TraceHeader(process, self._pid, order, _boot(), time.time_ns() // 1000 - _now_us())
+        header = header_of_process(process, order)
         self._file.write(_encoder.encode(header).decode() + "\n")
 
     @contextlib.contextmanager
@@ -194,7 +195,17 @@ def trace_dir(run_dir: Path, attempt: int) -> Path:
 
 def trace_file(info: WorkerInfo) -> Path:
     """The timeline file of one process."""
-    return trace_dir(Path(info.run_dir), info.attempt) / f"{info.name.replace('/', '_')}.jsonl"
+    return trace_dir(Path(info.run_dir), info.attempt) / trace_name(info)
+
+
+def trace_name(info: WorkerInfo) -> str:
+    """The name of a process's file in the folder of a timeline or of a profile."""
+    return f"{info.name.replace('/', '_')}.jsonl"
+
+
+def header_of_process(name: str, order: int) -> TraceHeader:
+    """The header of a file that this process writes."""
+    return TraceHeader(name, os.getpid(), order, _boot(), time.time_ns() // 1000 - _now_us())
 
 
 def place_of(info: WorkerInfo) -> int:
@@ -202,17 +213,20 @@ def place_of(info: WorkerInfo) -> int:
     return _KINDS.index(info.kind) * 1000 + info.index if info.kind in _KINDS else len(_KINDS) * 1000
 
 
-def merge(folder: Path, out: Path) -> int:
+def merge(
+    folder: Path, out: Path, *, timeline: Path | None = None, span: tuple[float, float] = (-math.inf, math.inf)
+) -> int:
     """Merge the files of all processes into one timeline. Returns the number of events.
 
-    Skips broken lines, and files without a header.
+    timeline: a second folder, of whose events only those that begin within `span` are merged (microseconds, as `span_of` returns
+    them). Skips broken lines, and files without a header.
     """
     num_events = 0
     temporary = out.with_name(f".{out.name}")
     with temporary.open("w", encoding="utf-8") as target:
         target.write('{"displayTimeUnit": "ms", "traceEvents": [')
         reference: TraceHeader | None = None
-        for path in sorted(folder.glob("*.jsonl")):
+        for path in [*sorted(folder.glob("*.jsonl")), *(sorted(timeline.glob("*.jsonl")) if timeline else ())]:
             records = JsonLinesReader(path, broken=lambda _: None).new_records()
             header = _header_of(records)
             if header is None:
@@ -220,11 +234,26 @@ def merge(folder: Path, out: Path) -> int:
             reference = reference or header
             shift_us = 0 if header.boot == reference.boot else header.unix_us - reference.unix_us
             for event in itertools.chain(_about(header), _shifted(records, shift_us)):
+                if path.parent == timeline and event["ph"] != "M" and not span[0] <= event["ts"] <= span[1]:
+                    continue
                 target.write((",\n" if num_events else "\n") + _encoder.encode(event).decode())
                 num_events += 1
         target.write("\n]}\n")
     temporary.rename(out)
     return num_events
+
+
+def span_of(folder: Path) -> tuple[float, float]:
+    """The times of the first and last event in the files of a folder, on the clock of its first file, in microseconds."""
+    reference: TraceHeader | None = None
+    times: list[float] = []
+    for path in sorted(folder.glob("*.jsonl")):
+        records = JsonLinesReader(path, broken=lambda _: None).new_records()
+        if (header := _header_of(records)) is not None:
+            reference = reference or header
+            shift_us = 0 if header.boot == reference.boot else header.unix_us - reference.unix_us
+            times += [event["ts"] + shift_us for event in records if "ts" in event and event["ph"] != "M"]
+    return min(times, default=math.inf), max(times, default=-math.inf)
 
 
 def _about(header: TraceHeader) -> Iterator[dict[str, Any]]:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
+import os
+import re
+import signal
 import threading
 import time
 import uuid
@@ -32,21 +36,26 @@ from asyncrl.config.schema import (
 from asyncrl.data.model_limits import ModelLimits
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.graph import build_dataflow
+from asyncrl.launch.standstill import Watchdog, late_ranks
+from asyncrl.master.executor import StepResult
 from asyncrl.model import export
 from asyncrl.model.calls import Calls
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share
+from asyncrl.model.flops import ModelFlops
 from asyncrl.model.interfaces import make_interface
 from asyncrl.model.process_group import interface_of
 from asyncrl.model.store import DataStore
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver, trajectory_error
 from asyncrl.model.worker import ModelWorker
 from asyncrl.protocol.messages import (
+    BeginProfile,
     CallBody,
     CallResult,
     ClearData,
     CommitCheckpoint,
     CommitWeights,
+    EndProfile,
     ExecuteMFC,
     LoadCheckpoint,
     Locator,
@@ -517,16 +526,67 @@ def wait_until_stores_are_empty(side: TrainingSide) -> None:
         time.sleep(0.1)
 
 
+def statuses_of(side: TrainingSide) -> list[WorkerStatus]:
+    found = side.resolver.get_subtree(side.names.statuses())
+    return [msgspec.json.decode(value, type=WorkerStatus) for value in found.values()]
+
+
+async def assert_a_stopped_rank_is_named(side: TrainingSide, stepping: asyncio.Task[StepResult]) -> None:
+    """Stop worker 1 before it enters a collective of the step. The standstill report names it. Then the step goes on."""
+    pid = next(status.pid for status in statuses_of(side) if status.worker == "model_worker/1")
+    os.kill(pid, signal.SIGSTOP)  # the step's calls are not sent before this coroutine waits
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while not late_ranks(statuses := statuses_of(side)):
+            assert time.monotonic() < deadline, statuses
+            await asyncio.sleep(0.1)
+        told = Watchdog(1.0, now=0.0).turn(2.0, statuses, {}, {"model_worker/1"})
+        assert told is not None
+        (named,) = [line for line in told.splitlines() if "has not entered" in line]
+        assert re.match(
+            r"  model_worker/1: .*is stopped .*, has not entered collective \d+ of (actor|ref) data group 0, in which "
+            r"model_worker/0 waits, ",
+            named,
+        )
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    result = await stepping
+    assert result.stats["actor/optimizer_steps"] == 2
+
+
+def assert_profiles(folder: Path, began_us: float, ended_us: float, sizes: Sequence[int]) -> None:
+    """Both workers have recorded the operations of the step, on the monotonic clock."""
+    files = [folder / f"model_worker_{index}.jsonl" for index in (0, 1)]
+    assert [path.stat().st_size for path in files] == sizes
+    for index, path in enumerate(files):
+        header, *events = map(json.loads, path.read_text().splitlines())
+        assert header["process"] == f"model_worker/{index}"
+        assert {event["pid"] for event in events} == {header["pid"]}
+        backward = [event for event in events if "Backward" in event["name"] and event["ph"] == "X"]
+        assert len(backward) > 10
+        assert all(began_us <= event["ts"] <= event["ts"] + event["dur"] <= ended_us for event in backward)
+
+
 async def test_two_processes_train_as_one(tmp_path, model_path):
     """Batches that are uneven between heads, and one that leaves a head empty, give the update of one process."""
     heads = {"a": 0, "b": 1, "c": 0, "d": 0, "e": 1, "f": 0, "g": 0, "h": 0}
     batches = [["a", "b", "c", "d", "e"], ["f", "g", "h"]]
     models = [one_model(role, model_path, "d2p1m1", [0, 1]) for role in build_dataflow(TRAIN).roles]
-    async with training_side(models, placed_mfcs(), TRAIN, tmp_path / "run") as side:
+    train = replace(TRAIN, peak_flops=1e9)
+    async with training_side(models, placed_mfcs(), train, tmp_path / "run") as side:
         await push_all(side, heads)
-        for version, ids in enumerate(batches):
-            result = await side.step(ids, version)
-            assert result.stats["actor/optimizer_steps"] == 2
+        await assert_a_stopped_rank_is_named(side, asyncio.create_task(side.step(batches[0], 0)))
+        await side.caller.call("profiles", [0, 1], BeginProfile())
+        began_us = time.monotonic_ns() / 1000
+        result = await side.step(batches[1], 1)
+        ended_us = time.monotonic_ns() / 1000
+        assert result.stats["actor/optimizer_steps"] == 2
+        assert min(result.stats[f"memory/model_worker_{index}_bytes"] for index in (0, 1)) > 1e7
+        replies = await side.caller.call("profiles", [0, 1], EndProfile(folder="profile/p"))
+        assert_profiles(tmp_path / "run" / "profile" / "p", began_us, ended_us, [reply.num_bytes for reply in replies])
+        (discarded,) = await side.caller.call("profiles", [0], EndProfile(folder="profile/q"))  # nothing is recorded
+        assert discarded.num_bytes == 0
+        assert [path.name for path in (tmp_path / "run" / "profile").iterdir()] == ["p"]
         path = tmp_path / "run" / "weights" / "a0001-v00000002"
         write = WriteWeights(role="actor", weight_version=path.name, folder=f"weights/{path.name}")
         await write_and_commit(side, models[0], write)
@@ -535,6 +595,10 @@ async def test_two_processes_train_as_one(tmp_path, model_path):
         assert_close(weights_in(path), in_one_process(model_path, TRAIN, batches)["actor"])
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
         assert torch.equal(loaded.get_input_embeddings().weight, weights_in(path)["model.embed_tokens.weight"])
+        # Model FLOPs of the second batch: each replica's sequences once, with all parameters of the model
+        lengths = [length for ticket in batches[1] for length in trajectory(ticket)[0].seqlens]
+        flops = ModelFlops.of(loaded.config, loaded.num_parameters()).of_training(lengths)
+        assert result.peak_s == {"actor_train": pytest.approx(flops / (2 * train.peak_flops))}
 
         manifest = (path / MANIFEST).read_bytes()
         tensor_files(path)[0].write_bytes(b"torn")  # damaged on disk: the same version is written again from memory

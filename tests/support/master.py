@@ -28,6 +28,7 @@ from asyncrl.master.device_turns import Turns
 from asyncrl.master.evaluations import Evaluations, ServerEvaluator
 from asyncrl.master.files import MasterFiles
 from asyncrl.master.model_workers import ModelWorkers
+from asyncrl.master.profiling import Profiles
 from asyncrl.master.publishing import REWRITE_PAUSE_S, WeightPublisher
 from asyncrl.master.rollouts import ManagerReports, Rollouts
 from asyncrl.master.trainer import Trainer
@@ -254,6 +255,7 @@ class MasterParts:
             checkpointer,
             self.tasks,
             turns=turns,
+            profiles=Profiles(directory, caller, [0], Path(config.worker.run_dir), config.worker.attempt),
             leaving=self.leaving,
             logger=logger,
             trace=OFF,

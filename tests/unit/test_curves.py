@@ -26,7 +26,14 @@ def step(number, **fields):
         "time/train_s": 0.5,
         "time/wait_data_s": 0.4,
         "time/wait_weights_s": 0.1,
+        "time/actor_train_s": 0.3,
+        "time/publish_s": 0.2,
         "throughput/tokens_per_s": 1000.0,
+        "throughput/train_tokens_per_s_per_device": 600.0,
+        "throughput/generated_tokens_per_s_per_device": 400.0,
+        "mfu/actor_train": 0.25,
+        "memory/model_worker_0_bytes": 2.0**30,
+        "memory/model_worker_1_bytes": 2.0**31,
         "actor/entropy": 1.25,
         "actor/approx_kl": 0.01,
         "actor/behav_approx_kl": 0.02,
@@ -76,7 +83,11 @@ def test_the_panels_of_a_run(tmp_path):
         "grad_norm",
         "clip_share",
         "time_shares",
+        "time_parts",
         "tokens",
+        "device_tokens",
+        "mfu",
+        "memory",
         "steps",
     ]
     assert shown.missing == ()
@@ -107,7 +118,17 @@ def test_the_panels_of_a_run(tmp_path):
         ("t0", "clipped"): [(1, 12.5), (2, 12.5)],
         ("t0", "behaviour weight out of bounds"): [(1, 0.0), (2, 0.0)],
     }
+    assert curves_of(shown, "time_parts") == {
+        ("t0", "actor_train"): [(1, 30.0), (2, 30.0)],
+        ("t0", "publish"): [(1, 20.0), (2, 20.0)],
+    }
     assert curves_of(shown, "tokens") == {("t0", ""): [(1, 1000.0), (2, 1000.0)]}
+    assert curves_of(shown, "device_tokens") == {
+        ("t0", "training"): [(1, 600.0), (2, 600.0)],
+        ("t0", "generation"): [(1, 400.0), (2, 400.0)],
+    }
+    assert curves_of(shown, "mfu") == {("t0", "actor_train"): [(1, 25.0), (2, 25.0)]}
+    assert curves_of(shown, "memory") == {("t0", "largest"): [(1, 2.0), (2, 2.0)]}
     assert curves_of(shown, "steps") == {("t0", ""): [(1, 1.0), (2, 1.0)]}
 
 
@@ -203,10 +224,10 @@ def test_broken_lines_are_skipped_and_invalid_numbers_become_nan(tmp_path):
 
 
 def test_a_missing_metric_leaves_its_panel_out_and_is_reported(tmp_path):
-    missing = ("length/", "time/", "actor/", "offpolicy/head_max", "batch/")
+    missing = ("length/", "time/", "actor/", "offpolicy/head_max", "batch/", "mfu/", "memory/", "throughput/train")
     record = {key: value for key, value in step(1).items() if not key.startswith(missing)}
     shown = picture(read_runs([write_run(tmp_path / "t0", [record])]))
-    assert [panel.name for panel in shown.panels] == ["reward", "off_policyness", "tokens"]
+    assert [panel.name for panel in shown.panels] == ["reward", "off_policyness", "tokens", "device_tokens"]
     assert list(shown.missing) == [
         "Off-policyness of first tokens, oldest of the batch: no step has it",
         "Responses of several versions: no step or evaluation has it",
@@ -235,7 +256,7 @@ def test_an_evaluation_alone_is_shown(tmp_path):
 
 def test_panels_with_negative_rewards_do_not_begin_at_zero(tmp_path):
     shown = picture(read_runs([write_run(tmp_path / "t0", [step(1, **{"reward/mean": -0.5})])]))
-    assert [panel.bottom for panel in shown.panels] == [None] + [0.0] * 10
+    assert [panel.bottom for panel in shown.panels] == [None] + [0.0] * 14
 
 
 AGES = {

@@ -122,10 +122,12 @@ class World:
         assert self.held[me].issuperset((group, key) for group in part for key in function.input_keys)
         for gate in self.gates[body.mfc]:
             await gate.wait()
+        device = {"peak_flops": 100.0, "memory_bytes": 1000 + me}
         if me not in where.heads:
-            return CallResult(seconds=1.0)
+            return CallResult(seconds=1.0, **device)
         self.held[me].update((group, key) for group in part for key in function.output_keys)
-        return CallResult(ids=part, keys=list(function.output_keys), stats={f"{body.mfc}/x": 1.0}, seconds=0.5)
+        made = {"ids": part, "keys": list(function.output_keys), "stats": {f"{body.mfc}/x": 1.0}}
+        return CallResult(**made, seconds=0.5, flops=50, **device)
 
     async def until(self, happened):
         async with self.ran:
@@ -221,6 +223,10 @@ async def test_mfcs_of_disjoint_meshes_run_at_the_same_time():
             "critic_train": 1.0
         }
         assert "actor_train/x" in result.stats
+        # model FLOPs of all heads, over the peak of all workers of the model
+        assert result.peak_s == {"actor_train": 0.5, "critic_train": 0.25}
+        assert {result.stats[f"memory/model_worker_{i}_bytes"] - 1000 for i in range(5)} == set(range(5))
+        assert result.stats["time/transfer_s"] == 0.0
         assert world.held == [set()] * 5  # no worker holds data any more
         assert (len(master.tracker), len(master.buffer)) == (0, 0)
 

@@ -69,6 +69,10 @@ def call(clone, tmp_path):
     return call_script
 
 
+def test_the_first_day_sets_up_and_passes_its_arguments_on(call, clone, tmp_path):
+    assert call("first_day_gpu.sh", "--quick", cwd=tmp_path)[-1] == f"{tmp_path}: {clone}/launcher/first_day.py --quick"
+
+
 def test_only_the_first_call_installs(call, clone):
     first = call("run_async_ppo.sh")
     assert any(f"-m venv --clear {clone}/.venv" in line for line in first)

@@ -1,6 +1,6 @@
 """The standstill report, made when no train step ends: the waits of each process, with their sources and durations."""
 
-from asyncrl.launch.standstill import Watchdog, wait_texts
+from asyncrl.launch.standstill import Watchdog, late_ranks, wait_texts
 from asyncrl.protocol.messages import Wait, WorkerStatus
 
 
@@ -60,3 +60,38 @@ def test_the_report_is_repeated_at_growing_intervals_until_a_step_ends():
     assert watchdog.turn(3240.0, statuses, {}, set()) == "no train step for 240 s\n  master/0: waits for nothing"
     never = Watchdog(0.0, now=0.0)
     assert never.turn(1e9, statuses, {}, set()) is None
+
+
+def rank(index, **collectives):
+    """A model worker's status. collectives: by group, with _ for spaces."""
+    entered = {group.replace("_", " "): number for group, number in collectives.items()}
+    return WorkerStatus(
+        worker=f"model_worker/{index}", pid=1, attempt=1, state="running", time=0.0, progress=1, collectives=entered
+    )
+
+
+def test_the_report_names_the_rank_that_has_not_entered_a_collective():
+    statuses = [rank(0, actor_data_group_0=8), rank(1, actor_data_group_0=7), rank(2, actor_data_group_0=8)]
+    told = Watchdog(1.0, now=0.0).turn(2.0, statuses, {}, set())
+    assert told is not None
+    assert told.splitlines()[1:] == [
+        "  model_worker/0: waits for nothing",
+        "  model_worker/1: has not entered collective 8 of actor data group 0, in which model_worker/0 and 1 others wait, "
+        "waits for nothing",
+        "  model_worker/2: waits for nothing",
+    ]
+    assert late_ranks([rank(0, actor_data_group_0=8), rank(1, actor_data_group_0=8), status("master/0")]) == {}
+
+
+def test_a_rank_that_is_late_because_it_waits_for_another_is_not_named():
+    """Ranks 0 and 1, and 2 and 3, are tensor groups. Rank 3 hangs; rank 2 waits for it, and rank 0 waits for rank 2."""
+    statuses = [
+        rank(0, actor_tensor_group_0=5, actor_data_group_0=3),
+        rank(1, actor_tensor_group_0=5, actor_data_group_1=3),
+        rank(2, actor_tensor_group_2=5, actor_data_group_0=2),
+        rank(3, actor_tensor_group_2=4, actor_data_group_1=2),
+    ]
+    assert late_ranks(statuses).keys() == {"model_worker/3"}
+    # Each waits for the other: both are named
+    crossed = [rank(0, one=2, other=1), rank(1, one=1, other=2)]
+    assert late_ranks(crossed).keys() == {"model_worker/0", "model_worker/1"}

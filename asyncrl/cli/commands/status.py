@@ -171,7 +171,7 @@ def _view(run_dir: Path, record: RunRecord, seen: _Seen) -> Group:
     if seen.desired not in (None, num_running):
         title += f"; {seen.desired} generation servers desired, {num_running} running"
     table = Table(title=title, title_justify="left")
-    for column in ("worker", "state", "heartbeat", "version", "waits for", "queues"):
+    for column in ("worker", "state", "heartbeat", "version", "peak memory", "waits for", "queues"):
         table.add_column(column)
     for entry in seen.statuses:
         table.add_row(*map(escape, _status_row(entry, seen.at)))
@@ -186,6 +186,7 @@ def _status_row(status: WorkerStatus, now: float) -> tuple[str, ...]:
         status.state + (f", restart {status.restarts}" if status.restarts else ""),
         f"{max(0.0, now - status.time):.1f} s ago",
         status.version,
+        f"{status.memory_bytes / 2**30:.1f} GiB",
         "\n".join(wait_texts(status.waits)),
         queues,
     )

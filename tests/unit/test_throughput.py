@@ -1,0 +1,85 @@
+"""Model FLOPs, MFU and tokens per second of a train step."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import Qwen2Config
+
+from asyncrl.master.executor import StepResult
+from asyncrl.master.report import throughput_metrics
+from asyncrl.model.flops import ModelFlops
+from asyncrl.runtime.devices import peak_flops, peak_memory_bytes
+
+
+def test_model_flops_of_a_published_figure() -> None:
+    """Qwen3-0.6B needs about 9.2e9 FLOPs a token at 16,384 tokens, and 26.1e9 at 65,536, as published MFU figures imply."""
+    config = Qwen2Config(num_hidden_layers=28, num_attention_heads=16, head_dim=128, hidden_size=1024)
+    flops = ModelFlops.of(config, 596_000_000)
+    assert flops.of_training([16_384]) / 16_384 == pytest.approx(9.2e9, rel=0.02)
+    assert flops.of_training([65_536]) / 65_536 == pytest.approx(26.1e9, rel=0.02)
+    # Attention counts the real lengths: two halves need less than the whole
+    assert flops.of_training([8_192, 8_192]) < flops.of_training([16_384])
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H20", 148),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA L40S", 362),
+        ("Tesla V100-SXM2-16GB", 0),
+    ],
+)
+def test_peak_flops_by_the_name_of_the_gpu(name: str, teraflops: float) -> None:
+    assert peak_flops(name) == teraflops * 1e12
+
+
+def test_tokens_per_second_and_mfu_of_a_step() -> None:
+    metrics = throughput_metrics(
+        num_tokens=1000,
+        num_generated=600,
+        step_s=3.0,
+        seconds={"actor_train": 2.0, "critic_train": 1.0},
+        peak_s={"actor_train": 0.5},
+        train_mfc="actor_train",
+        training_devices=4,
+        generation_devices=2,
+    )
+    assert metrics == {
+        "mfu/actor_train": 0.25,
+        "throughput/train_tokens_per_s": 500.0,
+        "throughput/train_tokens_per_s_per_device": 125.0,
+        "throughput/generated_tokens_per_s": 200.0,
+        "throughput/generated_tokens_per_s_per_device": 100.0,
+    }
+
+
+def test_a_cpu_has_no_mfu_and_a_run_without_servers_no_generation() -> None:
+    metrics = throughput_metrics(
+        num_tokens=1000,
+        num_generated=600,
+        step_s=3.0,
+        seconds={"actor_train": 2.0},
+        peak_s={},
+        train_mfc="actor_train",
+        training_devices=1,
+        generation_devices=0,
+    )
+    assert metrics == {"throughput/train_tokens_per_s": 500.0, "throughput/train_tokens_per_s_per_device": 500.0}
+
+
+def test_the_flops_of_all_parts_of_a_batch_count() -> None:
+    whole = StepResult(seconds={"actor_train": 2.0}, peak_s={"actor_train": 0.5})
+    whole.add(StepResult(seconds={"actor_train": 1.0, "ref_inf": 1.0}, peak_s={"actor_train": 0.25}))
+    assert whole.peak_s == {"actor_train": 0.75}
+    assert whole.seconds == {"actor_train": 3.0, "ref_inf": 1.0}
+
+
+def test_a_process_without_a_gpu_reports_its_resident_memory() -> None:
+    held = bytearray(b"x" * 64_000_000)
+    assert peak_memory_bytes() > len(held)
