@@ -21,6 +21,7 @@ from asyncrl.cli.commands.common import (
 )
 from asyncrl.cli.doctor import Finding, examine, package_versions
 from asyncrl.cli.hub import with_local_models
+from asyncrl.cli.planning import judge_memory_of_gpus
 from asyncrl.cli.task_trial import try_tasks
 from asyncrl.launch.checks.preflight import preflight
 from asyncrl.launch.experiment import load_experiment
@@ -67,7 +68,8 @@ def check(arguments: argparse.Namespace, console: Console) -> int:
     config = with_local_models(load_experiment(arguments.config, arguments.overrides), download=False)
     num_prompts = preflight(config)
     specs = plan(config, attempt=1, num_prompts=num_prompts, devices=visible_devices())
-    machine, tasks = examine(config, specs), try_tasks(config)
+    machine = [*examine(config, specs), *judge_memory_of_gpus(config, visible_devices())]
+    tasks = try_tasks(config)
     findings = [*machine, *tasks]
     if arguments.json:
         print_json(
