@@ -82,7 +82,10 @@ def judge_plan(plan: RunPlan, *, enforced: bool) -> Finding:
 
 def refuse_too_large(config: ExperimentConfig, say: Callable[[str], None]) -> None:
     """Plan the run if this machine has GPUs. Prints a warning, or raises ConfigError if a process does not fit its GPU."""
-    for finding in judge_memory_of_gpus(config, visible_devices()):
+    devices = visible_devices()
+    if devices:
+        say("computing the memory that each process needs, for up to minutes if the model is large")
+    for finding in judge_memory_of_gpus(config, devices):
         text = f"{finding.value}; {finding.remedy}"
         if finding.state == "fail":
             raise ConfigError(f"allocation={config.allocation}: {text}")

@@ -1,7 +1,7 @@
 """Lower bounds of the time of a train step, from FLOPs and bytes (pure).
 
 A step takes at least as long as its slowest rank computes, at the GPU's peak, or receives, at the peak of its links. Kernels,
-launches, waits for other ranks and for data are not counted. All sequences have the configured lengths.
+launches, waits for other ranks and for data are not counted. batches.py has the lengths of the sequences.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import msgspec
 
 from asyncrl.config.schema import ExperimentConfig
+from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.dataflow.topology import ParallelGrid
+from asyncrl.plan.batches import PROMPT_TOKENS, load_of
 from asyncrl.plan.devices import GPUS_PER_HOST, Device
-from asyncrl.plan.generation import ServerPlan, request_tokens
+from asyncrl.plan.generation import ServerPlan
 from asyncrl.plan.result import Collective, ModelStep, RankPlan
 from asyncrl.plan.shapes import ModelShape
 
@@ -51,9 +53,14 @@ def time_bound(
     in_turns: bool,
 ) -> TimeBound:
     """Bound a step. placed: by the model's name. shape: of the served model. in_turns: generation waits for training."""
+    mfcs = build_dataflow(config.train, config.mode).mfcs
     of_ranks = []
     for rank in ranks:
-        times = [step_times(config, step, placed[step.model], shape, device) for step in rank.steps]
+        times = []
+        for step in rank.steps:
+            grid = placed[step.model].grid
+            load = load_of(config, mfcs[step.mfc], data_size=grid.data, num_stages=grid.pipe)
+            times.append(step_times(step, placed[step.model], load.micro_batches, device))
         of_ranks.append((sum(map(max, times)), sum(receives for _, receives in times)))
     training, receiving = max(of_ranks, default=(0.0, 0.0))
     model_flops = sum(step.model_flops * len(rank.stands_for) for rank in ranks for step in rank.steps)
@@ -68,11 +75,9 @@ def time_bound(
     )
 
 
-def step_times(
-    config: ExperimentConfig, step: ModelStep, placed: Placed, shape: ModelShape, device: Device
-) -> tuple[float, float]:
+def step_times(step: ModelStep, placed: Placed, micro_batches: int, device: Device) -> tuple[float, float]:
     """Seconds in which a rank computes and receives in one MFC, each with the time in which the pipeline fills and empties."""
-    factor = pipeline_factor(config, placed.grid, shape)
+    factor = (micro_batches + placed.grid.pipe - 1) / micro_batches
     receives = sum(receive_time(name, calls, placed, device) for name, calls in step.collectives.items())
     return step.flops / device.flops * factor, receives * factor
 
@@ -92,30 +97,14 @@ def receive_time(name: str, calls: Collective, placed: Placed, device: Device) -
     return time
 
 
-def pipeline_factor(config: ExperimentConfig, grid: ParallelGrid, shape: ModelShape) -> float:
-    """(micro-batches + stages - 1) / micro-batches: how much longer a pipeline takes than its stages compute."""
-    if grid.pipe == 1:
-        return 1.0
-    sequences = math.ceil(sequences_of_step(config) / grid.data / config.train.ppo.minibatches)
-    at_once = max(config.train.max_tokens_per_mb // request_tokens(config, shape), 1)
-    micro_batches = max(math.ceil(sequences / at_once), min(grid.pipe, sequences))
-    return (micro_batches + grid.pipe - 1) / micro_batches
-
-
-def sequences_of_step(config: ExperimentConfig) -> int:
-    """Responses of one train step."""
-    return config.train.batch_size * config.rollout.group_size
-
-
 def generation_time(config: ExperimentConfig, shape: ModelShape, server: ServerPlan, device: Device) -> float:
     """Seconds in which the servers generate one batch. Each decoding step reads the weights and the KV cache of its requests. The
     prompt of a group is computed once."""
-    requests = math.ceil(sequences_of_step(config) / server.count)
-    new = min(config.rollout.sampling.max_new_tokens, server.request_tokens)
-    prompt = server.request_tokens - new
+    requests = math.ceil(config.train.batch_size * config.rollout.group_size / server.count)
+    new, prompt = config.rollout.sampling.max_new_tokens, min(config.prompts.max_prompt_length, PROMPT_TOKENS)
     steps = new * max(requests / server.concurrent, 1.0)
     active = server.weights * shape.active_parameters / shape.parameters
     read = steps * active + requests * new * (prompt + new / 2) * server.kv_token
     tokens = requests * new + requests * prompt / config.rollout.group_size
-    flops = shape.forward_flops(1, server.request_tokens) * tokens / server.gpus
+    flops = shape.forward_flops(1, prompt + new) * tokens / server.gpus
     return max(read / device.memory_bandwidth, flops / device.flops)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from asyncrl.config.schema import EMA, ExperimentConfig, max_head_offpolicyness
+from asyncrl.config.schema import ExperimentConfig, max_head_offpolicyness
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.dataflow.topology import Allocation, allocation_of
 from asyncrl.plan.bounds import Placed, TimeBound, time_bound
@@ -17,12 +17,11 @@ from asyncrl.plan.devices import GPUS_PER_HOST, Device, library_bytes
 from asyncrl.plan.generation import ServerPlan, plan_server
 from asyncrl.plan.result import RankPlan
 from asyncrl.plan.shapes import ModelShape
-from asyncrl.protocol.names import ACTOR
 
 # (config without `auto`) -> the plans of its distinct model workers. Raises PlanError
 RankPlanner = Callable[[ExperimentConfig], list[RankPlan]]
 
-_GIB = 1 << 30
+GIB = 1 << 30
 TIGHT_SHARE = 0.9  # a process that needs more than this share of its GPU is reported: fragmentation is not counted
 
 
@@ -97,26 +96,28 @@ def plan_run(config: ExperimentConfig, device: Device, plan_ranks: RankPlanner) 
 
 
 def placed_models(config: ExperimentConfig, allocation: Allocation) -> dict[str, Placed]:
-    """The grid and the hosts of each model of training, by name. The GPUs of the servers come before those of training."""
+    """The grid and the hosts of each model of training, by name. The GPUs of the servers come before those of training, unless
+    the allocation names them."""
     if config.mode == "rollout_only":
         return {}
-    servers = allocation.generation.size if allocation.engine not in ("", "external") else 0
+    first = allocation.generation.size if allocation.engine not in ("", "external") else 0
+    named = allocation.generation_devices is not None
     placements, _ = allocation.place(build_dataflow(config.train, config.mode))
     placed = {}
     for placement in placements:
-        hosts = {(servers * (not allocation.shared_workers) + worker) // GPUS_PER_HOST for worker in placement.workers}
-        placed[placement.name] = Placed(placement.grid, len(hosts))
-    return placed | ({EMA: placed[ACTOR]} if config.train.ema is not None else {})
+        gpus = [allocation.device_of_worker(worker) if named else first + worker for worker in placement.workers]
+        placed[placement.name] = Placed(placement.grid, len({gpu // GPUS_PER_HOST for gpu in gpus}))
+    return placed
 
 
 def parts_text(sizes: Sequence[tuple[str, int]]) -> str:
     """Sizes for people, the largest first; parts below 50 MiB are left out."""
     shown = sorted(sizes, key=lambda part: -part[1])
-    return ", ".join(f"{name} {gib(size)}" for name, size in shown if size >= _GIB // 20) or "less than 0.1 GiB"
+    return ", ".join(f"{name} {gib(size)}" for name, size in shown if size >= GIB // 20) or "less than 0.1 GiB"
 
 
 def gib(size: int) -> str:
-    return f"{size / _GIB:.1f} GiB"
+    return f"{size / GIB:.1f} GiB"
 
 
 def _shortages(plan: RunPlan) -> Iterator[Shortage]:
@@ -130,9 +131,10 @@ def _shortages(plan: RunPlan) -> Iterator[Shortage]:
     server = plan.server
     if server is None:
         return
-    if server.memory > plan.memory * (
-        1 if server.engine == "sglang" else TIGHT_SHARE
-    ):  # SGLang's cache takes all that is free
+    limit = (
+        plan.memory if server.engine == "sglang" else TIGHT_SHARE * plan.memory
+    )  # SGLang's cache takes all that is free
+    if server.memory > limit:
         names = [f"generation_server/{index}" for index in range(server.count)]
         beside = "reserve" if server.engine == "sglang" else "libraries"
         parts = {"weights": server.weights, "KV cache": server.cache}

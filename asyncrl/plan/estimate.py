@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 
-from asyncrl.config.schema import EMA, ExperimentConfig, ModelConfig, ModelWorkerConfig, PlacedMFC
-from asyncrl.dataflow.graph import ADVANTAGES_MFC
+from asyncrl.config.schema import EMA, ExperimentConfig, ModelConfig, PlacedMFC
+from asyncrl.dataflow.graph import ADVANTAGES_MFC, MFCDef, build_dataflow
+from asyncrl.dataflow.placed_models import models_of, place
 from asyncrl.dataflow.topology import ParallelGrid, allocation_of
-from asyncrl.launch.program import plan
-from asyncrl.plan.bounds import sequences_of_step
-from asyncrl.plan.generation import DTYPE_BYTES, request_tokens
+from asyncrl.plan.batches import load_of
+from asyncrl.plan.generation import DTYPE_BYTES
 from asyncrl.plan.result import Collective, ModelStep, RankPlan
 from asyncrl.plan.shapes import ModelShape
 
@@ -26,14 +26,15 @@ _SAVED_HIDDEN, _SAVED_MLP = (
 
 def estimate_ranks(config: ExperimentConfig) -> list[RankPlan]:
     """Estimate the plan of each set of workers. config: without `auto`. A RankPlanner."""
-    specs = plan(config, attempt=1, num_prompts=config.train.batch_size)
-    worker = next(spec.config for spec in specs if isinstance(spec.config, ModelWorkerConfig))
+    allocation = allocation_of(config)
+    placements, mfcs = place(allocation, build_dataflow(config.train, config.mode))
+    models = models_of(placements, mfcs, config.train, config.model_path)
     ranks, first = [], 0
-    for devices in allocation_of(config).training:
+    for devices in allocation.training:
         members = range(first, first + devices.size)
-        models = {model.name: model for model in worker.models if set(model.workers) & set(members)}
-        mfcs = [mfc for mfc in worker.mfcs if mfc.model in models and mfc.name != ADVANTAGES_MFC]
-        ranks.append(_rank(config, list(members), models, mfcs))
+        held = {model.name: model for model in models if set(model.workers) & set(members)}
+        own = [mfc for mfc in mfcs if mfc.model in held and mfc.name != ADVANTAGES_MFC]
+        ranks.append(_rank(config, list(members), held, own))
         first += devices.size
     return ranks
 
@@ -73,13 +74,10 @@ def _step(config: ExperimentConfig, model: ModelConfig, mfc: PlacedMFC, value: i
     """One MFC: its FLOPs, traffic, and memory beside what is resident."""
     train, shape, grid = config.train, ModelShape.of(model.path), ParallelGrid.parse(model.grid)
     trains = mfc.kind == "train_step"
-    length = request_tokens(config, shape)
-    sequences = sequences_of_step(config) * (train.ppo.epochs if trains else 1)
-    replica_tokens = math.ceil(sequences / grid.data) * length
-    budget = min(max(train.max_tokens_per_mb, length), replica_tokens)
-    per_step = train.ppo.minibatches if trains else 1
-    micro_batches = per_step * math.ceil(replica_tokens / per_step / budget)
-    forward = shape.forward_flops(replica_tokens, length) / (grid.pipe * grid.tensor)
+    load = load_of(config, MFCDef.of(mfc), data_size=grid.data, num_stages=grid.pipe)
+    micro_batches, length = load.minibatches * load.micro_batches, load.lengths[0]
+    budget = math.ceil(sum(load.lengths) / (1 if load.full else load.micro_batches))
+    forward = shape.forward_flops(load.tokens, length) / (grid.pipe * grid.tensor)
     layers = math.ceil(shape.num_layers / grid.pipe)
     whole = shape.parameters // (grid.pipe * grid.tensor)  # parameters, gathered from the data ranks
     collectives = {}
@@ -91,14 +89,14 @@ def _step(config: ExperimentConfig, model: ModelConfig, mfc: PlacedMFC, value: i
             collectives["reduce_scatter"] = Collective(calls, micro_batches * whole * _FLOAT)
     if grid.tensor > 1:
         passes = 2 * (3 if train.gradient_checkpointing and trains else 2 if trains else 1)
-        payload = passes * layers * replica_tokens * shape.hidden * value
+        payload = passes * layers * load.tokens * shape.hidden * value
         collectives["all_reduce"] = Collective(passes * layers * micro_batches, payload)
     if grid.pipe > 1:
-        collectives["recv"] = Collective(micro_batches, (1 + trains) * replica_tokens * shape.hidden * value)
+        collectives["recv"] = Collective(micro_batches, (1 + trains) * load.tokens * shape.hidden * value)
     of_layer = budget * value * (_SAVED_HIDDEN * shape.hidden + _SAVED_MLP * shape.mlp_width * shape.experts_per_token)
     of_layer //= grid.tensor
     entries = budget * shape.hidden * value
-    kept = layers * (entries if train.gradient_checkpointing else of_layer) * min(grid.pipe, micro_batches)
+    kept = layers * (entries if train.gradient_checkpointing else of_layer) * grid.pipe
     unsharded = grid.data > 1 and (train.accumulate_unsharded or grid.pipe > 1)
     parts = {
         "activations": kept * trains + of_layer,
@@ -115,5 +113,5 @@ def _step(config: ExperimentConfig, model: ModelConfig, mfc: PlacedMFC, value: i
         flops=int(forward * ((4 if train.gradient_checkpointing else 3) if trains else 1)),
         collectives=collectives,
         model_flops=int(forward * (3 if trains else 1)),
-        tokens=replica_tokens,
+        tokens=load.tokens,
     )

@@ -90,7 +90,7 @@ def _allocations(config: ExperimentConfig, num_gpus: int) -> Iterator[Allocation
         left = num_gpus - training
         widest = GPUS_PER_HOST if allocation.engine == "sglang" else 1
         for tensor in range(1, min(left, widest) + 1):
-            if left % tensor or shape.heads % tensor or (shape.kv_heads % tensor and tensor % shape.kv_heads):
+            if left % tensor or not shape.serves_on(tensor):
                 continue
             servers = ParallelGrid(data=left // tensor, tensor=tensor)
             for grid in grids:

@@ -14,6 +14,7 @@ from asyncrl.dataflow.topology import Allocation, DeviceSet, ParallelGrid, alloc
 from asyncrl.launch.checks.model_files import read_config
 from asyncrl.launch.experiment import validate
 from asyncrl.plan.capacity import RunPlan, Shortage
+from asyncrl.plan.devices import GPUS_PER_HOST
 from asyncrl.plan.generation import ServerPlan, request_tokens
 from asyncrl.plan.result import PlanError, RankPlan
 from asyncrl.plan.shapes import ModelShape
@@ -152,10 +153,10 @@ def _small_changes(config: ExperimentConfig, rank: RankPlan, excess: int) -> Ite
 
 
 def _waiting_roles(config: ExperimentConfig, rank: RankPlan) -> list[str]:
-    """train.offload with all roles of which this rank holds a frozen model; empty if that changes nothing."""
-    trains = {step.model for step in rank.steps if step.mfc.endswith("_train")}
-    roles = sorted({step.model.partition("@")[0] for step in rank.steps if step.model not in trains})
-    new = [role for role in roles if role not in config.train.offload]
+    """train.offload with all roles of which this rank holds only frozen models; empty if that changes nothing."""
+    roles = {step.model.partition("@")[0] for step in rank.steps}
+    trained = {step.model.partition("@")[0] for step in rank.steps if step.mfc.endswith("_train")}
+    new = sorted(roles - trained - set(config.train.offload))
     return [*config.train.offload, *new] if new else []
 
 
@@ -190,7 +191,7 @@ def _allocation_change(allocation: Allocation, at: int, grids: tuple[tuple[str, 
 
 def _changes_of_servers(config: ExperimentConfig, server: ServerPlan, shortage: Shortage) -> list[tuple[Change, ...]]:
     """Fewer blocks of the embedded engine; more tensor ranks of SGLang's servers, first with fewer servers; bfloat16."""
-    allocation = allocation_of(config)
+    allocation, shape = allocation_of(config), ModelShape.of(config.model_path)
     found: list[tuple[Change, ...]] = []
     if server.engine != "sglang":
         room = server.blocks - -(-(shortage.needed - shortage.memory) // server.block_bytes)
@@ -201,10 +202,12 @@ def _changes_of_servers(config: ExperimentConfig, server: ServerPlan, shortage: 
     if server.engine == "sglang" and allocation.generation_devices is None:
         grid = allocation.generation
         for times in (2, 4, 8):
-            for data in {grid.data // times, grid.data} - {0}:
-                wide = replace(grid, data=data, tensor=grid.tensor * times)
-                if wide.tensor <= 8:
-                    found.append((("allocation", str(replace(allocation, generation=wide))),))
+            tensor = grid.tensor * times
+            if tensor > GPUS_PER_HOST or not shape.serves_on(tensor):
+                continue
+            for data in sorted({grid.data // times, grid.data} - {0}):
+                wide = replace(allocation, generation=replace(grid, data=data, tensor=tensor))
+                found.append((("allocation", str(wide)),))
     return found
 
 

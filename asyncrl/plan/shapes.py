@@ -136,6 +136,11 @@ class ModelShape:
         split = self.parameters - self.replicated_parameters - keys
         return self.replicated_parameters + -(-(split + keys * copies) // tensor)
 
+    def serves_on(self, tensor: int) -> bool:
+        """Whether SGLang can divide the heads among these tensor ranks. Ranks may hold copies of heads of keys and values."""
+        kv_heads = self.kv_heads
+        return self.heads % tensor == 0 and (kv_heads % tensor == 0 or tensor % kv_heads == 0)
+
     def kv_values_per_token(self, tensor: int = 1) -> int:
         """Values that one token needs in the KV cache of a tensor rank, all layers together."""
         return 2 * self.num_layers * max(-(-self.kv_heads // tensor), 1) * self.head_dim

@@ -17,7 +17,7 @@ from asyncrl.cli.main import main
 from asyncrl.config.schema import ConfigError, resolve_auto
 from asyncrl.dataflow.topology import Allocation, ParallelGrid, allocation_of
 from asyncrl.launch.experiment import load_experiment
-from asyncrl.plan.bounds import Placed, generation_time, pipeline_factor, receive_time, step_times
+from asyncrl.plan.bounds import Placed, generation_time, receive_time, step_times
 from asyncrl.plan.capacity import gib, placed_models, plan_run
 from asyncrl.plan.devices import DEVICES, Device, device_named, library_bytes
 from asyncrl.plan.estimate import estimate_ranks
@@ -232,14 +232,10 @@ def test_the_time_in_which_a_rank_receives():
     assert receive_time("all_gather", Collective(9, 16 * 10**10), wide, slow) == pytest.approx(2.0)
 
 
-def test_a_pipeline_waits_until_it_is_full(load):
-    shape = ModelShape.from_config(QWEN_7B)
-    config = load("train.ppo.minibatches=1")  # 128 sequences of 2048 tokens, 8 in a micro-batch
-    assert pipeline_factor(config, ParallelGrid(data=4), shape) == 1
-    assert pipeline_factor(config, ParallelGrid(data=4, pipe=4), shape) == (4 + 3) / 4
-    assert pipeline_factor(config, ParallelGrid(pipe=4), shape) == (16 + 3) / 16
-    computes, receives = step_times(config, step(10**15, recv=10**11), Placed(ParallelGrid(pipe=4)), shape, TOY)
-    assert (computes, receives) == (pytest.approx(19 / 16), pytest.approx(19 / 16))
+def test_a_pipeline_waits_until_it_is_full():
+    times = step_times(step(10**15, recv=10**11), Placed(ParallelGrid(data=2, pipe=4)), 16, TOY)
+    assert times == (pytest.approx(19 / 16), pytest.approx(19 / 16))
+    assert step_times(step(10**15), Placed(ParallelGrid(data=4)), 16, TOY) == (1, 0)
 
 
 def test_the_time_of_a_step(load):
@@ -258,11 +254,11 @@ def test_the_time_of_generation(load):
     shape = ModelShape.from_config(QWEN_7B)
     config = load("generation.max_running_requests=32")  # 64 requests for each of 2 servers
     server = plan_server(config, shape, TOY)
-    read = 1024 * 2 * server.weights + 64 * 1024 * (1024 + 512) * 57_344
+    read = 1024 * 2 * server.weights + 64 * 1024 * (512 + 512) * 57_344  # prompts of 512 tokens
     assert generation_time(config, shape, server, TOY) == pytest.approx(read / 1e12)
     slow = replace(TOY, flops=1e12)
-    tokens = 64 * 1024 + 8 * 1024  # one prompt a group
-    assert generation_time(config, shape, server, slow) == pytest.approx(shape.forward_flops(tokens, 2048) / 1e12)
+    tokens = 64 * 1024 + 8 * 512  # one prompt a group
+    assert generation_time(config, shape, server, slow) == pytest.approx(shape.forward_flops(tokens, 1536) / 1e12)
 
 
 def replace_steps(plan, steps):
@@ -274,6 +270,8 @@ def test_the_hosts_of_a_model(load):
     placed = placed_models(config, allocation_of(config))
     assert {name: entry.num_hosts for name, entry in placed.items()} == {"actor": 1, "ref": 1}
     config = load("allocation=sglang.d4p1m1+d8p1m1")
+    assert placed_models(config, allocation_of(config))["actor"].num_hosts == 2
+    config = load("allocation=sglang.d2p1m1@0-1+d2p1m1@7-8")
     assert placed_models(config, allocation_of(config))["actor"].num_hosts == 2
 
 
@@ -382,7 +380,9 @@ def test_remedies_of_servers(load):
     small = replace(TOY, memory=16 * GIB)
     plan = plan_run(load(), small, partial(paced, static=1))
     found = find_remedies(load(), plan, lambda config: plan_run(config, small, partial(paced, static=1)))
-    assert found[0].overrides == ["allocation=sglang.d1p1m2+d4p1m1"]
+    assert [remedy.overrides for remedy in found] == [["allocation=sglang.d1p1m2+d4p1m1"]]
+    assert not ModelShape.from_config(QWEN_7B).serves_on(8)  # 28 heads
+    assert ModelShape.from_config(LLAMA_8B).serves_on(16)  # two ranks hold the same head of keys and values
 
 
 # ----------------------------------------------------------------------------------------------------------------- layouts
@@ -473,7 +473,7 @@ def test_run_refuses_what_does_not_fit(load, monkeypatch):
     with pytest.raises(ConfigError, match=r"allocation=sglang.d2p1m1\+d4p1m1: model_worker/0 needs at least 91.1 GiB"):
         planning.refuse_too_large(load(), told.append)
     planning.refuse_too_large(load("plan.enforce='off'"), told.append)
-    assert told[0].startswith("plan: model_worker/0 needs at least 91.1 GiB")
+    assert told[-1].startswith("plan: model_worker/0 needs at least 91.1 GiB")
 
 
 # ---------------------------------------------------------------------------------------------------------------- command

@@ -15,7 +15,7 @@ from asyncrl.cli.hub import with_local_models
 from asyncrl.cli.planning import choose_device
 from asyncrl.config.schema import ConfigError, resolve_auto
 from asyncrl.launch.experiment import load_experiment
-from asyncrl.plan.capacity import RunPlan, gib, plan_run
+from asyncrl.plan.capacity import GIB, RunPlan, gib, plan_run
 from asyncrl.plan.devices import DEFAULT, DEVICES
 from asyncrl.plan.layouts import Layout, search_layouts
 from asyncrl.plan.ranks import plan_training
@@ -93,7 +93,7 @@ def _print_plan(plan: RunPlan, remedies: Sequence[Remedy], console: Console) -> 
     say(
         f"lower bound of a train step: {_seconds(time.step_s)} (training at least {_seconds(time.training_s)}, with "
         f"{_seconds(time.receiving_s)} of receiving at the same time{generation}), at the peaks of the data "
-        "sheet, if every sequence has the longest length that the config allows"
+        "sheet"
     )
     if plan.ranks:
         say(f"upper bound of the MFU of training: {time.mfu:.0%}")
@@ -119,21 +119,21 @@ def _memory_table(plan: RunPlan) -> Table:
     for rank in plan.ranks:
         sizes = [rank.peak, *(rank.at_peak.get(kind, 0) for kind in kinds)]
         sizes += [plan.libraries, rank.load_peak, rank.export_peak]
-        shown = [f"{size / (1 << 30):.1f}" for size in (plan.needed(rank), *sizes)]
+        shown = [_number(size / GIB) for size in (plan.needed(rank), *sizes)]
         table.add_row(_workers(rank.stands_for), ", ".join(rank.shards), *shown)
     return table
 
 
 def _work_table(ranks: Sequence[RankPlan]) -> Table:
     table = Table(title="model workers: work in a train step", title_justify="left")
-    for column in ("worker", "MFC", "tokens", "TFLOP", "received or sent: calls, GiB"):
+    for column in ("worker", "MFC", "tokens", "TFLOP", "collectives: calls, payload in GiB"):
         table.add_column(column, justify="right" if column in ("tokens", "TFLOP") else "left")
     for rank in ranks:
         for step in rank.steps:
             moved = ", ".join(
-                f"{name} {calls.count:,}, {calls.bytes / (1 << 30):.1f}" for name, calls in step.collectives.items()
+                f"{name} {calls.count:,}, {_number(calls.bytes / GIB)}" for name, calls in step.collectives.items()
             )
-            table.add_row(str(rank.worker), step.mfc, f"{step.tokens:,}", f"{step.flops / 1e12:.1f}", moved)
+            table.add_row(str(rank.worker), step.mfc, f"{step.tokens:,}", _number(step.flops / 1e12), moved)
     return table
 
 
@@ -169,6 +169,11 @@ def _workers(numbers: Sequence[int]) -> str:
     if len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
         return f"{numbers[0]}-{numbers[-1]}"
     return ", ".join(map(str, numbers))
+
+
+def _number(value: float) -> str:
+    """A number with one digit behind the point, and a small number with its first digit."""
+    return f"{value:,.1f}" if value >= 0.05 or not value else f"{value:.1g}"
 
 
 def _seconds(time: float) -> str:
