@@ -20,8 +20,8 @@ from asyncrl.plan.result import PlanError
 from asyncrl.plan.shapes import ModelShape
 
 _ESTIMATE_MARGIN = 1.25  # an estimate may exceed the memory by this factor before its layout is dropped
-MOST_PLANNED = 5  # layouts that are planned
-_ENOUGH = 3  # layouts that fit, after which no further one is planned
+MOST_PLANNED = 4  # layouts that are planned
+_ENOUGH = 2  # layouts that fit, after which no further one is planned
 
 
 class Layout(msgspec.Struct, frozen=True):

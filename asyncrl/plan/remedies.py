@@ -23,8 +23,8 @@ from asyncrl.plan.shapes import ModelShape
 Planner = Callable[[ExperimentConfig], RunPlan]
 Change = tuple[str, Any]  # field and value
 
-MOST_PLANS = 10  # a plan of a large model takes tens of seconds
-_MOST_REMEDIES = 3
+MOST_PLANS = 6  # a plan of a large model takes a minute of a core for each distinct rank
+_MOST_REMEDIES = 2
 # Factors of the numbers of data and tensor ranks: first those with as many GPUs
 _SCALES = ((1 / 2, 2), (1 / 4, 4), (2, 1), (1, 2), (4, 1), (2, 2), (8, 1), (4, 2), (16, 1), (8, 2), (32, 1), (64, 1))
 _SMALLEST_CHUNK = 128  # of train.logprob_chunk_tokens
@@ -40,7 +40,7 @@ class Remedy(msgspec.Struct, frozen=True):
 
 
 def find_remedies(config: ExperimentConfig, plan: RunPlan, planner: Planner) -> list[Remedy]:
-    """Return up to three ways to make the plan fit, the smallest first; none if no way is found within MOST_PLANS plans.
+    """Return up to two ways to make the plan fit, the smallest first; none if no way is found within MOST_PLANS plans.
 
     A plan whose servers and ranks are both too large gets the changes of both.
     """
