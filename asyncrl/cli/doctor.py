@@ -22,7 +22,7 @@ import socket
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -35,7 +35,6 @@ from asyncrl.config.schema import (
     ExperimentConfig,
     NameResolveConfig,
     RuntimeConfig,
-    auto_values,
     max_head_offpolicyness,
     resolve_auto,
 )
@@ -435,9 +434,20 @@ def judge_deltas(config: ExperimentConfig) -> list[Finding]:
 
 def judge_auto(config: ExperimentConfig, *, on_gpu: bool) -> list[Finding]:
     """The values of the fields that are `auto`; no finding if there are none."""
-    values = auto_values(config, on_gpu=on_gpu)
+    values = _auto_values(config, on_gpu=on_gpu)
     shown = ", ".join(f"{field}={str(value).lower()}" for field, value in values.items())
     return [Finding("auto", "ok", f"for a {'GPU' if on_gpu else 'CPU'}: {shown}")] if values else []
+
+
+def _auto_values(config: ExperimentConfig, *, on_gpu: bool) -> dict[str, object]:
+    """The values that resolve_auto puts in place of `auto`, by field."""
+    resolved = resolve_auto(config, on_gpu=on_gpu)
+    return {
+        f"{section}.{entry.name}": getattr(getattr(resolved, section), entry.name)
+        for section in ("rollout", "generation", "train")
+        for entry in fields(getattr(config, section))
+        if getattr(getattr(config, section), entry.name) != getattr(getattr(resolved, section), entry.name)
+    }
 
 
 def _because() -> str:

@@ -24,6 +24,7 @@ from asyncrl.cli.commands import (
     inspect,
     logs,
     ls,
+    plan,
     plot,
     prepare,
     profile,
@@ -50,6 +51,7 @@ _COMMANDS = (
     resume,
     host,
     check,
+    plan,
     config,
     prepare,
     ls,
@@ -77,6 +79,7 @@ _EPILOG = """examples, in the order of first use:
   asyncrl-launch check                                              can this machine run asyncrl? starts nothing
   asyncrl-launch init   my_task                                     write a small task that learns within minutes
   asyncrl-launch check  configs/quickstart_cpu.yaml                 validate a config and list its processes
+  asyncrl-launch plan   configs/quickstart_cpu.yaml --gpu h100-80g  memory of each process on a kind of GPU; starts nothing
   asyncrl-launch run    configs/quickstart_cpu.yaml trial=second train.optimizer.lr=1e-4
   asyncrl-launch ls                                                 all runs under ./runs: state, step, reward
   asyncrl-launch status runs/sloppy-sorter/second                   in another terminal: what each process waits for

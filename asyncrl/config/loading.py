@@ -64,6 +64,7 @@ def read_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
         config,
         recover=_switch(config.recover),
         network=replace(config.network, authenticate=_switch(config.network.authenticate)),
+        plan=replace(config.plan, enforce=_switch(config.plan.enforce)),
     )
 
 

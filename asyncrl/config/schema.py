@@ -11,7 +11,7 @@ means train step.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from asyncrl.config.limits import limited
@@ -602,6 +602,13 @@ class DebugConfig:
 
 
 @dataclass(frozen=True)
+class PlanConfig:
+    """The plan of memory that `check` and `run` make on a machine with GPUs (docs/plan.md)."""
+
+    enforce: str = "on"  # a process that needs more memory than its GPU has. on: the run is refused | off: a warning
+
+
+@dataclass(frozen=True)
 class WandbConfig:
     """Weights & Biases, in addition to TensorBoard (extra `wandb`). Set the API key by `wandb login` or WANDB_API_KEY."""
 
@@ -660,6 +667,7 @@ class ExperimentConfig:
     record: RecordConfig = field(default_factory=RecordConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     tensorboard: bool = True  # write TensorBoard events into <run>/tensorboard
     wandb: WandbConfig = field(default_factory=WandbConfig)
     trace: bool = False  # write a timeline of all processes: trace/attempt_N.json, for ui.perfetto.dev
@@ -735,17 +743,6 @@ def resolve_auto(config: ExperimentConfig, *, on_gpu: bool) -> ExperimentConfig:
             gradient_checkpointing=_chosen(train.gradient_checkpointing, on_gpu),
         ),
     )
-
-
-def auto_values(config: ExperimentConfig, *, on_gpu: bool) -> dict[str, object]:
-    """The values that resolve_auto puts in place of `auto`, by field."""
-    resolved = resolve_auto(config, on_gpu=on_gpu)
-    return {
-        f"{section}.{entry.name}": getattr(getattr(resolved, section), entry.name)
-        for section in ("rollout", "generation", "train")
-        for entry in fields(getattr(config, section))
-        if getattr(getattr(config, section), entry.name) != getattr(getattr(resolved, section), entry.name)
-    }
 
 
 def _chosen(asked: T, found: T) -> T:

@@ -220,6 +220,7 @@ def _choices(config: ExperimentConfig) -> Sequence[tuple[str, Any, Sequence[str]
         ("recover", config.recover, RECOVER),
         ("cluster", config.cluster, CLUSTERS),
         ("network.authenticate", config.network.authenticate, AUTHENTICATE),
+        ("plan.enforce", config.plan.enforce, ("on", "off")),
         ("network.sockets", config.network.sockets, SOCKETS),
         ("wandb.mode", config.wandb.mode, WANDB_MODES),
         *((f"eval.modes[{index}]", mode, ("sampled", "greedy")) for index, mode in enumerate(config.eval.modes)),

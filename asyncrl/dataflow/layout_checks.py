@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from asyncrl.config.schema import CRITIC, REF, REWARD, TEACHER, ExperimentConfig, reward_models
 from asyncrl.config.validation import Problem, one_of
 from asyncrl.dataflow.graph import GENERATE_MFC, DataflowGraph, build_dataflow
-from asyncrl.dataflow.topology import Allocation, ModelPlacement, allocation_of, unknown_name
+from asyncrl.dataflow.topology import Allocation, ModelPlacement, ParallelGrid, allocation_of, unknown_name
 from asyncrl.dataflow.worker_groups import MODES, on_missing, worker_groups_of
 from asyncrl.protocol.names import ACTOR
 
 MFC_ROLES = (ACTOR, CRITIC, REF, REWARD, TEACHER)
 _MOST_PROCESSES = 65_536  # limit on the ranks of all generation servers, and on the model workers
+# Fields of config.json with the number of experts. The config.json of a mixture of experts has one of them
+_EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 _OURS = "is set by asyncrl"
 OWN_SERVER_ARGS = {  # argument that generation.server_args must not contain -> the setting to use instead, or the reason
     "model-path": "use model_path",
@@ -68,6 +71,31 @@ def problems_of_layout(config: ExperimentConfig) -> Iterator[Problem]:
         if allocation.shared_workers:
             yield from _bad_sharing(config, allocation)
         yield from _bad_layout(config, allocation)
+
+
+def problem_of_grid(grid: ParallelGrid, config: Mapping[str, object]) -> str:
+    """Return why the model with this config.json cannot be trained in these pipeline stages and tensor parallel ranks, and the
+    remedy; "": it can. A mixture of experts can have only one rank."""
+    nested = config.get("text_config")
+    model = nested if isinstance(nested, dict) else config
+    layers, heads = model.get("num_hidden_layers"), model.get("num_attention_heads")
+    experts = [f"{name}={model[name]}" for name in _EXPERT_FIELDS if model.get(name)]
+    if experts and grid.size > 1:
+        return f"config.json has {experts[0]}: a mixture of experts can only be trained by one rank; use d1p1m1, or a dense model"
+    if isinstance(layers, int) and grid.pipe > layers:
+        return f"{layers} layers: use at most p{layers}"
+    split = {
+        "attention heads": heads,
+        "heads of keys and values": model.get("num_key_value_heads") or heads,
+        "wide MLPs": model.get("intermediate_size"),
+    }
+    sizes = {name: size for name, size in split.items() if isinstance(size, int)}
+    uneven = [f"{size} {name}" for name, size in sizes.items() if size % grid.tensor]
+    if not uneven:
+        return ""
+    common = math.gcd(*sizes.values())
+    fitting = ", ".join(f"m{size}" for size in range(1, common + 1) if common % size == 0)
+    return f"{', '.join(uneven)}, which do not divide evenly among its tensor parallel ranks: use {fitting}"
 
 
 def _bad_layout(config: ExperimentConfig, allocation: Allocation) -> Iterator[Problem]:

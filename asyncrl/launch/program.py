@@ -23,7 +23,6 @@ from asyncrl.config.processes import (
     GroupsConfig,
     GserverManagerConfig,
     MasterWorkerConfig,
-    ModelConfig,
     ModelWorkerConfig,
     PlacedMFC,
     RecorderConfig,
@@ -32,11 +31,7 @@ from asyncrl.config.processes import (
     WorkerInfo,
 )
 from asyncrl.config.schema import (
-    CRITIC,
-    EMA,
     RECOVERABLE_MODES,
-    REF,
-    TEACHER,
     CheckpointConfig,
     ConfigError,
     EvalConfig,
@@ -49,9 +44,9 @@ from asyncrl.config.schema import (
     fetches_weights,
     max_head_offpolicyness,
     resolve_auto,
-    reward_models,
 )
-from asyncrl.dataflow.graph import DataflowGraph, build_dataflow, build_recording_dataflow
+from asyncrl.dataflow.graph import build_dataflow, build_recording_dataflow
+from asyncrl.dataflow.placed_models import models_of, place
 from asyncrl.dataflow.topology import Allocation, ModelPlacement, allocation_of
 from asyncrl.dataflow.worker_groups import WorkerGroups, dispensable, worker_groups_of
 from asyncrl.launch.redact import redact
@@ -142,11 +137,9 @@ class _Run:
         self.train = _resolve_train(config, num_prompts)
         self.tokenizer_path = config.tokenizer_path or config.model_path
         self.placements, self.mfcs = (
-            _place(self.allocation, build_dataflow(self.train, config.mode)) if self.trains else ([], _recording())
+            place(self.allocation, build_dataflow(self.train, config.mode)) if self.trains else ([], _recording())
         )
-        self.models = [_model(placement, self.mfcs, self.train, config.model_path) for placement in self.placements]
-        if self.trains and self.train.ema is not None:  # laid out like the actor, the first model
-            self.models.append(replace(self.models[0], name=EMA, trainable=False, offload=False, float32=True))
+        self.models = models_of(self.placements, self.mfcs, self.train, config.model_path)
         self.heads = self.placements[0].heads if self.trains else (0,)  # model workers that receive trajectories
         self.store_capacity = (1 + self.eta) * self.train.batch_size
         self.detached = [list(group) for group in worker_groups_of_run(config).detached]
@@ -323,7 +316,7 @@ def _placed_groups(config: ExperimentConfig) -> tuple[WorkerGroups, list[ModelPl
     allocation = allocation_of(config)
     if config.mode == "rollout_only":
         return WorkerGroups((0,)), []
-    placements, mfcs = _place(allocation, build_dataflow(config.train, config.mode))
+    placements, mfcs = place(allocation, build_dataflow(config.train, config.mode))
     groups = worker_groups_of(
         placements,
         mfcs,
@@ -472,36 +465,9 @@ def _process_config(kind: str, raw: object) -> ProcessConfig:
     return loaded
 
 
-def _place(allocation: Allocation, graph: DataflowGraph) -> tuple[list[ModelPlacement], list[PlacedMFC]]:
-    placements, model_of = allocation.place(graph)
-    return placements, [mfc.placed(model_of[name]) for name, mfc in graph.mfcs.items()]
-
-
 def _recording() -> list[PlacedMFC]:
     """MFCs of mode=rollout_only: the recorder has no model."""
     return [mfc.placed("") for mfc in build_recording_dataflow().mfcs.values()]
-
-
-def _model(placement: ModelPlacement, mfcs: Sequence[PlacedMFC], train: TrainConfig, model_path: str) -> ModelConfig:
-    """Return the config of a placed model. Its role determines the folder of its weights, the kind of its output and the
-    optimizer."""
-    role = placement.role
-    own_path = {
-        CRITIC: train.critic.path if train.critic else "",
-        REF: train.ref.path,
-        **{role: model.path for role, model in reward_models(train).items()},
-        TEACHER: train.teacher.path if train.teacher else "",
-    }.get(role, "")
-    return ModelConfig(
-        name=placement.name,
-        path=own_path or model_path,
-        grid=str(placement.grid),
-        workers=list(placement.workers),
-        kind="value" if role == CRITIC else "reward" if role in reward_models(train) else "lm",
-        trainable=placement.name == role and any(mfc.role == role and mfc.kind == "train_step" for mfc in mfcs),
-        optimizer=train.critic.optimizer if train.critic and role == CRITIC else train.optimizer,
-        offload=role in train.offload,
-    )
 
 
 def num_devices(spec: ProcessSpec) -> int:

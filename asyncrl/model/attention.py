@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from asyncrl.model.kernels import has_flash_attention
+
 NAME = "asyncrl_packed"
 
 # A rectangle accepts a sequence of length n if the rectangle's longest one has at most _STRETCH * n + _SLACK tokens. Padding costs
@@ -138,11 +140,10 @@ def _has_varlen(query: Tensor) -> bool:
     width = query.shape[-1]
     return (
         _varlen_attn is not None
-        and query.device.type == "cuda"
         and query.dtype in (torch.float16, torch.bfloat16)
         and width <= 256
         and width % 8 == 0
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+        and has_flash_attention(query.device)
     )
 
 

@@ -37,6 +37,7 @@ from asyncrl.data.sequence import SequenceSample
 from asyncrl.model import sharding
 from asyncrl.model.flops import ModelFlops
 from asyncrl.model.interfaces import LossFn
+from asyncrl.model.kernels import uses_gpu_kernels
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.offload import Offloaded
 from asyncrl.model.packing import MicroBatch, Packed, SequenceBatch, cu_seqlens_of, plan_micro_batches, run_indices
@@ -63,6 +64,7 @@ class TrainEngine:
         *,
         mesh: ModelMesh | None = None,
         device: str | torch.device = "cpu",
+        weights: sharding.WeightSource = sharding.CHECKPOINT,
     ) -> None:
         """mesh: of model.grid; None if this is the only rank. Collective. Raises ConfigError if model and grid do not fit.
 
@@ -96,9 +98,9 @@ class TrainEngine:
         self._float32 = self.trainable or model.float32
         weights_dtype = torch.float32 if self._float32 else self.dtype
         if self._mesh is None:
-            self.module = self._load_whole(model, config, weights_dtype)
+            self.module = self._load_whole(model, config, weights_dtype, weights)
         else:
-            self.module = self._load_shard(model, config, weights_dtype, self._mesh)
+            self.module = self._load_shard(model, config, weights_dtype, self._mesh, weights)
         self.trained_flops = 0  # model FLOPs of training so far, on this replica's part of the batches
         self.model: PreTrainedModel = self.module.model
         self.config.architectures = [type(self.model).__name__]  # this config is saved with exported models
@@ -115,7 +117,7 @@ class TrainEngine:
             (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
             self.model.train()  # transformers needs it for gradient checkpointing; it changes nothing else, as all dropout is 0
         self.optimizer = _make_optimizer(
-            self.named_parameters().values(), model.optimizer, fused=self.device.type == "cuda"
+            self.named_parameters().values(), model.optimizer, fused=uses_gpu_kernels(self.device)
         )
 
     # ------------------------------------------------------------------------------------------------------------- loading
@@ -125,9 +127,12 @@ class TrainEngine:
         """Dtype of the computation; None if it is the dtype of the weights."""
         return self.dtype if self._float32 and self.dtype != torch.float32 else None
 
-    def _load_whole(self, model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype) -> Stage:
-        whole = sharding.load_whole(model.path, model.kind, config, dtype)
-        whole.to(self.device)  # type: ignore[arg-type]
+    def _load_whole(
+        self, model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype, weights: sharding.WeightSource
+    ) -> Stage:
+        whole = weights.load_whole(model.path, model.kind, config, dtype)
+        if weights.has_values:
+            whole.to(self.device)  # type: ignore[arg-type]
         self._flops = ModelFlops.of(config, sum(p.numel() for p in whole.parameters()))
         self._slots = sharding.slots(whole)
         stage = Stage(
@@ -137,17 +142,24 @@ class TrainEngine:
             hidden_dtype=self._compute_dtype or dtype,
             chunk_tokens=self.train.logprob_chunk_tokens,
         )
-        if model.kind == "lm":
+        if model.kind == "lm" and weights.has_values:
             _check_output_layer(stage, model.path, self.vocab_size)
         return stage
 
-    def _load_shard(self, model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype, mesh: ModelMesh) -> Stage:
+    def _load_shard(
+        self,
+        model: ModelConfig,
+        config: PreTrainedConfig,
+        dtype: torch.dtype,
+        mesh: ModelMesh,
+        weights: sharding.WeightSource,
+    ) -> Stage:
         """Load the pieces that this rank holds. With several data ranks, each loads one unit (sharding.shard_units) at a time, and
         FSDP cuts the unit. A checkpoint that cannot be read in pieces is loaded whole first (sharding.open_weights)."""
         grid = mesh.placement.grid
         skeleton = sharding.Skeleton.of(config, model.kind, dtype)
         self._flops = ModelFlops.of(config, sum(p.numel() for p in skeleton.model.parameters()))
-        read = sharding.open_weights(model.path, skeleton, config, dtype)
+        read = weights.open_weights(model.path, skeleton, config, dtype)
         if model.kind == "lm":
             _check_nothing_follows_output_layer(skeleton.model, model.path)
         if grid.pipe > 1 and (mesh.is_first_stage or mesh.is_last_stage):
@@ -218,7 +230,8 @@ class TrainEngine:
         result = np.zeros(lengths.sum(), np.float32)
         for micro_batch, (found, *_) in zip(work.plan, outputs, strict=True):
             if micro_batch.sequences:
-                result[run_indices(lengths, micro_batch.sequences)] = found.float().cpu().numpy()
+                places = run_indices(lengths, micro_batch.sequences)
+                result[places] = self._values_of(found.float(), np.zeros(len(places), np.float32))
         return result
 
     # ------------------------------------------------------------------------------------------------------ micro-batches
@@ -253,7 +266,7 @@ class TrainEngine:
             return count
         counts = torch.tensor([count], device=self.device)
         dist.all_reduce(counts, dist.ReduceOp.MAX, self._mesh.data_group)
-        return int(counts)
+        return int(self._values_of(counts, np.array([count]))[0])
 
     # ----------------------------------------------------------------------------------------------------------- training
 
@@ -440,7 +453,7 @@ class TrainEngine:
             return array
         tensor = self._tensor(array)
         dist.all_reduce(tensor, group=self._mesh.data_group)
-        return tensor.cpu().numpy()
+        return self._values_of(tensor, array)
 
     def _all_reduce_model(self, values: list[float]) -> list[float]:
         """Sums over all ranks of the model."""
@@ -448,7 +461,7 @@ class TrainEngine:
             return values
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, group=self._mesh.model_group)
-        summed: list[float] = tensor.tolist()
+        summed: list[float] = self._values_of(tensor, np.array(values)).tolist()
         return summed
 
     def mean_over_ranks(self, value: float | None) -> float:
@@ -464,14 +477,16 @@ class TrainEngine:
         payload = np.frombuffer(msgspec.msgpack.encode(local), np.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.dp_size)]
         dist.all_gather(sizes, self._tensor(np.array([len(payload)])), group=group)
-        longest = max(int(size) for size in sizes)
+        lengths = self._values_of(torch.cat(sizes), np.full(self.dp_size, len(payload))).tolist()
+        longest = max(lengths)
         padded = np.zeros(longest, np.uint8)
         padded[: len(payload)] = payload
         payloads = [torch.zeros(longest, dtype=torch.uint8, device=self.device) for _ in range(self.dp_size)]
         dist.all_gather(payloads, self._tensor(padded), group=group)
         result: dict[str, float] = {}
-        for size, buffer in zip(sizes, payloads, strict=True):
-            stats = msgspec.msgpack.decode(buffer[: int(size)].cpu().numpy().tobytes(), type=dict[str, float])
+        for length, buffer in zip(lengths, payloads, strict=True):
+            encoded = self._values_of(buffer, padded)[:length].tobytes()
+            stats = msgspec.msgpack.decode(encoded, type=dict[str, float])
             for name, value in stats.items():
                 both = (result[name], value) if name in result else (value,)
                 result[name] = max(both) if name.endswith("_max") else math.fsum(both)
@@ -524,6 +539,12 @@ class TrainEngine:
 
     def _tensor(self, array: npt.NDArray[Any]) -> Tensor:
         return torch.tensor(array, device=self.device)
+
+    def _values_of(self, tensor: Tensor, planned: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The values of a tensor that control flow or shapes depend on. planned: values of the same shape for a plan, whose tensors
+        have none (asyncrl/plan)."""
+        values: npt.NDArray[Any] = tensor.cpu().numpy()
+        return values
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.profiler import record_function
+
+from asyncrl.model.kernels import uses_gpu_kernels
 
 # Logits of a block: few enough for the caches of a CPU, enough to keep a GPU busy.
 _BLOCK_LOGITS = {False: 1 << 21, True: 1 << 26}  # key: whether the device is a GPU
+SPAN = "asyncrl::logprobs"  # name in profiles and plans
 _LEAST_WORDS = 256  # per block: smaller matrix products are slow
 
 
@@ -61,6 +65,7 @@ def token_logprobs(
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
+    @record_function(SPAN)
     def forward(
         ctx: Any,
         hidden_NH: Tensor,
@@ -109,6 +114,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return target_N - normaliser_N, entropy_N
 
     @staticmethod
+    @record_function(SPAN)
     def backward(ctx: Any, grad_N: Tensor | None, entropy_grad_N: Tensor | None) -> tuple[Tensor | None, ...]:
         """With p = softmax of the logits (after the temperature) and H = its entropy:
 
@@ -167,7 +173,7 @@ def _words(
 ) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
     """Yield slices of the output layer's rows (words), in the dtype of the computation. Each has so many words that a block with
     num_tokens has about _BLOCK_LOGITS logits, but at least _LEAST_WORDS."""
-    num_words = max(_LEAST_WORDS, _BLOCK_LOGITS[weight_VH.device.type == "cuda"] // max(num_tokens, 1))
+    num_words = max(_LEAST_WORDS, _BLOCK_LOGITS[uses_gpu_kernels(weight_VH.device)] // max(num_tokens, 1))
     for start in range(0, len(weight_VH), num_words):
         words = slice(start, min(start + num_words, len(weight_VH)))
         yield words, weight_VH[words].to(dtype), None if bias_V is None else bias_V[words].to(dtype)

@@ -218,7 +218,7 @@ def train_micro_batches(stage: Stage, mesh: ModelMesh, loss_of: Callable[[Output
         loss_fn=lambda outputs, target: loss_of(outputs, int(target)),
         scale_grads=False,
     )
-    numbers = torch.arange(count)[:, None]
+    numbers = torch.tensor([[number] for number in range(count)])
     if stage.is_first:
         schedule.step(numbers, return_outputs=False)
     else:

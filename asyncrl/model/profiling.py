@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from asyncrl.config.schema import WorkerInfo
+from asyncrl.config.processes import WorkerInfo
 from asyncrl.runtime.trace import header_of_process, place_of, trace_name
 
 MAX_BYTES = 64_000_000  # of a worker's file

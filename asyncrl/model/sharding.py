@@ -192,6 +192,18 @@ def open_weights(path: str | Path, skeleton: Skeleton, config: PreTrainedConfig,
     return read_or_zero
 
 
+@dataclass(frozen=True)
+class WeightSource:
+    """The functions that an engine loads a model with."""
+
+    load_whole: Callable[[str | Path, str, PreTrainedConfig, torch.dtype], PreTrainedModel]
+    open_weights: Callable[[str | Path, Skeleton, PreTrainedConfig, torch.dtype], Read]
+    has_values: bool = True  # False: the tensors have shapes and dtypes only (asyncrl/plan)
+
+
+CHECKPOINT = WeightSource(load_whole, open_weights)
+
+
 def _safetensors(path: str | Path) -> dict[str, Path]:
     """Name of each tensor -> its file. Empty if the checkpoint has no safetensors files."""
     folder = Path(path)

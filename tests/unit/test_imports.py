@@ -31,6 +31,8 @@ TORCHLESS = [
     "asyncrl.dataflow.graph",
     "asyncrl.dataflow.topology",
     "asyncrl.dataflow.worker_groups",
+    "asyncrl.dataflow.placed_models",
+    "asyncrl.plan.ranks",
     "asyncrl.rollout.worker",
     "asyncrl.rollout.replayer",
     "asyncrl.model.recorder",

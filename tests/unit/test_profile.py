@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, WorkerInfo
+from asyncrl.config.processes import WorkerInfo
+from asyncrl.config.schema import NameResolveConfig, RuntimeConfig
 from asyncrl.master.profiling import Profiles
 from asyncrl.protocol.messages import BeginProfile, CallResult, EndProfile, ProfileAnswer
 from asyncrl.protocol.names import Names

@@ -22,6 +22,7 @@ from asyncrl.cli.commands.common import (
 )
 from asyncrl.cli.doctor import Finding, examine, package_versions
 from asyncrl.cli.hub import with_local_models
+from asyncrl.cli.planning import judge_memory_of_gpus
 from asyncrl.cli.task_trial import try_tasks
 from asyncrl.config.schema import ExperimentConfig
 from asyncrl.dataflow.phases import phases
@@ -116,7 +117,8 @@ class _Phase:
     @classmethod
     def of(cls, config: ExperimentConfig, num_prompts: int) -> _Phase:
         specs = plan(config, attempt=1, num_prompts=num_prompts, devices=visible_devices())
-        return cls(config.allocation, specs, examine(config, specs))
+        machine = [*examine(config, specs), *judge_memory_of_gpus(config, visible_devices())]
+        return cls(config.allocation, specs, machine)
 
 
 def _failed(findings: Sequence[Finding]) -> list[str]:

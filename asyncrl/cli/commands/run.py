@@ -33,6 +33,7 @@ from asyncrl.cli.commands.common import (
     sizes_text,
 )
 from asyncrl.cli.hub import with_local_models
+from asyncrl.cli.planning import refuse_too_large
 from asyncrl.cli.progress import LongWaits, RunView, print_summary
 from asyncrl.config.schema import ConfigError, ExperimentConfig, resolve_auto
 from asyncrl.data.trajectories import FOLDER as TRAJECTORIES
@@ -202,6 +203,7 @@ def start(config: ExperimentConfig, arguments: argparse.Namespace, console: Cons
     num_prompts = preflight(config)
     if is_to_submit(config):
         return _submit(config, arguments, console)
+    refuse_too_large(config, partial(console.print, markup=False, highlight=False, soft_wrap=True))
     if arguments.json:
         return _run_for_machines(config, num_prompts)
     return _run_for_people(config, num_prompts, console)

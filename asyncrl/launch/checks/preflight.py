@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-import math
 import os
 import resource
 import shutil
@@ -28,6 +27,7 @@ from asyncrl.data.prompts import PromptSource, is_file_name, load_tokenizer
 from asyncrl.data.replay import check_replay, plan_replay
 from asyncrl.data.trajectories import tokenizer_fingerprint
 from asyncrl.dataflow.graph import build_dataflow, trajectory_keys
+from asyncrl.dataflow.layout_checks import problem_of_grid
 from asyncrl.dataflow.phases import phases
 from asyncrl.dataflow.topology import allocation_of
 from asyncrl.generation.sglang_environment import SETUP_HINT, TorchVersions, find_sglang, own_torch
@@ -52,8 +52,6 @@ _SHAPE_FIELDS = (  # fields of config.json that determine the tensors' names and
     "vocab_size",
     "tie_word_embeddings",
 )
-# Fields of config.json with the number of experts. The config.json of a mixture of experts has one of them
-_EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 _FLOATS_OF_A_PARAMETER = 3  # float32 values per parameter in a checkpoint: itself and two moments
 _ETCD_BYTES = 130_000_000  # etcd allocates two files of its write-ahead log at its start
 
@@ -145,31 +143,9 @@ def _check_grids(config: ExperimentConfig, models: Mapping[str, Mapping[str, obj
     a mixture of experts has only one rank."""
     placements, _ = allocation_of(config).place(build_dataflow(config.train, config.mode))
     for placement in placements:
-        whole = models.get(placement.role, models[ACTOR])
-        nested = whole.get("text_config")
-        model = nested if isinstance(nested, dict) else whole
-        layers, heads = model.get("num_hidden_layers"), model.get("num_attention_heads")
-        where = f"allocation={config.allocation!r}: the {placement.name} has the grid {placement.grid}"
-        experts = [f"{name}={model[name]}" for name in _EXPERT_FIELDS if model.get(name)]
-        if experts and placement.grid.size > 1:
-            raise ConfigError(
-                f"{where}, and config.json has {experts[0]}: a mixture of experts can only be trained by one rank; use d1p1m1, "
-                "or a dense model"
-            )
-        if isinstance(layers, int) and placement.grid.pipe > layers:
-            raise ConfigError(f"{where}, and {layers} layers: use at most p{layers}")
-        split = {
-            "attention heads": heads,
-            "heads of keys and values": model.get("num_key_value_heads") or heads,
-            "wide MLPs": model.get("intermediate_size"),
-        }
-        sizes = {name: size for name, size in split.items() if isinstance(size, int)}
-        if uneven := [f"{size} {name}" for name, size in sizes.items() if size % placement.grid.tensor]:
-            common = math.gcd(*sizes.values())
-            fitting = ", ".join(f"m{size}" for size in range(1, common + 1) if common % size == 0)
-            raise ConfigError(
-                f"{where}, and {', '.join(uneven)}, which do not divide evenly among its tensor parallel ranks: use {fitting}"
-            )
+        if problem := problem_of_grid(placement.grid, models.get(placement.role, models[ACTOR])):
+            where = f"allocation={config.allocation!r}: the {placement.name} has the grid {placement.grid}"
+            raise ConfigError(f"{where}, and {problem}")
 
 
 def _check_wandb(config: ExperimentConfig) -> None:

@@ -1,0 +1,180 @@
+"""`asyncrl-launch plan`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from functools import partial
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from asyncrl.cli.commands.common import FAILED, Commands, add_config_command, print_json
+from asyncrl.cli.hub import with_local_models
+from asyncrl.cli.planning import choose_device
+from asyncrl.config.schema import ConfigError, resolve_auto
+from asyncrl.launch.experiment import load_experiment
+from asyncrl.plan.capacity import GIB, RunPlan, gib, plan_run
+from asyncrl.plan.devices import DEFAULT, DEVICES
+from asyncrl.plan.layouts import Layout, search_layouts
+from asyncrl.plan.ranks import plan_training
+from asyncrl.plan.remedies import Remedy, find_remedies
+from asyncrl.plan.result import KINDS, PlanError, RankPlan
+
+_DESCRIPTION = f"""Compute memory, FLOPs and traffic of a run before it starts, without a GPU and without weights: the
+training engine runs on tensors without values. Starts no run, writes nothing. Takes seconds to minutes.
+
+The model's folder needs only config.json. Kinds of GPU for --gpu: {", ".join(DEVICES)}.
+Without --gpu the plan is for this machine's GPU or, if it has none, for {DEFAULT}."""
+
+_EPILOG = """
+
+examples:
+  asyncrl-launch plan my_run.yaml --gpu h100-80g
+  asyncrl-launch plan my_run.yaml --gpu h100-80g allocation=sglang.d4+d4 train.max_tokens_per_mb=8192
+  asyncrl-launch plan my_run.yaml --gpu h200-141g --gpus 16    the layouts of 16 GPUs that fit, the fastest first
+
+exit codes: 0 every process fits its GPU; 1 some process does not, with --gpus: no layout does; 2 the config cannot work
+or cannot be planned."""
+
+_SHOWN_LAYOUTS = 12
+
+
+class PlanReport(msgspec.Struct, frozen=True):
+    """The output with --json. Bytes and seconds; times are lower bounds, and mfu is an upper bound."""
+
+    fits: bool
+    plan: RunPlan | None = None  # null with --gpus
+    remedies: list[Remedy] = []
+    layouts: list[Layout] = []  # with --gpus
+
+
+def add_to(commands: Commands) -> None:
+    parser = add_config_command(commands, "plan", plan, description=_DESCRIPTION, epilog=_EPILOG)
+    parser.add_argument("--gpu", metavar="KIND", default="", help="kind of GPU")
+    parser.add_argument("--gpus", metavar="N", type=int, default=0, help="search the layouts of this number of GPUs")
+
+
+def plan(arguments: argparse.Namespace, console: Console) -> int:
+    """Compute memory, FLOPs and traffic of a run, and whether it fits a kind of GPU."""
+    device = choose_device(arguments.gpu)
+    config = with_local_models(load_experiment(arguments.config, arguments.overrides), download=False)
+    config = resolve_auto(config, on_gpu=True)
+    planner = partial(plan_run, device=device, plan_ranks=plan_training)
+    try:
+        if arguments.gpus:
+            layouts = search_layouts(config, arguments.gpus, device, planner)
+            report = PlanReport(any(layout.planned and layout.fits for layout in layouts), layouts=layouts)
+        else:
+            found = planner(config)
+            report = PlanReport(found.fits, found, find_remedies(config, found, planner) if not found.fits else [])
+    except PlanError as error:
+        raise ConfigError(str(error)) from error
+    if arguments.json:
+        print_json(report)
+    elif report.plan is not None:
+        _print_plan(report.plan, report.remedies, console)
+    else:
+        _print_layouts(report.layouts, console)
+    return 0 if report.fits else FAILED
+
+
+def _print_plan(plan: RunPlan, remedies: Sequence[Remedy], console: Console) -> None:
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    say(f"{plan.allocation} on {plan.num_devices} GPUs, {plan.device} with {gib(plan.memory)} each")
+    if plan.ranks:
+        console.print(_memory_table(plan))
+        console.print(_work_table(plan.ranks))
+    if plan.server is not None:
+        _print_server(plan, console)
+    time = plan.time
+    generation = f", generation at least {_seconds(time.generation_s)}" if plan.server is not None else ""
+    say(
+        f"lower bound of a train step: {_seconds(time.step_s)} (training at least {_seconds(time.training_s)}, with "
+        f"{_seconds(time.receiving_s)} of receiving at the same time{generation}), at the peaks of the data "
+        "sheet"
+    )
+    if plan.ranks:
+        say(f"upper bound of the MFU of training: {time.mfu:.0%}")
+    for shortage in plan.shortages:
+        word = "does not fit" if shortage.fails else "hardly fits"
+        others = f" (and {len(shortage.stands_for) - 1} like it)" if len(shortage.stands_for) > 1 else ""
+        say(
+            f"{shortage.process}{others} {word}: at least {gib(shortage.needed)} of {gib(shortage.memory)}: {shortage.text}"
+        )
+    for remedy in remedies:
+        say(f"fits with {' '.join(remedy.overrides)}: {gib(remedy.peak)} on the fullest of {remedy.num_devices} GPUs")
+    if not plan.fits and not remedies:
+        say("no change of a few fields was found that fits: use GPUs with more memory, or a smaller model")
+    if plan.fits:
+        say(f"fits: the fullest GPU needs at least {gib(plan.peak)}")
+
+
+def _memory_table(plan: RunPlan) -> Table:
+    kinds = [kind for kind in KINDS if any(rank.at_peak.get(kind) for rank in plan.ranks)]
+    table = Table(title="model workers: GiB at the peak of the step", title_justify="left")
+    for column in ("worker", "holds", "needs", "peak", *kinds, "libraries", "load", "export"):
+        table.add_column(column, justify="left" if column in ("worker", "holds") else "right")
+    for rank in plan.ranks:
+        sizes = [rank.peak, *(rank.at_peak.get(kind, 0) for kind in kinds)]
+        sizes += [plan.libraries, rank.load_peak, rank.export_peak]
+        shown = [_number(size / GIB) for size in (plan.needed(rank), *sizes)]
+        table.add_row(_workers(rank.stands_for), ", ".join(rank.shards), *shown)
+    return table
+
+
+def _work_table(ranks: Sequence[RankPlan]) -> Table:
+    table = Table(title="model workers: work in a train step", title_justify="left")
+    for column in ("worker", "MFC", "tokens", "TFLOP", "collectives: calls, payload in GiB"):
+        table.add_column(column, justify="right" if column in ("tokens", "TFLOP") else "left")
+    for rank in ranks:
+        for step in rank.steps:
+            moved = ", ".join(
+                f"{name} {calls.count:,}, {_number(calls.bytes / GIB)}" for name, calls in step.collectives.items()
+            )
+            table.add_row(str(rank.worker), step.mfc, f"{step.tokens:,}", _number(step.flops / 1e12), moved)
+    return table
+
+
+def _print_server(plan: RunPlan, console: Console) -> None:
+    server = plan.server
+    assert server is not None
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    each = "a GPU" if server.gpus == 1 else f"{server.gpus} GPUs"
+    say(
+        f"{server.count} generation servers ({server.engine}) with {each} each; of a GPU: weights {gib(server.weights)}, KV cache "
+        f"{gib(server.cache)} in {server.blocks:,} blocks of {server.block_tokens} tokens ({server.kv_token:,} bytes a token), "
+        f"{server.requests} requests of {server.request_tokens:,} tokens"
+    )
+    if server.remark:
+        say(server.remark)
+
+
+def _print_layouts(layouts: Sequence[Layout], console: Console) -> None:
+    table = Table(title="layouts; times are lower bounds", title_justify="left")
+    for column in ("allocation", "fits", "step s", "training s", "receiving s", "generation s", "fullest GPU"):
+        table.add_column(column, justify="left" if column in ("allocation", "fits") else "right")
+    for layout in layouts[:_SHOWN_LAYOUTS]:
+        fits = ("yes" if layout.fits else "no") + ("" if layout.planned else ", estimated")
+        times = (layout.step_s, layout.training_s, layout.receiving_s, layout.generation_s)
+        table.add_row(layout.allocation, fits, *(f"{time:.3g}" for time in times), gib(layout.peak))
+    console.print(table)
+    if len(layouts) > _SHOWN_LAYOUTS:
+        console.print(f"{len(layouts) - _SHOWN_LAYOUTS} slower ones: see --json", highlight=False)
+
+
+def _workers(numbers: Sequence[int]) -> str:
+    """`0`, `0-7`, or `0, 2, 4`."""
+    if len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{numbers[0]}-{numbers[-1]}"
+    return ", ".join(map(str, numbers))
+
+
+def _number(value: float) -> str:
+    """A number with one digit behind the point, and a small number with its first digit."""
+    return f"{value:,.1f}" if value >= 0.05 or not value else f"{value:.1g}"
+
+
+def _seconds(time: float) -> str:
+    return f"{time:.3g} s"

@@ -1,0 +1,93 @@
+"""Plans of runs for the commands: the GPU that a plan is for, and the finding of `check` and `run` about memory.
+
+Only a machine with GPUs is judged. A plan there takes seconds to minutes; it runs in processes of its own (plan/ranks.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from asyncrl.cli.doctor import Finding, Gpu, query_gpus
+from asyncrl.config.schema import ConfigError, ExperimentConfig, resolve_auto
+from asyncrl.plan.capacity import RankPlanner, RunPlan, gib, plan_run
+from asyncrl.plan.devices import DEFAULT, DEVICES, Device, device_named
+from asyncrl.plan.ranks import plan_training
+from asyncrl.plan.result import PlanError
+from asyncrl.runtime.devices import visible_devices
+
+_MIB = 1 << 20
+
+
+def choose_device(name: str) -> Device:
+    """The kind of GPU that --gpu names; "": that of this machine if the table has it, else an H100. Raises ConfigError."""
+    if name:
+        if name not in DEVICES:
+            raise ConfigError(f"--gpu {name}: use one of {', '.join(DEVICES)}")
+        return DEVICES[name]
+    here = device_here(visible_devices(), query_gpus()) if visible_devices() else None
+    return here if here is not None and here.name in DEVICES else DEVICES[DEFAULT]
+
+
+def device_here(devices: Sequence[str], gpus: Sequence[Gpu] | str) -> Device | None:
+    """The machine's smallest GPU among `devices`, with its real memory; None: the driver does not tell it. A kind
+    that the table lacks has the speeds of an H100."""
+    if isinstance(gpus, str):
+        return None
+    chosen = [gpu for index, gpu in enumerate(gpus) if str(index) in devices] or list(gpus)  # devices may be UUIDs
+    least = min(chosen, key=lambda gpu: gpu.total_mib)
+    if not least.total_mib:
+        return None
+    known = device_named(least.name)
+    return replace(known or replace(DEVICES[DEFAULT], name=least.name), memory=int(least.total_mib * _MIB))
+
+
+def judge_memory_of_gpus(
+    config: ExperimentConfig,
+    devices: Sequence[str],
+    find_gpus: Callable[[], Sequence[Gpu] | str] = query_gpus,
+    plan_ranks: RankPlanner = plan_training,
+) -> list[Finding]:
+    """Plan the run, and compare it with the memory of the GPUs. No finding without GPUs. devices: those that the run would use.
+
+    fail: a process needs more than its GPU has; with plan.enforce=off this is a warning.
+    """
+    if not devices:
+        return []
+    device = device_here(devices, find_gpus())
+    if device is None:
+        return [Finding("plan", "warn", "nvidia-smi does not tell the GPUs' memory", "the run may run out of memory")]
+    try:
+        plan = plan_run(resolve_auto(config, on_gpu=True), device, plan_ranks)
+    except PlanError as error:
+        return [Finding("plan", "warn", f"this config cannot be planned: {error}", "the run may run out of memory")]
+    return [judge_plan(plan, enforced=config.plan.enforce == "on")]
+
+
+def judge_plan(plan: RunPlan, *, enforced: bool) -> Finding:
+    """The finding about a plan's memory."""
+    texts = [
+        f"{shortage.process} needs at least {gib(shortage.needed)} of {gib(shortage.memory)}: {shortage.text}"
+        for shortage in plan.shortages
+        if shortage.fails or plan.fits
+    ]
+    if plan.fits and texts:
+        return Finding("plan", "warn", "; ".join(texts), "fragmentation is not counted, so it may run out of memory")
+    if texts:
+        remedy = "`asyncrl-launch plan` with the same arguments finds changes that fit"
+        anyway = "; plan.enforce=off starts anyway" if enforced else ""
+        return Finding("plan", "fail" if enforced else "warn", "; ".join(texts), remedy + anyway)
+    return Finding("plan", "ok", f"the fullest GPU needs at least {gib(plan.peak)} of {gib(plan.memory)}")
+
+
+def refuse_too_large(config: ExperimentConfig, say: Callable[[str], None]) -> None:
+    """Plan the run if this machine has GPUs. Prints a warning, or raises ConfigError if a process does not fit its GPU."""
+    devices = visible_devices()
+    if devices:
+        say("computing the memory that each process needs, for up to minutes if the model is large")
+    for finding in judge_memory_of_gpus(config, devices):
+        text = f"{finding.value}; {finding.remedy}"
+        if finding.state == "fail":
+            raise ConfigError(f"allocation={config.allocation}: {text}")
+        if finding.state == "warn":
+            say(f"plan: {text}")

@@ -1,0 +1,49 @@
+"""The models of a run: where each is placed, and its config in the processes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from asyncrl.config.processes import ModelConfig, PlacedMFC
+from asyncrl.config.schema import CRITIC, EMA, REF, TEACHER, TrainConfig, reward_models
+from asyncrl.dataflow.graph import DataflowGraph
+from asyncrl.dataflow.topology import Allocation, ModelPlacement
+
+
+def place(allocation: Allocation, graph: DataflowGraph) -> tuple[list[ModelPlacement], list[PlacedMFC]]:
+    placements, model_of = allocation.place(graph)
+    return placements, [mfc.placed(model_of[name]) for name, mfc in graph.mfcs.items()]
+
+
+def models_of(
+    placements: Sequence[ModelPlacement], mfcs: Sequence[PlacedMFC], train: TrainConfig, model_path: str
+) -> list[ModelConfig]:
+    """Return the configs of all models: the placed ones, and the actor's moving average, which is laid out like the actor.
+    placements: the actor's is the first one."""
+    models = [_model(placement, mfcs, train, model_path) for placement in placements]
+    if models and train.ema is not None:
+        models.append(replace(models[0], name=EMA, trainable=False, offload=False, float32=True))
+    return models
+
+
+def _model(placement: ModelPlacement, mfcs: Sequence[PlacedMFC], train: TrainConfig, model_path: str) -> ModelConfig:
+    """Return the config of a placed model. Its role determines the folder of its weights, the kind of its output and the
+    optimizer."""
+    role = placement.role
+    own_path = {
+        CRITIC: train.critic.path if train.critic else "",
+        REF: train.ref.path,
+        **{role: model.path for role, model in reward_models(train).items()},
+        TEACHER: train.teacher.path if train.teacher else "",
+    }.get(role, "")
+    return ModelConfig(
+        name=placement.name,
+        path=own_path or model_path,
+        grid=str(placement.grid),
+        workers=list(placement.workers),
+        kind="value" if role == CRITIC else "reward" if role in reward_models(train) else "lm",
+        trainable=placement.name == role and any(mfc.role == role and mfc.kind == "train_step" for mfc in mfcs),
+        optimizer=train.critic.optimizer if train.critic and role == CRITIC else train.optimizer,
+        offload=role in train.offload,
+    )

@@ -1,0 +1,54 @@
+"""The batches that a plan assumes. No torch.
+
+A step has train.batch_size * rollout.group_size sequences. Each has as many tokens as a response may have and PROMPT_TOKENS more,
+but at most train.max_tokens_per_mb. They are spread evenly over data ranks and minibatches. If the sequences of a rank fit into one
+micro-batch, they are that micro-batch. Otherwise micro-batches are full: they have train.max_tokens_per_mb tokens, the last
+sequence of each being shorter.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from asyncrl.config.schema import ExperimentConfig
+from asyncrl.dataflow.graph import MFCDef
+
+PROMPT_TOKENS = 512  # of a prompt, unless prompts.max_prompt_length is less
+
+
+class Load(msgspec.Struct, frozen=True):
+    """The part of a step's batch that one data rank gets in an MFC."""
+
+    minibatches: int  # optimizer steps; inference: 1
+    micro_batches: int  # of each minibatch
+    lengths: list[int]  # of the sequences of each micro-batch
+    # Whether every micro-batch has these lengths. False: `lengths` are those of the whole minibatch, which a pipeline splits
+    full: bool = True
+
+    @property
+    def tokens(self) -> int:
+        return self.minibatches * sum(self.lengths) * (self.micro_batches if self.full else 1)
+
+
+def load_of(config: ExperimentConfig, mfc: MFCDef, *, data_size: int, num_stages: int) -> Load:
+    """config: resolved (resolve_auto)."""
+    train, most = config.train, config.train.max_tokens_per_mb
+    minibatches = 1
+    if mfc.interface == "ppo_actor" and not train.streaming:
+        minibatches = train.ppo.epochs * train.ppo.minibatches
+    elif mfc.interface == "ppo_critic" and not train.streaming and train.critic is not None:
+        minibatches = train.critic.minibatches
+    passes = train.ppo.epochs if mfc.interface == "ppo_actor" else 1
+    length = min(config.rollout.sampling.max_new_tokens + min(config.prompts.max_prompt_length, PROMPT_TOKENS), most)
+    num_sequences = math.ceil(train.batch_size * config.rollout.group_size * passes / minibatches / data_size)
+    lengths = [length] * num_sequences
+    if train.ptx is not None and mfc.interface == "ppo_actor":
+        texts = math.ceil(train.ptx.batch_size / minibatches / data_size)
+        lengths += [min(train.ptx.max_length, most)] * texts
+    count = math.ceil(sum(lengths) / most)
+    if count <= num_stages:
+        return Load(minibatches, num_stages, lengths, full=False)
+    whole, rest = divmod(most, length)
+    return Load(minibatches, count, [length] * whole + ([rest] if rest else []))

@@ -1,0 +1,110 @@
+"""Lower bounds of the time of a train step, from FLOPs and bytes (pure).
+
+A step takes at least as long as its slowest rank computes, at the GPU's peak, or receives, at the peak of its links. Kernels,
+launches, waits for other ranks and for data are not counted. batches.py has the lengths of the sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from asyncrl.config.schema import ExperimentConfig
+from asyncrl.dataflow.graph import build_dataflow
+from asyncrl.dataflow.topology import ParallelGrid
+from asyncrl.plan.batches import PROMPT_TOKENS, load_of
+from asyncrl.plan.devices import GPUS_PER_HOST, Device
+from asyncrl.plan.generation import ServerPlan
+from asyncrl.plan.result import Collective, ModelStep, RankPlan
+from asyncrl.plan.shapes import ModelShape
+
+_SHARED_OUT = ("all_gather", "reduce_scatter", "all_to_all")  # a rank receives all of the payload but its own part
+
+
+class TimeBound(msgspec.Struct, frozen=True):
+    """Lower bounds of one train step, in seconds."""
+
+    training_s: float  # all MFCs of the rank that needs longest
+    receiving_s: float  # of that rank: receiving, at the same time as computing
+    generation_s: float  # the responses of one batch, by all servers; 0: the run has no servers
+    step_s: float  # both at the same time, or one after the other (eta = 0, shared devices)
+    mfu: float  # upper bound: model FLOPs / (training_s * peak FLOP/s of all model workers)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A model's grid, and the number of hosts that its ranks are on."""
+
+    grid: ParallelGrid
+    num_hosts: int = 1
+
+
+def time_bound(
+    config: ExperimentConfig,
+    ranks: Sequence[RankPlan],
+    placed: Mapping[str, Placed],
+    shape: ModelShape,
+    server: ServerPlan | None,
+    device: Device,
+    *,
+    in_turns: bool,
+) -> TimeBound:
+    """Bound a step. placed: by the model's name. shape: of the served model. in_turns: generation waits for training."""
+    mfcs = build_dataflow(config.train, config.mode).mfcs
+    of_ranks = []
+    for rank in ranks:
+        times = []
+        for step in rank.steps:
+            grid = placed[step.model].grid
+            load = load_of(config, mfcs[step.mfc], data_size=grid.data, num_stages=grid.pipe)
+            times.append(step_times(step, placed[step.model], load.micro_batches, device))
+        of_ranks.append((sum(map(max, times)), sum(receives for _, receives in times)))
+    training, receiving = max(of_ranks, default=(0.0, 0.0))
+    model_flops = sum(step.model_flops * len(rank.stands_for) for rank in ranks for step in rank.steps)
+    peak = device.flops * sum(len(rank.stands_for) for rank in ranks)
+    generation = generation_time(config, shape, server, device) if server is not None else 0.0
+    return TimeBound(
+        training_s=training,
+        receiving_s=receiving,
+        generation_s=generation,
+        step_s=training + generation if in_turns else max(training, generation),
+        mfu=model_flops / (training * peak) if training else 0.0,
+    )
+
+
+def step_times(step: ModelStep, placed: Placed, micro_batches: int, device: Device) -> tuple[float, float]:
+    """Seconds in which a rank computes and receives in one MFC, each with the time in which the pipeline fills and empties."""
+    factor = (micro_batches + placed.grid.pipe - 1) / micro_batches
+    receives = sum(receive_time(name, calls, placed, device) for name, calls in step.collectives.items())
+    return step.flops / device.flops * factor, receives * factor
+
+
+def receive_time(name: str, calls: Collective, placed: Placed, device: Device) -> float:
+    """Seconds in which a rank receives the bytes of a collective, over the links of its host and over its share of the network."""
+    grid = placed.grid
+    members = grid.data if grid.data > 1 else grid.tensor
+    share = (members - 1) / members if name in _SHARED_OUT else 1.0
+    if name == "send":  # it receives nothing
+        return 0.0
+    time = calls.bytes * share / device.link
+    if name in _SHARED_OUT and placed.num_hosts > 1 and grid.data > 1:
+        # Each tensor group of a host receives the parts of other hosts once, through the adapters of all its GPUs
+        elsewhere = calls.bytes * (placed.num_hosts - 1) / placed.num_hosts
+        time = max(time, elsewhere * grid.tensor / (min(GPUS_PER_HOST, grid.size) * device.network))
+    return time
+
+
+def generation_time(config: ExperimentConfig, shape: ModelShape, server: ServerPlan, device: Device) -> float:
+    """Seconds in which the servers generate one batch. Each decoding step reads the weights and the KV cache of its requests. The
+    prompt of a group is computed once."""
+    requests = math.ceil(config.train.batch_size * config.rollout.group_size / server.count)
+    new, prompt = config.rollout.sampling.max_new_tokens, min(config.prompts.max_prompt_length, PROMPT_TOKENS)
+    steps = new * max(requests / server.concurrent, 1.0)
+    active = server.weights * shape.active_parameters / shape.parameters
+    read = steps * active + requests * new * (prompt + new / 2) * server.kv_token
+    tokens = requests * new + requests * prompt / config.rollout.group_size
+    flops = shape.forward_flops(1, prompt + new) * tokens / server.gpus
+    return max(read / device.memory_bandwidth, flops / device.flops)

@@ -1,0 +1,118 @@
+"""A closed-form estimate of the plans of model workers, in a millisecond. The search of layouts uses it to choose which to plan.
+
+Memory of a layer's activations and of a block of logits is counted roughly. All ranks of a set of workers are taken as equal.
+"""
+
+from __future__ import annotations
+
+import math
+
+from asyncrl.config.processes import ModelConfig, PlacedMFC
+from asyncrl.config.schema import EMA, ExperimentConfig
+from asyncrl.dataflow.graph import ADVANTAGES_MFC, MFCDef, build_dataflow
+from asyncrl.dataflow.placed_models import models_of, place
+from asyncrl.dataflow.topology import ParallelGrid, allocation_of
+from asyncrl.plan.batches import load_of
+from asyncrl.plan.generation import DTYPE_BYTES
+from asyncrl.plan.result import Collective, ModelStep, RankPlan
+from asyncrl.plan.shapes import ModelShape
+
+_FLOAT = 4  # bytes
+_LOGIT_BYTES = 10  # of one logit in the loss: two float32 copies and one in train.dtype
+_SAVED_HIDDEN, _SAVED_MLP = (
+    12,
+    4,
+)  # values that the backward pass of a layer needs of a token, per hidden unit and MLP unit
+
+
+def estimate_ranks(config: ExperimentConfig) -> list[RankPlan]:
+    """Estimate the plan of each set of workers. config: without `auto`. A RankPlanner."""
+    allocation = allocation_of(config)
+    placements, mfcs = place(allocation, build_dataflow(config.train, config.mode))
+    models = models_of(placements, mfcs, config.train, config.model_path)
+    ranks, first = [], 0
+    for devices in allocation.training:
+        members = range(first, first + devices.size)
+        held = {model.name: model for model in models if set(model.workers) & set(members)}
+        own = [mfc for mfc in mfcs if mfc.model in held and mfc.name != ADVANTAGES_MFC]
+        ranks.append(_rank(config, list(members), held, own))
+        first += devices.size
+    return ranks
+
+
+def _rank(
+    config: ExperimentConfig, members: list[int], models: dict[str, ModelConfig], mfcs: list[PlacedMFC]
+) -> RankPlan:
+    value = DTYPE_BYTES[config.train.dtype]
+    resident = {"parameters": 0, "gradients": 0, "optimizer": 0}
+    for model in models.values():
+        held = ModelShape.of(model.path).parameters // ParallelGrid.parse(model.grid).size
+        if model.trainable:
+            resident = {
+                "parameters": resident["parameters"] + _FLOAT * held,
+                "gradients": resident["gradients"] + _FLOAT * held,
+                "optimizer": resident["optimizer"] + 2 * _FLOAT * held,
+            }
+        elif not model.offload:
+            resident["parameters"] += (_FLOAT if model.name == EMA else value) * held
+    steps = [_step(config, models[mfc.model], mfc, value) for mfc in mfcs]
+    fullest = max((step.at_peak for step in steps), key=lambda parts: sum(parts.values()), default={})
+    at_peak = resident | fullest
+    return RankPlan(
+        worker=members[0],
+        shards=sorted(models),
+        stands_for=members,
+        peak=sum(at_peak.values()),
+        at_peak=at_peak,
+        kinds=at_peak,
+        steps=steps,
+        load_peak=0,
+        export_peak=0,
+    )
+
+
+def _step(config: ExperimentConfig, model: ModelConfig, mfc: PlacedMFC, value: int) -> ModelStep:
+    """One MFC: its FLOPs, traffic, and memory beside what is resident."""
+    train, shape, grid = config.train, ModelShape.of(model.path), ParallelGrid.parse(model.grid)
+    trains = mfc.kind == "train_step"
+    load = load_of(config, MFCDef.of(mfc), data_size=grid.data, num_stages=grid.pipe)
+    micro_batches, length = load.minibatches * load.micro_batches, load.lengths[0]
+    budget = math.ceil(sum(load.lengths) / (1 if load.full else load.micro_batches))
+    forward = shape.forward_flops(load.tokens, length) / (grid.pipe * grid.tensor)
+    layers = math.ceil(shape.num_layers / grid.pipe)
+    whole = shape.parameters // (grid.pipe * grid.tensor)  # parameters, gathered from the data ranks
+    collectives = {}
+    if grid.data > 1:
+        gathers = 2 if trains else 1
+        calls = micro_batches * layers
+        collectives["all_gather"] = Collective(gathers * calls, gathers * micro_batches * whole * value)
+        if trains:
+            collectives["reduce_scatter"] = Collective(calls, micro_batches * whole * _FLOAT)
+    if grid.tensor > 1:
+        passes = 2 * (3 if train.gradient_checkpointing and trains else 2 if trains else 1)
+        payload = passes * layers * load.tokens * shape.hidden * value
+        collectives["all_reduce"] = Collective(passes * layers * micro_batches, payload)
+    if grid.pipe > 1:
+        collectives["recv"] = Collective(micro_batches, (1 + trains) * load.tokens * shape.hidden * value)
+    of_layer = budget * value * (_SAVED_HIDDEN * shape.hidden + _SAVED_MLP * shape.mlp_width * shape.experts_per_token)
+    of_layer //= grid.tensor
+    entries = budget * shape.hidden * value
+    kept = layers * (entries if train.gradient_checkpointing else of_layer) * grid.pipe
+    unsharded = grid.data > 1 and (train.accumulate_unsharded or grid.pipe > 1)
+    parts = {
+        "activations": kept * trains + of_layer,
+        "logits": min(train.logprob_chunk_tokens, budget) * shape.vocab * _LOGIT_BYTES // grid.tensor,
+        "gathered": 2 * value * (shape.layer_parameters + shape.vocab * shape.hidden) // grid.tensor * (grid.data > 1),
+        "other": _FLOAT * whole * (trains and unsharded),
+    }
+    return ModelStep(
+        model=model.name,
+        mfc=mfc.name,
+        peak=sum(parts.values()),
+        at_peak=parts,
+        kinds=parts,
+        flops=int(forward * ((4 if train.gradient_checkpointing else 3) if trains else 1)),
+        collectives=collectives,
+        model_flops=int(forward * (3 if trains else 1)),
+        tokens=load.tokens,
+    )

@@ -1,0 +1,122 @@
+"""Searches the layouts of a number of GPUs: estimates all of them in closed form, and plans the best few."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import msgspec
+
+from asyncrl.config.schema import ConfigError, ExperimentConfig
+from asyncrl.dataflow.layout_checks import problem_of_grid
+from asyncrl.dataflow.topology import Allocation, DeviceSet, ParallelGrid, allocation_of
+from asyncrl.launch.checks.model_files import read_config
+from asyncrl.launch.experiment import validate
+from asyncrl.plan.capacity import RunPlan, plan_run
+from asyncrl.plan.devices import GPUS_PER_HOST, Device
+from asyncrl.plan.estimate import estimate_ranks
+from asyncrl.plan.remedies import Planner
+from asyncrl.plan.result import PlanError
+from asyncrl.plan.shapes import ModelShape
+
+_ESTIMATE_MARGIN = 1.25  # an estimate may exceed the memory by this factor before its layout is dropped
+MOST_PLANNED = 4  # layouts that are planned
+_ENOUGH = 2  # layouts that fit, after which no further one is planned
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """An allocation of the GPUs. Times are lower bounds in seconds."""
+
+    allocation: str
+    training_s: float
+    receiving_s: float  # of training: receiving from other ranks, at the same time as computing
+    generation_s: float
+    step_s: float
+    peak: int  # bytes of the fullest GPU (RunPlan.peak)
+    planned: bool  # false: a closed-form estimate
+    fits: bool
+
+
+def search_layouts(config: ExperimentConfig, num_gpus: int, device: Device, planner: Planner) -> list[Layout]:
+    """Return the layouts of num_gpus GPUs that were planned, those that fit first, by the predicted time of a step. Further layouts
+    follow with estimates, the fastest ones first.
+
+    The layouts have one grid for all models and, with servers, one grid for them; sets of their own, as in `+ref_inf:d1`, are not
+    tried. config: without `auto`. Raises PlanError if no layout can be valid.
+    """
+
+    def tried(allocation: object) -> ExperimentConfig:
+        return replace(config, allocation=str(allocation))
+
+    estimates = [
+        _layout(plan_run(tried(allocation), device, estimate_ranks), planned=False)
+        for allocation in _allocations(config, num_gpus)
+    ]
+    if not estimates:
+        raise PlanError(
+            f"--gpus {num_gpus}: no layout with the engine of allocation={config.allocation} has this number of GPUs; use "
+            "another number"
+        )
+    likely = [layout for layout in estimates if layout.peak <= _ESTIMATE_MARGIN * device.memory]
+    likely.sort(key=_speed)
+    planned: list[Layout] = []
+    rest: list[Layout] = []
+    refused: ValueError | None = None
+    for layout in likely or sorted(estimates, key=lambda layout: layout.peak):
+        if len(planned) == MOST_PLANNED or sum(done.fits for done in planned) == _ENOUGH:
+            rest.append(layout)
+            continue
+        try:
+            validate(tried(layout.allocation))
+            planned.append(_layout(planner(tried(layout.allocation)), planned=True))
+        except (ConfigError, PlanError) as error:
+            refused = error
+    if not planned:
+        raise PlanError(f"--gpus {num_gpus}: none of the best layouts can be planned: {refused}") from refused
+    return [*sorted(planned, key=lambda layout: (not layout.fits, _speed(layout))), *rest]
+
+
+def _allocations(config: ExperimentConfig, num_gpus: int) -> Iterator[Allocation]:
+    """The allocations of exactly num_gpus GPUs that the model can be split into. No tensor group spans two hosts."""
+    allocation, shape = allocation_of(config), ModelShape.of(config.model_path)
+    model = read_config(config.model_path, "give a folder in Hugging Face format")
+    serves = config.mode not in ("sync", "train_only") and allocation.engine != "external"
+    for training in range(1, num_gpus + (not serves)) if serves else (num_gpus,):
+        grids = [grid for grid in _grids(training) if not problem_of_grid(grid, model)]
+        if not serves:
+            for grid in grids:
+                yield replace(allocation, training=(DeviceSet((("", grid),)),), generation_devices=None)
+            continue
+        left = num_gpus - training
+        widest = GPUS_PER_HOST if allocation.engine == "sglang" else 1
+        for tensor in range(1, min(left, widest) + 1):
+            if left % tensor or not shape.serves_on(tensor):
+                continue
+            servers = ParallelGrid(data=left // tensor, tensor=tensor)
+            for grid in grids:
+                yield Allocation(allocation.engine, servers, (DeviceSet((("", grid),)),))
+
+
+def _grids(size: int) -> Iterator[ParallelGrid]:
+    for tensor in (number for number in range(1, min(size, GPUS_PER_HOST) + 1) if size % number == 0):
+        for pipe in (number for number in range(1, size // tensor + 1) if size // tensor % number == 0):
+            yield ParallelGrid(data=size // tensor // pipe, pipe=pipe, tensor=tensor)
+
+
+def _layout(plan: RunPlan, *, planned: bool) -> Layout:
+    time = plan.time
+    return Layout(
+        allocation=plan.allocation,
+        training_s=time.training_s,
+        receiving_s=time.receiving_s,
+        generation_s=time.generation_s,
+        step_s=time.step_s,
+        peak=plan.peak,
+        planned=planned,
+        fits=plan.fits,
+    )
+
+
+def _speed(layout: Layout) -> tuple[float, float, float]:
+    """Orders layouts by the time of a step; of equal ones, the one that receives less is faster, then the one with more slack."""
+    return float(f"{layout.step_s:.2g}"), layout.receiving_s, layout.training_s + layout.generation_s

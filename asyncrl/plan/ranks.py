@@ -1,0 +1,196 @@
+"""Plans the model workers of a run, from its config and the config.json of its models. Imports no torch: a process of its own
+computes the plan of each distinct rank of each model (rank_main.py).
+
+All data and tensor ranks of a stage have the plan of data rank 0 and tensor rank 0, which hold the largest pieces.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
+
+import msgspec
+
+from asyncrl.config.processes import ModelConfig, PlacedMFC
+from asyncrl.config.schema import ExperimentConfig, TrainConfig, resolve_auto
+from asyncrl.dataflow.graph import MFCDef, build_dataflow
+from asyncrl.dataflow.placed_models import models_of, place
+from asyncrl.dataflow.topology import ModelPlacement, allocation_of
+from asyncrl.plan.batches import Load, load_of
+from asyncrl.plan.result import ModelStep, PlanError, RankPlan
+from asyncrl.protocol.names import ACTOR
+
+LIMIT_S = 900.0  # of the plan of one rank
+
+
+class ShardTask(msgspec.Struct, frozen=True):
+    """One rank of one model, with all MFCs that run on the model."""
+
+    model: ModelConfig
+    pipe: int  # stage; the data and tensor ranks are 0
+    mfcs: list[PlacedMFC]  # in the order of the dataflow
+    loads: dict[str, Load]  # by MFC
+    train: TrainConfig
+    device_type: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.model.name}, stage {self.pipe}"
+
+
+class ShardPlan(msgspec.Struct, frozen=True):
+    """The plan of one rank of one model, as if it were alone."""
+
+    steps: list[ModelStep]
+    load_peak: int
+    loaded: int  # bytes once it is loaded
+    resident: dict[str, int]  # kind -> bytes between MFCs, once it has trained
+    in_transit: int  # bytes while weights are exported, beside the resident ones
+
+
+def plan_training(config: ExperimentConfig, *, device_type: Literal["cpu", "cuda"] = "cuda") -> list[RankPlan]:
+    """Plan each distinct model worker of a run, in ascending order. batches.py has the assumptions about its batches.
+
+    Raises PlanError if the config cannot be planned, or if a rank's process fails or takes longer than LIMIT_S.
+    """
+    config = resolve_auto(config, on_gpu=device_type == "cuda")
+    models, mfcs = _placed(config)
+    shards = _shards_by_worker(models)
+    needed = sorted({shard for held in shards.values() for shard in held})
+    tasks = [_task(config, next(m for m in models if m.name == name), pipe, mfcs, device_type) for name, pipe in needed]
+    plans = dict(zip(needed, run_tasks(tasks), strict=True))
+    offloaded = {model.name for model in models if model.offload and device_type == "cuda"}
+    by_shards: dict[tuple[tuple[str, int], ...], list[int]] = {}
+    for worker, held in sorted(shards.items()):
+        by_shards.setdefault(tuple(held), []).append(worker)
+    placements = {model.name: ModelPlacement.of(model) for model in models}
+    return [
+        _combined(
+            workers,
+            names=[_shard_name(placements[name], workers[0]) for name, _ in held],
+            plans={name: plans[name, pipe] for name, pipe in held},
+            offloaded=offloaded,
+        )
+        for held, workers in by_shards.items()
+    ]
+
+
+def _placed(config: ExperimentConfig) -> tuple[list[ModelConfig], list[PlacedMFC]]:
+    """The models and MFCs of a run, the latter in the order of the dataflow. Raises PlanError."""
+    if config.mode in ("sync", "rollout_only"):
+        raise PlanError(f"mode={config.mode}: a plan covers training without generation; use mode async or train_only")
+    if config.train.extra_mfcs:
+        names = ", ".join(config.train.extra_mfcs)
+        raise PlanError(f"train.extra_mfcs has {names}: a plan runs no functions of a config; plan without them")
+    if not config.model_path:
+        raise PlanError('model_path="": give a folder that has the config.json of a model')
+    try:
+        graph = build_dataflow(config.train, config.mode)
+        placements, mfcs = place(allocation_of(config), graph)
+    except ValueError as error:
+        raise PlanError(f"allocation={config.allocation}: {error}") from error
+    order = {name: number for number, name in enumerate(graph.order)}
+    return models_of(placements, mfcs, config.train, config.model_path), sorted(mfcs, key=lambda mfc: order[mfc.name])
+
+
+def _shards_by_worker(models: Sequence[ModelConfig]) -> dict[int, list[tuple[str, int]]]:
+    """Worker -> (model, stage) of each model that it holds."""
+    found: dict[int, list[tuple[str, int]]] = {}
+    for model in models:
+        placement = ModelPlacement.of(model)
+        for worker in model.workers:
+            found.setdefault(worker, []).append((model.name, placement.shard_of(worker).pipe))
+    return found
+
+
+def _shard_name(placement: ModelPlacement, worker: int) -> str:
+    at = placement.shard_of(worker)
+    return f"{at.model}:d{at.data}p{at.pipe}m{at.tensor}"
+
+
+def _task(
+    config: ExperimentConfig, model: ModelConfig, pipe: int, mfcs: Sequence[PlacedMFC], device_type: str
+) -> ShardTask:
+    grid, own = ModelPlacement.of(model).grid, [mfc for mfc in mfcs if mfc.model == model.name]
+    loads = {mfc.name: load_of(config, MFCDef.of(mfc), data_size=grid.data, num_stages=grid.pipe) for mfc in own}
+    return ShardTask(model, pipe, own, loads, config.train, device_type)
+
+
+# --------------------------------------------------------------------------------------------------------------- processes
+
+
+def run_tasks(tasks: Sequence[ShardTask]) -> list[ShardPlan]:
+    """Run each task in a process, at most one per core at a time. After a failure no further one starts. Raises PlanError."""
+    with ThreadPoolExecutor(os.cpu_count() or 1, "plan") as pool:
+        futures = [pool.submit(run_task, task) for task in tasks]
+        try:
+            return [future.result() for future in futures]
+        except PlanError:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def run_task(task: ShardTask) -> ShardPlan:
+    """Plan one rank in a process of its own. Raises PlanError."""
+    command = [sys.executable, "-m", "asyncrl.plan.rank_main"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    try:
+        done = subprocess.run(
+            command, input=msgspec.json.encode(task), capture_output=True, timeout=LIMIT_S, env=env, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise PlanError(f"the plan of {task.name} took longer than {LIMIT_S:g} s; use a smaller grid") from error
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        cause = lines[-1] if lines else f"its process ended with exit status {done.returncode}"
+        raise PlanError(f"{task.name} ({task.model.path}) cannot be planned: {cause}")
+    return msgspec.json.decode(done.stdout, type=ShardPlan)
+
+
+# ------------------------------------------------------------------------------------------------------------------ workers
+
+
+def _combined(
+    workers: Sequence[int], *, names: Sequence[str], plans: Mapping[str, ShardPlan], offloaded: set[str]
+) -> RankPlan:
+    """The plan of workers that hold these models. plans: by model, in the order in which they are loaded."""
+    resident = {name: Counter({} if name in offloaded else plan.resident) for name, plan in plans.items()}
+    together = _sum(resident.values())
+    peak, at_peak, kinds = together.total(), dict(together), dict(together)
+    for name, plan in plans.items():
+        others = _sum(found for other, found in resident.items() if other != name)
+        for step in plan.steps:
+            if step.peak + others.total() > peak:
+                peak, at_peak = step.peak + others.total(), dict(_sum([Counter(step.at_peak), others]))
+            for kind, num_bytes in step.kinds.items():
+                kinds[kind] = max(kinds.get(kind, 0), num_bytes + others[kind])
+    load_peak = loaded = export_peak = 0
+    for name, plan in plans.items():
+        load_peak = max(load_peak, loaded + plan.load_peak)
+        loaded += plan.loaded
+        if name == ACTOR:
+            others = _sum(found for other, found in resident.items() if other != name)
+            export_peak = others.total() + sum(plan.resident.values()) + plan.in_transit
+    return RankPlan(
+        worker=workers[0],
+        shards=list(names),
+        stands_for=list(workers),
+        peak=peak,
+        at_peak=at_peak,
+        kinds=kinds,
+        steps=[step for plan in plans.values() for step in plan.steps],
+        load_peak=load_peak,
+        export_peak=export_peak,
+    )
+
+
+def _sum(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for found in counts:
+        total.update(found)
+    return total

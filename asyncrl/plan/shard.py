@@ -1,0 +1,311 @@
+"""Runs the training engine of one rank without weights, data or other ranks, and counts with a Tracker.
+
+Parameters are fake tensors: they have shapes and dtypes. The engine and the interfaces are those of a model worker; the process
+group is torch's fake one. Where values decide about shapes or control flow, `PlannedEngine` gives them.
+
+The fake tensors are on the device `cpu`, because those of `cuda` cannot run backward without CUDA. kernels.plan_for chooses the
+kernels of the planned device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch._subclasses.fake_tensor as fake_tensor
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from asyncrl.config.processes import ModelConfig
+from asyncrl.config.schema import TrainConfig
+from asyncrl.data.sequence import SequenceSample, spec_of
+from asyncrl.dataflow.graph import MFCDef
+from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
+from asyncrl.model import kernels
+from asyncrl.model.attention import NAME as ATTENTION
+from asyncrl.model.engine import TrainEngine
+from asyncrl.model.interfaces import Interface, LossFn, make_interface
+from asyncrl.model.mesh import ModelMesh
+from asyncrl.model.sharding import AUTO_CLASSES, Read, Skeleton, WeightSource, local_tensor
+from asyncrl.plan.batches import Load
+from asyncrl.plan.flops import ModelSize
+from asyncrl.plan.ranks import ShardPlan, ShardTask
+from asyncrl.plan.result import Collective, ModelStep
+from asyncrl.plan.tracker import GPU_ROUNDING, Cost, Tracker
+
+# FakeTensorMode keeps the values of constants up to this size: the numbers of micro-batches, and the starts of sequences
+_CONSTANT_ELEMENTS = 16_384
+_TRAINED = ("loss_mask", "trained_mask", "value_mask", "advantages", "returns")  # keys with other values than 0
+TRANSIT_BYTES = 256_000_000  # of export.take_share: in transit at one rank
+
+
+def plan_shard(task: ShardTask) -> ShardPlan:
+    """Plan one rank. Changes torch for the whole process: call it once, in a process of its own."""
+    torch.set_num_threads(1)
+    kernels.plan_for(task.device_type)
+    world = FakeWorld(task.device_type)
+    placement = ModelPlacement.of(task.model)
+    mesh = world.mesh(ParallelGrid.parse(task.model.grid), task.pipe) if placement.grid.size > 1 else None
+    train = task.train
+    engine = PlannedEngine(world, task.model, train, mesh)
+    memory = world.tracker.memory
+    load_peak, loaded = memory.peak, memory.total
+    size = ModelSize.of(Skeleton.of(engine.config, task.model.kind, torch.float32), engine.config)
+    planned = [_PlannedMFC(engine, MFCDef.of(mfc), train, task.loads[mfc.name]) for mfc in task.mfcs]
+    for mfc in planned:  # the first pass makes the optimizer's state
+        mfc.run_first()
+    for mfc in planned:
+        mfc.run_second()
+    gc.collect()
+    return ShardPlan(
+        steps=[mfc.step(size, placement) for mfc in planned],
+        load_peak=load_peak,
+        loaded=loaded,
+        resident={kind: num_bytes for kind, num_bytes in memory.now.items() if num_bytes},
+        in_transit=_export_bytes(engine),
+    )
+
+
+class FakeWorld:
+    """Fake tensors, a fake process group, and the tracker that sees all operations on both."""
+
+    def __init__(self, device_type: str) -> None:
+        self.tracker = Tracker(rounding=GPU_ROUNDING if device_type == "cuda" else 1)
+        self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        fake_tensor.CONSTANT_NUMEL_LIMIT = _CONSTANT_ELEMENTS
+        _patch_torch(self.tracker)
+
+    def mesh(self, grid: ParallelGrid, pipe: int) -> ModelMesh:
+        """The mesh of data rank 0 and tensor rank 0 of this stage. The world has the ranks of this grid only."""
+        placement = ModelPlacement("planned", grid, tuple(range(grid.size)))
+        rank = placement.worker_of(data=0, pipe=pipe, tensor=0)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=grid.size)  # type: ignore[no-untyped-call]
+        mesh = ModelMesh.make(placement, "cpu")
+        assert mesh is not None
+        return mesh
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """In this context all tensors are fake, and all operations counted."""
+        with self._fakes, self.tracker, self.tracker.within("activations"):
+            yield
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A fake tensor that is not counted."""
+        with self._fakes:
+            return torch.empty(*shape, dtype=dtype)
+
+    def weights(self) -> WeightSource:
+        return WeightSource(self._load_whole, self._open, has_values=False)
+
+    def _load_whole(self, path: str | Path, kind: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+        with self._fakes, self.tracker:
+            model: PreTrainedModel = AUTO_CLASSES[kind].from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+        model.eval()  # type: ignore[no-untyped-call]
+        return model
+
+    def _open(self, path: str | Path, skeleton: Skeleton, config: PreTrainedConfig, dtype: torch.dtype) -> Read:
+        tensors = dict(skeleton.model.named_parameters()) | dict(skeleton.model.named_buffers())
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+        def read(name: str, dim: int, start: int, length: int) -> Tensor:
+            shape = shapes[name]
+            return self.empty((*shape[:dim], length, *shape[dim + 1 :]) if shape else (), dtype)
+
+        return read
+
+
+def _patch_torch(tracker: Tracker) -> None:
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        result = resize(storage, size)
+        tracker.resized(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+    # Meshes use the values of tensors. fully_shard makes further ones
+    for name in ("__init__", "_concatenate"):
+        setattr(DeviceMesh, name, _without_fakes(DeviceMesh.__dict__[name]))
+
+
+def _without_fakes(function: Any) -> Any:
+    inner = function.__func__ if isinstance(function, staticmethod) else function
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            return inner(*args, **kwargs)
+
+    return staticmethod(call) if isinstance(function, staticmethod) else call
+
+
+class PlannedEngine(TrainEngine):
+    """An engine whose tensors have no values. It counts what each train step costs."""
+
+    def __init__(self, world: FakeWorld, model: ModelConfig, train: TrainConfig, mesh: ModelMesh | None) -> None:
+        self._world = world
+        self.train_steps: list[Cost] = []  # of each train step
+        with world.tracker:
+            super().__init__(model, train, mesh=mesh, weights=world.weights())
+        tracker, parameters = world.tracker, list(self.named_parameters().values())
+        tracker.reclassify(map(local_tensor, parameters), "parameters")
+        tracker.on_reduced = self._name_gradients
+        for parameter in parameters if self.trainable else ():
+            parameter.register_post_accumulate_grad_hook(
+                lambda p: tracker.reclassify([local_tensor(p.grad)], "gradients")
+            )
+
+    def _name_gradients(self) -> None:
+        grads = (parameter.grad for parameter in self.named_parameters().values())
+        self._world.tracker.reclassify((local_tensor(grad) for grad in grads if grad is not None), "gradients")
+
+    def _values_of(self, tensor: Tensor, planned: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return planned
+
+    def _infer(self, *args: Any, **kwargs: Any) -> npt.NDArray[np.float32] | None:
+        with self._world.computing():
+            return super()._infer(*args, **kwargs)
+
+    def train_step(
+        self, sample: SequenceSample | None, loss_fn: LossFn, *, temperature: float, lr_step: int
+    ) -> dict[str, float]:
+        before = Cost().plus(self._world.tracker.cost)
+        with self._world.computing():
+            result = super().train_step(sample, loss_fn, temperature=temperature, lr_step=lr_step)
+        self.train_steps.append(self._world.tracker.cost.plus(before, -1))
+        return result
+
+    def accumulate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        with self._world.computing():
+            return super().accumulate(*args, **kwargs)
+
+    def step_accumulated(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        with self._world.computing():
+            return super().step_accumulated(*args, **kwargs)
+
+    def all_reduce_sum(self, values: npt.NDArray[Any] | Sequence[float]) -> npt.NDArray[np.float64]:
+        with self._world.tracker:
+            return super().all_reduce_sum(values)
+
+    def mean_over_ranks(self, value: float | None) -> float:
+        with self._world.tracker:
+            return super().mean_over_ranks(value)
+
+
+class _PlannedMFC:
+    """Two runs of one MFC, and the whole step that follows from them.
+
+    Costs are linear in the number of micro-batches of a minibatch and in the number of minibatches; the peak is that of two
+    micro-batches (with a pipeline: of one more than stages), which more do not exceed.
+    """
+
+    def __init__(self, engine: PlannedEngine, mfc: MFCDef, train: TrainConfig, load: Load) -> None:
+        self._engine, self._mfc, self._train, self._load = engine, mfc, train, load
+        self._tracker = engine._world.tracker
+        most, base = load.minibatches, engine.num_stages
+        if load.full:
+            self._first, self._second = (min(2, most), base), (1, base + 1)  # (minibatches, micro-batches of each)
+        else:
+            self._first, self._second = (1, load.micro_batches), (min(2, most), load.micro_batches)
+        self._costs: list[tuple[Cost, Cost]] = []  # of each run: one minibatch; everything else
+
+    def run_first(self) -> None:
+        self._costs.append(self._run(*self._first))
+
+    def run_second(self) -> None:
+        gc.collect()
+        self._tracker.memory.restart()
+        self._costs.append(self._run(*self._second))
+        memory = self._tracker.memory
+        self._peak, self._at_peak, self._kinds = memory.peak, memory.at_peak, memory.kinds
+
+    def _run(self, minibatches: int, micro_batches: int) -> tuple[Cost, Cost]:
+        engine, tracker = self._engine, self._tracker
+        lengths = self._load.lengths * (micro_batches if self._load.full else 1)
+        sample = sample_of([lengths] * minibatches, self._mfc.input_keys)
+        interface = _interface(self._mfc, self._train, minibatches)
+        engine.train_steps.clear()
+        before = Cost().plus(tracker.cost)
+        if self._train.streaming and self._mfc.kind == "train_step":
+            interface.run_part(engine, sample, batch_ids=sample.ids, version=0, last=True)
+        else:
+            interface.run(engine, sample, batch_ids=sample.ids, version=0)
+        total = tracker.cost.plus(before, -1)
+        if not engine.train_steps:
+            return total, Cost()
+        rest = total
+        for cost in engine.train_steps:
+            rest = rest.plus(cost, -1)
+        return engine.train_steps[-1], rest
+
+    def step(self, size: ModelSize, placement: ModelPlacement) -> ModelStep:
+        """The plan of the whole step."""
+        load, grid = self._load, placement.grid
+        (first, first_rest), (second, second_rest) = self._costs
+        further = load.micro_batches - self._second[1]
+        one = second.plus(second.plus(first, -1), further) if load.full else second
+        rest = second_rest
+        if self._first[0] != self._second[0]:
+            more = load.minibatches - self._second[0]
+            per_minibatch = first_rest.plus(
+                second_rest, -1
+            )  # of self._first[0] - self._second[0] = 1 or -1 minibatches
+            rest = rest.plus(per_minibatch, more * (self._first[0] - self._second[0]))
+        cost = rest.plus(one, load.minibatches)
+        computes = self._mfc.interface != "ppo_advantages"
+        squares = sum(length * length for length in load.lengths) * load.tokens // sum(load.lengths)
+        flops = size.flops(load.tokens, squares, trains=self._mfc.kind == "train_step") if computes else 0
+        return ModelStep(
+            model=placement.name,
+            mfc=self._mfc.name,
+            peak=self._peak,
+            at_peak=self._at_peak,
+            kinds={kind: num_bytes for kind, num_bytes in self._kinds.items() if num_bytes},
+            flops=cost.flops,
+            collectives={
+                name: Collective(cost.counts[name], cost.bytes[name])
+                for name in sorted(cost.counts)
+                if cost.counts[name]
+            },
+            model_flops=flops // (grid.pipe * grid.tensor),
+            tokens=load.tokens,
+        )
+
+
+def _interface(mfc: MFCDef, train: TrainConfig, minibatches: int) -> Interface:
+    ppo = replace(train.ppo, epochs=1, minibatches=minibatches, temperature=train.ppo.temperature or 1.0)
+    critic = replace(train.critic, minibatches=minibatches) if train.critic is not None else None
+    return make_interface(mfc, replace(train, ppo=ppo, critic=critic, ptx=None))
+
+
+def sample_of(minibatches: Sequence[Sequence[int]], keys: Sequence[str]) -> SequenceSample:
+    """A sample with one group for each minibatch, of sequences of these lengths. Every token but the first of a sequence is trained
+    and has a gradient."""
+    groups = [{key: _values(key, lengths) for key in keys} for lengths in minibatches]
+    return SequenceSample.from_groups([str(number) for number in range(len(groups))], groups)
+
+
+def _values(key: str, lengths: Sequence[int]) -> list[npt.NDArray[Any]]:
+    spec = spec_of(key)
+    dtype, per_token = (spec.dtype, spec.layout == "token") if spec is not None else (np.dtype("float32"), True)
+    arrays = [np.zeros(length if per_token else 1, dtype) for length in lengths]
+    for array in arrays if key in _TRAINED else ():
+        array[1:] = 1
+    return arrays if per_token else [array[0] for array in arrays]
+
+
+def _export_bytes(engine: PlannedEngine) -> int:
+    """Bytes on the device while weights are exported: parts in transit, cast to the dtype of exports."""
+    local = sum(local_tensor(tensor).numel() for tensor in engine.named_parameters().values())
+    return min(TRANSIT_BYTES, 2 * local * engine.dtype.itemsize)

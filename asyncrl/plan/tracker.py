@@ -1,0 +1,302 @@
+"""Counts the memory, FLOPs and traffic of the operations that run under it. Tensors may be fake.
+
+Each storage is one record, from the operation that makes it until nothing refers to it. A storage has the kind of the span in which
+it is made: torch's record_function gives FSDP, the optimizer and asyncrl's own code named spans. Gradients and parameters get their
+kind later, by identity.
+
+Memory within a kernel is invisible, except that of FlashAttention-2's backward pass, which `_workspace` adds.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.nn.attention.varlen import varlen_attn  # registers the operations  # noqa: F401
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.weak import WeakIdKeyDictionary
+
+from asyncrl.model.logprobs import SPAN as LOGPROBS
+
+aten, varlen = torch.ops.aten, torch.ops.torch_attn
+GPU_ROUNDING = 512  # bytes: the CUDA allocator rounds each block up to a multiple
+_KIND_OF_SPAN = {  # by the beginning of a span's name
+    LOGPROBS: "logits",
+    "FSDP::all_gather_copy_out": "gathered",
+    "FSDP::all_gather": "transfer",
+    "FSDP::post_backward_reduce": "transfer",
+    "FSDP::post_backward_accumulate": "gradients",
+    "Optimizer.step": "optimizer",
+}
+_REDUCED = "FSDP::post_backward_reduce"  # when this span ends, FSDP has new gradients
+_COLLECTIVES = {  # c10d operation -> name in a plan
+    "allreduce_": "all_reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "broadcast_": "broadcast",
+    "send": "send",
+    "recv_": "recv",
+}
+
+
+@dataclass
+class Cost:
+    """FLOPs and traffic."""
+
+    flops: int = 0
+    counts: Counter[str] = field(default_factory=Counter)  # calls of each collective
+    bytes: Counter[str] = field(default_factory=Counter)  # their payload
+
+    def plus(self, other: Cost, factor: int = 1) -> Cost:
+        """This cost and `factor` times the other one; a factor may be negative."""
+
+        def add(mine: Mapping[str, int], theirs: Mapping[str, int]) -> Counter[str]:
+            return Counter({name: mine.get(name, 0) + factor * theirs.get(name, 0) for name in {*mine, *theirs}})
+
+        return Cost(self.flops + factor * other.flops, add(self.counts, other.counts), add(self.bytes, other.bytes))
+
+
+@dataclass
+class Memory:
+    """Bytes of the living storages, and the peak since the last `restart`."""
+
+    now: Counter[str] = field(default_factory=Counter)  # by kind
+    total: int = 0
+    peak: int = 0
+    at_peak: dict[str, int] = field(default_factory=dict)
+    kinds: dict[str, int] = field(default_factory=dict)  # the peak of each kind
+
+    def add(self, kind: str, num_bytes: int) -> None:
+        self.now[kind] += num_bytes
+        self.total += num_bytes
+        if num_bytes > 0:
+            self._look(kind)
+
+    def move(self, kind: str, to: str, num_bytes: int) -> None:
+        self.now[kind] -= num_bytes
+        self.now[to] += num_bytes
+        self.kinds[to] = max(self.kinds.get(to, 0), self.now[to])
+
+    def restart(self) -> None:
+        self.peak, self.kinds = 0, dict(self.now)
+        self._look("other")
+
+    def _look(self, kind: str) -> None:
+        self.kinds[kind] = max(self.kinds.get(kind, 0), self.now[kind])
+        if self.total > self.peak:
+            self.peak = self.total
+            self.at_peak = {name: num_bytes for name, num_bytes in self.now.items() if num_bytes}
+
+
+@dataclass
+class _Record:
+    kind: str
+    num_bytes: int
+
+
+class Tracker(TorchDispatchMode):
+    """Enter it inside FakeTensorMode, if tensors are to be made: FakeTensorMode answers the operations that the tracker has seen.
+
+    Enter it as often as needed; the records stay. A process should have one.
+    """
+
+    def __init__(self, *, rounding: int = 1) -> None:
+        super().__init__()
+        self.memory, self.cost = Memory(), Cost()
+        self._rounding = rounding
+        self._records: Any = WeakIdKeyDictionary()  # storage -> _Record
+        self._spans: list[str] = []  # names
+        self._kinds = ["other"]  # of the open spans that have one
+        self.on_reduced: Callable[[], None] = lambda: None  # called when FSDP has reduced gradients
+
+    # ------------------------------------------------------------------------------------------------------------ operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return (
+                NotImplemented  # its wrapper claims the whole tensor; the operations on the local tensors come here too
+            )
+        kwargs = kwargs or {}
+        namespace = func.namespace
+        if namespace == "prim":
+            return func(*args, **kwargs)
+        if namespace == "profiler":
+            return self._span(func, args, kwargs)
+        if namespace == "c10d":
+            self._count_collective(func, args)
+        try:
+            out = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            out = _guess(func, args)
+        for tensor in tree_iter(out):
+            if isinstance(tensor, Tensor):
+                self._note(tensor)
+        self._count_flops(func, args, kwargs, out)
+        if func is varlen._varlen_attn_backward.default:
+            self._passing("workspace", _workspace(*args[1:4], args[6]))
+        return out
+
+    def _span(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if "enter" in func.__name__:
+            self._spans.append(str(args[0]))
+            self._kinds.append(next((k for s, k in _KIND_OF_SPAN.items() if args[0].startswith(s)), self._kinds[-1]))
+        elif self._spans:
+            self._kinds.pop()
+            if self._spans.pop().startswith(_REDUCED):
+                self.on_reduced()
+        return func(*args, **kwargs)
+
+    @contextmanager
+    def within(self, kind: str) -> Iterator[None]:
+        """Storages made in this context are of this kind, unless a span inside has another one."""
+        self._kinds.append(kind)
+        try:
+            yield
+        finally:
+            self._kinds.pop()
+
+    def _count_collective(self, func: Any, args: Any) -> None:
+        name = _COLLECTIVES.get(func._schema.name.removeprefix("c10d::"))
+        if name is None:
+            raise NotImplementedError(f"traffic of {func}")
+        sides = [
+            sum(_bytes_of(tensor) for tensor in tree_iter(side) if isinstance(tensor, Tensor)) for side in args[:2]
+        ]
+        self.cost.counts[name] += 1
+        self.cost.bytes[name] += max(sides)
+
+    def _count_flops(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if (own := _FLOPS.get(func._schema.name)) is not None:
+            self.cost.flops += own(args, kwargs)
+        elif (formula := flop_registry.get(func._overloadpacket)) is not None:
+            self.cost.flops += int(formula(*args, **kwargs, out_val=out))
+
+    # --------------------------------------------------------------------------------------------------------------- storages
+
+    def _note(self, tensor: Tensor) -> None:
+        device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+        if device.type == "meta":
+            return
+        storage = tensor.untyped_storage()
+        if storage in self._records:
+            return
+        record = _Record(self._kinds[-1], self._rounded(storage.nbytes()))
+        self._records[storage] = record
+        self.memory.add(record.kind, record.num_bytes)
+        weakref.finalize(storage, self._free, record).atexit = False
+
+    def _free(self, record: _Record) -> None:
+        self.memory.add(record.kind, -record.num_bytes)
+
+    def _rounded(self, num_bytes: int) -> int:
+        return -(-num_bytes // self._rounding) * self._rounding
+
+    def _passing(self, kind: str, num_bytes: int) -> None:
+        """Memory that an operation takes and returns."""
+        self.memory.add(kind, num_bytes)
+        self.memory.add(kind, -num_bytes)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Called after UntypedStorage.resize_: FSDP frees and allocates its gathered parameters in this way."""
+        record = self._records.get(storage)
+        if record is None:
+            return
+        self.memory.add(record.kind, -record.num_bytes)
+        record.num_bytes = self._rounded(storage.nbytes())
+        self.memory.add(record.kind, record.num_bytes)
+
+    def reclassify(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """The storages of these tensors are of this kind from now on."""
+        for tensor in tensors:
+            record = self._records.get(tensor.untyped_storage())
+            if record is not None and record.kind != kind:
+                self.memory.move(record.kind, kind, record.num_bytes)
+                record.kind = kind
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _guess(func: Any, args: Any) -> Any:
+    """The result of an operation that depends on values, which fake tensors lack: all elements are nonzero, all tensors equal."""
+    first = args[0]
+    if func is aten._local_scalar_dense.default:
+        return False if first.dtype == torch.bool else 1.0 if first.dtype.is_floating_point else 1
+    if func is aten.nonzero.default:
+        return first.new_empty((first.numel(), first.ndim), dtype=torch.int64)
+    if func in (aten.allclose.default, aten.equal.default):
+        return True
+    raise NotImplementedError(f"the result of {func} depends on values")
+
+
+# -------------------------------------------------------------------------------------------------------------------- FLOPs
+
+
+def _squared_lengths(cu_seqlens: Tensor) -> int:
+    """Sum of the squared lengths. The starts of sequences are constants: few enough for FakeTensorMode to keep their values."""
+    values = cu_seqlens.constant if isinstance(cu_seqlens, FakeTensor) else cu_seqlens
+    if values is None:
+        raise NotImplementedError("attention over sequences of unknown lengths")
+    return int(values.to(torch.int64).diff().square().sum())
+
+
+def _varlen_flops(args: Any, kwargs: Any) -> int:
+    """Causal: half of 4 * H * D * sum(L^2)."""
+    _, num_heads, width = args[0].shape
+    return 2 * num_heads * width * _squared_lengths(args[3])
+
+
+def _varlen_backward_flops(args: Any, kwargs: Any) -> int:
+    _, num_heads, width = args[1].shape
+    return 5 * num_heads * width * _squared_lengths(args[6])  # five matrix products instead of two
+
+
+def _sdpa_flops(args: Any, kwargs: Any) -> int:
+    causal = args[4] if len(args) > 4 else kwargs.get("is_causal", False)
+    return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3]))) // (2 if causal else 1)
+
+
+def _sdpa_backward_flops(args: Any, kwargs: Any) -> int:
+    causal = args[7] if len(args) > 7 else kwargs.get("is_causal", False)
+    return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4]))) // (2 if causal else 1)
+
+
+def _grouped_flops(args: Any, kwargs: Any) -> int:
+    """Each row of the first matrix is multiplied by the matrix of one expert."""
+    rows, inner = args[0].shape[-2:]
+    return 2 * rows * inner * args[1].shape[-1]
+
+
+_FLOPS: dict[str, Callable[[Any, Any], int]] = {  # by operation; the others are in torch's registry
+    "torch_attn::_varlen_attn": _varlen_flops,
+    "torch_attn::_varlen_attn_backward": _varlen_backward_flops,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _sdpa_flops,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _sdpa_backward_flops,
+    "aten::_grouped_mm": _grouped_flops,
+    "transformers::grouped_mm_fallback": _grouped_flops,
+    "transformers::grouped_mm_fallback_backward": lambda args, kwargs: 2 * _grouped_flops(args, kwargs),
+}
+
+
+def _workspace(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor) -> int:
+    """Bytes that FlashAttention-2's backward pass takes: the gradient of the queries and one sum per token in float32, padded by
+    128 tokens a sequence, and with grouped queries the gradients of keys and values for all query heads."""
+    tokens, num_heads, width = query.shape
+    padded = tokens + 128 * (len(cu_seqlens) - 1)
+    rounded = 32 * math.ceil(width / 32)
+    grouped = 2 * key.shape[0] * num_heads * width * key.element_size() if key.shape[1] != num_heads else 0
+    return 4 * num_heads * padded * (rounded + 1) + grouped

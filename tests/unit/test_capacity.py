@@ -1,0 +1,514 @@
+"""The plan of a run, by hand-computed numbers: sizes of models, servers, times, processes that do not fit, remedies, layouts."""
+
+import itertools
+import json
+from dataclasses import replace
+from functools import partial
+
+import msgspec
+import pytest
+import yaml
+
+from asyncrl.cli import planning
+from asyncrl.cli.commands import plan as plan_command
+from asyncrl.cli.commands.plan import PlanReport
+from asyncrl.cli.doctor import Gpu
+from asyncrl.cli.main import main
+from asyncrl.config.schema import ConfigError, resolve_auto
+from asyncrl.dataflow.topology import Allocation, ParallelGrid, allocation_of
+from asyncrl.launch.experiment import load_experiment
+from asyncrl.plan.bounds import Placed, generation_time, receive_time, step_times
+from asyncrl.plan.capacity import gib, placed_models, plan_run
+from asyncrl.plan.devices import DEVICES, Device, device_named, library_bytes
+from asyncrl.plan.estimate import estimate_ranks
+from asyncrl.plan.generation import plan_server, sglang_memory_fraction
+from asyncrl.plan.layouts import search_layouts
+from asyncrl.plan.remedies import MOST_PLANS, changed, find_remedies
+from asyncrl.plan.result import Collective, ModelStep, PlanError, RankPlan
+from asyncrl.plan.shapes import ModelShape
+
+GIB = 1 << 30
+QWEN_7B = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+}
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+MISTRAL_7B = LLAMA_8B | {"model_type": "mistral", "vocab_size": 32000}
+MIXTRAL = MISTRAL_7B | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+QWEN3_SMALL = {
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+QWEN3_MOE = QWEN3_SMALL | {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "tie_word_embeddings": False,
+}
+YAML = """\
+model_path: {folder}
+allocation: sglang.d2p1m1+d4p1m1
+prompts: {{path: p.jsonl}}
+rollout: {{group_size: 8, sampling: {{max_new_tokens: 1024}}, tasks: {{default: {{reward: "m:f"}}}}}}
+train: {{batch_size: 16, algorithm: grpo, max_tokens_per_mb: 16384}}
+"""
+TOY = Device("toy", memory=80 * GIB, flops=1e15, memory_bandwidth=1e12, link=1e11, network=1e10)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """A config of a model that consists of its config.json."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(QWEN_7B))
+    (folder / "run.yaml").write_text(YAML.format(folder=folder))
+    return folder / "run.yaml"
+
+
+@pytest.fixture(scope="module")
+def load(file):
+    """Return a function that returns the config with overrides. It reads the file once, because that takes long."""
+    config = load_experiment(file)
+
+    def changed_by(*overrides):
+        pairs = [override.partition("=")[::2] for override in overrides]
+        return resolve_auto(changed(config, [(path, yaml.safe_load(value)) for path, value in pairs]), on_gpu=True)
+
+    return changed_by
+
+
+def rank(**sizes):
+    """A rank that holds nothing but these bytes."""
+    return RankPlan(0, ["actor"], [0, 1, 2, 3], sum(sizes.values()), sizes, sizes, [], 0, 0)
+
+
+def step(flops=0, **collectives):
+    calls = {name: Collective(1, size) for name, size in collectives.items()}
+    return ModelStep("actor", "actor_train", 0, {}, {}, flops, calls, flops // 2, 100)
+
+
+# ----------------------------------------------------------------------------------------------------------------- models
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters", "active"),
+    [
+        (QWEN_7B, 7_615_616_512, 7_615_616_512),
+        (LLAMA_8B, 8_030_261_248, 8_030_261_248),
+        (MISTRAL_7B, 7_241_732_096, 7_241_732_096),
+        (QWEN3_SMALL, 596_049_920, 596_049_920),
+        (QWEN3_MOE, 30_532_122_624, 3_353_032_704),
+        (MIXTRAL, 46_702_792_704, 12_879_925_248),
+    ],
+)
+def test_the_parameters_of_published_models(config, parameters, active):
+    shape = ModelShape.from_config(config)
+    assert shape.parameters == parameters
+    assert shape.active_parameters == active
+    assert shape.parameters_of_rank(1) == parameters
+
+
+def test_tensor_ranks_divide_weights_and_heads():
+    shape = ModelShape.from_config(QWEN_7B)
+    assert shape.kv_values_per_token() * 2 == 2 * 28 * 4 * 128 * 2 == 57_344  # bytes in bfloat16
+    assert shape.kv_values_per_token(4) * 4 == shape.kv_values_per_token()
+    assert shape.kv_values_per_token(8) == shape.kv_values_per_token(4)  # at least one head on each rank
+    norms = 28 * 2 * 3584 + 3584
+    assert shape.replicated_parameters == norms
+    assert shape.parameters_of_rank(4) == norms + (7_615_616_512 - norms) // 4
+    keys = 28 * 2 * 4 * 128 * (3584 + 1)  # each head on two of eight ranks
+    assert shape.parameters_of_rank(8) == norms + (7_615_616_512 - norms + keys) // 8
+
+
+def test_the_flops_of_a_forward_pass():
+    shape = ModelShape.from_config(QWEN_7B)
+    matmuls = 2 * (7_615_616_512 - 152_064 * 3584)  # the embedding is looked up
+    assert shape.forward_flops(10, 5) == 10 * (matmuls + 4 * 28 * 3584 * 3)  # a token attends to (5 + 1) / 2 tokens
+    tied = ModelShape.from_config(QWEN3_SMALL)
+    assert tied.forward_flops(1, 1) == 2 * 596_049_920 + 4 * 28 * 2048
+
+
+def test_an_unknown_family_is_refused():
+    with pytest.raises(PlanError, match="model_type='gpt2': its sizes are not known; use one of llama, mistral"):
+        ModelShape.from_config({"model_type": "gpt2"})
+    with pytest.raises(PlanError, match=r"model_path='/none': its config\.json does not give the model's sizes"):
+        ModelShape.of("/none")
+
+
+def test_the_headers_of_the_files_give_the_parameters(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    header = json.dumps({"w": {"dtype": "U8", "shape": [2, 3], "data_offsets": [0, 6]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(6))
+    assert ModelShape.of(str(tmp_path)).parameters == 6
+
+
+# ---------------------------------------------------------------------------------------------------------------- servers
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensor", "args", "fraction"),
+    [
+        ("h100-80g", 1, {}, 0.835),  # 512 + 8192 * 1.5 + 256 * 2 + 128 of 81559 MiB
+        ("h100-80g", 4, {}, 0.824),  # 512 * 2 for the graphs of a batch of 512, 4 * 128 for the ranks
+        ("rtx4090-24g", 1, {}, 0.847),  # 512 + 2048 * 1.5 + 24 * 2 + 128 of 24564 MiB
+        ("h100-80g", 1, {"chunked-prefill-size": "2048", "cuda-graph-max-bs": "8"}, 0.874),  # at least 10 GiB
+        ("h100-80g", 1, {"mem-fraction-static": "0.5"}, 0.5),
+    ],
+)
+def test_the_memory_that_sglang_takes(kind, tensor, args, fraction):
+    assert sglang_memory_fraction(DEVICES[kind].memory, tensor, args) == fraction
+
+
+def test_requests_of_an_sglang_server(load):
+    shape = ModelShape.from_config(QWEN_7B)
+    args = "generation.server_args={mem-fraction-static: '0.5', page-size: '16'}"
+    server = plan_server(load(args, "generation.max_running_requests=200"), shape, TOY)
+    assert (server.count, server.gpus, server.block_tokens, server.block_bytes) == (2, 1, 16, 16 * 57_344)
+    assert server.weights == 2 * 7_615_616_512
+    room = (80 * GIB - library_bytes(communicates=False)) // 2 - server.weights
+    assert server.blocks == room // (16 * 57_344)
+    assert server.request_tokens == 2048  # 1024 of the prompt and 1024 of the response
+    assert server.requests == server.blocks // 128
+    assert server.remark == ""
+    more = plan_server(load(args, "generation.max_running_requests=1000"), shape, TOY)
+    assert more.remark == (
+        f"generation.max_running_requests=1000: the KV cache of a server holds {server.requests} requests of 2,048 tokens, so it "
+        "runs fewer at the same time"
+    )
+    few = plan_server(load("generation.server_args={max-total-tokens: '4096'}"), shape, TOY)
+    assert (few.blocks, few.requests) == (4096, 2)
+    with pytest.raises(PlanError, match=r"generation\.server_args\.page-size='big': must be a number"):
+        plan_server(load("generation.server_args={page-size: big}"), shape, TOY)
+
+
+def test_requests_of_the_embedded_engine(load):
+    shape = ModelShape.from_config(QWEN_7B)
+    overrides = ["allocation=transformers.d2+d1", "generation.num_blocks=100", "generation.page_size=32"]
+    server = plan_server(load(*overrides), shape, TOY)
+    assert (server.blocks, server.requests) == (100, 1)  # 64 blocks a request
+    assert server.memory == 2 * 7_615_616_512 + 100 * 32 * 57_344 + library_bytes(communicates=False)
+    assert plan_server(load("mode=sync", "allocation=d4"), shape, TOY) is None
+
+
+# ------------------------------------------------------------------------------------------------------------------ times
+
+
+def test_the_time_in_which_a_rank_receives():
+    d4, m4 = Placed(ParallelGrid(data=4)), Placed(ParallelGrid(tensor=4))
+    assert receive_time("all_gather", Collective(9, 10**11), d4, TOY) == pytest.approx(0.75)  # all but its own quarter
+    assert receive_time("all_reduce", Collective(9, 10**11), m4, TOY) == pytest.approx(1.0)
+    assert receive_time("recv", Collective(9, 10**11), Placed(ParallelGrid(pipe=2)), TOY) == pytest.approx(1.0)
+    assert receive_time("send", Collective(9, 10**11), d4, TOY) == 0
+    d16 = Placed(ParallelGrid(data=16), num_hosts=2)  # a host receives half, through eight adapters
+    assert receive_time("all_gather", Collective(9, 16 * 10**10), d16, TOY) == pytest.approx(15 / 10)
+    slow = replace(TOY, link=1e13)
+    assert receive_time("all_gather", Collective(9, 16 * 10**10), d16, slow) == pytest.approx(1.0)
+    wide = Placed(ParallelGrid(data=8, tensor=2), num_hosts=2)  # two tensor groups of the host receive
+    assert receive_time("all_gather", Collective(9, 16 * 10**10), wide, slow) == pytest.approx(2.0)
+
+
+def test_a_pipeline_waits_until_it_is_full():
+    times = step_times(step(10**15, recv=10**11), Placed(ParallelGrid(data=2, pipe=4)), 16, TOY)
+    assert times == (pytest.approx(19 / 16), pytest.approx(19 / 16))
+    assert step_times(step(10**15), Placed(ParallelGrid(data=4)), 16, TOY) == (1, 0)
+
+
+def test_the_time_of_a_step(load):
+    config = load()  # async: 2 servers, 4 ranks
+    ranks = [replace_steps(rank(parameters=1), [step(2 * 10**15, all_gather=4 * 10**11), step(10**14)])]
+    plan = plan_run(config, TOY, lambda config: ranks)
+    assert plan.time.training_s == pytest.approx(3.0 + 0.1)  # the first one receives for longer than it computes
+    assert plan.time.receiving_s == pytest.approx(3.0)
+    assert plan.time.mfu == pytest.approx(1.05e15 / (3.1 * 1e15))
+    assert plan.time.step_s == max(plan.time.training_s, plan.time.generation_s)
+    in_turns = plan_run(load("manager.max_head_offpolicyness=0"), TOY, lambda config: ranks).time
+    assert in_turns.step_s == in_turns.training_s + in_turns.generation_s
+
+
+def test_the_time_of_generation(load):
+    shape = ModelShape.from_config(QWEN_7B)
+    config = load("generation.max_running_requests=32")  # 64 requests for each of 2 servers
+    server = plan_server(config, shape, TOY)
+    read = 1024 * 2 * server.weights + 64 * 1024 * (512 + 512) * 57_344  # prompts of 512 tokens
+    assert generation_time(config, shape, server, TOY) == pytest.approx(read / 1e12)
+    slow = replace(TOY, flops=1e12)
+    tokens = 64 * 1024 + 8 * 512  # one prompt a group
+    assert generation_time(config, shape, server, slow) == pytest.approx(shape.forward_flops(tokens, 1536) / 1e12)
+
+
+def replace_steps(plan, steps):
+    return msgspec.structs.replace(plan, steps=steps)
+
+
+def test_the_hosts_of_a_model(load):
+    config = load("allocation=sglang.d4p1m2+d8p1m1+ref_inf:d2p1m1", "train.ppo.kl_coef=0.1")
+    placed = placed_models(config, allocation_of(config))
+    assert {name: entry.num_hosts for name, entry in placed.items()} == {"actor": 1, "ref": 1}
+    config = load("allocation=sglang.d4p1m1+d8p1m1")
+    assert placed_models(config, allocation_of(config))["actor"].num_hosts == 2
+    config = load("allocation=sglang.d2p1m1@0-1+d2p1m1@7-8")
+    assert placed_models(config, allocation_of(config))["actor"].num_hosts == 2
+
+
+# --------------------------------------------------------------------------------------------------------------- shortages
+
+
+def test_a_rank_that_does_not_fit(load):
+    libraries = library_bytes(communicates=True)
+    room = TOY.memory - libraries
+    for size, count, fails in ((room + 1, 1, True), (room, 1, False), (int(0.9 * TOY.memory) - libraries, 0, False)):
+        plan = plan_run(load(), TOY, lambda config, size=size: [rank(optimizer=size - GIB, activations=GIB)])
+        assert [shortage.fails for shortage in plan.shortages] == [fails] * count
+        assert plan.fits is not fails
+        assert plan.peak == size + libraries
+    plan = plan_run(load(), TOY, lambda config: [rank(optimizer=90 * GIB, activations=GIB)])
+    (shortage,) = plan.shortages
+    assert shortage.stands_for == [f"model_worker/{index}" for index in range(4)]
+    assert shortage.text == "optimizer 90.0 GiB, libraries 1.1 GiB, activations 1.0 GiB in the step"
+    loading = msgspec.structs.replace(rank(optimizer=GIB), load_peak=100 * GIB)
+    (shortage,) = plan_run(load(), TOY, lambda config: [loading]).shortages
+    assert shortage.text == "tensors 100.0 GiB, libraries 1.1 GiB while the models are loaded"
+
+
+def test_a_server_that_does_not_fit(load):
+    small = replace(TOY, memory=16 * GIB)  # the weights alone are 14.2 GiB
+    plan = plan_run(load(), small, lambda config: [rank(optimizer=GIB)])
+    (shortage,) = plan.shortages
+    assert (shortage.process, shortage.fails) == ("generation_server/0", True)
+    assert shortage.text.startswith("weights 14.2 GiB")
+    assert plan_run(load(), TOY, lambda config: [rank(optimizer=GIB)]).shortages == []  # SGLang always fills its GPU
+    config = load("allocation=transformers.d2+d4", "generation.num_blocks=40000")
+    (shortage,) = plan_run(config, TOY, lambda config: [rank(optimizer=GIB)]).shortages
+    assert shortage.text == "KV cache 68.4 GiB, weights 14.2 GiB, libraries 0.6 GiB"
+
+
+# ---------------------------------------------------------------------------------------------------------------- remedies
+
+
+def paced(config, *, static=40, of_tokens=1.0, frozen=0):
+    """Ranks whose memory follows the config: GiB of static bytes for 4 ranks, and of activations for 16,384 tokens."""
+    grid = allocation_of(config).training[0].grids[0][1]
+    train = config.train
+    kept = of_tokens * train.max_tokens_per_mb / 16384 / grid.tensor * (0.25 if train.gradient_checkpointing else 1)
+    sizes = {
+        "optimizer": int(static * GIB * 4 / grid.size),
+        "activations": int(kept * GIB),
+        "parameters": 0 if "ref" in train.offload else frozen * GIB,
+    }
+    steps = [step(), msgspec.structs.replace(step(), model="ref", mfc="ref_inf")] if frozen else [step()]
+    return [replace_steps(rank(**sizes), steps)]
+
+
+def remedies(config, planner):
+    plan = plan_run(config, TOY, planner)
+    tried = []
+
+    def tracked(config):
+        tried.append(config)
+        return plan_run(config, TOY, planner)
+
+    found = find_remedies(config, plan, tracked)
+    assert len(tried) <= MOST_PLANS
+    return [" ".join(remedy.overrides) for remedy in found]
+
+
+def test_remedies_are_the_smallest_changes_that_fit(load):
+    without = load("train.gradient_checkpointing=false")
+    assert remedies(without, partial(paced, of_tokens=48)) == [
+        "train.max_tokens_per_mb=8192",
+        "train.gradient_checkpointing=true",
+    ]
+    assert remedies(without, partial(paced, of_tokens=100)) == [
+        "train.max_tokens_per_mb=4096",
+        "train.gradient_checkpointing=true",
+    ]
+    with_ref = load("train.ppo.kl_coef=0.1", "train.gradient_checkpointing=true")
+    assert remedies(with_ref, partial(paced, frozen=50)) == ["train.offload=[ref]"]
+
+
+def test_changes_are_combined_or_ranks_are_added_where_no_small_change_suffices(load):
+    without = load("train.gradient_checkpointing=false")
+    together = "train.max_tokens_per_mb=2048 train.gradient_checkpointing=true"
+    assert remedies(without, partial(paced, static=77, of_tokens=60)) == [together]
+    assert remedies(load(), partial(paced, static=100)) == ["allocation=sglang.d2p1m1+d8p1m1"]
+    assert remedies(load("allocation=sglang.d2p1m1@0-1+d4p1m1@2-5"), partial(paced, static=100)) == []
+
+
+def test_a_change_that_does_not_fit_is_not_proposed(load):
+    assert remedies(load(), lambda config: [rank(other=100 * GIB)]) == []
+
+    def refuses(config):
+        if allocation_of(config).num_model_workers > 4:
+            raise PlanError("too many")
+        return paced(config, static=100)
+
+    assert remedies(load(), refuses) == []
+
+
+def test_remedies_of_servers(load):
+    config = load("allocation=transformers.d2+d4", "generation.num_blocks=60000")
+    (found,) = remedies(config, paced)
+    name, _, blocks = found.partition("=")
+    server = plan_server(config, ModelShape.from_config(QWEN_7B), TOY)
+    assert name == "generation.num_blocks"
+    assert 0 <= (TOY.memory - server.memory + (60000 - int(blocks)) * server.block_bytes) < server.block_bytes
+    small = replace(TOY, memory=16 * GIB)
+    plan = plan_run(load(), small, partial(paced, static=1))
+    found = find_remedies(load(), plan, lambda config: plan_run(config, small, partial(paced, static=1)))
+    assert [remedy.overrides for remedy in found] == [["allocation=sglang.d1p1m2+d4p1m1"]]
+    assert not ModelShape.from_config(QWEN_7B).serves_on(8)  # 28 heads
+    assert ModelShape.from_config(LLAMA_8B).serves_on(16)  # two ranks hold the same head of keys and values
+
+
+# ----------------------------------------------------------------------------------------------------------------- layouts
+
+
+def test_layouts_use_all_gpus_and_are_sorted_by_time(load):
+    planned = []
+
+    def planner(config):
+        planned.append(config.allocation)
+        return plan_run(config, DEVICES["h100-80g"], estimate_ranks)
+
+    layouts = search_layouts(load(), 8, DEVICES["h100-80g"], planner)
+    assert len(planned) == 2  # two that fit are enough
+    assert [layout.planned for layout in layouts] == [True] * 2 + [False] * (len(layouts) - 2)
+    assert all(layout.fits for layout in layouts[:2])
+    times = [layout.step_s for layout in layouts[2:]]
+    assert all(later >= 0.95 * earlier for earlier, later in itertools.pairwise(times))
+    for layout in layouts:
+        allocation = Allocation.parse(layout.allocation)
+        assert allocation.num_devices == 8
+        (devices,) = allocation.training
+        assert devices.grids[0][1].tensor in (1, 2, 4)  # 28 heads, 4 of keys and values
+        assert allocation.generation.tensor in (1, 2, 4)
+    with pytest.raises(PlanError, match="--gpus 1: no layout with the engine of allocation=sglang"):
+        search_layouts(load(), 1, TOY, planner)
+
+
+def test_layouts_that_do_not_fit_come_last(load):
+    tiny = replace(DEVICES["h100-80g"], memory=30 * GIB)
+    layouts = search_layouts(load(), 4, tiny, lambda config: plan_run(config, tiny, estimate_ranks))
+    assert not any(layout.fits for layout in layouts if layout.planned)
+    whole = search_layouts(load("mode=sync", "allocation=d4"), 4, TOY, lambda c: plan_run(c, TOY, estimate_ranks))
+    assert whole[0].allocation == "d4p1m1"
+
+
+# ---------------------------------------------------------------------------------------------------------- check and run
+
+
+H100 = [Gpu("NVIDIA H100 80GB HBM3", 81559.0, 0.0, "550")]
+
+
+def test_the_gpu_of_this_machine():
+    assert device_named("NVIDIA H100 80GB HBM3") == DEVICES["h100-80g"]
+    assert device_named("NVIDIA H100 PCIe") is None
+    gpus = [replace(H100[0], total_mib=80000.0), replace(H100[0], total_mib=70000.0), Gpu("Odd", 90000.0, 0.0, "1")]
+    assert planning.device_here(["0", "1"], gpus).memory == 70000 << 20
+    odd = planning.device_here(["2"], gpus)
+    assert (odd.name, odd.memory) == ("Odd", 90000 << 20)
+    assert planning.device_here(["0"], "nvidia-smi does not answer") is None
+
+
+def judged(config, planner, gpus=H100):
+    (finding,) = planning.judge_memory_of_gpus(config, ["0"], lambda: gpus, planner)
+    return finding
+
+
+def test_check_compares_the_plan_with_the_gpus(load, file):
+    large = lambda config: [rank(optimizer=90 * GIB)]  # noqa: E731
+    found = judged(load_experiment(file), large)
+    assert (found.state, found.value) == (
+        "fail",
+        "model_worker/0 needs at least 91.1 GiB of 79.6 GiB: optimizer 90.0 GiB, libraries 1.1 GiB in the step",
+    )
+    assert found.remedy.endswith("finds changes that fit; plan.enforce=off starts anyway")
+    found = judged(load("plan.enforce='off'"), large)
+    assert (found.state, "starts anyway" in found.remedy) == ("warn", False)
+    tight = judged(load(), lambda config: [rank(optimizer=75 * GIB)])
+    assert (tight.state, tight.remedy[:13]) == ("warn", "fragmentation")
+    fine = judged(load(), lambda config: [rank(optimizer=40 * GIB)])
+    assert (fine.state, fine.value) == ("ok", "the fullest GPU needs at least 41.1 GiB of 79.6 GiB")
+    assert judged(load(), large, "nvidia-smi does not answer").state == "warn"
+
+    def refuses(config):
+        raise PlanError("train.extra_mfcs=...: unknown")
+
+    assert judged(load(), refuses).value == "this config cannot be planned: train.extra_mfcs=...: unknown"
+
+
+def test_run_refuses_what_does_not_fit(load, monkeypatch):
+    told = []
+    monkeypatch.setattr(planning, "visible_devices", lambda: [])
+    planning.refuse_too_large(load(), told.append)  # on a CPU nothing is planned
+    assert told == []
+    monkeypatch.setattr(planning, "visible_devices", lambda: ["0"])
+    large = partial(planning.judge_memory_of_gpus, find_gpus=lambda: H100, plan_ranks=lambda _: [rank(other=90 * GIB)])
+    monkeypatch.setattr(planning, "judge_memory_of_gpus", large)
+    with pytest.raises(ConfigError, match=r"allocation=sglang.d2p1m1\+d4p1m1: model_worker/0 needs at least 91.1 GiB"):
+        planning.refuse_too_large(load(), told.append)
+    planning.refuse_too_large(load("plan.enforce='off'"), told.append)
+    assert told[-1].startswith("plan: model_worker/0 needs at least 91.1 GiB")
+
+
+# ---------------------------------------------------------------------------------------------------------------- command
+
+
+def call(capsys, *words):
+    code = main(["plan", *map(str, words)])
+    return code, capsys.readouterr().out
+
+
+def test_the_command_prints_plan_and_remedies(file, monkeypatch, capsys):
+    monkeypatch.setattr(plan_command, "plan_training", partial(paced, static=100))
+    code, out = call(capsys, file, "--gpu", "h100-80g", "--json")
+    report = msgspec.json.decode(out, type=PlanReport)
+    assert (code, report.fits) == (1, False)
+    assert msgspec.json.decode(msgspec.json.encode(report), type=PlanReport) == report
+    assert report.plan.server.kv_token == 57_344
+    assert report.remedies[0].overrides == ["allocation=sglang.d2p1m1+d8p1m1"]
+    code, out = call(capsys, file, "--gpu", "h100-80g")
+    assert code == 1
+    assert "model_worker/0 (and 3 like it) does not fit: at least 101.3 GiB of 79.6 GiB" in out
+    assert "fits with allocation=sglang.d2p1m1+d8p1m1" in out
+    assert "lower bound of a train step" in out
+    code, out = call(capsys, file, "--gpu", "h100-80g", "allocation=sglang.d2+d8")
+    assert code == 0
+    assert f"fits: the fullest GPU needs at least {gib(int(51.3 * GIB))}" in out
+    assert call(capsys, file, "--gpu", "v100")[0] == 2
+
+
+def test_the_command_searches_layouts(file, monkeypatch, capsys):
+    monkeypatch.setattr(plan_command, "plan_training", estimate_ranks)
+    code, out = call(capsys, file, "--gpu", "h100-80g", "--gpus", "8", "--json")
+    report = msgspec.json.decode(out, type=PlanReport)
+    assert (code, report.fits, report.plan) == (0, True, None)
+    assert len(report.layouts) > 20
+    code, out = call(capsys, file, "--gpu", "h100-80g", "--gpus", "8")
+    assert report.layouts[0].allocation in out
+    assert "slower ones: see --json" in out

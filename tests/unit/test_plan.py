@@ -1,0 +1,233 @@
+"""Plans: the tracker on operations counted by hand, the assumed batches, the sum of a worker's models, and model FLOPs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch._subclasses.fake_tensor as fake_tensor
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import record_function
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig
+
+from asyncrl.config.schema import (
+    ExperimentConfig,
+    MFCConfig,
+    PPOConfig,
+    PromptSourceConfig,
+    RolloutConfig,
+    SamplingConfig,
+    TrainConfig,
+)
+from asyncrl.dataflow.graph import training_mfcs
+from asyncrl.model.sharding import Skeleton
+from asyncrl.plan.batches import Load, load_of
+from asyncrl.plan.flops import ModelSize
+from asyncrl.plan.ranks import ShardPlan, _combined, plan_training
+from asyncrl.plan.result import ModelStep, PlanError
+from asyncrl.plan.tracker import Cost, Tracker
+
+BLOCK = 4096  # 1000 float32 numbers, rounded up to 512 bytes
+
+
+@pytest.fixture
+def tracker():
+    """Under it tensors are fake."""
+    tracker = Tracker(rounding=512)
+    with FakeTensorMode(allow_non_fake_inputs=True), tracker:
+        yield tracker
+
+
+def test_a_storage_counts_from_its_birth_to_its_end(tracker):
+    memory = tracker.memory
+    first = torch.empty(1000)
+    view = first[10:].view(-1, 10)  # no new storage
+    assert memory.total == BLOCK
+    second = first * 2
+    assert (memory.total, memory.peak) == (2 * BLOCK, 2 * BLOCK)
+    del first
+    assert memory.total == 2 * BLOCK  # the view holds the storage
+    del view, second
+    assert (memory.total, memory.peak) == (0, 2 * BLOCK)
+    memory.restart()
+    assert memory.peak == 0
+
+
+def test_a_storage_has_the_kind_of_its_span_until_it_gets_another(tracker):
+    memory = tracker.memory
+    with tracker.within("activations"):
+        hidden = torch.empty(1000)
+        with record_function("FSDP::all_gather (model.layers.0)"):
+            sent = torch.empty(2000)
+            with record_function("FSDP::all_gather_copy_out (model.layers.0)"):
+                gathered = torch.empty(1000)
+        other = torch.empty(1000)
+    assert memory.at_peak == {"activations": 2 * BLOCK, "transfer": 8192, "gathered": BLOCK}
+    del sent
+    tracker.reclassify([other], "gradients")
+    assert +memory.now == {"activations": BLOCK, "gradients": BLOCK, "gathered": BLOCK}
+    assert memory.kinds["transfer"] == 8192  # each kind's own peak
+    del hidden, gathered
+
+
+def test_a_resized_storage_counts_with_its_new_size(tracker):
+    tensor = torch.empty(1000)
+    for size, expected in ((0, 0), (8000, 8192)):
+        tensor.untyped_storage().resize_(size)
+        tracker.resized(tensor.untyped_storage())
+        assert tracker.memory.total == expected
+    assert tracker.memory.peak == 8192
+
+
+def test_flops_of_products_and_of_their_gradients(tracker):
+    x, weight = torch.empty(3, 5, requires_grad=True), torch.empty(7, 5, requires_grad=True)
+    torch.nn.functional.linear(x, weight).sum().backward()
+    assert tracker.cost.flops == 3 * (2 * 3 * 5 * 7)  # forward, and two products in backward
+
+
+def test_flops_and_workspace_of_attention_over_sequences(tracker, monkeypatch):
+    """Sequences of 3 and 5 tokens, 2 query heads and 1 key head of width 8."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    monkeypatch.setattr(fake_tensor, "CONSTANT_NUMEL_LIMIT", 16)
+    query, key, value = (torch.empty(8, heads, 8, dtype=torch.bfloat16, requires_grad=True) for heads in (2, 1, 1))
+    starts = torch.tensor([0, 3, 8], dtype=torch.int32)
+    out = varlen_attn(query, key, value, starts, starts, 5, 5, window_size=(-1, 0), enable_gqa=True)
+    forward = 4 * 2 * 8 * (3 * 3 + 5 * 5) // 2
+    assert tracker.cost.flops == forward
+    out.sum().backward()
+    assert tracker.cost.flops == forward * 3.5
+    padded = 8 + 2 * 128
+    assert tracker.memory.kinds["workspace"] == 4 * 2 * padded * (32 + 1) + 2 * 8 * 2 * 8 * 2
+
+
+def test_values_that_fake_tensors_lack_are_guessed(tracker):
+    tensor = torch.empty(3, 4)
+    assert (float(tensor[0, 0]), int(tensor.long()[0, 0]), bool(tensor.isnan().any())) == (1.0, 1, False)
+    assert tensor.nonzero().shape == (12, 2)  # the most that there can be
+    with pytest.raises(NotImplementedError, match=r"masked_select.*depends on values"):
+        tensor.masked_select(tensor > 0)
+
+
+def test_payloads_of_collectives(tracker):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        dist.all_reduce(torch.empty(10))
+        dist.all_gather([torch.empty(5) for _ in range(4)], torch.empty(5))
+        dist.send(torch.empty(3), 1)
+    finally:
+        dist.destroy_process_group()
+    assert tracker.cost.counts == {"all_reduce": 1, "all_gather": 1, "send": 1}
+    assert tracker.cost.bytes == {"all_reduce": 40, "all_gather": 80, "send": 12}
+
+
+def test_costs_add_up_with_factors():
+    cost = Cost(5)
+    cost.counts["send"], cost.bytes["send"] = 1, 8
+    total = cost.plus(cost, 3).plus(cost, -1)
+    assert (total.flops, total.counts["send"], total.bytes["send"]) == (15, 3, 24)
+
+
+# ------------------------------------------------------------------------------------------------------------------ batches
+
+
+def config_of(**train) -> ExperimentConfig:
+    rollout = RolloutConfig(group_size=4, sampling=SamplingConfig(max_new_tokens=1000))
+    ppo = PPOConfig(minibatches=2)
+    return ExperimentConfig(
+        model_path="m", prompts=PromptSourceConfig(path="p"), rollout=rollout, train=TrainConfig(ppo=ppo, **train)
+    )
+
+
+@pytest.mark.parametrize(
+    ("train", "data_size", "num_stages", "expected"),
+    [
+        # 16 sequences of 1000 + 512 tokens, in 2 minibatches, on 2 data ranks: 4 sequences in one micro-batch
+        ({"batch_size": 4, "max_tokens_per_mb": 16384}, 2, 1, Load(2, 1, [1512] * 4, full=False)),
+        # the same tokens in micro-batches of 4000: two sequences and a shorter one
+        ({"batch_size": 4, "max_tokens_per_mb": 4000}, 2, 1, Load(2, 2, [1512, 1512, 976])),
+        # fewer micro-batches than stages: the pipeline splits the sequences
+        ({"batch_size": 4, "max_tokens_per_mb": 4000}, 2, 4, Load(2, 4, [1512] * 4, full=False)),
+        # a sequence that is longer than a micro-batch
+        ({"batch_size": 4, "max_tokens_per_mb": 1000}, 4, 1, Load(2, 2, [1000])),
+    ],
+)
+def test_a_batch_is_spread_over_ranks_and_minibatches(train, data_size, num_stages, expected):
+    config = config_of(**train)
+    (mfc,) = [mfc for mfc in training_mfcs(config.train) if mfc.name == "actor_train"]
+    assert load_of(config, mfc, data_size=data_size, num_stages=num_stages) == expected
+
+
+# ------------------------------------------------------------------------------------------------------------------ workers
+
+
+def shard_plan(model: str, mfc: str, peak: int, resident: int) -> ShardPlan:
+    step = ModelStep(model, mfc, peak, {"logits": peak}, {"logits": peak}, 1, {}, 1, 1)
+    return ShardPlan([step], load_peak=resident + 5, loaded=resident, resident={"parameters": resident}, in_transit=7)
+
+
+@pytest.mark.parametrize(("offloaded", "peak", "parameters"), [(set(), 140, 40), ({"ref"}, 120, 0)])
+def test_a_worker_holds_the_resident_bytes_of_its_other_models(offloaded, peak, parameters):
+    plans = {"actor": shard_plan("actor", "actor_train", 100, 60), "ref": shard_plan("ref", "ref_inf", 60, 40)}
+    plan = _combined([3, 4], names=["actor", "ref"], plans=plans, offloaded=offloaded)
+    # actor_train with the reference's 40, ref_inf with the actor's 60
+    assert plan.peak == max(100 + parameters, 60 + 60) == peak
+    assert plan.kinds["logits"] == 100
+    assert (plan.worker, plan.stands_for, len(plan.steps)) == (3, [3, 4], 2)
+    assert plan.load_peak == 60 + 45  # one after another
+    assert plan.export_peak == 60 + parameters + 7
+
+
+def test_a_config_that_cannot_be_planned_is_refused():
+    config = config_of(batch_size=4)
+    with pytest.raises(PlanError, match="mode=sync"):
+        plan_training(replace(config, mode="sync", allocation="d1"))
+    with pytest.raises(PlanError, match=r"train.extra_mfcs has judge"):
+        plan_training(replace(config, train=replace(config.train, extra_mfcs={"judge": MFCConfig(interface="m:f")})))
+    with pytest.raises(PlanError, match=r"allocation=transformers.d1\+d1x2"):
+        plan_training(replace(config, allocation="transformers.d1+d1x2"))
+    with pytest.raises(PlanError, match="model_path"):
+        plan_training(replace(config, model_path=""))
+
+
+# -------------------------------------------------------------------------------------------------------------- model FLOPs
+
+QWEN3_0_6B = {
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+}
+
+
+def test_model_flops_of_qwen3_06b_agree_with_published_utilisation():
+    """prime-rl's MFU of Qwen3-0.6B on one H100 (989e12): 23.7 % at 25.5k tokens/s, and 26.8 % at 10.1k tokens/s, imply 9.2e9
+    FLOPs a token in sequences of 16k tokens, and 26.1e9 in sequences of 64k."""
+    config = AutoConfig.for_model("qwen3", **QWEN3_0_6B)
+    size = ModelSize.of(Skeleton.of(config, "lm", torch.float32), config)
+    for length, expected in ((16384, 9.2e9), (65536, 26.1e9)):
+        assert size.flops(length, length**2, trains=True) / length == pytest.approx(expected, rel=0.05)
+    assert size.flops(10, 100, trains=False) * 3 == size.flops(10, 100, trains=True)
+
+
+def test_a_token_of_a_mixture_of_experts_uses_its_share_of_the_experts():
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 64,
+    }
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": 64}
+    config = AutoConfig.for_model("qwen3_moe", **sizes, **experts, head_dim=8)
+    skeleton = Skeleton.of(config, "lm", torch.float32)
+    whole = sum(parameter.numel() for parameter in skeleton.model.parameters())
+    of_experts = 8 * 3 * 32 * 16
+    assert ModelSize.of(skeleton, config).num_parameters == whole - of_experts * 6 // 8
