@@ -91,7 +91,7 @@ def encode(old: Mapping[str, Tensor], new: Mapping[str, Tensor], *, worth: float
 def _raw_bytes(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> int:
     """The least bytes that a delta takes without compression. In a pass of its own, because positions cost much more than it if all
     elements have changed."""
-    counts = ((np.count_nonzero(_bits(old[name]) != _bits(tensor)), tensor) for name, tensor in new.items())
+    counts = ((int(np.count_nonzero(_bits(old[name]) != _bits(tensor))), tensor) for name, tensor in new.items())
     return sum(count * (tensor.element_size() + 1) for count, tensor in counts)
 
 
