@@ -498,7 +498,7 @@ async def test_one_that_hangs_in_the_middle_delays_no_other(model_path: Path, pr
             assert set(reply.errors) == {"there"}
             assert "broadcasting bucket 2 of" in reply.errors["there"]
             assert "there did not answer for" in reply.errors["there"]
-            assert took_s < SEND_LIMIT_S / 2
+            assert took_s < 0.8 * SEND_LIMIT_S  # a quarter to notice it, and two broadcasts, on a busy machine
             assert training.num_steps > 10
             assert training.longest_s < took_s / 2
             sent = await client.logprobs()
