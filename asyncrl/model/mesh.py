@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,7 +74,8 @@ class ModelMesh:
             if group.size() > 1:
                 first = dist.get_process_group_ranks(group)[0]
                 with contextlib.suppress(RuntimeError):  # a backend that does not number its collectives
-                    number = group._get_backend(device)._get_sequence_number_for_group()
+                    backend: Any = group._get_backend(device)  # torch's type stubs lack the next method
+                    number = backend._get_sequence_number_for_group()
                     entered[f"{self.placement.name} {dim} group {first}"] = number
         return entered
 

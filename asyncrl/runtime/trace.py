@@ -252,7 +252,7 @@ def span_of(folder: Path) -> tuple[float, float]:
         if (header := _header_of(records)) is not None:
             reference = reference or header
             shift_us = 0 if header.boot == reference.boot else header.unix_us - reference.unix_us
-            times += [event["ts"] + shift_us for event in records if "ts" in event and event["ph"] != "M"]
+            times += [event["ts"] for event in _shifted(records, shift_us) if "ts" in event and event["ph"] != "M"]
     return min(times, default=math.inf), max(times, default=-math.inf)
 
 
