@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from asyncrl.runtime.devices import PEAK_FLOPS
+
 _MIB = 1 << 20
 GPUS_PER_HOST = 8  # of the machines that the bandwidths between hosts are of
 
@@ -26,27 +28,27 @@ class Device:
     network: float  # bytes/s that a GPU's network adapter can receive from other hosts
 
 
-def _device(name: str, mib: int, tflops: float, memory_gbs: float, link_gbs: float, network_gbs: float) -> Device:
-    return Device(name, mib * _MIB, tflops * 1e12, memory_gbs * 1e9, link_gbs * 1e9, network_gbs * 1e9)
+def _device(name: str, mib: int, gpu: str, memory_gbs: float, link_gbs: float, network_gbs: float) -> Device:
+    return Device(name, mib * _MIB, PEAK_FLOPS[gpu], memory_gbs * 1e9, link_gbs * 1e9, network_gbs * 1e9)
 
 
 DEVICES = {
     device.name: device
     for device in (
-        # NVIDIA H100 data sheet (SXM5): 989.4 TFLOP/s, 3.35 TB/s, NVLink 900 GB/s in both directions; DGX H100: 8 x 400 Gb/s
-        _device("h100-80g", 81_559, 989.4, 3_350, 450, 50),
+        # NVIDIA H100 data sheet (SXM5): 3.35 TB/s, NVLink 900 GB/s in both directions; DGX H100: 8 x 400 Gb/s
+        _device("h100-80g", 81_559, "H100", 3_350, 450, 50),
         # NVIDIA H200 data sheet (SXM): compute and NVLink of the H100, 4.8 TB/s; DGX H200: 8 x 400 Gb/s
-        _device("h200-141g", 143_771, 989.4, 4_800, 450, 50),
-        # NVIDIA A100 data sheet (SXM4): 312 TFLOP/s, 2,039 and 1,555 GB/s, NVLink 600 GB/s; DGX A100: 8 x 200 Gb/s
-        _device("a100-80g", 81_920, 312, 2_039, 300, 25),
-        _device("a100-40g", 40_960, 312, 1_555, 300, 25),
-        # NVIDIA L40S data sheet: 362 TFLOP/s, 864 GB/s, PCIe 4.0 x16. Network: a 200 Gb/s adapter for each GPU is assumed
-        _device("l40s-48g", 46_068, 362, 864, 32, 25),
-        # NVIDIA DGX B200 data sheet, an eighth of it: 18 PFLOP/s dense, 64 TB/s, NVLink 14.4 TB/s, 8 x 400 Gb/s
-        _device("b200-192g", 183_359, 2_250, 8_000, 900, 50),
-        # NVIDIA Ada architecture paper, GeForce RTX 4090: 165.2 TFLOP/s with float32 sums, 1,008 GB/s, PCIe 4.0 x16. Network: 100
+        _device("h200-141g", 143_771, "H200", 4_800, 450, 50),
+        # NVIDIA A100 data sheet (SXM4): 2,039 and 1,555 GB/s, NVLink 600 GB/s; DGX A100: 8 x 200 Gb/s
+        _device("a100-80g", 81_920, "A100", 2_039, 300, 25),
+        _device("a100-40g", 40_960, "A100", 1_555, 300, 25),
+        # NVIDIA L40S data sheet: 864 GB/s, PCIe 4.0 x16. Network: a 200 Gb/s adapter for each GPU is assumed
+        _device("l40s-48g", 46_068, "L40S", 864, 32, 25),
+        # NVIDIA DGX B200 data sheet, an eighth of it: 64 TB/s, NVLink 14.4 TB/s, 8 x 400 Gb/s
+        _device("b200-192g", 183_359, "B200", 8_000, 900, 50),
+        # NVIDIA Ada architecture paper, GeForce RTX 4090: 1,008 GB/s, PCIe 4.0 x16. Network: 100
         # Gb/s is assumed
-        _device("rtx4090-24g", 24_564, 165.2, 1_008, 32, 12.5),
+        _device("rtx4090-24g", 24_564, "RTX 4090", 1_008, 32, 12.5),
     )
 }
 DEFAULT = "h100-80g"
