@@ -206,8 +206,8 @@ class PlannedEngine(TrainEngine):
 class _PlannedMFC:
     """Two runs of one MFC, and the whole step that follows from them.
 
-    Costs are linear in the number of micro-batches of a minibatch and in the number of minibatches; the peak is that of two
-    micro-batches (with a pipeline: of one more than stages), which more do not exceed.
+    Costs are linear in the numbers of micro-batches and of minibatches. The peak of a train step is that of two micro-batches (with
+    a pipeline: of one more than stages), which more do not exceed. That of inference is linear.
     """
 
     def __init__(self, engine: PlannedEngine, mfc: MFCDef, train: TrainConfig, load: Load) -> None:
@@ -228,7 +228,19 @@ class _PlannedMFC:
         self._tracker.memory.restart()
         self._costs.append(self._run(*self._second))
         memory = self._tracker.memory
-        self._peak, self._at_peak, self._kinds = memory.peak, memory.at_peak, memory.kinds
+        self._peak, self._at_peak, self._kinds = memory.peak, dict(memory.at_peak), dict(memory.kinds)
+        if self._load.full and self._mfc.kind == "inference":
+            self._add_retained()
+
+    def _add_retained(self) -> None:
+        """Inference keeps the outputs of all micro-batches, and a stage those that it sends on."""
+        memory, (minibatches, micro_batches) = self._tracker.memory, self._second
+        memory.restart()
+        self._run(minibatches, micro_batches + 1)
+        retained = (memory.peak - self._peak) * (self._load.micro_batches - micro_batches)
+        self._peak += retained
+        for counted in (self._at_peak, self._kinds):
+            counted["activations"] = counted.get("activations", 0) + retained
 
     def _run(self, minibatches: int, micro_batches: int) -> tuple[Cost, Cost]:
         engine, tracker = self._engine, self._tracker
