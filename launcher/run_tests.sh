@@ -30,8 +30,8 @@ case "${1:-}" in
     # tests/sglang run against the real server, which has a separate environment.
     [ -n "${ASYNCRL_SGLANG_PYTHON:-}" ] || bash launcher/setup_sglang.sh --cpu
     bash launcher/setup_slurm.sh || true # if it fails, tests/slurm fail and name what is missing
-    parts=(end_to_end benchmarks "${processes[@]}" sglang unit chaos oracle slurm hosts fuzz mypy gpu)
-    export ASYNCRL_TEST_MARKS="not alone"
+    parts=(end_to_end benchmarks "${processes[@]}" sglang oracle unit chaos slurm hosts fuzz mypy gpu)
+    export ASYNCRL_TEST_MARKS="not alone and not oracle"
     ;;
 *) exec python -m pytest "$@" ;;
 esac
@@ -44,7 +44,7 @@ test_part() {
     case "$1" in
     mypy) command=(-m mypy) ;;
     oracle) command=(tests/oracle/check.py) ;;
-    *) command=(-m pytest -m "$ASYNCRL_TEST_MARKS" tests/$1) ;; # unquoted, so that the shell expands a pattern
+    *) command=(-m pytest --durations=8 --durations-min=5 -m "$ASYNCRL_TEST_MARKS" tests/$1) ;; # unquoted, so that the shell expands a pattern
     esac
     {
         python "${command[@]}" 2>&1 || status=$?

@@ -24,6 +24,7 @@ def run(first, count, **options):
     return last
 
 
+@pytest.mark.oracle
 @pytest.mark.timeout(600)
 def test_seeds_have_no_violation_and_enough_steps():
     done = run(0, SEEDS)
@@ -37,6 +38,7 @@ def test_a_seed_that_failed_once_has_no_violation(seed):
     assert run(seed, 1).failed is None
 
 
+@pytest.mark.oracle
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_known_bug_is_found(bug):
