@@ -16,6 +16,7 @@ from packaging.utils import canonicalize_name
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROCESSES = [f"processes/test_{letters}*" for letters in ("[a-f]", "[g-m]", "[n-z]")]
+PYTEST = "-m pytest --durations=8 --durations-min=5"  # of a part
 FAKE_PYTHON = """#!/usr/bin/env bash
 echo "$PWD: $*" >>"$CALLS"
 case "$*" in
@@ -268,7 +269,7 @@ def test_the_fast_tier_runs_in_the_repository(call, clone, tmp_path):
     lines = call("run_tests.sh", cwd=tmp_path)
     checks = [f"{clone}: -m ruff check .", f"{clone}: -m ruff format --check ."]
     assert [line for line in lines if line in checks] == checks
-    parts = {f"-m pytest -m not full and not alone tests/{name}" for name in ("end_to_end", *PROCESSES, "unit")}
+    parts = {f"{PYTEST} -m not full and not alone tests/{name}" for name in ("end_to_end", *PROCESSES, "unit")}
     assert set(lines[lines.index(checks[-1]) + 1 :]) == {f"{clone}: {part}" for part in (*parts, "-m mypy")}
     assert not any(".venv-sglang" in line for line in lines)
 
@@ -277,7 +278,7 @@ def test_the_full_tier_creates_sglangs_environment(call, clone, tmp_path):
     lines = call("run_tests.sh", "--all", cwd=tmp_path)
     assert any(f"-m venv --clear {clone}/.venv-sglang" in line for line in lines)
     folders = {path.name for path in (REPOSITORY / "tests").iterdir() if any(path.glob("test_*.py"))}
-    parts = {f"-m pytest -m not alone tests/{name}" for name in (*(folders - {"processes"}), *PROCESSES)}
+    parts = {f"{PYTEST} -m not alone and not oracle tests/{name}" for name in (*(folders - {"processes"}), *PROCESSES)}
     assert {f"{clone}: {part}" for part in (*parts, "-m mypy", "tests/oracle/check.py")} <= set(lines)
     assert lines[-1] == f"{clone}: -m pytest -m alone tests/end_to_end"
 

@@ -4,6 +4,7 @@ Simulations run in separate interpreters (tests/simulation/campaign.py), so noth
 """
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +45,11 @@ def test_a_seed_that_failed_once_has_no_violation(seed):
 def test_a_known_bug_is_found(bug):
     done = run(0, BUG_SEEDS, bug=bug)
     assert done.failed is not None, f"{BUG_SEEDS} seeds did not find {bug}"
+
+
+def test_the_oracle_plants_every_known_bug():
+    oracle = Path(__file__).parents[1] / "oracle" / "check.py"
+    assert [bug for bug in BUGS if f'"{bug}"' not in oracle.read_text(encoding="utf-8")] == []
 
 
 @pytest.mark.timeout(300)
