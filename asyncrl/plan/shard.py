@@ -90,7 +90,7 @@ class FakeWorld:
         """The mesh of data rank 0 and tensor rank 0 of this stage. The world has the ranks of this grid only."""
         placement = ModelPlacement("planned", grid, tuple(range(grid.size)))
         rank = placement.worker_of(data=0, pipe=pipe, tensor=0)
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=grid.size)  # type: ignore[no-untyped-call]
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=grid.size)
         mesh = ModelMesh.make(placement, "cpu")
         assert mesh is not None
         return mesh
@@ -130,11 +130,11 @@ def _patch_torch(tracker: Tracker) -> None:
     resize = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-        result = resize(storage, size)
+        resize(storage, size)
         tracker.resized(storage)
-        return result
+        return storage
 
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
     # Meshes use the values of tensors. fully_shard makes further ones
     for name in ("__init__", "_concatenate"):
         setattr(DeviceMesh, name, _without_fakes(DeviceMesh.__dict__[name]))
@@ -162,7 +162,7 @@ class PlannedEngine(TrainEngine):
         tracker.reclassify(map(local_tensor, parameters), "parameters")
         tracker.on_reduced = self._name_gradients
         for parameter in parameters if self.trainable else ():
-            parameter.register_post_accumulate_grad_hook(
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 lambda p: tracker.reclassify([local_tensor(p.grad)], "gradients")
             )
 

@@ -107,14 +107,14 @@ class _Record:
     num_bytes: int
 
 
-class Tracker(TorchDispatchMode):
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Enter it inside FakeTensorMode, if tensors are to be made: FakeTensorMode answers the operations that the tracker has seen.
 
     Enter it as often as needed; the records stay. A process should have one.
     """
 
     def __init__(self, *, rounding: int = 1) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.memory, self.cost = Memory(), Cost()
         self._rounding = rounding
         self._records: Any = WeakIdKeyDictionary()  # storage -> _Record
@@ -146,7 +146,7 @@ class Tracker(TorchDispatchMode):
                 self._note(tensor)
         self._count_flops(func, args, kwargs, out)
         if func is varlen._varlen_attn_backward.default:
-            self._passing("workspace", _workspace(*args[1:4], args[6]))
+            self._passing("workspace", _workspace(args[1], args[2], args[6]))
         return out
 
     def _span(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -257,28 +257,28 @@ def _squared_lengths(cu_seqlens: Tensor) -> int:
 def _varlen_flops(args: Any, kwargs: Any) -> int:
     """Causal: half of 4 * H * D * sum(L^2)."""
     _, num_heads, width = args[0].shape
-    return 2 * num_heads * width * _squared_lengths(args[3])
+    return int(2 * num_heads * width * _squared_lengths(args[3]))
 
 
 def _varlen_backward_flops(args: Any, kwargs: Any) -> int:
     _, num_heads, width = args[1].shape
-    return 5 * num_heads * width * _squared_lengths(args[6])  # five matrix products instead of two
+    return int(5 * num_heads * width * _squared_lengths(args[6]))  # five matrix products instead of two
 
 
 def _sdpa_flops(args: Any, kwargs: Any) -> int:
     causal = args[4] if len(args) > 4 else kwargs.get("is_causal", False)
-    return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3]))) // (2 if causal else 1)
+    return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3]))) // (2 if causal else 1)  # type: ignore[no-untyped-call]
 
 
 def _sdpa_backward_flops(args: Any, kwargs: Any) -> int:
     causal = args[7] if len(args) > 7 else kwargs.get("is_causal", False)
-    return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4]))) // (2 if causal else 1)
+    return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4]))) // (2 if causal else 1)  # type: ignore[no-untyped-call]
 
 
 def _grouped_flops(args: Any, kwargs: Any) -> int:
     """Each row of the first matrix is multiplied by the matrix of one expert."""
     rows, inner = args[0].shape[-2:]
-    return 2 * rows * inner * args[1].shape[-1]
+    return int(2 * rows * inner * args[1].shape[-1])
 
 
 _FLOPS: dict[str, Callable[[Any, Any], int]] = {  # by operation; the others are in torch's registry
@@ -292,7 +292,7 @@ _FLOPS: dict[str, Callable[[Any, Any], int]] = {  # by operation; the others are
 }
 
 
-def _workspace(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor) -> int:
+def _workspace(query: Tensor, key: Tensor, cu_seqlens: Tensor) -> int:
     """Bytes that FlashAttention-2's backward pass takes: the gradient of the queries and one sum per token in float32, padded by
     128 tokens a sequence, and with grouped queries the gradients of keys and values for all query heads."""
     tokens, num_heads, width = query.shape
