@@ -133,7 +133,7 @@ class TrainEngine:
         whole = weights.load_whole(model.path, model.kind, config, dtype)
         if weights.has_values:
             whole.to(self.device)  # type: ignore[arg-type]
-        self._flops = ModelFlops.of(config, sum(p.numel() for p in whole.parameters()))
+        self.flops = ModelFlops.of(whole)
         self._slots = sharding.slots(whole)
         stage = Stage(
             whole,
@@ -158,7 +158,7 @@ class TrainEngine:
         FSDP cuts the unit. A checkpoint that cannot be read in pieces is loaded whole first (sharding.open_weights)."""
         grid = mesh.placement.grid
         skeleton = sharding.Skeleton.of(config, model.kind, dtype)
-        self._flops = ModelFlops.of(config, sum(p.numel() for p in skeleton.model.parameters()))
+        self.flops = ModelFlops.of(skeleton.model)
         read = weights.open_weights(model.path, skeleton, config, dtype)
         if model.kind == "lm":
             _check_nothing_follows_output_layer(skeleton.model, model.path)
@@ -336,7 +336,7 @@ class TrainEngine:
         if begins:
             self.optimizer.zero_grad()
         work = self._set_up(sample, min_count=self.num_stages, temperature=temperature)
-        self.trained_flops += self._flops.of_training(work.batch.lengths) if work.batch is not None else 0
+        self.trained_flops += self.flops.of_training(work.batch.lengths) if work.batch is not None else 0
         local: dict[str, Tensor] = {"loss": torch.zeros((), device=self.device)}
 
         def loss_of(outputs: Outputs, number: int) -> Tensor:

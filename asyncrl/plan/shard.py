@@ -35,11 +35,11 @@ from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
 from asyncrl.model import kernels
 from asyncrl.model.attention import NAME as ATTENTION
 from asyncrl.model.engine import TrainEngine
+from asyncrl.model.flops import ModelFlops
 from asyncrl.model.interfaces import Interface, LossFn, make_interface
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.sharding import AUTO_CLASSES, Read, Skeleton, WeightSource, local_tensor
 from asyncrl.plan.batches import Load
-from asyncrl.plan.flops import ModelSize
 from asyncrl.plan.ranks import ShardPlan, ShardTask
 from asyncrl.plan.result import Collective, ModelStep
 from asyncrl.plan.tracker import GPU_ROUNDING, Cost, Tracker
@@ -61,7 +61,6 @@ def plan_shard(task: ShardTask) -> ShardPlan:
     engine = PlannedEngine(world, task.model, train, mesh)
     memory = world.tracker.memory
     load_peak, loaded = memory.peak, memory.total
-    size = ModelSize.of(Skeleton.of(engine.config, task.model.kind, torch.float32), engine.config)
     planned = [_PlannedMFC(engine, MFCDef.of(mfc), train, task.loads[mfc.name]) for mfc in task.mfcs]
     for mfc in planned:  # the first pass makes the optimizer's state
         mfc.run_first()
@@ -69,7 +68,7 @@ def plan_shard(task: ShardTask) -> ShardPlan:
         mfc.run_second()
     gc.collect()
     return ShardPlan(
-        steps=[mfc.step(size, placement) for mfc in planned],
+        steps=[mfc.step(engine.flops, placement) for mfc in planned],
         load_peak=load_peak,
         loaded=loaded,
         resident={kind: num_bytes for kind, num_bytes in memory.now.items() if num_bytes},
@@ -261,7 +260,7 @@ class _PlannedMFC:
             rest = rest.plus(cost, -1)
         return engine.train_steps[-1], rest
 
-    def step(self, size: ModelSize, placement: ModelPlacement) -> ModelStep:
+    def step(self, model_flops: ModelFlops, placement: ModelPlacement) -> ModelStep:
         """The plan of the whole step."""
         load, grid = self._load, placement.grid
         (first, first_rest), (second, second_rest) = self._costs
@@ -277,7 +276,8 @@ class _PlannedMFC:
         cost = rest.plus(one, load.minibatches)
         computes = self._mfc.interface != "ppo_advantages"
         squares = sum(length * length for length in load.lengths) * load.tokens // sum(load.lengths)
-        flops = size.flops(load.tokens, squares, trains=self._mfc.kind == "train_step") if computes else 0
+        trains = self._mfc.kind == "train_step"
+        flops = model_flops.of_batch(load.tokens, squares, trains=trains) if computes else 0
         return ModelStep(
             model=placement.name,
             mfc=self._mfc.name,

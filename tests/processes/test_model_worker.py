@@ -597,7 +597,7 @@ async def test_two_processes_train_as_one(tmp_path, model_path):
         assert torch.equal(loaded.get_input_embeddings().weight, weights_in(path)["model.embed_tokens.weight"])
         # Model FLOPs of the second batch: each replica's sequences once, with all parameters of the model
         lengths = [length for ticket in batches[1] for length in trajectory(ticket)[0].seqlens]
-        flops = ModelFlops.of(loaded.config, loaded.num_parameters()).of_training(lengths)
+        flops = ModelFlops.of(loaded).of_training(lengths)
         assert result.peak_s == {"actor_train": pytest.approx(flops / (2 * train.peak_flops))}
 
         manifest = (path / MANIFEST).read_bytes()

@@ -23,9 +23,9 @@ from asyncrl.config.schema import (
     TrainConfig,
 )
 from asyncrl.dataflow.graph import training_mfcs
+from asyncrl.model.flops import ModelFlops
 from asyncrl.model.sharding import Skeleton
 from asyncrl.plan.batches import Load, load_of
-from asyncrl.plan.flops import ModelSize
 from asyncrl.plan.ranks import ShardPlan, _combined, plan_training
 from asyncrl.plan.result import ModelStep, PlanError
 from asyncrl.plan.tracker import Cost, Tracker
@@ -211,10 +211,10 @@ def test_model_flops_of_qwen3_06b_agree_with_published_utilisation():
     """prime-rl's MFU of Qwen3-0.6B on one H100 (989e12): 23.7 % at 25.5k tokens/s, and 26.8 % at 10.1k tokens/s, imply 9.2e9
     FLOPs a token in sequences of 16k tokens, and 26.1e9 in sequences of 64k."""
     config = AutoConfig.for_model("qwen3", **QWEN3_0_6B)
-    size = ModelSize.of(Skeleton.of(config, "lm", torch.float32), config)
+    flops = ModelFlops.of(Skeleton.of(config, "lm", torch.float32).model)
     for length, expected in ((16384, 9.2e9), (65536, 26.1e9)):
-        assert size.flops(length, length**2, trains=True) / length == pytest.approx(expected, rel=0.05)
-    assert size.flops(10, 100, trains=False) * 3 == size.flops(10, 100, trains=True)
+        assert flops.of_training([length]) / length == pytest.approx(expected, rel=0.05)
+    assert flops.of_batch(10, 100, trains=False) * 3 == flops.of_training([10])
 
 
 def test_a_token_of_a_mixture_of_experts_uses_its_share_of_the_experts():
@@ -230,4 +230,4 @@ def test_a_token_of_a_mixture_of_experts_uses_its_share_of_the_experts():
     skeleton = Skeleton.of(config, "lm", torch.float32)
     whole = sum(parameter.numel() for parameter in skeleton.model.parameters())
     of_experts = 8 * 3 * 32 * 16
-    assert ModelSize.of(skeleton, config).num_parameters == whole - of_experts * 6 // 8
+    assert ModelFlops.of(skeleton.model).num_parameters == whole - of_experts * 6 // 8
