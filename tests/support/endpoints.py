@@ -83,6 +83,8 @@ NAMES: dict[str, str] = {
     "weight_sender": "model_worker",
     "experiment_status": "master",
     "last_checkpoint": "master",
+    "profile_request": "user, by `asyncrl-launch profile`",
+    "profile_answer": "master",
     "generation_servers": "-",
     "generation_server": "generation_server",
     "desired_generation_servers": "user, by `asyncrl-launch scale`; gserver_manager, for POST /scale",

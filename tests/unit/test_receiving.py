@@ -110,6 +110,6 @@ def test_tensors_without_a_file_are_refused_with_a_message_that_names_none() -> 
     ):
         check_sent(expected, aliases, twice, complete=True)
     with pytest.raises(
-        WeightsRefused, match=r"^the tensors in a version without files do not fit the model: a is missing$"
+        WeightsRefused, match=r"^the tensors in a version without whole tensors do not fit the model: a is missing$"
     ):
         check_tensors(expected, aliases, [])
