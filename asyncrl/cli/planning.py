@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from asyncrl.cli.doctor import Finding, Gpu, query_gpus
 from asyncrl.config.schema import ConfigError, ExperimentConfig, resolve_auto
+from asyncrl.dataflow.phases import phases
 from asyncrl.plan.capacity import RankPlanner, RunPlan, gib, plan_run
 from asyncrl.plan.devices import DEFAULT, DEVICES, Device, device_named
 from asyncrl.plan.ranks import plan_training
@@ -81,13 +82,15 @@ def judge_plan(plan: RunPlan, *, enforced: bool) -> Finding:
 
 
 def refuse_too_large(config: ExperimentConfig, say: Callable[[str], None]) -> None:
-    """Plan the run if this machine has GPUs. Prints a warning, or raises ConfigError if a process does not fit its GPU."""
+    """Plan each phase of the run if this machine has GPUs. Prints a warning, or raises ConfigError if a process does not fit its
+    GPU."""
     devices = visible_devices()
     if devices:
         say("computing the memory that each process needs, for up to minutes if the model is large")
-    for finding in judge_memory_of_gpus(config, devices):
-        text = f"{finding.value}; {finding.remedy}"
-        if finding.state == "fail":
-            raise ConfigError(f"allocation={config.allocation}: {text}")
-        if finding.state == "warn":
-            say(f"plan: {text}")
+    for phase in phases(config):
+        for finding in judge_memory_of_gpus(phase, devices):
+            text = f"{finding.value}; {finding.remedy}"
+            if finding.state == "fail":
+                raise ConfigError(f"allocation={phase.allocation}: {text}")
+            if finding.state == "warn":
+                say(f"plan: {text}")

@@ -474,6 +474,9 @@ def test_run_refuses_what_does_not_fit(load, monkeypatch):
         planning.refuse_too_large(load(), told.append)
     planning.refuse_too_large(load("plan.enforce='off'"), told.append)
     assert told[-1].startswith("plan: model_worker/0 needs at least 91.1 GiB")
+    phases = "allocation=sglang.d2+d4 until 20 then sglang.d4+d2"
+    with pytest.raises(ConfigError, match=r"allocation=sglang.d2\+d4 until 20: model_worker/0 needs at least 91.1 GiB"):
+        planning.refuse_too_large(load(phases), told.append)
 
 
 # ---------------------------------------------------------------------------------------------------------------- command
@@ -501,6 +504,7 @@ def test_the_command_prints_plan_and_remedies(file, monkeypatch, capsys):
     assert code == 0
     assert f"fits: the fullest GPU needs at least {gib(int(51.3 * GIB))}" in out
     assert call(capsys, file, "--gpu", "v100")[0] == 2
+    assert call(capsys, file, "allocation=sglang.d2+d4 until 20 then sglang.d4+d2")[0] == 2
 
 
 def test_the_command_searches_layouts(file, monkeypatch, capsys):

@@ -14,6 +14,7 @@ from asyncrl.cli.commands.common import FAILED, Commands, add_config_command, pr
 from asyncrl.cli.hub import with_local_models
 from asyncrl.cli.planning import choose_device
 from asyncrl.config.schema import ConfigError, resolve_auto
+from asyncrl.dataflow.phases import phases
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.plan.capacity import GIB, RunPlan, gib, plan_run
 from asyncrl.plan.devices import DEFAULT, DEVICES
@@ -60,6 +61,10 @@ def plan(arguments: argparse.Namespace, console: Console) -> int:
     """Compute memory, FLOPs and traffic of a run, and whether it fits a kind of GPU."""
     device = choose_device(arguments.gpu)
     config = with_local_models(load_experiment(arguments.config, arguments.overrides), download=False)
+    of_run = phases(config)
+    if len(of_run) > 1:
+        each = ", or ".join(f"allocation='{phase.allocation.partition(' until ')[0]}'" for phase in of_run)
+        raise ConfigError(f"allocation={config.allocation}: plan one phase at a time: {each}")
     config = resolve_auto(config, on_gpu=True)
     planner = partial(plan_run, device=device, plan_ranks=plan_training)
     try:
