@@ -473,12 +473,15 @@ class DesiredServers(Struct, frozen=True, kw_only=True):
 # ---------------------------------------------------------------------------- weights over the network (manager -> trainer)
 
 
+MOST_PROFILED_STEPS = 10  # the events of all steps are in the workers' memory until they are written
+
+
 class ProfileRequest(Struct, frozen=True, kw_only=True):
     """A request of `asyncrl-launch profile`, in name resolve. The master removes it when it is answered, the command when it
     ends."""
 
     id: str  # unique
-    steps: int  # number of train steps to record
+    steps: Annotated[int, msgspec.Meta(ge=1, le=MOST_PROFILED_STEPS)]  # number of train steps to record
 
 
 class ProfileAnswer(Struct, frozen=True, kw_only=True):

@@ -93,6 +93,15 @@ async def test_the_next_steps_are_recorded_once(tmp_path: Path) -> None:
     assert len(list((tmp_path / "profile").iterdir())) == 3
 
 
+async def test_a_request_of_too_many_steps_records_nothing(tmp_path: Path) -> None:
+    async with watching(tmp_path) as (profiles, caller, resolver):
+        resolver.add(NAMES.profile_request(), json.dumps({"id": "endless", "steps": 1_000_000}))
+        resolver.delete(NAMES.profile_request())
+        assert await ask_until_it_begins(profiles, caller, resolver, "r")
+        assert answer(resolver).id == "r"
+        assert caller.calls == [BeginProfile()]
+
+
 async def test_a_recording_ends_with_its_request(tmp_path: Path) -> None:
     """The command was interrupted: it has removed its request."""
     async with watching(tmp_path) as (profiles, caller, resolver):

@@ -22,7 +22,7 @@ from asyncrl.cli.commands.common import (
 )
 from asyncrl.config.schema import ConfigError
 from asyncrl.launch.rundir import LaunchError, RunRecord, read_record
-from asyncrl.protocol.messages import DECODE_ERRORS, ProfileAnswer, ProfileRequest
+from asyncrl.protocol.messages import DECODE_ERRORS, MOST_PROFILED_STEPS, ProfileAnswer, ProfileRequest
 from asyncrl.protocol.names import Names
 from asyncrl.protocol.run_folder import path_of
 from asyncrl.runtime.clock import Clock
@@ -30,7 +30,6 @@ from asyncrl.runtime.names.interface import NameEntryExists, NameEntryNotFound, 
 from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.trace import merge, span_of, trace_dir
 
-_MOST_STEPS = 10  # the events of all steps are in the workers' memory until they are written
 _LIMIT_S = 1800.0
 _LOOK_S = 0.5
 
@@ -39,7 +38,7 @@ and merge the recordings into one file for https://ui.perfetto.dev. If the run h
 shows it for the same time, on the same clock.
 
 Recording slows the run down a little and stops by itself. Ctrl-C stops it at once. A worker's file has at most 64 MB:
-the shortest events beyond that are left out. The run keeps its newest 3 profiles, of at most {_MOST_STEPS} steps each."""
+the shortest events beyond that are left out. The run keeps its newest 3 profiles, of at most {MOST_PROFILED_STEPS} steps each."""
 
 _EPILOG = """examples:
   asyncrl-launch profile runs/sloppy-sorter/t0
@@ -59,8 +58,8 @@ def add_to(commands: Commands) -> None:
 
 def profile(arguments: argparse.Namespace, console: Console) -> int:
     """Record the next train steps of a running run with torch's profiler."""
-    if not 1 <= arguments.steps <= _MOST_STEPS:
-        raise ConfigError(f"--steps {arguments.steps}: use a number from 1 to {_MOST_STEPS}")
+    if not 1 <= arguments.steps <= MOST_PROFILED_STEPS:
+        raise ConfigError(f"--steps {arguments.steps}: use a number from 1 to {MOST_PROFILED_STEPS}")
     run_dir = run_dir_of(arguments.run, arguments.overrides)
     record = read_record(run_dir)
     if record is None or not goes_on(run_dir, record):
