@@ -96,6 +96,10 @@ async def test_the_next_steps_are_recorded_once(tmp_path: Path) -> None:
 async def test_a_request_of_too_many_steps_records_nothing(tmp_path: Path) -> None:
     async with watching(tmp_path) as (profiles, caller, resolver):
         resolver.add(NAMES.profile_request(), json.dumps({"id": "endless", "steps": 1_000_000}))
+        for step in range(50):
+            await profiles.before_step(step)
+            await asyncio.sleep(0.01)
+        assert caller.calls == []
         resolver.delete(NAMES.profile_request())
         assert await ask_until_it_begins(profiles, caller, resolver, "r")
         assert answer(resolver).id == "r"
