@@ -371,6 +371,9 @@ class TrainConfig:
     keep_bad_batches: int = limited(3, at_least=0)
     max_skipped_steps: int = limited(10, at_least=0)  # skipped steps in a row after which the run fails; 0: no limit
     call_timeout_s: float = 1800.0  # limit of one call to the model workers
+    # What a step does without actor_inf while its workers are down: wait | continue (with the servers' logprobs as proximal ones) |
+    # stop (the run ends). "": its workers, if it has its own, are part of the trainer group and restart only with it
+    actor_inf_on_missing: str = ""
     missing_after_s: float = limited(60.0, at_least=0)  # time after which on_missing decides about a group that is down
     data_timeout_s: float = 3600.0  # without any trajectory for this long the run fails; the error names the cause
     # Write the model for the user every N steps, epochs or seconds; 0: only at the end

@@ -201,6 +201,7 @@ def _choices(config: ExperimentConfig) -> Sequence[tuple[str, Any, Sequence[str]
         ("train.correction", config.train.correction, ("", *CORRECTIONS)),
         ("train.dtype", config.train.dtype, ("float32", "bfloat16", AUTO)),
         ("train.ref.on_missing", config.train.ref.on_missing, ON_MISSING),
+        ("train.actor_inf_on_missing", config.train.actor_inf_on_missing, ("", *ON_MISSING)),
         *(
             (f"train.{field}.on_missing", model.on_missing, ON_MISSING)
             for field, model in (

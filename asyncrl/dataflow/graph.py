@@ -138,9 +138,9 @@ def training_mfcs(train: TrainConfig) -> list[MFCDef]:
         teacher_inf packed_teacher_logprobs +
 
     The config decides which inference MFCs exist. `advantages` reads the keys that they write; an exception is `proximal_logprobs`,
-    which it reads only for a KL penalty or a teacher. It also reads the keys `dense_rewards` and `values` if an extra MFC writes
-    them. With train.dense_rewards the trajectories have `dense_rewards`. `actor_train` also reads `proximal_logprobs`, if actor_inf
-    exists.
+    which it reads only for a KL penalty or a teacher. If steps may go on without actor_inf, it then reads the servers' logprobs,
+    too. It also reads the keys `dense_rewards` and `values` if an extra MFC writes them. With train.dense_rewards the trajectories
+    have `dense_rewards`. `actor_train` also reads `proximal_logprobs`, if actor_inf exists.
     """
     ppo = train.ppo
     inference: list[MFCDef] = []
@@ -165,7 +165,7 @@ def training_mfcs(train: TrainConfig) -> list[MFCDef]:
 
     reads_anchor = ppo.kl_coef > 0 or train.teacher is not None
     judged = [key for mfc in inference for key in mfc.output_keys if reads_anchor or key != "proximal_logprobs"]
-    if reads_anchor and not anchor:
+    if reads_anchor and (not anchor or train.actor_inf_on_missing == "continue"):
         judged.append("packed_logprobs")
     made_by_extra = {key for mfc in extra for key in mfc.output_keys}
     judged += [key for key in (DENSE_REWARDS, "values") if key in made_by_extra and key not in judged]

@@ -148,17 +148,25 @@ def _bad_detached(
     cannot run."""
     train = config.train
     mfcs = [mfc.placed(model_of[name]) for name, mfc in graph.mfcs.items()]
-    groups = worker_groups_of(placements, mfcs, num_workers=allocation.num_model_workers, mode=config.mode)
+    groups = worker_groups_of(placements, mfcs, train, num_workers=allocation.num_model_workers, mode=config.mode)
     detached = {model.role for model in placements if groups.all_detached.issuperset(model.workers)}
-    if train.arriving_inference and not detached:
+    if train.actor_inf_on_missing and ACTOR not in detached:
+        remedy = f"needs actor_inf on workers of its own, such as {config.allocation}+actor_inf:d1p1m1"
+        yield "train.actor_inf_on_missing", train.actor_inf_on_missing, remedy
+    if train.actor_inf_on_missing == "continue" and not train.ppo.use_decoupled_loss:
+        remedy = "replaces the proximal logprobs of the decoupled loss; use wait or stop with use_decoupled_loss=false"
+        yield "train.actor_inf_on_missing", "continue", remedy
+    if train.arriving_inference and not detached - {ACTOR}:
         remedy = "needs a reference, reward model or teacher with workers of its own"
         yield "train.arriving_inference", True, f"{remedy}, such as {config.allocation}+ref_inf:d1p1m1"
     roles = [(REF, "ref", "ref_inf")]
     for role in reward_models(train):
         name = role.removeprefix(REWARD)  # "", or _NAME
         roles.append((role, f"reward_models.{name[1:]}" if name else "reward_model", f"rew_inf{name}"))
-    for role, field, inference in roles:
-        path, value = f"train.{field}.on_missing", on_missing(train, role)
+    found = [(f"train.{field}.on_missing", role, inference) for role, field, inference in roles]
+    found += [("train.actor_inf_on_missing", ACTOR, "actor_inf")] if ACTOR in detached else []
+    for path, role, inference in found:
+        value = on_missing(train, role)
         if value == "wait":
             continue
         if role not in detached:

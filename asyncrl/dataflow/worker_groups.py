@@ -5,12 +5,13 @@ blocks in a collective with a dead rank. Therefore workers with state that a run
 in different groups:
 
     trainer group    models that are trained, further layouts of their roles, and all models that share workers with these
-    detached groups  each connected set of workers that hold only stateless roles (reference, reward model, teacher)
+    detached groups  each connected set of workers that hold only stateless roles (reference, reward model, teacher) and, with
+                     train.actor_inf_on_missing, further layouts of the actor
 
 The launcher restarts a detached group alone, as its next incarnation, while the trainer group continues. A worker's rank in its
 group is its position among the members. Only mode=async has detached groups: train_only and rollout_only restart no process
 alone, and with mode=sync the trainer group also generates. A reference model that is refreshed from the actor gets its weights
-through the disk (master/refresh.py).
+through the disk (master/refresh.py), and so does a detached layout of the actor.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from asyncrl.config.schema import REF, REWARD, TEACHER, TrainConfig, reward_models
 from asyncrl.protocol.fence import Fence
+from asyncrl.protocol.names import ACTOR
 
 if TYPE_CHECKING:
     from asyncrl.dataflow.topology import ModelPlacement
@@ -31,6 +33,11 @@ MODES = ("async",)  # modes with detached groups
 def is_stateless(role: str) -> bool:
     """Whether all weights of the role's models are on disk: the reference, the teacher and the reward models."""
     return role in (REF, REWARD, TEACHER) or role.startswith(f"{REWARD}_")
+
+
+def is_detachable(model: str, role: str, train: TrainConfig) -> bool:
+    """Whether the model may be in a detached group. The actor's first model is trained, so only its further ones may."""
+    return is_stateless(role) or (bool(train.actor_inf_on_missing) and role == ACTOR and model != role)
 
 
 class PlacedNode(Protocol):
@@ -69,6 +76,7 @@ class WorkerGroups:
 def worker_groups_of(
     placements: Sequence[ModelPlacement],
     mfcs: Iterable[PlacedNode],
+    train: TrainConfig,
     *,
     num_workers: int,
     mode: str,
@@ -81,7 +89,7 @@ def worker_groups_of(
     together = [set(placement.workers) for placement in placements]
     trainer: set[int] = set(everyone).difference(*together)  # at first, workers that hold no model, if any
     for placement in placements:
-        if not is_stateless(placement.role) or placement.name in moving:
+        if not is_detachable(placement.name, placement.role, train) or placement.name in moving:
             trainer.update(placement.workers)
     while near := [workers for workers in together if workers & trainer and not workers <= trainer]:
         trainer.update(*near)
@@ -94,11 +102,11 @@ def worker_groups_of(
 
 
 def on_missing(train: TrainConfig, role: str) -> str:
-    """What the run does without the detached group of a stateless role: wait | continue | stop."""
+    """What the run does without the detached group of a role: wait | continue | stop."""
     models = reward_models(train)
     if role in models:
         return models[role].on_missing
-    return train.ref.on_missing if role == REF else "wait"
+    return {REF: train.ref.on_missing, ACTOR: train.actor_inf_on_missing}.get(role, "") or "wait"
 
 
 def dispensable(

@@ -320,6 +320,7 @@ def _placed_groups(config: ExperimentConfig) -> tuple[WorkerGroups, list[ModelPl
     groups = worker_groups_of(
         placements,
         mfcs,
+        config.train,
         num_workers=allocation.num_model_workers,
         mode=config.mode,
     )

@@ -50,7 +50,8 @@ logger = logging.getLogger(__name__)
 class ParameterHooks:
     """Which weights are copied between models before an MFC and after a step, and which MFCs a step leaves out. Pure.
 
-    A role may have several models. One is trained; the others (`actor@1`) get its weights before they are used again.
+    A role may have several models. One is trained; the others (`actor@1`) get its weights before they are used again or, if they
+    are detached (train.actor_inf_on_missing), after each step.
 
     On a model that is not trained, every MFC of a step uses the weights with which the step began. The reference is refreshed from
     the actor every train.ref.update_interval steps. The actor's moving average (train.ema) is updated after each step that trains
@@ -62,6 +63,8 @@ class ParameterHooks:
         self._train = train
         self._trained_model = {mfc.role: mfc.model for mfc in self._mfcs if mfc.kind == "train_step"}
         self._refs = list(dict.fromkeys(mfc.model for mfc in self._mfcs if mfc.role == REF))
+        others = [mfc.model for mfc in self._mfcs if mfc.role == ACTOR and mfc.model != self._trained_model.get(ACTOR)]
+        self._detached_actors = list(dict.fromkeys(others)) if train.actor_inf_on_missing else []
         self._stale: set[str] = set()  # models with weights older than those of their role's trained model
 
     def left_out(self, version: int) -> frozenset[str]:
@@ -91,24 +94,30 @@ class ParameterHooks:
         self._stale.remove(mfc.model)
         return [Reallocate(source=self._trained_model[mfc.role], target=mfc.model)]
 
-    def loaded(self) -> None:
+    def loaded(self) -> list[Reallocate]:
         """Call after a checkpoint has been loaded into the trained models. Each other model of a trained role then gets the trained
-        model's weights before its next MFC."""
-        trained = self._trained_model
-        self._stale = {mfc.model for mfc in self._mfcs if mfc.role in trained and mfc.model != trained[mfc.role]}
+        model's weights before its next MFC. Returns the copies to detached models, which must be made at once."""
+        self._stale = self._others(self._trained_model)
+        return self._to_detached()
+
+    def _others(self, roles: Collection[str]) -> set[str]:
+        """The models of these roles that are not trained and get the trained model's weights in the trainer group."""
+        others = {mfc.model for mfc in self._mfcs if mfc.role in roles}
+        return others.difference(self._trained_model.values(), self._detached_actors)
+
+    def _to_detached(self) -> list[Reallocate]:
+        return [Reallocate(source=self._trained_model[ACTOR], target=model) for model in self._detached_actors]
 
     def after_step(self, version: int) -> list[Reallocate]:
         """Return the copies that follow the step that produced this version. The caller must send them at once, because they count
         as done."""
         left_out = self.left_out(version - 1)
         trained = {mfc.role for mfc in self._mfcs if mfc.kind == "train_step" and mfc.name not in left_out}
-        self._stale |= {
-            mfc.model for mfc in self._mfcs if mfc.role in trained and mfc.model != self._trained_model[mfc.role]
-        }
+        self._stale |= self._others(trained)
         ref, ema, source = self._train.ref, self._train.ema, self._trained_model.get(ACTOR)
         if source is None:
             return []
-        copies = []
+        copies = self._to_detached() if ACTOR in trained else []
         if ema is not None and TRAIN_MFC not in left_out:
             copies.append(Reallocate(source=source, target=EMA, share=1.0 - ema.decay))
         if ref.update_interval >= 1 and version % ref.update_interval == 0:

@@ -80,7 +80,7 @@ class ModelWorkers:
             missing_after_s=config.train.missing_after_s,
         )
         self.refresher = Refresher(
-            self.models, self._detached, caller, self._run_dir, config.worker.attempt, config.train.ref.on_missing
+            self.models, self._detached, caller, self._run_dir, config.worker.attempt, config.train
         )
         self.executor = FunctionExecutor(
             without_generation([mfc if mfc.model else replace(mfc, model=ACTOR) for mfc in mfcs]),
@@ -101,17 +101,18 @@ class ModelWorkers:
             *(self._load_detached(group) for group in self.worker_groups.detached),
         )
 
-    async def load_checkpoint(self, path: Path, shared: Mapping[str, str]) -> None:
+    async def load_checkpoint(self, path: Path, shared: Mapping[str, str], version: int) -> None:
         """Load a checkpoint at every worker of the trainer group. If the run refreshes the reference models
         (train.ref.update_interval), give them the weights that they had at the checkpoint. The checkpoint may have been saved with
         another layout. shared: the result of Refresher.state at the checkpoint: the folders with the weights of detached models,
-        which the checkpoint itself lacks."""
+        which the checkpoint itself lacks. version: of the actor in the checkpoint."""
         load = LoadCheckpoint(folder=name_of(self._run_dir, path))
         await self.caller.call(f"{path.name} to be loaded", list(self.worker_groups.trainer), load)
         if self._refreshes_ref:
             refreshed = [name for name, model in self.models.items() if model.role == REF]
             await self.refresher.restore(shared, str(path), refreshed)
-        self.hooks.loaded()
+        for body in self.hooks.loaded():
+            await self.refresher.refresh(body, version)
 
     def forget(self, tickets: Sequence[str]) -> asyncio.Task[list[CallResult]]:
         """Have all workers that hold data of these groups discard it. The returned task waits for the workers of the trainer

@@ -18,7 +18,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from asyncrl.config.schema import TrainConfig
 from asyncrl.dataflow.topology import ModelPlacement
+from asyncrl.dataflow.worker_groups import on_missing
 from asyncrl.master.calls import DetachedGroups, GroupMissingError, Incarnation, WorkerCaller
 from asyncrl.protocol.messages import (
     CallResult,
@@ -49,10 +51,9 @@ class Refresher:
         caller: WorkerCaller,
         run_dir: Path,
         attempt: int,
-        on_missing: str = "wait",
+        train: TrainConfig,
     ) -> None:
-        """on_missing: train.ref.on_missing."""
-        self._on_missing = on_missing
+        self._train = train
         self._placements, self._detached, self._caller = placements, detached, caller
         self._run_dir, self._folder, self._attempt = run_dir, shared_dir(run_dir), attempt
         self._taken: dict[str, str] = {}  # model -> folder with its weights; without an entry: those of its path
@@ -88,7 +89,9 @@ class Refresher:
         what = f"{body.target} to take weights of {body.source}"
         group = self._worker_group(target)
         try:
-            self._taken[body.target] = await self._detached.repeated(what, group, take, on_missing=self._on_missing)
+            self._taken[body.target] = await self._detached.repeated(
+                what, group, take, on_missing=on_missing(self._train, target.role)
+            )
         except GroupMissingError as error:
             logger.warning("version %d: %s", version, error)
             if body.share == 1.0:

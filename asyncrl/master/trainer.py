@@ -107,7 +107,7 @@ class Trainer:
         await self._turns.begin()
         await self._workers.load()
         if state is not None:
-            await self._workers.load_checkpoint(Path(config.resume), state.shared)
+            await self._workers.load_checkpoint(Path(config.resume), state.shared, state.step)
         books.begin()
         if self._publisher is not None:
             await self._publisher.publish()

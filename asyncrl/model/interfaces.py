@@ -40,7 +40,7 @@ from asyncrl.algorithms.advantages import (
 from asyncrl.algorithms.entropy import EntropyController
 from asyncrl.algorithms.kl import make_kl_controller
 from asyncrl.algorithms.packed import count_per_sequence, sum_per_sequence
-from asyncrl.algorithms.ppo import PPOLoss, check_ppo_config, loss_denominator, loss_keys
+from asyncrl.algorithms.ppo import PPOLoss, anchor_key, check_ppo_config, loss_denominator, loss_keys
 from asyncrl.algorithms.value import ValueLoss, ValueNorm
 from asyncrl.config.schema import REWARD, ConfigError, PPOConfig, TrainConfig, judges_by_group, reward_models
 from asyncrl.data.sequence import SequenceSample, spec_of
@@ -57,7 +57,8 @@ Stats = dict[str, float]
 
 # Infinite values of these keys become NaN, so that clipping does not turn them into rewards. The engine then skips the step
 _REWARDS = ("rewards", "model_rewards", "dense_rewards")  # and model_rewards_NAME
-_REF_KEY, _SCORES = "packed_ref_logprobs", "model_rewards"  # keys without which a step can train (on_missing)
+# Keys without which a step can train (on_missing)
+_REF_KEY, _SCORES, _PROXIMAL = "packed_ref_logprobs", "model_rewards", "proximal_logprobs"
 
 
 class Ranks(Protocol):
@@ -802,13 +803,18 @@ _AdvantagesOrActor = TypeVar("_AdvantagesOrActor", AdvantagesInterface, PPOActor
 
 
 def _without(interface: _AdvantagesOrActor, missing: Collection[str]) -> _AdvantagesOrActor:
-    """Return a copy that reads none of the missing keys. It has no KL term if the reference's logprobs are missing. Raises
-    ValueError if it needs another missing key."""
-    if strange := sorted(key for key in missing if key != _REF_KEY and not key.startswith(_SCORES)):
+    """Return a copy that reads none of the missing keys. It has no KL term if the reference's logprobs are missing. The servers'
+    logprobs take the place of missing proximal ones. Raises ValueError if it needs another missing key."""
+    if strange := sorted(key for key in missing if key not in (_REF_KEY, _PROXIMAL) and not key.startswith(_SCORES)):
         raise ValueError(f"{type(interface).__name__} cannot run without the keys {strange}")
     other = copy(interface)
-    other.ppo = replace(interface.ppo, kl_coef=0.0) if _REF_KEY in missing else interface.ppo
-    other.keys = [key for key in interface.keys if key not in missing]
+    if _REF_KEY in missing:
+        other.ppo = replace(other.ppo, kl_coef=0.0)
+    keys = interface.keys
+    if _PROXIMAL in missing:  # equal proximal and behaviour logprobs make the naive loss
+        other.ppo = replace(other.ppo, use_decoupled_loss=False)
+        keys = [anchor_key(other.ppo) if key == _PROXIMAL else key for key in keys]
+    other.keys = [key for key in dict.fromkeys(keys) if key not in missing]
     if isinstance(other, AdvantagesInterface):
         other.model_scales = {key: scale for key, scale in other.model_scales.items() if key not in missing}
     return other

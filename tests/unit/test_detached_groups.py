@@ -226,9 +226,7 @@ class MasterOfGroups(Master):
         )
         models = list(world.placements.values())
         hooks = ParameterHooks(world.graph.mfcs.values(), train)
-        self.refresher = Refresher(
-            world.placements, self.detached, self.caller, run_dir, 1, on_missing=train.ref.on_missing
-        )
+        self.refresher = Refresher(world.placements, self.detached, self.caller, run_dir, 1, train)
         self.executor = FunctionExecutor(
             world.graph,
             models,

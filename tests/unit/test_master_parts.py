@@ -200,6 +200,14 @@ class TestHooks:
         assert hooks.before(self.inf) == []
         assert hooks.before(self.ref_inf) == []
 
+    def test_a_detached_replica_gets_weights_after_each_step_that_trains_the_actor_and_after_a_checkpoint(self):
+        hooks = self.make(actor_inf_on_missing="continue", num_critic_only_steps=1)
+        to_replica = [Reallocate(source="actor", target="actor@1")]
+        assert hooks.loaded() == to_replica
+        assert hooks.after_step(1) == []
+        assert hooks.after_step(2) == to_replica
+        assert hooks.before(self.inf) == []
+
     def test_the_first_steps_train_only_the_critic(self):
         hooks = self.make(num_critic_only_steps=2)
         assert [hooks.left_out(version) for version in range(3)] == [{"actor_train"}, {"actor_train"}, set()]

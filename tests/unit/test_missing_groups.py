@@ -85,6 +85,23 @@ def test_a_group_that_the_run_can_miss_restarts_without_limit():
             {"reward_model": RewardModelConfig("/m", on_missing="continue")},
             r"train\.reward_model\.on_missing='continue': needs workers of its own, .*\+rew_inf:d1p1m1",
         ),
+        ("transformers.d1+d1+actor_inf:d1", {"actor_inf_on_missing": "continue"}, ""),
+        ("transformers.d1+d1+actor_inf:d1", {"actor_inf_on_missing": "maybe"}, "train.actor_inf_on_missing='maybe'"),
+        (
+            "transformers.d1+d1",
+            {"actor_inf_on_missing": "stop"},
+            r"needs actor_inf on workers of its own, .*\+actor_inf:d1p1m1",
+        ),
+        (
+            "transformers.d1+d1+actor_inf:d1",
+            {"actor_inf_on_missing": "continue", "use_decoupled_loss": False, "recompute_logprob": True},
+            "use wait or stop with use_decoupled_loss=false",
+        ),
+        (
+            "transformers.d1+d1+actor_inf:d1",
+            {"actor_inf_on_missing": "continue", "extra_train_keys": ["proximal_logprobs"]},
+            "a step cannot continue without proximal_logprobs",
+        ),
     ],
 )
 def test_settings_without_effect_are_refused(allocation, train, problem):
@@ -142,6 +159,27 @@ def test_without_the_reward_model_the_rewards_are_those_of_the_reward_functions(
     expected, expected_stats = plain.run(FakeEngine(), batch, batch_ids=batch.ids, version=0)
     assert (made.data["advantages"] == expected.data["advantages"]).all()
     assert stats == expected_stats
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.5])
+def test_without_actor_inf_a_step_has_the_servers_logprobs_as_proximal_ones(kl_coef):
+    batch = make_batch()
+    train = train_config(kl_coef=kl_coef, actor_inf_on_missing="continue")
+    naive = train_config(kl_coef=kl_coef, use_decoupled_loss=False)
+    mfcs, missing = interfaces(train), {"proximal_logprobs"}
+    lacking = {
+        name: interface.without(missing) if name in ("advantages", "actor_train") else interface
+        for name, interface in mfcs.items()
+        if name != "actor_inf"
+    }
+    (one,), (other,), (whole,) = fake_ranks(1), fake_ranks(1), fake_ranks(1)
+    rest = batch.select_keys([key for key in batch.keys if key not in missing])
+    _, stats = run_mfcs(lacking, train, one, rest, batch.ids, 0)
+    _, expected = run_mfcs(interfaces(naive), naive, other, rest, batch.ids, 0)
+    run_mfcs(interfaces(train), train, whole, batch, batch.ids, 0)
+    assert stats == expected
+    assert torch.equal(one["actor"].table, other["actor"].table)
+    assert not torch.equal(one["actor"].table, whole["actor"].table), "both logprobs are equal in this batch"
 
 
 def test_other_keys_cannot_be_missing():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config.schema import ConfigError, ExperimentConfig
+from asyncrl.config.schema import ConfigError, ExperimentConfig, TrainConfig
 from asyncrl.dataflow.graph import MFCDef
 from asyncrl.dataflow.redistribution import plan_fetches
 from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
@@ -28,10 +28,13 @@ def node(model: str, kind: str = "inference") -> MFCDef:
     return MFCDef(f"{model}_{kind}", model.partition("@")[0], kind, "x:y", ("tokens",), (), model)
 
 
-def groups(*placements: ModelPlacement, mode: str = "async", mfcs: list[MFCDef] | None = None) -> WorkerGroups:
+def groups(
+    *placements: ModelPlacement, mode: str = "async", mfcs: list[MFCDef] | None = None, on_missing: str = ""
+) -> WorkerGroups:
     nodes = mfcs or [node(p.name, "train_step" if p.name in ("actor", "critic") else "inference") for p in placements]
     num_workers = 1 + max(worker for p in placements for worker in p.workers)
-    return worker_groups_of(placements, nodes, num_workers=num_workers, mode=mode)
+    train = TrainConfig(actor_inf_on_missing=on_missing)
+    return worker_groups_of(placements, nodes, train, num_workers=num_workers, mode=mode)
 
 
 # -------------------------------------------------------------------------------------------------------------------- groups
@@ -67,6 +70,15 @@ def test_trained_models_and_their_copies_are_in_the_trainer_group_on_any_workers
     assert groups(placement("actor", 0), placement("ref", 1), mfcs=trained).detached == ()
 
 
+def test_a_further_layout_of_the_actor_is_detached_if_a_step_can_do_without_it() -> None:
+    own = [placement("actor", 0), placement("actor@1", 1), placement("critic", 2), placement("critic@1", 3)]
+    assert groups(*own, on_missing="wait") == WorkerGroups((0, 2, 3), ((1,),))
+    assert groups(placement("actor", 0), placement("actor@1", 1), placement("ref", 1), on_missing="stop").detached == (
+        (1,),
+    )
+    assert groups(placement("actor", 0, 1), placement("actor@1", 1), on_missing="wait").detached == ()
+
+
 @pytest.mark.parametrize("mode", ["sync", "train_only"])
 def test_modes_that_restart_no_worker_alone_have_one_group(mode: str) -> None:
     assert groups(placement("actor", 0), placement("ref", 1), mode=mode) == WorkerGroups((0, 1))
@@ -78,7 +90,7 @@ def test_groups_partition_the_workers_and_split_no_model(seed: int) -> None:
     names = ["actor", *rng.sample(["ref", "ref@1", "reward", "reward@1", "critic", "actor@1"], rng.randint(0, 6))]
     placements = [placement(name, *sorted(rng.sample(range(7), rng.randint(1, 3)))) for name in names]
     nodes = [node(p.name, "train_step" if p.name in ("actor", "critic") else "inference") for p in placements]
-    found = worker_groups_of(placements, nodes, num_workers=7, mode="async")
+    found = worker_groups_of(placements, nodes, TrainConfig(), num_workers=7, mode="async")
     members = [worker for group in (found.trainer, *found.detached) for worker in group]
     assert sorted(members) == list(range(7))
     for each in placements:
