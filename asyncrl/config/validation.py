@@ -449,6 +449,9 @@ def _bad_modes(config: ExperimentConfig) -> Iterator[Problem]:
             "broadcast",
             f"sends weights from a trainer to servers, and mode={config.mode} has only one of them; use disk",
         )
+    if config.mode != "async" and config.train.actor_inf_on_missing:
+        remedy = f"with mode={config.mode} no worker restarts alone; leave it empty"
+        yield "train.actor_inf_on_missing", config.train.actor_inf_on_missing, remedy
     if config.weights.transport == "broadcast" and config.weights.full_every > 1:
         remedy = "makes files smaller, and weights.transport=broadcast sends all tensors from memory; set it to 1, or use disk"
         yield "weights.full_every", config.weights.full_every, remedy
