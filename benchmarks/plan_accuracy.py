@@ -1,8 +1,8 @@
 """Plans beside measurements: memory and traffic of train steps and inference, as predicted by asyncrl/plan and as measured on CPUs.
 
-Real ranks, connected by gloo, run each MFC of a model twice. The second run is measured: the peak of tensor memory by
-torch.profiler, the payload of each collective by wrappers of the process group. The prediction has the same config and lengths, no
-weights, and one process. Its peak must be within 5 % of the measured one, and its traffic equal, or the benchmark fails.
+Real ranks, connected by gloo, run each MFC of a model once and then --rounds times. These are measured: the largest peak of tensor
+memory by torch.profiler, the payload of each collective by wrappers of the process group. The prediction has the same config and
+lengths, no weights, and one process. Its peak must be within 5 % of the measured one, and its traffic equal, or the benchmark fails.
 
     python benchmarks/plan_accuracy.py                  # all cases
     python benchmarks/plan_accuracy.py --accumulation   # no measurement: what train.accumulate_unsharded costs
@@ -91,7 +91,7 @@ def compare_all(args: argparse.Namespace) -> None:
             if not path.exists():
                 make_tiny_model(path, **MODELS[case.model])
             start = time.monotonic()
-            found = compare(case, path, ranks)
+            found = compare(case, path, ranks, rounds=args.rounds)
             worst = max(found, key=lambda one: abs(one.error))
             ratios[str(case)] = round(1 + worst.error, 5)
             say(args, f"{case}: {time.monotonic() - start:.0f} s, {100 * worst.error:+.2f} % ({worst.mfc})")
@@ -130,7 +130,8 @@ def _row(case: Any, found: Any) -> tuple[Any, ...]:
 
 def accumulation(args: argparse.Namespace) -> None:
     """Peak and traffic of eight data ranks and two micro-batches of 8,192 tokens, without and with train.accumulate_unsharded."""
-    from asyncrl.config.schema import ModelConfig, TrainConfig
+    from asyncrl.config.processes import ModelConfig
+    from asyncrl.config.schema import TrainConfig
     from asyncrl.dataflow.graph import training_mfcs
     from asyncrl.plan.batches import Load
     from asyncrl.plan.ranks import ShardTask, run_tasks
@@ -161,7 +162,7 @@ def accumulation(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    options = parser(__doc__ or "", rounds=1, quick={"rounds": 1})
+    options = parser(__doc__ or "", rounds=5, quick={"rounds": 1})
     options.add_argument("--accumulation", action="store_true", help="the table of train.accumulate_unsharded instead")
     args = options.parse_args()
     (accumulation if args.accumulation else compare_all)(args)

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 
-from asyncrl.config.schema import CriticConfig, ModelConfig, PPOConfig, TrainConfig
+from asyncrl.config.processes import ModelConfig
+from asyncrl.config.schema import CriticConfig, PPOConfig, TrainConfig
 from asyncrl.dataflow.graph import ADVANTAGES_MFC, MFCDef, training_mfcs
 from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
 from asyncrl.plan.batches import Load
@@ -25,6 +28,7 @@ from asyncrl.plan.ranks import ShardPlan, ShardTask
 from asyncrl.plan.result import Collective
 from tests.support.rank_processes import PRELOAD, RankProcesses
 
+GLOO_S = 0.005  # in which gloo's thread drops the tensors of a complete collective
 LIMIT_S = 300.0  # of the plans, and of the measurement, of a case
 
 
@@ -38,9 +42,7 @@ class Case:
     checkpointing: bool
     minibatches: int
     micro_batches: int
-    lengths: tuple[
-        int, ...
-    ]  # of the sequences of a micro-batch; all but the last one equal, and the last one not longer
+    lengths: tuple[int, ...]  # of the sequences of a micro-batch: equal but for the last one, which may be shorter
 
     def __str__(self) -> str:
         return f"{self.model} {self.grid} {self.role}{' checkpointing' if self.checkpointing else ''}"
@@ -90,11 +92,11 @@ def tasks_of(case: Case, path: Path) -> list[ShardTask]:
     return [ShardTask(model, stage, mfcs, loads, train, "cpu") for stage in range(grid.pipe)]
 
 
-def compare(case: Case, path: Path, ranks: RankProcesses) -> list[Found]:
-    """path: folder of the case's model, with weights."""
+def compare(case: Case, path: Path, ranks: RankProcesses, *, rounds: int = 1) -> list[Found]:
+    """path: folder of the case's model, with weights. rounds: measured runs of each MFC."""
     tasks = tasks_of(case, path)
     plans = predict(tasks)
-    measured = ranks.run(measure, msgspec.json.encode(tasks[0]), limit_s=LIMIT_S)
+    measured = ranks.run(measure, msgspec.json.encode(tasks[0]), rounds, limit_s=LIMIT_S)
     placement = ModelPlacement.of(tasks[0].model)
     return [found for stage, plan in enumerate(plans) for found in _compare_stage(plan, stage, placement, measured)]
 
@@ -132,12 +134,12 @@ def _compare_stage(plan: ShardPlan, stage: int, placement: ModelPlacement, measu
 # ---------------------------------------------------------------------------------------------------------------- measuring
 
 
-def measure(rank: int, encoded: bytes) -> dict[str, tuple[int, dict[str, Collective]]]:
-    """Run all MFCs of a task twice on this rank. Returns (peak in bytes, collectives) of each in the second run; {} for a rank
-    outside the grid. Collective over the world."""
+def measure(rank: int, encoded: bytes, rounds: int) -> dict[str, tuple[int, dict[str, Collective]]]:
+    """Run all MFCs of a task on this rank, once to make the optimizer's state and then `rounds` times. Returns the largest peak in
+    bytes, and the collectives of the last run, of each MFC; {} for a rank outside the grid. Collective over the world."""
     import gc
 
-    from torch._C._profiler import _ExperimentalConfig
+    import torch
     from torch.profiler import ProfilerActivity, profile, record_function
 
     from asyncrl.model.engine import TrainEngine
@@ -154,10 +156,11 @@ def measure(rank: int, encoded: bytes) -> dict[str, tuple[int, dict[str, Collect
     gc.collect()
     at_start = _bytes_of_storages(engine)
     traffic: dict[str, dict[str, Collective]] = {}
-    # gloo's threads free tensors, too
-    every_thread = _ExperimentalConfig(profile_all_threads=True)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, experimental_config=every_thread) as profiled:
-        for window in ("first", "second"):
+    from_numpy = torch.from_numpy
+    # A device gets a copy of each array. On a CPU the tensor borrows the array, whose memory torch.profiler does not see
+    copied = mock.patch.object(torch, "from_numpy", lambda array: from_numpy(array).clone())
+    with copied, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        for number in range(rounds + 1):
             gc.collect()
             for mfc in task.mfcs:
                 load = task.loads[mfc.name]
@@ -166,11 +169,14 @@ def measure(rank: int, encoded: bytes) -> dict[str, tuple[int, dict[str, Collect
                 interface = make_interface(MFCDef.of(mfc), replace(task.train, ppo=ppo, critic=critic))
                 groups = [load.lengths * load.micro_batches] * load.minibatches
                 sample = sample_of(groups, mfc.input_keys)
-                with record_function(f"{window}:{mfc.name}"), _Payloads() as payloads:
+                with record_function(f"{_SPAN}{number}:{mfc.name}"), _Payloads() as payloads:
                     interface.run(engine, sample, batch_ids=sample.ids, version=0)
                 traffic[mfc.name] = payloads.collectives
     peaks = _peaks(profiled.profiler.kineto_results.events(), at_start)  # type: ignore[union-attr]
-    return {mfc.name: (peaks[f"second:{mfc.name}"], traffic[mfc.name]) for mfc in task.mfcs}
+    return {
+        mfc.name: (max(peaks[f"{_SPAN}{number}:{mfc.name}"] for number in range(1, rounds + 1)), traffic[mfc.name])
+        for mfc in task.mfcs
+    }
 
 
 def _bytes_of_storages(engine: Any) -> int:
@@ -183,8 +189,8 @@ def _bytes_of_storages(engine: Any) -> int:
 
 
 def _peaks(events: Sequence[Any], at_start: int) -> dict[str, int]:
-    """The largest number of bytes in each span of the names first:... and second:..."""
-    spans = {e.name(): (e.start_ns(), e.end_ns()) for e in events if e.name().startswith(("first:", "second:"))}
+    """The largest number of bytes in each span of _SPAN."""
+    spans = {e.name(): (e.start_ns(), e.end_ns()) for e in events if e.name().startswith(_SPAN)}
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     peaks, total, at = dict.fromkeys(spans, 0), at_start, 0
     for name, (start, end) in sorted(spans.items(), key=lambda item: item[1]):
@@ -199,6 +205,7 @@ def _peaks(events: Sequence[Any], at_start: int) -> dict[str, int]:
     return peaks
 
 
+_SPAN = "plan_accuracy:"  # beginning of the names of the measured spans
 _METHODS = {  # of a process group -> name in a plan
     "allreduce": "all_reduce",
     "allgather": "all_gather",
@@ -212,7 +219,11 @@ _METHODS = {  # of a process group -> name in a plan
 
 
 class _Payloads:
-    """Counts the calls of the process groups' methods, and their payload: the larger one of output and input."""
+    """Counts the calls of the process groups' methods, and their payload: the larger one of output and input.
+
+    Each collective completes before its call returns, as those of a plan do. Then gloo's thread holds no tensors of it, and this
+    thread frees them: torch.profiler does not see what other threads free. The tensors of send and recv belong to the caller.
+    """
 
     def __enter__(self) -> _Payloads:
         from torch.distributed import ProcessGroup
@@ -234,7 +245,11 @@ class _Payloads:
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
             self._counts[name] += 1
             self._bytes[name] += max(map(_num_bytes, args[:2]))
-            return method(group, *args, **kwargs)
+            work = method(group, *args, **kwargs)
+            if name not in ("send", "recv"):
+                work.wait()
+                time.sleep(GLOO_S)
+            return work
 
         return call
 
