@@ -1,8 +1,9 @@
 """Plans beside measurements: memory and traffic of train steps and inference, as predicted by asyncrl/plan and as measured on CPUs.
 
-Real ranks, connected by gloo, run each MFC of a model once and then --rounds times. These are measured: the largest peak of tensor
-memory by torch.profiler, the payload of each collective by wrappers of the process group. The prediction has the same config and
-lengths, no weights, and one process. Its peak must be within 5 % of the measured one, and its traffic equal, or the benchmark fails.
+Real ranks, connected by gloo, run each MFC of a model once and then --rounds times. The latter are measured: the largest peak of
+tensor memory by torch.profiler, the payload of each collective by wrappers of the process group. The prediction has the same config
+and lengths, no weights, and one process. Its peak must be within 5 % of the measured one, and its traffic equal, or the benchmark
+fails.
 
     python benchmarks/plan_accuracy.py                  # all cases
     python benchmarks/plan_accuracy.py --accumulation   # no measurement: what train.accumulate_unsharded costs

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from asyncrl.plan.ranks import ShardPlan, ShardTask
 from asyncrl.plan.result import Collective
 from tests.support.rank_processes import PRELOAD, RankProcesses
 
-GLOO_S = 0.005  # in which gloo's thread drops the tensors of a complete collective
+IDLE_LIMIT_S = 30.0  # for the other threads to become idle after a collective
 LIMIT_S = 300.0  # of the plans, and of the measurement, of a case
 
 
@@ -221,8 +222,9 @@ _METHODS = {  # of a process group -> name in a plan
 class _Payloads:
     """Counts the calls of the process groups' methods, and their payload: the larger one of output and input.
 
-    Each collective completes before its call returns, as those of a plan do. Then gloo's thread holds no tensors of it, and this
-    thread frees them: torch.profiler does not see what other threads free. The tensors of send and recv belong to the caller.
+    Each collective completes before its call returns, as those of a plan do, and gloo's thread has dropped its tensors. So this
+    thread frees them: torch.profiler does not see what other threads free. The handle of a send drops its tensor when it has been
+    waited for, as NCCL's does.
     """
 
     def __enter__(self) -> _Payloads:
@@ -246,9 +248,10 @@ class _Payloads:
             self._counts[name] += 1
             self._bytes[name] += max(map(_num_bytes, args[:2]))
             work = method(group, *args, **kwargs)
-            if name not in ("send", "recv"):
-                work.wait()
-                time.sleep(GLOO_S)
+            if name in ("send", "recv"):
+                return _Transfer(work)
+            work.wait()
+            _await_idle_threads()
             return work
 
         return call
@@ -256,6 +259,31 @@ class _Payloads:
     @property
     def collectives(self) -> dict[str, Collective]:
         return {name: Collective(self._counts[name], self._bytes[name]) for name in sorted(self._counts)}
+
+
+class _Transfer:
+    """Handle of a send or recv."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+        self._work = None
+
+
+def _await_idle_threads() -> None:
+    """Wait until no other thread of this process runs, or is ready to run: gloo's are done with the last collective."""
+    limit = time.monotonic() + IDLE_LIMIT_S
+    own = threading.get_native_id()
+    while True:
+        time.sleep(0.002)
+        stats = [path.read_text() for path in Path("/proc/self/task").glob("*/stat") if int(path.parent.name) != own]
+        if not any(stat.rpartition(")")[2].startswith(" R") for stat in stats):
+            return
+        if time.monotonic() > limit:
+            raise TimeoutError(f"a thread still ran {IDLE_LIMIT_S:g} s after a collective")
 
 
 def _num_bytes(argument: Any) -> int:
