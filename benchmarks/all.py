@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "redistribute": ("redistribute.py",),
     "train_step": ("train_step.py",),
     "logprobs": ("logprobs.py",),
+    "plan_accuracy": ("plan_accuracy.py",),
     "generation": ("generation.py",),
     "sandbox": ("sandbox.py",),
     "startup": ("startup.py",),

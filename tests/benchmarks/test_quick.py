@@ -25,6 +25,7 @@ UNITS = {
     "redistribute": "bytes/token",
     "train_step": "tokens/s",
     "logprobs": "MB",
+    "plan_accuracy": "% largest error of a peak",
     "generation": "tokens/s",
     "startup": "s",
     "recovery": "s",
