@@ -173,7 +173,7 @@ def measure(rank: int, encoded: bytes, rounds: int) -> dict[str, tuple[int, dict
                 with record_function(f"{_SPAN}{number}:{mfc.name}"), _Payloads() as payloads:
                     interface.run(engine, sample, batch_ids=sample.ids, version=0)
                 traffic[mfc.name] = payloads.collectives
-    peaks = _peaks(profiled.profiler.kineto_results.events(), at_start)  # type: ignore[union-attr]
+    peaks = _peaks(profiled.profiler.kineto_results.events(), at_start)
     return {
         mfc.name: (max(peaks[f"{_SPAN}{number}:{mfc.name}"] for number in range(1, rounds + 1)), traffic[mfc.name])
         for mfc in task.mfcs
@@ -185,7 +185,7 @@ def _bytes_of_storages(engine: Any) -> int:
 
     tensors = [*map(local_tensor, engine.named_parameters().values()), *engine.module.buffers()]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    whole = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    whole: int = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     return min(sum(storages.values()), whole)  # tensors of a model file share one storage
 
 

@@ -120,7 +120,9 @@ def test_settings_without_effect_are_refused(allocation, train, problem):
 
 def test_without_an_asynchronous_run_actor_inf_is_never_missing():
     train = train_config(actor_inf_on_missing="wait")
-    with pytest.raises(ConfigError, match=r"train.actor_inf_on_missing='wait': with mode=sync no worker restarts alone"):
+    with pytest.raises(
+        ConfigError, match=r"train.actor_inf_on_missing='wait': with mode=sync no worker restarts alone"
+    ):
         validate(ExperimentConfig(model_path="/m", mode="sync", allocation="d1+actor_inf:d1", train=train))
 
 
