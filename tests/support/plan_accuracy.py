@@ -186,7 +186,7 @@ def _bytes_of_storages(engine: Any) -> int:
     tensors = [*map(local_tensor, engine.named_parameters().values()), *engine.module.buffers()]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     whole: int = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    return min(sum(storages.values()), whole)  # tensors of a model file share one storage
+    return int(min(sum(storages.values()), whole))  # tensors of a model file share one storage
 
 
 def _peaks(events: Sequence[Any], at_start: int) -> dict[str, int]:
