@@ -35,12 +35,11 @@ class Load(msgspec.Struct, frozen=True):
 def load_of(config: ExperimentConfig, mfc: MFCDef, *, data_size: int, num_stages: int) -> Load:
     """config: resolved (resolve_auto)."""
     train, most = config.train, config.train.max_tokens_per_mb
-    minibatches = 1
-    if mfc.interface == "ppo_actor" and not train.streaming:
-        minibatches = train.ppo.epochs * train.ppo.minibatches
-    elif mfc.interface == "ppo_critic" and not train.streaming and train.critic is not None:
-        minibatches = train.critic.minibatches
-    passes = train.ppo.epochs if mfc.interface == "ppo_actor" else 1
+    minibatches = passes = 1
+    if mfc.kind == "train_step" and not train.streaming:  # streaming excludes several minibatches and passes
+        critic = train.critic if mfc.interface == "ppo_critic" else None
+        passes = train.ppo.epochs
+        minibatches = passes * (critic.minibatches if critic is not None else train.ppo.minibatches)
     length = min(config.rollout.sampling.max_new_tokens + min(config.prompts.max_prompt_length, PROMPT_TOKENS), most)
     num_sequences = math.ceil(train.batch_size * config.rollout.group_size * passes / minibatches / data_size)
     lengths = [length] * num_sequences

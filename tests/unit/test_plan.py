@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig
 
 from asyncrl.config.schema import (
+    CriticConfig,
     ExperimentConfig,
     MFCConfig,
     PPOConfig,
@@ -159,6 +160,21 @@ def test_a_batch_is_spread_over_ranks_and_minibatches(train, data_size, num_stag
     config = config_of(**train)
     (mfc,) = [mfc for mfc in training_mfcs(config.train) if mfc.name == "actor_train"]
     assert load_of(config, mfc, data_size=data_size, num_stages=num_stages) == expected
+
+
+@pytest.mark.parametrize(("mfc", "minibatches"), [("actor_train", 4), ("critic_train", 2)])
+def test_actor_and_critic_pass_over_the_batch_as_often(mfc, minibatches):
+    train = TrainConfig(
+        batch_size=4,
+        max_tokens_per_mb=16384,
+        ppo=PPOConfig(minibatches=4, epochs=3),
+        critic=CriticConfig(minibatches=2),
+    )
+    config = replace(config_of(), train=train)
+    (node,) = [node for node in training_mfcs(train) if node.name == mfc]
+    load = load_of(config, node, data_size=1, num_stages=1)
+    assert load.minibatches == 3 * minibatches
+    assert load.tokens == 3 * 16 * 1512
 
 
 # ------------------------------------------------------------------------------------------------------------------ workers
