@@ -23,7 +23,6 @@ Handler = Hashable
 
 _GRID = re.compile(r"(?:[dpm][1-9]\d*){1,3}")
 _DEVICES = re.compile(r"(\d+)(?:-(\d+))?")
-_UNTIL = re.compile(r"(.*?)(?:\s+until\s+(\d+))?", re.DOTALL)
 # transformers: the model runs in the generation server's own process. sglang: each generation server starts and owns a SGLang
 # server with m GPUs. external: the SGLang servers at generation.urls run independently of asyncrl.
 ENGINES = ("transformers", "sglang", "external")
@@ -325,8 +324,10 @@ class Allocation:
     def parse(cls, text: str) -> Allocation:
         """Parse an allocation. Raises ValueError that names the malformed part. Does not check that the named MFCs exist; `place`
         does."""
-        grids, until = _UNTIL.fullmatch(text).groups()  # type: ignore[union-attr]  # it matches every text
-        engine, dot, grids = grids.partition(".")
+        whole, until, step = text.partition(" until ")
+        if until and not step.strip().isdigit():
+            raise ValueError(f"{step!r} in {text!r} is not a step: write its number, such as until 20")
+        engine, dot, grids = whole.strip().partition(".")
         generation, plus, training = grids.partition("+")
         if not dot or not plus:
             raise ValueError(
@@ -345,7 +346,7 @@ class Allocation:
                     "other grids names, such as ref_inf:d1p1m1"
                 )
         generation, devices = DeviceRange.split(generation)
-        allocation = cls(engine, ParallelGrid.parse(generation), sets, devices, int(until or 0))
+        allocation = cls(engine, ParallelGrid.parse(generation), sets, devices, int(step or 0))
         allocation._check_devices(text)
         return allocation
 

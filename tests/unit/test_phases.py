@@ -49,6 +49,7 @@ def test_a_single_allocation_is_one_phase():
         ({"allocation": f"{OWN} then {SHARED}"}, "every allocation but the last must end at a step"),
         ({"allocation": f"{SHARED} until 20 then {OWN} until 20 then {OWN}"}, "each at a later one"),
         ({"allocation": f"{SHARED} until 20 then d2"}, "'d2' is not an allocation"),
+        ({"allocation": f"{SHARED} until soon then {OWN}"}, "'soon' in .* is not a step"),
         ({"mode": "sync"}, "needs mode=async and cluster=local"),
         ({"cluster": "hosts"}, "needs mode=async and cluster=local"),
         ({"checkpoint": replace(ExperimentConfig().checkpoint, every_s=0.0)}, "set checkpoint.every_s"),
