@@ -21,7 +21,7 @@ from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.hosts.addresses import refuses
 from asyncrl.launch.program import ProcessSpec, run_directory, total_steps
 from asyncrl.launch.redact import redact
-from asyncrl.launch.rundir import LaunchError, RunRecord, is_running
+from asyncrl.launch.rundir import LaunchError, RunRecord, is_running, read_record
 from asyncrl.launch.slurm import job_state, read_job
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.clock import SYSTEM_CLOCK
@@ -189,6 +189,17 @@ def not_running(run_dir: Path, record: RunRecord | None) -> str:
         return f"{run_dir}: no run is running here, and none was started before"
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.attempt_began))
     return f"{run_dir}: no run is running here; the last one was attempt {record.attempt}, begun {began}"
+
+
+def record_of_running(run_dir: Path, console: Console, *, as_json: bool) -> RunRecord | None:
+    """Return the record of a run that is running. None, after a message: it is not running."""
+    record = read_record(run_dir)
+    if record is not None and goes_on(run_dir, record):
+        return record
+    console.print(not_running(run_dir, record), highlight=False, soft_wrap=True)
+    if as_json:
+        print_json({"run_dir": str(run_dir), "running": False})
+    return None
 
 
 def error_object(kind: str, message: str) -> dict[str, dict[str, str]]:

@@ -16,12 +16,12 @@ from asyncrl.cli.commands.common import (
     Commands,
     add_run_command,
     goes_on,
-    not_running,
     print_json,
+    record_of_running,
     run_dir_of,
 )
 from asyncrl.config.schema import ConfigError
-from asyncrl.launch.rundir import LaunchError, RunRecord, read_record
+from asyncrl.launch.rundir import LaunchError, RunRecord
 from asyncrl.protocol.messages import DECODE_ERRORS, MOST_PROFILED_STEPS, ProfileAnswer, ProfileRequest
 from asyncrl.protocol.names import Names
 from asyncrl.protocol.run_folder import path_of
@@ -61,11 +61,8 @@ def profile(arguments: argparse.Namespace, console: Console) -> int:
     if not 1 <= arguments.steps <= MOST_PROFILED_STEPS:
         raise ConfigError(f"--steps {arguments.steps}: use a number from 1 to {MOST_PROFILED_STEPS}")
     run_dir = run_dir_of(arguments.run, arguments.overrides)
-    record = read_record(run_dir)
-    if record is None or not goes_on(run_dir, record):
-        console.print(not_running(run_dir, record), highlight=False, soft_wrap=True)
-        if arguments.json:
-            print_json({"run_dir": str(run_dir), "running": False})
+    record = record_of_running(run_dir, console, as_json=arguments.json)
+    if record is None:
         return NOT_RUNNING
     if OmegaConf.load(run_dir / "config.yaml").mode == "rollout_only":
         raise ConfigError(f"mode=rollout_only: {run_dir} trains nothing, so there is no step to record")

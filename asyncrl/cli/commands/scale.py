@@ -15,15 +15,14 @@ from asyncrl.cli.commands.common import (
     NOT_RUNNING,
     Commands,
     add_command,
-    goes_on,
-    not_running,
     print_json,
+    record_of_running,
     run_dir_of,
 )
 from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.dataflow.phases import phase_after
 from asyncrl.dataflow.topology import Allocation, allocation_of
-from asyncrl.launch.rundir import LaunchError, is_running, read_record
+from asyncrl.launch.rundir import LaunchError, is_running
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.desired_servers import MOST_SERVERS, set_desired_servers
 from asyncrl.runtime.devices import usable_cores, visible_devices
@@ -64,11 +63,8 @@ def scale(arguments: argparse.Namespace, console: Console) -> int:
     """Change the number of generation servers of a run while it runs."""
     count, target, overrides = _read_words(arguments.words)
     run_dir = run_dir_of(target, overrides) if target else _only_run(Path("runs"))
-    record = read_record(run_dir)
-    if record is None or not goes_on(run_dir, record):
-        console.print(not_running(run_dir, record), highlight=False, soft_wrap=True)
-        if arguments.json:
-            print_json({"run_dir": str(run_dir), "running": False})
+    record = record_of_running(run_dir, console, as_json=arguments.json)
+    if record is None:
         return NOT_RUNNING
     allocation = _allocation_of(run_dir, count)
     warnings = [] if record.host else crowding(allocation, count, len(visible_devices()), len(usable_cores()))
