@@ -12,17 +12,15 @@ from asyncrl.config.schema import EMA, ExperimentConfig
 from asyncrl.dataflow.graph import ADVANTAGES_MFC, MFCDef, build_dataflow
 from asyncrl.dataflow.placed_models import models_of, place
 from asyncrl.dataflow.topology import ParallelGrid, allocation_of
+from asyncrl.launch.checks.memory_floor import DTYPE_BYTES
 from asyncrl.plan.batches import load_of
-from asyncrl.plan.generation import DTYPE_BYTES
 from asyncrl.plan.result import Collective, ModelStep, RankPlan
 from asyncrl.plan.shapes import ModelShape
 
 _FLOAT = 4  # bytes
 _LOGIT_BYTES = 10  # of one logit in the loss: two float32 copies and one in train.dtype
-_SAVED_HIDDEN, _SAVED_MLP = (
-    12,
-    4,
-)  # values that the backward pass of a layer needs of a token, per hidden unit and MLP unit
+# Values that the backward pass of a layer needs of a token, per hidden unit and per unit of the MLP
+_SAVED_HIDDEN, _SAVED_MLP = 12, 4
 
 
 def estimate_ranks(config: ExperimentConfig) -> list[RankPlan]:

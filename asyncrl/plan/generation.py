@@ -9,6 +9,7 @@ import msgspec
 
 from asyncrl.config.schema import ExperimentConfig
 from asyncrl.dataflow.topology import allocation_of
+from asyncrl.launch.checks.memory_floor import DTYPE_BYTES
 from asyncrl.plan.devices import Device, library_bytes
 from asyncrl.plan.result import PlanError
 from asyncrl.plan.shapes import ModelShape
@@ -17,7 +18,6 @@ Number = TypeVar("Number", int, float)
 
 _GIB = 1 << 30
 _MIB = 1 << 20
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # SGLang's defaults by the GPU's memory (server_args.py of 0.5): memory below GiB, tokens of a chunk of prefill, and the largest
 # batch of a CUDA graph with fewer than four tensor ranks and with four or more
 _SGLANG_SIZES = ((20, 2048, 8, 8), (35, 2048, 24, 80), (60, 4096, 32, 160), (160, 8192, 256, 512))
@@ -75,9 +75,8 @@ def plan_server(config: ExperimentConfig, shape: ModelShape, device: Device) -> 
     tokens = request_tokens(config, shape)
     if allocation.engine == "sglang":
         block = _number(generation.server_args, "page-size", 1)
-        static = int(
-            (device.memory - libraries) * sglang_memory_fraction(device.memory, tensor, generation.server_args)
-        )
+        share = sglang_memory_fraction(device.memory, tensor, generation.server_args)
+        static = int((device.memory - libraries) * share)
         blocks = max(static - weights, 0) // (block * kv_token)
         blocks = min(blocks, _number(generation.server_args, "max-total-tokens", blocks * block) // block)
         beside = device.memory - static
