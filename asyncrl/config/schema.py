@@ -203,9 +203,8 @@ class PPOConfig:
     # Skip the optimizer step of a minibatch whose mean KL to the anchor is above this (nats per token); null: off. The anchor is
     # the policy at the start of the train step; in naive PPO without recompute_logprob it is the policy of the servers
     early_stop_kl: float | None = None
-    epochs: int = limited(
-        1, at_least=1, at_most=65_536
-    )  # passes of actor and critic over a step's batch, each shuffled
+    # Passes of actor and critic over a step's batch, each shuffled anew
+    epochs: int = limited(1, at_least=1, at_most=65_536)
     minibatches: int = limited(4, at_most=65_536)  # optimizer steps per pass; at least 1
     discount: float = 1.0  # discount factor of later rewards, per token; 1: none
     gae_lambda: float = 1.0  # lambda of GAE (arXiv:1506.02438), 0 to 1

@@ -55,9 +55,8 @@ class FileFormat(Generic[Header]):
         """
         if _SAFETENSORS_METADATA in data:
             raise ValueError(f"key {_SAFETENSORS_METADATA!r} has a meaning in safetensors files; rename it")
-        arrays = {
-            key: np.ascontiguousarray(array) for key, array in data.items()
-        }  # safetensors stores strided ones wrongly
+        # safetensors stores strided arrays wrongly
+        arrays = {key: np.ascontiguousarray(array) for key, array in data.items()}
         text = msgspec.json.encode(header).decode()
         content = save(arrays, {self._header_name: text, _CHECKSUM: _checksum(text, arrays)})
         if _length(content) > _MAX_HEADER_BYTES:

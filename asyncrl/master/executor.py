@@ -128,9 +128,8 @@ class ParameterHooks:
 Part = Literal["whole", "open", "last"]  # as in ExecuteMFC
 
 MOVED_BYTES = "redistribution/bytes"  # statistic of a step: bytes that model workers have sent to each other
-TRANSFER_S = (
-    "time/transfer_s"  # statistic of a step: seconds of the moves in the trainer group, at the slowest worker of each
-)
+# Statistic of a step: seconds of the moves in the trainer group, at the slowest worker of each
+TRANSFER_S = "time/transfer_s"
 NUM_PARTS = "streaming/parts"  # statistic of a step: parts of its batch, if there were several
 BALANCE_TOLERANCE = 0.1  # a data rank with more tokens than (1 + this) times the ranks' mean gives groups away
 

@@ -78,9 +78,8 @@ class ShareServer:
         """limit_s: of an answer (weights.broadcast_timeout_s)."""
         self._host, self._limit_s = host, limit_s
         self._held: HeldShare | None = None
-        self._alive: WeakValueDictionary[str, HeldShare] = (
-            WeakValueDictionary()
-        )  # the held share, and those being read, by version
+        # The held share, and those being read, by version
+        self._alive: WeakValueDictionary[str, HeldShare] = WeakValueDictionary()
 
     def hold(self, held: HeldShare) -> None:
         """Replace the held share. The old one stays in memory only while it is being read or written."""

@@ -131,9 +131,8 @@ def _shortages(plan: RunPlan) -> Iterator[Shortage]:
     server = plan.server
     if server is None:
         return
-    limit = (
-        plan.memory if server.engine == "sglang" else TIGHT_SHARE * plan.memory
-    )  # SGLang's cache takes all that is free
+    # SGLang's cache takes all that is free
+    limit = plan.memory if server.engine == "sglang" else TIGHT_SHARE * plan.memory
     if server.memory > limit:
         names = [f"generation_server/{index}" for index in range(server.count)]
         beside = "reserve" if server.engine == "sglang" else "libraries"

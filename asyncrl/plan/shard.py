@@ -269,10 +269,8 @@ class _PlannedMFC:
         rest = second_rest
         if self._first[0] != self._second[0]:
             more = load.minibatches - self._second[0]
-            per_minibatch = first_rest.plus(
-                second_rest, -1
-            )  # of self._first[0] - self._second[0] = 1 or -1 minibatches
-            rest = rest.plus(per_minibatch, more * (self._first[0] - self._second[0]))
+            difference = self._first[0] - self._second[0]  # 1 or -1 minibatches
+            rest = rest.plus(first_rest.plus(second_rest, -1), more * difference)
         cost = rest.plus(one, load.minibatches)
         computes = self._mfc.interface != "ppo_advantages"
         squares = sum(length * length for length in load.lengths) * load.tokens // sum(load.lengths)

@@ -126,9 +126,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return (
-                NotImplemented  # its wrapper claims the whole tensor; the operations on the local tensors come here too
-            )
+            # Its wrapper claims the whole tensor. The operations on the local tensors come here, too
+            return NotImplemented
         kwargs = kwargs or {}
         namespace = func.namespace
         if namespace == "prim":
