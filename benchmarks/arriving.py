@@ -99,9 +99,7 @@ class Arriving:
 
 
 def main() -> None:
-    options = parser(
-        __doc__.split("\n\n")[0].replace("\n", " "), rounds=3, quick={"rounds": 1, "steps": 2, "step_s": 1.0}
-    )
+    options = parser(__doc__.split("\n\n")[0].replace("\n", " "), rounds=3, quick={"steps": 2, "step_s": 0.5})
     options.add_argument("--steps", type=int, default=12, help="number of measured steps (default 12)")
     options.add_argument(
         "--step-s",

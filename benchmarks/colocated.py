@@ -57,7 +57,7 @@ def step_time(args: argparse.Namespace, side: str) -> dict[str, float]:
 
 
 def main() -> None:
-    options = parser(__doc__ or "", quick={"rounds": 1, "steps": 4})
+    options = parser(__doc__ or "", quick={"steps": 4})
     options.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart_cpu.yaml")
     options.add_argument("--steps", type=int, default=12, help="train steps of each run (default 12)")

@@ -54,7 +54,7 @@ class BenchmarkParser(argparse.ArgumentParser):
 
     def __init__(self, description: str, quick: Mapping[str, Any]) -> None:
         super().__init__(description=description)
-        self._quick = {"rounds": 2, **quick}
+        self._quick = {"rounds": 1, **quick}
         values = ", ".join(f"{name}={value}" for name, value in self._quick.items())
         self.add_argument("--quick", action="store_true", help=f"check that the benchmark works: no warm-up, {values}")
 

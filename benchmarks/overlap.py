@@ -187,7 +187,7 @@ def sampled_tokens(run_dir: Path, began: float, ended: float) -> int:
 def main() -> None:
     options = parser(
         __doc__.split("\n")[0],
-        quick={"rounds": 1, "etas": [0, 4], "scenarios": ["balanced", "generation"], "steps": 2, "step_s": 0.5},
+        quick={"etas": [0, 4], "scenarios": ["balanced"], "steps": 2, "step_s": 0.5},
     )
     options.add_argument("--etas", type=int, nargs="+", default=list(ETAS), help="etas of the balanced scenario")
     options.add_argument(

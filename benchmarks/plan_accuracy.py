@@ -163,7 +163,7 @@ def accumulation(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    options = parser(__doc__ or "", rounds=5, quick={"rounds": 1})
+    options = parser(__doc__ or "", rounds=5)
     options.add_argument("--accumulation", action="store_true", help="the table of train.accumulate_unsharded instead")
     args = options.parse_args()
     (accumulation if args.accumulation else compare_all)(args)

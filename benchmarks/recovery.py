@@ -127,7 +127,7 @@ def between(run_dir: Path, first: str, name: str, struck: float, last: str) -> f
 
 
 def main() -> None:
-    options = parser(__doc__ or "", quick={"rounds": 1})
+    options = parser(__doc__ or "")
     options.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart_cpu.yaml")
     options.add_argument("overrides", metavar="key=value", nargs="*", help="overrides of the config's fields")

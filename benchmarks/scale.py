@@ -588,7 +588,7 @@ def simulate(run: Run, service_s: float, idle_share: float, heartbeats_from: flo
 
 
 def main() -> None:
-    options = parser(__doc__.split("\n")[0], quick={"clients": [64, 256], "servers": 32, "seconds": 2.0})
+    options = parser(__doc__.split("\n")[0], quick={"clients": [64], "servers": 32, "seconds": 2.0})
     options.add_argument("--clients", type=int, nargs="+", default=list(CLIENTS))
     options.add_argument("--servers", type=int, default=NUM_SERVERS)
     options.add_argument(

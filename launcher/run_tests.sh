@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Set everything up, then lint, type-check and test:
 #   bash launcher/run_tests.sh                     unit tests, real processes, one whole run per mode
-#   bash launcher/run_tests.sh --all               also SGLang, Slurm, hosts, chaos, fuzz, mutants, the oracle, benchmarks
+#   bash launcher/run_tests.sh --ci                also SGLang, Slurm, hosts, chaos, fuzz, mutants, the oracle, benchmarks, more runs
+#   bash launcher/run_tests.sh --all               all tests: also the long ones (marked `release`), and all seeds of the oracle
 #   bash launcher/run_tests.sh tests/unit -k ppo   only pytest, with these arguments
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 case "${1:-}" in
 -h | --help)
-    sed -n '2,5s/^# \{0,1\}//p' "$ASYNCRL_ROOT/launcher/run_tests.sh"
+    sed -n '2,6s/^# \{0,1\}//p' "$ASYNCRL_ROOT/launcher/run_tests.sh"
     exit 0
     ;;
 esac
@@ -23,15 +24,20 @@ processes=('processes/test_[a-f]*' 'processes/test_[g-m]*' 'processes/test_[n-z]
 case "${1:-}" in
 "")
     parts=("${processes[@]}" unit end_to_end mypy)
-    export ASYNCRL_TEST_MARKS="not full and not alone"
+    export ASYNCRL_TEST_MARKS="not full and not alone and not release"
     echo "== left out (--all has it): another user of this machine (needs root), further whole runs, SGLang, Slurm, hosts, chaos, fuzz"
     ;;
---all)
+--ci | --all)
     # tests/sglang run against the real server, which has a separate environment.
     [ -n "${ASYNCRL_SGLANG_PYTHON:-}" ] || bash launcher/setup_sglang.sh --cpu
     bash launcher/setup_slurm.sh || true # if it fails, tests/slurm fail and name what is missing
     parts=(end_to_end benchmarks "${processes[@]}" sglang oracle unit chaos slurm hosts fuzz mypy gpu)
     export ASYNCRL_TEST_MARKS="not alone and not oracle"
+    if [ "$1" = --ci ]; then
+        ASYNCRL_TEST_MARKS="$ASYNCRL_TEST_MARKS and not release"
+        export ASYNCRL_ORACLE_SEEDS=300
+        echo "== left out (--all has it): long tests (marked release), 700 seeds of the oracle"
+    fi
     ;;
 *) exec python -m pytest "$@" ;;
 esac
@@ -43,7 +49,7 @@ test_part() {
     local began=$SECONDS status=0 command log="$ASYNCRL_TEST_LOGS/${1##*/}"
     case "$1" in
     mypy) command=(-m mypy) ;;
-    oracle) command=(tests/oracle/check.py) ;;
+    oracle) command=(tests/oracle/check.py ${ASYNCRL_ORACLE_SEEDS:+--seeds "$ASYNCRL_ORACLE_SEEDS"}) ;;
     *) command=(-m pytest --durations=8 --durations-min=5 -m "$ASYNCRL_TEST_MARKS" tests/$1) ;; # unquoted, so that the shell expands a pattern
     esac
     {
@@ -61,7 +67,7 @@ status=0
 ASYNCRL_TEST_LOGS="$(mktemp -d)"
 export ASYNCRL_TEST_LOGS
 printf '%s\n' "${parts[@]}" | xargs -d '\n' -P 2 -I {} bash -c 'test_part "$1"' - {} || status=1
-if [ "${1:-}" = --all ]; then
+if [ $# -gt 0 ]; then
     python -m pytest -m alone tests/end_to_end || status=1
 fi
 for log in "$ASYNCRL_TEST_LOGS"/*; do

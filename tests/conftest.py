@@ -7,7 +7,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 # These files have the whole runs of the fast tier, which cover each mode: async; rollout_only and train_only; sync. All other whole
-# runs belong to the full tier.
+# runs belong to the tiers --ci and --all, and those marked `release` only to --all.
 FAST_RUNS = ("test_layouts.py", "test_rollout_then_train.py", "test_mode_sync.py")
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from whole_runs import DETERMINISTIC, LEARNABLE, final_weights
 
 from asyncrl.testing.runs import launch, make_tiny_run, train_steps
@@ -33,6 +34,7 @@ def reward(prompt, completion, answer):
 """
 
 
+@pytest.mark.release
 def test_the_update_is_that_of_a_run_that_waits_for_the_batch(tmp_path: Path) -> None:
     config = make_tiny_run(tmp_path, num_prompts=STEPS * BATCH)
     (tmp_path / "reward.py").write_text(_REWARD)

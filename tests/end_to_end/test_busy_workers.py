@@ -11,7 +11,7 @@ from asyncrl.testing.tiny import make_chat_tokenizer, make_tiny_model
 
 LIMIT_S = 240.0  # limit on a busy machine
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.release]
 
 AGENT = """\
 import asyncio

@@ -9,7 +9,7 @@ from asyncrl.testing.runs import evaluations, train_steps
 
 STEPS = 20
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.release]
 
 # A token earns 1/7 if it stands where the right answer has it. So the seven tokens of a right response earn 1 in all.
 ENVIRONMENT = """

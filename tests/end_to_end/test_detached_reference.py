@@ -85,7 +85,9 @@ def goes_on(run: RunHandle, num_steps: int = 3) -> None:
     run.wait_until(lambda: len(train_steps(run.run_dir)) >= count, f"{num_steps} more steps", LIMIT_S)
 
 
-@pytest.mark.parametrize("reference", [STEADY, MOVING], ids=["steady", "moving"])
+@pytest.mark.parametrize(
+    "reference", [pytest.param(STEADY, id="steady"), pytest.param(MOVING, id="moving", marks=pytest.mark.release)]
+)
 def test_it_comes_back_alone_and_the_weights_are_those_of_an_undisturbed_run(
     start: Callable[..., RunHandle], gate: Gate, reference: list[str], request: pytest.FixtureRequest
 ) -> None:
@@ -131,6 +133,7 @@ def test_it_comes_back_alone_and_the_weights_are_those_of_an_undisturbed_run(
     assert abs(one[-1]["kl/sequence_mean"]) > 1e-4, "the reference is another model than the actor by then"
 
 
+@pytest.mark.release
 def test_a_moving_reference_has_the_same_weights_in_the_trainer_group_and_detached_and_after_a_resume(
     start: Callable[..., RunHandle], gate: Gate
 ) -> None:

@@ -181,6 +181,7 @@ def test_real_gsm8k(tmp_path: Path) -> None:
     assert len(recorded(run.run_dir)) == BATCH
 
 
+@pytest.mark.release
 def test_reasoning_gym(tmp_path: Path) -> None:
     pytest.importorskip("reasoning_gym", reason="pip install 'asyncrl[gym]'")
     made = make("reasoning_gym", tmp_path, "--steps", "30")
@@ -192,6 +193,7 @@ def test_reasoning_gym(tmp_path: Path) -> None:
     assert json.loads((run.run_dir / "summary.json").read_text())["rejected"] == {}
 
 
+@pytest.mark.release
 def test_math_on_a_cpu(tmp_path: Path) -> None:
     """Model, allocation and sizes are overridden. Everything else is as it is for 8 GPUs."""
     excerpt = EXAMPLES / "word_problems" / "gsm8k_excerpt.jsonl"
@@ -223,6 +225,7 @@ def test_math_on_a_cpu(tmp_path: Path) -> None:
     assert [record["eval/greedy_num_prompts"] for record in evaluations(run.run_dir)] == [16, 16]  # all of them
 
 
+@pytest.mark.release
 def test_an_agent_of_openais_client(tmp_path: Path) -> None:
     """Both turns form one sequence: a tool call, the calculator's reply (not trained), and an answer."""
     made = make("openai_agent", tmp_path, "--steps", "120")

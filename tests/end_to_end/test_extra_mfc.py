@@ -96,6 +96,7 @@ def test_mfcs_added_by_config_and_a_reference_model(sorter: Path, tmp_path: Path
     assert abs(second["kl/sequence_mean"]) > 1e-5
 
 
+@pytest.mark.release
 def test_naive_loss(sorter: Path, tmp_path: Path) -> None:
     """Without the decoupled loss (and by default without `recompute_logprob`) the trainer recomputes no logprobs: the ratio uses
     the servers' logprobs."""

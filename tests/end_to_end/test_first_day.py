@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from whole_runs import ROOT
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.release, pytest.mark.timeout(400)]
 
 
 def test_the_first_day_runs_to_its_end_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

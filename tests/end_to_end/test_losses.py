@@ -24,7 +24,7 @@ SMALL = (
     "tensorboard=false",
 )
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.release]
 
 # The recipe of the sloppy sorter, with right demonstrations only
 _TEACHER = "import make; make.SHARE_WRONG = 0.0; make.main(make.make_recipe, 'a teacher')"

@@ -15,7 +15,7 @@ from asyncrl.weights.versions import tensor_files
 
 STEPS = 20
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.release]
 
 
 def test_a_run_learns_from_supervised_texts(sorter: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from asyncrl.testing.runs import assert_nothing_left, processes_of, train_steps
 BATCH, GROUP, STEPS, SEED = 4, 2, 3, 1
 FILL, SPARE = 2, 1  # steps before and after the measured ones
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.release]
 
 
 @pytest.fixture(scope="module")

@@ -61,6 +61,7 @@ def begun(place: Path, line: str, *overrides: str) -> RunHandle:
     return RunHandle(words(line, *overrides), place / RUNS / "b", cwd=place)
 
 
+@pytest.mark.release
 def test_the_session_of_running_and_watching(place: Path) -> None:
     """Every line of docs/running.md, in its order. A short run `t0` comes first: the page plots it beside `b`."""
     page = Path(pages.ROOT, "docs", "running.md")

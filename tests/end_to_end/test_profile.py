@@ -17,7 +17,7 @@ from asyncrl.testing.runs import RunHandle, assert_nothing_left, launch, make_ti
 
 LIMIT_S = 100.0  # for one wait, on a busy machine
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.release, pytest.mark.timeout(600)]
 
 
 def begin(run: RunHandle) -> subprocess.Popen[str]:

@@ -19,7 +19,7 @@ from asyncrl.protocol.messages import WeightVersion
 from asyncrl.testing.runs import RunHandle, launch, make_tiny_run, train_steps
 from asyncrl.weights.versions import list_versions
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.release]
 
 POISON = """
 import json, os

@@ -10,7 +10,7 @@ from whole_runs import ROOT
 
 SCRIPT = ROOT / "examples" / "staleness" / "run.py"
 
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = [pytest.mark.timeout(1500), pytest.mark.release]
 
 
 def sweep(out: Path, sorter: Path, *arguments: str) -> str:

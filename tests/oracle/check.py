@@ -149,7 +149,11 @@ def main() -> int:
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; default: all")
     parser.add_argument("--base", metavar="REV", default=BASE, help="compare weights with this commit")
     parser.add_argument(
-        "--seeds", metavar="N", type=int, default=NUM_SEEDS, help="simulate fewer seeds, only for trying out"
+        "--seeds",
+        metavar="N",
+        type=int,
+        default=NUM_SEEDS,
+        help=f"simulate this number of seeds instead of {NUM_SEEDS}",
     )
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.sections if name not in SECTIONS]:

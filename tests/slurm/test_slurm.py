@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 from collections.abc import Callable
@@ -36,9 +35,6 @@ QUICK = [
 PAGE = pages.ROOT / "docs" / "slurm.md"
 
 pytestmark = pytest.mark.timeout(900)
-LONG = pytest.mark.skipif(
-    "ASYNCRL_LONG" not in os.environ, reason="takes minutes; ASYNCRL_LONG=1 python -m pytest tests/slurm runs it"
-)
 
 
 class Job:
@@ -156,7 +152,7 @@ def test_the_template_runs_the_quickstart(cluster: SlurmCluster, tiny: Path, tmp
     cluster.wait_until(lambda: not cluster.programs(), "an empty cluster", 30)
 
 
-@LONG
+@pytest.mark.release
 def test_a_heterogeneous_job_has_rollout_workers_on_cpu_nodes_and_scancel_leaves_nothing(
     cluster: SlurmCluster, tiny: Path, tmp_path: Path
 ) -> None:
@@ -281,7 +277,7 @@ def live_through_a_job(cluster: SlurmCluster, job: Job, capsys: pytest.CaptureFi
     return victim
 
 
-@LONG
+@pytest.mark.release
 @pytest.mark.parametrize("whole", [True, False])
 def test_the_launchers_own_node_is_given_up(cluster: SlurmCluster, tiny: Path, tmp_path: Path, whole: bool) -> None:
     """The job goes on with the remaining nodes. whole: the whole node fails, and host daemons requeue the job. Otherwise only

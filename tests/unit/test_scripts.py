@@ -269,17 +269,25 @@ def test_the_fast_tier_runs_in_the_repository(call, clone, tmp_path):
     lines = call("run_tests.sh", cwd=tmp_path)
     checks = [f"{clone}: -m ruff check .", f"{clone}: -m ruff format --check ."]
     assert [line for line in lines if line in checks] == checks
-    parts = {f"{PYTEST} -m not full and not alone tests/{name}" for name in ("end_to_end", *PROCESSES, "unit")}
+    parts = {
+        f"{PYTEST} -m not full and not alone and not release tests/{name}"
+        for name in ("end_to_end", *PROCESSES, "unit")
+    }
     assert set(lines[lines.index(checks[-1]) + 1 :]) == {f"{clone}: {part}" for part in (*parts, "-m mypy")}
     assert not any(".venv-sglang" in line for line in lines)
 
 
-def test_the_full_tier_creates_sglangs_environment(call, clone, tmp_path):
-    lines = call("run_tests.sh", "--all", cwd=tmp_path)
+@pytest.mark.parametrize(
+    ("tier", "marks", "oracle"),
+    [("--ci", " and not release", " --seeds 300"), ("--all", "", "")],
+)
+def test_the_larger_tiers_create_sglangs_environment(call, clone, tmp_path, tier, marks, oracle):
+    lines = call("run_tests.sh", tier, cwd=tmp_path)
     assert any(f"-m venv --clear {clone}/.venv-sglang" in line for line in lines)
     folders = {path.name for path in (REPOSITORY / "tests").iterdir() if any(path.glob("test_*.py"))}
-    parts = {f"{PYTEST} -m not alone and not oracle tests/{name}" for name in (*(folders - {"processes"}), *PROCESSES)}
-    assert {f"{clone}: {part}" for part in (*parts, "-m mypy", "tests/oracle/check.py")} <= set(lines)
+    pytest_of_tier = f"{PYTEST} -m not alone and not oracle{marks}"
+    parts = {f"{pytest_of_tier} tests/{name}" for name in (*(folders - {"processes"}), *PROCESSES)}
+    assert {f"{clone}: {part}" for part in (*parts, "-m mypy", f"tests/oracle/check.py{oracle}")} <= set(lines)
     assert lines[-1] == f"{clone}: -m pytest -m alone tests/end_to_end"
 
 

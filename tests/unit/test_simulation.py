@@ -89,6 +89,7 @@ def test_another_seed_is_another_run():
     assert explain(7).digest != explain(8).digest
 
 
+@pytest.mark.release
 @pytest.mark.timeout(300)
 def test_a_failing_seed_is_shrunk_to_the_faults_that_make_it_fail():
     """A lease that is never returned needs one fault: the end of its holder."""
