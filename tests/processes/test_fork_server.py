@@ -210,6 +210,7 @@ def test_a_killed_fork_server_is_the_first_cause(config, tmp_path):
         assert_nothing_left(run.run_dir)
 
 
+@pytest.mark.release
 def test_they_live_as_long_as_the_run_and_are_not_needed(config, tmp_path):
     """Fork servers use no CPU time while idle. Without them, a restarted worker is an interpreter of its own."""
     with launch(config, f"fileroot={tmp_path}", *ENDLESS) as run:
@@ -240,6 +241,7 @@ def test_nothing_is_left_when_the_launcher_ends_while_they_import(config, tmp_pa
         assert_nothing_left(run.run_dir)
 
 
+@pytest.mark.release
 def test_a_run_without(config, tmp_path):
     with launch(config, f"fileroot={tmp_path}", "runtime.fork_server=false") as run:
         assert run.wait(LIMIT_S) == 0, run.output()

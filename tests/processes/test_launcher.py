@@ -164,6 +164,7 @@ def test_a_signal_while_workers_are_still_importing(start, number):
     assert_nothing_left(run.run_dir)
 
 
+@pytest.mark.release
 def test_config_yaml_has_the_values_of_auto_and_a_resume_chooses_anew(start):
     run = start(*ENDLESS, env={"CUDA_VISIBLE_DEVICES": ""})
     all_started(run)
@@ -257,7 +258,7 @@ def with_daemons(tmp_path):
     return f"rollout.tasks.default.reward={file}:reward", pids
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.release), signal.SIGKILL])
 def test_the_end_of_a_launcher_ends_daemons_of_rewards(start, with_daemons, number):
     """Processes that rewards leave behind end with the launcher, although they have their own sessions and empty environments."""
     override, pids = with_daemons
@@ -308,6 +309,7 @@ def test_a_worker_that_is_killed_in_its_start_is_started_again(start, tmp_path, 
     assert_nothing_left(run.run_dir)
 
 
+@pytest.mark.release
 def test_a_run_whose_folder_is_removed_ends_with_that_cause(start):
     run = start(*ENDLESS)
     run.wait_for_step(1, LIMIT_S)
@@ -364,6 +366,7 @@ def test_a_folder_that_cannot_be_written(config, tmp_path, capsys):
     assert "set fileroot=" in output
 
 
+@pytest.mark.release
 def test_a_run_for_machines(config, tmp_path):
     """Every line of stdout is one JSON object, and these lines alone show the course of the run."""
     command = [sys.executable, "-m", "asyncrl.cli.main", "run", str(config), f"fileroot={tmp_path}", "--json"]
@@ -383,6 +386,7 @@ def test_a_run_for_machines(config, tmp_path):
 # ------------------------------------------------------------------------------------------------------- the user's own etcd
 
 
+@pytest.mark.release
 def test_a_run_in_the_users_etcd_with_nobody_reading_its_output(config, tmp_path, etcd, capsys):
     """The run completes although the reader of its output is gone, and deletes its keys. Its name is reserved meanwhile."""
     endpoints = f"name_resolve.endpoints=[{etcd.endpoint}]"
