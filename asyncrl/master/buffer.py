@@ -272,10 +272,13 @@ class AsyncIOSequenceBuffer:
             return StoreVerdict(verdict="duplicate", reason="another ticket of this prompt came first")
         if len(self._entries) >= self._capacity:
             return StoreVerdict(verdict="refused", reason=f"the buffer holds {self._capacity} trajectories already")
-        self._entries[meta.ticket_id] = _Entry(meta, set(meta.keys))
-        self._by_prompt[meta.locator] = meta.ticket_id
+        self._enter(meta)
         self._note_change()
         return StoreVerdict(verdict="stored")
+
+    def _enter(self, meta: TrajectoryMeta) -> None:
+        self._entries[meta.ticket_id] = _Entry(meta, set(meta.keys))
+        self._by_prompt[meta.locator] = meta.ticket_id
 
     async def wait_for_change(self, since: int) -> None:
         """Wait until num_changes differs from `since`."""
