@@ -15,7 +15,7 @@ from asyncrl.manager.admission import Gate
 from asyncrl.manager.ledger import Ledger
 from asyncrl.manager.routing import ServerState, ServerTable
 from asyncrl.master.batch import BatchFormer, NotReady, Ready
-from asyncrl.master.buffer import AsyncIOSequenceBuffer, _Entry
+from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.checkpointing import Checkpointer
 from asyncrl.master.model_workers import ModelWorkers
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver
@@ -48,8 +48,7 @@ def _take_everything(real: Any) -> Any:
     def put(self: AsyncIOSequenceBuffer, meta: TrajectoryMeta) -> StoreVerdict:
         verdict: StoreVerdict = real(self, meta)
         if verdict.verdict == "duplicate":
-            self._entries[meta.ticket_id] = _Entry(meta, set(meta.keys))
-            self._by_prompt[meta.locator] = meta.ticket_id
+            self._enter(meta)
             return StoreVerdict(verdict="stored")
         return verdict
 
