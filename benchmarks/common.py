@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -242,7 +242,7 @@ def machine() -> dict[str, Any]:
         "torch": _version("torch"),
         "pyzmq": _version("pyzmq"),
         "system": f"{platform.system()} {platform.release()}",
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": _commit(),
     }
 

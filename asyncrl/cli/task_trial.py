@@ -107,7 +107,7 @@ async def _ask(spec: str, rollout: RolloutConfig, call: Callable[[Sequence[str]]
         raise _TrialFailed(f"cannot be imported: {user_error(str(error))}") from error
     try:
         answer = await judges.ask([call(judges.arguments)], rollout.reward_timeout_s)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         limit = f"rollout.reward_timeout_s={rollout.reward_timeout_s:g}"
         raise _TrialFailed(f"took more than {rollout.reward_timeout_s:g} s ({limit})") from None
     except JudgeDied as error:

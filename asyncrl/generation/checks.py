@@ -394,7 +394,7 @@ class VerifiedLoads:
             self._engine.forget_version()
             self._logger.error("%s", refusal)
             raise
-        except (asyncio.TimeoutError, EngineFailed, EngineUnavailable, RequestRefused) as error:
+        except (TimeoutError, EngineFailed, EngineUnavailable, RequestRefused) as error:
             self._engine.forget_version()
             why = f"not within {self._limit_s:g} s" if isinstance(error, asyncio.TimeoutError) else str(error)
             raise WeightsRefused(f"weights {version}: the check's text could not be scored: {why}") from error

@@ -26,7 +26,7 @@ import contextlib
 import dataclasses
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterable
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -381,7 +381,7 @@ class GenerationHTTP:
         try:
             async with asyncio.timeout(HEALTH_GENERATE_LIMIT_S):
                 await self._engine.submit(probe)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise EngineUnavailable(f"no token within {HEALTH_GENERATE_LIMIT_S} s") from None
         return await self._health(request)
 
@@ -414,7 +414,7 @@ class GenerationHTTP:
             num_used_tokens=stats.used_tokens,
             num_total_tokens=total,
         )
-        now = datetime.now(timezone.utc).isoformat()
+        now = datetime.now(UTC).isoformat()
         return _json(LoadsReply(timestamp=now, version=__version__, loads=[load]))
 
     async def _metrics(self, request: web.Request) -> web.Response:

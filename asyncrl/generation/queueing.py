@@ -234,7 +234,7 @@ class QueueingEngine(GenerationEngine, Generic[P]):
         try:
             async with asyncio.timeout(self._config.load_timeout_s):
                 await self._idle.wait()
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise WeightsRefused(
                 f"{len(self._running)} requests still run after {self._config.load_timeout_s} s (generation.load_timeout_s); "
                 "pause with mode abort, or set abort_all_requests"

@@ -122,7 +122,7 @@ class StagedReceiver(WeightReceiver):
                     host=self._host,
                     device=self._engine.weights_device,
                 )
-        except (RuntimeError, ValueError, OSError, asyncio.TimeoutError) as error:
+        except (TimeoutError, RuntimeError, ValueError, OSError) as error:
             member.leave()
             raise WeightsRefused(f"group {name!r} could not be joined: {_reason(error)}") from error
         except asyncio.CancelledError:
@@ -168,7 +168,7 @@ class StagedReceiver(WeightReceiver):
                 flat = torch.empty(num_bytes, dtype=torch.uint8, device=self._engine.weights_device)
             tensors = views(flat, bucket)
             await self._until(member.broadcast(flat, bucket.limit_s), bucket.limit_s)
-        except (RuntimeError, ValueError, asyncio.TimeoutError) as error:
+        except (TimeoutError, RuntimeError, ValueError) as error:
             await self.leave(bucket.group_name)  # its connections, or the data in transit on them, are broken
             raise WeightsRefused(f"the bucket did not arrive: {_reason(error)}") from error
         if self._update is update:

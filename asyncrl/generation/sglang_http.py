@@ -5,7 +5,6 @@ This module makes no decisions. Every call has a time limit. Errors contain the 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, Literal
 
@@ -160,7 +159,7 @@ class SGLangClient:
                     if event == b"[DONE]":
                         return
                     yield _piece(event)
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise SGLangError(f"{self.url}/generate: {error!r}") from error
 
     async def score(self, rid: str, input_ids: list[int], *, limit_s: float) -> list[float]:
@@ -250,7 +249,7 @@ class SGLangClient:
                 if answer.status != 200:
                     raise SGLangError(f"{path} answered {answer.status}: {_said(content)}", answer.status)
                 return content
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             raise SGLangError(f"{self.url}{path}: no answer within {limit_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise SGLangError(f"{self.url}{path}: {error!r}") from error

@@ -128,7 +128,7 @@ class Wave:
         try:
             async with asyncio.timeout(self._wait_s):
                 await self._departed.wait()
-        except asyncio.TimeoutError:
+        except TimeoutError:
             self._departed.set()
         return await self._send(self._ready)
 

@@ -83,7 +83,7 @@ class LoadPoller:
             async with session.get(f"{server.url}/v1/loads?include=core", timeout=timeout) as response:
                 response.raise_for_status()
                 loads = _DECODER.decode(await response.read()).loads
-        except (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError) as error:
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
             if (
                 server.incarnation == incarnation
                 and server.state is ServerState.HEALTHY

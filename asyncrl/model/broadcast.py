@@ -258,7 +258,7 @@ class Broadcast:
         try:
             async with asyncio.timeout(self._silent_s):
                 await self._client.ping(target)
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             why = f"did not answer for {self._silent_s:.1f} s"
             raise BroadcastError(target, why, is_gone=True) from error
 
@@ -398,7 +398,7 @@ class WeightSender:
         except ServersAtFault as fault:
             reply = BroadcastReply(errors=dict(fault.causes))
             again = [target for target in targets if target.server not in fault.causes]
-        except (asyncio.TimeoutError, *_FAILURES) as error:
+        except (TimeoutError, *_FAILURES) as error:
             late = isinstance(error, asyncio.TimeoutError)
             why = f"not done within {limit_s:g} s" if late else str(error) or repr(error)
             reply = _all_failed(targets, f"{broadcast.stage}: {why}")
@@ -482,7 +482,7 @@ class WeightSender:
         try:
             async with asyncio.timeout(_LEAVE_LIMIT_S):
                 await said
-        except asyncio.TimeoutError:
+        except TimeoutError:
             self._logger.debug("not all of %s acknowledged leaving group %s", urls, group_name)
 
     # -------------------------------------------------------------------------------------------------------------- HTTP

@@ -185,7 +185,7 @@ class DataFetcher:
                 sample = await asyncio.to_thread(partial(unpack_sample, body, max_bytes=self._limit_of_body))
             except WaitTimeoutError as error:
                 raise FetchError(str(error)) from error
-            except (aiohttp.ClientError, TimeoutError, asyncio.TimeoutError, ConnectionError, CodecError) as error:
+            except (aiohttp.ClientError, TimeoutError, ConnectionError, CodecError) as error:
                 num_failures += 1
                 if num_failures == _TRIES:
                     raise FetchError(f"{source} delivers no data: {error!r}") from error

@@ -117,7 +117,7 @@ class ShareServer:
                         await response.write(room[start : start + _PART_BYTES])
                     await response.write((await digested).encode())
                 await asyncio.Event().wait()  # until the sender closes the connection, which cancels this
-        except (ConnectionError, asyncio.TimeoutError):
+        except (TimeoutError, ConnectionError):
             if request.transport is not None:
                 request.transport.abort()
         return response

@@ -182,7 +182,7 @@ class TrajectoryReceiver:
                 try:
                     async with asyncio.timeout(left):
                         await self._room.wait()
-                except asyncio.TimeoutError:
+                except TimeoutError:
                     break
         return reason
 

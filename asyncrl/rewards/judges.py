@@ -262,7 +262,7 @@ class Judges:
         try:
             async with asyncio.timeout(self._death_limit_s):
                 how = await asyncio.shield(judge.died)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             how = "it closed its connection"
         raise JudgesLost(how) if judge.lost else JudgeDied(how)
 

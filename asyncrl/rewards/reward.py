@@ -118,7 +118,7 @@ class Reward:
         with self._board.showing("reward", on=self.spec):
             try:
                 return await self._score(calls)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 raise self._rejected("reward_timeout", f"{self.spec} took more than {self._timeout_s:g} s") from None
             except RolloutEnded:
                 raise

@@ -293,7 +293,7 @@ class PartialRolloutManager:
                 route.out[rid] = url
                 try:
                     status, content = await self._post_unless_left(server, server_url, generate_url, body)
-                except asyncio.TimeoutError as error:
+                except TimeoutError as error:
                     raise _ServerLostError(f"no answer: {error!r}") from error
                 except aiohttp.ClientConnectorError as error:
                     if error.errno in NO_MORE_FILES:

@@ -150,7 +150,7 @@ class Replayer(Worker):
                 try:
                     async with asyncio.timeout(left):
                         await self._changed.wait()
-                except asyncio.TimeoutError:
+                except TimeoutError:
                     break
         return web.Response(body=msgspec.json.encode(self._view()), content_type="application/json")
 

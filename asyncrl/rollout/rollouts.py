@@ -355,7 +355,7 @@ class Rollouts:
             with self._trace.overlapping("push", kind="push", ticket=ticket.ticket_id, head=ticket.head):
                 async with self._board.waiting("a verdict on a trajectory", on=f"head {ticket.head}", limit_s=limit_s):
                     verdict = await self._pusher.push(meta, sample, head=ticket.head, timeout_s=limit_s)
-        except (TimeoutError, asyncio.TimeoutError) as error:
+        except TimeoutError as error:
             raise RolloutReleased("push_timeout", f"head {ticket.head} gave no verdict within {limit_s:g} s") from error
         except ChannelRefused as error:
             raise RolloutRejected("push_refused", f"trajectory {ticket.ticket_id}: {error}") from error

@@ -333,7 +333,7 @@ class HeldTickets:
         try:
             async with asyncio.timeout(STOP_REPORT_S):
                 await self._manager.finish(result)
-        except (TimeoutError, asyncio.TimeoutError, RuntimeError) as error:
+        except (TimeoutError, RuntimeError) as error:
             self._logger.debug(
                 "ticket %s not reported (%r): the manager will release it after missing heartbeats",
                 result.ticket_id,

@@ -90,7 +90,7 @@ class StatusBoard:
             try:
                 async with asyncio.timeout(limit_s):
                     return await awaitable
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 if time.monotonic() - start < limit_s - _CLOCK_SLACK_S:  # the awaitable's own limit
                     raise
                 raise WaitTimeoutError(what, on, limit_s) from None

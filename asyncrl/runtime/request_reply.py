@@ -153,7 +153,7 @@ class NameResolvingRequestClient:
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 await barrier
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise TimeoutError(
                 f"start-up barrier: after {self._start_timeout_s:g} s (runtime.start_timeout_s) still missing: {self._missing()}"
             ) from None

@@ -108,7 +108,7 @@ class ServiceClient:
                 if 400 <= status < 500:
                     raise ServiceError(f"{self._service} refused {path}: {status} {reason}")
                 self._logger.warning("%s answered %s to %s: %s", self._service, status, path, reason)
-            except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError) as error:
+            except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
                 if isinstance(error, aiohttp.ClientConnectorError) and error.errno in NO_MORE_FILES:
                     raise
                 self._logger.warning("%s did not answer %s: %r; retrying", self._service, path, error)

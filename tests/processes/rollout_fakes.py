@@ -234,7 +234,7 @@ class FakeManager(HttpService):
                     await asyncio.wait_for(
                         self.changed.wait_for(lambda: bool(self.waiting) or self.finished), request.wait_s
                     )
-                except asyncio.TimeoutError:
+                except TimeoutError:
                     return _reply(AllocateReply(tickets=[], refusal="staleness"))
             tickets = [self.waiting.popleft() for _ in range(min(request.count, len(self.waiting)))]
             self._answers[request.request_id] = AllocateReply(tickets=tickets, finished=self.finished)

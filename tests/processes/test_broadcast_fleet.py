@@ -100,7 +100,7 @@ class Managed:
 
         try:
             await asyncio.wait_for(wait(), LIMIT_S)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise AssertionError(f"{found()} instead of {states}") from None
 
 

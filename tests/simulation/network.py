@@ -370,7 +370,7 @@ class _Exchange:
 
     def _expire(self) -> None:
         if not self._answer.done():
-            self._answer.set_exception(asyncio.TimeoutError())
+            self._answer.set_exception(TimeoutError())
 
 
 class _ConnectionKey:
