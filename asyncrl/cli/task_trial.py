@@ -23,6 +23,7 @@ import asyncrl
 from asyncrl.cli.doctor import Finding
 from asyncrl.config.schema import ConfigError, ExperimentConfig, RolloutConfig, TaskConfig
 from asyncrl.data.prompts import Prompt, PromptError, PromptSource, load_tokenizer
+from asyncrl.master.step_function import StepFunction
 from asyncrl.protocol.messages import Locator
 from asyncrl.rewards.judges import Call, JudgeDied, Judges, JudgesLost
 from asyncrl.rewards.reward import Completion, call_arguments
@@ -55,6 +56,18 @@ def try_tasks(config: ExperimentConfig) -> list[Finding]:
             asyncio.run(_try_task(name, task, config.rollout, prompts.get(name)))
             for name, task in sorted(config.rollout.tasks.items())
         ]
+
+
+def judge_step(config: ExperimentConfig) -> list[Finding]:
+    """A finding about train.step, which is imported and not called; none for the shipped step."""
+    spec = config.train.step
+    if not spec:
+        return []
+    try:
+        StepFunction(spec, config.train.call_timeout_s)
+    except Exception as error:  # the user's module may raise any exception
+        return [Finding("train.step", "fail", f"{type(error).__name__}: {error}", "correct the file or the name")]
+    return [Finding("train.step", "ok", f"{spec} is a step function")]
 
 
 async def _try_task(name: str, task: TaskConfig, rollout: RolloutConfig, prompt: Prompt | None) -> Finding:

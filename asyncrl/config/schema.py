@@ -357,6 +357,8 @@ class TrainConfig:
     dense_rewards: bool = False
     num_critic_only_steps: int = limited(0, at_least=0)  # the first steps train only the critic
     offload: list[str] = field(default_factory=list)  # roles whose weights leave the GPU between their MFCs, e.g. [ref]
+    # `path/to/file.py:function`: the train step as a function of yours, `async def step(models, batch)`. "": the shipped one
+    step: str = ""
     extra_mfcs: dict[str, MFCConfig] = field(default_factory=dict)  # name -> MFC
     extra_train_keys: list[str] = field(default_factory=list)  # keys that actor_train waits for besides its own
     # true: a reference, reward model or teacher in a detached group processes stored groups while the trainer trains, and a step

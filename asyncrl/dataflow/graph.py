@@ -50,6 +50,11 @@ class MFCDef:
     output_keys: tuple[str, ...] = ()
     model: str = ""  # name of the role's model that it runs on (topology.ModelPlacement); "": not placed yet
 
+    @property
+    def function(self) -> str:
+        """Its name among the functions of its role: `inf` of actor_inf."""
+        return "inf" if self.interface == "reward_scores" else self.name.removeprefix(f"{self.role}_")
+
     @classmethod
     def of(cls, placed: PlacedMFC) -> MFCDef:
         """Make the MFC from its form in process configs (PlacedMFC)."""

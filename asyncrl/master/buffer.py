@@ -5,9 +5,8 @@
     Grants                  whether a gserver manager of this run has granted a trajectory's ticket
     AsyncIOSequenceBuffer   which trajectories are stored, and the batch of the step
 
-A trajectory enters once (`put`: the first one of its prompt wins). It is selected for a batch, gains keys as MFCs write them
-(`amend_batch`), and leaves when its train step is over. An MFC's call starts when the batch has all the MFC's input keys
-(`get_batch_for_rpc`).
+A trajectory enters once (`put`: the first one of its prompt wins). It is selected for a batch, and leaves when its train step is
+over.
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
-from asyncrl.dataflow.graph import MFCDef
 from asyncrl.dataflow.redistribution import Holders, transfers
 from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.messages import Locator, RedistribStep, StoreVerdict, TrajectoryMeta
@@ -221,13 +218,6 @@ class Grants:
         return "not_granted: the gserver manager of this run has not granted this ticket"
 
 
-@dataclass
-class _Entry:
-    meta: TrajectoryMeta
-    keys: set[str]
-    read_by: set[str] = field(default_factory=set)
-
-
 class AsyncIOSequenceBuffer:
     """The stored trajectories and the current batch. Holds at most `capacity` trajectories and refuses further ones: their rollout
     workers release the tickets."""
@@ -236,12 +226,11 @@ class AsyncIOSequenceBuffer:
         self._progress = progress
         self._capacity = capacity
         self._attempts = Fence(attempt)
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, TrajectoryMeta] = {}
         self._by_prompt: dict[Locator, str] = {}
         self._batch: tuple[str, ...] = ()  # or one part of it (train.streaming)
         self._earlier: tuple[str, ...] = ()  # the parts of the batch that are done
         self._in_step = False
-        self._changed = asyncio.Condition()
         self.num_changes = 0  # of the set of stored groups that are in no batch
         self._moved = asyncio.Event()  # set at such a change, and then replaced
 
@@ -252,7 +241,7 @@ class AsyncIOSequenceBuffer:
     def stored(self) -> list[TrajectoryMeta]:
         """Trajectories that are accepted and in no batch yet."""
         batch = {*self._earlier, *self._batch}
-        return [entry.meta for ticket, entry in self._entries.items() if ticket not in batch]
+        return [meta for ticket, meta in self._entries.items() if ticket not in batch]
 
     @property
     def stored_tickets(self) -> list[str]:
@@ -277,7 +266,7 @@ class AsyncIOSequenceBuffer:
         return StoreVerdict(verdict="stored")
 
     def _enter(self, meta: TrajectoryMeta) -> None:
-        self._entries[meta.ticket_id] = _Entry(meta, set(meta.keys))
+        self._entries[meta.ticket_id] = meta
         self._by_prompt[meta.locator] = meta.ticket_id
 
     async def wait_for_change(self, since: int) -> None:
@@ -291,56 +280,30 @@ class AsyncIOSequenceBuffer:
 
     def drop(self, ticket_id: str) -> None:
         """Remove a trajectory: its step is over, or it will not be trained."""
-        entry = self._entries.pop(ticket_id)
-        del self._by_prompt[entry.meta.locator]
+        meta = self._entries.pop(ticket_id)
+        del self._by_prompt[meta.locator]
 
     def metas(self, tickets: Iterable[str]) -> list[TrajectoryMeta]:
-        return [self._entries[ticket].meta for ticket in tickets]
+        return [self._entries[ticket] for ticket in tickets]
 
     def common_keys(self, tickets: Iterable[str]) -> frozenset[str]:
-        """Keys that all of these trajectories have now."""
-        keys = [self._entries[ticket].keys for ticket in tickets]
-        return frozenset.intersection(*map(frozenset, keys)) if keys else frozenset()
+        """Keys that all of these trajectories came with."""
+        keys = [frozenset(self._entries[ticket].keys) for ticket in tickets]
+        return frozenset.intersection(*keys) if keys else frozenset()
 
     @property
     def earlier(self) -> tuple[str, ...]:
         """The tickets of the parts of the batch that are done (train.streaming)."""
         return self._earlier
 
-    async def begin_batch(self, tickets: Sequence[str]) -> None:
+    def begin_batch(self, tickets: Sequence[str]) -> None:
         """Set the batch of the next step, or its next part, in canonical order. Only a last part may be empty."""
         if self._in_step:
             raise RuntimeError("the previous batch is still in its step")
         missing = [ticket for ticket in tickets if ticket not in self._entries]
         if missing or not (tickets or self._earlier):
             raise ValueError(f"cannot form a batch of {len(tickets)} tickets; not stored: {missing[:5]}")
-        async with self._changed:
-            self._batch, self._in_step = tuple(tickets), True
-            self._changed.notify_all()
-
-    async def get_batch_for_rpc(self, mfc: MFCDef) -> tuple[str, ...]:
-        """Return the ids of the batch once all of them have all input keys of the MFC. The caller bounds the wait."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._ready(mfc))
-            for ticket in self._batch:
-                self._entries[ticket].read_by.add(mfc.name)
-            return self._batch
-
-    async def amend_batch(self, tickets: Sequence[str], keys: Iterable[str]) -> None:
-        """An MFC has written these keys for these ids."""
-        new = set(keys)
-        async with self._changed:
-            for ticket in tickets:
-                self._entries[ticket].keys |= new
-            self._changed.notify_all()
-
-    def missing_keys(self, mfc: MFCDef) -> dict[str, int]:
-        """The input keys that an MFC still waits for: key -> number of ids without it."""
-        return {
-            key: count
-            for key in mfc.input_keys
-            if (count := sum(key not in self._entries[ticket].keys for ticket in self._batch))
-        }
+        self._batch, self._in_step = tuple(tickets), True
 
     def end_part(self) -> None:
         """All MFCs have run on this part of the batch, and further parts follow."""
@@ -358,9 +321,3 @@ class AsyncIOSequenceBuffer:
         self.num_changes += 1
         moved, self._moved = self._moved, asyncio.Event()
         moved.set()
-
-    def _ready(self, mfc: MFCDef) -> bool:
-        if not self._in_step:
-            return False
-        needed = set(mfc.input_keys)
-        return all(mfc.name not in self._entries[t].read_by and needed <= self._entries[t].keys for t in self._batch)

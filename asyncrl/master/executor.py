@@ -1,4 +1,6 @@
-"""Runs the dataflow of one train step. Each MFC runs once its input keys exist, as one call to all workers of its model.
+"""Runs the MFC calls of a train step. A call waits until its input keys exist, and is then sent to all workers of its model.
+
+The step function (train.step, or shipped_step.py) makes the calls, with handles of the batch and of the models (handles.py).
 
     batch -> parts for each model's data ranks -> Redistribute (keys that the parts lack)
     keys that an MFC has produced --------------> Redistribute (to models that read them) -> ExecuteMFC, once all input keys exist
@@ -18,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,8 +34,10 @@ from asyncrl.dataflow.worker_groups import on_missing
 from asyncrl.master.arriving import ArrivingGroups
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
 from asyncrl.master.calls import DetachedGroups, GroupMissingError, Incarnation, WorkerCaller
+from asyncrl.master.handles import Batch, Call, Function, Models
 from asyncrl.master.refresh import Refresher
 from asyncrl.master.report import MISSING
+from asyncrl.master.step_function import StepFunction
 from asyncrl.protocol.messages import (
     CallResult,
     ClearData,
@@ -148,6 +153,14 @@ class StepResult:
         self.stats = {**self.stats, **later.stats, **moves}
         self.seconds, self.peak_s = _added(self.seconds, later.seconds), _added(self.peak_s, later.peak_s)
 
+    def count(self, calls: Iterable[Call]) -> None:
+        """Add the statistics and the seconds of these calls. Of several calls of an MFC, the statistics of the last one count."""
+        for call in calls:
+            self.stats.update(call.stats)
+            for total, seconds in ((self.seconds, call.seconds), (self.peak_s, call.peak_s)):
+                if seconds is not None:
+                    total[call.mfc.name] = total.get(call.mfc.name, 0.0) + seconds
+
 
 def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
     return {name: one.get(name, 0.0) + other.get(name, 0.0) for name in {**one, **other}}
@@ -174,7 +187,9 @@ class _Step:
         in the trainer group. part, batch: as in ExecuteMFC."""
         self.version = version
         self.part, self.batch = part, list(batch)
-        self.parts: dict[str, list[list[str]]] = {}  # model -> the ids of each data rank
+        self._parts: dict[
+            tuple[str, frozenset[str]], list[list[str]]
+        ] = {}  # (model, groups) -> the ids of each data rank
         self.missing: set[str] = set()  # keys that no worker computes in this step, because a detached group is missing
         self.result = StepResult()
         self.tracker = tracker
@@ -192,45 +207,67 @@ class _Step:
         )
         self._heads = next(iter(placements.values())).heads
         self._came_to: dict[int, list[str]] = {}  # worker -> the groups that it received as a head
+        self._ids: frozenset[str] = frozenset()  # the groups of the batch
+        self._tokens: dict[str, int] = {}  # of each group
 
-    def begin(self, metas: Sequence[TrajectoryMeta], keys: Collection[str]) -> asyncio.Task[None]:
+    def begin(self, metas: Sequence[TrajectoryMeta], keys: Collection[str]) -> None:
         """Assign the batch's parts to each model's ranks and move the keys that they lack. A group goes to a data rank that lacks
         the fewest of these keys, as far as the balance of tokens allows."""
-        ids, tokens = [meta.ticket_id for meta in metas], {meta.ticket_id: sum(meta.seqlens) for meta in metas}
+        ids = [meta.ticket_id for meta in metas]
+        self._ids = frozenset(ids)
+        self._tokens = {meta.ticket_id: sum(meta.seqlens) for meta in metas}
         for meta in metas:
             self._came_to.setdefault(self._heads[meta.head % len(self._heads)], []).append(meta.ticket_id)
             if self._recorders:
                 self._recorded.setdefault(self._recorders[meta.head], []).append(meta.ticket_id)
         steps: list[RedistribStep] = []
         for model, reads in self._reads.items():
-            placement, wanted = self._placements[model], _those_in(reads, keys)
-            homes = {group: self._homes(group, placement, wanted) for group in ids}
-            self.parts[model] = assign(ids, tokens, homes, placement.grid.data, BALANCE_TOLERANCE)
-            steps += self._plan(model, wanted)
-        return self._send(steps)
+            wanted = _those_in(reads, keys)
+            self._assign(model, ids, wanted)
+            steps += self._plan(model, wanted, self._ids)
+        self._send(steps)
 
-    def inputs(self, mfc: MFCDef) -> list[Transfer]:
-        """Return the fetches from the trainer group by which the workers of a detached model get the MFC's missing input keys."""
-        return plan_fetches(self._needed(mfc.model), mfc.input_keys, self.tracker.there, self._trainer_group)
+    def parts_for(self, mfc: MFCDef, ids: Sequence[str]) -> list[list[str]]:
+        """Return the ids of each data rank for a call on these groups, and send the keys that the ranks lack. For the whole batch
+        nothing has to be sent: its keys move as soon as they exist."""
+        groups = frozenset(ids)
+        if groups != self._ids:
+            if (mfc.model, groups) not in self._parts:
+                self._assign(mfc.model, ids, mfc.input_keys)
+            self._send(self._plan(mfc.model, mfc.input_keys, groups))
+        return self._parts[mfc.model, groups]
 
-    def outputs(self, mfc: MFCDef) -> list[Transfer]:
-        """Return the fetches by which the trainer group gets the output keys of an MFC of a detached model.
+    def _assign(self, model: str, ids: Sequence[str], keys: Sequence[str]) -> None:
+        placement = self._placements[model]
+        homes = {group: self._homes(group, placement, keys) for group in ids}
+        parts = assign(ids, self._tokens, homes, placement.grid.data, BALANCE_TOLERANCE)
+        self._parts[model, frozenset(ids)] = parts
+
+    def inputs(self, mfc: MFCDef, ids: Collection[str]) -> list[Transfer]:
+        """Return the fetches from the trainer group by which the workers of a detached model get the MFC's missing input keys of
+        these groups."""
+        needed = self._needed(mfc.model, frozenset(ids))
+        return plan_fetches(needed, mfc.input_keys, self.tracker.there, self._trainer_group)
+
+    def outputs(self, mfc: MFCDef, ids: Collection[str]) -> list[Transfer]:
+        """Return the fetches by which the trainer group gets the output keys that an MFC of a detached model made for these groups.
 
         Each group of responses goes to the workers that read or record it, and in any case to the head that received it. So the
         trainer group has all outputs, and another worker group can fetch them from there.
         """
-        needed = {worker: dict.fromkeys(ids) for worker, ids in self._came_to.items()}
+        needed = {worker: dict.fromkeys(came) for worker, came in self._came_to.items()}
         for model, reads in self._reads.items():
             if not self._is_detached(model) and _those_in(reads, mfc.output_keys):
-                for worker, ids in self._needed(model).items():
-                    needed.setdefault(worker, {}).update(dict.fromkeys(ids))
-        wanted = {worker: list(ids) for worker, ids in needed.items()}
+                for worker, part in self._needed(model, self._ids).items():
+                    needed.setdefault(worker, {}).update(dict.fromkeys(part))
+        wanted = self._only({worker: list(groups) for worker, groups in needed.items()}, frozenset(ids))
         return plan_fetches(wanted, mfc.output_keys, self.tracker.there, self._placements[mfc.model].heads)
 
-    def move(self, keys: Collection[str]) -> asyncio.Task[None]:
-        """Send new keys to the workers that record them, and to all models of the trainer group that read them."""
-        plans = [self._plan(model, _those_in(reads, keys)) for model, reads in self._reads.items()]
-        plans.append(self._plan_for(self._recorded, list(keys)))
+    def move(self, keys: Collection[str], ids: Collection[str]) -> asyncio.Task[None]:
+        """Send new keys of these groups to the workers that record them, and to all models of the trainer group that read them."""
+        groups = frozenset(ids)
+        plans = [self._plan(model, _those_in(reads, keys), groups) for model, reads in self._reads.items()]
+        plans.append(self._plan_for(self._only(self._recorded, groups), list(keys)))
         return self._send([step for plan in plans for step in plan])
 
     def copy_weights(self, copies: Iterable[Reallocate]) -> list[asyncio.Task[list[CallResult]]]:
@@ -243,15 +280,24 @@ class _Step:
         missing = [self.tracker.num_missing(group, placement.replica(rank), keys) for rank in ranks]
         return [rank for rank in ranks if missing[rank] == min(missing)]
 
-    def _plan(self, model: str, keys: Sequence[str]) -> list[RedistribStep]:
-        """Plan the moves of these keys to a model's workers; none for a detached model. Planned moves count as done, so that the
-        next plan can build on them."""
-        return [] if self._is_detached(model) else self._plan_for(self._needed(model), keys)
+    def _plan(self, model: str, keys: Sequence[str], groups: frozenset[str]) -> list[RedistribStep]:
+        """Plan the moves of these keys of these groups to a model's workers; none for a detached model. Planned moves count as
+        done, so that the next plan can build on them."""
+        if self._is_detached(model) or not keys:
+            return []
+        own = (model, groups) in self._parts  # else these groups go where the whole batch goes
+        return self._plan_for(self._only(self._needed(model, groups if own else self._ids), groups), keys)
 
-    def _needed(self, model: str) -> dict[int, list[str]]:
-        """Return the ids that each worker of a model computes on."""
+    def _needed(self, model: str, groups: frozenset[str]) -> dict[int, list[str]]:
+        """Return the ids of these groups that each worker of a model computes on."""
         placement = self._placements[model]
-        return {w: part for rank, part in enumerate(self.parts[model]) for w in placement.replica(rank)}
+        return {w: part for rank, part in enumerate(self._parts[model, groups]) for w in placement.replica(rank)}
+
+    def _only(self, needed: Mapping[int, list[str]], groups: frozenset[str]) -> Mapping[int, list[str]]:
+        """Of the ids that each worker needs, those of these groups."""
+        if groups == self._ids:
+            return needed
+        return {worker: [group for group in ids if group in groups] for worker, ids in needed.items()}
 
     def _is_detached(self, model: str) -> bool:
         return self._placements[model].workers[0] in self._detached
@@ -267,6 +313,10 @@ class _Step:
             replies = self._caller.start("data to be moved", members(steps), Redistribute(steps=steps))
         self._sent.append(asyncio.create_task(self._count(replies)))
         return self._sent[-1]
+
+    async def moved(self) -> None:
+        """Wait until all data that was sent has arrived."""
+        await asyncio.gather(*self._sent)
 
     def give_up(self) -> None:
         """Stop waiting for replies."""
@@ -308,60 +358,51 @@ def _those_in(reads: Iterable[str], keys: Collection[str]) -> list[str]:
 class ModelFunctionCall:
     """One MFC: consumes batches that have its input keys, produces its output keys for them.
 
-    waits for: the buffer to hold all input keys of the batch, then the replies of all workers of its model.
-    unblocked by: amend_batch of the MFCs before it.
+    waits for: the calls that make the input keys, then the replies of all workers of its model.
     """
 
-    def __init__(
-        self,
-        mfc: MFCDef,
-        placement: ModelPlacement,
-        buffer: AsyncIOSequenceBuffer,
-        caller: WorkerCaller,
-        hooks: ParameterHooks,
-    ) -> None:
+    def __init__(self, mfc: MFCDef, placement: ModelPlacement, caller: WorkerCaller, hooks: ParameterHooks) -> None:
         self.mfc = mfc
         self._placement = placement
-        self._buffer = buffer
         self._caller = caller
         self._hooks = hooks
         self._handlers = shard_handlers(placement)
 
-    async def run(self, step: _Step) -> None:
+    async def run(self, step: _Step, batch: Batch, call: Call) -> None:
         mfc = self.mfc
-        body = await self._ready(step)
+        body = await self._ready(step, batch)
         copied = step.copy_weights(self._hooks.before(mfc))
         replies, *_ = await asyncio.gather(self._caller.start(f"MFC {mfc.name}", self._handlers, body), *copied)
-        self._take_note(step, body, replies)
-        moved = step.move(mfc.output_keys)  # sent before the buffer announces the keys to other MFCs
-        await self._buffer.amend_batch(body.ids, mfc.output_keys)
+        self._take_note(step, call, body, replies)
+        moved = step.move(mfc.output_keys, body.ids)  # sent before other calls that read the keys are sent
+        call.made.set()
         await moved
 
-    async def _ready(self, step: _Step) -> ExecuteMFC:
+    async def _ready(self, step: _Step, batch: Batch) -> ExecuteMFC:
         """Wait until the batch has all input keys. Returns the body of the call."""
         mfc = self.mfc
-        what = f"the input keys of MFC {mfc.name}"
-        ids = await self._caller.bounded(self._buffer.get_batch_for_rpc(mfc), what, "other MFCs")
+        making = {maker: None for key in mfc.input_keys for maker in batch.makers(key)}
+        for maker in making:
+            await self._caller.bounded(maker.made.wait(), f"the input keys of MFC {mfc.name}", f"MFC {maker.mfc.name}")
         missing = [key for key in mfc.input_keys if key in step.missing]
-        parts = step.parts[self._placement.name]
         return ExecuteMFC(
             mfc=mfc.name,
             version=step.version,
-            ids=list(ids),
-            parts=parts,
+            ids=list(batch.ids),
+            parts=step.parts_for(mfc, batch.ids),
             part=step.part,
             batch=step.batch,
             missing=missing,
         )
 
-    def _take_note(self, step: _Step, body: ExecuteMFC, replies: Sequence[CallResult]) -> None:
+    def _take_note(self, step: _Step, call: Call, body: ExecuteMFC, replies: Sequence[CallResult]) -> None:
         """Record the produced keys, their workers and the statistics. Raises RuntimeError if a head ran on other ids than
         requested."""
-        step.result.stats.update(self._record(step.tracker, body, replies))
-        step.result.seconds[self.mfc.name] = max(reply.seconds for reply in replies)
+        call.stats = self._record(step.tracker, body, replies)
+        call.seconds = max(reply.seconds for reply in replies)
         peak_flops = sum(reply.peak_flops for reply in replies)
         if peak_flops and self.mfc.kind == "train_step":
-            step.result.peak_s[self.mfc.name] = sum(reply.flops for reply in replies) / peak_flops
+            call.peak_s = sum(reply.flops for reply in replies) / peak_flops
         for worker, reply in zip(self._placement.workers, replies, strict=True):
             if reply.memory_bytes:  # a peak: a later reply never has less
                 step.result.stats[f"memory/model_worker_{worker}_bytes"] = float(reply.memory_bytes)
@@ -393,41 +434,40 @@ class DetachedFunctionCall(ModelFunctionCall):
         self,
         mfc: MFCDef,
         placement: ModelPlacement,
-        buffer: AsyncIOSequenceBuffer,
         caller: WorkerCaller,
         hooks: ParameterHooks,
         detached: DetachedGroups,
         tracker: StorageTracker,
     ) -> None:
-        super().__init__(mfc, placement, buffer, caller, hooks)
+        super().__init__(mfc, placement, caller, hooks)
         self._on_missing = hooks.on_missing(mfc)
         self._detached, self._worker_group = detached, detached.worker_groups.of(placement.workers[0])
         self._tracker = tracker
 
-    async def run(self, step: _Step) -> None:
-        body, is_missing = await self._ready(step), False
+    async def run(self, step: _Step, batch: Batch, call: Call) -> None:
+        body, is_missing = await self._ready(step, batch), False
         try:
-            await self._work(step, body)
+            await self._work(step, call, body)
         except GroupMissingError as error:
             logger.warning("step %d is trained without it: %s", step.version + 1, error)
-            step.missing.update(self.mfc.output_keys)  # before the buffer lets other MFCs begin
+            step.missing.update(self.mfc.output_keys)  # before calls that read them begin
             is_missing = True
         if self._on_missing == "continue":
             step.result.stats[f"{MISSING}{self.mfc.name}"] = float(is_missing)
-        await self._buffer.amend_batch(body.ids, self.mfc.output_keys)
+        call.made.set()
 
-    async def _work(self, step: _Step, body: ExecuteMFC) -> None:
+    async def _work(self, step: _Step, call: Call, body: ExecuteMFC) -> None:
         """Raises GroupMissingError."""
-        await self._repeated(f"MFC {self.mfc.name}", partial(self._once, step, body))
+        await self._repeated(f"MFC {self.mfc.name}", partial(self._once, step, call, body))
 
     async def _repeated(self, what: str, work: Callable[[Incarnation], Awaitable[None]]) -> None:
         """Raises GroupMissingError."""
         await self._detached.repeated(what, self._worker_group, work, on_missing=self._on_missing)
 
-    async def _once(self, step: _Step, body: ExecuteMFC, incarnation: Incarnation) -> None:
-        num_bytes, replies = await self._execute(body, step.inputs(self.mfc), incarnation)
-        self._take_note(step, body, replies)
-        step.count_bytes(num_bytes + await self._fetch("outputs", step.outputs(self.mfc), incarnation))
+    async def _once(self, step: _Step, call: Call, body: ExecuteMFC, incarnation: Incarnation) -> None:
+        num_bytes, replies = await self._execute(body, step.inputs(self.mfc, body.ids), incarnation)
+        self._take_note(step, call, body, replies)
+        step.count_bytes(num_bytes + await self._fetch("outputs", step.outputs(self.mfc, body.ids), incarnation))
 
     async def _execute(
         self, body: ExecuteMFC, inputs: Sequence[Transfer], incarnation: Incarnation
@@ -455,13 +495,14 @@ class ArrivingFunctionCall(DetachedFunctionCall):
         self,
         mfc: MFCDef,
         placement: ModelPlacement,
-        buffer: AsyncIOSequenceBuffer,
         caller: WorkerCaller,
         hooks: ParameterHooks,
         detached: DetachedGroups,
         tracker: StorageTracker,
+        buffer: AsyncIOSequenceBuffer,
     ) -> None:
-        super().__init__(mfc, placement, buffer, caller, hooks, detached, tracker)
+        super().__init__(mfc, placement, caller, hooks, detached, tracker)
+        self._buffer = buffer
         self._arriving = hooks.arriving(mfc, placement.grid.data)
         self._lock = asyncio.Lock()
         self._version, self._in_step = 0, False
@@ -499,19 +540,18 @@ class ArrivingFunctionCall(DetachedFunctionCall):
             finally:
                 self._tracker.forget(self._placement.workers, self.mfc.output_keys)
 
-    async def _work(self, step: _Step, body: ExecuteMFC) -> None:
+    async def _work(self, step: _Step, call: Call, body: ExecuteMFC) -> None:
         num_left = len(set(body.ids) - self._processed())
         step.result.stats[f"arriving/{self.mfc.name}_share"] = 1 - num_left / len(body.ids)
         async with self._lock if num_left else contextlib.nullcontext():  # its groups may be in the chunk under way
-            await super()._work(step, body)
+            await super()._work(step, call, body)
 
-    async def _once(self, step: _Step, body: ExecuteMFC, incarnation: Incarnation) -> None:
+    async def _once(self, step: _Step, call: Call, body: ExecuteMFC, incarnation: Incarnation) -> None:
         """Run the MFC on the groups of the batch that have not been processed yet."""
-        done, name = self._processed(), self.mfc.name
-        step.result.seconds[name] = 0.0
+        done, call.seconds = self._processed(), 0.0
         if rest := [meta for meta in self._buffer.metas(body.ids) if meta.ticket_id not in done]:
-            step.result.seconds[name] = await self._process(rest, step.version, incarnation)
-        step.count_bytes(await self._fetch("outputs", step.outputs(self.mfc), incarnation))
+            call.seconds = await self._process(rest, step.version, incarnation)
+        step.count_bytes(await self._fetch("outputs", step.outputs(self.mfc, body.ids), incarnation))
 
     def _next_chunk(self) -> list[TrajectoryMeta]:
         stored, done = self._buffer.stored, self._processed()
@@ -543,7 +583,7 @@ class ArrivingFunctionCall(DetachedFunctionCall):
 
 
 class FunctionExecutor:
-    """Executes the dataflow graph: each MFC runs once the batch has all its input keys. No MFC is treated specially here."""
+    """Runs the step function on batches, with a function for each MFC of the graph. No MFC is treated specially here."""
 
     def __init__(
         self,
@@ -557,11 +597,13 @@ class FunctionExecutor:
         recorders: Sequence[int] = (),
         detached: DetachedGroups | None = None,
         refresher: Refresher | None = None,
+        function: StepFunction | None = None,
     ) -> None:
         """recorders: by head, the worker that records trajectories together with the keys that MFCs produce. detached, refresher:
-        None if all workers are in one worker group."""
+        None if all workers are in one worker group. function: None: the shipped one."""
         self._buffer, self._tracker, self._caller, self._hooks = buffer, tracker, caller, hooks
         self._recorders = recorders
+        self._function = function or StepFunction("", math.inf)
         self._placements = {placement.name: placement for placement in placements}
         mfcs = [graph.mfcs[name] for name in graph.order]
         homeless = [f"{mfc.name} on {mfc.model!r}" for mfc in mfcs if mfc.model not in self._placements]
@@ -573,12 +615,13 @@ class FunctionExecutor:
         self._num_parts = 0
         self._calls: list[ModelFunctionCall] = []
         for mfc in mfcs:
-            about = mfc, self._placements[mfc.model], buffer, caller, hooks
-            if detached is not None and self._placements[mfc.model].workers[0] in self._detached:
-                kind = ArrivingFunctionCall if hooks.is_arriving(mfc) else DetachedFunctionCall
-                self._calls.append(kind(*about, detached, tracker))
-            else:
+            about = mfc, self._placements[mfc.model], caller, hooks
+            if detached is None or self._placements[mfc.model].workers[0] not in self._detached:
                 self._calls.append(ModelFunctionCall(*about))
+            elif hooks.is_arriving(mfc):
+                self._calls.append(ArrivingFunctionCall(*about, detached, tracker, buffer))
+            else:
+                self._calls.append(DetachedFunctionCall(*about, detached, tracker))
 
     @property
     def _arriving(self) -> list[ArrivingFunctionCall]:
@@ -616,11 +659,9 @@ class FunctionExecutor:
 
     async def _run(self, tickets: Sequence[str], version: int, part: Part, batch: Sequence[str] = ()) -> StepResult:
         left_out = self._hooks.left_out(version)
-        calls = [call for call in self._calls if call.mfc.name not in left_out]
-        mfcs = [call.mfc for call in calls]
         step = _Step(
             version,
-            mfcs,
+            [call.mfc for call in self._calls if call.mfc.name not in left_out],
             self._placements,
             self._tracker,
             self._caller,
@@ -630,16 +671,29 @@ class FunctionExecutor:
             batch=batch,
         )
         self._at(version, in_step=True)
-        await self._buffer.begin_batch(tickets)
-        moved = step.begin(self._buffer.metas(tickets), self._buffer.common_keys(tickets))
-        tasks = [moved, *(asyncio.ensure_future(call.run(step)) for call in calls)]
+        self._buffer.begin_batch(tickets)
+        metas = self._buffer.metas(tickets)
         try:
-            await asyncio.gather(*tasks)
+            async with asyncio.TaskGroup() as group:
+
+                def start(runner: ModelFunctionCall, call: Call, groups: Batch) -> asyncio.Task[None]:
+                    return group.create_task(runner.run(step, groups, call))
+
+                models = Models(
+                    [
+                        Function(runner.mfc, partial(start, runner), is_left_out=runner.mfc.name in left_out)
+                        for runner in self._calls
+                    ]
+                )
+                step.begin(metas, self._buffer.common_keys(tickets))
+                group.create_task(self._function.run(models, Batch(metas)))
+            step.result.count(models.calls)
+            await step.moved()
             if part != "open":
                 await self._refresh(step, version + 1)
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None  # the first one; the others follow from it
         finally:
-            for task in tasks:
-                task.cancel()
             step.give_up()
         self._at(version + 1, in_step=False)
         return step.result

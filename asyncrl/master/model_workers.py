@@ -17,6 +17,7 @@ from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
 from asyncrl.master.calls import DetachedGroups, WorkerCaller
 from asyncrl.master.executor import FunctionExecutor, ParameterHooks, start_copies
 from asyncrl.master.refresh import Refresher
+from asyncrl.master.step_function import StepFunction
 from asyncrl.protocol.messages import (
     CallBody,
     CallResult,
@@ -92,6 +93,7 @@ class ModelWorkers:
             recorders=self.heads if config.records else (),
             detached=self._detached,
             refresher=self.refresher,
+            function=StepFunction(config.train.step, config.train.call_timeout_s),
         )
 
     async def load(self) -> None:

@@ -12,9 +12,9 @@ conditions; `check` asserts the invariants that hold between events.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from asyncrl.manager.ledger import Ledger, StaleAttemptError
 from asyncrl.manager.routing import ServerTable
@@ -38,20 +38,8 @@ from asyncrl.protocol.messages import (
 )
 from asyncrl.protocol.tickets import TicketId
 
-T = TypeVar("T")
-
 LEASE_S, HEARTBEAT_S, OVERDUE_S = 15.0, 2.0, 100.0
 SERVER = "generation_server/0"
-
-
-def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a coroutine that never suspends."""
-    try:
-        coroutine.send(None)
-    except StopIteration as stop:
-        result: T = stop.value
-        return result
-    raise AssertionError(f"{coroutine} suspended")
 
 
 @dataclass(eq=False)
@@ -490,7 +478,7 @@ class World:
             )
             age = master.version - first.version
             assert 0 <= age <= self.eta, f"{meta.ticket_id} is {age} versions old at step {master.version}"
-        at_once(master.buffer.begin_batch(decision.tickets))
+        master.buffer.begin_batch(decision.tickets)
         master.step = decision.tickets
 
     def end_step(self) -> None:

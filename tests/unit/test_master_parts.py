@@ -1,7 +1,5 @@
 """Pure parts of the master: progress of prompts, schedules, buffer, tracker of holders, parameter hooks, step metrics, ages."""
 
-import asyncio
-
 import msgspec
 import pytest
 
@@ -110,52 +108,35 @@ class TestBuffer:
         buffer.put(make_meta("t1", 0))
         assert "holds 1 trajectories" in buffer.put(make_meta("t2", 1)).reason
 
-    async def test_a_trajectory_of_a_trained_prompt_is_a_duplicate(self):
+    def test_a_trajectory_of_a_trained_prompt_is_a_duplicate(self):
         progress = PromptProgress(4, 1)
         buffer = AsyncIOSequenceBuffer(progress, capacity=4, attempt=1)
         buffer.put(make_meta("t1", 0))
-        await buffer.begin_batch(["t1"])
+        buffer.begin_batch(["t1"])
         buffer.end_batch()
         progress.mark_trained([Locator(0, 0)])
         assert buffer.put(make_meta("t2", 0)).verdict == "duplicate"
 
-    async def test_a_batch_is_formed_from_stored_tickets_after_the_previous_step(self):
+    def test_a_batch_is_formed_from_stored_tickets_after_the_previous_step(self):
         buffer = self.make()
         buffer.put(make_meta("t1", 0))
         for tickets in (["t1", "unknown"], []):
             with pytest.raises(ValueError, match="cannot form a batch"):
-                await buffer.begin_batch(tickets)
-        await buffer.begin_batch(["t1"])
+                buffer.begin_batch(tickets)
+        buffer.begin_batch(["t1"])
         with pytest.raises(RuntimeError, match="the previous batch is still in its step"):
-            await buffer.begin_batch(["t1"])
+            buffer.begin_batch(["t1"])
 
     def test_a_run_has_at_least_one_prompt_and_one_epoch(self):
         for numbers in ((0, 1), (1, 0)):
             with pytest.raises(ValueError, match="use at least 1 of each"):
                 PromptProgress(*numbers)
 
-    async def test_an_mfc_waits_for_its_keys(self):
+    def test_stored_trajectories_are_those_outside_the_batch(self):
         buffer = self.make()
         buffer.put(make_meta("t1", 0))
         buffer.put(make_meta("t2", 1))
-        first = MFCDef("inf", "actor", "inference", "x:y", ("packed_input_ids",), ("proximal_logprobs",))
-        second = MFCDef("train", "actor", "train_step", "x:y", ("rewards", "proximal_logprobs"))
-        waiting = asyncio.create_task(buffer.get_batch_for_rpc(second))
-        await buffer.begin_batch(["t2", "t1"])
-        assert await buffer.get_batch_for_rpc(first) == ("t2", "t1")
-        await buffer.amend_batch(["t1"], ["proximal_logprobs"])
-        assert buffer.missing_keys(second) == {"proximal_logprobs": 1}
-        assert not waiting.done()
-        await buffer.amend_batch(["t2"], ["proximal_logprobs"])
-        assert await waiting == ("t2", "t1")
-        buffer.end_batch()
-        assert len(buffer) == 0
-
-    async def test_stored_trajectories_are_those_outside_the_batch(self):
-        buffer = self.make()
-        buffer.put(make_meta("t1", 0))
-        buffer.put(make_meta("t2", 1))
-        await buffer.begin_batch(["t1"])
+        buffer.begin_batch(["t1"])
         assert [meta.ticket_id for meta in buffer.stored] == ["t2"]
         assert buffer.stored_tickets == ["t1", "t2"]
 

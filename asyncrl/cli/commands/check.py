@@ -23,7 +23,7 @@ from asyncrl.cli.commands.common import (
 from asyncrl.cli.doctor import Finding, examine, package_versions
 from asyncrl.cli.hub import with_local_models
 from asyncrl.cli.planning import judge_memory_of_gpus
-from asyncrl.cli.task_trial import try_tasks
+from asyncrl.cli.task_trial import judge_step, try_tasks
 from asyncrl.config.schema import ExperimentConfig
 from asyncrl.dataflow.phases import phases
 from asyncrl.launch.checks.preflight import preflight
@@ -71,7 +71,7 @@ def check(arguments: argparse.Namespace, console: Console) -> int:
     config = with_local_models(load_experiment(arguments.config, arguments.overrides), download=False)
     num_prompts = preflight(config)
     views = [_Phase.of(phase, num_prompts) for phase in phases(config)]
-    tasks = try_tasks(config)
+    tasks = try_tasks(config) + judge_step(config)
     findings = [finding for view in views for finding in view.machine] + tasks
     if arguments.json:
         first, *later = views

@@ -1,0 +1,222 @@
+"""What a train step is written with: handles of the groups of a step and of the functions of its models.
+
+    async def step(models: Models, batch: Batch) -> None:
+        old, ref = models.actor.inf(batch), models.ref.inf(batch)   # both run now
+        batch = batch.union(old, ref)
+        batch = batch.union(models.actor.advantages(batch))
+        await models.actor.train(batch)
+
+A handle has ids, keys, lengths and rewards. The data itself stays on the model workers. A call returns at once, with a handle of
+its result. The result can be passed on, selected, chunked and concatenated before it exists: each call waits for the keys that it
+reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.dataflow.graph import MFCDef
+from asyncrl.protocol.messages import TrajectoryMeta
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a function in a step."""
+
+    mfc: MFCDef
+    ids: frozenset[str]
+    where: str  # file:line of the call
+    made: asyncio.Event = field(default_factory=asyncio.Event)  # the outputs exist, and their moves have been sent
+    task: asyncio.Task[None] = field(init=False)
+    is_used: bool = False  # another call reads its outputs, or the step has waited for it
+    seconds: float | None = None  # at the slowest worker
+    peak_s: float | None = None  # the seconds that the model FLOPs take at peak FLOP/s
+    stats: dict[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.mfc.role}.{self.mfc.function} ({self.where})"
+
+
+class Batch:
+    """Groups of responses, with the keys that they came with and those that calls make for them. Immutable.
+
+    `await batch` waits until all of its calls are over. Raises the error of a call that failed.
+    """
+
+    def __init__(self, metas: Iterable[TrajectoryMeta], calls: Iterable[Call] = ()) -> None:
+        self._metas = tuple(metas)
+        self.ids = tuple(meta.ticket_id for meta in self._metas)
+        self._members = frozenset(self.ids)
+        if len(self._members) != len(self.ids):
+            raise ValueError("the same group is in a batch twice")
+        self._calls = tuple(dict.fromkeys(calls))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __await__(self) -> Generator[Any, None, Batch]:
+        return self._over().__await__()
+
+    async def _over(self) -> Batch:
+        for call in self._calls:
+            call.is_used = True
+        if tasks := [call.task for call in self._calls]:
+            await asyncio.wait(tasks)  # unlike gather, it does not cancel the calls if the caller is cancelled
+        for task in tasks:
+            task.result()
+        return self
+
+    @property
+    def lengths(self) -> list[list[int]]:
+        """Tokens of each sequence, by group."""
+        return [list(meta.seqlens) for meta in self._metas]
+
+    @property
+    def rewards(self) -> list[list[float]]:
+        """Rewards of each response, by group."""
+        return [list(meta.rewards) for meta in self._metas]
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The keys that all groups have or will have."""
+        made = {key for call in self._calls for key in call.mfc.output_keys}
+        came = [set(meta.keys) for meta in self._metas]
+        return frozenset(key for key in made.union(*came) if not self._without(key))
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """The statistics of the calls of this batch that are over."""
+        return {name: value for call in self._calls for name, value in call.stats.items()}
+
+    def union(self, *others: Batch) -> Batch:
+        """This batch with the keys of others, which have the same groups. Raises ValueError if two calls made the same key."""
+        for other in others:
+            if other._members != self._members:
+                raise ValueError("union needs the same groups; use Batch.concat for different ones")
+        found = Batch(self._metas, (call for batch in (self, *others) for call in batch._calls))
+        found._check_makers()
+        return found
+
+    def select(self, ids: Collection[str]) -> Batch:
+        """These groups of the batch, in the order of the batch. Raises ValueError if it lacks one."""
+        wanted = set(ids)
+        if unknown := wanted.difference(self.ids):
+            raise ValueError(f"the batch lacks {len(unknown)} of the selected groups, e.g. {min(unknown)}")
+        calls = [call for call in self._calls if not call.ids.isdisjoint(wanted)]
+        return Batch((meta for meta in self._metas if meta.ticket_id in wanted), calls)
+
+    def chunk(self, n: int) -> list[Batch]:
+        """n batches of neighbouring groups, whose sizes differ by at most one group."""
+        if not 1 <= n <= len(self):
+            raise ValueError(f"{len(self)} groups cannot be divided into {n} chunks")
+        each, more = divmod(len(self), n)
+        ends = [rank * each + min(rank, more) for rank in range(n + 1)]
+        return [self.select(self.ids[start:end]) for start, end in itertools.pairwise(ends)]
+
+    @staticmethod
+    def concat(batches: Sequence[Batch]) -> Batch:
+        """One batch of all of these groups. It has the keys that all parts have. Raises ValueError if two parts share a group."""
+        found = Batch(
+            (meta for batch in batches for meta in batch._metas), (call for batch in batches for call in batch._calls)
+        )
+        found._check_makers()
+        return found
+
+    def makers(self, key: str) -> list[Call]:
+        """The calls that make this key for some groups of the batch. Raises ValueError if a group neither has nor gets it."""
+        if lacking := self._without(key):
+            raise ValueError(
+                f"{len(lacking)} of {len(self)} groups have no {key!r}; take the union with the result of the call that makes it"
+            )
+        return [call for call in self._calls if key in call.mfc.output_keys]
+
+    def _without(self, key: str) -> set[str]:
+        made = [call.ids for call in self._calls if key in call.mfc.output_keys]
+        if any(ids >= self._members for ids in made):
+            return set()
+        return {meta.ticket_id for meta in self._metas if key not in meta.keys}.difference(*made)
+
+    def _check_makers(self) -> None:
+        """Raise ValueError if two calls make the same key for the same group."""
+        for number, call in enumerate(self._calls):
+            for other in self._calls[:number]:
+                twice = set(call.mfc.output_keys) & set(other.mfc.output_keys)
+                if twice and call.ids & other.ids & self._members:
+                    raise ValueError(f"{call} and {other} both make {', '.join(sorted(twice))} for the same groups")
+
+
+class Function:
+    """A function of a model. A call with a batch that has its input keys starts it. The result is a batch with its outputs."""
+
+    def __init__(self, mfc: MFCDef, start: Callable[[Call, Batch], asyncio.Task[None]], *, is_left_out: bool) -> None:
+        """start: begins the call. is_left_out: this step leaves the function out (train.num_critic_only_steps)."""
+        self.mfc = mfc
+        self._start, self._is_left_out = start, is_left_out
+        self.calls: list[Call] = []
+
+    def __call__(self, batch: Batch) -> Batch:
+        """Raises ValueError if the batch lacks an input key, or if the function trains a group for the second time in the step."""
+        mfc = self.mfc
+        if self._is_left_out:
+            return batch
+        read = [call for key in mfc.input_keys for call in batch.makers(key)]
+        call = Call(mfc, frozenset(batch.ids), _caller())
+        for earlier in self.calls if mfc.kind == "train_step" else ():
+            if again := call.ids & earlier.ids:
+                raise ValueError(f"{call} trains {len(again)} groups again that {earlier} has trained")
+        for maker in read:
+            maker.is_used = True
+        call.task = self._start(call, batch)
+        self.calls.append(call)
+        return Batch(batch._metas, [call])
+
+    def check(self) -> None:
+        """Called when the step is over. Raises ValueError if it forgot to train, or dropped the result of a call."""
+        mfc = self.mfc
+        if mfc.kind == "train_step" and not (self.calls or self._is_left_out):
+            raise ValueError(f"it ended without a call of {mfc.role}.{mfc.function}, so the model was not trained")
+        for call in self.calls:
+            if not call.is_used:
+                raise ValueError(f"the result of {call} was dropped; await it, pass it on, or do not call the function")
+
+
+class Role:
+    """The functions of a role's models, as attributes: `inf`, `train`, ..."""
+
+    def __init__(self, name: str, functions: Iterable[Function]) -> None:
+        self._name, self._functions = name, {function.mfc.function: function for function in functions}
+
+    def __getattr__(self, name: str) -> Function:
+        if name in self.__dict__.get("_functions", {}):
+            return self._functions[name]
+        raise AttributeError(f"{self._name} has no function {name!r}; it has {', '.join(self._functions)}")
+
+
+class Models:
+    """The roles of a run, as attributes: `actor`, `ref`, `critic`, ... `functions`: all functions, in the order of their keys."""
+
+    def __init__(self, functions: Sequence[Function]) -> None:
+        self.functions = list(functions)
+        roles = dict.fromkeys(function.mfc.role for function in functions)
+        self._roles = {name: Role(name, (f for f in functions if f.mfc.role == name)) for name in roles}
+
+    @property
+    def calls(self) -> list[Call]:
+        """All calls of the step so far."""
+        return [call for function in self.functions for call in function.calls]
+
+    def __getattr__(self, name: str) -> Role:
+        if name in self.__dict__.get("_roles", {}):
+            return self._roles[name]
+        raise AttributeError(f"the run has no role {name!r}; it has {', '.join(self._roles)}")
+
+
+def _caller() -> str:
+    """file:line of the call of a function: two frames up."""
+    frame = sys._getframe(2)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,0 +1,93 @@
+"""The function that is the train step: the shipped one, or the user's (train.step). It makes the step's calls."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import traceback
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+from asyncrl.master.handles import Batch, Call, Models
+from asyncrl.rewards.import_object import config_error, import_object
+from asyncrl.runtime.worker import RunEndedError
+
+
+async def shipped_step(models: Models, batch: Batch) -> None:
+    """The train step of every run without train.step.
+
+    A call begins once its input keys exist. So inference, advantages and training follow one another, and calls that do not need
+    each other's keys run at the same time.
+    """
+    for function in models.functions:  # e.g. actor.inf, ref.inf, actor.advantages, actor.train
+        batch = batch.union(function(batch))
+    await batch
+
+
+class StepFunctionError(RunEndedError):
+    """train.step raised, hung, forgot to train, trained a group twice, or dropped a result."""
+
+
+class StepFunction:
+    """Runs the step function, and checks what it did."""
+
+    def __init__(self, spec: str, limit_s: float) -> None:
+        """spec: train.step; "": the shipped function. limit_s: time for which the function may wait for something other than its
+        calls. Raises ConfigError."""
+        self._spec, self._limit_s = spec, limit_s
+        self._function: Callable[[Models, Batch], Awaitable[None]] = shipped_step
+        if spec:
+            found = import_object(spec, "train.step")
+            if not inspect.iscoroutinefunction(found):
+                raise config_error(
+                    f"train.step={spec}: it is {found!r}; name a function `async def step(models, batch)`"
+                )
+            try:
+                inspect.signature(found).bind(None, None)
+            except TypeError as error:
+                raise config_error(f"train.step={spec}: {error}; it is called as step(models, batch)") from None
+            self._function = found
+
+    async def run(self, models: Models, batch: Batch) -> None:
+        """Run the function to its end. Raises the error of a call that fails, and StepFunctionError."""
+        body = asyncio.ensure_future(self._function(models, batch))
+        try:
+            await self._until_done(body, models)
+            body.result()
+            for function in models.functions:
+                function.check()
+        except StepFunctionError:
+            raise
+        except Exception as error:
+            if not self._spec or any(_error_of(call) is error for call in models.calls):
+                raise
+            where = self._where(error)
+            raise StepFunctionError(
+                f"train.step failed at {where}: {type(error).__name__}: {error}; correct the function, then resume the run"
+            ) from error
+        finally:
+            body.cancel()
+
+    async def _until_done(self, body: asyncio.Future[None], models: Models) -> None:
+        while not body.done():
+            calls = models.calls
+            running = [call.task for call in calls if not call.task.done()]  # each has a limit of its own
+            limit_s = None if running else self._limit_s
+            done, _ = await asyncio.wait({body, *running}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done and len(models.calls) == len(calls):
+                (frame,) = cast("asyncio.Task[None]", body).get_stack(limit=1)
+                where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                raise StepFunctionError(
+                    f"train.step hangs at {where}: no call runs, and it has waited for {self._limit_s:g} s "
+                    "(train.call_timeout_s); correct the function, then resume the run"
+                )
+
+    def _where(self, error: BaseException) -> str:
+        """file:line in the function's file at which the error was raised."""
+        code: Any = inspect.unwrap(self._function).__code__
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == code.co_filename]
+        return f"{code.co_filename}:{lines[-1] if lines else code.co_firstlineno}"
+
+
+def _error_of(call: Call) -> BaseException | None:
+    return call.task.exception() if call.task.done() and not call.task.cancelled() else None

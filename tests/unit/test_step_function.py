@@ -1,0 +1,189 @@
+"""A train step that a user writes (train.step): on the executor with its real calls, and what goes wrong in one."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from test_executor import DATASET, Master, mfc, placement, ppo_graph, running, trajectory
+
+from asyncrl.config.schema import ConfigError, TrainConfig
+from asyncrl.dataflow.graph import DataflowGraph, build_dataflow
+from asyncrl.master.executor import FunctionExecutor, ParameterHooks
+from asyncrl.master.handles import Batch
+from asyncrl.master.step_function import StepFunction, StepFunctionError
+from asyncrl.protocol.messages import ExecuteMFC
+
+PLACES = [placement("actor", "d2", [0, 1]), placement("ref", "d1", [2]), placement("critic", "d1m2", [3, 4])]
+
+
+def written(folder: Path, body: str) -> str:
+    """A file with this step function; its spec. Lines of the body begin at line 6."""
+    lines = ["import asyncio", "from asyncrl.master.handles import Batch", "", "", "async def step(models, batch):"]
+    path = folder / "step.py"
+    path.write_text("\n".join([*lines, *(f"    {line}" for line in body.strip().splitlines())]) + "\n")
+    return f"{path}:step"
+
+
+def use(master: Master, spec: str, *, limit_s: float = 60.0) -> None:
+    """Replace the step function of the master's executor."""
+    world = master.world
+    hooks = ParameterHooks(world.graph.mfcs.values(), TrainConfig())
+    places = list(world.placements.values())
+    master.executor = FunctionExecutor(
+        world.graph,
+        places,
+        master.buffer,
+        master.tracker,
+        master.caller,
+        hooks,
+        function=StepFunction(spec, limit_s),
+    )
+
+
+async def train(body: str, folder: Path, *, num_groups: int = 6, limit_s: float = 60.0):
+    """Train one step with this function. Returns the calls (MFC, ids) in the order of the first worker of each, and the result."""
+    async with running(ppo_graph(), PLACES, 5) as (world, master):
+        use(master, written(folder, body), limit_s=limit_s)
+        tickets = [f"t{i}" for i in range(num_groups)]
+        for i, ticket in enumerate(tickets):
+            master.store(ticket, i, i % 2, 5 + i)
+        result = await master.step(tickets)
+        assert world.held == [set()] * 5  # no worker holds data any more
+        assert len(set(world.sent)) == len(world.sent)
+        calls = [(body.mfc, tuple(body.ids)) for me, body in world.calls(ExecuteMFC) if me in (0, 2, 3)]
+        return calls, result
+
+
+WHOLE = ("t0", "t1", "t2", "t3", "t4", "t5")
+
+
+async def test_a_step_with_the_calls_of_the_shipped_one(tmp_path):
+    body = """\
+batch = batch.union(models.actor.inf(batch), models.ref.inf(batch), models.critic.inf(batch))
+actor, critic = models.actor.train(batch), models.critic.train(batch)
+assert "actor_train/x" not in batch.union(actor).stats
+assert (await actor).stats == {"actor_train/x": 1.0}
+await critic
+"""
+    calls, result = await train(body, tmp_path)
+    assert sorted(calls) == [(name, WHOLE) for name in sorted(ppo_graph().mfcs)]
+    assert result.stats["critic_train/x"] == 1.0
+    assert result.seconds["actor_train"] == 0.5
+
+
+async def test_parts_of_a_batch_are_computed_and_joined_without_a_wait(tmp_path):
+    """The reference runs on chunks, the critic on a selection first. The actor trains on the halves of the joined batch."""
+    body = """\
+batch = batch.union(models.actor.inf(batch))
+chunks = [chunk.union(models.ref.inf(chunk)) for chunk in batch.chunk(4)]
+joined = Batch.concat(chunks[::-1])
+assert set(joined.ids) == set(batch.ids) and "ref" in joined.keys and "ref" not in batch.keys
+short = [id for id, lengths in zip(batch.ids, batch.lengths, strict=True) if sum(lengths) < 8]
+left = batch.select([id for id in batch.ids if id not in short])
+values = Batch.concat([models.critic.inf(batch.select(short)), models.critic.inf(left)])
+joined = joined.union(values)
+first, second = joined.chunk(2)
+await models.actor.train(first)
+await asyncio.gather(models.actor.train(second), models.critic.train(joined))
+"""
+    calls, result = await train(body, tmp_path)
+    by_name = {name: [ids for called, ids in calls if called == name] for name in ppo_graph().mfcs}
+    assert by_name["actor_inf"] == [WHOLE]
+    assert by_name["ref_inf"] == [("t0", "t1"), ("t2", "t3"), ("t4",), ("t5",)]
+    assert by_name["critic_inf"] == [("t0", "t1", "t2"), ("t3", "t4", "t5")]
+    assert by_name["actor_train"] == [("t5", "t4", "t2"), ("t3", "t0", "t1")]
+    assert len(by_name["critic_train"]) == 1
+    assert result.seconds["ref_inf"] == 2.0  # of all its calls
+
+
+WRONG = {
+    "it raises": ("x = 1\nraise KeyError('kl')", r"step\.py:7: KeyError: 'kl'"),
+    "it lacks a key": ("await models.actor.train(batch)", r"step\.py:6: ValueError: 6 of 6 groups have no 'prox'"),
+    "it forgets to train": (
+        "await models.actor.inf(batch)",
+        r"it ended without a call of actor\.train, so the model was not trained",
+    ),
+    "it trains twice": (
+        "for model in models.functions[:3]:\n    batch = batch.union(model(batch))\n"
+        "await models.actor.train(batch)\nawait models.actor.train(batch.chunk(2)[0])",
+        r"step\.py:9: ValueError: actor\.train \(.*step\.py:9\) trains 3 groups again that actor\.train \(.*step\.py:8\)",
+    ),
+    "it drops a result": (
+        "for model in models.functions:\n    batch = batch.union(model(batch))\n"
+        "models.ref.inf(batch.chunk(2)[1])\nawait batch",
+        r"the result of ref\.inf \(.*step\.py:8\) was dropped",
+    ),
+    "it makes a key twice": (
+        "batch.union(models.ref.inf(batch)).union(models.ref.inf(batch))",
+        r"step\.py:6: ValueError: ref\.inf .* and ref\.inf .* both make ref for the same groups",
+    ),
+    "it calls a function that does not exist": (
+        "models.actor.infer(batch)",
+        "actor has no function 'infer'; it has inf, train",
+    ),
+    "it calls a role that does not exist": ("models.judge.inf(batch)", "no role 'judge'; it has actor, ref, critic"),
+    "it hangs": ("await models.actor.inf(batch)\nawait asyncio.Event().wait()", r"hangs at .*step\.py:7: no call runs"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+async def test_what_is_wrong_in_a_step_is_named_with_its_line(what, tmp_path):
+    body, message = WRONG[what]
+    with pytest.raises(StepFunctionError, match=message):
+        await train(body, tmp_path, limit_s=0.3)
+
+
+async def test_the_error_of_a_call_is_not_taken_for_one_of_the_function(tmp_path):
+    async with running(ppo_graph(), PLACES, 5) as (world, master):
+        use(master, written(tmp_path, "for f in models.functions:\n    batch = batch.union(f(batch))\nawait batch"))
+        master.store("t0", 0, 0, 5)
+        world.gates["ref_inf"] = [asyncio.Event()]  # the reference never answers
+        master.caller._limit_s = 0.2
+        with pytest.raises(TimeoutError):
+            await master.step(["t0"])
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("nowhere.py:step", "nowhere.py"),
+        ("asyncrl.master.handles:Batch", "name a function `async def step"),
+        ("asyncrl.master.step_function:StepFunction.run", "has no 'StepFunction.run'"),
+    ],
+)
+def test_a_spec_that_is_no_step_function_is_refused(spec, message):
+    with pytest.raises(ConfigError, match=message):
+        StepFunction(spec, 1.0)
+
+
+def test_a_function_with_other_arguments_is_refused(tmp_path):
+    (tmp_path / "few.py").write_text("async def step(batch):\n    pass\n")
+    with pytest.raises(ConfigError, match=r"it is called as step\(models, batch\)"):
+        StepFunction(f"{tmp_path / 'few.py'}:step", 1.0)
+
+
+def test_handles():
+    metas = [trajectory(f"t{i}", i, 0, 10 + i) for i in range(5)]
+    batch = Batch(metas)
+    assert (len(batch), batch.keys, batch.lengths[4], batch.rewards[0]) == (5, frozenset(DATASET), [14], [0.0])
+    assert [len(chunk) for chunk in batch.chunk(3)] == [2, 2, 1]
+    assert Batch.concat(batch.chunk(5)).ids == batch.ids
+    assert batch.select(["t3", "t1"]).ids == ("t1", "t3")
+    for wrong, message in (
+        (lambda: batch.chunk(6), "5 groups cannot be divided into 6 chunks"),
+        (lambda: batch.select(["t9"]), "lacks 1 of the selected groups, e.g. t9"),
+        (lambda: batch.union(batch.chunk(5)[0]), "union needs the same groups"),
+        (lambda: Batch.concat([batch, batch]), "the same group is in a batch twice"),
+        (lambda: batch.makers("values"), "5 of 5 groups have no 'values'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wrong()
+
+
+def test_names_of_functions():
+    names = {name: f"{mfc.role}.{mfc.function}" for name, mfc in build_dataflow(TrainConfig()).mfcs.items()}
+    assert names == {"actor_inf": "actor.inf", "advantages": "actor.advantages", "actor_train": "actor.train"}
+    extra = DataflowGraph([mfc("filter", "actor", ["tokens"], ["kept"])], DATASET).mfcs["filter"]
+    assert extra.function == "filter"
