@@ -7,6 +7,7 @@ fails.
 
     python benchmarks/plan_accuracy.py                  # all cases
     python benchmarks/plan_accuracy.py --accumulation   # no measurement: what train.accumulate_unsharded costs
+    python benchmarks/plan_accuracy.py --published      # no measurement: bounds of time beside prime-rl's published MFU
 
 `value` is the largest error of a peak in %. `ratio.measured` has for each case the predicted peak over the measured one, of the MFC
 with the largest error.
@@ -55,6 +56,19 @@ COMMON = {
     "tie_word_embeddings": False,
     "hidden_act": "silu",
 }
+
+# Qwen3's config.json
+QWEN3 = COMMON | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+}
+SHAPES_QWEN3 = {"Qwen3-0.6B": (1024, 3072, 28, 16, 8), "Qwen3-4B": (2560, 9728, 36, 32, 8)}
+# prime-rl's baselines: model, H100s, tokens of a sequence, MFU
+PUBLISHED = (("Qwen3-0.6B", 1, 16384, 0.237), ("Qwen3-0.6B", 1, 65536, 0.268), ("Qwen3-4B", 8, 65536, 0.354))
 
 
 def cases(quick: bool) -> list[Any]:
@@ -162,11 +176,60 @@ def accumulation(args: argparse.Namespace) -> None:
     finish(args, name="plan_accuracy", variant="accumulation", value=None, unit="GiB", ratio={}, rows=rows)
 
 
+def published(args: argparse.Namespace) -> None:
+    """The lower bound of a train step's time over the time that prime-rl's MFU implies."""
+    from asyncrl.config.schema import (
+        ExperimentConfig,
+        PPOConfig,
+        PromptSourceConfig,
+        RolloutConfig,
+        SamplingConfig,
+        TrainConfig,
+        resolve_auto,
+    )
+    from asyncrl.plan.capacity import plan_run
+    from asyncrl.plan.devices import DEVICES
+    from asyncrl.plan.ranks import plan_training
+
+    device, rows, ratios = DEVICES["h100-80g"], [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, gpus, length, mfu in PUBLISHED:
+            path = Path(folder) / name
+            path.mkdir(exist_ok=True)
+            (path / "config.json").write_text(json.dumps(QWEN3 | dict(zip(_SIZES, SHAPES_QWEN3[name], strict=True))))
+            config = ExperimentConfig(
+                mode="train_only",
+                model_path=str(path),
+                allocation=f"sglang.d1+d{gpus}",
+                prompts=PromptSourceConfig(path="-"),
+                rollout=RolloutConfig(group_size=1, sampling=SamplingConfig(max_new_tokens=length - 512)),
+                train=TrainConfig(
+                    dtype="bfloat16",
+                    gradient_checkpointing=True,
+                    batch_size=2 * gpus,
+                    max_tokens_per_mb=length,
+                    ppo=PPOConfig(use_decoupled_loss=False, minibatches=1),
+                ),
+            )
+            plan = plan_run(resolve_auto(config, on_gpu=True), device, plan_training)
+            (step,) = [step for step in plan.ranks[0].steps if step.mfc == "actor_train"]
+            ratio = plan.time.training_s * mfu * device.flops / step.model_flops
+            ratios[f"{name} d{gpus} {length}"] = round(ratio, 4)
+            needed = f"{plan.peak / GIB:.1f}"
+            rows.append(
+                (name, gpus, length, f"{step.model_flops / step.tokens:.3g}", f"{ratio:.2f}", needed, plan.fits)
+            )
+    header = ("model", "GPUs", "tokens", "model FLOPs a token", "bound over measured", "GiB at least", "fits")
+    say(args, markdown(header, rows))
+    finish(args, name="plan_accuracy", variant="published", value=None, unit="", ratio={"prime_rl": ratios}, rows=rows)
+
+
 def main() -> None:
     options = parser(__doc__ or "", rounds=5)
     options.add_argument("--accumulation", action="store_true", help="the table of train.accumulate_unsharded instead")
+    options.add_argument("--published", action="store_true", help="the table of published speeds instead")
     args = options.parse_args()
-    (accumulation if args.accumulation else compare_all)(args)
+    (accumulation if args.accumulation else published if args.published else compare_all)(args)
 
 
 if __name__ == "__main__":
