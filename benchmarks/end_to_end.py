@@ -139,7 +139,7 @@ def servers_idle(run_dir: Path, began: float, ended: float) -> float:
 
 
 def main() -> None:
-    options = parser(__doc__.split("\n")[0], quick={"etas": [0, 4], "steps": 3, "target": 0.0})
+    options = parser(__doc__.split("\n")[0], quick={"etas": [0, QUOTED_ETA], "steps": 3, "target": 0.0})
     options.add_argument("--config", default=QUICKSTART, help=f"default {QUICKSTART}")
     options.add_argument("--etas", type=int, nargs="+", default=list(ETAS), help="default 0 1 2 4")
     options.add_argument(

@@ -137,7 +137,7 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    options = parser(__doc__ or "", quick={"steps": 1})
+    options = parser(__doc__ or "")
     options.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart_cpu.yaml")
     options.add_argument("--steps", type=int, default=2, help="train steps of each run; only the first is measured")
