@@ -67,6 +67,7 @@ _ABORT_AGAIN_S = 0.2  # aborts are repeated, because an abort that arrives befor
 _FLUSH_TRIES, _UPDATE_FLUSH_TRIES = 5, 20
 _FLUSH_PAUSE_S = 0.05
 _WATCH_S = 0.5
+_ENDS_TOO_S = 5.0  # after a child has ended: the server itself was killed, or ends because of it
 _SILENT_LIMIT_S = 60.0  # a server that answers nothing for this long counts as dead
 _NOT_CHANGED = (
     "Failed to get weights iterator",
@@ -306,10 +307,10 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
                 self._die(f"{ended}; {self._server.told()}")
 
     async def _how_it_ended(self) -> str | None:
-        """How the server ended; None while it runs. If a child has ended, first wait briefly: the server may end, too."""
+        """How the server ended; None while it runs. If a child has ended, first wait: the server may end, too."""
         ended = self._server.how_it_ended()
         if ended is not None:
-            await self._server.wait_ended(_WATCH_S)
+            await self._server.wait_ended(_ENDS_TOO_S)
             ended = self._server.how_it_ended()
         return ended
 

@@ -17,7 +17,7 @@ from asyncrl.testing.runs import train_steps
 STEPS = 2
 SMALL = (f"train.max_steps={STEPS}", "train.batch_size=8", "eval.prompts=null", "weights.fsync=false")
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.release]
 
 
 def call(*command: str | Path, cwd: Path, **env: str) -> str:
