@@ -167,8 +167,8 @@ def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, fl
 
 
 class _Step:
-    """One batch, or one part of it, on its way through the graph: its parts for the data ranks, its data movements and its results.
-    Its methods send and do not wait."""
+    """One batch, or one part of it, on its way through the step: its parts for the data ranks, its data movements and its results.
+    Its methods send and do not wait, except `moved`."""
 
     def __init__(
         self,
@@ -187,9 +187,8 @@ class _Step:
         in the trainer group. part, batch: as in ExecuteMFC."""
         self.version = version
         self.part, self.batch = part, list(batch)
-        self._parts: dict[
-            tuple[str, frozenset[str]], list[list[str]]
-        ] = {}  # (model, groups) -> the ids of each data rank
+        # (model, groups) -> the ids of each data rank
+        self._parts: dict[tuple[str, frozenset[str]], list[list[str]]] = {}
         self.missing: set[str] = set()  # keys that no worker computes in this step, because a detached group is missing
         self.result = StepResult()
         self.tracker = tracker
