@@ -42,6 +42,7 @@ from asyncrl.protocol.messages import (
     CallResult,
     ClearData,
     ExecuteMFC,
+    ReadValues,
     Reallocate,
     RedistribStep,
     Redistribute,
@@ -268,6 +269,25 @@ class _Step:
         plans = [self._plan(model, _those_in(reads, keys), groups) for model, reads in self._reads.items()]
         plans.append(self._plan_for(self._only(self._recorded, groups), list(keys)))
         return self._send([step for plan in plans for step in plan])
+
+    async def read(self, ids: Sequence[str], key: str) -> list[list[list[float]]]:
+        """Return the values of a key by id and sequence, from workers of the trainer group. Raises ValueError if the key is missing
+        in this step."""
+        if key in self.missing:
+            raise ValueError(
+                f"{key} is missing in this step, because the workers that make it are down (on_missing=continue)"
+            )
+        by_worker: dict[int, list[str]] = {}
+        for group in ids:
+            by_worker.setdefault(min(self.tracker.holders[group][key]), []).append(group)
+        bodies = [ReadValues(ids=groups, key=key) for groups in by_worker.values()]
+        replies = await self._caller.start_each(f"the values of {key}", list(by_worker), bodies)
+        values = {
+            group: found
+            for groups, reply in zip(by_worker.values(), replies, strict=True)
+            for group, found in zip(groups, reply.values, strict=True)
+        }
+        return [values[group] for group in ids]
 
     def copy_weights(self, copies: Iterable[Reallocate]) -> list[asyncio.Task[list[CallResult]]]:
         """Start copies of weights. Each copy is one call to all workers of its source model and its target model."""
@@ -685,7 +705,7 @@ class FunctionExecutor:
                     ]
                 )
                 step.begin(metas, self._buffer.common_keys(tickets))
-                group.create_task(self._function.run(models, Batch(metas)))
+                group.create_task(self._function.run(models, Batch(metas, step.read)))
             step.result.count(models.calls)
             await step.moved()
             if part != "open":

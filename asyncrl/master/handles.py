@@ -6,9 +6,9 @@
         batch = batch.union(models.actor.advantages(batch))
         await models.actor.train(batch)
 
-A handle has ids, keys, lengths and rewards. The data itself stays on the model workers. A call returns at once, with a handle of
-its result. The result can be passed on, selected, chunked and concatenated before it exists: each call waits for the keys that it
-reads.
+A handle has ids, keys, lengths and rewards. The data itself stays on the model workers, until `read` asks for it. A call returns at
+once, with a handle of its result. The result can be passed on, selected, chunked and concatenated before it exists: each call waits
+for the keys that it reads.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sys
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.dataflow.graph import MFCDef
 from asyncrl.protocol.messages import TrajectoryMeta
+
+Reader = Callable[[Sequence[str], str], Awaitable[list[list[list[float]]]]]
+MOST_READ = 1_000_000  # tokens whose values `Batch.read` returns: the master holds them as Python numbers
 
 
 @dataclass(eq=False)
@@ -48,8 +51,9 @@ class Batch:
     `await batch` waits until all of its calls are over. Raises the error of a call that failed.
     """
 
-    def __init__(self, metas: Iterable[TrajectoryMeta], calls: Iterable[Call] = ()) -> None:
-        self._metas = tuple(metas)
+    def __init__(self, metas: Iterable[TrajectoryMeta], read: Reader, calls: Iterable[Call] = ()) -> None:
+        """read: (ids, key) -> the values, by id and sequence, once a worker has them."""
+        self._metas, self._read = tuple(metas), read
         self.ids = tuple(meta.ticket_id for meta in self._metas)
         self._members = frozenset(self.ids)
         if len(self._members) != len(self.ids):
@@ -70,6 +74,19 @@ class Batch:
         for task in tasks:
             task.result()
         return self
+
+    async def read(self, key: str) -> list[list[list[float]]]:
+        """The values of a key, by group and sequence, as lists of numbers. Waits for the calls that make them. Raises ValueError
+        if a group lacks the key, or if the values are more than MOST_READ."""
+        makers = self.makers(key)
+        if (num_tokens := sum(map(sum, self.lengths))) > MOST_READ:
+            raise ValueError(
+                f"{key} of {num_tokens} tokens is too much to be read; select fewer groups ({MOST_READ} at most)"
+            )
+        for call in makers:
+            call.is_used = True
+            await call.made.wait()
+        return await self._read(self.ids, key)
 
     @property
     def lengths(self) -> list[list[int]]:
@@ -98,7 +115,7 @@ class Batch:
         for other in others:
             if other._members != self._members:
                 raise ValueError("union needs the same groups; use Batch.concat for different ones")
-        found = Batch(self._metas, (call for batch in (self, *others) for call in batch._calls))
+        found = Batch(self._metas, self._read, (call for batch in (self, *others) for call in batch._calls))
         found._check_makers()
         return found
 
@@ -108,7 +125,7 @@ class Batch:
         if unknown := wanted.difference(self.ids):
             raise ValueError(f"the batch lacks {len(unknown)} of the selected groups, e.g. {min(unknown)}")
         calls = [call for call in self._calls if not call.ids.isdisjoint(wanted)]
-        return Batch((meta for meta in self._metas if meta.ticket_id in wanted), calls)
+        return Batch((meta for meta in self._metas if meta.ticket_id in wanted), self._read, calls)
 
     def chunk(self, n: int) -> list[Batch]:
         """n batches of neighbouring groups, whose sizes differ by at most one group."""
@@ -121,8 +138,12 @@ class Batch:
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
         """One batch of all of these groups. It has the keys that all parts have. Raises ValueError if two parts share a group."""
+        if not batches:
+            raise ValueError("concat needs at least one batch")
         found = Batch(
-            (meta for batch in batches for meta in batch._metas), (call for batch in batches for call in batch._calls)
+            (meta for batch in batches for meta in batch._metas),
+            batches[0]._read,
+            (call for batch in batches for call in batch._calls),
         )
         found._check_makers()
         return found
@@ -173,7 +194,7 @@ class Function:
             maker.is_used = True
         call.task = self._start(call, batch)
         self.calls.append(call)
-        return Batch(batch._metas, [call])
+        return Batch(batch._metas, batch._read, [call])
 
     def check(self) -> None:
         """Called when the step is over. Raises ValueError if it forgot to train, or dropped the result of a call."""

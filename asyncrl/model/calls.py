@@ -42,6 +42,7 @@ from asyncrl.protocol.messages import (
     HoldWeights,
     LoadCheckpoint,
     Ping,
+    ReadValues,
     Reallocate,
     Redistribute,
     ReleaseDevices,
@@ -124,7 +125,9 @@ class Calls:
     async def _execute(self, call: Call) -> None:
         """Execute one call. It is answered before this returns, or by the exporter once its files are on disk."""
         body, exporter = call.body, self._exporter
-        if isinstance(body, ExecuteMFC):
+        if isinstance(body, ReadValues):
+            call.reply(CallResult(values=self._values(body)))
+        elif isinstance(body, ExecuteMFC):
             call.reply(await self._compute(partial(self._run_mfc_measured, body), f"MFC {body.mfc}"))
         elif isinstance(body, (WriteWeights, SaveModel)):
             await exporter.write(call, body, self._engine(body.role))
@@ -266,6 +269,11 @@ class Calls:
         here = [(place, ticket) for place, ticket in enumerate(batch) if ticket in self._metas]
         entries = [Entry(self.store.whole(ticket), self._metas[ticket], place) for place, ticket in here]
         recorder.record_nowait(body.version, len(batch), entries)
+
+    def _values(self, body: ReadValues) -> list[list[list[float]]]:
+        found = self.store.select(body.ids, [body.key])
+        assert found is not None
+        return [[sequence.tolist() for sequence in group] for group in found.slices(body.key)]
 
     def _save_batch(self, body: SaveBatch) -> int:
         """Write the groups of the batch that came to this head. The files are written before the reply. A disk error is logged and

@@ -728,6 +728,13 @@ class SaveBatch(Struct, frozen=True, kw_only=True, tag=True):
     metas: list[TrajectoryMeta]  # metadata of all groups of the batch, in canonical order
 
 
+class ReadValues(Struct, frozen=True, kw_only=True, tag=True):
+    """Return the values of a key of these ids, all of which this worker holds."""
+
+    ids: list[str]
+    key: str
+
+
 class ClearData(Struct, frozen=True, kw_only=True, tag=True):
     """Forget all keys of these ids, because their step is over or the master refused them."""
 
@@ -767,6 +774,7 @@ CallBody = (
     | CommitCheckpoint
     | LoadCheckpoint
     | SaveBatch
+    | ReadValues
     | ClearData
     | ReleaseDevices
     | BeginProfile
@@ -797,6 +805,7 @@ class CallResult(Struct, frozen=True, kw_only=True):
     flops: int = 0  # an MFC, from heads: model FLOPs of training on this replica's groups (model/flops.py)
     peak_flops: float = 0.0  # an MFC: peak FLOP/s of this worker's device; 0: a CPU, or a GPU that is not in the table
     memory_bytes: int = 0  # an MFC: the worker's peak memory so far (runtime/devices.py)
+    values: list[list[list[float]]] = []  # ReadValues: by id, by sequence
 
 
 # ------------------------------------------------------------------------------------------------------------ worker status

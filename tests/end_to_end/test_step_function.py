@@ -27,7 +27,12 @@ SAME = """\
 async def step(models, batch):
     halves = [half.union(models.ref.inf(half)) for half in batch.chunk(2)]
     batch = type(batch).concat(halves).union(models.actor.inf(batch))
-    await models.actor.train(batch.union(models.actor.advantages(batch)))
+    batch = batch.union(models.actor.advantages(batch))
+    for read, known in zip(await batch.read("rewards"), batch.rewards, strict=True):
+        assert abs(read[0][0] - known[0]) < 1e-6
+    advantages = await batch.chunk(3)[1].read("advantages")
+    assert [len(group[0]) for group in advantages] == [lengths[0] for lengths in batch.lengths[2:4]]
+    await models.actor.train(batch)
 """
 RAISES = """\
 from pathlib import Path

@@ -27,6 +27,7 @@ from asyncrl.protocol.messages import (
     ExecuteMFC,
     LedgerView,
     Locator,
+    ReadValues,
     Reallocate,
     Redistribute,
     TicketView,
@@ -98,6 +99,9 @@ class World:
                     await self.move(step, me)
             elif isinstance(body, ExecuteMFC):
                 result = await self.run(body, me)
+            elif isinstance(body, ReadValues):
+                assert self.held[me].issuperset((group, body.key) for group in body.ids)
+                result = CallResult(values=[[[float(group[1:])]] for group in body.ids])
             elif isinstance(body, ClearData):
                 self.held[me] = {pair for pair in self.held[me] if pair[0] not in body.ids}
             call.reply(result)

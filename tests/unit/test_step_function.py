@@ -98,6 +98,20 @@ await asyncio.gather(models.actor.train(second), models.critic.train(joined))
     assert result.seconds["ref_inf"] == 2.0  # of all its calls
 
 
+async def test_values_are_read_on_request(tmp_path):
+    """Those of a call that has just begun, and of a part of the batch; from any worker that holds them."""
+    body = """\
+batch = batch.union(models.ref.inf(batch))
+assert await batch.read("ref") == [[[float(id[1:])]] for id in batch.ids]
+assert await batch.chunk(3)[1].read("rewards") == [[[2.0]], [[3.0]]]
+for function in models.functions:
+    batch = batch if function is models.ref.inf else batch.union(function(batch))
+await batch
+"""
+    calls, _ = await train(body, tmp_path)
+    assert len(calls) == 5
+
+
 WRONG = {
     "it raises": ("x = 1\nraise KeyError('kl')", r"step\.py:7: KeyError: 'kl'"),
     "it lacks a key": ("await models.actor.train(batch)", r"step\.py:6: ValueError: 6 of 6 groups have no 'prox'"),
@@ -124,6 +138,10 @@ WRONG = {
         "actor has no function 'infer'; it has inf, train",
     ),
     "it calls a role that does not exist": ("models.judge.inf(batch)", "no role 'judge'; it has actor, ref, critic"),
+    "it reads a key that is not made": (
+        "await batch.read('prox')",
+        r"step\.py:6: ValueError: 6 of 6 groups have no 'prox'",
+    ),
     "it hangs": ("await models.actor.inf(batch)\nawait asyncio.Event().wait()", r"hangs at .*step\.py:7: no call runs"),
 }
 
@@ -164,9 +182,13 @@ def test_a_function_with_other_arguments_is_refused(tmp_path):
         StepFunction(f"{tmp_path / 'few.py'}:step", 1.0)
 
 
+async def no_values(ids, key):
+    raise AssertionError("nothing is read")
+
+
 def test_handles():
     metas = [trajectory(f"t{i}", i, 0, 10 + i) for i in range(5)]
-    batch = Batch(metas)
+    batch = Batch(metas, no_values)
     assert (len(batch), batch.keys, batch.lengths[4], batch.rewards[0]) == (5, frozenset(DATASET), [14], [0.0])
     assert [len(chunk) for chunk in batch.chunk(3)] == [2, 2, 1]
     assert Batch.concat(batch.chunk(5)).ids == batch.ids
