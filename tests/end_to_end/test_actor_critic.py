@@ -15,7 +15,7 @@ from asyncrl.testing.runs import RunHandle, assert_nothing_left, evaluations, tr
 
 STEPS, BATCH = 36, 64  # the config has 60 steps; the reward limits are the quickstart's, which also runs 60
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.release]
 
 
 @pytest.fixture(scope="module")

@@ -253,6 +253,7 @@ def test_a_complete_run_goes_on_for_more_steps(config: Path) -> None:
 # ------------------------------------------------------------------------------------------- mode=sync, and several models
 
 
+@pytest.mark.release
 def test_mode_sync_with_a_critic_and_a_moving_reference_goes_on_as_well(config: Path, gate: Gate) -> None:
     """Separate generation workers hold a copy of the actor that no checkpoint contains. The reference is a separate model by then.
     The KL coefficient and the value normalization continue too."""

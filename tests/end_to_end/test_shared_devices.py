@@ -67,6 +67,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., RunHandle]]:
         yield start_run
 
 
+@pytest.mark.release
 def test_devices_are_shared_until_a_step_and_then_each_side_has_its_own(start: Callable[..., RunHandle]) -> None:
     run = start(
         "allocation=transformers.d1@0+d1@0 until 2 then transformers.d1+d2",
@@ -155,6 +156,7 @@ class Memory(threading.Thread):
         self.join()
 
 
+@pytest.mark.release
 def test_the_servers_cache_and_the_trainers_optimizer_never_exist_at_the_same_time(
     start: Callable[..., RunHandle], tmp_path: Path
 ) -> None:

@@ -106,6 +106,7 @@ def test_two_ranks_and_a_detached_reference(config: Path, gate: Gate, whole: Pat
     assert_same_run(run.run_dir, whole, config)
 
 
+@pytest.mark.release
 def test_a_run_that_is_stopped_within_a_step_goes_on(config: Path, gate: Gate, whole: Path) -> None:
     """The last checkpoint is that of the step before. The resumed run repeats the step."""
     with gate.shut(2 * STRIKE + 1):
@@ -121,6 +122,7 @@ def test_a_run_that_is_stopped_within_a_step_goes_on(config: Path, gate: Gate, w
     assert_same_run(run.run_dir, whole, config)
 
 
+@pytest.mark.release
 def test_a_recording_is_replayed_in_parts(config: Path, gate: Gate, tmp_path: Path) -> None:
     """mode=train_only: the same recorded responses give the same weights, with and without streaming."""
     gate.open()

@@ -506,6 +506,7 @@ async def test_a_server_that_cannot_start_says_why(
     await engine.close()
 
 
+@pytest.mark.release
 async def test_its_own_server_in_place_then_death(
     store: WeightStore, sglang_config: GenerationConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
