@@ -88,7 +88,7 @@ class TrainEngine:
         self.is_last_stage = self._mesh is None or self._mesh.is_last_stage
         self.is_head = self._mesh is None or self._mesh.is_head
 
-        config = sharding.load_config(model.path, model.kind)
+        config = weights.load_config(model.path, model.kind)
         self.config = copy.deepcopy(config)
         self.vocab_size: int = config.get_text_config().vocab_size
         self._slots: sharding.Slots  # (module, attribute) of each parameter of this rank

@@ -198,6 +198,7 @@ class WeightSource:
 
     load_whole: Callable[[str | Path, str, PreTrainedConfig, torch.dtype], PreTrainedModel]
     open_weights: Callable[[str | Path, Skeleton, PreTrainedConfig, torch.dtype], Read]
+    load_config: Callable[[str | Path, str], PreTrainedConfig] = load_config
     has_values: bool = True  # False: the tensors have shapes and dtypes only (asyncrl/plan)
 
 

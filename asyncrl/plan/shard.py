@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 import torch._subclasses.fake_tensor as fake_tensor
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -38,11 +38,13 @@ from asyncrl.model.engine import TrainEngine
 from asyncrl.model.flops import ModelFlops
 from asyncrl.model.interfaces import Interface, LossFn, make_interface
 from asyncrl.model.mesh import ModelMesh
-from asyncrl.model.sharding import AUTO_CLASSES, Read, Skeleton, WeightSource, local_tensor
+from asyncrl.model.sharding import AUTO_CLASSES, Read, Skeleton, WeightSource, load_config, local_tensor
 from asyncrl.plan.batches import Load
+from asyncrl.plan.counts import Cost, Moment, ShardCounts, StepCounts, extrapolated, plus
+from asyncrl.plan.layers import set_layers
 from asyncrl.plan.ranks import ShardPlan, ShardTask
-from asyncrl.plan.result import Collective, ModelStep
-from asyncrl.plan.tracker import GPU_ROUNDING, Cost, Tracker
+from asyncrl.plan.result import KINDS, Collective, ModelStep
+from asyncrl.plan.tracker import GPU_ROUNDING, REST, Memory, Tracker
 
 # FakeTensorMode keeps the values of constants up to this size: the numbers of micro-batches, and the starts of sequences
 _CONSTANT_ELEMENTS = 16_384
@@ -50,36 +52,65 @@ _TRAINED = ("loss_mask", "trained_mask", "value_mask", "advantages", "returns") 
 TRANSIT_BYTES = 256_000_000  # of export.take_share: in transit at one rank
 
 
-def plan_shard(task: ShardTask) -> ShardPlan:
-    """Plan one rank. Changes torch for the whole process: call it once, in a process of its own."""
+def count_shard(task: ShardTask, num_layers: int = 0) -> ShardCounts:
+    """Run one rank. Changes torch for the whole process: call it once, in a process of its own.
+
+    num_layers: of the whole model; 0: as many as its config says.
+    """
     torch.set_num_threads(1)
     kernels.plan_for(task.device_type)
-    world = FakeWorld(task.device_type)
-    placement = ModelPlacement.of(task.model)
-    mesh = world.mesh(ParallelGrid.parse(task.model.grid), task.pipe) if placement.grid.size > 1 else None
-    train = task.train
-    engine = PlannedEngine(world, task.model, train, mesh)
+    world = FakeWorld(task.device_type, num_layers)
+    grid = ModelPlacement.of(task.model).grid
+    mesh = world.mesh(grid, task.pipe) if grid.size > 1 else None
+    engine = PlannedEngine(world, task.model, task.train, mesh)
     memory = world.tracker.memory
-    load_peak, loaded = memory.peak, memory.total
-    planned = [_PlannedMFC(engine, MFCDef.of(mfc), train, task.loads[mfc.name]) for mfc in task.mfcs]
-    for mfc in planned:  # the first pass makes the optimizer's state
-        mfc.run_first()
-    for mfc in planned:
-        mfc.run_second()
     gc.collect()
+    counts = ShardCounts(load_peak=memory.peak, loaded=memory.total, exported=_export_bytes(engine))
+    planned = [_PlannedMFC(engine, MFCDef.of(mfc), task.train, task.loads[mfc.name]) for mfc in task.mfcs]
+    for mfc in planned:
+        mfc.make_state()
+    counts.steps = {mfc.name: mfc.count() for mfc in planned}
+    gc.collect()
+    counts.resident = dict(+memory.now)
+    return counts
+
+
+def shard_plan(task: ShardTask, counts: ShardCounts, model_flops: ModelFlops) -> ShardPlan:
     return ShardPlan(
-        steps=[mfc.step(engine.flops, placement) for mfc in planned],
-        load_peak=load_peak,
-        loaded=loaded,
-        resident={kind: num_bytes for kind, num_bytes in memory.now.items() if num_bytes},
-        in_transit=_export_bytes(engine),
+        steps=[_model_step(task, MFCDef.of(mfc), counts.steps[mfc.name], model_flops) for mfc in task.mfcs],
+        load_peak=counts.load_peak,
+        loaded=counts.loaded,
+        resident=counts.resident,
+        in_transit=min(TRANSIT_BYTES, counts.exported),
+    )
+
+
+def _model_step(task: ShardTask, mfc: MFCDef, counts: StepCounts, model_flops: ModelFlops) -> ModelStep:
+    load, grid, cost = task.loads[mfc.name], ModelPlacement.of(task.model).grid, counts.cost
+    squares = sum(length * length for length in load.lengths) * load.tokens // sum(load.lengths)
+    computes = mfc.interface != "ppo_advantages"
+    flops = model_flops.of_batch(load.tokens, squares, trains=mfc.kind == "train_step") if computes else 0
+    moments = counts.moments.values()
+    fullest = max(moments, key=lambda moment: moment.peak)
+    kinds = {kind: max(moment.kinds.get(kind, 0) for moment in moments) for kind in KINDS}
+    return ModelStep(
+        model=task.model.name,
+        mfc=mfc.name,
+        peak=fullest.peak,
+        at_peak={kind: num_bytes for kind, num_bytes in fullest.at_peak.items() if num_bytes},
+        kinds={kind: num_bytes for kind, num_bytes in kinds.items() if num_bytes},
+        flops=cost.flops,
+        collectives={name: Collective(count, cost.bytes[name]) for name, count in sorted(cost.counts.items()) if count},
+        model_flops=flops // (grid.pipe * grid.tensor),
+        tokens=load.tokens,
     )
 
 
 class FakeWorld:
     """Fake tensors, a fake process group, and the tracker that sees all operations on both."""
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, num_layers: int = 0) -> None:
+        self._num_layers = num_layers
         self.tracker = Tracker(rounding=GPU_ROUNDING if device_type == "cuda" else 1)
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
         fake_tensor.CONSTANT_NUMEL_LIMIT = _CONSTANT_ELEMENTS
@@ -106,7 +137,13 @@ class FakeWorld:
             return torch.empty(*shape, dtype=dtype)
 
     def weights(self) -> WeightSource:
-        return WeightSource(self._load_whole, self._open, has_values=False)
+        return WeightSource(self._load_whole, self._open, self._load_config, has_values=False)
+
+    def _load_config(self, path: str | Path, kind: str) -> PreTrainedConfig:
+        config = load_config(path, kind)
+        if self._num_layers:
+            set_layers(config, self._num_layers)
+        return config
 
     def _load_whole(self, path: str | Path, kind: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         with self._fakes, self.tracker:
@@ -153,13 +190,16 @@ class PlannedEngine(TrainEngine):
     """An engine whose tensors have no values. It counts what each train step costs."""
 
     def __init__(self, world: FakeWorld, model: ModelConfig, train: TrainConfig, mesh: ModelMesh | None) -> None:
-        self._world = world
+        self.world = world
         self.train_steps: list[Cost] = []  # of each train step
         with world.tracker:
             super().__init__(model, train, mesh=mesh, weights=world.weights())
         tracker, parameters = world.tracker, list(self.named_parameters().values())
         tracker.reclassify(map(local_tensor, parameters), "parameters")
         tracker.on_reduced = self._name_gradients
+        layers = list(getattr(self.model.base_model, "layers", ()))
+        for number, layer in enumerate(layers):
+            _mark_moments(layer, tracker.memory, is_first=number == 0, is_last=number == len(layers) - 1)
         for parameter in parameters if self.trainable else ():
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 lambda p: tracker.reclassify([local_tensor(p.grad)], "gradients")
@@ -167,130 +207,135 @@ class PlannedEngine(TrainEngine):
 
     def _name_gradients(self) -> None:
         grads = (parameter.grad for parameter in self.named_parameters().values())
-        self._world.tracker.reclassify((local_tensor(grad) for grad in grads if grad is not None), "gradients")
+        self.world.tracker.reclassify((local_tensor(grad) for grad in grads if grad is not None), "gradients")
 
     def _values_of(self, tensor: Tensor, planned: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return planned
 
     def _infer(self, *args: Any, **kwargs: Any) -> npt.NDArray[np.float32] | None:
-        with self._world.computing():
+        with self.world.computing():
             return super()._infer(*args, **kwargs)
 
     def train_step(
         self, sample: SequenceSample | None, loss_fn: LossFn, *, temperature: float, lr_step: int
     ) -> dict[str, float]:
-        before = Cost().plus(self._world.tracker.cost)
-        with self._world.computing():
+        before = plus(Cost(), self.world.tracker.cost)
+        with self.world.computing():
             result = super().train_step(sample, loss_fn, temperature=temperature, lr_step=lr_step)
-        self.train_steps.append(self._world.tracker.cost.plus(before, -1))
+        self.train_steps.append(plus(self.world.tracker.cost, before, -1))
         return result
 
     def accumulate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        with self._world.computing():
+        with self.world.computing():
             return super().accumulate(*args, **kwargs)
 
     def step_accumulated(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        with self._world.computing():
+        with self.world.computing():
             return super().step_accumulated(*args, **kwargs)
 
     def all_reduce_sum(self, values: npt.NDArray[Any] | Sequence[float]) -> npt.NDArray[np.float64]:
-        with self._world.tracker:
+        with self.world.tracker:
             return super().all_reduce_sum(values)
 
     def mean_over_ranks(self, value: float | None) -> float:
-        with self._world.tracker:
+        with self.world.tracker:
             return super().mean_over_ranks(value)
 
 
+def _mark_moments(layer: nn.Module, memory: Memory, *, is_first: bool, is_last: bool) -> None:
+    """Tell forward and backward of the first, the last and the other layers apart. Recomputation belongs to backward."""
+    place = "first" if is_first else "last" if is_last else "inner"
+
+    def on_gradient(tensor: object, moment: str) -> None:
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(lambda _: memory.enter(moment))  # type: ignore[no-untyped-call]
+
+    def before(_: nn.Module, args: tuple[Any, ...]) -> None:
+        if not _in_backward():
+            memory.enter(f"forward of {place}")
+            if is_first:
+                on_gradient(args[0], REST)
+
+    def after(_: nn.Module, __: object, output: Any) -> None:
+        if not _in_backward():
+            on_gradient(output[0] if isinstance(output, tuple) else output, f"backward of {place}")
+            if is_last:
+                memory.enter("after the layers")
+
+    layer.register_forward_pre_hook(before)
+    layer.register_forward_hook(after)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
 class _PlannedMFC:
-    """Two runs of one MFC, and the whole step that follows from them.
+    """One MFC. Its costs and its peaks follow from two runs.
 
     Costs are linear in the numbers of micro-batches and of minibatches. The peak of a train step is that of two micro-batches (with
-    a pipeline: of one more than stages), which more do not exceed. That of inference is linear.
+    a pipeline: of one more than stages), which more do not exceed. Inference keeps the outputs of all micro-batches, and a stage
+    those that it sends on, so the peak of each moment is linear.
     """
 
     def __init__(self, engine: PlannedEngine, mfc: MFCDef, train: TrainConfig, load: Load) -> None:
         self._engine, self._mfc, self._train, self._load = engine, mfc, train, load
-        self._tracker = engine._world.tracker
-        most, base = load.minibatches, engine.num_stages
-        if load.full:
-            self._first, self._second = (min(2, most), base), (1, base + 1)  # (minibatches, micro-batches of each)
-        else:
+        self.name = mfc.name
+        self._trains = mfc.kind == "train_step"
+        most, stages = load.minibatches, engine.num_stages
+        # (minibatches, micro-batches of each)
+        if not load.full:
             self._first, self._second = (1, load.micro_batches), (min(2, most), load.micro_batches)
-        self._costs: list[tuple[Cost, Cost]] = []  # of each run: one minibatch; everything else
+        elif self._trains:
+            self._first, self._second = (min(2, most), stages), (1, stages + 1)
+        else:  # the first micro-batch finds less memory in use than all later ones
+            self._first, self._second = (1, 2), (1, 3)
+        self._runs: list[tuple[Cost, Cost, dict[str, Moment]]] = []  # cost of a minibatch; other cost
 
-    def run_first(self) -> None:
-        self._costs.append(self._run(*self._first))
+    def make_state(self) -> None:
+        """The first run of a train step makes the optimizer's state."""
+        if self._trains:
+            self._run(*self._first)
 
-    def run_second(self) -> None:
-        gc.collect()
-        self._tracker.memory.restart()
-        self._costs.append(self._run(*self._second))
-        memory = self._tracker.memory
-        self._peak, self._at_peak, self._kinds = memory.peak, dict(memory.at_peak), dict(memory.kinds)
-        if self._load.full and self._mfc.kind == "inference":
-            self._add_retained()
-
-    def _add_retained(self) -> None:
-        """Inference keeps the outputs of all micro-batches, and a stage those that it sends on."""
-        memory, (minibatches, micro_batches) = self._tracker.memory, self._second
-        memory.restart()
-        self._run(minibatches, micro_batches + 1)
-        retained = (memory.peak - self._peak) * (self._load.micro_batches - micro_batches)
-        self._peak += retained
-        for counted in (self._at_peak, self._kinds):
-            counted["activations"] = counted.get("activations", 0) + retained
-
-    def _run(self, minibatches: int, micro_batches: int) -> tuple[Cost, Cost]:
-        engine, tracker = self._engine, self._tracker
-        lengths = self._load.lengths * (micro_batches if self._load.full else 1)
-        sample = sample_of([lengths] * minibatches, self._mfc.input_keys)
-        interface = _interface(self._mfc, self._train, minibatches)
-        engine.train_steps.clear()
-        before = Cost().plus(tracker.cost)
-        if self._train.streaming and self._mfc.kind == "train_step":
-            interface.run_part(engine, sample, batch_ids=sample.ids, version=0, last=True)
-        else:
-            interface.run(engine, sample, batch_ids=sample.ids, version=0)
-        total = tracker.cost.plus(before, -1)
-        if not engine.train_steps:
-            return total, Cost()
-        rest = total
-        for cost in engine.train_steps:
-            rest = rest.plus(cost, -1)
-        return engine.train_steps[-1], rest
-
-    def step(self, model_flops: ModelFlops, placement: ModelPlacement) -> ModelStep:
-        """The plan of the whole step."""
-        load, grid = self._load, placement.grid
-        (first, first_rest), (second, second_rest) = self._costs
-        further = load.micro_batches - self._second[1]
-        one = second.plus(second.plus(first, -1), further) if load.full else second
+    def count(self) -> StepCounts:
+        if not self._trains:
+            self._run(*self._first)
+        if self._second != self._first:
+            self._run(*self._second)
+        (first, first_rest, before), (second, second_rest, moments) = self._runs[0], self._runs[-1]
+        load = self._load
+        further = load.micro_batches - self._second[1] if load.full else 0
+        if not self._trains:
+            moments = extrapolated(before, moments, further)
+        one = extrapolated(first, second, further)
         rest = second_rest
         if self._first[0] != self._second[0]:
             more = load.minibatches - self._second[0]
             difference = self._first[0] - self._second[0]  # 1 or -1 minibatches
-            rest = rest.plus(first_rest.plus(second_rest, -1), more * difference)
-        cost = rest.plus(one, load.minibatches)
-        computes = self._mfc.interface != "ppo_advantages"
-        squares = sum(length * length for length in load.lengths) * load.tokens // sum(load.lengths)
-        trains = self._mfc.kind == "train_step"
-        flops = model_flops.of_batch(load.tokens, squares, trains=trains) if computes else 0
-        return ModelStep(
-            model=placement.name,
-            mfc=self._mfc.name,
-            peak=self._peak,
-            at_peak=self._at_peak,
-            kinds={kind: num_bytes for kind, num_bytes in self._kinds.items() if num_bytes},
-            flops=cost.flops,
-            collectives={
-                name: Collective(cost.counts[name], cost.bytes[name])
-                for name in sorted(cost.counts)
-                if cost.counts[name]
-            },
-            model_flops=flops // (grid.pipe * grid.tensor),
-            tokens=load.tokens,
-        )
+            rest = plus(rest, plus(first_rest, second_rest, -1), more * difference)
+        return StepCounts(plus(rest, one, load.minibatches), moments)
+
+    def _run(self, minibatches: int, micro_batches: int) -> None:
+        engine, tracker = self._engine, self._engine.world.tracker
+        lengths = self._load.lengths * (micro_batches if self._load.full else 1)
+        sample = sample_of([lengths] * minibatches, self._mfc.input_keys)
+        interface = _interface(self._mfc, self._train, minibatches)
+        engine.train_steps.clear()
+        gc.collect()
+        tracker.memory.restart()
+        before = plus(Cost(), tracker.cost)
+        if self._train.streaming and self._trains:
+            interface.run_part(engine, sample, batch_ids=sample.ids, version=0, last=True)
+        else:
+            interface.run(engine, sample, batch_ids=sample.ids, version=0)
+        total = plus(tracker.cost, before, -1)
+        if not engine.train_steps:
+            self._runs.append((total, Cost(), tracker.memory.moments))
+            return
+        rest = total
+        for cost in engine.train_steps:
+            rest = plus(rest, cost, -1)
+        self._runs.append((engine.train_steps[-1], rest, tracker.memory.moments))
 
 
 def _interface(mfc: MFCDef, train: TrainConfig, minibatches: int) -> Interface:
@@ -316,6 +361,5 @@ def _values(key: str, lengths: Sequence[int]) -> list[npt.NDArray[Any]]:
 
 
 def _export_bytes(engine: PlannedEngine) -> int:
-    """Bytes on the device while weights are exported: parts in transit, cast to the dtype of exports."""
     local = sum(local_tensor(tensor).numel() for tensor in engine.named_parameters().values())
-    return min(TRANSIT_BYTES, 2 * local * engine.dtype.itemsize)
+    return 2 * local * engine.dtype.itemsize

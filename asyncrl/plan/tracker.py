@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,16 +28,18 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from torch.utils.weak import WeakIdKeyDictionary
 
 from asyncrl.model.logprobs import SPAN as LOGPROBS
+from asyncrl.plan.counts import Cost, Moment
 
 aten, varlen = torch.ops.aten, torch.ops.torch_attn
 GPU_ROUNDING = 512  # bytes: the CUDA allocator rounds each block up to a multiple
+_OPTIMIZER = "Optimizer.step"
 _KIND_OF_SPAN = {  # by the beginning of a span's name
     LOGPROBS: "logits",
     "FSDP::all_gather_copy_out": "gathered",
     "FSDP::all_gather": "transfer",
     "FSDP::post_backward_reduce": "transfer",
     "FSDP::post_backward_accumulate": "gradients",
-    "Optimizer.step": "optimizer",
+    _OPTIMIZER: "optimizer",
 }
 _REDUCED = "FSDP::post_backward_reduce"  # when this span ends, FSDP has new gradients
 _COLLECTIVES = {  # c10d operation -> name in a plan
@@ -52,32 +54,30 @@ _COLLECTIVES = {  # c10d operation -> name in a plan
 }
 
 
-@dataclass
-class Cost:
-    """FLOPs and traffic."""
-
-    flops: int = 0
-    counts: Counter[str] = field(default_factory=Counter)  # calls of each collective
-    bytes: Counter[str] = field(default_factory=Counter)  # their payload
-
-    def plus(self, other: Cost, factor: int = 1) -> Cost:
-        """This cost and `factor` times the other one; a factor may be negative."""
-
-        def add(mine: Mapping[str, int], theirs: Mapping[str, int]) -> Counter[str]:
-            return Counter({name: mine.get(name, 0) + factor * theirs.get(name, 0) for name in {*mine, *theirs}})
-
-        return Cost(self.flops + factor * other.flops, add(self.counts, other.counts), add(self.bytes, other.bytes))
+REST = "rest"  # the moment outside of all others
 
 
-@dataclass
 class Memory:
-    """Bytes of the living storages, and the peak since the last `restart`."""
+    """Bytes of the living storages, and the largest of them since the last `restart`, separately for each moment."""
 
-    now: Counter[str] = field(default_factory=Counter)  # by kind
-    total: int = 0
-    peak: int = 0
-    at_peak: dict[str, int] = field(default_factory=dict)
-    kinds: dict[str, int] = field(default_factory=dict)  # the peak of each kind
+    def __init__(self) -> None:
+        self.now: Counter[str] = Counter()  # by kind
+        self.total = 0
+        self.restart()
+
+    @property
+    def peak(self) -> int:
+        return max(moment.peak for moment in self.moments.values())
+
+    def restart(self) -> None:
+        self.moments: dict[str, Moment] = {}
+        self.enter(REST)
+
+    def enter(self, name: str) -> None:
+        """What happens from now on belongs to this moment."""
+        self._moment = self.moments.setdefault(name, Moment())
+        for kind in self.now:
+            self._look(kind)
 
     def add(self, kind: str, num_bytes: int) -> None:
         self.now[kind] += num_bytes
@@ -88,17 +88,14 @@ class Memory:
     def move(self, kind: str, to: str, num_bytes: int) -> None:
         self.now[kind] -= num_bytes
         self.now[to] += num_bytes
-        self.kinds[to] = max(self.kinds.get(to, 0), self.now[to])
-
-    def restart(self) -> None:
-        self.peak, self.kinds = 0, dict(self.now)
-        self._look("other")
+        self._look(to)
 
     def _look(self, kind: str) -> None:
-        self.kinds[kind] = max(self.kinds.get(kind, 0), self.now[kind])
-        if self.total > self.peak:
-            self.peak = self.total
-            self.at_peak = {name: num_bytes for name, num_bytes in self.now.items() if num_bytes}
+        moment = self._moment
+        moment.kinds[kind] = max(moment.kinds.get(kind, 0), self.now[kind])
+        if self.total > moment.peak:
+            moment.peak = self.total
+            moment.at_peak = {name: num_bytes for name, num_bytes in self.now.items() if num_bytes}
 
 
 @dataclass
@@ -152,10 +149,15 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if "enter" in func.__name__:
             self._spans.append(str(args[0]))
             self._kinds.append(next((k for s, k in _KIND_OF_SPAN.items() if args[0].startswith(s)), self._kinds[-1]))
+            if args[0].startswith(_OPTIMIZER):
+                self.memory.enter("optimizer")
         elif self._spans:
             self._kinds.pop()
-            if self._spans.pop().startswith(_REDUCED):
+            span = self._spans.pop()
+            if span.startswith(_REDUCED):
                 self.on_reduced()
+            if span.startswith(_OPTIMIZER):
+                self.memory.enter(REST)
         return func(*args, **kwargs)
 
     @contextmanager

@@ -5,17 +5,20 @@ A plan extrapolates from two micro-batches and two minibatches; the measured ste
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from asyncrl.config.schema import ExperimentConfig, PromptSourceConfig, TrainConfig
-from asyncrl.plan.ranks import plan_training
-from asyncrl.plan.result import PlanError
+from asyncrl.plan.ranks import ShardPlan, ShardTask, plan_training
+from asyncrl.plan.result import ModelStep, PlanError
 from asyncrl.testing.tiny import make_tiny_model
-from tests.support.plan_accuracy import Case, compare
-from tests.support.rank_processes import RankProcesses
+from tests.support.plan_accuracy import Case, compare, tasks_of
+from tests.support.rank_processes import PRELOAD, RankProcesses
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -49,6 +52,52 @@ def test_a_plan_agrees_with_real_ranks(case: Case, model: Path, ranks: RankProce
         (one.mfc, one.stage): one.measured_traffic for one in found
     }
     assert {one.mfc: one.error for one in found if abs(one.error) > 0.05} == {}
+
+
+def plan_twice(tasks: bytes) -> tuple[bytes, bytes]:
+    """With all layers, and extrapolated. FSDP gathers each layer on its own, as it does in large models."""
+    from asyncrl.model import sharding
+    from asyncrl.plan.rank_main import plan_tasks
+
+    sharding.UNIT_ELEMENTS = 1
+    decoded = msgspec.json.decode(tasks, type=list[ShardTask])
+    in_full, extrapolated = (plan_tasks(decoded, in_full=in_full) for in_full in (True, False))
+    return msgspec.json.encode(in_full), msgspec.json.encode(extrapolated)
+
+
+@pytest.mark.release
+def test_a_plan_of_many_layers_follows_from_two_smaller_ones(tmp_path: Path) -> None:
+    tasks = []
+    for grid, role, checkpointing, num_layers in [
+        ("d2", "actor", False, 9),
+        ("m2", "critic", True, 8),
+        ("p2", "actor", True, 17),
+    ]:
+        path = tmp_path / str(num_layers)
+        make_tiny_model(path, num_layers=num_layers)
+        tasks += tasks_of(Case("tiny", grid, role, checkpointing, 1, 5, LENGTHS), path)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    with ProcessPoolExecutor(1, context) as pool:
+        plans = pool.submit(plan_twice, msgspec.json.encode(tasks)).result()
+    in_full, extrapolated = (msgspec.json.decode(encoded, type=list[ShardPlan]) for encoded in plans)
+    for expected, found in zip(in_full, extrapolated, strict=True):
+        assert [exact_part(step) for step in found.steps] == [exact_part(step) for step in expected.steps]
+        assert (found.loaded, found.resident, found.in_transit) == (
+            expected.loaded,
+            expected.resident,
+            expected.in_transit,
+        )
+        # Python collects garbage at any time, so a peak may have some small tensors more
+        for step, wanted in zip(found.steps, expected.steps, strict=True):
+            assert step.peak == pytest.approx(wanted.peak, rel=0.001)
+            assert step.at_peak == pytest.approx(wanted.at_peak, rel=0.001)
+            assert step.kinds == pytest.approx(wanted.kinds, rel=0.001)
+        assert found.load_peak == pytest.approx(expected.load_peak, rel=0.001)
+
+
+def exact_part(step: ModelStep) -> ModelStep:
+    return msgspec.structs.replace(step, peak=0, at_peak={}, kinds={})
 
 
 def test_a_run_is_planned_from_its_config(model: Path, tmp_path: Path) -> None:

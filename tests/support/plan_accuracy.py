@@ -6,13 +6,10 @@ the code that predicts.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +22,12 @@ from asyncrl.config.schema import CriticConfig, PPOConfig, TrainConfig
 from asyncrl.dataflow.graph import ADVANTAGES_MFC, MFCDef, training_mfcs
 from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
 from asyncrl.plan.batches import Load
-from asyncrl.plan.ranks import ShardPlan, ShardTask
+from asyncrl.plan.ranks import ShardPlan, ShardTask, run_tasks
 from asyncrl.plan.result import Collective
-from tests.support.rank_processes import PRELOAD, RankProcesses
+from tests.support.rank_processes import RankProcesses
 
 IDLE_LIMIT_S = 30.0  # for the other threads to become idle after a collective
-LIMIT_S = 300.0  # of the plans, and of the measurement, of a case
+LIMIT_S = 300.0  # of the measurement of a case
 
 
 @dataclass(frozen=True)
@@ -96,25 +93,10 @@ def tasks_of(case: Case, path: Path) -> list[ShardTask]:
 def compare(case: Case, path: Path, ranks: RankProcesses, *, rounds: int = 1) -> list[Found]:
     """path: folder of the case's model, with weights. rounds: measured runs of each MFC."""
     tasks = tasks_of(case, path)
-    plans = predict(tasks)
+    plans = run_tasks(tasks)
     measured = ranks.run(measure, msgspec.json.encode(tasks[0]), rounds, limit_s=LIMIT_S)
     placement = ModelPlacement.of(tasks[0].model)
     return [found for stage, plan in enumerate(plans) for found in _compare_stage(plan, stage, placement, measured)]
-
-
-def predict(tasks: Sequence[ShardTask]) -> list[ShardPlan]:
-    """Plan in processes that are forked from the server of RankProcesses, which saves the imports."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), context, max_tasks_per_child=1) as pool:
-        encoded = list(pool.map(_plan, map(msgspec.json.encode, tasks), timeout=LIMIT_S))
-    return [msgspec.json.decode(plan, type=ShardPlan) for plan in encoded]
-
-
-def _plan(task: bytes) -> bytes:
-    from asyncrl.plan.shard import plan_shard
-
-    return msgspec.json.encode(plan_shard(msgspec.json.decode(task, type=ShardTask)))
 
 
 def _compare_stage(plan: ShardPlan, stage: int, placement: ModelPlacement, measured: Sequence[Any]) -> list[Found]:

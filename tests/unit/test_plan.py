@@ -13,6 +13,7 @@ from torch.profiler import record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig
 
+from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import (
     CriticConfig,
     ExperimentConfig,
@@ -24,12 +25,15 @@ from asyncrl.config.schema import (
     TrainConfig,
 )
 from asyncrl.dataflow.graph import training_mfcs
+from asyncrl.dataflow.topology import ParallelGrid
 from asyncrl.model.flops import ModelFlops
 from asyncrl.model.sharding import Skeleton
 from asyncrl.plan.batches import Load, load_of
-from asyncrl.plan.ranks import ShardPlan, _combined, plan_training
+from asyncrl.plan.counts import Cost, Moment, StepCounts, extrapolated, plus
+from asyncrl.plan.layers import sampled_layers, set_layers
+from asyncrl.plan.ranks import ShardPlan, ShardTask, _combined, plan_training
 from asyncrl.plan.result import ModelStep, PlanError
-from asyncrl.plan.tracker import Cost, Tracker
+from asyncrl.plan.tracker import Tracker
 
 BLOCK = 4096  # 1000 float32 numbers, rounded up to 512 bytes
 
@@ -66,11 +70,11 @@ def test_a_storage_has_the_kind_of_its_span_until_it_gets_another(tracker):
             with record_function("FSDP::all_gather_copy_out (model.layers.0)"):
                 gathered = torch.empty(1000)
         other = torch.empty(1000)
-    assert memory.at_peak == {"activations": 2 * BLOCK, "transfer": 8192, "gathered": BLOCK}
+    assert memory.moments["rest"].at_peak == {"activations": 2 * BLOCK, "transfer": 8192, "gathered": BLOCK}
     del sent
     tracker.reclassify([other], "gradients")
     assert +memory.now == {"activations": BLOCK, "gradients": BLOCK, "gathered": BLOCK}
-    assert memory.kinds["transfer"] == 8192  # each kind's own peak
+    assert memory.moments["rest"].kinds["transfer"] == 8192  # each kind's own peak
     del hidden, gathered
 
 
@@ -102,7 +106,7 @@ def test_flops_and_workspace_of_attention_over_sequences(tracker, monkeypatch):
     out.sum().backward()
     assert tracker.cost.flops == forward * 3.5
     padded = 8 + 2 * 128
-    assert tracker.memory.kinds["workspace"] == 4 * 2 * padded * (32 + 1) + 2 * 8 * 2 * 8 * 2
+    assert tracker.memory.moments["rest"].kinds["workspace"] == 4 * 2 * padded * (32 + 1) + 2 * 8 * 2 * 8 * 2
 
 
 def test_values_that_fake_tensors_lack_are_guessed(tracker):
@@ -125,11 +129,32 @@ def test_payloads_of_collectives(tracker):
     assert tracker.cost.bytes == {"all_reduce": 40, "all_gather": 80, "send": 12}
 
 
-def test_costs_add_up_with_factors():
-    cost = Cost(5)
-    cost.counts["send"], cost.bytes["send"] = 1, 8
-    total = cost.plus(cost, 3).plus(cost, -1)
-    assert (total.flops, total.counts["send"], total.bytes["send"]) == (15, 3, 24)
+def test_each_moment_has_its_own_peak(tracker):
+    memory = tracker.memory
+    held = torch.empty(1000)
+    memory.enter("forward")
+    passing = torch.empty(2000)
+    del passing
+    with record_function("Optimizer.step#AdamW.step"):
+        state = torch.empty(1000)
+    del state
+    assert {name: moment.peak for name, moment in memory.moments.items()} == {
+        "rest": 2 * BLOCK,  # before all others, and after the optimizer
+        "forward": BLOCK + 8192,
+        "optimizer": 2 * BLOCK,
+    }
+    assert memory.moments["optimizer"].at_peak == {"other": BLOCK, "optimizer": BLOCK}
+    assert memory.peak == BLOCK + 8192
+    del held
+
+
+def test_counts_are_extrapolated_number_by_number():
+    def counts(layers: int) -> StepCounts:
+        cost = Cost(5 + layers, {"send": layers} if layers else {}, {"send": 8 * layers})
+        return StepCounts(cost, {"rest": Moment(100 - layers, {"logits": 100 - layers})})
+
+    assert extrapolated(counts(0), counts(1), 6) == counts(7)
+    assert plus(counts(3).cost, counts(1).cost, -2) == Cost(-4, {"send": 1}, {"send": 8})
 
 
 # ------------------------------------------------------------------------------------------------------------------ batches
@@ -175,6 +200,63 @@ def test_actor_and_critic_pass_over_the_batch_as_often(mfc, minibatches):
     load = load_of(config, node, data_size=1, num_stages=1)
     assert load.minibatches == 3 * minibatches
     assert load.tokens == 3 * 16 * 1512
+
+
+# ------------------------------------------------------------------------------------------------------------------- layers
+
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("grid", "pipe", "num_layers", "unit", "expected"),
+    [
+        ("d1", 0, 7, 1, None),  # 3 and 4 layers are not less
+        ("d1", 0, 8, 1, (3, 4, 4)),
+        ("p2", 0, 17, 1, (3, 4, 5)),  # 9 layers
+        ("p2", 1, 17, 1, (3, 4, 4)),
+        ("d2", 0, 19, 2, (7, 9, 5)),  # FSDP gathers two layers at once, and one in the end
+        ("d2", 0, 15, 2, None),
+        ("d2", 0, 15, 15, (3, 4, 11)),  # FSDP gathers the whole model at once
+    ],
+)
+def test_a_large_stage_is_planned_from_two_smaller_ones(monkeypatch, grid, pipe, num_layers, unit, expected):
+    config = AutoConfig.for_model("qwen3", **TINY, num_hidden_layers=num_layers)
+    model = Skeleton.of(config, "lm", torch.float32).model
+    of_layer = sum(parameter.numel() for parameter in model.base_model.layers[0].parameters())
+    monkeypatch.setattr("asyncrl.model.sharding.UNIT_ELEMENTS", unit * of_layer)
+    size = ParallelGrid.parse(grid).size
+    task = ShardTask(ModelConfig("actor", "m", grid, list(range(size))), pipe, [], {}, TrainConfig(), "cuda")
+    assert sampled_layers(task, model) == expected
+
+
+@pytest.mark.parametrize(
+    ("model_type", "more"),
+    [
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 4}),
+        ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 16, "mlp_only_layers": [0]}),
+        ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 16, "decoder_sparse_step": 2}),
+        ("deepseek_v3", {"first_k_dense_replace": 2}),
+    ],
+)
+def test_a_model_with_different_layers_is_planned_in_full(model_type, more):
+    config = AutoConfig.for_model(model_type, **TINY, num_hidden_layers=10, **more)
+    model = Skeleton.of(config, "lm", torch.float32).model
+    task = ShardTask(ModelConfig("actor", "m", "d1", [0]), 0, [], {}, TrainConfig(), "cuda")
+    assert sampled_layers(task, model) is None
+
+
+def test_a_model_gets_fewer_layers():
+    config = AutoConfig.for_model("qwen3_moe", **TINY, num_hidden_layers=10, num_experts=4, moe_intermediate_size=16)
+    set_layers(config, 3)
+    model = Skeleton.of(config, "lm", torch.float32).model
+    assert len(model.base_model.layers) == 3
 
 
 # ------------------------------------------------------------------------------------------------------------------ workers
