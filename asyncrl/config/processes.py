@@ -78,6 +78,7 @@ class PlacedMFC:
     interface: str
     input_keys: list[str]
     output_keys: list[str] = field(default_factory=list)
+    dispatch: str = "data_parallel"  # one of mfc.DISPATCHES
 
 
 @dataclass(frozen=True)

@@ -238,17 +238,6 @@ class PPOConfig:
 
 
 @dataclass(frozen=True)
-class MFCConfig:
-    """A model function call added by config: one more node of the dataflow."""
-
-    role: str = "actor"  # role of the model that it runs on
-    interface: str = ""  # `package.module:function`: (engine, sample, train: TrainConfig) -> SequenceSample
-    kind: str = "inference"  # inference | train_step
-    input_keys: list[str] = field(default_factory=list)  # keys of the sample that it reads
-    output_keys: list[str] = field(default_factory=list)  # keys that it adds
-
-
-@dataclass(frozen=True)
 class CriticConfig:
     """A critic beside the actor: predicts the values that GAE needs. It adds the MFCs critic_inf and critic_train."""
 
@@ -359,7 +348,8 @@ class TrainConfig:
     offload: list[str] = field(default_factory=list)  # roles whose weights leave the GPU between their MFCs, e.g. [ref]
     # `path/to/file.py:function`: the train step as a function of yours, `async def step(models, batch)`. "": the shipped one
     step: str = ""
-    extra_mfcs: dict[str, MFCConfig] = field(default_factory=dict)  # name -> MFC
+    # Further functions of the models: `path/to/file.py:name` of functions that are declared with @mfc (asyncrl.dataflow.mfc)
+    mfcs: list[str] = field(default_factory=list)
     extra_train_keys: list[str] = field(default_factory=list)  # keys that actor_train waits for besides its own
     # true: a reference, reward model or teacher in a detached group processes stored groups while the trainer trains, and a step
     # only the rest. false: it processes each batch within its step

@@ -40,7 +40,6 @@ BROADCAST_BACKENDS = ("auto", "gloo", "nccl")
 WANDB_MODES = ("disabled", "offline", "online")
 SCHEDULES = ("linear", "cosine", "constant")
 STREAMING_ORDERS = ("groups", "balanced", "tokens")
-MFC_KINDS = ("inference", "train_step")
 ON_MISSING = ("wait", "continue", "stop")
 RECOVER = ("auto", "required", "off")
 CLUSTERS = ("local", "hosts", "slurm")
@@ -225,7 +224,6 @@ def _choices(config: ExperimentConfig) -> Sequence[tuple[str, Any, Sequence[str]
         ("network.sockets", config.network.sockets, SOCKETS),
         ("wandb.mode", config.wandb.mode, WANDB_MODES),
         *((f"eval.modes[{index}]", mode, ("sampled", "greedy")) for index, mode in enumerate(config.eval.modes)),
-        *((f"train.extra_mfcs.{name}.kind", mfc.kind, MFC_KINDS) for name, mfc in config.train.extra_mfcs.items()),
     )
 
 
@@ -412,10 +410,6 @@ def _bad_streaming(config: ExperimentConfig) -> Iterator[Problem]:
     if train.critic is not None and train.critic.minibatches != 1:
         remedy = "must be 1 " + needs + ": minibatches are drawn from the whole batch"
         yield "train.critic.minibatches", train.critic.minibatches, remedy
-    for name, mfc in train.extra_mfcs.items():
-        if mfc.kind == "train_step":
-            remedy = f"an MFC of your own that trains would step after each part; {needs} use kind=inference"
-            yield f"train.extra_mfcs.{name}.kind", mfc.kind, remedy
     offloaded = [role for role in train.offload if role in ("actor", "critic")]
     if offloaded:
         remedy = f"{' and '.join(offloaded)} must stay on the device {needs}: offloading drops the gradients of earlier parts"

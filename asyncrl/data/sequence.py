@@ -77,7 +77,7 @@ KEY_SPECS: Mapping[str, KeySpec] = {
     "packed_teacher_logprobs": _spec("float32", "token"),
     "values": _spec("float32", "token"),  # value of the state after token t, in the critic's units
     "model_rewards": _spec("float32", "sequence"),  # scores of the reward model; model_rewards_NAME: of one with a name
-    # a reward at any token: from the rollout worker with train.dense_rewards, or from an MFC of train.extra_mfcs
+    # a reward at any token: from the rollout worker with train.dense_rewards, or from an MFC of train.mfcs
     "dense_rewards": _spec("float32", "token"),
     "advantages": _spec("float32", "token"),  # advantage of sampling token t; 0 where trained_mask is False
     "supervised_mask": _spec("bool", "token"),  # in actor_train only: the supervised tokens of the texts of train.ptx

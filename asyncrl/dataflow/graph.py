@@ -1,24 +1,22 @@
 """The dataflow of one train step: model function calls (MFCs), joined by the keys they read and write.
 
 An MFC starts when all ids of the batch have all input keys of the MFC. Keys that no MFC writes come with the trajectories. Adding
-an MFC takes a definition (here, or `train.extra_mfcs` in the config) and a function. No other code has to name the new MFC.
+an MFC takes a function and its declaration (here, or with @mfc in a file of the user's). No other code has to name the new MFC.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
-from asyncrl.config.processes import PlacedMFC
 from asyncrl.config.schema import REF, REWARD, TEACHER, TrainConfig, reward_models
+from asyncrl.dataflow.mfc import LOGPROBS, SCORES, MFCDef, declared
 
 TRAIN_MFC = "actor_train"  # the node that produces new weights
 GENERATE_MFC = "actor_gen"  # the node that produces trajectories in a synchronous graph
 ADVANTAGES_MFC = "advantages"  # the node that computes advantages and the training mask
 
-# train.arriving_inference: their outputs do not depend on the batch
-ARRIVING_INTERFACES = ("ref_logprobs", "reward_scores", "teacher_logprobs")
+_INTERFACES = "asyncrl.model.interfaces"
 
 # Keys that every trajectory carries. KEY_SPECS in data/sequence.py describes each.
 TRAJECTORY_KEYS = (
@@ -35,36 +33,7 @@ TRAJECTORY_KEYS = (
     "version_end",
     "birth_time",
 )
-DENSE_REWARDS = "dense_rewards"  # comes with the trajectories (train.dense_rewards), or an extra MFC writes it
-
-
-@dataclass(frozen=True)
-class MFCDef:
-    """One node: its function, the role of its model, the keys it reads and the keys it writes."""
-
-    name: str
-    role: str
-    kind: str  # inference | train_step | generate
-    interface: str  # a name that asyncrl.model.interfaces.make_interface accepts, or `package.module:function`
-    input_keys: tuple[str, ...]
-    output_keys: tuple[str, ...] = ()
-    model: str = ""  # name of the role's model that it runs on (topology.ModelPlacement); "": not placed yet
-
-    @property
-    def function(self) -> str:
-        """Its name among the functions of its role: `inf` of actor_inf."""
-        return "inf" if self.interface == "reward_scores" else self.name.removeprefix(f"{self.role}_")
-
-    @classmethod
-    def of(cls, placed: PlacedMFC) -> MFCDef:
-        """Make the MFC from its form in process configs (PlacedMFC)."""
-        reads, writes = tuple(placed.input_keys), tuple(placed.output_keys)
-        return cls(placed.name, placed.role, placed.kind, placed.interface, reads, writes, placed.model)
-
-    def placed(self, model: str) -> PlacedMFC:
-        """Return this MFC, placed on `model`, in its form in process configs (PlacedMFC)."""
-        keys = list(self.input_keys), list(self.output_keys)
-        return PlacedMFC(self.name, self.role, model, self.kind, self.interface, *keys)
+DENSE_REWARDS = "dense_rewards"  # comes with the trajectories (train.dense_rewards), or an MFC of train.mfcs writes it
 
 
 class DataflowGraph:
@@ -116,7 +85,7 @@ def build_dataflow(train: TrainConfig, mode: str = "async") -> DataflowGraph:
     """
     if mode != "sync":
         return DataflowGraph(training_mfcs(train), trajectory_keys(train))
-    generate = MFCDef(GENERATE_MFC, "actor", "generate", "actor_generate", (), TRAJECTORY_KEYS)
+    generate = MFCDef(GENERATE_MFC, "actor", "generate", "", (), TRAJECTORY_KEYS)
     return DataflowGraph([generate, *training_mfcs(train)], dataset_keys=())
 
 
@@ -144,28 +113,25 @@ def training_mfcs(train: TrainConfig) -> list[MFCDef]:
 
     The config decides which inference MFCs exist. `advantages` reads the keys that they write; an exception is `proximal_logprobs`,
     which it reads only for a KL penalty or a teacher. If steps may go on without actor_inf, it then reads the servers' logprobs,
-    too. It also reads the keys `dense_rewards` and `values` if an extra MFC writes them. With train.dense_rewards the trajectories
-    have `dense_rewards`. `actor_train` also reads `proximal_logprobs`, if actor_inf exists.
+    too. It also reads the keys `dense_rewards` and `values` if an MFC of train.mfcs writes them. With train.dense_rewards the
+    trajectories have `dense_rewards`. `actor_train` also reads `proximal_logprobs`, if actor_inf exists.
     """
     ppo = train.ppo
     inference: list[MFCDef] = []
     anchor: tuple[str, ...] = ()
     if ppo.use_decoupled_loss or ppo.recompute_logprob:
-        inference.append(_inference("actor_inf", "actor", "actor_logprobs", "proximal_logprobs"))
+        inference.append(_inference("actor_inf", "actor", LOGPROBS, "proximal_logprobs"))
         anchor = ("proximal_logprobs",)
     if ppo.kl_coef > 0:
-        inference.append(_inference("ref_inf", "ref", "ref_logprobs", "packed_ref_logprobs"))
+        inference.append(_inference("ref_inf", "ref", LOGPROBS, "packed_ref_logprobs"))
     if train.critic is not None:
-        inference.append(_inference("critic_inf", "critic", "critic_values", "values"))
+        inference.append(_inference("critic_inf", "critic", f"{_INTERFACES}:ValuesInterface", "values"))
     for role in reward_models(train):
         name = role.removeprefix(REWARD)  # "", or _NAME
-        inference.append(_inference(f"rew_inf{name}", role, "reward_scores", f"model_rewards{name}"))
+        inference.append(_inference(f"rew_inf{name}", role, SCORES, f"model_rewards{name}"))
     if train.teacher is not None:
-        inference.append(_inference("teacher_inf", "teacher", "teacher_logprobs", "packed_teacher_logprobs"))
-    extra = [
-        MFCDef(name, mfc.role, mfc.kind, mfc.interface, tuple(mfc.input_keys), tuple(mfc.output_keys))
-        for name, mfc in train.extra_mfcs.items()
-    ]
+        inference.append(_inference("teacher_inf", "teacher", LOGPROBS, "packed_teacher_logprobs"))
+    extra = [declared(spec) for spec in train.mfcs]
     _check_roles(extra, train)
 
     reads_anchor = ppo.kl_coef > 0 or train.teacher is not None
@@ -179,7 +145,7 @@ def training_mfcs(train: TrainConfig) -> list[MFCDef]:
         ADVANTAGES_MFC,
         "actor",
         "inference",
-        "ppo_advantages",
+        f"{_INTERFACES}:AdvantagesInterface",
         ("packed_input_ids", "loss_mask", "prompt_mask", "seq_no_eos_mask", "rewards", *judged),
         ("advantages", "trained_mask", *(("returns", "value_mask") if train.critic is not None else ())),
     )
@@ -187,10 +153,12 @@ def training_mfcs(train: TrainConfig) -> list[MFCDef]:
     if ppo.kl_coef > 0 and ppo.kl_in == "loss":
         actor_keys += ("packed_ref_logprobs",)
     actor_keys = tuple(dict.fromkeys((*actor_keys, *train.extra_train_keys)))
-    training = [MFCDef(TRAIN_MFC, "actor", "train_step", "ppo_actor", actor_keys)]
+    training = [MFCDef(TRAIN_MFC, "actor", "train_step", f"{_INTERFACES}:PPOActorInterface", actor_keys)]
     if train.critic is not None:
         critic_keys = ("packed_input_ids", "values", "returns", "value_mask")
-        training.append(MFCDef("critic_train", "critic", "train_step", "ppo_critic", critic_keys))
+        training.append(
+            MFCDef("critic_train", "critic", "train_step", f"{_INTERFACES}:PPOCriticInterface", critic_keys)
+        )
     return [*inference, *extra, advantages, *training]
 
 
@@ -199,7 +167,7 @@ def _inference(name: str, role: str, interface: str, output_key: str) -> MFCDef:
 
 
 def _check_roles(extra: Sequence[MFCDef], train: TrainConfig) -> None:
-    """Raise ValueError if this run does not have the role of an extra MFC, or if an extra MFC trains a frozen model.
+    """Raise ValueError if this run does not have the role of an MFC of train.mfcs, or if one trains a frozen model.
 
     The roles actor and ref always exist. critic, reward and teacher exist only if the config defines them.
     """
@@ -210,13 +178,13 @@ def _check_roles(extra: Sequence[MFCDef], train: TrainConfig) -> None:
     for mfc in extra:
         if mfc.role not in roles:
             raise ValueError(
-                f"train.extra_mfcs.{mfc.name}.role is {mfc.role!r}; the roles of this run are {roles} "
+                f"train.mfcs: {mfc.interface} has the role {mfc.role!r}; the roles of this run are {roles} "
                 "(critic with train.critic, reward with train.reward_model, teacher with train.teacher)"
             )
         if mfc.kind == "train_step" and mfc.role in (REF, TEACHER, *reward_models(train)):
-            raise ValueError(f"train.extra_mfcs.{mfc.name} trains the role {mfc.role!r}, whose model is frozen")
+            raise ValueError(f"train.mfcs: {mfc.interface} trains the role {mfc.role!r}, whose model is frozen")
 
 
 def build_recording_dataflow() -> DataflowGraph:
     """The graph of mode=rollout_only. Its only node writes each batch to disk."""
-    return DataflowGraph([MFCDef("record", "actor", "inference", "record", TRAJECTORY_KEYS)])
+    return DataflowGraph([MFCDef("record", "actor", "inference", "", TRAJECTORY_KEYS)])

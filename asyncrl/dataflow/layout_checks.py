@@ -6,13 +6,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from asyncrl.config.schema import CRITIC, REF, REWARD, TEACHER, ExperimentConfig, reward_models
-from asyncrl.config.validation import Problem, one_of
+from asyncrl.config.validation import Problem
 from asyncrl.dataflow.graph import GENERATE_MFC, DataflowGraph, build_dataflow
 from asyncrl.dataflow.topology import Allocation, ModelPlacement, ParallelGrid, allocation_of, unknown_name
 from asyncrl.dataflow.worker_groups import MODES, on_missing, worker_groups_of
 from asyncrl.protocol.names import ACTOR
 
-MFC_ROLES = (ACTOR, CRITIC, REF, REWARD, TEACHER)
 _MOST_PROCESSES = 65_536  # limit on the ranks of all generation servers, and on the model workers
 # Fields of config.json with the number of experts. The config.json of a mixture of experts has one of them
 _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -49,10 +48,6 @@ _RUNS_WITH = {  # MFC or role -> the setting that includes it in a run
 
 def problems_of_layout(config: ExperimentConfig) -> Iterator[Problem]:
     """Yield the problems of the allocation, of the MFCs that it places, and of the engine that it names."""
-    roles = [*MFC_ROLES, *(role for role in reward_models(config.train) if role not in MFC_ROLES)]
-    for name, mfc in config.train.extra_mfcs.items():
-        if mfc.role not in roles:
-            yield f"train.extra_mfcs.{name}.role", mfc.role, one_of(mfc.role, roles)
     try:
         allocation = allocation_of(config)
     except ValueError as error:
@@ -105,8 +100,12 @@ def _bad_layout(config: ExperimentConfig, allocation: Allocation) -> Iterator[Pr
     try:
         graph = build_dataflow(train, config.mode)
     except ValueError as error:
-        yield "train.extra_mfcs", list(train.extra_mfcs), str(error)
+        yield "train.mfcs", train.mfcs, str(error)
         return
+    own = [mfc for mfc in graph.mfcs.values() if mfc.interface in train.mfcs]
+    if train.streaming and (training := [mfc.name for mfc in own if mfc.kind == "train_step"]):
+        remedy = f"{', '.join(training)} would step after each part of a batch; set train.streaming=false"
+        yield "train.mfcs", train.mfcs, remedy
     strangers = [name for name in allocation.names if name not in graph.mfcs and name not in graph.roles]
     for name in strangers:
         yield "allocation", config.allocation, f"{name!r} {_missing(name) or unknown_name(name, graph)}"
@@ -172,10 +171,10 @@ def _bad_detached(
         if role not in detached:
             remedy = f"needs workers of its own, such as {config.allocation}+{inference}:d1p1m1"
             yield path, value, f"{remedy}: otherwise it ends only together with the trainer"
-        own = {key for name in graph.mfcs if graph.mfcs[name].role == role for key in graph.mfcs[name].output_keys}
-        extra = [name for name in train.extra_mfcs if own.intersection(graph.mfcs[name].input_keys)]
-        extra += [name for name in train.extra_mfcs if graph.mfcs[name].role == role and name not in extra]
-        needed = [*extra, *own.intersection(train.extra_train_keys)]
+        made = {key for mfc in graph.mfcs.values() if mfc.role == role for key in mfc.output_keys}
+        mine = [mfc for mfc in graph.mfcs.values() if mfc.interface in train.mfcs]
+        needed = [mfc.name for mfc in mine if mfc.role == role or made.intersection(mfc.input_keys)]
+        needed += made.intersection(train.extra_train_keys)
         if value == "continue" and needed:
             yield path, value, f"a step cannot continue without {', '.join(needed)}; use wait or stop"
 

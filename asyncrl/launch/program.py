@@ -415,9 +415,7 @@ def with_absolute_paths(config: ExperimentConfig) -> ExperimentConfig:
             },
             step=_absolute_spec(train.step),
             ptx=replace(train.ptx, texts=_resolve_prompts(train.ptx.texts)) if train.ptx else None,
-            extra_mfcs={
-                name: replace(mfc, interface=_absolute_spec(mfc.interface)) for name, mfc in train.extra_mfcs.items()
-            },
+            mfcs=list(map(_absolute_spec, train.mfcs)),
         ),
     )
 

@@ -15,10 +15,10 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from asyncrl.config.import_object import no_terminal
 from asyncrl.config.processes import WorkerInfo
 from asyncrl.launch.program import ProcessConfig, load_process_config
 from asyncrl.launch.rundir import logs_dir
-from asyncrl.rewards.import_object import no_terminal
 from asyncrl.runtime import security, unix_sockets
 from asyncrl.runtime.process import die_with_parent
 from asyncrl.runtime.stacks import SUFFIX, answer_requests

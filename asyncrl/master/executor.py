@@ -27,10 +27,11 @@ from functools import partial
 from typing import Literal
 
 from asyncrl.config.schema import EMA, REF, TrainConfig
-from asyncrl.dataflow.graph import ARRIVING_INTERFACES, TRAIN_MFC, DataflowGraph, MFCDef
+from asyncrl.dataflow.graph import TRAIN_MFC, DataflowGraph
+from asyncrl.dataflow.mfc import LOGPROBS, SCORES, MFCDef
 from asyncrl.dataflow.redistribution import Transfer, assign, members, plan_fetches, plan_redistribution
 from asyncrl.dataflow.topology import Handler, ModelPlacement, ModelShardID
-from asyncrl.dataflow.worker_groups import on_missing
+from asyncrl.dataflow.worker_groups import is_stateless, on_missing
 from asyncrl.master.arriving import ArrivingGroups
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
 from asyncrl.master.calls import DetachedGroups, GroupMissingError, Incarnation, WorkerCaller
@@ -84,7 +85,8 @@ class ParameterHooks:
     def is_arriving(self, mfc: MFCDef) -> bool:
         """Whether this MFC of a detached model also runs on groups before their step. Its function must compute each sequence
         alone."""
-        return self._train.arriving_inference and mfc.interface in ARRIVING_INTERFACES
+        alone = is_stateless(mfc.role) and mfc.interface in (LOGPROBS, SCORES)
+        return self._train.arriving_inference and alone
 
     def arriving(self, mfc: MFCDef, num_ranks: int) -> ArrivingGroups:
         """Decide the chunks of such an MFC: at most a micro-batch for each data rank."""
@@ -227,9 +229,15 @@ class _Step:
             steps += self._plan(model, wanted, self._ids)
         self._send(steps)
 
-    def parts_for(self, mfc: MFCDef, ids: Sequence[str]) -> list[list[str]]:
-        """Return the ids of each data rank for a call on these groups, and send the keys that the ranks lack. For the whole batch
+    def parts_for(self, mfc: MFCDef, batches: Sequence[Batch]) -> list[list[str]]:
+        """Return the ids of each data rank for a call on these batches, and send the keys that the ranks lack. For the whole batch
         nothing has to be sent: its keys move as soon as they exist."""
+        ids = [group for batch in batches for group in batch.ids]
+        if mfc.dispatch != "data_parallel":
+            parts = self._dispatched(mfc, ids, batches)
+            if not self._is_detached(mfc.model):
+                self._send(self._plan_for(self._workers_of(mfc.model, parts), mfc.input_keys))
+            return parts
         groups = frozenset(ids)
         if groups != self._ids:
             if (mfc.model, groups) not in self._parts:
@@ -237,16 +245,22 @@ class _Step:
             self._send(self._plan(mfc.model, mfc.input_keys, groups))
         return self._parts[mfc.model, groups]
 
+    def _dispatched(self, mfc: MFCDef, ids: list[str], batches: Sequence[Batch]) -> list[list[str]]:
+        data = self._placements[mfc.model].grid.data
+        if mfc.dispatch == "one_to_all":
+            return [ids] * data
+        return [ids, *[[]] * (data - 1)] if mfc.dispatch == "rank_zero" else [list(batch.ids) for batch in batches]
+
     def _assign(self, model: str, ids: Sequence[str], keys: Sequence[str]) -> None:
         placement = self._placements[model]
         homes = {group: self._homes(group, placement, keys) for group in ids}
         parts = assign(ids, self._tokens, homes, placement.grid.data, BALANCE_TOLERANCE)
         self._parts[model, frozenset(ids)] = parts
 
-    def inputs(self, mfc: MFCDef, ids: Collection[str]) -> list[Transfer]:
+    def inputs(self, mfc: MFCDef, parts: Sequence[list[str]]) -> list[Transfer]:
         """Return the fetches from the trainer group by which the workers of a detached model get the MFC's missing input keys of
-        these groups."""
-        needed = self._needed(mfc.model, frozenset(ids))
+        their parts."""
+        needed = self._workers_of(mfc.model, parts)
         return plan_fetches(needed, mfc.input_keys, self.tracker.there, self._trainer_group)
 
     def outputs(self, mfc: MFCDef, ids: Collection[str]) -> list[Transfer]:
@@ -309,8 +323,11 @@ class _Step:
 
     def _needed(self, model: str, groups: frozenset[str]) -> dict[int, list[str]]:
         """Return the ids of these groups that each worker of a model computes on."""
-        placement = self._placements[model]
-        return {w: part for rank, part in enumerate(self._parts[model, groups]) for w in placement.replica(rank)}
+        return self._workers_of(model, self._parts[model, groups])
+
+    def _workers_of(self, model: str, parts: Sequence[list[str]]) -> dict[int, list[str]]:
+        """Return the part of each worker of a model. parts: by data rank."""
+        return {worker: part for rank, part in enumerate(parts) for worker in self._placements[model].replica(rank)}
 
     def _only(self, needed: Mapping[int, list[str]], groups: frozenset[str]) -> Mapping[int, list[str]]:
         """Of the ids that each worker needs, those of these groups."""
@@ -386,10 +403,11 @@ class ModelFunctionCall:
         self._caller = caller
         self._hooks = hooks
         self._handlers = shard_handlers(placement)
+        self.num_ranks = placement.grid.data
 
     async def run(self, step: _Step, batch: Batch, call: Call) -> None:
         mfc = self.mfc
-        body = await self._ready(step, batch)
+        body = await self._ready(step, batch, call)
         copied = step.copy_weights(self._hooks.before(mfc))
         replies, *_ = await asyncio.gather(self._caller.start(f"MFC {mfc.name}", self._handlers, body), *copied)
         self._take_note(step, call, body, replies)
@@ -397,7 +415,7 @@ class ModelFunctionCall:
         call.made.set()
         await moved
 
-    async def _ready(self, step: _Step, batch: Batch) -> ExecuteMFC:
+    async def _ready(self, step: _Step, batch: Batch, call: Call) -> ExecuteMFC:
         """Wait until the batch has all input keys. Returns the body of the call."""
         mfc = self.mfc
         making = {maker: None for key in mfc.input_keys for maker in batch.makers(key)}
@@ -408,7 +426,7 @@ class ModelFunctionCall:
             mfc=mfc.name,
             version=step.version,
             ids=list(batch.ids),
-            parts=step.parts_for(mfc, batch.ids),
+            parts=step.parts_for(mfc, call.batches),
             part=step.part,
             batch=step.batch,
             missing=missing,
@@ -464,7 +482,7 @@ class DetachedFunctionCall(ModelFunctionCall):
         self._tracker = tracker
 
     async def run(self, step: _Step, batch: Batch, call: Call) -> None:
-        body, is_missing = await self._ready(step, batch), False
+        body, is_missing = await self._ready(step, batch, call), False
         try:
             await self._work(step, call, body)
         except GroupMissingError as error:
@@ -484,7 +502,7 @@ class DetachedFunctionCall(ModelFunctionCall):
         await self._detached.repeated(what, self._worker_group, work, on_missing=self._on_missing)
 
     async def _once(self, step: _Step, call: Call, body: ExecuteMFC, incarnation: Incarnation) -> None:
-        num_bytes, replies = await self._execute(body, step.inputs(self.mfc, body.ids), incarnation)
+        num_bytes, replies = await self._execute(body, step.inputs(self.mfc, body.parts), incarnation)
         self._take_note(step, call, body, replies)
         step.count_bytes(num_bytes + await self._fetch("outputs", step.outputs(self.mfc, body.ids), incarnation))
 
@@ -700,7 +718,12 @@ class FunctionExecutor:
 
                 models = Models(
                     [
-                        Function(runner.mfc, partial(start, runner), is_left_out=runner.mfc.name in left_out)
+                        Function(
+                            runner.mfc,
+                            partial(start, runner),
+                            num_ranks=runner.num_ranks,
+                            is_left_out=runner.mfc.name in left_out,
+                        )
                         for runner in self._calls
                     ]
                 )

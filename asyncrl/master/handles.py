@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Collection, Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.dataflow.graph import MFCDef
+from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.protocol.messages import TrajectoryMeta
 
 Reader = Callable[[Sequence[str], str], Awaitable[list[list[list[float]]]]]
@@ -32,6 +32,7 @@ class Call:
     """One call of a function in a step."""
 
     mfc: MFCDef
+    batches: tuple[Batch, ...]  # one, or with dispatch all_to_all one for each data rank
     ids: frozenset[str]
     where: str  # file:line of the call
     made: asyncio.Event = field(default_factory=asyncio.Event)  # the outputs exist, and their moves have been sent
@@ -174,19 +175,29 @@ class Batch:
 class Function:
     """A function of a model. A call with a batch that has its input keys starts it. The result is a batch with its outputs."""
 
-    def __init__(self, mfc: MFCDef, start: Callable[[Call, Batch], asyncio.Task[None]], *, is_left_out: bool) -> None:
-        """start: begins the call. is_left_out: this step leaves the function out (train.num_critic_only_steps)."""
-        self.mfc = mfc
+    def __init__(
+        self, mfc: MFCDef, start: Callable[[Call, Batch], asyncio.Task[None]], *, num_ranks: int, is_left_out: bool
+    ) -> None:
+        """start: begins the call. num_ranks: data ranks of the model. is_left_out: this step leaves the function out
+        (train.num_critic_only_steps)."""
+        self.mfc, self.num_ranks = mfc, num_ranks
         self._start, self._is_left_out = start, is_left_out
         self.calls: list[Call] = []
 
-    def __call__(self, batch: Batch) -> Batch:
-        """Raises ValueError if the batch lacks an input key, or if the function trains a group for the second time in the step."""
+    def __call__(self, *batches: Batch) -> Batch:
+        """One batch, or with dispatch all_to_all one for each data rank. Raises ValueError for another number of them, if the batch
+        lacks an input key, or if the function trains a group for the second time in the step."""
         mfc = self.mfc
+        if len(batches) != (expected := self.num_ranks if mfc.dispatch == "all_to_all" else 1):
+            raise ValueError(
+                f"{mfc.role}.{mfc.function} got {len(batches)} batches, and takes {expected} (dispatch {mfc.dispatch}, "
+                f"{self.num_ranks} data ranks)"
+            )
+        batch = batches[0] if len(batches) == 1 else Batch.concat(batches)
         if self._is_left_out:
             return batch
         read = [call for key in mfc.input_keys for call in batch.makers(key)]
-        call = Call(mfc, frozenset(batch.ids), _caller())
+        call = Call(mfc, batches, frozenset(batch.ids), _caller())
         for earlier in self.calls if mfc.kind == "train_step" else ():
             if again := call.ids & earlier.ids:
                 raise ValueError(f"{call} trains {len(again)} groups again that {earlier} has trained")

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from asyncrl.config.processes import MasterWorkerConfig
 from asyncrl.config.schema import CRITIC, EMA, REF
-from asyncrl.dataflow.graph import MFCDef, without_generation
+from asyncrl.dataflow.graph import without_generation
+from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
 from asyncrl.dataflow.worker_groups import WorkerGroups
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker

@@ -8,8 +8,8 @@ import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
+from asyncrl.config.import_object import config_error, import_object
 from asyncrl.master.handles import Batch, Call, Models
-from asyncrl.rewards.import_object import config_error, import_object
 from asyncrl.runtime.worker import RunEndedError
 
 

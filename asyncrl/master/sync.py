@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from asyncrl.config.processes import MasterWorkerConfig
-from asyncrl.dataflow.graph import MFCDef
+from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.master.books import Books
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.evaluations import Results

@@ -15,7 +15,8 @@ from asyncrl.config.processes import ModelWorkerConfig
 from asyncrl.config.schema import EMA, REF
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.data.trajectories import BackgroundRecorder, Entry, TrajectoryStore, tokenizer_fingerprint
-from asyncrl.dataflow.graph import TRAIN_MFC, MFCDef
+from asyncrl.dataflow.graph import TRAIN_MFC
+from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.model import checkpoint
 from asyncrl.model.compute import Compute

@@ -2,7 +2,7 @@
 
 This file has, in order: the protocols between interfaces and engines, and a rank's groups as tensors; statistics of a step;
 interfaces for logprobs, values, scores and user functions; rewards -> advantages and returns; train steps of the policy and of the
-critic, and their minibatches; `make_interface`, which maps names to interfaces.
+critic, and their minibatches; `make_interface`, which makes the interface of an MFC.
 
 The model worker calls `run` on its compute thread, on every rank of the MFC's model, with the same batch_ids and version. All ranks
 of a data-parallel replica get the same sample; a rank without groups of the batch gets None and still takes part.
@@ -42,11 +42,12 @@ from asyncrl.algorithms.kl import make_kl_controller
 from asyncrl.algorithms.packed import count_per_sequence, sum_per_sequence
 from asyncrl.algorithms.ppo import PPOLoss, anchor_key, check_ppo_config, loss_denominator, loss_keys
 from asyncrl.algorithms.value import ValueLoss, ValueNorm
+from asyncrl.config.import_object import import_object
 from asyncrl.config.schema import REWARD, ConfigError, PPOConfig, TrainConfig, judges_by_group, reward_models
 from asyncrl.data.sequence import SequenceSample, spec_of
-from asyncrl.dataflow.graph import DENSE_REWARDS, MFCDef
+from asyncrl.dataflow.graph import DENSE_REWARDS
+from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.model.supervised import SupervisedTexts
-from asyncrl.rewards.import_object import import_object
 
 # (outputs, data, cu_seqlens) -> (loss, statistics): an engine calls it on each micro-batch. outputs: `logprobs` and `entropy` of a
 # policy, `values` of a critic; data: the keys of the micro-batch; all packed in the same way. The loss is a sum already divided by
@@ -126,6 +127,10 @@ class OneRank:
 
 class Interface(ABC):
     """One MFC on one rank."""
+
+    def __init__(self, mfc: MFCDef, train: TrainConfig, *, seed: int = 1, tokenizer_path: str = "") -> None:
+        """seed: of the experiment. tokenizer_path: folder of the actor's tokenizer."""
+        self.mfc, self.train, self.seed, self.tokenizer_path = mfc, train, seed, tokenizer_path
 
     @abstractmethod
     def run(
@@ -378,8 +383,8 @@ def _max_over_ranks(engine: Ranks, values: list[float]) -> list[float]:
 class LogprobsInterface(Interface):
     """Logprobs of the batch's tokens under this model: the proximal policy, the reference or the teacher."""
 
-    def __init__(self, output_key: str, train: TrainConfig) -> None:
-        self.output_key = output_key
+    def __init__(self, mfc: MFCDef, train: TrainConfig, *, seed: int = 1, tokenizer_path: str = "") -> None:
+        super().__init__(mfc, train, seed=seed, tokenizer_path=tokenizer_path)
         self.temperature = temperature_of(train)
 
     def run(
@@ -387,7 +392,7 @@ class LogprobsInterface(Interface):
     ) -> tuple[SequenceSample | None, Stats]:
         sample = groups_here(sample, batch_ids)
         logprobs = engine.logprobs(sample, temperature=self.temperature)
-        return _made(sample, self.output_key, logprobs), {}
+        return _made(sample, self.mfc.output_keys[0], logprobs), {}
 
 
 class ValuesInterface(Interface):
@@ -403,14 +408,11 @@ class ValuesInterface(Interface):
 class ScoresInterface(Interface):
     """Scores of each sequence from a reward model."""
 
-    def __init__(self, output_key: str) -> None:
-        self.output_key = output_key
-
     def run(
         self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int
     ) -> tuple[SequenceSample | None, Stats]:
         sample = groups_here(sample, batch_ids)
-        return _made(sample, self.output_key, engine.scores(sample)), {}
+        return _made(sample, self.mfc.output_keys[0], engine.scores(sample)), {}
 
 
 def _made(sample: SequenceSample | None, key: str, array: npt.NDArray[np.float32] | None) -> SequenceSample | None:
@@ -427,17 +429,16 @@ def _made(sample: SequenceSample | None, key: str, array: npt.NDArray[np.float32
 
 
 class FunctionInterface(Interface):
-    """An MFC from the config: function(engine, sample, train) -> SequenceSample with the MFC's output keys.
+    """A user's function: function(engine, sample, train) -> SequenceSample with the MFC's output keys.
 
     The function runs on every rank of the MFC's model, so that the engine's collective calls match. `sample` is the same on all
     ranks of a replica; without groups it is a sample with no ids, never None. Only the result of the replica's head is used. If an
     engine call returns None (no groups, or not the last stage of a pipeline), return None.
     """
 
-    def __init__(self, mfc: MFCDef, train: TrainConfig) -> None:
-        self.mfc = mfc
-        self.train = train
-        self.function = _import_function(mfc)
+    def __init__(self, function: Callable[..., Any], mfc: MFCDef, train: TrainConfig) -> None:
+        super().__init__(mfc, train)
+        self.function = function
 
     def run(
         self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int
@@ -466,13 +467,6 @@ def _dtype_of(key: str) -> np.dtype[Any]:
     return spec.dtype if spec is not None else np.dtype("float32")
 
 
-def _import_function(mfc: MFCDef) -> Callable[..., Any]:
-    function = import_object(mfc.interface, f"MFC {mfc.name!r}: interface")
-    if not callable(function):
-        raise ConfigError(f"MFC {mfc.name!r}: interface {mfc.interface!r} is not a function")
-    return function  # type: ignore[no-any-return]
-
-
 class AdvantagesInterface(Interface):
     """Makes the targets of the train steps from values and rewards: those of reward functions and reward models, dense rewards,
     and the KL penalty. A teacher's logprobs are added last (`distillation_advantages`).
@@ -483,10 +477,10 @@ class AdvantagesInterface(Interface):
     lives in one place, whatever meshes actor and critic use, and only its results travel to them.
     """
 
-    def __init__(self, mfc: MFCDef, train: TrainConfig) -> None:
+    def __init__(self, mfc: MFCDef, train: TrainConfig, *, seed: int = 1, tokenizer_path: str = "") -> None:
+        super().__init__(mfc, train, seed=seed, tokenizer_path=tokenizer_path)
         check_ppo_config(train.ppo)
         self.ppo: PPOConfig = train.ppo
-        self.output_keys = mfc.output_keys
         self.adds_dense = train.dense_rewards
         self.kl = make_kl_controller(train.ppo)
         self.teacher_coef = train.teacher.coef if train.teacher is not None else 0.0
@@ -547,7 +541,7 @@ class AdvantagesInterface(Interface):
             "returns": returns_T,
             "value_mask": made.states_T,
         }
-        return sample.derive({key: found[key].numpy() for key in self.output_keys})
+        return sample.derive({key: found[key].numpy() for key in self.mfc.output_keys})
 
     def without(self, missing: Collection[str]) -> Interface:
         """Without the reference's logprobs there is no KL penalty, and the KL coefficient does not adapt. Without the reward
@@ -726,11 +720,11 @@ class PPOActorInterface(Interface):
     Its state, with train.ppo.entropy_target, is the coefficient of the entropy bonus.
     """
 
-    def __init__(self, mfc: MFCDef, train: TrainConfig, seed: int, tokenizer_path: str) -> None:
+    def __init__(self, mfc: MFCDef, train: TrainConfig, *, seed: int = 1, tokenizer_path: str = "") -> None:
+        super().__init__(mfc, train, seed=seed, tokenizer_path=tokenizer_path)
         check_ppo_config(train.ppo)
         self.ppo: PPOConfig = train.ppo
         self.temperature = temperature_of(train)
-        self.seed = seed
         target = train.ppo.entropy_target
         self.entropy = (
             EntropyController(train.ppo.entropy_coef, target, train.ppo.entropy_step) if target is not None else None
@@ -830,12 +824,12 @@ class PPOCriticInterface(Interface):
 
     KEYS = ("packed_input_ids", "values", "returns", "value_mask")  # the loss reads the last one as loss_mask
 
-    def __init__(self, mfc: MFCDef, train: TrainConfig, seed: int) -> None:
+    def __init__(self, mfc: MFCDef, train: TrainConfig, *, seed: int = 1, tokenizer_path: str = "") -> None:
+        super().__init__(mfc, train, seed=seed, tokenizer_path=tokenizer_path)
         if train.critic is None:
             raise ValueError(f"MFC {mfc.name!r} trains a critic, but train.critic is null")
         self.critic = train.critic
         self.epochs = train.ppo.epochs
-        self.seed = seed
         self._accumulated = AccumulatedStep()
         check_input_keys(mfc, self.KEYS)
 
@@ -868,31 +862,14 @@ class PPOCriticInterface(Interface):
         return None, step.finish(engine, loss_fn, step.num_tokens, lr_step=version).result("critic")
 
 
-def make_interface(mfc: MFCDef, train: TrainConfig, seed: int = 1, tokenizer_path: str = "") -> Interface:
-    """Return the interface that an MFC names.
+def make_interface(mfc: MFCDef, train: TrainConfig, *, seed: int = 1, tokenizer_path: str = "") -> Interface:
+    """Return the interface that an MFC names. Raises ConfigError. The groups of a batch may have different sizes.
 
-    seed: of the experiment; it determines the minibatches. tokenizer_path: for the texts of train.ptx. The groups of a batch may
-    have different sizes.
+    seed: of the experiment; it determines the minibatches. tokenizer_path: folder of the actor's tokenizer.
     """
-    if mfc.interface == "actor_logprobs":
-        return LogprobsInterface("proximal_logprobs", train)
-    if mfc.interface == "ref_logprobs":
-        return LogprobsInterface("packed_ref_logprobs", train)
-    if mfc.interface == "teacher_logprobs":
-        return LogprobsInterface("packed_teacher_logprobs", train)
-    if mfc.interface == "critic_values":
-        return ValuesInterface()
-    if mfc.interface == "reward_scores":
-        return ScoresInterface(mfc.output_keys[0])
-    if mfc.interface == "ppo_advantages":
-        return AdvantagesInterface(mfc, train)
-    if mfc.interface == "ppo_actor":
-        return PPOActorInterface(mfc, train, seed, tokenizer_path)
-    if mfc.interface == "ppo_critic":
-        return PPOCriticInterface(mfc, train, seed)
-    if ":" in mfc.interface:
-        return FunctionInterface(mfc, train)
-    raise ValueError(
-        f"MFC {mfc.name!r} has the interface {mfc.interface!r}; use actor_logprobs, ref_logprobs, teacher_logprobs, critic_values, "
-        "reward_scores, ppo_advantages, ppo_actor, ppo_critic or package.module:function"
-    )
+    made = import_object(mfc.interface, f"MFC {mfc.name!r}: interface")
+    if isinstance(made, type) and issubclass(made, Interface):
+        return made(mfc, train, seed=seed, tokenizer_path=tokenizer_path)
+    if not callable(made):
+        raise ConfigError(f"MFC {mfc.name!r}: interface {mfc.interface!r} is neither a function nor an Interface")
+    return FunctionInterface(made, mfc, train)

@@ -26,7 +26,8 @@ import transformers
 from asyncrl.config.processes import ModelConfig, ModelWorkerConfig
 from asyncrl.data.model_limits import ModelLimits
 from asyncrl.data.trajectories import BackgroundRecorder, recording_dir
-from asyncrl.dataflow.graph import MFCDef, trajectory_keys
+from asyncrl.dataflow.graph import trajectory_keys
+from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.dataflow.worker_groups import WorkerGroups
 from asyncrl.model.broadcast import ServerClient, WeightSender

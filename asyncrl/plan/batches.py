@@ -12,8 +12,9 @@ import math
 
 import msgspec
 
-from asyncrl.config.schema import ExperimentConfig
-from asyncrl.dataflow.graph import MFCDef
+from asyncrl.config.schema import CRITIC, ExperimentConfig
+from asyncrl.dataflow.graph import TRAIN_MFC
+from asyncrl.dataflow.mfc import MFCDef
 
 PROMPT_TOKENS = 512  # of a prompt, unless prompts.max_prompt_length is less
 
@@ -37,13 +38,13 @@ def load_of(config: ExperimentConfig, mfc: MFCDef, *, data_size: int, num_stages
     train, most = config.train, config.train.max_tokens_per_mb
     minibatches = passes = 1
     if mfc.kind == "train_step" and not train.streaming:  # streaming excludes several minibatches and passes
-        critic = train.critic if mfc.interface == "ppo_critic" else None
+        critic = train.critic if mfc.role == CRITIC else None
         passes = train.ppo.epochs
         minibatches = passes * (critic.minibatches if critic is not None else train.ppo.minibatches)
     length = min(config.rollout.sampling.max_new_tokens + min(config.prompts.max_prompt_length, PROMPT_TOKENS), most)
     num_sequences = math.ceil(train.batch_size * config.rollout.group_size * passes / minibatches / data_size)
     lengths = [length] * num_sequences
-    if train.ptx is not None and mfc.interface == "ppo_actor":
+    if train.ptx is not None and mfc.name == TRAIN_MFC:
         texts = math.ceil(train.ptx.batch_size / minibatches / data_size)
         lengths += [min(train.ptx.max_length, most)] * texts
     count = math.ceil(sum(lengths) / most)

@@ -9,7 +9,8 @@ import math
 
 from asyncrl.config.processes import ModelConfig, PlacedMFC
 from asyncrl.config.schema import EMA, ExperimentConfig
-from asyncrl.dataflow.graph import ADVANTAGES_MFC, MFCDef, build_dataflow
+from asyncrl.dataflow.graph import ADVANTAGES_MFC, build_dataflow
+from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.placed_models import models_of, place
 from asyncrl.dataflow.topology import ParallelGrid, allocation_of
 from asyncrl.launch.checks.memory_floor import DTYPE_BYTES

@@ -17,7 +17,8 @@ import msgspec
 
 from asyncrl.config.processes import ModelConfig, PlacedMFC
 from asyncrl.config.schema import ExperimentConfig, TrainConfig, resolve_auto
-from asyncrl.dataflow.graph import MFCDef, build_dataflow
+from asyncrl.dataflow.graph import build_dataflow
+from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.placed_models import models_of, place
 from asyncrl.dataflow.topology import ModelPlacement, allocation_of
 from asyncrl.plan.batches import Load, load_of
@@ -83,9 +84,8 @@ def _placed(config: ExperimentConfig) -> tuple[list[ModelConfig], list[PlacedMFC
     """The models and MFCs of a run, the latter in the order of the dataflow. Raises PlanError."""
     if config.mode in ("sync", "rollout_only"):
         raise PlanError(f"mode={config.mode}: a plan covers training without generation; use mode async or train_only")
-    if config.train.extra_mfcs:
-        names = ", ".join(config.train.extra_mfcs)
-        raise PlanError(f"train.extra_mfcs has {names}: a plan runs no functions of a config; plan without them")
+    if config.train.mfcs:
+        raise PlanError(f"train.mfcs={config.train.mfcs}: a plan runs no functions of yours; plan without them")
     if not config.model_path:
         raise PlanError('model_path="": give a folder that has the config.json of a model')
     try:

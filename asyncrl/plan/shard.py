@@ -30,7 +30,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import TrainConfig
 from asyncrl.data.sequence import SequenceSample, spec_of
-from asyncrl.dataflow.graph import MFCDef
+from asyncrl.dataflow.graph import ADVANTAGES_MFC
+from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
 from asyncrl.model import kernels
 from asyncrl.model.attention import NAME as ATTENTION
@@ -88,7 +89,7 @@ def shard_plan(task: ShardTask, counts: ShardCounts, model_flops: ModelFlops) ->
 def _model_step(task: ShardTask, mfc: MFCDef, counts: StepCounts, model_flops: ModelFlops) -> ModelStep:
     load, grid, cost = task.loads[mfc.name], ModelPlacement.of(task.model).grid, counts.cost
     squares = sum(length * length for length in load.lengths) * load.tokens // sum(load.lengths)
-    computes = mfc.interface != "ppo_advantages"
+    computes = mfc.name != ADVANTAGES_MFC
     flops = model_flops.of_batch(load.tokens, squares, trains=mfc.kind == "train_step") if computes else 0
     moments = counts.moments.values()
     fullest = max(moments, key=lambda moment: moment.peak)

@@ -1,6 +1,5 @@
 """From a prompt's responses to a judged group: shared by rollout workers and (mode=sync) model workers.
 
-import_object.py    imports users' functions and classes by import path
 reward_function.py  imports a user's reward function, and checks its signature and the numbers that it returns
 reward.py           calls the reward function for a group, in judge processes or threads, with time limits
 judges.py           the worker's side of the judge processes; judge_main.py is the program that runs in them

@@ -93,7 +93,7 @@ def _be_nursery(control: socket.socket) -> NoReturn:
 
 def _load(spec: str, control: socket.socket) -> Any:
     """Import the user's function. On failure, report the error to the worker and end this process."""
-    from asyncrl.rewards.import_object import no_terminal
+    from asyncrl.config.import_object import no_terminal
     from asyncrl.rewards.reward_function import RewardFunction
 
     sys.breakpointhook = no_terminal

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.rewards.import_object import config_error, import_object
+from asyncrl.config.import_object import config_error, import_object
 
 OPTIONAL_ARGUMENTS = ("finished", "task", "row")
 _LARGEST = 3.4028234663852886e38  # the largest float32: rewards travel as float32, where larger ones become infinite

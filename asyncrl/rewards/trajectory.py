@@ -219,7 +219,7 @@ def complete_sample(
     if unread:
         raise ValueError(
             f"an agent's sample has the keys {unread}, which an agent must not set; leave them out and put the reward into "
-            "`rewards`, or compute them with an MFC of train.extra_mfcs"
+            "`rewards`, or compute them with an MFC of train.mfcs"
         )
     if not sample.num_sequences() or sample.data["version_start"].min() < 0:
         raise ValueError("an agent's sample has a sequence without a sampled token")

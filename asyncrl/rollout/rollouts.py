@@ -14,11 +14,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
+from asyncrl.config.import_object import import_object
 from asyncrl.config.schema import ConfigError, RolloutConfig, SamplingConfig, TaskConfig
 from asyncrl.data.prompts import Prompt, PromptError
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.protocol.messages import RolloutResult, Ticket, TrajectoryMeta, WeightVersion
-from asyncrl.rewards.import_object import import_object
 from asyncrl.rewards.outcome import RolloutEnded, RolloutRejected, RolloutReleased, objection_to
 from asyncrl.rewards.reward import Reward
 from asyncrl.rewards.reward_function import shown

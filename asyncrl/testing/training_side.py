@@ -27,7 +27,8 @@ from typing import Literal
 from asyncrl.config.processes import GroupsConfig, ModelConfig, ModelWorkerConfig, PlacedMFC, WorkerInfo
 from asyncrl.config.schema import NameResolveConfig, RecordConfig, RuntimeConfig, TrainConfig, WeightsConfig
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.dataflow.graph import MFCDef, without_generation
+from asyncrl.dataflow.graph import without_generation
+from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.topology import ModelPlacement, build_handler_routing
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, PromptProgress, StorageTracker
 from asyncrl.master.calls import WorkerCaller

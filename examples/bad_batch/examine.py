@@ -34,7 +34,7 @@ def examine(folder: Path, train: TrainConfig, weights: Path, *, seed: int) -> It
     """One line per sequence: its ticket, prompt (epoch and position), member, and all its values that are not finite."""
     # Supervised texts are not part of the batch, so no tokenizer is needed
     train = replace(train, torch_threads=0, gradient_checkpointing=False, ptx=None)
-    actor = PPOActorInterface(build_dataflow(train).mfcs[TRAIN_MFC], train, seed, tokenizer_path="")
+    actor = PPOActorInterface(build_dataflow(train).mfcs[TRAIN_MFC], train, seed=seed)
     engine = TrainEngine(ModelConfig("actor", str(weights), "d1p1m1", [0], trainable=True), train)
     for name, parameter in engine.module.named_parameters():
         if not parameter.isfinite().all():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -23,9 +22,12 @@ import re
 import time
 from pathlib import Path
 
+from asyncrl.dataflow.mfc import mfc
+
 num_steps = 0
 
-def everywhere(engine, sample, train):
+@mfc(input_keys=["packed_input_ids"], output_keys=["waited"])
+def wait(engine, sample, train):
     global num_steps
     num_steps += 1
     for server in range(2):
@@ -49,13 +51,10 @@ def test_a_run_with_broadcasts(tmp_path: Path) -> None:
         "weights.verify_logprobs=true",
         f"weights.keep={STEPS + 1}",
         "eval.at_end=false",
-        "train.extra_mfcs.wait.interface=waiting:everywhere",
-        "train.extra_mfcs.wait.input_keys=[packed_input_ids]",
-        "train.extra_mfcs.wait.output_keys=[waited]",
+        f"train.mfcs=[{tmp_path}/waiting.py:wait]",
         "train.extra_train_keys=[waited]",
     )
-    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    with launch(config, *overrides, env={"PYTHONPATH": paths}) as run:
+    with launch(config, *overrides) as run:
         assert run.run_dir / "logs" / "latest" == logs
         assert run.wait(400) == 0, run.output()
     assert len(train_steps(run.run_dir)) == STEPS

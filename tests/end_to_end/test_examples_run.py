@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 from whole_runs import ROOT
 
+from asyncrl.config.import_object import import_object
 from asyncrl.config.schema import PromptSourceConfig
 from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.data.trajectories import read_trajectory
 from asyncrl.launch.experiment import load_experiment
-from asyncrl.rewards.import_object import import_object
 from asyncrl.rollout.tool_calls import Said, parse_tool_calls
 from asyncrl.testing.runs import RunHandle, evaluations, launch, train_steps
 

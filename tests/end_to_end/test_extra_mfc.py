@@ -1,7 +1,6 @@
-"""The config defines the dataflow: an MFC with a key of its own, a reference model, the naive loss."""
+"""Functions of a user's in the dataflow: an MFC with a key of its own, a reference model, the naive loss."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -26,16 +25,19 @@ pytestmark = pytest.mark.timeout(900)
 FUNCTIONS = '''
 import json, os
 import numpy as np
+from asyncrl.dataflow.mfc import mfc
 
 def note(**what):
     with open(os.environ["NOTES"], "a") as notes:
         notes.write(json.dumps(what) + "\\n")
 
+@mfc(input_keys=["packed_input_ids"], output_keys=["my_weights"])
 def weigh(engine, sample, train):
     """The key `my_weights`: for each token its id times ten."""
     note(mfc="weigh", rank=engine.dp_rank, ids=list(sample.ids), keys=sorted(sample.keys), checksum=checksum(engine))
     return sample.derive({"my_weights": sample.data["packed_input_ids"].astype(np.float32) * 10})
 
+@mfc(input_keys=["packed_input_ids", "my_weights"], output_keys=["my_checks"])
 def check(engine, sample, train):
     right = np.array_equal(sample.data["my_weights"], sample.data["packed_input_ids"] * 10)
     note(mfc="check", rank=engine.dp_rank, ids=list(sample.ids), keys=sorted(sample.keys), right=right)
@@ -49,22 +51,18 @@ def checksum(engine):
 '''
 
 
-def test_mfcs_added_by_config_and_a_reference_model(sorter: Path, tmp_path: Path) -> None:
-    (tmp_path / "my_functions.py").write_text(FUNCTIONS)
+def test_mfcs_of_a_user_and_a_reference_model(sorter: Path, tmp_path: Path) -> None:
+    functions = tmp_path / "my_functions.py"
+    functions.write_text(FUNCTIONS)
     notes = tmp_path / "notes.jsonl"
     with launch_sorter(
         sorter,
         tmp_path,
         *SMALL,
         "train.ppo.kl_coef=0.1",
-        "train.extra_mfcs.check.interface=my_functions:check",
-        "train.extra_mfcs.check.input_keys=[packed_input_ids,my_weights]",
-        "train.extra_mfcs.check.output_keys=[my_checks]",
-        "train.extra_mfcs.weigh.interface=my_functions:weigh",
-        "train.extra_mfcs.weigh.input_keys=[packed_input_ids]",
-        "train.extra_mfcs.weigh.output_keys=[my_weights]",
+        f"train.mfcs=[{functions}:check,{functions}:weigh]",
         "train.extra_train_keys=[my_checks]",
-        env={"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]), "NOTES": str(notes)},
+        env={"NOTES": str(notes)},
     ) as run:
         assert run.wait(300) == 0, run.output()
     seen = [json.loads(line) for line in notes.read_text().splitlines()]

@@ -24,9 +24,11 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.release]
 POISON = """
 import json, os
 import numpy as np
+from asyncrl.dataflow.mfc import mfc
 
-PREFIX = json.loads(os.environ["POISON"])
+PREFIX = json.loads(os.environ.get("POISON", "null"))  # the test's own process imports this file without it
 
+@mfc(input_keys=["packed_input_ids"], output_keys=["dense_rewards"])
 def poison(engine, sample, train):
     '''A reward at any token; an infinite one for the second response to prompts that begin so.'''
     dense = np.zeros(sample.total_tokens(), np.float32)
@@ -38,13 +40,6 @@ def poison(engine, sample, train):
             at += 1
     return sample.derive({"dense_rewards": dense})
 """
-OVERRIDES = (
-    "prompts.shuffle=false",
-    "train.extra_mfcs.poison.interface=poison:poison",
-    "train.extra_mfcs.poison.input_keys=[packed_input_ids]",
-    "train.extra_mfcs.poison.output_keys=[dense_rewards]",
-    "weights.keep=1",
-)
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +50,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return config
 
 
+def poisoned(config: Path) -> tuple[str, ...]:
+    return ("prompts.shuffle=false", f"train.mfcs=[{config.parent}/poison.py:poison]", "weights.keep=1")
+
+
 def environment(config: Path, prefix: str) -> dict[str, str]:
     """Poison the prompts that begin with `prefix`. Prompts are numbered in four digits."""
     tokenizer = load_tokenizer(config.parent / "model")
-    paths = os.pathsep.join([str(config.parent), os.environ.get("PYTHONPATH", "")])
-    return {"PYTHONPATH": paths, "POISON": json.dumps(tokenizer.encode(prefix, add_special_tokens=False))}
+    return {"POISON": json.dumps(tokenizer.encode(prefix, add_special_tokens=False))}
 
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "bad_batch" / "examine.py"
@@ -80,7 +78,7 @@ def run(tiny: Path) -> Iterator[RunHandle]:
     eta = 0, because otherwise step 1 would consist of whichever two of the first four prompts are judged first.
     """
     overrides = (
-        *OVERRIDES,
+        *poisoned(tiny),
         "manager.max_head_offpolicyness=0",
         "train.max_steps=5",
         "train.ppo.minibatches=2",
@@ -123,7 +121,7 @@ def test_one_bad_sequence_costs_its_minibatch(tiny: Path, run: RunHandle) -> Non
 def test_what_was_recorded_is_skipped_again_when_it_is_trained_again(tiny: Path, run: RunHandle) -> None:
     """With mode=train_only the recorded batch is bad again, and the run detects this again."""
     overrides = ("mode=train_only", "trial=again", f"replay.path={run.run_dir}", "train.max_steps=3")
-    with launch(tiny, *OVERRIDES, *overrides, env=environment(tiny, "0003")) as again:
+    with launch(tiny, *poisoned(tiny), *overrides, env=environment(tiny, "0003")) as again:
         assert again.wait(300) == 0, again.output()
     assert [step["actor/skipped_steps"] for step in train_steps(again.run_dir)] == [0, 1, 0]
     found = examine(again.run_dir, env=environment(tiny, "0003"))
@@ -134,7 +132,7 @@ def test_what_was_recorded_is_skipped_again_when_it_is_trained_again(tiny: Path,
 
 def test_too_many_in_a_row_end_the_run_with_the_reason(tiny: Path) -> None:
     """In this run with mode=sync every prompt is bad, so every step is skipped."""
-    overrides = (*OVERRIDES, "mode=sync", "trial=sync", "train.max_skipped_steps=4", "train.keep_bad_batches=2")
+    overrides = (*poisoned(tiny), "mode=sync", "trial=sync", "train.max_skipped_steps=4", "train.keep_bad_batches=2")
     with launch(tiny, *overrides, "train.max_steps=20", env=environment(tiny, "00")) as run:
         assert run.wait(300) == 1
     output = run.output()

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_model_worker import TRAIN, on_one_worker, one_model, placed_mfcs, push_all, trajectory, weights_in
 
+from asyncrl.config.import_object import import_object
 from asyncrl.config.processes import ModelConfig
-from asyncrl.config.schema import CriticConfig, MFCConfig, OptimizerConfig, TrainConfig
+from asyncrl.config.schema import CriticConfig, OptimizerConfig, TrainConfig
 from asyncrl.data.bad_batches import folder_of, list_bad_batches
 from asyncrl.data.trajectories import Trajectory, list_recording, read_trajectory
 from asyncrl.master.skipped import SkippedSteps
 from asyncrl.protocol.messages import CommitWeights, WriteWeights
-from asyncrl.rewards.import_object import import_object
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.testing.training_side import TrainingSide, training_side
 
@@ -28,7 +28,9 @@ HEADS = {"a": 0, "b": 1, "c": 0, "d": 0, "e": 1}
 
 POISON = """
 import numpy as np
+from asyncrl.dataflow.mfc import mfc
 
+@mfc(input_keys=["packed_input_ids"], output_keys=["dense_rewards"])
 def poison(engine, sample, train):
     '''The second response of group d gets a reward that is infinite, at its last token.'''
     dense = [[np.zeros(len(ids), np.float32) for ids in group] for group in sample.slices()]
@@ -52,14 +54,11 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(tmp_path: Path) -> TrainConfig:
     """A config without advantage normalization, so that a bad reward affects only its own response."""
     (tmp_path / "poison.py").write_text(POISON)
-    poison = MFCConfig(
-        interface=f"{tmp_path}/poison.py:poison", input_keys=["packed_input_ids"], output_keys=["dense_rewards"]
-    )
     return replace(
         TRAIN,
         critic=CriticConfig(optimizer=OptimizerConfig(lr=1e-3, warmup_steps=0), minibatches=2),
         ppo=replace(TRAIN.ppo, advantage_norm="none", gae_lambda=0.9),
-        extra_mfcs={"poison": poison},
+        mfcs=[f"{tmp_path}/poison.py:poison"],
     )
 
 

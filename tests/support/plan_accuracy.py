@@ -19,7 +19,8 @@ import msgspec
 
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import CriticConfig, PPOConfig, TrainConfig
-from asyncrl.dataflow.graph import ADVANTAGES_MFC, MFCDef, training_mfcs
+from asyncrl.dataflow.graph import ADVANTAGES_MFC, training_mfcs
+from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
 from asyncrl.plan.batches import Load
 from asyncrl.plan.ranks import ShardPlan, ShardTask, run_tasks

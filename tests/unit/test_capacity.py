@@ -457,9 +457,9 @@ def test_check_compares_the_plan_with_the_gpus(load, file):
     assert judged(load(), large, "nvidia-smi does not answer").state == "warn"
 
     def refuses(config):
-        raise PlanError("train.extra_mfcs=...: unknown")
+        raise PlanError("train.mfcs=...: unknown")
 
-    assert judged(load(), refuses).value == "this config cannot be planned: train.extra_mfcs=...: unknown"
+    assert judged(load(), refuses).value == "this config cannot be planned: train.mfcs=...: unknown"
 
 
 def test_run_refuses_what_does_not_fit(load, monkeypatch):

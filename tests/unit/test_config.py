@@ -25,6 +25,7 @@ from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import load_process_config, plan, save_config, total_steps
 from asyncrl.runtime.devices import visible_devices
 from asyncrl.testing.tiny import make_char_tokenizer
+from tests.support.mfcs import declare
 
 MINIMAL = """
 model_path: m
@@ -106,14 +107,13 @@ def test_overrides_replace_values_of_the_file(config_file):
         ("train.ref.update_interval=5", "no MFC uses the reference model; set train.ppo.kl_coef above 0"),
         ("train.ref.path=x", "train.ref.path='x': no MFC uses the reference model"),
         (
-            "train.extra_mfcs.x={interface: 'a:b', role: critic}",
+            f"train.mfcs=[{declare('of_critic', role='critic', input_keys=[])}]",
             "(critic with train.critic, reward with train.reward_model, teacher with train.teacher)",
         ),
-        ("train.extra_mfcs.x={interface: 'a:b', role: rwd}", "train.extra_mfcs.x.role='rwd': did you mean 'reward'?"),
-        (
-            "train.extra_mfcs.x={interface: 'a:b', input_keys: [y]}",
-            "train.extra_mfcs=['x']: MFC 'x' reads ['y'], which",
-        ),
+        (f"train.mfcs=[{declare('reads_y', input_keys=['y'])}]", "MFC 'reads_y' reads ['y'], which"),
+        ("train.mfcs=[math:floor]", "train.mfcs: math:floor is not declared; put @mfc(...) above it"),
+        ("train.mfcs=[no_such_module:f]", "train.mfcs: no_such_module:f: there is no module 'no_such_module'"),
+        ("train.mfcs=[f]", "expected `package.module:name` or `path/to/file.py:name`"),
         ("rollout.group_size=1", "a group of one has no advantage"),
         ("generation.num_blocks=1", "cannot hold one full sequence; use at least"),
         ("manager.lease_s=4", "must be more than twice"),
@@ -125,7 +125,6 @@ def test_overrides_replace_values_of_the_file(config_file):
         ("generation.attention=flash_atention_2", "did you mean 'flash_attention_2'"),
         ("generation.page_size=0", "generation.page_size=0: must be at least 1"),
         ("train.dtype=float16", "train.dtype='float16': did you mean 'bfloat16'"),
-        ("train.extra_mfcs.x.kind=train", "did you mean 'train_step'"),
         ("generation.max_batch_tokens=8", "each running request takes one token of every"),
         ("rollout.tasks.other.agent_args={a: 1}", "needs a reward function or an env"),
         ("rollout.tasks.default.reward=reward", "write package.module:name or path/to/file.py:name"),
@@ -167,8 +166,8 @@ def test_errors_name_field_value_and_remedy(config_file, override, message):
             "train.critic.minibatches=2: must be 1 with train.streaming",
         ),
         (
-            ["train.extra_mfcs.x={interface: 'a:b', kind: train_step}"],
-            "train.extra_mfcs.x.kind='train_step': an MFC of your own that trains would step after each part",
+            [f"train.mfcs=[{declare('trains', kind='train_step', input_keys=[])}]"],
+            "trains would step after each part of a batch; set train.streaming=false",
         ),
         (["train.offload=[actor]"], "train.offload=['actor']: actor must stay on the device"),
         (["train.wait_for_full_lag=true"], "train.wait_for_full_lag=True: waits until the whole batch is stored"),
@@ -289,7 +288,8 @@ def test_plan_has_every_process_of_the_allocation(config_file):
 
 
 def test_process_configs_are_read_back_unchanged(config_file, tmp_path):
-    config = load_experiment(config_file, ["eval.prompts.path=e.jsonl", "train.extra_mfcs.x.interface=a:b"])
+    extra = declare("read_back", input_keys=[], dispatch="rank_zero")
+    config = load_experiment(config_file, ["eval.prompts.path=e.jsonl", f"train.mfcs=[{extra}]"])
     for spec in plan(config, attempt=1, num_prompts=64):
         file = tmp_path / f"{spec.file_stem}.yaml"
         save_config(spec.config, file)
@@ -459,7 +459,7 @@ def test_a_low_limit_of_open_files_is_refused(runnable, monkeypatch):
         ("train.batch_size=65", "has only 64 prompts"),
         ("rollout.sampling.max_new_tokens=512", "the model has 512 positions"),
         ("prompts.task_key=task", "has prompts of the tasks other, which are not in rollout.tasks"),
-        ("train.extra_mfcs.x={interface: 'a:b', input_keys: [nowhere]}", "reads ['nowhere'], which no MFC writes"),
+        (f"train.mfcs=[{declare('lost', input_keys=['nowhere'])}]", "reads ['nowhere'], which no MFC writes"),
         ("model_path=nowhere", "there is no config.json"),
         (
             "train.ref.path=nowhere train.ppo.kl_coef=1",

@@ -2,15 +2,16 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.config.schema import CriticConfig, MFCConfig, PPOConfig, RewardModelConfig, TeacherConfig, TrainConfig
+from asyncrl.config.schema import CriticConfig, PPOConfig, RewardModelConfig, TeacherConfig, TrainConfig
 from asyncrl.dataflow.graph import (
     TRAJECTORY_KEYS,
     DataflowGraph,
-    MFCDef,
     build_dataflow,
     training_mfcs,
     without_generation,
 )
+from asyncrl.dataflow.mfc import MFCDef
+from tests.support.mfcs import declare
 
 
 def mfc(name, reads=(), writes=()):
@@ -90,21 +91,22 @@ def test_several_reward_models():
     }
     keys = ["model_rewards", "model_rewards_safe", "model_rewards_good"]
     assert [key for key in graph.mfcs["advantages"].input_keys if key.startswith("model_rewards")] == keys
-    extra = MFCConfig(role="reward_safe", interface="mine:f", input_keys=["rewards"], output_keys=["x"])
-    assert "judge" in build_dataflow(replace(train, extra_mfcs={"judge": extra})).mfcs
+    extra = declare("judge", role="reward_safe", input_keys=["rewards"], output_keys=["x"])
+    assert "judge" in build_dataflow(replace(train, mfcs=[extra])).mfcs
+    extra = declare("judge", role="reward_safe", kind="train_step", input_keys=["rewards"])
     with pytest.raises(ValueError, match="trains the role 'reward_safe', whose model is frozen"):
-        build_dataflow(replace(train, extra_mfcs={"judge": replace(extra, kind="train_step")}))
+        build_dataflow(replace(train, mfcs=[extra]))
 
 
-def test_an_mfc_is_added_by_config():
-    extra = MFCConfig(interface="mine:f", input_keys=["proximal_logprobs"], output_keys=["surprise"])
-    graph = build_dataflow(TrainConfig(extra_mfcs={"surprise_inf": extra}, extra_train_keys=["surprise"]))
+def test_an_mfc_of_a_user_is_added():
+    extra = declare("surprise_inf", input_keys=["proximal_logprobs"], output_keys=["surprise"])
+    graph = build_dataflow(TrainConfig(mfcs=[extra], extra_train_keys=["surprise"]))
     assert graph.order.index("actor_inf") < graph.order.index("surprise_inf") < graph.order.index("actor_train")
 
 
 def test_dense_rewards_of_an_mfc_reach_the_advantages():
-    extra = MFCConfig(interface="mine:f", input_keys=["packed_input_ids"], output_keys=["dense_rewards"])
-    graph = build_dataflow(TrainConfig(extra_mfcs={"judge": extra}))
+    extra = declare("judge", input_keys=["packed_input_ids"], output_keys=["dense_rewards"])
+    graph = build_dataflow(TrainConfig(mfcs=[extra]))
     assert graph.parents["advantages"] == {"judge"}
 
 
@@ -114,38 +116,38 @@ def test_dense_rewards_come_with_the_trajectories_or_from_an_mfc():
     assert "dense_rewards" in graph.mfcs["advantages"].input_keys
     assert graph.parents["advantages"] == frozenset()
     assert without_generation(list(graph.mfcs.values())).mfcs == graph.mfcs  # the master's graph
-    extra = MFCConfig(interface="mine:f", input_keys=["packed_input_ids"], output_keys=["dense_rewards"])
+    extra = declare("judge", input_keys=["packed_input_ids"], output_keys=["dense_rewards"])
     with pytest.raises(ValueError, match="'judge' writes 'dense_rewards', a key that every trajectory already has"):
-        build_dataflow(TrainConfig(dense_rewards=True, extra_mfcs={"judge": extra}))
+        build_dataflow(TrainConfig(dense_rewards=True, mfcs=[extra]))
 
 
 @pytest.mark.parametrize(
     ("role", "fields", "message"),
     [
-        ("critic", {}, r"extra_mfcs.judge.role is 'critic'; the roles of this run are \['actor', 'ref'\]"),
+        ("critic", {}, r":judge has the role 'critic'; the roles of this run are \['actor', 'ref'\]"),
         ("reward", {"critic": CriticConfig()}, r"the roles of this run are \['actor', 'ref', 'critic'\]"),
-        ("ref", {"kind": "train_step"}, r"extra_mfcs.judge trains the role 'ref', whose model is frozen"),
+        ("ref", {"kind": "train_step"}, r":judge trains the role 'ref', whose model is frozen"),
         (
             "teacher",
             {"kind": "train_step", "teacher": TeacherConfig("t")},
-            r"extra_mfcs.judge trains the role 'teacher', whose model is frozen",
+            r":judge trains the role 'teacher', whose model is frozen",
         ),
         ("teacher", {}, r"the roles of this run are \['actor', 'ref'\] .*teacher with train.teacher"),
     ],
 )
 def test_an_mfc_needs_a_model(role, fields, message):
     kind = fields.pop("kind", "inference")
-    extra = MFCConfig(role=role, kind=kind, interface="mine:f", input_keys=["rewards"], output_keys=["x"])
+    extra = declare("judge", role=role, kind=kind, input_keys=["rewards"], output_keys=["x"])
     with pytest.raises(ValueError, match=message):
-        build_dataflow(TrainConfig(extra_mfcs={"judge": extra}, **fields))
+        build_dataflow(TrainConfig(mfcs=[extra], **fields))
 
 
 def test_an_mfc_may_run_on_the_critic_and_the_reward_model():
-    extra = {
-        name: MFCConfig(role=name, kind=kind, interface="mine:f", input_keys=["rewards"], output_keys=[f"by_{name}"])
+    extra = [
+        declare(name, role=name, kind=kind, input_keys=["rewards"], output_keys=[f"by_{name}"])
         for name, kind in (("critic", "train_step"), ("reward", "inference"))
-    }
-    train = TrainConfig(extra_mfcs=extra, critic=CriticConfig(), reward_model=RewardModelConfig())
+    ]
+    train = TrainConfig(mfcs=extra, critic=CriticConfig(), reward_model=RewardModelConfig())
     assert build_dataflow(train).mfcs["critic"].role == "critic"
 
 

@@ -13,7 +13,8 @@ import pytest
 
 from asyncrl.config.processes import WorkerInfo
 from asyncrl.config.schema import NameResolveConfig, RefConfig, RuntimeConfig, TrainConfig
-from asyncrl.dataflow.graph import DataflowGraph, MFCDef
+from asyncrl.dataflow.graph import DataflowGraph
+from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.redistribution import transfers
 from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid, build_handler_routing
 from asyncrl.master.batch import BatchFormer, Ready

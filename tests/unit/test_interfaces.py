@@ -20,9 +20,11 @@ import torch
 from asyncrl.algorithms.advantages import distillation_advantages
 from asyncrl.algorithms.kl import AdaptiveKLController
 from asyncrl.algorithms.ppo import PPOLoss
-from asyncrl.config.schema import CriticConfig, MFCConfig, PPOConfig, RewardModelConfig, TeacherConfig, TrainConfig
+from asyncrl.config.schema import CriticConfig, PPOConfig, RewardModelConfig, TeacherConfig, TrainConfig
 from asyncrl.data.sequence import KEY_SPECS, SequenceSample, spec_of
-from asyncrl.dataflow.graph import MFCDef, build_dataflow
+from asyncrl.dataflow.graph import build_dataflow
+from asyncrl.dataflow.mfc import MFCDef
+from asyncrl.dataflow.mfc import mfc as declare_mfc
 from asyncrl.model.interfaces import AdvantagesInterface, Interface, LossFn, make_interface, split_minibatches
 
 VOCABULARY = 11
@@ -950,8 +952,8 @@ def learn(engine: FakeEngine, sample: SequenceSample, train: TrainConfig) -> Non
 
 
 def extra(function: str, **fields: object) -> Interface:
-    mfc = MFCConfig(interface=f"{__name__}:{function}", **({"input_keys": ["packed_input_ids"]} | fields))  # type: ignore[arg-type]
-    train = dataclasses.replace(train_config(), extra_mfcs={"extra": mfc}, batch_size=3)
+    declare_mfc(name="extra", **({"input_keys": ["packed_input_ids"]} | fields))(globals()[function])  # type: ignore[arg-type]
+    train = dataclasses.replace(train_config(), mfcs=[f"{__name__}:{function}"], batch_size=3)
     return make_interface(build_dataflow(train).mfcs["extra"], train)
 
 
@@ -991,8 +993,8 @@ def test_a_function_on_a_rank_without_groups_receives_an_empty_sample() -> None:
     for sample in (batch, None):
         interface = extra("learn", kind="train_step")
         assert interface.run(FakeEngine(), sample, batch_ids=batch.ids, version=0) == (None, {})
-    mfc = MFCDef("m", "actor", "inference", f"{__name__}:learn", tuple(keys))
-    make_interface(mfc, train_config()).run(FakeEngine(), None, batch_ids=batch.ids, version=0)
+    declaration = MFCDef("m", "actor", "inference", f"{__name__}:learn", tuple(keys))
+    make_interface(declaration, train_config()).run(FakeEngine(), None, batch_ids=batch.ids, version=0)
     held, empty, of_all_layouts = SEEN
     assert held == batch
     assert (empty.ids, empty.keys) == ((), ("packed_input_ids",))
@@ -1008,10 +1010,10 @@ def test_a_function_on_a_rank_without_groups_receives_an_empty_sample() -> None:
 @pytest.mark.parametrize(
     ("interface", "message"),
     [
-        ("ppo_actr", "use actor_logprobs, .* ppo_actor, ppo_critic or package.module:function"),
+        ("ppo_actor", "expected `package.module:name` or `path/to/file.py:name`"),
         ("no.such.module:function", "there is no module 'no.such.module'"),
         ("math:no_such_function", "math has no 'no_such_function'"),
-        ("math:pi", "is not a function"),
+        ("math:pi", "is neither a function nor an Interface"),
     ],
 )
 def test_refused_interfaces(interface: str, message: str) -> None:
@@ -1038,7 +1040,9 @@ def test_refused_configs() -> None:
     with pytest.raises(ValueError, match=r"'actor_train' needs the input keys \['proximal_logprobs'\]"):
         make_interface(naive, train_config())
     with pytest.raises(ValueError, match=r"'c' trains a critic, but train.critic is null"):
-        make_interface(MFCDef("c", "critic", "train_step", "ppo_critic", ()), train_config())
+        make_interface(
+            MFCDef("c", "critic", "train_step", "asyncrl.model.interfaces:PPOCriticInterface", ()), train_config()
+        )
 
 
 @pytest.mark.parametrize("key", ["rewards", "model_rewards"])

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from asyncrl.config.schema import EmaConfig, RefConfig, TrainConfig
-from asyncrl.dataflow.graph import MFCDef
+from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.master.ages import Ages
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, PromptProgress, StorageTracker
 from asyncrl.master.executor import ParameterHooks

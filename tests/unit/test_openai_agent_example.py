@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.config.import_object import import_object
 from asyncrl.launch.checks.task_arguments import check_task_arguments
 from asyncrl.launch.experiment import load_experiment
-from asyncrl.rewards.import_object import import_object
 
 FOLDER = Path(__file__).parents[2] / "examples" / "openai_agent"
 

@@ -16,6 +16,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from asyncrl.cli.main import UsageError, main, parse
+from asyncrl.config.import_object import import_object
 from asyncrl.config.processes import WorkerInfo
 from asyncrl.config.schema import ExperimentConfig, NameResolveConfig, RuntimeConfig
 from asyncrl.data import padded, sample_files, sequence
@@ -23,7 +24,6 @@ from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.protocol.messages import Locator
-from asyncrl.rewards.import_object import import_object
 from asyncrl.rewards.reward import Completion
 from asyncrl.rollout.chat_agent import ChatAgent
 from asyncrl.rollout.rollouts import TRAIN, TaskTable

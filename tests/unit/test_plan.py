@@ -17,7 +17,6 @@ from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import (
     CriticConfig,
     ExperimentConfig,
-    MFCConfig,
     PPOConfig,
     PromptSourceConfig,
     RolloutConfig,
@@ -283,8 +282,8 @@ def test_a_config_that_cannot_be_planned_is_refused():
     config = config_of(batch_size=4)
     with pytest.raises(PlanError, match="mode=sync"):
         plan_training(replace(config, mode="sync", allocation="d1"))
-    with pytest.raises(PlanError, match=r"train.extra_mfcs has judge"):
-        plan_training(replace(config, train=replace(config.train, extra_mfcs={"judge": MFCConfig(interface="m:f")})))
+    with pytest.raises(PlanError, match=r"train.mfcs=\['m:f'\]"):
+        plan_training(replace(config, train=replace(config.train, mfcs=["m:f"])))
     with pytest.raises(PlanError, match=r"allocation=transformers.d1\+d1x2"):
         plan_training(replace(config, allocation="transformers.d1+d1x2"))
     with pytest.raises(PlanError, match="model_path"):

@@ -10,6 +10,7 @@ from asyncrl.config.schema import ConfigError
 from asyncrl.dataflow.topology import ParallelGrid, inference_topology
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import load_process_config, plan, save_config, server_spec
+from tests.support.mfcs import declare
 
 CONFIG = """
 model_path: m
@@ -176,9 +177,9 @@ def test_the_list_of_processes_shows_the_models_that_each_holds(config_of):
     assert holds["master/0"] == holds["generation_server/0"] == []
 
 
-def test_an_allocation_can_place_extra_mfcs(config_of):
-    extra = "train.extra_mfcs.judge={interface: 'a:b', input_keys: [packed_input_ids], output_keys: [dense_rewards]}"
-    config = config_of("allocation=transformers.d1+d2+judge:d1", extra)
+def test_an_allocation_can_place_an_mfc_of_a_user(config_of):
+    extra = declare("judge", input_keys=["packed_input_ids"], output_keys=["dense_rewards"])
+    config = config_of("allocation=transformers.d1+d2+judge:d1", f"train.mfcs=[{extra}]")
     master = by_name(plan(config, attempt=1, num_prompts=64))["master/0"]
     assert {mfc.name: mfc.model for mfc in master.mfcs} == {
         "actor_inf": "actor",

@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
+from asyncrl.config.import_object import import_object
 from asyncrl.config.processes import WorkerInfo
 from asyncrl.config.schema import NameResolveConfig, RuntimeConfig
 from asyncrl.data.prompts import Prompt
-from asyncrl.rewards.import_object import import_object
 from asyncrl.rewards.judges import Judges, RestartPace
 from asyncrl.rewards.outcome import REWARD_LOST, RolloutRejected, RolloutReleased
 from asyncrl.rewards.reward import Completion, Reward

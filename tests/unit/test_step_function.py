@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from test_executor import DATASET, Master, mfc, placement, ppo_graph, running, t
 
 from asyncrl.config.schema import ConfigError, TrainConfig
 from asyncrl.dataflow.graph import DataflowGraph, build_dataflow
+from asyncrl.dataflow.topology import ParallelGrid
 from asyncrl.master.executor import FunctionExecutor, ParameterHooks
 from asyncrl.master.handles import Batch
 from asyncrl.master.step_function import StepFunction, StepFunctionError
@@ -110,6 +112,51 @@ await batch
 """
     calls, _ = await train(body, tmp_path)
     assert len(calls) == 5
+
+
+@pytest.mark.parametrize("grid", ["d2", "d2m2", "d2p2", "d2p2m2"])
+@pytest.mark.parametrize("is_far", [False, True])
+async def test_the_dispatch_of_a_function_decides_which_ranks_get_which_groups(tmp_path, grid, is_far):
+    """On meshes of up to three dimensions, beside the actor or on workers of their own. The actor then trains with all results."""
+    size = ParallelGrid.parse(grid).size
+    first = 2 if is_far else 0
+    places = [placement("actor", "d2", [0, 1]), placement("ref", grid, range(first, first + size))]
+    kinds = {"spread": "data_parallel", "zero": "rank_zero", "all": "one_to_all", "each": "all_to_all"}
+    mfcs = [replace(mfc(name, "ref", ["tokens"], [name]), dispatch=dispatch) for name, dispatch in kinds.items()]
+    graph = DataflowGraph([*mfcs, mfc("actor_train", "actor", ["tokens", *kinds], kind="train_step")], DATASET)
+    body = """\
+zero, all, spread = models.ref.zero(batch), models.ref.all(batch), models.ref.spread(batch)
+each = models.ref.each(batch.select(["t0"]), batch.select(["t1", "t2", "t3"]))
+await models.actor.train(batch.union(zero, all, spread, each))
+"""
+    async with running(graph, places, first + size) as (world, master):
+        use(master, written(tmp_path, body))
+        tickets = ["t0", "t1", "t2", "t3"]
+        for i, ticket in enumerate(tickets):
+            master.store(ticket, i, i % 2, 5)
+        await master.step(tickets)
+        calls = {body.mfc: body for _, body in world.calls(ExecuteMFC)}
+        workers = {name: {me for me, body in world.calls(ExecuteMFC) if body.mfc == name} for name in calls}
+    assert all(workers[name] == set(places[1].workers) for name in kinds)
+    assert calls["zero"].parts == [tickets, []]
+    assert calls["all"].parts == [tickets, tickets]
+    assert sorted(map(len, calls["spread"].parts)) == [2, 2]
+    assert calls["each"].parts == [["t0"], ["t1", "t2", "t3"]]
+    assert calls["each"].ids == tickets
+
+
+async def test_a_call_with_the_wrong_number_of_batches_is_refused(tmp_path):
+    mfcs = [
+        replace(mfc("actor_each", "actor", ["tokens"], ["made"]), dispatch="all_to_all"),
+        mfc("actor_train", "actor", ["tokens", "made"], kind="train_step"),
+    ]
+    async with running(DataflowGraph(mfcs, DATASET), [placement("actor", "d2", [0, 1])], 2) as (_, master):
+        use(master, written(tmp_path, "await models.actor.train(batch.union(models.actor.each(batch)))"))
+        master.store("t0", 0, 0, 5)
+        with pytest.raises(
+            StepFunctionError, match=r"step.py:6: .* actor.each got 1 batches, and takes 2 \(dispatch all_to"
+        ):
+            await master.step(["t0"])
 
 
 WRONG = {

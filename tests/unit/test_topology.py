@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.dataflow.graph import DataflowGraph, MFCDef
+from asyncrl.dataflow.graph import DataflowGraph
+from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.topology import (
     Allocation,
     ModelPlacement,

@@ -114,7 +114,7 @@ def test_an_incomplete_sample_is_refused() -> None:
 def test_a_key_that_only_mfcs_write_is_refused(key: str) -> None:
     sample = build_sample("p", [episode([5], [1])])
     sample = sample.update(sample.derive({key: np.ones(2, np.float32)}))
-    with pytest.raises(ValueError, match=rf"has the keys \['{key}'\].*`rewards`.*train\.extra_mfcs"):
+    with pytest.raises(ValueError, match=rf"has the keys \['{key}'\].*`rewards`.*train\.mfcs"):
         complete_sample(sample, ticket_id="t", task_id=0, birth_time=0.0)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.schema import ConfigError, ExperimentConfig, TrainConfig
-from asyncrl.dataflow.graph import MFCDef
+from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.redistribution import plan_fetches
 from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
 from asyncrl.dataflow.worker_groups import GroupIncarnations, WorkerGroups, worker_groups_of
