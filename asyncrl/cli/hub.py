@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from asyncrl.config.schema import ConfigError, ExperimentConfig
+from asyncrl.config.schema import ConfigError, ExperimentConfig, with_model_paths
 from asyncrl.launch.checks.model_files import count_parameters
 from asyncrl.launch.redact import redact_urls
 
@@ -44,23 +44,11 @@ def with_local_models(
         patterns = _TOKENIZER_FILES if field == _TOKENIZER else _MODEL_FILES + _TOKENIZER_FILES
         return str(_snapshot(field, path, patterns, download=download, say=say)) if is_hub_name(path) else path
 
-    train = config.train
-    ref, critic, judge, teacher = train.ref, train.critic, train.reward_model, train.teacher
     return replace(
         config,
         model_path=folder("model_path", config.model_path),
         tokenizer_path=folder(_TOKENIZER, config.tokenizer_path),
-        train=replace(
-            train,
-            ref=replace(ref, path=folder("train.ref.path", ref.path)),
-            critic=replace(critic, path=folder("train.critic.path", critic.path)) if critic else None,
-            reward_model=replace(judge, path=folder("train.reward_model.path", judge.path)) if judge else None,
-            teacher=replace(teacher, path=folder("train.teacher.path", teacher.path)) if teacher else None,
-            reward_models={
-                name: replace(model, path=folder(f"train.reward_models.{name}.path", model.path))
-                for name, model in train.reward_models.items()
-            },
-        ),
+        train=with_model_paths(config.train, folder),
     )
 
 

@@ -11,6 +11,7 @@ means train step.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -281,6 +282,15 @@ class RewardModelConfig:
 
 
 @dataclass(frozen=True)
+class RoleConfig:
+    """A further model, for functions of train.mfcs. It is trained if one of them is a train step."""
+
+    path: str = ""  # checkpoint; "": model_path
+    kind: str = "lm"  # lm: logprobs | value: a number per token | reward: a number per sequence
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+@dataclass(frozen=True)
 class PtxConfig:
     """Supervised texts mixed into each step of the actor (PPO-ptx, arXiv:2203.02155, eq. 2): loss + coef * their mean NLL."""
 
@@ -350,6 +360,7 @@ class TrainConfig:
     step: str = ""
     # Further functions of the models: `path/to/file.py:name` of functions that are declared with @mfc (asyncrl.dataflow.mfc)
     mfcs: list[str] = field(default_factory=list)
+    roles: dict[str, RoleConfig] = field(default_factory=dict)  # further models on which such functions run, by role
     extra_train_keys: list[str] = field(default_factory=list)  # keys that actor_train waits for besides its own
     # true: a reference, reward model or teacher in a detached group processes stored groups while the trainer trains, and a step
     # only the rest. false: it processes each batch within its step
@@ -746,6 +757,43 @@ def _chosen(asked: T, found: T) -> T:
 def max_head_offpolicyness(config: ExperimentConfig) -> int:
     """eta; 0 with mode=sync, where the model workers generate with the newest weights."""
     return 0 if config.mode == "sync" else config.manager.max_head_offpolicyness
+
+
+ModelSettings = CriticConfig | RefConfig | TeacherConfig | RewardModelConfig | RoleConfig
+
+
+def model_settings(train: TrainConfig) -> dict[str, tuple[str, ModelSettings]]:
+    """The settings of all models besides the actor, by role, each with its field."""
+    found: dict[str, tuple[str, ModelSettings | None]] = {
+        CRITIC: ("train.critic", train.critic),
+        REF: ("train.ref", train.ref),
+        TEACHER: ("train.teacher", train.teacher),
+        REWARD: ("train.reward_model", train.reward_model),
+        **{f"{REWARD}_{name}": (f"train.reward_models.{name}", model) for name, model in train.reward_models.items()},
+        **{name: (f"train.roles.{name}", model) for name, model in train.roles.items()},
+    }
+    return {role: (place, settings) for role, (place, settings) in found.items() if settings is not None}
+
+
+def with_model_paths(train: TrainConfig, change: Callable[[str, str], str]) -> TrainConfig:
+    """Return the config with other paths of all models besides the actor. change: (field, path) -> the new path."""
+
+    def changed(role: str) -> Any:
+        if role not in settings:
+            return None
+        place, model = settings[role]
+        return replace(model, path=change(f"{place}.path", model.path))
+
+    settings = model_settings(train)
+    return replace(
+        train,
+        critic=changed(CRITIC),
+        ref=changed(REF),
+        teacher=changed(TEACHER),
+        reward_model=changed(REWARD),
+        reward_models={name: changed(f"{REWARD}_{name}") for name in train.reward_models},
+        roles={name: changed(name) for name in train.roles},
+    )
 
 
 def reward_models(train: TrainConfig) -> dict[str, RewardModelConfig]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from graphlib import CycleError, TopologicalSorter
 
-from asyncrl.config.schema import REF, REWARD, TEACHER, TrainConfig, reward_models
+from asyncrl.config.schema import REF, REWARD, TEACHER, TrainConfig, model_settings, reward_models
 from asyncrl.dataflow.mfc import LOGPROBS, SCORES, MFCDef, declared
 
 TRAIN_MFC = "actor_train"  # the node that produces new weights
@@ -169,20 +169,19 @@ def _inference(name: str, role: str, interface: str, output_key: str) -> MFCDef:
 def _check_roles(extra: Sequence[MFCDef], train: TrainConfig) -> None:
     """Raise ValueError if this run does not have the role of an MFC of train.mfcs, or if one trains a frozen model.
 
-    The roles actor and ref always exist. critic, reward and teacher exist only if the config defines them.
+    The roles actor and ref always exist. The others exist only if the config defines them.
     """
-    roles = ["actor", "ref"]
-    roles += ["critic"] if train.critic is not None else []
-    roles += reward_models(train)
-    roles += ["teacher"] if train.teacher is not None else []
+    roles = ["actor", *model_settings(train)]
     for mfc in extra:
         if mfc.role not in roles:
             raise ValueError(
                 f"train.mfcs: {mfc.interface} has the role {mfc.role!r}; the roles of this run are {roles} "
-                "(critic with train.critic, reward with train.reward_model, teacher with train.teacher)"
+                "(critic with train.critic, reward with train.reward_model, teacher with train.teacher, others with train.roles)"
             )
         if mfc.kind == "train_step" and mfc.role in (REF, TEACHER, *reward_models(train)):
             raise ValueError(f"train.mfcs: {mfc.interface} trains the role {mfc.role!r}, whose model is frozen")
+    if idle := sorted(set(train.roles).difference(mfc.role for mfc in extra)):
+        raise ValueError(f"train.roles.{idle[0]}: no function of train.mfcs has the role {idle[0]!r}; leave it out")
 
 
 def build_recording_dataflow() -> DataflowGraph:

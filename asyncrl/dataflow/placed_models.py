@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from asyncrl.config.processes import ModelConfig, PlacedMFC
-from asyncrl.config.schema import CRITIC, EMA, REF, TEACHER, TrainConfig, reward_models
+from asyncrl.config.schema import (
+    EMA,
+    CriticConfig,
+    ModelSettings,
+    RewardModelConfig,
+    RoleConfig,
+    TrainConfig,
+    model_settings,
+)
 from asyncrl.dataflow.graph import DataflowGraph
 from asyncrl.dataflow.topology import Allocation, ModelPlacement
 
@@ -31,19 +39,20 @@ def _model(placement: ModelPlacement, mfcs: Sequence[PlacedMFC], train: TrainCon
     """Return the config of a placed model. Its role determines the folder of its weights, the kind of its output and the
     optimizer."""
     role = placement.role
-    own_path = {
-        CRITIC: train.critic.path if train.critic else "",
-        REF: train.ref.path,
-        **{role: model.path for role, model in reward_models(train).items()},
-        TEACHER: train.teacher.path if train.teacher else "",
-    }.get(role, "")
+    _, settings = model_settings(train).get(role, ("", None))
     return ModelConfig(
         name=placement.name,
-        path=own_path or model_path,
+        path=(settings.path if settings else "") or model_path,
         grid=str(placement.grid),
         workers=list(placement.workers),
-        kind="value" if role == CRITIC else "reward" if role in reward_models(train) else "lm",
+        kind=_kind(settings),
         trainable=placement.name == role and any(mfc.role == role and mfc.kind == "train_step" for mfc in mfcs),
-        optimizer=train.critic.optimizer if train.critic and role == CRITIC else train.optimizer,
+        optimizer=settings.optimizer if isinstance(settings, CriticConfig | RoleConfig) else train.optimizer,
         offload=role in train.offload,
     )
+
+
+def _kind(settings: ModelSettings | None) -> str:
+    if isinstance(settings, RoleConfig):
+        return settings.kind
+    return {CriticConfig: "value", RewardModelConfig: "reward"}.get(type(settings), "lm")

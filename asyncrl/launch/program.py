@@ -44,6 +44,7 @@ from asyncrl.config.schema import (
     fetches_weights,
     max_head_offpolicyness,
     resolve_auto,
+    with_model_paths,
 )
 from asyncrl.dataflow.graph import build_dataflow, build_recording_dataflow
 from asyncrl.dataflow.placed_models import models_of, place
@@ -381,7 +382,7 @@ def absolute_name_resolve(config: NameResolveConfig) -> NameResolveConfig:
 def with_absolute_paths(config: ExperimentConfig) -> ExperimentConfig:
     """Return the config with absolute paths, so that it works from any folder. Modules in it are still imported from the current
     folder."""
-    train, critic, judge, teacher = config.train, config.train.critic, config.train.reward_model, config.train.teacher
+    train = with_model_paths(config.train, lambda field, path: _absolute(path))
     return replace(
         config,
         fileroot=_absolute(config.fileroot),
@@ -406,13 +407,6 @@ def with_absolute_paths(config: ExperimentConfig) -> ExperimentConfig:
         replay=replace(config.replay, path=_absolute(config.replay.path)),
         train=replace(
             train,
-            ref=replace(train.ref, path=_absolute(train.ref.path)),
-            critic=replace(critic, path=_absolute(critic.path)) if critic else None,
-            reward_model=replace(judge, path=_absolute(judge.path)) if judge else None,
-            teacher=replace(teacher, path=_absolute(teacher.path)) if teacher else None,
-            reward_models={
-                name: replace(model, path=_absolute(model.path)) for name, model in train.reward_models.items()
-            },
             step=_absolute_spec(train.step),
             ptx=replace(train.ptx, texts=_resolve_prompts(train.ptx.texts)) if train.ptx else None,
             mfcs=list(map(_absolute_spec, train.mfcs)),

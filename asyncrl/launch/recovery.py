@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from asyncrl.config.schema import CRITIC, RECOVERABLE_MODES, ConfigError, ExperimentConfig
+from asyncrl.config.schema import RECOVERABLE_MODES, ConfigError, ExperimentConfig, model_settings
 from asyncrl.data.prompts import PromptSource
+from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.launch.rundir import next_attempt
 from asyncrl.master.schedule import ended_by
 from asyncrl.protocol.names import ACTOR
@@ -149,14 +150,16 @@ def _of_models(config: ExperimentConfig, found: Checkpoint) -> Iterator[str]:
     for name, shape in shapes(found.path).items():
         model, _, tensor = name.partition(".")
         saved.setdefault(model, {})[tensor] = shape
-    critic = config.train.critic
     trained = {ACTOR: ("model_path", config.model_path)}
-    if critic is not None:
-        trained[CRITIC] = ("train.critic.path", critic.path) if critic.path else ("model_path", config.model_path)
+    settings = model_settings(config.train)
+    for role in build_dataflow(config.train, config.mode).trained_roles:
+        if role in settings:
+            place, own = settings[role]
+            trained[role] = (f"{place}.path", own.path) if own.path else ("model_path", config.model_path)
     where = f"the checkpoint of step {found.step} (attempt {found.attempt})"
     for model, (field, path) in trained.items():
         if model not in saved:
-            yield f"train.{model}: {where} was made without a {model}; leave train.{model} out, or {_ANEW}"
+            yield f"{settings[model][0]}: {where} was made without a {model}; leave it out, or {_ANEW}"
         elif difference := _difference(tensor_shapes(Path(path).expanduser()), saved[model]):
             yield f"{field}={path!r}: {difference} the {model} of {where}; use the model that it was made with, or {_ANEW}"
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.config.processes import MasterWorkerConfig
-from asyncrl.config.schema import CRITIC, EMA, REF
+from asyncrl.config.schema import EMA, REF
 from asyncrl.dataflow.graph import without_generation
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
@@ -35,7 +35,6 @@ from asyncrl.protocol.run_folder import name_of
 from asyncrl.runtime.request_reply import NameResolvingRequestClient
 
 _RECORDER = ModelPlacement(ACTOR, ParallelGrid(), (0,))  # stands for the recorder in rollout_only, which has no model
-_SAVED = (ACTOR, CRITIC, EMA)  # models that are saved for the user
 
 
 def placements_of(config: MasterWorkerConfig) -> dict[str, ModelPlacement]:
@@ -65,6 +64,7 @@ class ModelWorkers:
             WorkerGroups.of_config(config.num_model_workers, config.detached),
         )
         self.heads = next(iter(self.models.values())).heads  # by head, the worker that receives trajectories
+        self._saved = [model.name for model in config.models if model.trainable or model.name == EMA] or [ACTOR]
         self.caller, self.tracker = caller, tracker
         mfcs = [MFCDef.of(mfc) for mfc in config.mfcs]
         self.hooks = ParameterHooks(mfcs, config.train)
@@ -141,11 +141,10 @@ class ModelWorkers:
     async def save(self, name: str) -> None:
         """Save the models for the user: the actor's under this name, the critic's under `{name}-critic`, the moving average's
         under `{name}-ema`."""
-        for model in _SAVED:
-            if model in self.models:
-                path = self._run_dir / "checkpoints" / (name if model == ACTOR else f"{name}-{model}")
-                await self.save_in(path, model, f"{model} to be saved as {path.name}")
-                self._logger.info("model saved in %s", path)
+        for model in self._saved:
+            path = self._run_dir / "checkpoints" / (name if model == ACTOR else f"{name}-{model}")
+            await self.save_in(path, model, f"{model} to be saved as {path.name}")
+            self._logger.info("model saved in %s", path)
 
     async def save_in(self, path: Path, model: str, what: str) -> None:
         """Save a model in a folder of the run, in Hugging Face format."""

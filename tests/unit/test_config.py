@@ -108,9 +108,11 @@ def test_overrides_replace_values_of_the_file(config_file):
         ("train.ref.path=x", "train.ref.path='x': no MFC uses the reference model"),
         (
             f"train.mfcs=[{declare('of_critic', role='critic', input_keys=[])}]",
-            "(critic with train.critic, reward with train.reward_model, teacher with train.teacher)",
+            "(critic with train.critic, reward with train.reward_model, teacher with train.teacher, others with train.roles)",
         ),
         (f"train.mfcs=[{declare('reads_y', input_keys=['y'])}]", "MFC 'reads_y' reads ['y'], which"),
+        ("train.roles.ref={}", "train.roles='ref': is the name of a role: use"),
+        ("train.roles.judge={kind: vale}", "train.roles.judge.kind='vale': did you mean 'value'"),
         ("train.mfcs=[math:floor]", "train.mfcs: math:floor is not declared; put @mfc(...) above it"),
         ("train.mfcs=[no_such_module:f]", "train.mfcs: no_such_module:f: there is no module 'no_such_module'"),
         ("train.mfcs=[f]", "expected `package.module:name` or `path/to/file.py:name`"),
@@ -582,9 +584,10 @@ def test_every_field_is_read():
         if file.parent != package / "config":
             code = re.sub(r'""".*?"""|#[^\n]*', "", file.read_text(encoding="utf-8"), flags=re.DOTALL)
             read |= set(re.findall(r"(?<=[\w\])])\.([a-z]\w*)", code))
-    presets = {
-        "TrainConfig.algorithm",
-        "TrainConfig.correction",
-    }  # loading.py replaces them with the fields that they stand for
+    within = {
+        "TrainConfig.algorithm",  # loading.py replaces it with the fields that it stands for
+        "TrainConfig.correction",  # the same
+        "TrainConfig.reward_models",  # read through schema.reward_models and schema.model_settings
+    }
     unread = [name for name in names_of_fields(ExperimentConfig, set()) if name.partition(".")[2] not in read]
-    assert set(unread) == presets
+    assert set(unread) == within

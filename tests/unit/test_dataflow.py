@@ -2,7 +2,15 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.config.schema import CriticConfig, PPOConfig, RewardModelConfig, TeacherConfig, TrainConfig
+from asyncrl.config.schema import (
+    CriticConfig,
+    OptimizerConfig,
+    PPOConfig,
+    RewardModelConfig,
+    RoleConfig,
+    TeacherConfig,
+    TrainConfig,
+)
 from asyncrl.dataflow.graph import (
     TRAJECTORY_KEYS,
     DataflowGraph,
@@ -11,6 +19,8 @@ from asyncrl.dataflow.graph import (
     without_generation,
 )
 from asyncrl.dataflow.mfc import MFCDef
+from asyncrl.dataflow.placed_models import models_of, place
+from asyncrl.dataflow.topology import Allocation
 from tests.support.mfcs import declare
 
 
@@ -125,14 +135,18 @@ def test_dense_rewards_come_with_the_trajectories_or_from_an_mfc():
     ("role", "fields", "message"),
     [
         ("critic", {}, r":judge has the role 'critic'; the roles of this run are \['actor', 'ref'\]"),
-        ("reward", {"critic": CriticConfig()}, r"the roles of this run are \['actor', 'ref', 'critic'\]"),
+        ("reward", {"critic": CriticConfig()}, r"the roles of this run are \['actor', 'critic', 'ref'\]"),
         ("ref", {"kind": "train_step"}, r":judge trains the role 'ref', whose model is frozen"),
         (
             "teacher",
             {"kind": "train_step", "teacher": TeacherConfig("t")},
             r":judge trains the role 'teacher', whose model is frozen",
         ),
-        ("teacher", {}, r"the roles of this run are \['actor', 'ref'\] .*teacher with train.teacher"),
+        (
+            "teacher",
+            {},
+            r"the roles of this run are \['actor', 'ref'\] .*teacher with train.teacher, others with train.roles",
+        ),
     ],
 )
 def test_an_mfc_needs_a_model(role, fields, message):
@@ -149,6 +163,24 @@ def test_an_mfc_may_run_on_the_critic_and_the_reward_model():
     ]
     train = TrainConfig(mfcs=extra, critic=CriticConfig(), reward_model=RewardModelConfig())
     assert build_dataflow(train).mfcs["critic"].role == "critic"
+
+
+def test_further_roles_are_trained_by_functions_of_a_user():
+    judge, score = (
+        declare(name, role="judge", kind=kind, input_keys=["rewards"], output_keys=keys)
+        for name, kind, keys in (("judge_train", "train_step", []), ("judge_score", "inference", ["scores"]))
+    )
+    roles = {"judge": RoleConfig(path="j", kind="value", optimizer=OptimizerConfig(lr=0.5))}
+    train = TrainConfig(mfcs=[judge, score], roles=roles)
+    graph = build_dataflow(train)
+    assert graph.trained_roles == ("actor", "judge")
+    assert (graph.mfcs["judge_train"].function, graph.mfcs["judge_score"].function) == ("train", "score")
+    placements, mfcs = place(Allocation.parse("transformers.d1+d2+judge:d1"), graph)
+    actor, own = models_of(placements, mfcs, train, "a")
+    assert (own.name, own.path, own.kind, own.trainable, own.workers) == ("judge", "j", "value", True, [2])
+    assert (own.optimizer.lr, actor.optimizer) == (0.5, train.optimizer)
+    with pytest.raises(ValueError, match=r"train.roles.judge: no function of train.mfcs has the role 'judge'"):
+        build_dataflow(replace(train, mfcs=[]))
 
 
 def test_an_mfc_may_produce_the_trajectories():

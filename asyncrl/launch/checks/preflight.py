@@ -14,13 +14,11 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from asyncrl.config.schema import (
-    CRITIC,
     REF,
-    REWARD,
-    TEACHER,
     ConfigError,
     ExperimentConfig,
     PromptSourceConfig,
+    model_settings,
     resolve_auto,
 )
 from asyncrl.data.prompts import PromptSource, is_file_name, load_tokenizer
@@ -108,20 +106,12 @@ def preflight(config: ExperimentConfig) -> int:
 def _read_other_models(
     config: ExperimentConfig, tokenizer_path: str, actor: Mapping[str, object]
 ) -> dict[str, Mapping[str, object]]:
-    """Return config.json by role, for those of critic, reference, reward model and teacher that have their own path. Checks the
+    """Return config.json by role, for those of all models besides the actor that have their own path. Checks the
     folders of these models as that of model_path."""
     train = config.train
     found: dict[str, Mapping[str, object]] = {}
-    for role, field, path in (
-        (CRITIC, "train.critic.path", train.critic.path if train.critic else ""),
-        (REF, "train.ref.path", train.ref.path),
-        (REWARD, "train.reward_model.path", train.reward_model.path if train.reward_model else ""),
-        (TEACHER, "train.teacher.path", train.teacher.path if train.teacher else ""),
-        *(
-            (f"{REWARD}_{name}", f"train.reward_models.{name}.path", model.path)
-            for name, model in train.reward_models.items()
-        ),
-    ):
+    for role, (place, settings) in model_settings(train).items():
+        field, path = f"{place}.path", settings.path
         if path:
             found[role] = read_config(path, "give a folder in Hugging Face format", field=field)
             count_parameters(path, field=field)
@@ -289,18 +279,19 @@ def _check_replay(config: ExperimentConfig, model: Mapping[str, object]) -> int:
 def _check_room(config: ExperimentConfig, num_parameters: int) -> None:
     """Check that the run's disk has room for the files that the run is certain to write.
 
-    These are the weight versions kept, one more being written, the final model (and critic, assumed to be as large), the
-    checkpoints kept, one more being written, and etcd's log.
+    These are the weight versions kept, one more being written, the final models (the critic and those of train.roles are assumed to
+    be as large as the actor), the checkpoints kept, one more being written, and etcd's log.
     """
     run_dir = run_directory(config)
     dtype = resolve_auto(config, on_gpu=bool(visible_devices())).train.dtype
     weights = num_parameters * (2 if dtype == "bfloat16" else 4)
-    others = 2 + (config.train.critic is not None)
+    num_trained = 1 + (config.train.critic is not None) + len(config.train.roles)
+    others = 1 + num_trained
     own_etcd = not config.name_resolve.endpoints
     needed = (config.weights.keep + others) * weights + (_ETCD_BYTES if own_etcd else 0)
     recover, num_checkpoints = 0, config.checkpoint.keep_last + 1
     if writes_checkpoints(config):
-        recover = _FLOATS_OF_A_PARAMETER * 4 * num_parameters * (1 + (config.train.critic is not None))
+        recover = _FLOATS_OF_A_PARAMETER * 4 * num_parameters * num_trained
         needed += num_checkpoints * recover
     try:
         free = shutil.disk_usage(existing_parent(run_dir)).free
