@@ -10,7 +10,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import Field, replace
+from dataclasses import Field
 from typing import Any
 
 from asyncrl.config.fields import leaf_values
@@ -19,7 +19,6 @@ from asyncrl.config.presets import ALGORITHMS, CORRECTIONS
 from asyncrl.config.schema import (
     ATTENTIONS,
     AUTO,
-    EMA,
     INTERRUPT_MODES,
     MODES,
     RECOVERABLE_MODES,
@@ -28,10 +27,8 @@ from asyncrl.config.schema import (
     authenticates,
     can_be_reached,
     judges_by_group,
-    model_settings,
     reward_models,
 )
-from asyncrl.protocol.names import ACTOR
 
 Problem = tuple[str, object, str]  # field, value, remedy
 
@@ -173,14 +170,6 @@ def _bad_roles(config: ExperimentConfig) -> Iterator[Problem]:
             )
         if not model.path:
             yield f"train.reward_models.{name}.path", "", "is required: a model with one label"
-    for name in train.roles:
-        if (
-            not re.fullmatch(r"[a-z0-9_]+", name)
-            or name in model_settings(replace(train, roles={}))
-            or name in (ACTOR, EMA)
-        ):
-            remedy = "is the name of a role: use lower-case letters, digits and underscores, and no name of asyncrl's"
-            yield "train.roles", name, remedy
     if train.ema is not None and not 0 < train.ema.decay < 1:
         yield "train.ema.decay", train.ema.decay, "must be above 0 and below 1 (it is a decay)"
     if not 0 < ref.update_share <= 1:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from asyncrl.config.schema import CRITIC, REF, REWARD, TEACHER, ExperimentConfig, reward_models
+from asyncrl.config.schema import CRITIC, EMA, REF, REWARD, TEACHER, ExperimentConfig, model_settings, reward_models
 from asyncrl.config.validation import Problem
 from asyncrl.dataflow.graph import GENERATE_MFC, DataflowGraph, build_dataflow
 from asyncrl.dataflow.topology import Allocation, ModelPlacement, ParallelGrid, allocation_of, unknown_name
@@ -15,6 +17,7 @@ from asyncrl.protocol.names import ACTOR
 _MOST_PROCESSES = 65_536  # limit on the ranks of all generation servers, and on the model workers
 # Fields of config.json with the number of experts. The config.json of a mixture of experts has one of them
 _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
+_ROLE = re.compile(r"[a-z0-9_]+")
 _OURS = "is set by asyncrl"
 OWN_SERVER_ARGS = {  # argument that generation.server_args must not contain -> the setting to use instead, or the reason
     "model-path": "use model_path",
@@ -48,6 +51,11 @@ _RUNS_WITH = {  # MFC or role -> the setting that includes it in a run
 
 def problems_of_layout(config: ExperimentConfig) -> Iterator[Problem]:
     """Yield the problems of the allocation, of the MFCs that it places, and of the engine that it names."""
+    train = config.train
+    for name in train.roles:
+        if not _ROLE.fullmatch(name) or name in (ACTOR, EMA, *model_settings(replace(train, roles={}))):
+            remedy = "is the name of a role: use lower-case letters, digits and underscores, and no name of asyncrl's"
+            yield "train.roles", name, remedy
     try:
         allocation = allocation_of(config)
     except ValueError as error:

@@ -159,7 +159,8 @@ def _of_models(config: ExperimentConfig, found: Checkpoint) -> Iterator[str]:
     where = f"the checkpoint of step {found.step} (attempt {found.attempt})"
     for model, (field, path) in trained.items():
         if model not in saved:
-            yield f"{settings[model][0]}: {where} was made without a {model}; leave it out, or {_ANEW}"
+            place, _ = settings[model]
+            yield f"{place}: {where} was made without a {model}; leave {place} out, or {_ANEW}"
         elif difference := _difference(tensor_shapes(Path(path).expanduser()), saved[model]):
             yield f"{field}={path!r}: {difference} the {model} of {where}; use the model that it was made with, or {_ANEW}"
 
