@@ -247,7 +247,7 @@ def _training_bytes(specs: Sequence[ProcessSpec]) -> int:
     """Bytes per parameter for all models, on all model workers together. The number of ranks does not matter, because the ranks of
     a model divide its weights, gradients and moments among themselves."""
     worker = next((spec.config for spec in specs if isinstance(spec.config, ModelWorkerConfig)), None)
-    models = worker.models if worker is not None else []
+    models = [model for model in worker.models if model.kind != "none"] if worker is not None else []
     return sum(TRAINED_PARAMETER_BYTES if model.trainable else _FROZEN_PARAMETER_BYTES for model in models)
 
 

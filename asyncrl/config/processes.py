@@ -60,7 +60,8 @@ class ModelConfig:
     path: str
     grid: str  # e.g. d2p1m1
     workers: list[int]  # model worker of each rank, in training order
-    kind: str = "lm"  # lm: logprobs | value: one number per token (critic) | reward: one number per sequence
+    # lm: logprobs | value: one number per token (critic) | reward: one number per sequence | none: CPU workers without weights
+    kind: str = "lm"
     trainable: bool = False
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     offload: bool = False  # move the weights off the GPU between MFCs
@@ -136,6 +137,11 @@ class ModelWorkerConfig:
     groups: GroupsConfig | None = None  # mode=sync
     detached: list[list[int]] = field(default_factory=list)  # as in MasterWorkerConfig
     shares_devices: bool = False  # with a generation server; the models are on the device only in training's turns
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether this worker holds no model, and so uses no GPU."""
+        return all(model.kind == "none" for model in self.models if self.worker.index in model.workers)
 
 
 @dataclass(frozen=True)

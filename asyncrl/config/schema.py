@@ -638,8 +638,9 @@ class ExperimentConfig:
     seed: int = 1  # seed of prompt order, sampling and minibatches
     # engine.<generation>+<training>. A layout dXpYmZ has X data, Y pipeline and Z tensor parallel ranks. <training> may have
     # several sets of devices, and name the MFCs or roles of a set, e.g. sglang.d4p1m1+d2p2m1+ref_inf:d1p1m1
-    # (topology.Allocation). mode=sync needs only <training>. Device numbers may follow every layout: generation and training take
-    # turns on the devices that both name, e.g. sglang.d4p1m1@0-3+d2p2m1@0-3. `A until 20 then B`: A for 20 steps, then B
+    # (topology.Allocation). advantages:cpu2 is a set without a model or GPU. mode=sync needs only <training>. Device numbers may
+    # follow every layout: generation and training take turns on the devices that both name, e.g.
+    # sglang.d4p1m1@0-3+d2p2m1@0-3. `A until 20 then B`: A for 20 steps, then B
     allocation: str = "transformers.d1p1m1+d1p1m1"
     # Folder of a model in Hugging Face format, or its name on the Hub (name@revision pins a revision); required
     model_path: str = ""

@@ -10,13 +10,11 @@ from collections.abc import Sequence
 from graphlib import CycleError, TopologicalSorter
 
 from asyncrl.config.schema import REF, REWARD, TEACHER, TrainConfig, model_settings, reward_models
-from asyncrl.dataflow.mfc import LOGPROBS, SCORES, MFCDef, declared
+from asyncrl.dataflow.mfc import ADVANTAGES, LOGPROBS, PPO_ACTOR, PPO_CRITIC, SCORES, VALUES, MFCDef, declared
 
 TRAIN_MFC = "actor_train"  # the node that produces new weights
 GENERATE_MFC = "actor_gen"  # the node that produces trajectories in a synchronous graph
 ADVANTAGES_MFC = "advantages"  # the node that computes advantages and the training mask
-
-_INTERFACES = "asyncrl.model.interfaces"
 
 # Keys that every trajectory carries. KEY_SPECS in data/sequence.py describes each.
 TRAJECTORY_KEYS = (
@@ -125,7 +123,7 @@ def training_mfcs(train: TrainConfig) -> list[MFCDef]:
     if ppo.kl_coef > 0:
         inference.append(_inference("ref_inf", "ref", LOGPROBS, "packed_ref_logprobs"))
     if train.critic is not None:
-        inference.append(_inference("critic_inf", "critic", f"{_INTERFACES}:ValuesInterface", "values"))
+        inference.append(_inference("critic_inf", "critic", VALUES, "values"))
     for role in reward_models(train):
         name = role.removeprefix(REWARD)  # "", or _NAME
         inference.append(_inference(f"rew_inf{name}", role, SCORES, f"model_rewards{name}"))
@@ -145,7 +143,7 @@ def training_mfcs(train: TrainConfig) -> list[MFCDef]:
         ADVANTAGES_MFC,
         "actor",
         "inference",
-        f"{_INTERFACES}:AdvantagesInterface",
+        ADVANTAGES,
         ("packed_input_ids", "loss_mask", "prompt_mask", "seq_no_eos_mask", "rewards", *judged),
         ("advantages", "trained_mask", *(("returns", "value_mask") if train.critic is not None else ())),
     )
@@ -153,12 +151,10 @@ def training_mfcs(train: TrainConfig) -> list[MFCDef]:
     if ppo.kl_coef > 0 and ppo.kl_in == "loss":
         actor_keys += ("packed_ref_logprobs",)
     actor_keys = tuple(dict.fromkeys((*actor_keys, *train.extra_train_keys)))
-    training = [MFCDef(TRAIN_MFC, "actor", "train_step", f"{_INTERFACES}:PPOActorInterface", actor_keys)]
+    training = [MFCDef(TRAIN_MFC, "actor", "train_step", PPO_ACTOR, actor_keys)]
     if train.critic is not None:
         critic_keys = ("packed_input_ids", "values", "returns", "value_mask")
-        training.append(
-            MFCDef("critic_train", "critic", "train_step", f"{_INTERFACES}:PPOCriticInterface", critic_keys)
-        )
+        training.append(MFCDef("critic_train", "critic", "train_step", PPO_CRITIC, critic_keys))
     return [*inference, *extra, advantages, *training]
 
 

@@ -123,6 +123,8 @@ def _bad_layout(config: ExperimentConfig, allocation: Allocation) -> Iterator[Pr
         except ValueError as error:
             yield "allocation", config.allocation, str(error)
         else:
+            if any(devices.on_cpu for devices in allocation.training):
+                yield from _bad_cpu_workers(config)
             if config.mode in MODES:  # the other modes have no detached groups
                 yield from _bad_detached(config, allocation, graph, placements, model_of)
             grid = {placement.name: placement.grid for placement in placements}.get(model_of.get(GENERATE_MFC, ""))
@@ -142,6 +144,16 @@ def _bad_layout(config: ExperimentConfig, allocation: Allocation) -> Iterator[Pr
     if REF not in graph.roles and (train.ref.path or train.ref.update_interval):
         name, value = ("path", train.ref.path) if train.ref.path else ("update_interval", train.ref.update_interval)
         yield f"train.ref.{name}", value, "no MFC uses the reference model; set train.ppo.kl_coef above 0"
+
+
+def _bad_cpu_workers(config: ExperimentConfig) -> Iterator[Problem]:
+    if config.mode not in MODES:
+        yield "mode", config.mode, f"allocation={config.allocation} has CPU workers, which need async; leave them out"
+    if config.train.streaming:
+        remedy = (
+            f"allocation={config.allocation} has CPU workers, whose restart would lose the earlier parts of a batch"
+        )
+        yield "train.streaming", True, f"{remedy}; set it to false"
 
 
 def _bad_detached(

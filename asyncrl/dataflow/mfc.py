@@ -26,7 +26,11 @@ KINDS = ("inference", "train_step")
 # rank_zero: all groups go to rank 0    one_to_all: all groups go to each rank
 # all_to_all: the call has a batch for each rank, in rank order
 DISPATCHES = ("data_parallel", "rank_zero", "one_to_all", "all_to_all")
-LOGPROBS, SCORES = "asyncrl.model.interfaces:LogprobsInterface", "asyncrl.model.interfaces:ScoresInterface"
+ON_CPU = "@cpu"  # end of the name of a placement without a model
+_SHIPPED = "asyncrl.model.interfaces"
+LOGPROBS, SCORES, VALUES = f"{_SHIPPED}:LogprobsInterface", f"{_SHIPPED}:ScoresInterface", f"{_SHIPPED}:ValuesInterface"
+ADVANTAGES = f"{_SHIPPED}:AdvantagesInterface"
+PPO_ACTOR, PPO_CRITIC = f"{_SHIPPED}:PPOActorInterface", f"{_SHIPPED}:PPOCriticInterface"
 _Declared = TypeVar("_Declared", bound=Callable[..., object])
 
 
@@ -42,6 +46,17 @@ class MFCDef:
     output_keys: tuple[str, ...] = ()
     model: str = ""  # name of the role's model that it runs on (topology.ModelPlacement); "": not placed yet
     dispatch: str = "data_parallel"  # one of DISPATCHES
+
+    @property
+    def has_model(self) -> bool:
+        """False: it runs on CPU workers without a model (`advantages:cpu2` in the allocation)."""
+        return not self.model.endswith(ON_CPU)
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether it cannot run on CPU workers without a model. Of a user's function only its run shows that (ranks.CpuRanks)."""
+        is_shipped = self.interface.startswith(f"{_SHIPPED}:") and self.interface != ADVANTAGES
+        return self.kind != "inference" or is_shipped
 
     @property
     def function(self) -> str:

@@ -45,7 +45,7 @@ def _model(placement: ModelPlacement, mfcs: Sequence[PlacedMFC], train: TrainCon
         path=(settings.path if settings else "") or model_path,
         grid=str(placement.grid),
         workers=list(placement.workers),
-        kind=_kind(settings),
+        kind="none" if placement.grid.on_cpu else _kind(settings),
         trainable=placement.name == role and any(mfc.role == role and mfc.kind == "train_step" for mfc in mfcs),
         optimizer=settings.optimizer if isinstance(settings, CriticConfig | RoleConfig) else train.optimizer,
         offload=role in train.offload,

@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import ExperimentConfig
 from asyncrl.dataflow.graph import DataflowGraph
+from asyncrl.dataflow.mfc import ON_CPU
 from asyncrl.protocol.names import ACTOR
 
 Handler = Hashable
 
 _GRID = re.compile(r"(?:[dpm][1-9]\d*){1,3}")
+_CPU = re.compile(r"cpu([1-9]\d*)")
 _DEVICES = re.compile(r"(\d+)(?:-(\d+))?")
 # transformers: the model runs in the generation server's own process. sglang: each generation server starts and owns a SGLang
 # server with m GPUs. external: the SGLang servers at generation.urls run independently of asyncrl.
@@ -30,11 +32,13 @@ ENGINES = ("transformers", "sglang", "external")
 
 @dataclass(frozen=True)
 class ParallelGrid:
-    """Sizes of a mesh: data, pipe and tensor (written m, for model parallel, as in `d2p1m1`)."""
+    """Sizes of a mesh: data, pipe and tensor (written m, for model parallel, as in `d2p1m1`). `cpu2` is a data axis of two workers
+    that have no GPU and no model."""
 
     data: int = 1
     pipe: int = 1
     tensor: int = 1
+    on_cpu: bool = False
 
     @property
     def size(self) -> int:
@@ -42,7 +46,10 @@ class ParallelGrid:
 
     @classmethod
     def parse(cls, text: str) -> ParallelGrid:
-        """Parse e.g. `d2p1m1`. Axes may come in any order; omitted sizes are 1. Raises ValueError with the expected form."""
+        """Parse e.g. `d2p1m1` or `cpu2`. Axes may come in any order; omitted sizes are 1. Raises ValueError with the expected
+        form."""
+        if found := _CPU.fullmatch(text):
+            return cls(data=int(found[1]), on_cpu=True)
         if not _GRID.fullmatch(text):
             raise ValueError(
                 f"{text!r} is not a grid such as d2p1m1 (d: data, p: pipe, m: tensor, each at most once, >= 1)"
@@ -54,7 +61,7 @@ class ParallelGrid:
         return cls(data=given.get("d", 1), pipe=given.get("p", 1), tensor=given.get("m", 1))
 
     def __str__(self) -> str:
-        return f"d{self.data}p{self.pipe}m{self.tensor}"
+        return f"cpu{self.data}" if self.on_cpu else f"d{self.data}p{self.pipe}m{self.tensor}"
 
 
 class ProcessTopology:
@@ -128,7 +135,8 @@ class ModelPlacement:
     """Placement of a model that runs on model workers. workers[rank] is the model worker that holds this rank of the model. Ranks
     are in training order.
 
-    name: the model's role. A second layout of a role has a name such as `actor@1`.
+    name: the model's role. A second layout of a role has a name such as `actor@1`. An MFC without a model has one such as
+    `advantages@cpu`.
     """
 
     name: str
@@ -219,9 +227,21 @@ class DeviceSet:
     grids: tuple[tuple[str, ParallelGrid], ...]
     devices: DeviceRange | None = None
 
+    def __post_init__(self) -> None:
+        if len({grid.on_cpu for _, grid in self.grids}) > 1:
+            raise ValueError(f"{self} mixes workers with and without GPUs: put the cpu grids after a + of their own")
+        if self.on_cpu and (self.devices or not all(name for name, _ in self.grids)):
+            raise ValueError(
+                f"{self}: CPU workers have no model, so name an MFC and no devices, such as advantages:cpu2"
+            )
+
     @property
     def size(self) -> int:
         return max(grid.size for _, grid in self.grids)
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.grids[0][1].on_cpu
 
     @classmethod
     def parse(cls, text: str) -> DeviceSet:
@@ -313,7 +333,12 @@ class Allocation:
         if named:
             return 1 + max(devices.last for devices in named)
         generation = self.generation.size if self.engine not in ("", "external") else 0
-        return generation + self.num_model_workers
+        return generation + self.num_training_devices
+
+    @property
+    def num_training_devices(self) -> int:
+        """The number of model workers that compute on a device each. CPU workers do not."""
+        return sum(devices.size for devices in self.training if not devices.on_cpu)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -355,7 +380,7 @@ class Allocation:
         parts: list[tuple[ParallelGrid | DeviceSet, int, DeviceRange | None]] = [
             (self.generation, self.generation.size, self.generation_devices)
         ]
-        parts += [(devices, devices.size, devices.devices) for devices in self.training]
+        parts += [(devices, devices.size, devices.devices) for devices in self.training if not devices.on_cpu]
         if len({devices is None for _, _, devices in parts}) > 1:
             raise ValueError(f"{text!r} names devices for some grids only: name them for every grid, or for none")
         for part, size, devices in parts:
@@ -381,7 +406,8 @@ class Allocation:
         return f"{generation}{training}{f' until {self.until}' if self.until else ''}"
 
     def place(self, graph: DataflowGraph) -> tuple[list[ModelPlacement], dict[str, str]]:
-        """Return the models of training, with the actor's trained model first, and each MFC's model: MFC name -> model name.
+        """Return the models of training, with the actor's trained model first, and each MFC's model: MFC name -> model name. An MFC
+        on CPU workers has a placement of its own, such as `advantages@cpu`, which holds no weights.
 
         Model workers are numbered from 0, set after set. A role with several models has `actor`, which is the trained one (or the
         first one defined), `actor@1` and so on. Raises ValueError with the remedy if the graph lacks one of the allocation's names,
@@ -402,6 +428,14 @@ class Allocation:
             found: dict[_Spot, str] = {}
             for name in named.of_role(role):
                 spot = spot_of[name]
+                if spot.grid.on_cpu:
+                    if graph.mfcs[name].needs_weights or name not in spots:
+                        raise ValueError(
+                            f"{name} cannot run on {spot.grid}, which has no model; name MFCs that need none, such as advantages"
+                        )
+                    model_of[name] = f"{name}{ON_CPU}"
+                    models.append(ModelPlacement(model_of[name], spot.grid, spot.workers))
+                    continue
                 if spot not in found:
                     found[spot] = f"{role}@{len(found)}" if found else role
                     models.append(ModelPlacement(found[spot], spot.grid, spot.workers))

@@ -5,8 +5,9 @@ blocks in a collective with a dead rank. Therefore workers with state that a run
 in different groups:
 
     trainer group    models that are trained, further layouts of their roles, and all models that share workers with these
-    detached groups  each connected set of workers that hold only stateless roles (reference, reward model, teacher) and, with
-                     train.actor_inf_on_missing, further layouts of the actor
+    detached groups  each connected set of workers that hold only stateless roles (reference, reward model, teacher), with
+                     train.actor_inf_on_missing further layouts of the actor, or MFCs without a model (`advantages:cpu2`), whose
+                     state the master keeps
 
 The launcher restarts a detached group alone, as its next incarnation, while the trainer group continues. A worker's rank in its
 group is its position among the members. Only mode=async has detached groups: train_only and rollout_only restart no process
@@ -89,7 +90,8 @@ def worker_groups_of(
     together = [set(placement.workers) for placement in placements]
     trainer: set[int] = set(everyone).difference(*together)  # at first, workers that hold no model, if any
     for placement in placements:
-        if not is_detachable(placement.name, placement.role, train) or placement.name in moving:
+        alone = placement.grid.on_cpu or is_detachable(placement.name, placement.role, train)
+        if not alone or placement.name in moving:
             trainer.update(placement.workers)
     while near := [workers for workers in together if workers & trainer and not workers <= trainer]:
         trainer.update(*near)

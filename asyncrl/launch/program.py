@@ -466,7 +466,10 @@ def _recording() -> list[PlacedMFC]:
 
 def num_devices(spec: ProcessSpec) -> int:
     """Return the number of GPUs of a process."""
-    return getattr(spec.config, "tensor_parallel", 1) if spec.computes else 0
+    config = spec.config
+    if isinstance(config, ModelWorkerConfig) and config.on_cpu:
+        return 0
+    return getattr(config, "tensor_parallel", 1) if spec.computes else 0
 
 
 def _on_named(spec: ProcessSpec, allocation: Allocation, devices: Sequence[str]) -> ProcessSpec:
@@ -476,7 +479,7 @@ def _on_named(spec: ProcessSpec, allocation: Allocation, devices: Sequence[str])
     if spec.kind == "generation_server" and allocation.generation_devices is not None:
         first = allocation.generation_devices.first + index * count
         numbers = range(first, first + count)
-    elif spec.kind == "model_worker":
+    elif spec.kind == "model_worker" and count:
         numbers = range(allocation.device_of_worker(index), allocation.device_of_worker(index) + 1)
     return replace(spec, env={**spec.env, "CUDA_VISIBLE_DEVICES": ",".join(devices[number] for number in numbers)})
 

@@ -211,8 +211,8 @@ class Books:
 
     # -------------------------------------------------------------------------------------------------------------- checkpoints
 
-    def state(self, *, evaluating: bool, shared: dict[str, str]) -> MasterState:
-        """Return the state from which a later attempt continues. shared: from Refresher.state."""
+    def state(self, *, evaluating: bool, shared: dict[str, str], mfcs: dict[str, dict[str, float]]) -> MasterState:
+        """Return the state from which a later attempt continues. shared: from Refresher.state. mfcs: FunctionExecutor.states."""
         assert self._data is not None  # a replay writes no checkpoints
         now = self._clock.monotonic()
         return MasterState(
@@ -233,6 +233,7 @@ class Books:
             wall_s=self._clock.time() - self._started,
             evaluating=evaluating,
             shared=shared,
+            mfcs=mfcs,
         )
 
     def _go_on_from(self, state: MasterState) -> None:

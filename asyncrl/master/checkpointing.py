@@ -105,7 +105,6 @@ class Checkpointer:
             commit = CommitCheckpoint(
                 folder=name_of(self._run_dir, path),
                 files=[file for reply in replies for file in reply.files],
-                state={name: value for reply in replies for name, value in reply.stats.items()},
                 master=msgspec.json.encode(state).decode(),
             )
             await self._caller.call(f"{path.name} to be complete", self._everyone[:1], commit)

@@ -24,7 +24,7 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from asyncrl.config.schema import EMA, REF, TrainConfig
 from asyncrl.dataflow.graph import TRAIN_MFC, DataflowGraph
@@ -66,7 +66,7 @@ class ParameterHooks:
     """
 
     def __init__(self, mfcs: Iterable[MFCDef], train: TrainConfig) -> None:
-        self._mfcs = list(mfcs)
+        self._mfcs = [mfc for mfc in mfcs if mfc.has_model]
         self._train = train
         self._trained_model = {mfc.role: mfc.model for mfc in self._mfcs if mfc.kind == "train_step"}
         self._refs = list(dict.fromkeys(mfc.model for mfc in self._mfcs if mfc.role == REF))
@@ -394,7 +394,8 @@ def _those_in(reads: Iterable[str], keys: Collection[str]) -> list[str]:
 class ModelFunctionCall:
     """One MFC: consumes batches that have its input keys, produces its output keys for them.
 
-    waits for: the calls that make the input keys, then the replies of all workers of its model.
+    waits for: the calls that make the input keys, an earlier call if its function has a state, then the replies of all workers of
+    its model.
     """
 
     def __init__(self, mfc: MFCDef, placement: ModelPlacement, caller: WorkerCaller, hooks: ParameterHooks) -> None:
@@ -404,16 +405,25 @@ class ModelFunctionCall:
         self._hooks = hooks
         self._handlers = shard_handlers(placement)
         self.num_ranks = placement.grid.data
+        self.state: dict[str, float] | None = None  # of its function after the newest call; None: before the first one
+        self._turn = asyncio.Lock()
 
     async def run(self, step: _Step, batch: Batch, call: Call) -> None:
-        mfc = self.mfc
-        body = await self._ready(step, batch, call)
-        copied = step.copy_weights(self._hooks.before(mfc))
-        replies, *_ = await asyncio.gather(self._caller.start(f"MFC {mfc.name}", self._handlers, body), *copied)
-        self._take_note(step, call, body, replies)
-        moved = step.move(mfc.output_keys, body.ids)  # sent before other calls that read the keys are sent
+        async with self._own_turn():
+            body = await self._ready(step, batch, call)
+            await self._work(step, call, body)
+            moved = step.move(self.mfc.output_keys, body.ids)  # sent before other calls that read the keys are sent
         call.made.set()
         await moved
+
+    async def _work(self, step: _Step, call: Call, body: ExecuteMFC) -> None:
+        copied = step.copy_weights(self._hooks.before(self.mfc))
+        replies, *_ = await asyncio.gather(self._caller.start(f"MFC {self.mfc.name}", self._handlers, body), *copied)
+        self._take_note(step, call, body, replies)
+
+    def _own_turn(self) -> contextlib.AbstractAsyncContextManager[Any]:
+        """Calls of a function that has a state follow one another. Without a state they may run at the same time."""
+        return contextlib.nullcontext() if self.state == {} else self._turn
 
     async def _ready(self, step: _Step, batch: Batch, call: Call) -> ExecuteMFC:
         """Wait until the batch has all input keys. Returns the body of the call."""
@@ -430,6 +440,7 @@ class ModelFunctionCall:
             part=step.part,
             batch=step.batch,
             missing=missing,
+            state=self.state,
         )
 
     def _take_note(self, step: _Step, call: Call, body: ExecuteMFC, replies: Sequence[CallResult]) -> None:
@@ -457,6 +468,7 @@ class ModelFunctionCall:
                 )
             tracker.add(head, part, reply.keys)
             stats.update(reply.stats)
+            self.state = reply.state
         return stats
 
 
@@ -482,9 +494,10 @@ class DetachedFunctionCall(ModelFunctionCall):
         self._tracker = tracker
 
     async def run(self, step: _Step, batch: Batch, call: Call) -> None:
-        body, is_missing = await self._ready(step, batch, call), False
+        is_missing = False
         try:
-            await self._work(step, call, body)
+            async with self._own_turn():
+                await self._work(step, call, await self._ready(step, batch, call))
         except GroupMissingError as error:
             logger.warning("step %d is trained without it: %s", step.version + 1, error)
             step.missing.update(self.mfc.output_keys)  # before calls that read them begin
@@ -659,6 +672,16 @@ class FunctionExecutor:
                 self._calls.append(ArrivingFunctionCall(*about, detached, tracker, buffer))
             else:
                 self._calls.append(DetachedFunctionCall(*about, detached, tracker))
+
+    @property
+    def states(self) -> dict[str, dict[str, float]]:
+        """The states of the MFCs' functions that have one, such as the KL coefficient of `advantages`. A checkpoint keeps them."""
+        return {call.mfc.name: call.state for call in self._calls if call.state}
+
+    @states.setter
+    def states(self, states: Mapping[str, dict[str, float]]) -> None:
+        for call in self._calls:
+            call.state = states.get(call.mfc.name)
 
     @property
     def _arriving(self) -> list[ArrivingFunctionCall]:

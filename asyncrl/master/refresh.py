@@ -175,4 +175,4 @@ class Refresher:
 
 
 def _commit_of(folder: str, replies: Sequence[CallResult]) -> CommitCheckpoint:
-    return CommitCheckpoint(folder=folder, files=[file for reply in replies for file in reply.files], state={})
+    return CommitCheckpoint(folder=folder, files=[file for reply in replies for file in reply.files])

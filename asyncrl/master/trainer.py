@@ -107,6 +107,7 @@ class Trainer:
         await self._turns.begin()
         await self._workers.load()
         if state is not None:
+            self._workers.executor.states = state.mfcs
             await self._workers.load_checkpoint(Path(config.resume), state.shared, state.step)
         books.begin()
         if self._publisher is not None:
@@ -274,7 +275,8 @@ class Trainer:
 
     def _state(self) -> MasterState:
         evaluating = self._evaluations.num_running > 0
-        return self._books.state(evaluating=evaluating, shared=self._workers.refresher.state())
+        workers = self._workers
+        return self._books.state(evaluating=evaluating, shared=workers.refresher.state(), mfcs=workers.executor.states)
 
     async def _keep_bad_batch(self, metas: Sequence[TrajectoryMeta], result: StepResult) -> None:
         """Save the batch of a step of which all or some optimizer steps were skipped, for examples/bad_batch. The weight version

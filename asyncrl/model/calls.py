@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -20,6 +21,7 @@ from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.model import checkpoint
 from asyncrl.model.compute import Compute
+from asyncrl.model.cpu_ranks import CpuRanks
 from asyncrl.model.data_manager import DataManager
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import LAST_WORDS_S, SHARED, Exporter
@@ -78,6 +80,7 @@ class Calls:
         config: ModelWorkerConfig,
         process_group: ProcessGroup,
         engines: Mapping[str, TrainEngine],
+        without_model: Mapping[str, CpuRanks],
         interfaces: Mapping[str, Interface],
         store: DataStore,
         *,
@@ -93,8 +96,8 @@ class Calls:
         trace: Tracer,
         clock: Clock,
     ) -> None:
-        """engines: by model; interfaces: by MFC; both only those of this worker. receiver: on heads only. group_makers: by the
-        MFC that generates."""
+        """engines: by model; without_model: by placement; interfaces: by MFC; all only those of this worker. receiver: on heads
+        only. group_makers: by the MFC that generates."""
         self.store, self.engines = store, engines
         self._config, self._info, self._process_group = config, config.worker, process_group
         self._receiver, self._group_makers, self._data, self._fetcher = receiver, group_makers, data, fetcher
@@ -103,8 +106,10 @@ class Calls:
         self._models = {model.name: model for model in config.models}
         self._placements = {model.name: ModelPlacement.of(model) for model in config.models}
         self._heads = next(iter(self._placements.values())).heads  # heads receive trajectories
-        self._mfcs = {mfc.name: MFCDef.of(mfc) for mfc in config.mfcs if mfc.model in engines}
+        self._without_model = without_model
+        self._mfcs = {mfc.name: MFCDef.of(mfc) for mfc in config.mfcs if mfc.model in {**engines, **without_model}}
         self._interfaces = interfaces
+        self._first_states = {mfc: interface.state() for mfc, interface in interfaces.items()}
         self._profiler = Profiler(self._info)
         self._metas: dict[str, TrajectoryMeta] = (
             receiver.metas if receiver is not None else {}
@@ -137,8 +142,7 @@ class Calls:
         elif isinstance(body, ShareWeights):
             await exporter.share(call, body, self._engine(body.model))
         elif isinstance(body, SaveCheckpoint):
-            state = {f"{mfc}/{name}": x for mfc, it in self._interfaces.items() for name, x in it.state().items()}
-            await exporter.write_checkpoint(call, body, self._checkpointed, state)
+            await exporter.write_checkpoint(call, body, self._checkpointed)
         elif isinstance(body, CommitCheckpoint):
             await exporter.commit_checkpoint(call, body)
         else:
@@ -210,16 +214,16 @@ class Calls:
         if body.mfc not in self._mfcs:
             raise ValueError(f"this worker has no MFC {body.mfc!r}; the MFCs of its models are {list(self._mfcs)}")
         mfc = self._mfcs[body.mfc]
-        placement, engine = self._placements[mfc.model], self.engines[mfc.model]
+        placement = self._placements[mfc.model]
         self._board.version = str(WeightVersion(self._info.attempt, body.version))
         data = placement.shard_of(self._info.index).data
         ids = body.parts[data]
         if mfc.kind == "generate":
             return self._make_groups(body, ids)
         sample = self.store.select(ids, [key for key in mfc.input_keys if key not in body.missing])
-        made, stats = self._compute_on(engine, sample, body)
+        made, stats = self._compute_on(mfc.model, sample, body)
         if self._models[mfc.model].offload:
-            engine.offload()
+            self.engines[mfc.model].offload()
         if self._info.index != placement.head(data):
             return CallResult(seconds=self._clock.monotonic() - start)
         if made is not None:
@@ -232,12 +236,16 @@ class Calls:
             keys=list(mfc.output_keys),
             stats={name: float(value) for name, value in stats.items()},
             seconds=self._clock.monotonic() - start,
+            state=self._interfaces[body.mfc].state(),
         )
 
     def _compute_on(
-        self, engine: TrainEngine, sample: SequenceSample | None, body: ExecuteMFC
+        self, model: str, sample: SequenceSample | None, body: ExecuteMFC
     ) -> tuple[SequenceSample | None, Stats]:
+        engine: Any = self.engines[model] if model in self.engines else self._without_model[model]
         interface = self._interfaces[body.mfc]
+        # The master's copy counts: a repeated call, or one in a new incarnation, begins with the same state
+        interface.restore(self._first_states[body.mfc] if body.state is None else body.state)
         if body.missing:
             interface = interface.without(body.missing)
         if body.part == "whole":
@@ -314,15 +322,13 @@ class Calls:
         }
 
     def _load_checkpoint(self, path: Path) -> None:
-        state = checkpoint.load(
+        checkpoint.load(
             path,
             self._checkpointed,
             workers=range(self._process_group.size),
             or_as_is=(REF,),
             instead={EMA: ACTOR},  # a run that has had no average so far begins it with the actor
         )
-        for mfc, interface in self._interfaces.items():
-            interface.restore({key.partition("/")[2]: x for key, x in state.items() if key.partition("/")[0] == mfc})
 
     def _forget(self, ids: list[str]) -> None:
         if self._receiver is not None:

@@ -1,4 +1,4 @@
-"""Checkpoints: everything needed to continue training: models, optimizers, random state, small states. Any layout can load them.
+"""Checkpoints: everything needed to continue training: models, optimizers, random state. Any layout can load them.
 
     all ranks            snapshot: a call in the master's order, collective, on the compute thread; copies this rank's parts to CPU
     each rank's writer   write: its own files, concurrently with later calls; no collective
@@ -153,12 +153,10 @@ def write(path: Path, part: Snapshot, *, shard_bytes: int = 2_000_000_000, fsync
     )
 
 
-def commit(
-    path: Path, files: Sequence[WrittenFile], *, state: Mapping[str, Any], master: str = "", fsync: bool = True
-) -> None:
+def commit(path: Path, files: Sequence[WrittenFile], *, master: str = "", fsync: bool = True) -> None:
     """Make a checkpoint of the files of all workers, on a process that sees them all. Afterwards path is complete or absent.
 
-    state: JSON values that `load` returns. master: the text of master.json. Raises CheckpointError if a part of a tensor is
+    master: the text of master.json. Raises CheckpointError if a part of a tensor is
     missing, WeightsError if a file differs from its report, OSError (disk full, ...). Errors leave nothing behind.
     """
 
@@ -167,7 +165,7 @@ def commit(
         _check_whole(writer.directory, [_read_state(writer.directory, worker) for worker in workers])
         if master:
             writer.write(MASTER_FILE, [master.encode()])
-        manifest = Manifest(FORMAT, dict(sorted(writer.files.items())), workers, dict(state))
+        manifest = Manifest(FORMAT, dict(sorted(writer.files.items())), workers)
         writer.write(MANIFEST, [msgspec.json.encode(manifest)])
 
     commit_folder(path, files, finish, fsync=fsync)
@@ -184,8 +182,8 @@ def load(
     workers: Sequence[int],
     or_as_is: Collection[str] = (),
     instead: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
-    """Load a checkpoint, saved in any layout, into these models. Returns the `state` passed to `commit`.
+) -> None:
+    """Load a checkpoint, saved in any layout, into these models.
 
     Collective over `workers`, which must be the same everywhere. Each worker checks some of the files; if one check fails, all
     workers raise CheckpointError before anything changes. For a tensor that does not fit a model (missing, other shape) only the
@@ -210,7 +208,6 @@ def load(
             _load_model(path, source, model, steps.get(source, {}))
     if manifest.workers == sorted(workers):
         _set_random_state(states[manifest.workers.index(me)].random)
-    return manifest.state
 
 
 @torch.no_grad()

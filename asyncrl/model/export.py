@@ -340,16 +340,14 @@ class Exporter:
         commit = partial(self._commit, path, body, engine, model, self._measured)
         self._begin(self._weights, call, "commit weights", path, commit)
 
-    async def write_checkpoint(
-        self, call: Call, body: SaveCheckpoint, engines: Mapping[str, TrainEngine], state: dict[str, float]
-    ) -> None:
-        """Like `write`, for a training checkpoint. state: of this worker's interfaces; the reply takes the state to the master."""
+    async def write_checkpoint(self, call: Call, body: SaveCheckpoint, engines: Mapping[str, TrainEngine]) -> None:
+        """Like `write`, for a training checkpoint."""
         path = self._path(body.folder)
         await self._end_of_writing(self._checkpoints)
         part = await self._snapshot(partial(checkpoint.snapshot, engines), "a checkpoint")
         options = self._config.weights
         write = partial(checkpoint.write, path, part, shard_bytes=options.shard_bytes, fsync=options.fsync)
-        self._begin(self._checkpoints, call, "write checkpoint", path, write, state)
+        self._begin(self._checkpoints, call, "write checkpoint", path, write)
 
     async def share(self, call: Call, body: ShareWeights, engine: TrainEngine) -> None:
         """Like write_checkpoint, but with the parameters of one model only, for a model of another worker group."""
@@ -366,7 +364,7 @@ class Exporter:
 
         def commit() -> list[WrittenFile]:
             fsync = self._config.weights.fsync
-            checkpoint.commit(path, body.files, state=body.state, master=body.master, fsync=fsync)
+            checkpoint.commit(path, body.files, master=body.master, fsync=fsync)
             return []
 
         self._begin(self._checkpoints, call, "commit checkpoint", path, commit)
@@ -396,16 +394,15 @@ class Exporter:
         what: str,
         path: Path,
         function: Callable[[], list[WrittenFile]],
-        state: dict[str, float] | None = None,
     ) -> None:
         def on_disk() -> list[WrittenFile]:
             with writing(path):
                 return function()
 
-        lane.writing = self._tasks.spawn(self._write_and_reply(lane, call, what, on_disk, state or {}), what)
+        lane.writing = self._tasks.spawn(self._write_and_reply(lane, call, what, on_disk), what)
 
     async def _write_and_reply(
-        self, lane: _Lane, call: Call, what: str, function: Callable[[], list[WrittenFile]], state: dict[str, float]
+        self, lane: _Lane, call: Call, what: str, function: Callable[[], list[WrittenFile]]
     ) -> None:
         start = self._clock.monotonic()
         try:
@@ -415,7 +412,7 @@ class Exporter:
             call.fail(error)
             await asyncio.sleep(LAST_WORDS_S)
             raise
-        call.reply(CallResult(files=files, stats=state, seconds=self._clock.monotonic() - start))
+        call.reply(CallResult(files=files, seconds=self._clock.monotonic() - start))
 
     def _base_of(
         self, body: WriteWeights | SaveModel, share: dict[str, torch.Tensor]

@@ -33,6 +33,7 @@ from asyncrl.dataflow.worker_groups import WorkerGroups
 from asyncrl.model.broadcast import ServerClient, WeightSender
 from asyncrl.model.calls import Calls, trajectory_files
 from asyncrl.model.compute import Compute
+from asyncrl.model.cpu_ranks import CpuRanks
 from asyncrl.model.data_manager import DataManager
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import Exporter
@@ -96,7 +97,7 @@ class ModelWorker(Worker):
         await server.start()
         if config.shares_devices:
             await directory.wait_for_key(self.names.devices_free(info.attempt), "devices free")
-        device = choose_device(index, tf32=bool(config.train.tf32))
+        device = torch.device("cpu") if config.on_cpu else choose_device(index, tf32=bool(config.train.tf32))
         process_group = ProcessGroup(info, WorkerGroups.of_config(info.count, config.detached), limit_s=limit_s)
         meshes = await self._meet(process_group, directory, compute, device) if process_group.size > 1 else {}
         self.board.collectives = lambda: {
@@ -105,10 +106,14 @@ class ModelWorker(Worker):
             if mesh is not None
             for group, number in mesh.collectives().items()
         }
+        here = [model for model in config.models if index in model.workers]
         engines = {
             model.name: await self._load(model, compute, device, meshes.get(model.name))
-            for model in config.models
-            if index in self._placements[model.name].workers
+            for model in here
+            if model.kind != "none"
+        }
+        without_model = {
+            model.name: CpuRanks(model.name, meshes.get(model.name)) for model in here if model.kind == "none"
         }
         group_makers: dict[str, GroupMaker] = {}
         for mfc in config.mfcs:
@@ -132,6 +137,7 @@ class ModelWorker(Worker):
             config,
             process_group,
             engines,
+            without_model,
             interfaces,
             store,
             receiver=receiver,
@@ -149,7 +155,7 @@ class ModelWorker(Worker):
         if receiver is not None:
             self.tasks.spawn(receiver.run(), "take in")
         detached = f", detached, in incarnation {info.group_incarnation}" if process_group.is_detached else ""
-        models = ", ".join(engines) or "no model"
+        models = ", ".join([*engines, *without_model]) or "no model"
         self.logger.info("rank %d of %d%s on %s: %s", process_group.rank, process_group.size, detached, device, models)
         self.began()
         await self.serve(calls, server)

@@ -78,7 +78,7 @@ def plan_run(config: ExperimentConfig, device: Device, plan_ranks: RankPlanner) 
     ranks = plan_ranks(config) if config.mode != "rollout_only" else []
     shared = bool(allocation.shared_workers)
     # On shared devices the server's process keeps its context during training's turn
-    libraries = library_bytes(communicates=allocation.num_model_workers > 1) * (2 if shared else 1)
+    libraries = library_bytes(communicates=allocation.num_training_devices > 1) * (2 if shared else 1)
     in_turns = shared or max_head_offpolicyness(config) == 0
     placed = placed_models(config, allocation)
     plan = RunPlan(
@@ -105,6 +105,8 @@ def placed_models(config: ExperimentConfig, allocation: Allocation) -> dict[str,
     placements, _ = allocation.place(build_dataflow(config.train, config.mode))
     placed = {}
     for placement in placements:
+        if placement.grid.on_cpu:
+            continue
         gpus = [allocation.device_of_worker(worker) if named else first + worker for worker in placement.workers]
         placed[placement.name] = Placed(placement.grid, len({gpu // GPUS_PER_HOST for gpu in gpus}))
     return placed

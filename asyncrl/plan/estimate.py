@@ -32,10 +32,12 @@ def estimate_ranks(config: ExperimentConfig) -> list[RankPlan]:
     ranks, first = [], 0
     for devices in allocation.training:
         members = range(first, first + devices.size)
+        first += devices.size
+        if devices.on_cpu:
+            continue
         held = {model.name: model for model in models if set(model.workers) & set(members)}
         own = [mfc for mfc in mfcs if mfc.model in held and mfc.name != ADVANTAGES_MFC]
         ranks.append(_rank(config, list(members), held, own))
-        first += devices.size
     return ranks
 
 

@@ -94,7 +94,9 @@ def _placed(config: ExperimentConfig) -> tuple[list[ModelConfig], list[PlacedMFC
     except ValueError as error:
         raise PlanError(f"allocation={config.allocation}: {error}") from error
     order = {name: number for number, name in enumerate(graph.order)}
-    return models_of(placements, mfcs, config.train, config.model_path), sorted(mfcs, key=lambda mfc: order[mfc.name])
+    models = models_of(placements, mfcs, config.train, config.model_path)
+    on_gpus = [mfc for mfc in mfcs if MFCDef.of(mfc).has_model]
+    return [model for model in models if model.kind != "none"], sorted(on_gpus, key=lambda mfc: order[mfc.name])
 
 
 def _shards_by_worker(models: Sequence[ModelConfig]) -> dict[int, list[tuple[str, int]]]:

@@ -570,6 +570,7 @@ class ExecuteMFC(Struct, frozen=True, kw_only=True, tag=True):
         list[str]
     ] = []  # the ids of each data-parallel rank, in canonical order; all workers of a rank hold the input keys
     missing: list[str] = []  # input keys that do not exist in this step, because the group that computes them is down
+    state: dict[str, float] | None = None  # of the MFC's function after the previous call; null: the one it begins with
     locators: list[Locator] = []  # one for each of `ids`: the prompts from which the MFC generates groups
     eval_mode: Literal["", "greedy", "sampled"] = (
         ""  # not empty: an MFC that generates makes one response for each evaluation prompt, and stores none
@@ -710,7 +711,6 @@ class CommitCheckpoint(Struct, frozen=True, kw_only=True, tag=True):
 
     folder: str  # name of this folder in the run (run_folder.py)
     files: list[WrittenFile]
-    state: dict[str, float]  # state of the interfaces, merged from all replies
     master: str = ""  # JSON: the state that the master needs to resume (checkpoints.MasterState)
 
 
@@ -806,6 +806,7 @@ class CallResult(Struct, frozen=True, kw_only=True):
     peak_flops: float = 0.0  # an MFC: peak FLOP/s of this worker's device; 0: a CPU, or a GPU that is not in the table
     memory_bytes: int = 0  # an MFC: the worker's peak memory so far (runtime/devices.py)
     values: list[list[list[float]]] = []  # ReadValues: by id, by sequence
+    state: dict[str, float] = {}  # an MFC, from heads: the state of its function after the call
 
 
 # ------------------------------------------------------------------------------------------------------------ worker status

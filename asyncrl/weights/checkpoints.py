@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "checkpoint.json"
 MASTER_FILE = "master.json"
-FORMAT = 1
+FORMAT = 2
 _ANEW_FILE = "began_anew.json"
 _NAME = re.compile(r"a(\d{4,})-s(\d{8,})")
 _NUM_READERS = 4  # threads that check files in parallel: hashing releases the GIL
@@ -53,11 +53,10 @@ class _Written(msgspec.Struct, frozen=True):
 
 
 class Manifest(_Written, frozen=True):
-    """checkpoint.json: the files, the workers that wrote them, and the caller's state."""
+    """checkpoint.json: the files, and the workers that wrote them."""
 
     files: dict[str, FileEntry]
     workers: list[int]
-    state: dict[str, Any]
 
 
 class DataIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,6 +108,7 @@ class MasterState(msgspec.Struct, frozen=True, kw_only=True):
     batch_size: int
     wall_s: float = 0.0  # seconds since the run began, without the time between attempts
     evaluating: bool = False  # an evaluation of these weights was due and not finished
+    mfcs: dict[str, dict[str, float]] = {}  # the states of the MFCs' functions
     shared: dict[str, str] = {}  # detached model -> the folder in shared_dir with its weights
 
 

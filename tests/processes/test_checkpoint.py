@@ -23,7 +23,6 @@ from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer, make_tiny_model
 from asyncrl.weights.versions import WeightsError
 from tests.support.rank_processes import RankError, RankProcesses
 
-STATE = {"kl_coef": 0.125, "value_norm": {"mean": [1.0, 2.5], "count": 7}, "cursor": [3, 4]}
 DRAWS = 3
 
 
@@ -51,7 +50,7 @@ def saved(ranks, model_path, tmp_path_factory) -> Path:
 
 def save_all(ranks: RankProcesses, model_path: str, grid: str, path: Path) -> list[Any]:
     answers = ranks.run(save, model_path, grid, str(path), num_ranks=None)
-    checkpoint.commit(path, [file for files, _ in answers for file in files], state=STATE, fsync=False)
+    checkpoint.commit(path, [file for files, _ in answers for file in files], fsync=False)
     return [drawn for _, drawn in answers]
 
 
@@ -99,15 +98,15 @@ def save(rank: int, model_path: str, grid: str, path: str) -> tuple[list[Written
 
 
 def load(rank: int, model_path: str, grid: str, ref_grid: str, path: str, num_ranks: int) -> Any:
-    """Load the checkpoint. Return (actor after one more step, ref, the state, random numbers)."""
+    """Load the checkpoint. Return (actor after one more step, ref, random numbers)."""
     models = make(model_path, grid, ref_grid, change=0.5)
     if rank >= num_ranks:
-        return {}, {}, None, None
-    state = checkpoint.load(Path(path), models, workers=range(num_ranks))
+        return {}, {}, None
+    checkpoint.load(Path(path), models, workers=range(num_ranks))
     drawn = draw()
     if "actor" in models:
         step(models["actor"])
-    return share(models.get("actor")), share(models.get("ref")), state, drawn
+    return share(models.get("actor")), share(models.get("ref")), drawn
 
 
 def share(model: TrainEngine | None) -> dict[str, torch.Tensor]:
@@ -122,7 +121,7 @@ def share(model: TrainEngine | None) -> dict[str, torch.Tensor]:
 )
 def test_training_goes_on_in_another_layout(ranks, model_path, saved, grid, ref_grid):
     size = max(placement("a", grid).grid.size, placement("a", ref_grid).grid.size)
-    actors, refs, states, _ = zip(*ranks.run(load, model_path, grid, ref_grid, str(saved), size), strict=True)
+    actors, refs, _ = zip(*ranks.run(load, model_path, grid, ref_grid, str(saved), size), strict=True)
     expected = shard(model_path, None, change=0.1)
     for _ in range(3):
         step(expected)
@@ -131,7 +130,6 @@ def test_training_goes_on_in_another_layout(ranks, model_path, saved, grid, ref_
         assert set(found) == set(wanted.named_parameters())
         for name, tensor in wanted.named_parameters().items():
             assert torch.equal(found[name], tensor), name
-    assert list(states[:size]) == [STATE] * size
 
 
 def test_random_numbers_go_on_where_they_were(ranks, model_path, tmp_path):
@@ -163,9 +161,9 @@ def test_one_process_without_a_world(model_path, tmp_path):
             step(model)
         path = tmp_path / str(steps)
         files = checkpoint.write(path, checkpoint.snapshot({"actor": model}))
-        checkpoint.commit(path, files, state={})
+        checkpoint.commit(path, files)
         other = shard(model_path, None)
-        assert checkpoint.load(path, {"actor": other}, workers=[0]) == {}
+        checkpoint.load(path, {"actor": other}, workers=[0])
         for each in (model, other):
             step(each)
         for name, tensor in model.named_parameters().items():
@@ -195,12 +193,12 @@ def test_a_missing_part_makes_no_checkpoint(ranks, model_path, tmp_path):
     files = [file for files, _ in ranks.run(save, model_path, "d2", str(path)) for file in files]
     lacking = [file for file in files if not file.name.startswith("part-00001")]
     with pytest.raises(CheckpointError, match=r"tensor actor\..* has \d+ of \d+ elements"):
-        checkpoint.commit(path, lacking, state={})
+        checkpoint.commit(path, lacking)
     assert list(tmp_path.iterdir()) == []
     files = [file for files, _ in ranks.run(save, model_path, "d2", str(path)) for file in files]
     (tmp_path / "c.writing" / files[0].name).write_bytes(b"short")
     with pytest.raises(WeightsError, match=r"has 5 bytes; the worker that wrote it reported \d+ bytes"):
-        checkpoint.commit(path, files, state={})
+        checkpoint.commit(path, files)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -264,8 +262,8 @@ def test_an_average_that_the_checkpoint_does_not_have_begins_with_the_actor(mode
 def test_a_newer_format_is_said(saved, tmp_path):
     shutil.copytree(saved, tmp_path / "c")
     about = json.loads((tmp_path / "c" / "checkpoint.json").read_text())
-    (tmp_path / "c" / "checkpoint.json").write_text(json.dumps(about | {"format": 2}))
-    with pytest.raises(CheckpointError, match=r"has format 2; this is asyncrl .*, which reads format 1"):
+    (tmp_path / "c" / "checkpoint.json").write_text(json.dumps(about | {"format": 3}))
+    with pytest.raises(CheckpointError, match=r"has format 3; this is asyncrl .*, which reads format 2"):
         checkpoint.verify(tmp_path / "c")
 
 

@@ -420,7 +420,7 @@ async def test_training_goes_on_from_a_checkpoint(memory, tmp_path, model_path):
         await train(0)
         folder = "recover/checkpoint"
         (reply,) = await world.call(SaveCheckpoint(folder=folder))
-        await world.call(CommitCheckpoint(folder=folder, files=reply.files, state=reply.stats))
+        await world.call(CommitCheckpoint(folder=folder, files=reply.files))
         first = await train(1)
         assert any(not torch.equal(first[name], tensor) for name, tensor in (await train(2)).items())
         await world.call(LoadCheckpoint(folder=folder))
@@ -451,7 +451,7 @@ async def test_a_call_that_names_a_folder_outside_the_run_changes_nothing(memory
         SaveModel(role="actor", folder=folder),
         CommitWeights(role="actor", weight_version="", folder=folder, files=[]),
         SaveCheckpoint(folder=folder),
-        CommitCheckpoint(folder=folder, files=[], state={}),
+        CommitCheckpoint(folder=folder, files=[]),
         LoadCheckpoint(folder=folder),
         SaveBatch(folder=folder, version=0, metas=[]),
     ):

@@ -26,6 +26,7 @@ from asyncrl.runtime.metrics import read_json_lines
 from asyncrl.runtime.trace import OFF
 from asyncrl.weights import checkpoints
 from asyncrl.weights.checkpoints import (
+    FORMAT,
     CheckpointError,
     DataIdentity,
     Manifest,
@@ -67,7 +68,7 @@ def write_checkpoint(run_dir: Path, state: MasterState) -> Path:
     for name, content in contents.items():
         (path / name).write_bytes(content)
     entries = {name: FileEntry(len(content), xxhash.xxh3_64(content).hexdigest()) for name, content in contents.items()}
-    (path / "checkpoint.json").write_bytes(msgspec.json.encode(Manifest(1, entries, [0], {})))
+    (path / "checkpoint.json").write_bytes(msgspec.json.encode(Manifest(FORMAT, entries, [0])))
     return path
 
 
@@ -192,7 +193,7 @@ class Caller:
 
     async def _reply(self, handlers: list[int]) -> list[CallResult]:
         await self.may_write.wait()
-        return [CallResult(stats={"advantages/kl_coef": 0.5}) for _ in handlers]
+        return [CallResult() for _ in handlers]
 
 
 async def test_checkpoints_do_not_overlap_and_belong_to_the_step_at_which_they_began(tmp_path):
@@ -220,7 +221,7 @@ async def test_checkpoints_do_not_overlap_and_belong_to_the_step_at_which_they_b
 
             def take(step: int = step) -> MasterState:
                 taken.append(step)
-                return make_state(1, step)
+                return make_state(1, step, mfcs={"advantages": {"kl_coef": 0.5}})
 
             before = len(caller.calls)
             books.step = step
@@ -239,7 +240,7 @@ async def test_checkpoints_do_not_overlap_and_belong_to_the_step_at_which_they_b
     assert list_checkpoints(tmp_path) == [(1, 6)]  # keep_last
     bodies = [type(body) for body in caller.calls]
     assert bodies == [SaveCheckpoint, CommitCheckpoint] * 2
-    assert caller.calls[1].state == {"advantages/kl_coef": 0.5}
+    assert msgspec.json.decode(caller.calls[1].master, type=MasterState).mfcs == {"advantages": {"kl_coef": 0.5}}
     events = [(event["event"], event["step"]) for event in read_json_lines(tmp_path / "journal" / "master.jsonl")]
     assert events == [("snapshot", 2), ("checkpoint", 2), ("snapshot", 6), ("checkpoint", 6)]
     await opened.aclose()

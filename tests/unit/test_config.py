@@ -187,6 +187,21 @@ def test_what_cannot_stream_is_refused_with_the_reason(config_file, overrides, m
 
 
 @pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "mode=train_only",
+            "mode='train_only': allocation=transformers.d1p1m1.d1p1m1.advantages:cpu1 has CPU workers, which",
+        ),
+        ("train.streaming=true", "train.streaming=True: .* whose restart would lose the earlier parts"),
+    ],
+)
+def test_what_excludes_cpu_workers_is_refused(config_file, override, message):
+    with pytest.raises(ConfigError, match=message):
+        load_experiment(config_file, ["allocation=transformers.d1p1m1+d1p1m1+advantages:cpu1", override])
+
+
+@pytest.mark.parametrize(
     ("override", "value"),
     [
         ("rollout.group_size=65536", 65536),
@@ -311,6 +326,10 @@ def test_gpus_go_to_servers_first_and_then_to_model_workers(config_file):
     assert (given["generation_server/0"], given["model_worker/0"], given["model_worker/1"]) == ("0", "1", "0")
     assert given["rollout_worker/0"] == given["master/0"] == ""
     assert "CUDA_VISIBLE_DEVICES" not in plan(config, attempt=1, num_prompts=64)[0].env
+    config = load_experiment(config_file, ["allocation=transformers.d1@0+d1@1+advantages:cpu1"])
+    specs = plan(config, attempt=1, num_prompts=64, devices=["0", "1"])
+    given = {spec.name: spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs}
+    assert (given["model_worker/0"], given["model_worker/1"]) == ("1", "")
 
 
 def test_auto_dtypes_follow_the_device(config_file):

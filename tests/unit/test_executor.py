@@ -84,6 +84,7 @@ class World:
         self.sent = []
         self.ran = asyncio.Condition()
         self.rng = rng or Random(0)
+        self.counts = set()  # MFCs whose functions count their calls in their state
 
     async def serve(self, server, me):
         while True:
@@ -132,6 +133,8 @@ class World:
             return CallResult(seconds=1.0, **device)
         self.held[me].update((group, key) for group in part for key in function.output_keys)
         made = {"ids": part, "keys": list(function.output_keys), "stats": {f"{body.mfc}/x": 1.0}}
+        if body.mfc in self.counts:
+            made["state"] = {"calls": (body.state or {}).get("calls", 0.0) + 1}
         return CallResult(**made, seconds=0.5, flops=50, **device)
 
     async def until(self, happened):
@@ -411,3 +414,25 @@ async def test_parts_begin_when_groups_are_stored_and_the_last_one_when_the_batc
         await asyncio.wait_for(running_parts, LIMIT_S)
         await master.step(decision.tickets)
         assert [body.ids for _, body in world.calls(ExecuteMFC)] == [["t3"], ["t0", "t1", "t2"]]
+
+
+async def test_the_state_of_a_function_travels_with_its_calls():
+    """A repeated call, and a call after a resume, begin with the state that the call before has returned."""
+    graph = DataflowGraph(
+        [mfc("count", "actor", ["tokens"], ["made"]), mfc("actor_train", "actor", ["made"], kind="train_step")], DATASET
+    )
+    async with running(graph, [placement("actor", "d1", [0])], 1) as (world, master):
+        world.counts = {"count"}
+        for number, ticket in enumerate(["t0", "t1"]):
+            master.store(ticket, number, 0, 5)
+            await master.step([ticket])
+        assert master.executor.states == {"count": {"calls": 2.0}}
+        master.executor.states = {"count": {"calls": 7.0}}
+        master.store("t2", 2, 0, 5)
+        await master.step(["t2"])
+        assert [body.state for _, body in world.calls(ExecuteMFC) if body.mfc == "count"] == [
+            None,
+            {"calls": 1.0},
+            {"calls": 7.0},
+        ]
+        assert master.executor.states == {"count": {"calls": 8.0}}

@@ -43,6 +43,7 @@ from asyncrl.launch.rundir import (
 from asyncrl.launch.slurm import JobRecord, read_job, slurm_dir, write_job
 from asyncrl.protocol.messages import Locator
 from asyncrl.weights.checkpoints import (
+    FORMAT,
     Checkpoint,
     DataIdentity,
     Manifest,
@@ -123,7 +124,7 @@ def save(config: ExperimentConfig, run_dir: Path) -> Callable[..., Path]:
         for name, content in contents.items():
             (path / name).write_bytes(content)
         entries = {n: FileEntry(len(content), xxhash.xxh3_64(content).hexdigest()) for n, content in contents.items()}
-        (path / "checkpoint.json").write_bytes(msgspec.json.encode(Manifest(1, entries, [0], {})))
+        (path / "checkpoint.json").write_bytes(msgspec.json.encode(Manifest(FORMAT, entries, [0])))
         return path
 
     return write
@@ -345,9 +346,9 @@ def test_invalid_recovery_fields_are_refused(config, fields, told):
 def test_a_checkpoint_of_a_newer_release_is_refused_and_no_older_one_replaces_it(config, run_dir, save):
     save(step=1)
     manifest = save(step=2) / "checkpoint.json"
-    manifest.write_text('{"format": 2, "files": []}')
+    manifest.write_text('{"format": 3, "files": []}')
     with pytest.raises(
-        ConfigError, match=rf"s00000002 has format 2; this is asyncrl {__version__}, which reads format 1"
+        ConfigError, match=rf"s00000002 has format 3; this is asyncrl {__version__}, which reads format 2"
     ):
         start(config, run_dir)
 

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.dataflow.graph import DataflowGraph
+from asyncrl.config.schema import TrainConfig
+from asyncrl.dataflow.graph import DataflowGraph, training_mfcs
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.topology import (
     Allocation,
@@ -16,6 +17,7 @@ from asyncrl.dataflow.topology import (
     inference_topology,
     training_topology,
 )
+from asyncrl.dataflow.worker_groups import worker_groups_of
 
 
 def model(name: str, grid: str, first: int = 0) -> ModelPlacement:
@@ -280,6 +282,41 @@ def test_a_role_that_nothing_trains_has_the_model_of_its_first_mfc():
     models, model_of = place("sglang.d1+d1+other:d2+ref_inf:d1", graph)
     assert (model_of["ref_inf"], model_of["other"]) == ("ref", "ref@1")
     assert (models["ref"], models["ref@1"]) == (("d1p1m1", (3,)), ("d2p1m1", (1, 2)))
+
+
+def test_mfcs_without_a_model_are_placed_on_cpu_workers():
+    allocation = Allocation.parse("sglang.d1+d2+advantages:cpu2,other:cpu1")
+    assert str(allocation) == "sglang.d1p1m1+d2p1m1+advantages:cpu2,other:cpu1"
+    assert (allocation.num_model_workers, allocation.num_training_devices, allocation.num_devices) == (4, 2, 3)
+    graph = DataflowGraph([*training_mfcs(TrainConfig()), mfc("other", "actor")])
+    placed, model_of = allocation.place(graph)
+    assert {model.name: (str(model.grid), model.workers) for model in placed} == {
+        "actor": ("d2p1m1", (0, 1)),
+        "advantages@cpu": ("cpu2", (2, 3)),
+        "other@cpu": ("cpu1", (2,)),
+    }
+    assert model_of["advantages"] == "advantages@cpu"
+    placed_mfcs = [entry.placed(model_of[name]) for name, entry in graph.mfcs.items()]
+    groups = worker_groups_of(placed, placed_mfcs, TrainConfig(), num_workers=4, mode="async")
+    assert (groups.trainer, groups.detached) == ((0, 1), ((2, 3),))
+    named = Allocation.parse("sglang.d1@0+d1@1+advantages:cpu1")
+    assert named.num_devices == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sglang.d1+d1+actor_inf:cpu1", "actor_inf cannot run on cpu1, which has no model; name MFCs that need none"),
+        ("sglang.d1+actor_train:d1+actor:cpu1", "advantages cannot run on cpu1|actor_inf cannot run on cpu1"),
+        ("sglang.d1+cpu2", "cpu2: CPU workers have no model, so name an MFC"),
+        ("sglang.d1@0+d1@1+advantages:cpu1@1", "CPU workers have no model, so name an MFC and no devices"),
+        ("sglang.d1+d1+advantages:cpu1,actor_inf:d1", "mixes workers with and without GPUs"),
+        ("sglang.d1+d1+advantages:cpu0", "'cpu0' is not a grid"),
+    ],
+)
+def test_cpu_workers_that_cannot_work_are_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        Allocation.parse(text).place(DataflowGraph(training_mfcs(TrainConfig())))
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def crowding(allocation: Allocation, count: int, num_devices: int, num_cores: in
     """One warning if the servers and the trainer need more GPUs than this machine has (on a machine without GPUs: more cores); else
     an empty list."""
     each = allocation.generation.tensor * allocation.generation.pipe
-    needed = count * each + allocation.num_model_workers
+    needed = count * each + allocation.num_training_devices
     if num_devices and needed > num_devices:
         return [f"{count} servers and the trainer need {needed} GPUs, there are {num_devices}: some will be shared"]
     if not num_devices and needed > num_cores:

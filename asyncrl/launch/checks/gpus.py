@@ -11,7 +11,7 @@ def needed_gpus(config: ExperimentConfig) -> tuple[int, int]:
     allocation = allocation_of(config)
     generates = config.mode != "train_only" and allocation.engine != "external"
     trains = config.mode != "rollout_only"
-    return allocation.generation.size if generates else 0, allocation.num_model_workers if trains else 0
+    return allocation.generation.size if generates else 0, allocation.num_training_devices if trains else 0
 
 
 def too_few_gpus(config: ExperimentConfig, found: int) -> str:

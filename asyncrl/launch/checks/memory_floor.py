@@ -93,7 +93,7 @@ def sizes_of(specs: Sequence[ProcessSpec]) -> dict[str, ModelSize]:
     paths: set[str] = set()
     for spec in specs:
         if isinstance(spec.config, ModelWorkerConfig):
-            paths |= {model.path for model in spec.config.models}
+            paths |= {model.path for model in spec.config.models if model.kind != "none"}
         elif isinstance(spec.config, GenerationServerConfig):
             paths.add(spec.config.model_path)
     return {path: ModelSize.of(path) for path in paths}
@@ -104,7 +104,8 @@ def _parts_of(spec: ProcessSpec, sizes: Mapping[str, ModelSize]) -> Iterator[_Pa
     if isinstance(config, ModelWorkerConfig):
         for model in config.models:
             on_gpu = bool(devices[0])
-            if config.worker.index not in model.workers or (on_gpu and model.offload):
+            held_here = config.worker.index in model.workers and model.kind != "none"
+            if not held_here or (on_gpu and model.offload):
                 continue
             frozen = DTYPE_BYTES.get(config.train.dtype, 4)
             each = TRAINED_PARAMETER_BYTES if model.trainable else frozen

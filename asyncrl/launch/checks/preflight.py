@@ -133,6 +133,8 @@ def _check_grids(config: ExperimentConfig, models: Mapping[str, Mapping[str, obj
     a mixture of experts has only one rank."""
     placements, _ = allocation_of(config).place(build_dataflow(config.train, config.mode))
     for placement in placements:
+        if placement.grid.on_cpu:
+            continue
         if problem := problem_of_grid(placement.grid, models.get(placement.role, models[ACTOR])):
             where = f"allocation={config.allocation!r}: the {placement.name} has the grid {placement.grid}"
             raise ConfigError(f"{where}, and {problem}")
