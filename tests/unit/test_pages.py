@@ -208,3 +208,14 @@ def test_the_page_describes_the_arguments_of_rewards() -> None:
     assert judged
     assert [word.strip() for word in judged[1].split("*,")[1].split(",")] == list(reward_function.OPTIONAL_ARGUMENTS)
     assert inspect.iscoroutinefunction(reward.Reward.score)
+
+
+def test_the_tests_that_the_page_about_other_systems_names_exist() -> None:
+    named = re.findall(
+        r"`((?:unit|processes|end_to_end)/[\w/]+\.py)(?:::(\w+))?`",
+        (pages.ROOT / "docs" / "from-other-systems.md").read_text(),
+    )
+    assert len(named) > 30
+    for file, test in named:
+        source = (pages.ROOT / "tests" / file).read_text()
+        assert not test or f"def {test}(" in source, f"{file}::{test}"
