@@ -239,11 +239,12 @@ class _Step:
                 self._send(self._plan_for(self._workers_of(mfc.model, parts), mfc.input_keys))
             return parts
         groups = frozenset(ids)
-        if groups != self._ids:
-            if (mfc.model, groups) not in self._parts:
-                self._assign(mfc.model, ids, mfc.input_keys)
-            self._send(self._plan(mfc.model, mfc.input_keys, groups))
-        return self._parts[mfc.model, groups]
+        if (mfc.model, groups) not in self._parts:
+            self._assign(mfc.model, ids, mfc.input_keys)
+        parts = self._parts[mfc.model, groups]
+        if groups != self._ids and not self._is_detached(mfc.model):
+            self._send(self._plan_for(self._workers_of(mfc.model, parts), mfc.input_keys))
+        return parts
 
     def _dispatched(self, mfc: MFCDef, ids: list[str], batches: Sequence[Batch]) -> list[list[str]]:
         data = self._placements[mfc.model].grid.data
@@ -272,7 +273,7 @@ class _Step:
         needed = {worker: dict.fromkeys(came) for worker, came in self._came_to.items()}
         for model, reads in self._reads.items():
             if not self._is_detached(model) and _those_in(reads, mfc.output_keys):
-                for worker, part in self._needed(model, self._ids).items():
+                for worker, part in self._needed(model).items():
                     needed.setdefault(worker, {}).update(dict.fromkeys(part))
         wanted = self._only({worker: list(groups) for worker, groups in needed.items()}, frozenset(ids))
         return plan_fetches(wanted, mfc.output_keys, self.tracker.there, self._placements[mfc.model].heads)
@@ -314,16 +315,15 @@ class _Step:
         return [rank for rank in ranks if missing[rank] == min(missing)]
 
     def _plan(self, model: str, keys: Sequence[str], groups: frozenset[str]) -> list[RedistribStep]:
-        """Plan the moves of these keys of these groups to a model's workers; none for a detached model. Planned moves count as
-        done, so that the next plan can build on them."""
+        """Plan the moves of these keys of these groups to a model's workers, as the whole batch is divided among them; none for a
+        detached model. Planned moves count as done, so that the next plan can build on them."""
         if self._is_detached(model) or not keys:
             return []
-        own = (model, groups) in self._parts  # else these groups go where the whole batch goes
-        return self._plan_for(self._only(self._needed(model, groups if own else self._ids), groups), keys)
+        return self._plan_for(self._only(self._needed(model), groups), keys)
 
-    def _needed(self, model: str, groups: frozenset[str]) -> dict[int, list[str]]:
-        """Return the ids of these groups that each worker of a model computes on."""
-        return self._workers_of(model, self._parts[model, groups])
+    def _needed(self, model: str) -> dict[int, list[str]]:
+        """Return the ids of the batch that each worker of a model computes on."""
+        return self._workers_of(model, self._parts[model, self._ids])
 
     def _workers_of(self, model: str, parts: Sequence[list[str]]) -> dict[int, list[str]]:
         """Return the part of each worker of a model. parts: by data rank."""

@@ -159,6 +159,29 @@ async def test_a_call_with_the_wrong_number_of_batches_is_refused(tmp_path):
             await master.step(["t0"])
 
 
+async def test_with_streaming_the_function_is_called_for_each_part(tmp_path):
+    """It may divide a part. The last call of a function that trains takes the step."""
+    body = """\
+batch = batch.union(models.ref.inf(batch), models.critic.inf(batch))
+halves = [half.union(models.actor.inf(half)) for half in batch.chunk(2)]
+await asyncio.gather(models.actor.train(Batch.concat(halves)), models.critic.train(batch))
+"""
+    async with running(ppo_graph(), PLACES, 5) as (world, master):
+        use(master, written(tmp_path, body))
+        tickets = ["t0", "t1", "t2", "t3"]
+        for i, ticket in enumerate(tickets):
+            master.store(ticket, i, i % 2, 5)
+        await master.executor.execute_part(["t2", "t0"], 0)
+        await master.step(tickets)
+        calls = [body for me, body in world.calls(ExecuteMFC) if body.mfc == "actor_train" and me == 0]
+        halves = [body.ids for me, body in world.calls(ExecuteMFC) if body.mfc == "actor_inf" and me == 0]
+    assert [(body.part, body.ids, body.batch) for body in calls] == [
+        ("open", ["t2", "t0"], []),
+        ("last", ["t1", "t3"], tickets),
+    ]
+    assert halves == [["t2"], ["t0"], ["t1"], ["t3"]]
+
+
 WRONG = {
     "it raises": ("x = 1\nraise KeyError('kl')", r"step\.py:7: KeyError: 'kl'"),
     "it lacks a key": ("await models.actor.train(batch)", r"step\.py:6: ValueError: 6 of 6 groups have no 'prox'"),
