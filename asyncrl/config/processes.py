@@ -182,6 +182,7 @@ class GenerationServerConfig:
     tensor_parallel: int = 1  # GPUs of one SGLang server
     fetch: bool = False  # weights.fetch with `auto` resolved
     fetch_dir: str = ""
+    full_every: int = 1  # weights.full_every; above 1 SGLang's servers write deltas in full to fetch_dir
     shares_devices: bool = False  # with model workers; the engine is on the devices only in generation's turns
 
 

@@ -421,7 +421,9 @@ class WeightsConfig:
     # Generation servers on hosts that do not see the run's folder fetch each version over HTTP into memory, once per host.
     # on | off: all hosts share the folder | auto: on if the run has several hosts (a host that sees the folder fetches nothing)
     fetch: str = "auto"
-    fetch_dir: str = ""  # folder for fetched versions, with room for two versions and their deltas; "": /dev/shm
+    # Folder for fetched versions, with room for two versions and their deltas, and for deltas written in full for SGLang (one
+    # version); "": /dev/shm
+    fetch_dir: str = ""
     # Tensors are sent in buckets of at most this size; each bucket costs one round of requests
     bucket_bytes: int = limited(1_000_000_000, at_least=1)
     # Logprob check: after each update, before it serves, a server scores a short text, and its logprobs must equal the trainer's.

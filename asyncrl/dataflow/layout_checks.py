@@ -276,11 +276,11 @@ def _bad_generation(config: ExperimentConfig, allocation: Allocation) -> Iterato
             )
         if name in OWN_SERVER_ARGS:
             yield f"generation.server_args.{name}", generation.server_args[name], OWN_SERVER_ARGS[name]
-    if config.weights.full_every > 1 and engine in ("sglang", "external"):
+    if config.weights.full_every > 1 and engine == "external":
         yield (
             "weights.full_every",
             config.weights.full_every,
-            f"the engine {engine} loads only full versions from disk; set it to 1, or use the engine transformers",
+            "an external SGLang server may not see this host's folders, to which deltas would be written in full; set it to 1",
         )
     if generation.interrupt == "in_place" and config.weights.verify_logprobs and engine != "transformers":
         yield (

@@ -22,9 +22,10 @@ a later load passes the check.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +42,7 @@ from asyncrl.generation.engine import (
 from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.messages import SamplingParams, TensorSpecs, WeightVersion
 from asyncrl.weights import versions as weights
+from asyncrl.weights.fetch import WeightFetcher
 from asyncrl.weights.versions import ScoredText, read_manifest
 
 _FLOATING = frozenset({"F32", "F16", "BF16", "float32", "float16", "bfloat16"})  # safetensors' names, then torch's
@@ -211,31 +213,40 @@ def read_header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
 class ModelTensors:
     """The tensors that every version of a model must have: those in the model's own folder.
 
-    If that folder has no safetensors files (an older format), the first version that `verify` accepts defines the tensors. Until
+    If that folder has no safetensors files (an older format), the first version that `verified` accepts defines the tensors. Until
     then `check_sent` checks nothing.
     """
 
-    def __init__(self, model_path: str | Path, *, tied: bool) -> None:
-        self._tied = tied
+    def __init__(self, model_path: str | Path, *, tied: bool, local: WeightFetcher | None = None) -> None:
+        """local: writes deltas in full; None: deltas are refused."""
+        self._tied, self._local = tied, local
         self._verified = weights.VerifiedVersion()
         self._expected = self._specs(weights.tensor_files(Path(model_path)))
 
-    def verify(self, directory: Path, version: WeightVersion) -> None:
-        """Check a version's manifest and checksums, and its tensors' names, shapes and dtypes. Raises WeightsRefused.
+    @contextlib.contextmanager
+    def verified(self, directory: Path, version: WeightVersion, limit_s: float) -> Iterator[Path]:
+        """Check a version's manifest and checksums, and its tensors' names, shapes and dtypes. Yield the folder that has them all:
+        `directory`, or for a delta a folder on this host, which is not removed inside the `with` block. Raises WeightsRefused.
 
-        The first check of a version reads its files completely, for the checksums.
+        The first check of a version reads its files completely, for the checksums. limit_s: of the wait for another process of this
+        host that writes the same version.
         """
-        try:
-            if len(self._verified.verify(directory, version)) > 1:
-                raise weights.WeightsError(
-                    "this is a delta, and SGLang loads full versions only; set weights.full_every=1"
-                )
-            files = weights.tensor_files(directory)
-            expected = self._expected or self._specs(files)
-            check_tensors(expected, self._aliases(expected), files)
-        except (weights.WeightsError, SafetensorError, OSError) as error:
-            raise WeightsRefused(f"{directory}: {error}") from error
-        self._expected = expected
+        with contextlib.ExitStack() as stack:
+            try:
+                folder, chain = directory, self._verified.verify(directory, version)
+                if len(chain) > 1:
+                    if self._local is None:
+                        raise weights.WeightsError(
+                            "this is a delta, which this server cannot load; set weights.full_every=1"
+                        )
+                    folder = stack.enter_context(self._local.in_full(chain, limit_s))
+                files = weights.tensor_files(folder)
+                expected = self._expected or self._specs(files)
+                check_tensors(expected, self._aliases(expected), files)
+            except (weights.WeightsError, SafetensorError, OSError) as error:
+                raise WeightsRefused(f"{directory}: {error}") from error
+            self._expected = expected
+            yield folder
 
     def check_sent(self, specs: TensorSpecs, *, complete: bool) -> None:
         """Check names, dtypes and shapes of tensors that arrive over the network. Raises WeightsRefused."""

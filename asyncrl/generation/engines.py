@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from asyncrl.generation.queueing import EngineArguments
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.loading import LoadProgress
 from asyncrl.runtime.trace import Tracer
+from asyncrl.weights.fetch import WeightFetcher, fetch_folder, run_key
+
+logger = logging.getLogger(__name__)
 
 
 class Engines:
@@ -77,6 +81,7 @@ class Engines:
 
         config, info = self._config, self._info
         server: ServerLink
+        local = None
         if config.engine == "external":
             api_key = read_api_key(config.generation.api_key_file)
             server = AttachedServer(config.generation.urls[info.index], api_key, clock=self._clock)
@@ -91,7 +96,10 @@ class Engines:
                 clock=self._clock,
                 sleeps=config.shares_devices,
             )
-        return SGLangEngine(arguments, server)
+            if config.full_every > 1:
+                run = run_key(info.experiment, info.trial, info.run_dir, info.runtime.host) + "-full"
+                local = WeightFetcher(fetch_folder(config.fetch_dir), run, keep=1, logger=logger, clock=self._clock)
+        return SGLangEngine(arguments, server, local)
 
     def _make_transformers(self, arguments: EngineArguments) -> GenerationEngine:
         import torch

@@ -6,6 +6,7 @@
 
 Invalid input never reaches SGLang. Prompts, lengths, rids and sampling parameters are checked here, versions on disk are verified
 (files, checksums, names and shapes of tensors) before SGLang loads them, and no queued request is sent while the engine is paused.
+SGLang loads only full versions: a delta is first written in full to this host.
 
 Version labels are exact because SGLang runs no request during an update. `abort`, `retract` and `wait` all end SGLang's requests
 first, so each request runs under one version, and SGLang's own label must confirm it. (`retract` keeps our requests: they wait
@@ -58,6 +59,7 @@ from asyncrl.protocol.messages import (
     VersionSpan,
     WeightVersion,
 )
+from asyncrl.weights.fetch import WeightFetcher
 
 logger = logging.getLogger(__name__)
 
@@ -176,11 +178,12 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
     Call all methods on the event loop. Files are read in threads.
     """
 
-    def __init__(self, arguments: EngineArguments, server: ServerLink) -> None:
+    def __init__(self, arguments: EngineArguments, server: ServerLink, local: WeightFetcher | None = None) -> None:
+        """local: writes deltas in full, and is closed with the engine; None: deltas are refused."""
         super().__init__(arguments)
-        self._server = server
+        self._server, self._local = server, local
         self._limits = ModelLimits.of(arguments.model_path)
-        self._tensors = ModelTensors(arguments.model_path, tied=self._limits.tied)
+        self._tensors = ModelTensors(arguments.model_path, tied=self._limits.tied, local=local)
         self._eos_token_ids.update(self._limits.eos_token_ids)
         self._max_prompt = self._max_length = self._limits.max_length
         self._client = SGLangClient("", server.api_key)
@@ -245,6 +248,8 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         await self._end_tasks()
         await self._client.close()
         await self._server.close()
+        if self._local is not None:
+            self._local.close()
 
     async def _release_devices(self) -> None:
         """Have SGLang release its memory; if it cannot, stop it. After a failed release the engine fails: its state is unknown."""
@@ -537,23 +542,29 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
     # ------------------------------------------------------------------------------------------------ weights and cache
 
     async def verify_ahead(self, path: Path, version: WeightVersion) -> None:
+        async with contextlib.AsyncExitStack() as opened:
+            await self._verify(path, version, opened)
+
+    async def _verify(self, path: Path, version: WeightVersion, opened: contextlib.AsyncExitStack) -> Path:
+        """The folder for SGLang to load, which stays as long as `opened`. Raises WeightsRefused."""
+        verified = self._tensors.verified(path, version, self._config.load_timeout_s)
         with self._trace.overlapping("verify weights", kind="engine", version=str(version)):
-            await asyncio.to_thread(self._tensors.verify, path, version)
+            return await asyncio.to_thread(opened.enter_context, verified)
 
     async def load_weights(self, path: Path, version: WeightVersion, *, abort_running: bool = False) -> int:
-        async with self._update_lock:
+        async with contextlib.AsyncExitStack() as opened:
+            await opened.enter_async_context(self._update_lock)
             self._check_alive()
             self.check_version(version)
             if self._receiver is not None:
                 await self._receiver.abandon()
-            with self._trace.overlapping("verify weights", kind="engine", version=str(version)):
-                await asyncio.to_thread(self._tensors.verify, path, version)
+            folder = await self._verify(path, version, opened)
             with self._nothing_begins():
                 num_aborted = await self._end_running() if abort_running else 0
                 if not self._held:
                     await self._until_idle()
                 with self._trace.overlapping("load weights", kind="engine", version=str(version)):
-                    await self._load(path, version)
+                    await self._load(folder, version)
                 self._version, self._path = version, str(path)
                 self._num["updates"] += 1
                 return num_aborted

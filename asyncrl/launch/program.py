@@ -170,6 +170,7 @@ class _Run:
             tensor_parallel=allocation.generation.tensor,
             fetch=fetches_weights(config),
             fetch_dir=config.weights.fetch_dir,
+            full_every=config.weights.full_every,
             shares_devices=bool(self.allocation.shared_workers),
         )
 

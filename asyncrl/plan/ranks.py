@@ -53,8 +53,15 @@ class ShardPlan(msgspec.Struct, frozen=True):
     in_transit: int  # bytes while weights are exported, beside the resident ones
 
 
-def plan_training(config: ExperimentConfig, *, device_type: Literal["cpu", "cuda"] = "cuda") -> list[RankPlan]:
+def plan_training(
+    config: ExperimentConfig,
+    *,
+    device_type: Literal["cpu", "cuda"] = "cuda",
+    known: dict[bytes, ShardPlan] | None = None,
+) -> list[RankPlan]:
     """Plan each distinct model worker of a run, in ascending order. batches.py has the assumptions about its batches.
+
+    known: plans of ranks by their tasks, to which the new ones are added. Configs that differ in their servers have the same ranks.
 
     Raises PlanError if the config cannot be planned, or if a rank's process fails or takes longer than LIMIT_S.
     """
@@ -63,7 +70,10 @@ def plan_training(config: ExperimentConfig, *, device_type: Literal["cpu", "cuda
     shards = _shards_by_worker(models)
     needed = sorted({shard for held in shards.values() for shard in held})
     tasks = [_task(config, next(m for m in models if m.name == name), pipe, mfcs, device_type) for name, pipe in needed]
-    plans = dict(zip(needed, run_tasks(tasks), strict=True))
+    known, keys = {} if known is None else known, [msgspec.json.encode(task) for task in tasks]
+    if new := {key: task for key, task in zip(keys, tasks, strict=True) if key not in known}:
+        known |= zip(new, run_tasks(list(new.values())), strict=True)
+    plans = {shard: known[key] for shard, key in zip(needed, keys, strict=True)}
     offloaded = {model.name for model in models if model.offload and device_type == "cuda"}
     by_shards: dict[tuple[tuple[str, int], ...], list[int]] = {}
     for worker, held in sorted(shards.items()):

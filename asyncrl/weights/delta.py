@@ -2,7 +2,7 @@
 
     write_part: encode(tensors of the base, new tensors) --> part-00000.delta: for each tensor the changed positions and new values
     a server that serves the base: changes() of each tensor --> apply, in the model's memory
-    another reader: whole(path): the full version, then every delta of the chain
+    another reader (SGLang): whole(path): the full version, then every delta of the chain
 
 Elements count as changed if their bits differ: -0.0 and NaN payloads are elements like all others. Positions are stored as
 differences to the position before, in the smallest unsigned dtype that fits, and compressed. Values are stored as they are, because
@@ -131,12 +131,16 @@ def whole(path: Path) -> dict[str, Tensor]:
     for folder, _ in read_chain(path):
         for file in tensor_files(folder):
             tensors |= {name: tensor.clone() for name, tensor in load_file(file).items()}
-        apply(read_deltas(folder), tensors)
+        deltas = read_deltas(folder)
+        for part in deltas:
+            if part.name not in tensors or list(tensors[part.name].shape) != part.shape:
+                raise WeightsError(f"{folder} changes {part.name} of shape {part.shape}, which its base does not have")
+        apply(deltas, tensors)
     return tensors
 
 
-def write_whole(path: Path, target: Path) -> None:
+def write_whole(path: Path, target: Path, *, fsync: bool = True) -> None:
     """Write a version as a full one, which `from_pretrained` loads. Raises WeightsError, OSError."""
     links = read_chain(path)
     source_dir, version = links[0][0], links[-1][1].weight_version
-    write_version(target, whole(path).items(), source_dir=source_dir, version=version)
+    write_version(target, whole(path).items(), source_dir=source_dir, version=version, fsync=fsync)

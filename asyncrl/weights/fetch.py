@@ -8,7 +8,8 @@ files are complete. It compares the manifests first: a host that sees the same v
 interrupted download resumes where it stopped, also in another process. Each file is checked against the manifest before the version
 gets its final name, and again when it is loaded.
 
-Of a delta (versions.py) the host also fetches the bases that it does not have yet.
+Of a delta (versions.py) the host also fetches the bases that it does not have yet. SGLang loads no deltas: `in_full` writes such a
+version to this host in full. Its folders are those of a WeightFetcher of its own, which fetches nothing.
 
 A host keeps the newest `keep` versions and their bases, fewer if there is no room, and any version that is being loaded. File locks
 (flock) show which process fetches, which processes load, and whether servers of a run are still alive. The kernel drops the locks
@@ -42,7 +43,7 @@ from asyncrl.runtime import security, unix_sockets
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.disk import size_text
 from asyncrl.runtime.http_server import for_the_run, serve
-from asyncrl.weights.versions import MANIFEST, Manifest, WeightsError, list_versions, read_manifest, with_bases
+from asyncrl.weights.versions import MANIFEST, Chain, Manifest, WeightsError, list_versions, read_manifest, with_bases
 
 MEMORY = Path("/dev/shm")
 _START_LIMIT_S = 10.0
@@ -174,6 +175,27 @@ class WeightFetcher:
                 stack.enter_context(self._locked(needed, fcntl.LOCK_SH, deadline))
             yield
 
+    @contextlib.contextmanager
+    def in_full(self, chain: Chain, limit_s: float) -> Iterator[Path]:
+        """Yield a folder with all tensors of a delta, whose chain is verified. It is written once for all servers of this host, and
+        not removed inside the `with` block. Raises WeightsError, OSError. Blocks."""
+        from asyncrl.weights import delta  # torch, which a server of SGLang needs for nothing else
+
+        (path, manifest), deadline = chain[-1], self._clock.monotonic() + limit_s
+        version, text = manifest.weight_version, (path / MANIFEST).read_bytes()
+        target = self._root / str(version)
+        while True:
+            with self._locked(version, fcntl.LOCK_SH, deadline):
+                if _is_complete(target, text):
+                    yield target
+                    return
+            with self._locked(version, fcntl.LOCK_EX, deadline):
+                if not _is_complete(target, text):
+                    shutil.rmtree(target, ignore_errors=True)
+                    self._make_room(version, manifest.num_bytes, {version})
+                    delta.write_whole(path, target, fsync=False)
+                    (target / MANIFEST).write_bytes(text)  # the folder belongs to exactly this chain
+
     def close(self) -> None:
         """Stop fetching, also a fetch that runs in another thread. If no other fetcher of the run is left on this host, remove the
         run's files there."""
@@ -202,7 +224,7 @@ class WeightFetcher:
         target = self._root / str(version)
         with self._locked(version, fcntl.LOCK_EX, deadline):
             if not _is_complete(target, text):
-                self._make_room(manifest, chain)
+                self._make_room(version, sum(entry.bytes for entry in manifest.files.values()), chain)
                 began = self._clock.monotonic()
                 self._fetch_files(remote, manifest, text, target)
                 self._logger.info(
@@ -228,9 +250,9 @@ class WeightFetcher:
             shutil.rmtree(target)
         temporary.rename(target)
 
-    def _make_room(self, manifest: Manifest, chain: set[WeightVersion]) -> None:
+    def _make_room(self, version: WeightVersion, num_bytes: int, chain: set[WeightVersion]) -> None:
         """Remove versions that are not needed. Raises WeightsError if the new version still does not fit."""
-        version, there = manifest.weight_version, list_versions(self._root)
+        there = list_versions(self._root)
         kept = chain | with_bases(self._root, there[max(0, len(there) - self._keep + 1) :])
         for old in there:
             if old not in kept:
@@ -241,7 +263,7 @@ class WeightFetcher:
                 self._remove(WeightVersion.parse(name))
         here = self._root / f"{version}{_WRITING}"
         there_already = sum(file.stat().st_size for file in here.iterdir()) if here.is_dir() else 0
-        needed = sum(entry.bytes for entry in manifest.files.values()) - there_already + _ROOM_LEFT_BYTES
+        needed = num_bytes - there_already + _ROOM_LEFT_BYTES
         for old in list_versions(self._root):
             if shutil.disk_usage(self._root).free >= needed:
                 break

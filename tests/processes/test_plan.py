@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.config.schema import ExperimentConfig, PromptSourceConfig, TrainConfig
 from asyncrl.plan.ranks import ShardPlan, ShardTask, plan_training
@@ -41,17 +42,31 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "case",
     [
-        Case("tiny", "d2m2", "actor", True, 2, 3, LENGTHS),
-        Case("tiny", "p2", "critic", False, 2, 3, LENGTHS),
+        Case("qwen2", "d2m2", "actor", True, 2, 3, LENGTHS),
+        Case("qwen2", "p2", "critic", False, 2, 3, LENGTHS),
+        Case("llama", "m2", "actor", True, 2, 3, LENGTHS),
+        Case("mistral", "p2", "actor", True, 2, 3, LENGTHS),
+        Case("qwen3_moe", "d1", "actor", True, 2, 3, LENGTHS),
     ],
     ids=str,
 )
-def test_a_plan_agrees_with_real_ranks(case: Case, model: Path, ranks: RankProcesses) -> None:
-    found = compare(case, model, ranks)
+def test_a_plan_agrees_with_real_ranks(case: Case, tmp_path: Path, ranks: RankProcesses) -> None:
+    if case.model == "qwen3_moe":
+        make_mixture_of_experts(tmp_path)
+    else:
+        make_tiny_model(tmp_path, case.model)
+    found = compare(case, tmp_path, ranks)
     assert {(one.mfc, one.stage): one.predicted_traffic for one in found} == {
         (one.mfc, one.stage): one.measured_traffic for one in found
     }
     assert {one.mfc: one.error for one in found if abs(one.error) > 0.05} == {}
+
+
+def make_mixture_of_experts(path: Path) -> None:
+    config = make_tiny_model(None, "qwen3").config.to_dict()
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    moe = AutoConfig.for_model(**config | {"model_type": "qwen3_moe"} | experts)
+    AutoModelForCausalLM.from_config(moe).save_pretrained(path)
 
 
 def plan_twice(tasks: bytes) -> tuple[bytes, bytes]:

@@ -1,13 +1,14 @@
 """`asyncrl-launch plan` on the config of the quickstart, with the real plan of its model workers."""
 
 import json
+from dataclasses import replace
 
 import msgspec
 import pytest
 
 from asyncrl.cli.commands.plan import PlanReport
 from asyncrl.cli.main import main
-from asyncrl.plan.devices import library_bytes
+from asyncrl.plan.devices import DEVICES, library_bytes
 from asyncrl.plan.shapes import ModelShape
 from tests.pages import ROOT
 
@@ -29,11 +30,25 @@ MODEL = {
 }
 
 
-def test_the_quickstart_is_planned_without_weights(tmp_path, capsys):
+@pytest.fixture
+def planned(tmp_path, capsys, monkeypatch):
+    """Returns a function that plans the quickstart with these arguments, and returns the exit code and the report.
+
+    The GPU `toy` has 16 MiB more than the libraries of several workers need, `tiny` 16 MiB more than those of one."""
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    config = ROOT / "configs" / "quickstart_cpu.yaml"
-    code = main(["plan", str(config), f"model_path={tmp_path}", "--gpu", "rtx4090-24g", "--json"])
-    report = msgspec.json.decode(capsys.readouterr().out, type=PlanReport)
+    for name, communicates in (("toy", True), ("tiny", False)):
+        memory = library_bytes(communicates=communicates) + 16 * 2**20
+        monkeypatch.setitem(DEVICES, name, replace(DEVICES["rtx4090-24g"], name=name, memory=memory))
+
+    def run(*arguments):
+        code = main(["plan", str(ROOT / "configs/quickstart_cpu.yaml"), f"model_path={tmp_path}", "--json", *arguments])
+        return code, msgspec.json.decode(capsys.readouterr().out, type=PlanReport)
+
+    return run
+
+
+def test_the_quickstart_is_planned_without_weights(planned):
+    code, report = planned("--gpu", "rtx4090-24g")
     plan = report.plan
     assert (code, report.fits, plan.allocation) == (0, True, "transformers.d2p1m1+d2p1m1")
     (rank,) = plan.ranks
@@ -47,3 +62,25 @@ def test_the_quickstart_is_planned_without_weights(tmp_path, capsys):
     assert train.collectives["all_gather"].bytes > 0
     assert plan.time.step_s >= plan.time.training_s >= train.flops / 165.2e12
     assert plan.server.requests == 512  # 512 blocks of 32 tokens, and requests of 26 tokens
+
+
+def test_the_layouts_of_two_gpus_are_planned_and_those_that_fit_come_first(planned):
+    code, report = planned(
+        "--gpu", "toy", "--gpus", "2", "mode=train_only", "replay.path=recordings", "eval.prompts=null"
+    )
+    found = [(layout.allocation.partition("+")[2], layout.planned, layout.fits) for layout in report.layouts]
+    assert (code, found) == (0, [("d2p1m1", True, True), ("d1p2m1", True, False), ("d1p1m2", True, False)])
+    assert [layout.fits for layout in report.layouts] == [
+        layout.peak <= DEVICES["toy"].memory for layout in report.layouts
+    ]
+    assert report.layouts[0].training_s < report.layouts[1].training_s < report.layouts[2].training_s
+
+
+def test_a_remedy_fits_when_it_is_planned(planned):
+    small = ("--gpu", "tiny", "allocation=transformers.d1+d1", "train.gradient_checkpointing=true")
+    code, report = planned(*small, "train.max_tokens_per_mb=4096")
+    assert (code, report.fits) == (1, False)
+    remedy = report.remedies[0]
+    assert remedy.overrides == ["train.max_tokens_per_mb=2048"]
+    code, report = planned(*small, *remedy.overrides)
+    assert (code, report.fits, report.plan.peak) == (0, True, remedy.peak)

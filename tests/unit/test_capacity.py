@@ -17,6 +17,7 @@ from asyncrl.cli.main import main
 from asyncrl.config.schema import ConfigError, resolve_auto
 from asyncrl.dataflow.topology import Allocation, ParallelGrid, allocation_of
 from asyncrl.launch.experiment import load_experiment
+from asyncrl.plan import ranks
 from asyncrl.plan.bounds import Placed, generation_time, receive_time, step_times
 from asyncrl.plan.capacity import gib, placed_models, plan_run
 from asyncrl.plan.devices import DEVICES, Device, device_named, library_bytes
@@ -411,6 +412,20 @@ def test_layouts_use_all_gpus_and_are_sorted_by_time(load):
         search_layouts(load(), 1, TOY, planner)
 
 
+def test_ranks_of_layouts_that_differ_only_in_their_servers_are_planned_once(load, monkeypatch):
+    planned = []
+
+    def run_tasks(tasks):
+        planned.append([task.model.grid for task in tasks])
+        return [ranks.ShardPlan([step()], 0, 0, {}, 0) for _ in tasks]
+
+    monkeypatch.setattr(ranks, "run_tasks", run_tasks)
+    known = {}
+    for allocation in ("sglang.d2+d1p2m1", "sglang.m2+d1p2m1", "sglang.m2+d2"):
+        ranks.plan_training(load(f"allocation={allocation}"), known=known)
+    assert planned == [["d1p2m1", "d1p2m1"], ["d2p1m1"]]
+
+
 def test_layouts_that_do_not_fit_come_last(load):
     tiny = replace(DEVICES["h100-80g"], memory=30 * GIB)
     layouts = search_layouts(load(), 4, tiny, lambda config: plan_run(config, tiny, estimate_ranks))
@@ -488,7 +503,7 @@ def call(capsys, *words):
 
 
 def test_the_command_prints_plan_and_remedies(file, monkeypatch, capsys):
-    monkeypatch.setattr(plan_command, "plan_training", partial(paced, static=100))
+    monkeypatch.setattr(plan_command, "plan_training", lambda config, known: paced(config, static=100))
     code, out = call(capsys, file, "--gpu", "h100-80g", "--json")
     report = msgspec.json.decode(out, type=PlanReport)
     assert (code, report.fits) == (1, False)
@@ -508,7 +523,7 @@ def test_the_command_prints_plan_and_remedies(file, monkeypatch, capsys):
 
 
 def test_the_command_searches_layouts(file, monkeypatch, capsys):
-    monkeypatch.setattr(plan_command, "plan_training", estimate_ranks)
+    monkeypatch.setattr(plan_command, "plan_training", lambda config, known: estimate_ranks(config))
     code, out = call(capsys, file, "--gpu", "h100-80g", "--gpus", "8", "--json")
     report = msgspec.json.decode(out, type=PlanReport)
     assert (code, report.fits, report.plan) == (0, True, None)

@@ -269,11 +269,56 @@ def test_the_manager_reads_the_bases_again_after_a_refusal(trainer, tmp_path):
         files.verify(trainer.path(3), WeightVersion(1, 3))
 
 
-def test_sglang_is_given_no_delta(trainer):
+def test_sglang_is_given_full_versions_in_place_of_deltas(trainer, tmp_path):
+    (tmp_path / "memory").mkdir()
+    hosts = [WeightFetcher(tmp_path / "memory", "run-full", keep=1, logger=logging.getLogger()) for _ in range(2)]
+    servers = [ModelTensors(trainer.path(0), tied=False, local=host) for host in hosts]
+    inodes = []
+    for number, expected in enumerate(trainer.expected):
+        for server in servers:
+            with server.verified(trainer.path(number), WeightVersion(1, number), 30.0) as folder:
+                assert (folder == trainer.path(number)) == (number == 0)
+                assert same(
+                    {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}, expected
+                )
+                assert (folder / "config.json").exists()
+                inodes.append(folder.stat().st_ino)
+    assert inodes[0::2] == inodes[1::2]  # written once for both servers
+    assert list_versions(folder.parent) == [WeightVersion(1, 3)]
+
+    def in_full(server: int, number: int):
+        return servers[server].verified(trainer.path(number), WeightVersion(1, number), 30.0)
+
+    with in_full(0, 2) as folder, in_full(1, 3):
+        assert same(load_file(folder / "model.safetensors"), trainer.expected[2])  # stays while it is loaded
+    for number in (1, 2):  # a later run in the same folder writes other versions of these names
+        trainer.expected[number] = trainer.expected[0]
+        trainer.write(number, trainer.expected[0], read_manifest(trainer.path(number - 1)), replace=True)
+    with in_full(0, 2) as folder:
+        assert same(load_file(folder / "model.safetensors"), trainer.expected[0])
+    with pytest.raises(WeightsRefused, match="is not the base of"), in_full(0, 3):
+        pass
+    trainer.write(3, replace=True)  # in full, as after every refusal
+    with in_full(0, 3) as folder:
+        assert folder == trainer.path(3)
+    for host in hosts:
+        assert list((tmp_path / "memory").rglob("*.safetensors"))
+        host.close()
+    assert not list((tmp_path / "memory").rglob("run-full"))
+
+
+def test_a_delta_that_does_not_fit_its_base_or_an_external_server_is_refused(trainer):
     tensors = ModelTensors(trainer.path(0), tied=False)
-    tensors.verify(trainer.path(0), WeightVersion(1, 0))
-    with pytest.raises(WeightsRefused, match="SGLang loads full versions only"):
-        tensors.verify(trainer.path(1), WeightVersion(1, 1))
+    with (
+        pytest.raises(WeightsRefused, match="a delta, which this server cannot load"),
+        tensors.verified(trainer.path(1), WeightVersion(1, 1), 30.0),
+    ):
+        pass
+    trainer.expected[1] = {name: torch.cat([tensor, tensor]) for name, tensor in trainer.expected[1].items()}
+    old = {name: torch.cat([tensor, tensor]) for name, tensor in trainer.expected[0].items()}
+    trainer.write(1, old, read_manifest(trainer.path(0)), replace=True)
+    with pytest.raises(WeightsError, match=r"changes a of shape \[80, 50\], which its base does not have"):
+        delta.whole(trainer.path(1))
 
 
 class Model(torch.nn.Module):
@@ -397,7 +442,10 @@ def config_of(tmp_path: Path, *overrides: str) -> ExperimentConfig:
     ("overrides", "told"),
     [
         (["weights.transport=broadcast"], "weights.full_every=4: makes files smaller, and weights.transport=broadcast"),
-        (["allocation=sglang.d1+d1"], "weights.full_every=4: the engine sglang loads only full versions from disk"),
+        (
+            ["allocation=external.d1+d1", "generation.urls=[http://h:1]"],
+            "weights.full_every=4: an external SGLang server may not see this host's folders",
+        ),
         (["weights.full_every=0"], "weights.full_every=0: must be"),
     ],
 )

@@ -376,7 +376,8 @@ def test_a_version_must_have_the_tensors_of_the_model(tmp_path, tied):
         save_file(changed, source / "model.safetensors")
         version = WeightVersion(1, number)
         publish_folder(tmp_path / str(version), source_dir=source, version=version, fsync=False)
-        tensors.verify(tmp_path / str(version), version)
+        with tensors.verified(tmp_path / str(version), version, 1.0) as folder:
+            assert folder == tmp_path / str(version)
 
     verify(whole, 0)
     assert ("lm_head.weight" in whole) == (not tied)

@@ -66,7 +66,7 @@ def plan(arguments: argparse.Namespace, console: Console) -> int:
         each = ", or ".join(f"allocation='{phase.allocation.partition(' until ')[0]}'" for phase in of_run)
         raise ConfigError(f"allocation={config.allocation}: plan one phase at a time: {each}")
     config = resolve_auto(config, on_gpu=True)
-    planner = partial(plan_run, device=device, plan_ranks=plan_training)
+    planner = partial(plan_run, device=device, plan_ranks=partial(plan_training, known={}))
     try:
         if arguments.gpus:
             layouts = search_layouts(config, arguments.gpus, device, planner)
