@@ -54,7 +54,7 @@ class MFCDef:
 
     @property
     def needs_weights(self) -> bool:
-        """Whether it cannot run on CPU workers without a model. Of a user's function only its run shows that (ranks.CpuRanks)."""
+        """Whether it cannot run on CPU workers without a model. Of a user's function only its run shows that (CpuRanks)."""
         is_shipped = self.interface.startswith(f"{_SHIPPED}:") and self.interface != ADVANTAGES
         return self.kind != "inference" or is_shipped
 

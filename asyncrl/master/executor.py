@@ -233,16 +233,16 @@ class _Step:
         """Return the ids of each data rank for a call on these batches, and send the keys that the ranks lack. For the whole batch
         nothing has to be sent: its keys move as soon as they exist."""
         ids = [group for batch in batches for group in batch.ids]
-        if mfc.dispatch != "data_parallel":
+        if mfc.dispatch == "data_parallel":
+            groups = frozenset(ids)
+            if (mfc.model, groups) not in self._parts:
+                self._assign(mfc.model, ids, mfc.input_keys)
+            parts = self._parts[mfc.model, groups]
+            if groups == self._ids:
+                return parts
+        else:
             parts = self._dispatched(mfc, ids, batches)
-            if not self._is_detached(mfc.model):
-                self._send(self._plan_for(self._workers_of(mfc.model, parts), mfc.input_keys))
-            return parts
-        groups = frozenset(ids)
-        if (mfc.model, groups) not in self._parts:
-            self._assign(mfc.model, ids, mfc.input_keys)
-        parts = self._parts[mfc.model, groups]
-        if groups != self._ids and not self._is_detached(mfc.model):
+        if not self._is_detached(mfc.model):
             self._send(self._plan_for(self._workers_of(mfc.model, parts), mfc.input_keys))
         return parts
 
