@@ -37,7 +37,7 @@ def weigh(engine, sample, train):
     note(mfc="weigh", rank=engine.dp_rank, ids=list(sample.ids), keys=sorted(sample.keys), checksum=checksum(engine))
     return sample.derive({"my_weights": sample.data["packed_input_ids"].astype(np.float32) * 10})
 
-@mfc(input_keys=["packed_input_ids", "my_weights"], output_keys=["my_checks"])
+@mfc(input_keys=["packed_input_ids", "my_weights"], output_keys=["my_checks"], dispatch="rank_zero")
 def check(engine, sample, train):
     right = np.array_equal(sample.data["my_weights"], sample.data["packed_input_ids"] * 10)
     note(mfc="check", rank=engine.dp_rank, ids=list(sample.ids), keys=sorted(sample.keys), right=right)
@@ -71,6 +71,9 @@ def test_mfcs_of_a_user_and_a_reference_model(sorter: Path, tmp_path: Path) -> N
         for mfc in ("weigh", "check"):
             mine = [ticket for note in seen if note["mfc"] == mfc for ticket in note["ids"] if ticket in expected]
             assert sorted(mine) == sorted(expected)  # once, on one of the ranks
+        of_check = [note for note in seen if note["mfc"] == "check" and note["ids"]]
+        assert {note["rank"] for note in of_check} == {0}  # its dispatch
+        assert {note["rank"] for note in seen if note["mfc"] == "weigh" and note["ids"]} == {0, 1}
         for note in seen:
             if note["mfc"] == "weigh" and expected & set(note["ids"]):
                 # It ran after the previous train step and before the train step of its own batch.
