@@ -35,8 +35,8 @@ case "${1:-}" in
     export ASYNCRL_TEST_MARKS="not alone and not oracle"
     if [ "$1" = --ci ]; then
         ASYNCRL_TEST_MARKS="$ASYNCRL_TEST_MARKS and not release"
-        export ASYNCRL_ORACLE_SEEDS=300
-        echo "== left out (--all has it): long tests (marked release), 700 seeds of the oracle"
+        export ASYNCRL_ORACLE_SEEDS=100
+        echo "== left out (--all has it): long tests (marked release), 900 seeds of the oracle"
     fi
     ;;
 *) exec python -m pytest "$@" ;;
