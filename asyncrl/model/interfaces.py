@@ -429,11 +429,12 @@ def _made(sample: SequenceSample | None, key: str, array: npt.NDArray[np.float32
 
 
 class FunctionInterface(Interface):
-    """A user's function: function(engine, sample, train) -> SequenceSample with the MFC's output keys.
+    """A user's function: function(engine, sample, train) -> SequenceSample with the MFC's output keys, or (sample, statistics).
 
     The function runs on every rank of the MFC's model, so that the engine's collective calls match. `sample` is the same on all
     ranks of a replica; without groups it is a sample with no ids, never None. Only the result of the replica's head is used. If an
-    engine call returns None (no groups, or not the last stage of a pipeline), return None.
+    engine call returns None (no groups, or not the last stage of a pipeline), return None. Statistics are of all ranks
+    (engine.all_reduce_sum); those of the replica's head count.
     """
 
     def __init__(self, function: Callable[..., Any], mfc: MFCDef, train: TrainConfig) -> None:
@@ -445,15 +446,16 @@ class FunctionInterface(Interface):
     ) -> tuple[SequenceSample | None, Stats]:
         here = groups_here(sample, batch_ids)
         result = self.function(engine, here if here is not None else _nothing(self.mfc.input_keys), self.train)
+        result, stats = result if isinstance(result, tuple) else (result, {})
         if here is None or not self.mfc.output_keys or not engine.is_head:
-            return None, {}
+            return None, stats
         missing = [key for key in self.mfc.output_keys if key not in getattr(result, "keys", ())]
         if not isinstance(result, SequenceSample) or missing or set(result.ids) != set(here.ids):
             raise ValueError(
                 f"MFC {self.mfc.name!r}: {self.mfc.interface} must return a SequenceSample with the ids of its input and the keys "
                 f"{list(self.mfc.output_keys)}; missing {missing}"
             )
-        return result.select_keys(self.mfc.output_keys), {}
+        return result.select_keys(self.mfc.output_keys), stats
 
 
 def _nothing(keys: Sequence[str]) -> SequenceSample:

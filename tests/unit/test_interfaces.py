@@ -944,6 +944,11 @@ def surprise(engine: FakeEngine, sample: SequenceSample, train: TrainConfig) -> 
     return None if logprobs is None else sample.derive({"surprise": -logprobs})
 
 
+def counted(engine: FakeEngine, sample: SequenceSample, train: TrainConfig) -> tuple[SequenceSample, dict[str, float]]:
+    (num,) = engine.all_reduce_sum([float(sample.num_ids)])
+    return shout(engine, sample, train), {"mine/groups": num}
+
+
 SEEN: list[SequenceSample] = []
 
 
@@ -970,6 +975,16 @@ def test_a_user_function_named_in_the_config_is_an_interface() -> None:
     assert interface.run(FakeEngine(), None, batch_ids=batch.ids, version=0) == (None, {})
     with pytest.raises(ValueError, match=r"'extra'.*:whisper must return .* missing \['loudness'\]"):
         extra("whisper", output_keys=["loudness"]).run(FakeEngine(), batch, batch_ids=batch.ids, version=0)
+
+
+def test_a_user_function_may_return_statistics() -> None:
+    batch = make_batch()
+    interface = extra("counted", output_keys=["loudness"])
+    made, stats = interface.run(FakeEngine(), batch, batch_ids=batch.ids, version=0)
+    assert made is not None
+    assert made.keys == ("loudness",)
+    assert stats == {"mine/groups": len(batch.ids)}
+    assert interface.run(FakeEngine(), None, batch_ids=batch.ids, version=0) == (None, {"mine/groups": 0.0})
 
 
 def test_a_function_that_runs_the_model_is_called_on_every_rank() -> None:
