@@ -226,12 +226,13 @@ class _Measure:
     optional: bool = False  # written by some configs only
 
 
-def picture(runs: Sequence[Run]) -> Picture:
+def picture(runs: Sequence[Run], metrics: Sequence[str] = ()) -> Picture:
     """All panels that have data. One run: the shares of a step's time are stacked areas. Several runs: each has a curve for the
-    time that its trainer waits, and one for the time without generation."""
+    time that its trainer waits, and one for the time without generation. metrics: a panel for each of these instead."""
     missing: list[str] = []
     panels = []
-    for name, title, unit, top, measures in _plan(runs):
+    own = [(key, key, "", None, [_Measure("", _metric(key))]) for key in metrics]
+    for name, title, unit, top, measures in own or _plan(runs):
         curves = [
             curve
             for role, measure in enumerate(measures)
@@ -253,7 +254,7 @@ def picture(runs: Sequence[Run]) -> Picture:
             bottom = 0.0 if lowest >= 0 else None
             stacked = len(runs) == 1 and name == "time_shares"
             panels.append(Panel(name, title, unit, tuple(curves), bottom, top, stacked))
-    return Picture(tuple(runs), (*panels, *_age_panels(runs)), tuple(missing))
+    return Picture(tuple(runs), (*panels, *([] if metrics else _age_panels(runs))), tuple(missing))
 
 
 def _age_panels(runs: Sequence[Run]) -> list[Panel]:

@@ -132,6 +132,14 @@ def test_the_panels_of_a_run(tmp_path):
     assert curves_of(shown, "steps") == {("t0", ""): [(1, 1.0), (2, 1.0)]}
 
 
+def test_chosen_metrics_have_a_panel_each(tmp_path):
+    run = write_run(tmp_path / "t0", [step(1, **{"game/best": 0.5}), step(2, **{"game/best": 1.0})])
+    shown = picture(read_runs([run]), ["game/best", "no/such", "reward/mean"])
+    assert [panel.name for panel in shown.panels] == ["game/best", "reward/mean"]
+    assert curves_of(shown, "game/best") == {("t0", ""): [(1, 0.5), (2, 1.0)]}
+    assert shown.missing == ("no/such: no step or evaluation has it",)
+
+
 def test_generation_is_idle_when_no_server_generates(tmp_path):
     """Step 1 lasts from 100 to 101. One server generates in 3 of its tenths, the other in 2; they share one tenth."""
     first, second = [100.0, 100.1, 100.2, 101.0], [100.2, 100.9]

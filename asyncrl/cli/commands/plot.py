@@ -45,6 +45,13 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--out", metavar="FILE", type=Path, help="the picture file (default: plot.png in the run's folder)"
     )
+    parser.add_argument(
+        "--metric",
+        metavar="KEY",
+        action="append",
+        default=[],
+        help="draw this metric of metrics.jsonl instead, such as a statistic of your own function; may be repeated",
+    )
 
 
 def plot(arguments: argparse.Namespace, console: Console) -> int:
@@ -52,7 +59,7 @@ def plot(arguments: argparse.Namespace, console: Console) -> int:
     overrides = [target for target in arguments.runs if "=" in target and not Path(target).exists()]
     targets = [target for target in arguments.runs if target not in overrides]
     run_dirs = [run_dir_of(target, overrides) for target in targets]
-    shown = picture(read_runs(run_dirs, is_running))
+    shown = picture(read_runs(run_dirs, is_running), arguments.metric)
     if not shown.panels:
         raise LaunchError(
             f"{', '.join(map(str, run_dirs)) or 'no run'}: nothing to draw: no {METRICS_FILE} with a train step or an "
