@@ -242,11 +242,12 @@ def batch_stats(engine: Ranks, local: LocalBatch, made: Advantages, *, adds_dens
     dense_S = torch.zeros_like(raw_S)
     if DENSE_REWARDS in local.data:
         dense_S = sum_per_sequence(local.data[DENSE_REWARDS].double(), local.cu_seqlens)
+    scores_S = rewards_S + dense_S
     if adds_dense:
-        raw_S, rewards_S = raw_S + dense_S, rewards_S + dense_S
+        raw_S, rewards_S = raw_S + dense_S, scores_S
     response_S = count_per_sequence(local.data["loss_mask"], local.cu_seqlens)
     advantages = made.advantages_T[mask_T].double()
-    groups = np.split(rewards_S.numpy(), np.cumsum(local.group_sizes, dtype=np.int64)[:-1])
+    groups = np.split(scores_S.numpy(), np.cumsum(local.group_sizes, dtype=np.int64)[:-1])
     model_keys = [key for key in local.data if key.startswith("model_rewards")]
     sums = {
         "groups": float(len(local.group_sizes)),

@@ -626,6 +626,18 @@ def test_a_dense_reward_counts_at_its_token_and_earlier() -> None:
     assert made.data["advantages"].tolist() == pytest.approx([0, 1.25, 1, 0, 0.5, 0, 1, 1, 0, 1])
 
 
+def test_groups_are_equal_only_if_dense_rewards_are_equal_too() -> None:
+    """The rewards of the second group are 1 and 1."""
+    interface = interfaces(train_config(advantage_norm="none"), ["dense_rewards"])["advantages"]
+    shares = []
+    for last in (0.0, 0.5):
+        dense = np.array([0, 0, 0, 0, 0, 0, 0, 0, 0, last], np.float32)
+        batch = tiny_batch()
+        batch = batch.update(batch.derive({"dense_rewards": dense}))
+        shares.append(interface.run(FakeEngine(), batch, batch_ids=batch.ids, version=0)[1]["reward/equal_group_share"])
+    assert shares == [0.5, 0.0]
+
+
 def test_dense_rewards_of_trajectories_are_part_of_the_mean_reward() -> None:
     """The rewards of the four responses are 1, 0, 1, 1, their dense rewards add up to 0.25, 0.5, 0, 0."""
     batch = tiny_batch()
