@@ -10,6 +10,9 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from asyncrl.config.import_object import import_object
+from asyncrl.data.sequence import SequenceSample
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -138,3 +141,29 @@ def test_lengths_have_a_long_tail(long_tail: ModuleType) -> None:
 )
 def test_long_tail_reward(long_tail: ModuleType, completion: str, finished: bool, expected: float) -> None:
     assert long_tail.reward("20:", completion, "18;9;0", finished=finished) == pytest.approx(expected)
+
+
+# --------------------------------------------------------------------------------------------------------------- self-play
+
+
+class NoPreference:
+    """An engine whose model finds all replies equally likely, on one rank."""
+
+    def logprobs(self, sample: SequenceSample, *, temperature: float) -> np.ndarray:
+        return np.zeros(sample.total_tokens(), np.float32)
+
+    def all_reduce_sum(self, values: list[float]) -> np.ndarray:
+        return np.array(values, np.float64)
+
+
+def test_self_play_rewards_and_games() -> None:
+    """In these games the reply has one legal value, or does not matter."""
+    reply = import_object(f"{EXAMPLES}/self_play/step.py:reply", "function")
+    games = {(2, 2): 1, (2, 3): -1, (3, 0): -1, (5, 1): 0, (6, 2): 0, (4, 3): -1}  # heap and move -> the actor's reward
+    groups = [{"packed_input_ids": [list(game) for game in games]}]
+    made, stats = reply(NoPreference(), SequenceSample.from_groups(["t"], groups), None)
+    assert made.data["dense_rewards"].tolist() == [x for reward in games.values() for x in (0, reward)]
+    assert made.data["game"].reshape(-1, 3)[:, :2].tolist() == [list(game) for game in games]
+    assert made.data["game_mask"].reshape(-1, 3).tolist() == [[False, False, n > 2] for n in range(6)]
+    assert made.data["game_won"].tolist() == [0] * 17 + [1]
+    assert stats == {"game/best_moves": 3 / 5, "game/best_replies": 1.0}
