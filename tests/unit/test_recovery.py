@@ -24,6 +24,7 @@ from asyncrl.config.schema import (
     CriticConfig,
     ExperimentConfig,
     PromptSourceConfig,
+    RoleConfig,
     TaskConfig,
     TrainConfig,
 )
@@ -52,6 +53,7 @@ from asyncrl.weights.checkpoints import (
     list_checkpoints,
 )
 from asyncrl.weights.versions import FileEntry
+from tests.support.mfcs import declare
 
 SHAPES = {
     "model.embed.weight": (4, 2),
@@ -288,6 +290,16 @@ class TestMismatches:
         save(step=3, models=("actor", "critic"))
         assert start(with_critic, run_dir)[0] is not None
         assert start(config, run_dir)[0] is not None  # the critic of the checkpoint is not needed
+
+    def test_a_further_role_that_the_checkpoint_lacks_is_refused(self, config, run_dir, save):
+        save()
+        learn = declare("judge_learn", role="judge", kind="train_step", input_keys=["rewards"])
+        train = replace(config.train, mfcs=[learn], roles={"judge": RoleConfig()})
+        with_judge = replace(config, train=train)
+        told = "^train.roles.judge: the checkpoint .* was made without a judge; leave train.roles.judge out"
+        self.refused(with_judge, run_dir, told)
+        save(step=3, models=("actor", "judge"))
+        assert start(with_judge, run_dir)[0] is not None
 
     def test_allocation_batch_size_epochs_optimizer_and_workers_may_differ(self, config, run_dir, save):
         save()
