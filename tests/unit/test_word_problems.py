@@ -166,11 +166,12 @@ def test_a_trained_tokenizer_is_saved_and_loaded(example: dict[str, ModuleType],
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*/*.yaml")), ids=lambda file: f"{file.parent.name}")
-def test_configs_of_examples_are_valid_and_name_their_hardware(file: Path) -> None:
+def test_configs_of_examples_are_valid_and_name_their_hardware(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for_editors, first, *_ = file.read_text(encoding="utf-8").splitlines()
     assert for_editors.startswith("# yaml-language-server: $schema=")
     assert first.startswith("# ")
     assert "cores" in first or "GPU" in first
+    monkeypatch.chdir(file.parent)  # functions that a config names are files beside it
     load_experiment(file)
 
 
