@@ -36,7 +36,6 @@ case "${1:-}" in
     if [ "$1" = --ci ]; then
         ASYNCRL_TEST_MARKS="$ASYNCRL_TEST_MARKS and not release"
         export ASYNCRL_ORACLE_SEEDS=100
-        alone=" and not release"
         echo "== left out (--all has it): long tests (marked release), 900 seeds of the oracle"
     fi
     ;;
@@ -69,7 +68,7 @@ ASYNCRL_TEST_LOGS="$(mktemp -d)"
 export ASYNCRL_TEST_LOGS
 printf '%s\n' "${parts[@]}" | xargs -d '\n' -P 2 -I {} bash -c 'test_part "$1"' - {} || status=1
 if [ $# -gt 0 ]; then
-    python -m pytest -m "alone${alone:-}" tests/end_to_end || status=1
+    python -m pytest -m alone tests/end_to_end || status=1
 fi
 for log in "$ASYNCRL_TEST_LOGS"/*; do
     [ ! -f "$log" ] || { echo "== ${log##*/} failed; all of its output: $log" && tail -n 60 "$log"; }

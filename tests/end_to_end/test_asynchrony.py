@@ -17,7 +17,7 @@ from whole_runs import (
 
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, launch, train_steps
 
-STEPS, BATCH, ETA = 12, 16, 2
+STEPS, BATCH, ETA = 36, 16, 2  # of 12 steps the mean share varies by 0.08 from run to run, of 36 by 0.03
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.alone]
 
@@ -38,7 +38,6 @@ def run(long_tail: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
         yield run
 
 
-@pytest.mark.release  # it failed in 2 of 7 runs on an idle machine, not explained yet (docs/lab-notebook.md, 2026-11-26)
 def test_tokens_are_generated_during_train_steps(run: RunHandle) -> None:
     spans = [(event["start"], event["end"]) for event in trained_events(run.run_dir)]
     assert len(spans) == STEPS

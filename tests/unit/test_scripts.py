@@ -288,7 +288,7 @@ def test_the_larger_tiers_create_sglangs_environment(call, clone, tmp_path, tier
     pytest_of_tier = f"{PYTEST} -m not alone and not oracle{marks}"
     parts = {f"{pytest_of_tier} tests/{name}" for name in (*(folders - {"processes"}), *PROCESSES)}
     assert {f"{clone}: {part}" for part in (*parts, "-m mypy", f"tests/oracle/check.py{oracle}")} <= set(lines)
-    assert lines[-1] == f"{clone}: -m pytest -m alone{marks} tests/end_to_end"
+    assert lines[-1] == f"{clone}: -m pytest -m alone tests/end_to_end"
 
 
 def test_each_file_of_tests_processes_is_in_one_part():
