@@ -73,6 +73,7 @@ class BackgroundJournal:
 
     async def _write_soon(self) -> None:
         writing = asyncio.get_running_loop().run_in_executor(None, self._write_some)
+        writing.add_done_callback(lambda done: done.exception())  # asyncio reports a failure that is never retrieved
         while not writing.done():
             await asyncio.wait({writing}, timeout=self._retry_s)
             if not writing.done() and len(self._unwritten) > self._max_unwritten:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import resource
 import threading
 from collections.abc import Sequence
@@ -141,6 +142,24 @@ async def test_a_disk_that_stays_full_or_hangs_ends_the_work_in_bounded_memory(
         await asyncio.wait_for(writing, 60.0)
     disk.hangs.set()
     journal.close()
+
+
+async def test_a_write_that_fails_after_its_journal_has_ended_is_not_reported_by_asyncio(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = FullDisk(monkeypatch)
+    disk.hangs.clear()
+    journal = BackgroundJournal(tmp_path / "x.jsonl")
+    writing = asyncio.create_task(journal.run())
+    journal.add({"n": 0})
+    await asyncio.sleep(0.02)
+    writing.cancel()
+    await asyncio.wait({writing})
+    disk.hangs.set()
+    await asyncio.to_thread(journal.close)  # waits for the thread of the write
+    await asyncio.sleep(0.02)
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 async def test_a_disk_that_is_too_slow_ends_the_work_in_bounded_memory(
