@@ -12,11 +12,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from whole_runs import assert_each_prompt_trained_once, assert_nobody_left_behind, entry, launch_sorter
+from whole_runs import assert_each_prompt_trained_once, assert_nobody_left_behind, launch_sorter
 
 from asyncrl.protocol.messages import WeightVersion
 from asyncrl.protocol.names import ACTOR, Names
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, told_by, train_steps
+from tests.support.live_runs import entry
 
 STEPS, BATCH, ETA = 36, 16, 2
 CAPACITY = (1 + ETA) * BATCH

@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import re
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
 import psutil
 import pytest
-from whole_runs import assert_each_prompt_trained_once, assert_nobody_left_behind, entry, starting, trained_events
+from whole_runs import assert_each_prompt_trained_once, assert_nobody_left_behind, starting, trained_events
 
 from asyncrl.cli import main as cli
-from asyncrl.protocol.messages import WeightVersion, WorkerStatus
+from asyncrl.protocol.messages import WeightVersion
 from asyncrl.testing.faults import die_in_update, has_struck, largest_logprob_error, moved_tickets
-from asyncrl.testing.runs import RunHandle, assert_nothing_left, journal, make_tiny_run, train_steps
+from asyncrl.testing.runs import RunHandle, assert_nothing_left, make_tiny_run, train_steps
 from asyncrl.weights.lineage import audit
+from tests.support.live_runs import freeze_at_work, serves_newer
 
 LIMIT_S = 400.0
 LEASE_S = 12.0  # a rollout worker may be delayed for this long on a busy machine, and keeps its tickets
-AT_WORK_S = 1.0  # a client that has waited this long after the freeze has sent its request, and no answer is on its way
-LOOK_S = 5.0  # time limit for observing such a wait
 BATCH, GROUP, ETA, MAX_NEW_TOKENS = 4, 4, 1, 96
 
 pytestmark = pytest.mark.timeout(1800)
@@ -56,20 +53,6 @@ def start(config: Path, tmp_path: Path) -> Iterator[Callable[..., RunHandle]]:
         yield start_run
 
 
-def newest_version(run: RunHandle, server: int) -> str:
-    """The version of the weights with which the server sampled last."""
-    lines = journal(run.run_dir, f"generation_server_{server}")
-    return str(lines[-1]["version"]) if lines else ""
-
-
-def serves_newer(run: RunHandle, server: int, than: str) -> None:
-    run.wait_until(
-        lambda: newest_version(run, server) > than,
-        f"generation_server/{server} served newer weights than {than}",
-        LIMIT_S,
-    )
-
-
 def stop(run: RunHandle) -> int:
     """End the run. Return the number of train steps."""
     run.signal(signal.SIGINT)
@@ -88,32 +71,8 @@ def left_for_dead(run: RunHandle) -> set[str]:
     )
 
 
-def is_waited_for(run: RunHandle, server: str, since: float) -> bool:
-    """Whether a response has waited at the server for AT_WORK_S, in a status made at least AT_WORK_S after `since`."""
-    told = entry(run, lambda names: names.status("rollout_worker/0"))
-    status = msgspec.json.decode(told, type=WorkerStatus)
-    waited = max((wait.since_s for wait in status.waits if wait.on == server), default=0.0)
-    return waited >= AT_WORK_S and status.time >= since + AT_WORK_S
-
-
-def freeze_at_work(run: RunHandle) -> tuple[psutil.Process, str]:
-    """Freeze server 0 while clients wait for it. Return the process and its newest version at that time.
-
-    The server may be idle (in an update, or because all admitted work is done). It is then resumed, and frozen again once it has
-    served a newer version.
-    """
-    deadline = time.monotonic() + LIMIT_S
-    while True:
-        frozen = psutil.Process(run.worker("generation_server/0").pid)
-        frozen.suspend()
-        before, since, until = newest_version(run, 0), time.time(), time.monotonic() + LOOK_S
-        while time.monotonic() < until:
-            if is_waited_for(run, "generation_server/0", since):
-                return frozen, before
-            time.sleep(0.1)
-        frozen.resume()
-        assert time.monotonic() < deadline, f"nobody waited for it:\n{run.output()}"
-        serves_newer(run, 0, before)
+def server_0(run: RunHandle) -> list[psutil.Process]:
+    return [psutil.Process(run.worker("generation_server/0").pid)]
 
 
 def test_two_servers_one_killed_one_killed_in_an_update_one_frozen(
@@ -127,7 +86,7 @@ def test_two_servers_one_killed_one_killed_in_an_update_one_frozen(
         env=die_in_update(tmp_path / "fault", server=1, version=8),
     )
     run.wait_for_step(3, LIMIT_S)
-    victim, before = freeze_at_work(run)
+    (victim,), before = freeze_at_work(run, lambda: server_0(run))
     victim.kill()
     run.wait_for_output("generation_server/0 was killed by signal SIGKILL", LIMIT_S)
     run.wait_until(lambda: has_struck(tmp_path / "fault"), "an update to version 8 or later had begun", LIMIT_S)
@@ -138,7 +97,7 @@ def test_two_servers_one_killed_one_killed_in_an_update_one_frozen(
     killed = run.wait_until(lambda: moved_tickets(run.run_dir), "responses went on elsewhere", LIMIT_S)
 
     already = left_for_dead(run)  # server 0 was frozen before its kill, so it may have been declared dead already
-    frozen, before = freeze_at_work(run)
+    (frozen,), before = freeze_at_work(run, lambda: server_0(run))
     run.wait_until(lambda: left_for_dead(run) - already, "clients left the frozen server", LIMIT_S)
     step = len(train_steps(run.run_dir))
     run.wait_for_step(step + 3, LIMIT_S)  # much shorter than rollout.request_timeout_s, which is ten minutes
@@ -165,7 +124,7 @@ def test_the_only_server_is_waited_for_and_too_many_deaths_end_the_run(
         env=die_in_update(tmp_path / "fault", server=0, version=6),
     )
     run.wait_for_step(2, LIMIT_S)
-    victim, _ = freeze_at_work(run)
+    (victim,), _ = freeze_at_work(run, lambda: server_0(run))
     victim.kill()
     run.wait_for_output("it is started again at once (1 of 2)", LIMIT_S)
     # The server dies in the update to version 6. The delay before its restart depends on whether it had lived for a minute.

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from whole_runs import entry
 
 from asyncrl.cli import main as cli
 from asyncrl.protocol.names import Names
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, launch, make_tiny_run, train_steps
+from tests.support.live_runs import entry
 
 LIMIT_S = 100.0  # for one wait, on a busy machine
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from whole_runs import Gate, entry
+from whole_runs import Gate
 
 from asyncrl.cli import main as cli
 from asyncrl.testing.runs import (
@@ -27,6 +27,7 @@ from asyncrl.testing.runs import (
     read_json_lines,
 )
 from asyncrl.weights.versions import list_versions, read_manifest, role_dir
+from tests.support.live_runs import entry
 
 NUM_PROMPTS, BATCH = 60, 2
 LIMIT_S = 200.0

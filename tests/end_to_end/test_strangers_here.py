@@ -16,12 +16,12 @@ from urllib.parse import urlsplit
 
 import psutil
 import pytest
-from whole_runs import entry
 
 from asyncrl.config.schema import is_loopback
 from asyncrl.runtime import unix_sockets
 from asyncrl.testing.runs import RunHandle, launch, make_tiny_run
 from tests.support.endpoints import HTTP
+from tests.support.live_runs import entry
 from tests.support.scanner import listening, scan
 
 STRANGER = 65534

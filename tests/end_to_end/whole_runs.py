@@ -4,7 +4,6 @@ import contextlib
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,7 @@ from safetensors.torch import load_file
 
 from asyncrl.data.prompts import PromptSource
 from asyncrl.launch.experiment import load_experiment
-from asyncrl.launch.rundir import read_record
 from asyncrl.protocol.messages import Locator
-from asyncrl.protocol.names import Names
-from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.testing.runs import RunHandle, journal, launch
 from asyncrl.weights.versions import tensor_files
 
@@ -106,14 +102,6 @@ def resumed(run_dir: Path, *overrides: str) -> RunHandle:
 
 def final_weights(run_dir: Path) -> dict[str, torch.Tensor]:
     return {name: x for file in tensor_files(run_dir / "checkpoints" / "final") for name, x in load_file(file).items()}
-
-
-def entry(run: RunHandle, key: Callable[[Names], str]) -> str:
-    """Wait for a name resolve entry and return its value. This may take long on a busy machine."""
-    record = read_record(run.run_dir)
-    assert record is not None
-    with open_name_resolver(replace(record.names_at, timeout_s=60.0)) as resolver:
-        return resolver.get(key(Names(record.experiment, record.trial)))
 
 
 _JUDGE = """\

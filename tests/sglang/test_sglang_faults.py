@@ -34,6 +34,7 @@ from asyncrl.testing.runs import (
     processes_of,
     train_steps,
 )
+from tests.support.live_runs import freeze_at_work, resume
 
 LIMIT_S = 240.0  # SGLang starts within 15 s on an idle machine
 BATCH = 4
@@ -69,6 +70,11 @@ def sglang_servers(run: RunHandle) -> list[psutil.Process]:
     return [process for process in processes_of(run.run_dir) if "sglang.launch_server" in cmdline(process)]
 
 
+def sglang_processes(run: RunHandle) -> list[psutil.Process]:
+    (server,) = sglang_servers(run)
+    return [server, *server.children(recursive=True)]
+
+
 def sglang_with_its_owner(run: RunHandle) -> bool:
     """Whether some SGLang server is a child of the live generation server 0. An orphan has another parent."""
     owners = [
@@ -92,8 +98,9 @@ def test_a_run_outlives_sglang_killed_in_mid_generation_and_its_server_killed_in
     run: RunHandle, tmp_path: Path
 ) -> None:
     run.wait_for_step(2, LIMIT_S)
-    (server,) = sglang_servers(run)
-    server.kill()
+    frozen, _ = freeze_at_work(run, lambda: sglang_processes(run))
+    frozen[0].kill()
+    resume(frozen)
     told = run.wait_for_output("it is started again at once (1 of 3)", LIMIT_S)
     assert "generation_server/0 failed: " in told
     run.wait_until(lambda: has_struck(tmp_path / "fault"), "an update to version 8 had begun", LIMIT_S)
