@@ -141,7 +141,8 @@ class ModelWorkerConfig:
     @property
     def on_cpu(self) -> bool:
         """Whether this worker holds no model, and so uses no GPU."""
-        return all(model.kind == "none" for model in self.models if self.worker.index in model.workers)
+        own = [model for model in self.models if self.worker.index in model.workers]
+        return bool(own) and all(model.kind == "none" for model in own)
 
 
 @dataclass(frozen=True)

@@ -780,6 +780,7 @@ def model_settings(train: TrainConfig) -> dict[str, tuple[str, ModelSettings]]:
 
 def with_model_paths(train: TrainConfig, change: Callable[[str, str], str]) -> TrainConfig:
     """Return the config with other paths of all models besides the actor. change: (field, path) -> the new path."""
+    settings = model_settings(train)
 
     def changed(role: str) -> Any:
         if role not in settings:
@@ -787,7 +788,6 @@ def with_model_paths(train: TrainConfig, change: Callable[[str, str], str]) -> T
         place, model = settings[role]
         return replace(model, path=change(f"{place}.path", model.path))
 
-    settings = model_settings(train)
     return replace(
         train,
         critic=changed(CRITIC),

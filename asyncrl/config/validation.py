@@ -210,8 +210,12 @@ def _choices(config: ExperimentConfig) -> Sequence[tuple[str, Any, Sequence[str]
             if model is not None
         ),
         *(
-            (f"train.roles.{name}.kind", model.kind, ("lm", "value", "reward"))
+            choice
             for name, model in config.train.roles.items()
+            for choice in (
+                (f"train.roles.{name}.kind", model.kind, ("lm", "value", "reward")),
+                (f"train.roles.{name}.optimizer.schedule", model.optimizer.schedule, SCHEDULES),
+            )
         ),
         ("generation.dtype", config.generation.dtype, dtypes),
         ("generation.attention", config.generation.attention, ATTENTIONS),

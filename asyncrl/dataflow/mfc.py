@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from asyncrl.config.import_object import config_error, import_object
 from asyncrl.config.processes import PlacedMFC
+from asyncrl.config.schema import ConfigError
 from asyncrl.protocol.names import ACTOR
 
 KINDS = ("inference", "train_step")
@@ -112,7 +113,7 @@ def declared(spec: str) -> MFCDef:
     what = f"train.mfcs: {spec}"
     try:
         declaration = getattr(import_object(spec, what), "__mfc__", None)
-    except ValueError:
+    except ConfigError:
         raise
     except Exception as error:
         raise config_error(f"{what}: importing it failed: {type(error).__name__}: {error}") from error

@@ -18,7 +18,6 @@ from asyncrl.data.prompts import PromptSource
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.launch.rundir import next_attempt
 from asyncrl.master.schedule import ended_by
-from asyncrl.protocol.names import ACTOR
 from asyncrl.weights.checkpoints import (
     Checkpoint,
     CheckpointError,
@@ -150,16 +149,12 @@ def _of_models(config: ExperimentConfig, found: Checkpoint) -> Iterator[str]:
     for name, shape in shapes(found.path).items():
         model, _, tensor = name.partition(".")
         saved.setdefault(model, {})[tensor] = shape
-    trained = {ACTOR: ("model_path", config.model_path)}
-    settings = model_settings(config.train)
-    for role in build_dataflow(config.train, config.mode).trained_roles:
-        if role in settings:
-            place, own = settings[role]
-            trained[role] = (f"{place}.path", own.path) if own.path else ("model_path", config.model_path)
     where = f"the checkpoint of step {found.step} (attempt {found.attempt})"
-    for model, (field, path) in trained.items():
+    settings = model_settings(config.train)
+    for model in build_dataflow(config.train, config.mode).trained_roles:
+        place, own = settings.get(model, ("model_path", None))
+        field, path = (f"{place}.path", own.path) if own and own.path else ("model_path", config.model_path)
         if model not in saved:
-            place, _ = settings[model]
             yield f"{place}: {where} was made without a {model}; leave {place} out, or {_ANEW}"
         elif difference := _difference(tensor_shapes(Path(path).expanduser()), saved[model]):
             yield f"{field}={path!r}: {difference} the {model} of {where}; use the model that it was made with, or {_ANEW}"

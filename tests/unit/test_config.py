@@ -113,6 +113,11 @@ def test_overrides_replace_values_of_the_file(config_file):
         (f"train.mfcs=[{declare('reads_y', input_keys=['y'])}]", "MFC 'reads_y' reads ['y'], which"),
         ("train.roles.ref={}", "train.roles='ref': is the name of a role: use"),
         ("train.roles.judge={kind: vale}", "train.roles.judge.kind='vale': did you mean 'value'"),
+        ("train.roles.judge={optimizer: {lr: -1}}", "train.roles.judge.optimizer.lr=-1.0: must be above 0"),
+        (
+            "train.roles.judge={optimizer: {schedule: cosin}}",
+            "train.roles.judge.optimizer.schedule='cosin': did you mean",
+        ),
         ("train.mfcs=[math:floor]", "train.mfcs: math:floor is not declared; put @mfc(...) above it"),
         ("train.mfcs=[no_such_module:f]", "train.mfcs: no_such_module:f: there is no module 'no_such_module'"),
         ("train.mfcs=[f]", "expected `package.module:name` or `path/to/file.py:name`"),
@@ -152,6 +157,14 @@ def test_errors_name_field_value_and_remedy(config_file, override, message):
     with pytest.raises(ConfigError) as error:
         load_experiment(config_file, [override])
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("error", ["ValueError", "KeyError"])
+def test_a_file_of_train_mfcs_that_raises_is_named(config_file: Path, tmp_path: Path, error: str) -> None:
+    (tmp_path / "raises.py").write_text(f"raise {error}('no weights here')\n")
+    told = rf"train.mfcs: {tmp_path}/raises.py:f: importing it failed: {error}: '?no weights here"
+    with pytest.raises(ConfigError, match=told):
+        load_experiment(config_file, [f"train.mfcs=[{tmp_path}/raises.py:f]"])
 
 
 @pytest.mark.parametrize(

@@ -307,7 +307,7 @@ def test_mfcs_without_a_model_are_placed_on_cpu_workers():
     ("text", "message"),
     [
         ("sglang.d1+d1+actor_inf:cpu1", "actor_inf cannot run on cpu1, which has no model; name MFCs that need none"),
-        ("sglang.d1+actor_train:d1+actor:cpu1", "advantages cannot run on cpu1|actor_inf cannot run on cpu1"),
+        ("sglang.d1+actor_train:d1+actor:cpu1", "actor_inf cannot run on cpu1"),
         ("sglang.d1+cpu2", "cpu2: CPU workers have no model, so name an MFC"),
         ("sglang.d1@0+d1@1+advantages:cpu1@1", "CPU workers have no model, so name an MFC and no devices"),
         ("sglang.d1+d1+advantages:cpu1,actor_inf:d1", "mixes workers with and without GPUs"),
