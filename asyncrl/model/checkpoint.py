@@ -156,8 +156,8 @@ def write(path: Path, part: Snapshot, *, shard_bytes: int = 2_000_000_000, fsync
 def commit(path: Path, files: Sequence[WrittenFile], *, master: str = "", fsync: bool = True) -> None:
     """Make a checkpoint of the files of all workers, on a process that sees them all. Afterwards path is complete or absent.
 
-    master: the text of master.json. Raises CheckpointError if a part of a tensor is
-    missing, WeightsError if a file differs from its report, OSError (disk full, ...). Errors leave nothing behind.
+    master: the text of master.json. Raises CheckpointError if a part of a tensor is missing, WeightsError if a file differs from
+    its report, OSError (disk full, ...). Errors leave nothing behind.
     """
 
     def finish(writer: FileWriter) -> None:
