@@ -283,7 +283,7 @@ def _url_of(server: Child) -> str:
 
 
 def main() -> None:
-    options = parser(__doc__.split("\n")[0], quick={"seconds": 1.0})
+    options = parser(__doc__.split("\n")[0], quick={"seconds": 0.5, "loads": [1, 8], "intervals": [0.5, 1.0]})
     options.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     options.add_argument("--loads", type=int, nargs="+", default=list(LOADS), help="numbers of concurrent requests")
     options.add_argument(

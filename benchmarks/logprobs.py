@@ -102,7 +102,7 @@ class Bench:
 
 
 def main() -> None:
-    options = parser(__doc__.split("\n")[0], quick={"vocab": 20_000})
+    options = parser(__doc__.split("\n")[0], quick={"tokens": 1024, "vocab": 20_000, "hidden": [256]})
     options.add_argument("--tokens", type=int, default=2048)
     options.add_argument("--vocab", type=int, default=150_000)
     options.add_argument("--hidden", type=int, nargs="+", default=list(HIDDEN), help="hidden sizes")

@@ -228,7 +228,7 @@ def stop(run: RunHandle) -> None:
 
 
 def main() -> None:
-    options = parser(__doc__ or "", quick={"minutes": 0.5, "every": "3-6"})
+    options = parser(__doc__ or "", quick={"minutes": 0.3, "every": "3-6"})
     options.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart_cpu.yaml")
     what = options.add_mutually_exclusive_group()

@@ -96,7 +96,11 @@ def ideal(arrivals: list[float], work_s: float) -> float:
 
 
 def main() -> None:
-    options = parser(__doc__.split("\n")[0], rounds=3, quick={"steps": 2, "sides": ["whole", "groups"]})
+    options = parser(
+        __doc__.split("\n")[0],
+        rounds=3,
+        quick={"steps": 2, "step_s": 1.0, "generation_s": 1.0, "sides": ["whole", "groups"]},
+    )
     options.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES), help="default: all")
     options.add_argument("--steps", type=int, default=8, help="number of measured steps (default 8)")
     options.add_argument("--step-s", type=float, default=4.0, help="duration of a train step (default 4)")

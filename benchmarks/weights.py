@@ -491,7 +491,7 @@ def publisher(args: argparse.Namespace, folder: Path, size_mb: int) -> Iterator[
 
 
 def main() -> None:
-    options = parser(__doc__.split("\n")[0], quick={"sizes": [8, 32], "receivers": [1, 2]})
+    options = parser(__doc__.split("\n")[0], quick={"sizes": [8], "receivers": [1, 2]})
     options.add_argument("--sizes", type=int, nargs="+", default=list(SIZES_MB), help="MB of weights")
     options.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     options.add_argument(
