@@ -14,6 +14,14 @@ case "${1:-}" in
     ;;
 esac
 began=$SECONDS
+case "${1:-}" in
+--ci | --all)
+    # tests/sglang run against the real server, which has a separate environment. Both environments are made at the same time.
+    environments=('. "$ASYNCRL_ROOT/launcher/setup.sh"; asyncrl_setup dev')
+    [ -n "${ASYNCRL_SGLANG_PYTHON:-}" ] || environments+=('bash "$ASYNCRL_ROOT/launcher/setup_sglang.sh" --cpu')
+    printf '%s\n' "${environments[@]}" | ASYNCRL_ROOT="$ASYNCRL_ROOT" xargs -d '\n' -P 2 -I {} bash -c {}
+    ;;
+esac
 asyncrl_setup dev
 cd "$ASYNCRL_ROOT"
 bash launcher/setup_sandbox.sh || true # if it fails, tests/processes/test_sandbox.py fails and names what is missing
@@ -28,8 +36,6 @@ case "${1:-}" in
     echo "== left out (--all has it): another user of this machine (needs root), further whole runs, SGLang, Slurm, hosts, chaos, fuzz"
     ;;
 --ci | --all)
-    # tests/sglang run against the real server, which has a separate environment.
-    [ -n "${ASYNCRL_SGLANG_PYTHON:-}" ] || bash launcher/setup_sglang.sh --cpu
     bash launcher/setup_slurm.sh || true # if it fails, tests/slurm fail and name what is missing
     parts=(end_to_end benchmarks "${processes[@]}" sglang oracle unit chaos slurm hosts fuzz mypy gpu)
     export ASYNCRL_TEST_MARKS="not alone and not oracle"
