@@ -20,7 +20,7 @@ from asyncrl.testing.runs import RunHandle, assert_nothing_left, make_tiny_run, 
 from asyncrl.weights.checkpoints import checkpoint_dir, shared_dir
 from asyncrl.weights.lineage import audit
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.release]
 
 STEPS, BATCH, LIMIT_S = 40, 4, 400.0
 # Numbers of steps allowed before each strike, after the last strike, and in total. On a machine of any speed, the run still goes on
@@ -85,9 +85,7 @@ def goes_on(run: RunHandle, num_steps: int = 3) -> None:
     run.wait_until(lambda: len(train_steps(run.run_dir)) >= count, f"{num_steps} more steps", LIMIT_S)
 
 
-@pytest.mark.parametrize(
-    "reference", [pytest.param(STEADY, id="steady"), pytest.param(MOVING, id="moving", marks=pytest.mark.release)]
-)
+@pytest.mark.parametrize("reference", [pytest.param(STEADY, id="steady"), pytest.param(MOVING, id="moving")])
 def test_it_comes_back_alone_and_the_weights_are_those_of_an_undisturbed_run(
     start: Callable[..., RunHandle], gate: Gate, reference: list[str], request: pytest.FixtureRequest
 ) -> None:
@@ -133,7 +131,6 @@ def test_it_comes_back_alone_and_the_weights_are_those_of_an_undisturbed_run(
     assert abs(one[-1]["kl/sequence_mean"]) > 1e-4, "the reference is another model than the actor by then"
 
 
-@pytest.mark.release
 def test_a_moving_reference_has_the_same_weights_in_the_trainer_group_and_detached_and_after_a_resume(
     start: Callable[..., RunHandle], gate: Gate
 ) -> None:

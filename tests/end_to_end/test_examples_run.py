@@ -95,6 +95,7 @@ def prompt_source(made: Path, config: str, tokenizer: Any) -> PromptSource:
     return PromptSource(PromptSourceConfig(**own), tokenizer)
 
 
+@pytest.mark.release
 def test_both_tasks_are_trained_and_evaluated(word_run: RunHandle) -> None:
     steps = train_steps(word_run.run_dir)
     assert len(steps) == STEPS
@@ -105,6 +106,7 @@ def test_both_tasks_are_trained_and_evaluated(word_run: RunHandle) -> None:
     assert json.loads((word_run.run_dir / "summary.json").read_text())["rejected"] == {}
 
 
+@pytest.mark.release
 def test_rewards_are_what_judge_and_environment_make_of_the_text(word_run: RunHandle, word_problems: Path) -> None:
     tokenizer = load_tokenizer(word_problems / "model")
     score = import_object(f"{EXAMPLES}/word_problems/reward.py:score", "reward")
@@ -124,6 +126,7 @@ def test_rewards_are_what_judge_and_environment_make_of_the_text(word_run: RunHa
     assert np.mean([step["reward/mean"] for step in steps]) == pytest.approx(np.mean(seen), abs=1e-5)
 
 
+@pytest.mark.release
 def test_prompts_are_what_the_chat_template_makes_of_the_messages(word_run: RunHandle, word_problems: Path) -> None:
     tokenizer = load_tokenizer(word_problems / "model")
     expected = {rendered(row) for row in rows_of(word_problems)}
@@ -132,6 +135,7 @@ def test_prompts_are_what_the_chat_template_makes_of_the_messages(word_run: RunH
     assert prompts <= expected
 
 
+@pytest.mark.release
 def test_what_the_environment_says_is_read_and_not_trained(word_run: RunHandle, word_problems: Path) -> None:
     """An episode of one step is prompt, response and EOS. In an episode of two steps, the template's user turn with the hint
     follows the first response."""

@@ -24,7 +24,7 @@ CAPACITY = (1 + ETA) * BATCH
 MASTER_FROZEN_S, TRAINER_FROZEN_S = 8.0, 30.0
 MAX_GROWTH_BYTES = 8_000_000  # measured growth: some kilobytes
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.release]
 
 
 def test_a_run_survives_a_frozen_master_and_frozen_trainers(sorter: Path, tmp_path: Path) -> None:

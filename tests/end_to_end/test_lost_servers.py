@@ -115,6 +115,7 @@ def test_two_servers_one_killed_one_killed_in_an_update_one_frozen(
     assert updates.count("verified: logprobs of the check's text differ by at most") >= 3
 
 
+@pytest.mark.release
 def test_the_only_server_is_waited_for_and_too_many_deaths_end_the_run(
     start: Callable[..., RunHandle], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -38,6 +38,7 @@ def run(sorter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunH
         yield run
 
 
+@pytest.mark.release
 def test_reward_climbs(run: RunHandle) -> None:
     start, middle, end, _ = evaluations(run.run_dir)
     assert start["eval/sampled_reward"] < 0.25
@@ -51,6 +52,7 @@ def test_reward_climbs(run: RunHandle) -> None:
             assert (record[f"eval/{mode}_num_prompts"], record[f"eval/{mode}_num_failed"]) == (NUM_EVAL, 0)
 
 
+@pytest.mark.release
 def test_the_average_of_the_actor_is_evaluated(run: RunHandle) -> None:
     start, *_, average = evaluations(run.run_dir)
     for name in ("greedy_reward", "greedy_length"):
@@ -58,6 +60,7 @@ def test_the_average_of_the_actor_is_evaluated(run: RunHandle) -> None:
     assert (average["step"], average["eval/ema_sampled_num_prompts"]) == (STEPS, NUM_EVAL)
 
 
+@pytest.mark.release
 def test_batches_are_the_prompts_in_order_and_never_old(run: RunHandle) -> None:
     prompts = trained_prompts(run.run_dir)
     assert prompts == [(0, position) for position in range(STEPS * BATCH)]
@@ -72,6 +75,7 @@ def test_batches_are_the_prompts_in_order_and_never_old(run: RunHandle) -> None:
     assert (summary["mode"], summary["sequences"], summary["rejected"]) == ("sync", STEPS * BATCH * GROUP, {})
 
 
+@pytest.mark.release
 def test_what_was_started_and_is_left(run: RunHandle) -> None:
     logs = {path.stem for path in (run.run_dir / "logs" / "latest").glob("*_*.log")}
     assert not {name for name in logs if name.startswith(("generation_server", "rollout_worker", "gserver"))}

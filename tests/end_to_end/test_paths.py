@@ -9,6 +9,7 @@ from tests.support import paths
 
 
 @pytest.mark.full
+@pytest.mark.release
 @pytest.mark.timeout(400)
 def test_the_pages_name_the_files_of_a_run(tmp_path: Path) -> None:
     """If a page and the run differ, run `python -m tests.support.paths --write` and review the changes."""

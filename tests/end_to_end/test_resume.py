@@ -187,6 +187,7 @@ def test_a_run_that_is_told_to_stop_writes_a_checkpoint_first(runs: Runs) -> Non
     assert (found.voided_steps, found.complete) == (0, True)
 
 
+@pytest.mark.release
 def test_told_to_stop_now_it_writes_none(runs: Runs) -> None:
     options = [*EXACT, "trial=now", "checkpoint.every_steps=0", "checkpoint.every_s=3600"]
     with runs.gate.shut(STEPS - 1), launch(runs.config, *options) as run:
@@ -213,6 +214,7 @@ def test_without_a_checkpoint_required_refuses(runs: Runs, capsys: pytest.Captur
     assert "recover='required': there is no checkpoint to resume from in" in capsys.readouterr().out
 
 
+@pytest.mark.release
 def test_a_complete_run_begins_anew(runs: Runs) -> None:
     with launch(runs.config, *EXACT, "trial=whole", "train.max_steps=4") as run:
         assert run.wait(LIMIT_S) == 0, run.output()
@@ -225,6 +227,7 @@ def test_a_complete_run_begins_anew(runs: Runs) -> None:
     assert ([stretch.attempt for stretch in found.lineage], found.steps, found.problems) == ([2], 4, [])
 
 
+@pytest.mark.release
 def test_a_complete_run_goes_on_for_more_steps(config: Path) -> None:
     """A complete run that is resumed with a higher train.max_steps goes on as if it had never ended. For this the learning rate
     must not depend on the total number of steps."""

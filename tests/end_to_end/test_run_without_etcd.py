@@ -21,7 +21,7 @@ AHEAD = 14  # steps that the run may make before it waits for the test's next ac
 DOWN_S, FROZEN_S, LEASE_S = 30.0, 20.0, 10.0
 LIMIT_S = 200.0
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.release]
 
 
 def wait_for_more_steps(run: RunHandle, gate: Gate) -> None:

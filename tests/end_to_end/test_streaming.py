@@ -97,6 +97,7 @@ def test_the_trainer_dies_in_a_step_that_has_begun(config: Path, gate: Gate, who
     assert_nothing_left(run.run_dir)
 
 
+@pytest.mark.release
 def test_two_ranks_and_a_detached_reference(config: Path, gate: Gate, whole: Path) -> None:
     layout = ["allocation=transformers.d1+d2+ref_inf:d1", "train.streaming_order=balanced"]
     with gate.shut(2 * STRIKE + 1), launch(config, *EXACT, "trial=layout", "train.streaming=true", *layout) as run:

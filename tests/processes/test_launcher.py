@@ -155,7 +155,7 @@ def test_a_run_is_seen_from_outside_and_stopped(start, config, tmp_path, capsys)
     assert cli.main(["stop", str(run.run_dir)]) == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.release)])
 def test_a_signal_while_workers_are_still_importing(start, number):
     run = start(*ENDLESS)
     all_started(run)
@@ -176,6 +176,7 @@ def test_config_yaml_has_the_values_of_auto_and_a_resume_chooses_anew(start):
     assert (asked.train.dtype, asked.train.tf32, asked.rollout.new_tokens_per_chunk) == (AUTO, AUTO, AUTO)
 
 
+@pytest.mark.release
 def test_asked_twice_it_does_not_wait_for_a_worker_that_hangs(start):
     run = start(*ENDLESS, "runtime.stop_timeout_s=1000")
     all_started(run)
@@ -258,7 +259,8 @@ def with_daemons(tmp_path):
     return f"rollout.tasks.default.reward={file}:reward", pids
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.release), signal.SIGKILL])
+@pytest.mark.release
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_the_end_of_a_launcher_ends_daemons_of_rewards(start, with_daemons, number):
     """Processes that rewards leave behind end with the launcher, although they have their own sessions and empty environments."""
     override, pids = with_daemons

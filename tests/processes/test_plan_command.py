@@ -76,6 +76,7 @@ def test_the_layouts_of_two_gpus_are_planned_and_those_that_fit_come_first(plann
     assert report.layouts[0].training_s < report.layouts[1].training_s < report.layouts[2].training_s
 
 
+@pytest.mark.release
 def test_a_remedy_fits_when_it_is_planned(planned):
     small = ("--gpu", "tiny", "allocation=transformers.d1+d1", "train.gradient_checkpointing=true")
     code, report = planned(*small, "train.max_tokens_per_mb=4096")

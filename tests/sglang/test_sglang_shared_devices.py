@@ -11,7 +11,7 @@ from asyncrl.weights.lineage import audit
 LIMIT_S = 240.0  # of one start of SGLang
 STEPS = 3
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.release]
 
 
 def test_three_steps_with_a_server_that_is_stopped_for_each(
