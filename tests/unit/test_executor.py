@@ -36,6 +36,7 @@ from asyncrl.protocol.messages import (
 )
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.board import StatusBoard
+from asyncrl.runtime.channel_protocol import ChannelClosed
 from asyncrl.runtime.clock import SYSTEM_CLOCK
 from asyncrl.runtime.names.memory import MemoryNameResolver
 from asyncrl.runtime.request_reply import NameResolvingReplyServer, NameResolvingRequestClient
@@ -88,7 +89,10 @@ class World:
 
     async def serve(self, server, me):
         while True:
-            call = await server.receive()
+            try:
+                call = await server.receive()
+            except ChannelClosed:
+                return
             body = call.body
             async with self.ran:
                 self.log.append((me, body))
