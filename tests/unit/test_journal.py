@@ -95,11 +95,13 @@ class FullDisk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.full = True
+        self.asked = threading.Event()  # set: a write has begun
         self.hangs = threading.Event()  # cleared: writes block
         self.hangs.set()
         whole = JsonLinesWriter.write_lines
 
         def write_lines(writer: JsonLinesWriter, lines: Sequence[bytes]) -> None:
+            self.asked.set()
             assert self.hangs.wait(60.0)
             if self.full:
                 raise StorageError(errno.ENOSPC, "No space left on device")
@@ -152,13 +154,13 @@ async def test_a_write_that_fails_after_its_journal_has_ended_is_not_reported_by
     journal = BackgroundJournal(tmp_path / "x.jsonl")
     writing = asyncio.create_task(journal.run())
     journal.add({"n": 0})
-    await asyncio.sleep(0.02)
+    assert await asyncio.to_thread(disk.asked.wait, 60.0)
     writing.cancel()
     await asyncio.wait({writing})
     disk.hangs.set()
-    await asyncio.to_thread(journal.close)  # waits for the thread of the write
-    await asyncio.sleep(0.02)
+    await asyncio.get_running_loop().shutdown_default_executor()  # the write has failed now
     gc.collect()
+    journal.close()
     assert "never retrieved" not in caplog.text
 
 
