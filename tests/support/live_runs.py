@@ -61,7 +61,7 @@ def freeze_at_work(run: RunHandle, victims: Callable[[], Iterable[psutil.Process
                 return frozen, before
             time.sleep(0.1)
         resume(frozen)
-        assert time.monotonic() < deadline, f"nobody waited for it:\n{run.output()}"
+        assert time.monotonic() < deadline, f"no client waited for generation_server/0:\n{run.output()}"
         serves_newer(run, 0, before)
 
 
