@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from asyncrl.config.import_object import config_error, import_object
+from asyncrl.config.import_object import import_object
 from asyncrl.config.processes import PlacedMFC
 from asyncrl.config.schema import ConfigError
 from asyncrl.protocol.names import ACTOR
@@ -97,7 +97,7 @@ def mfc(
     """
     for field, value, allowed in (("kind", kind, KINDS), ("dispatch", dispatch, DISPATCHES)):
         if value not in allowed:
-            raise config_error(f"@mfc({field}={value!r}): must be one of {', '.join(allowed)}")
+            raise ConfigError(f"@mfc({field}={value!r}): must be one of {', '.join(allowed)}")
 
     def declare(function: _Declared) -> _Declared:
         own = name or getattr(function, "__name__", "")
@@ -116,8 +116,8 @@ def declared(spec: str) -> MFCDef:
     except ConfigError:
         raise
     except Exception as error:
-        raise config_error(f"{what}: importing it failed: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{what}: importing it failed: {type(error).__name__}: {error}") from error
     if declaration is None:
-        raise config_error(f"{what} is not declared; put @mfc(...) above it (asyncrl.dataflow.mfc)")
+        raise ConfigError(f"{what} is not declared; put @mfc(...) above it (asyncrl.dataflow.mfc)")
     assert isinstance(declaration, MFCDef)
     return replace(declaration, interface=spec)

@@ -106,7 +106,7 @@ def preflight(config: ExperimentConfig) -> int:
 def _read_other_models(
     config: ExperimentConfig, tokenizer_path: str, actor: Mapping[str, object]
 ) -> dict[str, Mapping[str, object]]:
-    """Return config.json by role of the models that have their own path. Checks their folders as that of model_path."""
+    """Return config.json by role of the other models that have a path. Checks their folders as that of model_path."""
     train = config.train
     found: dict[str, Mapping[str, object]] = {}
     for role, (place, settings) in model_settings(train).items():
