@@ -201,7 +201,9 @@ def judge_least_memory(
     no finding."""
     limits = {"": available}
     if not isinstance(gpus, str):
-        limits |= {str(index): int(gpu.total_mib * (1 << 20)) for index, gpu in enumerate(gpus) if gpu.total_mib}
+        for index, gpu in enumerate(gpus):
+            if gpu.total_mib:
+                limits |= dict.fromkeys([str(index), gpu.id or str(index)], int(gpu.total_mib * (1 << 20)))
     found = too_little_memory(specs, sizes, limits)
     return [Finding("memory", "fail", *found)] if found else []
 
@@ -380,6 +382,7 @@ class Gpu:
     total_mib: float
     used_mib: float
     driver: str
+    id: str = ""  # GPU-...; "": unknown
 
 
 def judge_gpus(devices: Sequence[str], gpus: Sequence[Gpu] | str, torch_version: str) -> Finding:
@@ -395,7 +398,7 @@ def judge_gpus(devices: Sequence[str], gpus: Sequence[Gpu] | str, torch_version:
     if torch_version.endswith("+cpu"):
         remedy = f"torch {torch_version} cannot use them: install a CUDA build of torch"
         return Finding("GPUs", "warn", value, remedy)
-    if any(gpu.used_mib > _BUSY_GPU_SHARE * gpu.total_mib for gpu in gpus):
+    if any(gpu.used_mib > _BUSY_GPU_SHARE * gpu.total_mib for gpu in chosen_gpus(devices, gpus)):
         return Finding(
             "GPUs", "warn", value, "others are using them (see `nvidia-smi`); choose free ones by CUDA_VISIBLE_DEVICES"
         )
@@ -451,19 +454,27 @@ def _auto_values(config: ExperimentConfig, *, on_gpu: bool) -> dict[str, object]
 
 
 def _because() -> str:
-    return " (CUDA_VISIBLE_DEVICES hides them)" if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() == "" else ""
+    """Why no GPU is visible, if the environment says so."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return "" if chosen is None else f" (CUDA_VISIBLE_DEVICES={chosen} names none of this machine)"
+
+
+def chosen_gpus(devices: Sequence[str], gpus: Sequence[Gpu]) -> list[Gpu]:
+    """Those of the machine's `gpus` that `devices` name, as CUDA_VISIBLE_DEVICES does; all of them if it names none."""
+    found = [gpu for index, gpu in enumerate(gpus) if str(index) in devices or (gpu.id and gpu.id in devices)]
+    return found or list(gpus)
 
 
 def query_gpus(command: str = "nvidia-smi") -> list[Gpu] | str:
     """All GPUs as reported by nvidia-smi; if it does not answer or lists none, a text that says so."""
-    query = "--query-gpu=name,memory.total,memory.used,driver_version"
+    query = "--query-gpu=name,memory.total,memory.used,driver_version,uuid"
     output = _output_of([command, query, "--format=csv,noheader,nounits"])
     if isinstance(output, OSError):
         return f"{command} does not answer: {output.strerror or output}"
     return [
-        Gpu(row[0], _number(row[1]), _number(row[2]), row[3])
+        Gpu(row[0], _number(row[1]), _number(row[2]), row[3], row[4])
         for row in csv.reader(output.splitlines(), skipinitialspace=True)
-        if len(row) == 4
+        if len(row) == 5
     ] or f"{command} lists none: {output.strip()[:200]}"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from asyncrl.cli.doctor import Finding, Gpu, query_gpus
+from asyncrl.cli.doctor import Finding, Gpu, chosen_gpus, query_gpus
 from asyncrl.config.schema import ConfigError, ExperimentConfig, resolve_auto
 from asyncrl.dataflow.phases import phases
 from asyncrl.plan.capacity import RankPlanner, RunPlan, gib, plan_run
@@ -35,8 +35,7 @@ def device_here(devices: Sequence[str], gpus: Sequence[Gpu] | str) -> Device | N
     that the table lacks has the speeds of an H100."""
     if isinstance(gpus, str):
         return None
-    chosen = [gpu for index, gpu in enumerate(gpus) if str(index) in devices] or list(gpus)  # devices may be UUIDs
-    least = min(chosen, key=lambda gpu: gpu.total_mib)
+    least = min(chosen_gpus(devices, gpus), key=lambda gpu: gpu.total_mib)
     if not least.total_mib:
         return None
     known = device_named(least.name)

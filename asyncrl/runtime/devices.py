@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,11 @@ PEAK_FLOPS = {
     "RTX 4090": 165.2e12,
 }
 
+_GPU = "GPU-"
+_ID_KINDS = (_GPU, "MIG-")
+_SHARED_NODES = ("/dev/dxg", "/dev/nvhost-gpu", "/dev/nvgpu", "/dev/kfd")  # WSL, Jetson, AMD
+_SLURM_GPUS = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE")
+
 
 def peak_flops(name: str) -> float:
     """The peak bfloat16 FLOP/s of the GPU with this name (torch.cuda.get_device_name); 0.0 if it is unknown."""
@@ -49,14 +56,67 @@ def peak_memory_bytes() -> int:
 
 
 def visible_devices() -> list[str]:
-    """The GPUs that this process may use, as in CUDA_VISIBLE_DEVICES. Reads only the environment and /dev: no torch, no
+    """The GPUs that this process may use, as in CUDA_VISIBLE_DEVICES. Reads only the environment, /dev and /proc: no torch, no
     driver.
     """
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return [device for device in chosen.split(",") if device.strip()]
-    nodes = [match[1] for path in Path("/dev").glob("nvidia*") if (match := re.fullmatch(r"nvidia(\d+)", path.name))]
-    return [str(index) for index in range(len(nodes))]
+    return devices_of(os.environ.get("CUDA_VISIBLE_DEVICES"), count_gpus(), gpu_ids())
+
+
+def devices_of(chosen: str | None, present: int | None, ids: Sequence[str] = ()) -> list[str]:
+    """The GPUs that CUDA uses with this value of CUDA_VISIBLE_DEVICES (None: not set), one name each, without spaces. Pure.
+
+    present: the GPUs of this machine; None: unknown. ids: their ids (`GPU-...`); empty: unknown.
+
+    CUDA ignores the list from the first invalid entry on: a number below 0 or too large, an unknown id, any other word. The first
+    entry says whether the list has numbers or ids. An entry that comes twice makes the whole list invalid. A number ends with
+    its last digit (`1gpu` is 1). An id may be shortened.
+    """
+    if chosen is None:
+        return [str(index) for index in range(present or 0)]
+    entries = [entry.strip() for entry in chosen.split(",")]
+    kind = next((kind for kind in _ID_KINDS if entries[0].startswith(kind)), "")
+    found: list[str] = []
+    for entry in entries:
+        device = _known_id(entry, kind, ids) if kind else _number_of(entry)
+        if not device or present == 0 or (not kind and present is not None and int(device) >= present):
+            break
+        if device in found:
+            return []
+        found.append(device)
+    return found
+
+
+def _number_of(entry: str) -> str:
+    """The index that this entry of CUDA_VISIBLE_DEVICES begins with; "" if there is none, or a negative one."""
+    digits = re.match(r"[+-]?[0-9]+", entry)
+    return str(int(digits[0])) if digits and int(digits[0]) >= 0 else ""
+
+
+def _known_id(entry: str, kind: str, ids: Sequence[str]) -> str:
+    """The id that this entry of CUDA_VISIBLE_DEVICES means; "" if the machine has no such GPU, or several."""
+    if kind == _GPU and ids:
+        meant = [known for known in ids if known.startswith(entry)]
+        return meant[0] if len(meant) == 1 else ""
+    return entry if entry.startswith(kind) else ""
+
+
+def count_gpus() -> int | None:
+    """The number of NVIDIA GPUs of this machine. None: unknown, because it has GPUs without device nodes of their own, or because
+    Slurm has granted GPUs whose nodes have other names."""
+    nodes = [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+    elsewhere = any(map(os.environ.get, _SLURM_GPUS)) or any(map(os.path.exists, _SHARED_NODES))
+    return None if not nodes and elsewhere else len(nodes)
+
+
+def gpu_ids() -> list[str]:
+    """The ids (`GPU-...`) of this machine's GPUs; empty if the driver does not tell all of them."""
+    texts = []
+    with contextlib.suppress(OSError):
+        texts = [path.read_text() for path in Path("/proc/driver/nvidia/gpus").glob("*/information")]
+    found = [
+        match[1] for text in texts if (match := re.search(r"GPU UUID:\s*(GPU-[0-9a-f-]+)\s*$", text, re.MULTILINE))
+    ]
+    return found if len(found) == len(texts) else []
 
 
 def usable_cores() -> list[int]:

@@ -260,6 +260,7 @@ def test_a_dry_run_writes_every_config_and_starts_nothing(config, call, tmp_path
     ],
 )
 def test_values_of_auto_are_shown_and_written(config, call, monkeypatch, tmp_path, devices, named, dtype):
+    monkeypatch.setattr("asyncrl.runtime.devices.count_gpus", lambda: 3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
     shown = {finding["name"]: finding for finding in answer(call("check", config, "--json")[1])["machine"]}
     assert shown["auto"]["state"] == "ok"

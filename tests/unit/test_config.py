@@ -23,7 +23,7 @@ from asyncrl.config.schema import (
 from asyncrl.launch.checks.preflight import preflight
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import load_process_config, plan, save_config, total_steps
-from asyncrl.runtime.devices import visible_devices
+from asyncrl.runtime.devices import devices_of, visible_devices
 from asyncrl.testing.tiny import make_char_tokenizer
 from tests.support.mfcs import declare
 
@@ -450,10 +450,70 @@ def test_a_task_name_must_differ_from_the_metric_of_all_tasks(config_file):
 
 
 def test_visible_devices_come_from_the_environment(monkeypatch):
+    monkeypatch.setattr("asyncrl.runtime.devices.count_gpus", lambda: 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-abc")
-    assert visible_devices() == ["2", "GPU-abc"]
+    assert visible_devices() == ["2"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert visible_devices() == []
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert visible_devices() == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "devices"),
+    [
+        (None, "0 1 2 3"),
+        ("", ""),
+        ("-1", ""),
+        ("NoDevFiles", ""),
+        ("none", ""),
+        ("all", ""),
+        ("0", "0"),
+        ("2,0", "2 0"),
+        (" 1 , 3 ", "1 3"),
+        ("0,-1,1", "0"),
+        ("0,,1", "0"),
+        (",0", ""),
+        ("0,1,", "0 1"),
+        ("0,4,1", "0"),
+        ("7", ""),
+        ("0,1,0", ""),
+        ("01,1", ""),
+        ("+1,1gpu2", ""),
+        ("2gpu,1ampere", "2 1"),
+        ("0,GPU-a1", "0"),
+        ("GPU-a1,0", "GPU-a1"),
+        ("GPU-b, GPU-a1", "GPU-b2 GPU-a1"),
+        ("GPU-a", ""),  # two begin with this
+        ("GPU-zz,GPU-b2", ""),
+        ("GPU-b2,GPU-b", ""),
+        ("MIG-1,MIG-2,GPU-a1", "MIG-1 MIG-2"),
+        ("MIG-GPU-a1/1/0", "MIG-GPU-a1/1/0"),
+        ("gpu-a1", ""),
+    ],
+)
+def test_devices_are_those_that_cuda_uses(chosen, devices):
+    assert devices_of(chosen, 4, ["GPU-a1", "GPU-a2", "GPU-b2"]) == devices.split()
+
+
+def test_gpus_granted_by_slurm_count_whatever_their_nodes_are_called(monkeypatch):
+    for name in ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pathlib.Path.glob", lambda *_: iter(()))
+    monkeypatch.setattr("os.path.exists", lambda _: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert visible_devices() == []
+    monkeypatch.setenv("SLURM_JOB_GPUS", "2,3")
+    assert visible_devices() == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "NoDevFiles")
+    assert visible_devices() == []
+
+
+def test_no_value_adds_gpus_to_a_machine_without_one():
+    for chosen in (None, "0", "0,1", "GPU-a", "MIG-b"):
+        assert devices_of(chosen, 0) == []
+    assert devices_of("0,11", None) == ["0", "11"]  # the machine does not tell their number
+    assert devices_of("GPU-a,GPU-b", None) == ["GPU-a", "GPU-b"]
 
 
 @pytest.fixture

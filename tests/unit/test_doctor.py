@@ -171,6 +171,18 @@ def test_gpus():
     assert doctor.judge_gpus(["0"], "nvidia-smi does not answer", "2.13.0").state == "warn"
 
 
+def test_only_the_gpus_of_the_run_are_called_busy():
+    idle, busy = Gpu("A100", 81920.0, 0.0, "570.1", "GPU-1"), Gpu("A100", 81920.0, 60000.0, "570.1", "GPU-2")
+    for devices, state in ((["0"], "ok"), (["1"], "warn"), (["GPU-1"], "ok"), (["GPU-2"], "warn"), (["MIG-3"], "warn")):
+        assert doctor.judge_gpus(devices, [idle, busy], "2.13.0").state == state
+
+
+@pytest.mark.parametrize("hidden", ["", "-1", "NoDevFiles"])
+def test_the_variable_that_hides_all_gpus_is_named(monkeypatch, hidden):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    assert f"CUDA_VISIBLE_DEVICES={hidden} names none" in doctor.judge_gpus([], [], "2.13.0").value
+
+
 def test_the_output_of_nvidia_smi_is_parsed(tmp_path):
     def fake(body):
         command = tmp_path / "smi"
@@ -178,7 +190,9 @@ def test_the_output_of_nvidia_smi_is_parsed(tmp_path):
         command.chmod(0o755)
         return doctor.query_gpus(str(command))
 
-    assert fake("echo 'NVIDIA A100, 81920, [N/A], 570.1'") == [Gpu("NVIDIA A100", 81920.0, 0.0, "570.1")]
+    assert fake("echo 'NVIDIA A100, 81920, [N/A], 570.1, GPU-7'") == [
+        Gpu("NVIDIA A100", 81920.0, 0.0, "570.1", "GPU-7")
+    ]
     assert "exit code 9: no driver" in fake("echo no driver >&2; exit 9")
     assert "lists none" in fake("true")
     assert "No such file" in doctor.query_gpus(str(tmp_path / "nowhere"))
