@@ -21,6 +21,7 @@ import numpy.typing as npt
 import xxhash
 
 from asyncrl.config.schema import PromptSourceConfig
+from asyncrl.protocol.errors import ErrorClass
 from asyncrl.protocol.messages import Locator
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ class Prompt:
 
 class PromptError(ValueError):
     """The model cannot use this prompt. Other prompts of the source may be usable."""
+
+    error_class = ErrorClass.PERMANENT
+    outlives_restart = True
 
 
 class PromptSource:

@@ -28,6 +28,7 @@ import msgspec
 from asyncrl.manager import intervals
 from asyncrl.manager.routing import Server, ServerState, ServerTable
 from asyncrl.manager.update_plan import SLOW_BYTES_PER_S, Sleep, Update, UpdatePlan
+from asyncrl.protocol.errors import RunEndedError
 from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.messages import (
     BroadcastReply,
@@ -41,7 +42,6 @@ from asyncrl.protocol.messages import (
 )
 from asyncrl.runtime.clock import Clock, SystemClock
 from asyncrl.runtime.trace import OFF, Tracer
-from asyncrl.runtime.worker import RunEndedError
 from asyncrl.weights.versions import Manifest, WeightsError, verify_version
 
 M = TypeVar("M", bound=msgspec.Struct)

@@ -14,11 +14,11 @@ from asyncrl.config.schema import CheckpointConfig, EvalConfig
 from asyncrl.master.buffer import PromptProgress
 from asyncrl.master.report import RunSummary, rejection_lines
 from asyncrl.master.schedule import REWARD_WINDOW, Schedule, ended_by
+from asyncrl.protocol.errors import RunEndedError
 from asyncrl.protocol.messages import EvaluationResult, Locator, RejectedPrompt, TrajectoryMeta, WeightVersion
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.metrics import JsonLinesWriter, MetricsWriter
-from asyncrl.runtime.worker import RunEndedError
 from asyncrl.weights.checkpoints import DataIdentity, MasterState
 
 _REJECTION_WINDOW = 4  # batches: max_rejected_share applies to the last 4 * batch_size trained or rejected prompts

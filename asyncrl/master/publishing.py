@@ -19,6 +19,7 @@ from asyncrl.master.evaluations import Evaluations
 from asyncrl.master.files import MasterFiles
 from asyncrl.master.model_workers import ModelWorkers
 from asyncrl.master.rollouts import LONG_POLL_S, ManagerReports
+from asyncrl.protocol.errors import RunEndedError
 from asyncrl.protocol.messages import HoldWeights, WeightVersion, WriteWeights
 from asyncrl.protocol.names import ACTOR
 from asyncrl.protocol.run_folder import name_of
@@ -27,7 +28,6 @@ from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.trace import Tracer
-from asyncrl.runtime.worker import RunEndedError
 from asyncrl.weights.versions import version_dir
 
 _MAX_REWRITES = 3  # maximum number of rewrites of one damaged version

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from asyncrl.config.import_object import config_error, import_object
 from asyncrl.master.handles import Batch, Call, Models
-from asyncrl.runtime.worker import RunEndedError
+from asyncrl.protocol.errors import RunEndedError
 
 
 async def shipped_step(models: Models, batch: Batch) -> None:

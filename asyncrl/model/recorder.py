@@ -25,13 +25,14 @@ from asyncrl.data.trajectories import (
 )
 from asyncrl.model.store import DataStore
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver, trajectory_error
+from asyncrl.protocol.errors import RunEndedError
 from asyncrl.protocol.messages import CallResult, ClearData, ExecuteMFC, WeightVersion, WriteWeights
 from asyncrl.protocol.run_folder import path_of
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.disk import writing
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
 from asyncrl.runtime.system import System
-from asyncrl.runtime.worker import RunEndedError, Worker
+from asyncrl.runtime.worker import Worker
 from asyncrl.weights.versions import publish_folder
 
 _LAST_WORDS_S = 0.2  # between the answer to a failed call and the end of the worker

@@ -27,6 +27,7 @@ import msgspec
 from yarl import URL
 
 from asyncrl.config.schema import SamplingConfig
+from asyncrl.protocol.errors import ErrorClass, class_of_status, classify, refuses_content
 from asyncrl.protocol.messages import (
     DECODE_ERRORS,
     GenerateReply,
@@ -40,7 +41,6 @@ from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
 from asyncrl.rewards.trajectory import MAX_LOGPROB, OnPiece, Response
 from asyncrl.runtime.board import StatusBoard, WaitTimeoutError
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
-from asyncrl.runtime.disk import NO_MORE_FILES
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.service_client import ServiceError
 
@@ -50,7 +50,6 @@ _MAX_FAILURES = 4  # consecutive losses of a server without a new token; after o
 _MAX_ABORTS = 256
 _HEADERS = {"Content-Type": "application/json"}
 _MAX_TOKEN = (1 << 31) - 1  # largest int32; the head, which knows the vocabulary, refuses ids outside it
-_BUSY = frozenset({408, 429, 503})
 _ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(GenerateReply)
 
@@ -296,8 +295,8 @@ class PartialRolloutManager:
                 except TimeoutError as error:
                     raise _ServerLostError(f"no answer: {error!r}") from error
                 except aiohttp.ClientConnectorError as error:
-                    if error.errno in NO_MORE_FILES:
-                        raise  # this worker's own error, not the server's: the worker must end with it
+                    if classify(error) is ErrorClass.PERMANENT:
+                        raise  # this worker's own error, such as a lack of file descriptors: the worker must end with it
                     raise _ServerLostError(f"not reachable: {error!r}") from error
                 except (aiohttp.ClientError, ConnectionError) as error:
                     failure = repr(error)
@@ -313,11 +312,16 @@ class PartialRolloutManager:
                         raise _ServerLostError(f"the answer is not a valid GenerateReply: {error}") from error
                 if status:
                     failure = f"{status} {content[:500].decode(errors='replace')}"
-                if 400 <= status < 500 and status not in _BUSY:
+                if refuses_content(status):
                     raise RolloutRejected("generation_refused", f"{server}: {failure}")
-                delay_s = next(busy_delays_s if status in _BUSY else delays_s, None)
+                if (
+                    status and class_of_status(status) is ErrorClass.PERMANENT
+                ):  # wrong key or address: not the prompt's fault
+                    raise _ServerLostError(f"refuses requests: {failure}")
+                busy = bool(status) and class_of_status(status) is ErrorClass.PASSING
+                delay_s = next(busy_delays_s if busy else delays_s, None)
                 if delay_s is None:
-                    raise (_ServerBusyError if status in _BUSY else _ServerLostError)(failure)
+                    raise (_ServerBusyError if busy else _ServerLostError)(failure)
                 self.counts.retried += 1
                 await asyncio.sleep(delay_s)
 

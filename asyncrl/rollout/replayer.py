@@ -18,12 +18,13 @@ from aiohttp import web
 from asyncrl.config.processes import ReplayerConfig
 from asyncrl.data.replay import Recorded, plan_replay, translate
 from asyncrl.data.trajectories import read_trajectory
+from asyncrl.protocol.errors import RunEndedError
 from asyncrl.protocol.messages import DECODE_ERRORS, LedgerView, Locator, MasterReport, TicketView
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.http_server import for_the_run, serve
 from asyncrl.runtime.push_pull import NameResolvingZmqPusher
 from asyncrl.runtime.system import System
-from asyncrl.runtime.worker import RunEndedError, Worker
+from asyncrl.runtime.worker import Worker
 
 _MAX_WAIT_S = 60.0  # longest time that the answer to a report is held back
 _MAX_BODY_BYTES = 64 << 20

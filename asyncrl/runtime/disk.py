@@ -15,12 +15,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-_FULL = {errno.ENOSPC, errno.EDQUOT}
-_FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM}
-NO_MORE_FILES = {errno.EMFILE, errno.ENFILE}  # open files, including sockets and pipes
+from asyncrl.protocol.errors import FORBIDDEN, NO_MORE_FILES, NO_SPACE
+
 _EXPLAINED = {
-    *_FULL,
-    *_FORBIDDEN,
+    *NO_SPACE,
+    *FORBIDDEN,
     *NO_MORE_FILES,
     errno.EFBIG,
     errno.EIO,
@@ -38,7 +37,18 @@ _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 class StorageError(OSError):
-    """A file of the run could not be written. The text gives path, reason, free space and remedy; it needs no traceback."""
+    """A file of the run could not be written. The text gives path, reason, free space and remedy; it needs no traceback.
+
+    Its errno is that of the system's error, so `classify` knows a full disk (passing) from a forbidden one (permanent). A process
+    that ends with it has no more tries: its successor would meet the same disk.
+    """
+
+    outlives_restart = True
+
+    def __init__(self, text: str, number: int | None = None) -> None:
+        """number: the system's error number."""
+        super().__init__(text)
+        self.errno = number
 
 
 @contextlib.contextmanager
@@ -71,8 +81,8 @@ def explain(path: Path, error: Exception) -> StorageError | None:
         return None
     assert number is not None
     if number in NO_MORE_FILES:
-        return StorageError(f"{path} could not be opened: {too_many_open_files(number)}")
-    return StorageError(f"{path} could not be written: {os.strerror(number)}; {_remedy(path, number)}")
+        return StorageError(f"{path} could not be opened: {too_many_open_files(number)}", number)
+    return StorageError(f"{path} could not be written: {os.strerror(number)}; {_remedy(path, number)}", number)
 
 
 def too_many_open_files(number: int) -> str:
@@ -96,7 +106,7 @@ def out_of_files(error: object) -> StorageError | None:
         if isinstance(error, StorageError):
             return None
         if (number := getattr(error, "errno", None)) in NO_MORE_FILES:
-            return StorageError(f"{too_many_open_files(number)} ({error})")
+            return StorageError(f"{too_many_open_files(number)} ({error})", number)
         error = error.__cause__ or error.__context__
     return None
 
@@ -118,13 +128,13 @@ def raise_open_files() -> None:
 
 
 def _remedy(path: Path, number: int) -> str:
-    if number in _FULL:
+    if number in NO_SPACE:
         return f"{room(path)}. Make room there, keep less (weights.keep=1), or set fileroot=... to a larger disk"
     if number == errno.EFBIG:
         return (
             "files of this size are not allowed here: see `ulimit -f`, or set weights.shard_bytes=... to smaller files"
         )
-    if number in _FORBIDDEN:
+    if number in FORBIDDEN:
         return "make the folder writable for this user, or set fileroot=... to one that is"
     return f"{room(path)}. If the disk is sound, start again; if not, set fileroot=... to another"
 

@@ -17,10 +17,10 @@ from typing import Any, Self, TypeVar
 import aiohttp
 import msgspec
 
+from asyncrl.protocol.errors import ErrorClass, class_of_status, classify
 from asyncrl.runtime.background import BackgroundTasks
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.directory import Directory
-from asyncrl.runtime.disk import NO_MORE_FILES
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.names.interface import WatchEvent
 
@@ -36,7 +36,11 @@ def _within(limit_s: float) -> aiohttp.ClientTimeout:
 
 
 class ServiceError(RuntimeError):
-    """The service refused a call (4xx), so a retry would not help. The text carries the service's reason."""
+    """The service refused a call for a permanent reason, which the text carries. `status` is the HTTP status."""
+
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 class ServiceClient:
@@ -105,11 +109,11 @@ class ServiceClient:
                 if status == 200:
                     return msgspec.json.decode(content, type=reply)
                 reason = content.decode(errors="replace")[:500]
-                if 400 <= status < 500:
-                    raise ServiceError(f"{self._service} refused {path}: {status} {reason}")
+                if class_of_status(status) is ErrorClass.PERMANENT:
+                    raise ServiceError(f"{self._service} refused {path}: {status} {reason}", status)
                 self._logger.warning("%s answered %s to %s: %s", self._service, status, path, reason)
             except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
-                if isinstance(error, aiohttp.ClientConnectorError) and error.errno in NO_MORE_FILES:
+                if classify(error) is ErrorClass.PERMANENT:  # of this process, such as a lack of file descriptors
                     raise
                 self._logger.warning("%s did not answer %s: %r; retrying", self._service, path, error)
             await asyncio.wait({moved}, timeout=backoff_s)

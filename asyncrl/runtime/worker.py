@@ -23,7 +23,7 @@ import msgspec
 
 from asyncrl.config.processes import WorkerInfo
 from asyncrl.config.schema import ConfigError
-from asyncrl.data.prompts import PromptError
+from asyncrl.protocol.errors import RunEndedError, outlives_restart
 from asyncrl.protocol.names import Names, incarnation
 from asyncrl.runtime import http_client
 from asyncrl.runtime.background import BackgroundTasks
@@ -38,15 +38,6 @@ from asyncrl.runtime.trace import OFF, Tracer, place_of, trace_file
 _SAY_AGAIN_S = 60.0
 _MAX_ERROR_CHARS = 20_000  # a status line must fit into the pipe to the launcher
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-
-class RunEndedError(RuntimeError):
-    """The run ends for a reason outside the code. The text gives the event, the reason and the remedy."""
-
-
-def is_fatal(error: BaseException) -> bool:
-    """Return whether a restarted process would meet the same error, because its cause lies in the user's input or the disk."""
-    return isinstance(error, ConfigError | PromptError | StorageError | RunEndedError)
 
 
 def told(error: BaseException) -> str:
@@ -107,7 +98,7 @@ class Worker:
             shown = out_of_files(error) or error
             self.board.enter("error")
             self.board.error = told(shown)[-_MAX_ERROR_CHARS:]
-            self.board.fatal = is_fatal(shown)
+            self.board.fatal = outlives_restart(shown)
             raise
         finally:
             reporting.cancel()

@@ -20,9 +20,10 @@ from asyncrl.manager.fleet import Fleet
 from asyncrl.manager.routing import ServerTable
 from asyncrl.manager.update_plan import UpdatePlan
 from asyncrl.model.engine import TrainEngine
+from asyncrl.protocol.errors import RunEndedError
 from asyncrl.protocol.messages import WeightVersion
 from asyncrl.runtime.http_client import open_session
-from asyncrl.runtime.worker import RunEndedError, told
+from asyncrl.runtime.worker import told
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import commit_version, list_versions, write_part
 

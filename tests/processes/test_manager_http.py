@@ -20,6 +20,7 @@ from asyncrl.config.processes import GserverManagerConfig, WorkerInfo
 from asyncrl.config.schema import ManagerConfig, NameResolveConfig, RuntimeConfig
 from asyncrl.manager.routing import ServerState
 from asyncrl.manager.worker import GserverManager, Management
+from asyncrl.protocol.errors import RunEndedError
 from asyncrl.protocol.messages import (
     AllocateReply,
     DesiredServers,
@@ -37,7 +38,6 @@ from asyncrl.runtime.channel_protocol import Endpoint
 from asyncrl.runtime.metrics import read_json_lines
 from asyncrl.runtime.names.interface import NameResolveTimeout
 from asyncrl.runtime.names.open import open_name_resolver
-from asyncrl.runtime.worker import RunEndedError
 from asyncrl.weights.versions import FileEntry, Manifest, _xxh3, version_dir
 
 R = TypeVar("R", bound=msgspec.Struct)

@@ -384,6 +384,32 @@ async def test_a_refused_prompt_is_rejected_at_once(
     assert len(servers[0].requests) == 1
 
 
+@pytest.mark.parametrize("status", [401, 403, 404])
+async def test_a_wrong_key_or_address_is_not_the_prompts_fault(
+    servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser, status: int
+) -> None:
+    """The response continues at another server, after a single request."""
+    servers[0].script.append(web.Response(status=status, text="not here"))
+    chooser.servers = [servers[1]]
+    client = await make_client()
+    (response,) = await client.generate(Route(ticket_at(servers[0])), [PROMPT], SAMPLING, [0])
+    assert response.output_ids == continuation(PROMPT, 32)
+    assert chooser.lost == [servers[0].name]
+    assert len(servers[0].requests) == 1
+
+
+async def test_a_key_that_every_server_refuses_releases_the_ticket_with_the_cause(
+    servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser
+) -> None:
+    for server in servers:
+        server.script.extend(web.Response(status=401, text="unknown key") for _ in range(8))
+    chooser.servers = [servers[1], servers[0]] * 4
+    client = await make_client(pauses={"schedule_s": (0.0,)})
+    with pytest.raises(RolloutReleased, match="refuses requests: 401 unknown key") as caught:
+        await client.generate(Route(ticket_at(servers[0])), [PROMPT], SAMPLING, [0])
+    assert caught.value.reason == "server_lost"
+
+
 async def test_tokens_older_than_the_ticket_allows_give_it_back(
     servers: list[FakeGenerationServer], make_client: MakeClient
 ) -> None:

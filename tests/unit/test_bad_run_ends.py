@@ -20,6 +20,7 @@ from asyncrl.config.schema import (
 )
 from asyncrl.master.books import RejectedShareError
 from asyncrl.master.publishing import REWRITE_PAUSE_S
+from asyncrl.protocol.errors import RunEndedError
 from asyncrl.protocol.messages import (
     CommitCheckpoint,
     CommitWeights,
@@ -31,7 +32,7 @@ from asyncrl.protocol.messages import (
 from asyncrl.protocol.run_folder import name_of
 from asyncrl.runtime.board import WaitTimeoutError
 from asyncrl.runtime.clock import SYSTEM_CLOCK
-from asyncrl.runtime.worker import RunEndedError, told
+from asyncrl.runtime.worker import told
 from asyncrl.testing.runs import journal
 from asyncrl.weights.checkpoints import MasterState, checkpoint_dir
 from tests.support.master import (

@@ -104,7 +104,7 @@ class FullDisk:
             self.asked.set()
             assert self.hangs.wait(60.0)
             if self.full:
-                raise StorageError(errno.ENOSPC, "No space left on device")
+                raise StorageError("No space left on device", errno.ENOSPC)
             whole(writer, lines)
 
         monkeypatch.setattr(JsonLinesWriter, "write_lines", write_lines)

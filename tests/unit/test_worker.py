@@ -11,6 +11,7 @@ import pytest
 
 from asyncrl.config.processes import WorkerInfo
 from asyncrl.config.schema import ConfigError, NameResolveConfig, RuntimeConfig
+from asyncrl.protocol.errors import RunEndedError
 from asyncrl.protocol.messages import WorkerStatus
 from asyncrl.runtime import board as board_module
 from asyncrl.runtime.board import WaitTimeoutError
@@ -18,7 +19,7 @@ from asyncrl.runtime.disk import StorageError
 from asyncrl.runtime.names.interface import NameResolveTimeout
 from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.system import STATUS_FD_ENV, System
-from asyncrl.runtime.worker import RunEndedError, Worker
+from asyncrl.runtime.worker import Worker
 
 MEMORY = NameResolveConfig(endpoints=["memory://"])
 
