@@ -24,7 +24,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
 
 import psutil
 from packaging.requirements import Requirement
@@ -40,6 +39,7 @@ from asyncrl.config.schema import (
 )
 from asyncrl.dataflow.topology import allocation_of
 from asyncrl.generation.sglang_environment import SETUP_HINT, TESTED_VERSION, SGLangEnvironment, find_sglang
+from asyncrl.launch.checks.checklist import Finding, State
 from asyncrl.launch.checks.gpus import needed_gpus, too_few_gpus
 from asyncrl.launch.checks.memory_floor import (
     DTYPE_BYTES,
@@ -60,8 +60,6 @@ from asyncrl.runtime.disk import (
     too_few_open_files,
 )
 from asyncrl.runtime.names.etcd.server import EtcdServerError, find_etcd
-
-State = Literal["ok", "warn", "fail"]
 
 COMMAND_LIMIT_S = 5.0  # time limit of `nvidia-smi`, which hangs if the driver hangs, and of `etcd --version`
 ENDPOINT_LIMIT_S = 3.0  # one request to one etcd
@@ -97,16 +95,6 @@ _NAMED_PACKAGES = (
     "grpcio",
     "protobuf",
 )
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check. fail: the run cannot work; warn: it may fail or be slow."""
-
-    name: str
-    state: State
-    value: str
-    remedy: str = ""
 
 
 def examine(config: ExperimentConfig | None = None, specs: Sequence[ProcessSpec] = ()) -> list[Finding]:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from asyncrl.config.fields import Wrong
 from asyncrl.config.schema import ConfigError, ExperimentConfig, with_model_paths
 from asyncrl.launch.checks.model_files import count_parameters
 from asyncrl.launch.redact import redact_urls
@@ -34,22 +35,38 @@ def is_hub_name(path: str) -> bool:
 def with_local_models(
     config: ExperimentConfig, *, download: bool, say: Callable[[str], None] = lambda text: None
 ) -> ExperimentConfig:
-    """Replace the names of models in a config by their local folders. Raises ConfigError with field, value and remedy.
+    """As find_local_models, but raises ConfigError with field, value and remedy of each name without a folder."""
+    local, wrong = find_local_models(config, download=download, say=say)
+    if wrong:
+        raise ConfigError("\n".join(text for _, text in wrong))
+    return local
+
+
+def find_local_models(
+    config: ExperimentConfig, *, download: bool, say: Callable[[str], None] = lambda text: None
+) -> tuple[ExperimentConfig, list[Wrong]]:
+    """Replace the names of models in a config by their local folders. Also return the fields whose names have none.
 
     download: fetch files that the cache does not have, with a progress bar on stderr; false: write nothing, and do not use the
     network. say: prints what is downloaded, and the target folder.
     """
+    wrong = []
 
     def folder(field: str, path: str) -> str:
         patterns = _TOKENIZER_FILES if field == _TOKENIZER else _MODEL_FILES + _TOKENIZER_FILES
-        return str(_snapshot(field, path, patterns, download=download, say=say)) if is_hub_name(path) else path
+        try:
+            return str(_snapshot(field, path, patterns, download=download, say=say)) if is_hub_name(path) else path
+        except ConfigError as error:
+            wrong.append(Wrong(field, str(error)))
+            return path
 
-    return replace(
+    local = replace(
         config,
         model_path=folder("model_path", config.model_path),
         tokenizer_path=folder(_TOKENIZER, config.tokenizer_path),
         train=with_model_paths(config.train, folder),
     )
+    return local, wrong
 
 
 def _snapshot(field: str, name: str, patterns: list[str], *, download: bool, say: Callable[[str], None]) -> Path:

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from asyncrl.cli.doctor import Finding, Gpu, chosen_gpus, query_gpus
+from asyncrl.cli.doctor import Gpu, chosen_gpus, query_gpus
 from asyncrl.config.schema import ConfigError, ExperimentConfig, resolve_auto
 from asyncrl.dataflow.phases import phases
+from asyncrl.launch.checks.checklist import Finding
 from asyncrl.plan.capacity import RankPlanner, RunPlan, gib, plan_run
 from asyncrl.plan.devices import DEFAULT, DEVICES, Device, device_named
 from asyncrl.plan.ranks import plan_training

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import asyncrl
-from asyncrl.cli.doctor import Finding
 from asyncrl.config.schema import ConfigError, ExperimentConfig, RolloutConfig, TaskConfig
 from asyncrl.data.prompts import Prompt, PromptError, PromptSource, load_tokenizer
+from asyncrl.launch.checks.checklist import Finding
 from asyncrl.master.step_function import StepFunction
 from asyncrl.protocol.messages import Locator
 from asyncrl.rewards.judges import Call, JudgeDied, Judges, JudgesLost

@@ -7,9 +7,17 @@ from collections.abc import Iterator
 from dataclasses import Field, fields, is_dataclass
 from functools import cache
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from asyncrl.config.schema import ExperimentConfig
+
+
+class Wrong(NamedTuple):
+    """A field of a config that cannot be used."""
+
+    field: str
+    text: str  # field, value and remedy
+
 
 _ANY_KEY = "*"  # in a path: a key that the user chooses, such as the name of a task
 _CLOSE = 0.8  # two names with at least this difflib ratio count as one name with a typing error

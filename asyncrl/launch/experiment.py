@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from asyncrl.config.fields import Wrong
 from asyncrl.config.loading import read_experiment
 from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.config.validation import Problem, problems_of_fields, problems_of_sizes
@@ -12,23 +14,48 @@ from asyncrl.dataflow.layout_checks import problems_of_layout
 from asyncrl.dataflow.phases import phases
 
 
+@dataclass(frozen=True)
+class Draft:
+    """A config as it was written, with the fields that cannot be used; the checks of files (launch/checks) can add more."""
+
+    config: ExperimentConfig
+    wrong: list[Wrong]
+
+    def checked(self) -> ExperimentConfig:
+        """The config. Raises ConfigError with every problem found, one per line."""
+        if self.wrong:
+            raise ConfigError("\n".join(text for _, text in self.wrong))
+        return self.config
+
+
+def draft_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Draft:
+    """Merge a YAML file and dotted overrides (`train.batch_size=32`) onto the defaults, and find the fields that cannot work.
+
+    Raises ConfigError if the file or an override cannot be read at all.
+    """
+    config = read_experiment(path, overrides)
+    return Draft(config, wrong_fields(config))
+
+
 def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
     """Merge a YAML file and dotted overrides (`train.batch_size=32`) onto the defaults, and check the result.
 
     Raises ConfigError with the field, its value, and the remedy or the nearest valid name.
     """
-    config = read_experiment(path, overrides)
-    validate(config)
-    return config
+    return draft_experiment(path, overrides).checked()
 
 
 def validate(config: ExperimentConfig) -> None:
     """Reject a config that cannot work. Raises ConfigError with every problem found, one per line."""
+    Draft(config, wrong_fields(config)).checked()
+
+
+def wrong_fields(config: ExperimentConfig) -> list[Wrong]:
+    """Every field that cannot be used, with its value and the remedy."""
     # The size checks run first. The other checks run only if these find nothing, because they compare values, and comparisons with
     # nan are meaningless
     found = list(problems_of_sizes(config)) or list(_problems_of_phases(config))
-    if found:
-        raise ConfigError("\n".join(f"{name}={value!r}: {remedy}" for name, value, remedy in found))
+    return [Wrong(name, f"{name}={value!r}: {remedy}") for name, value, remedy in found]
 
 
 def _problems_of_phases(config: ExperimentConfig) -> Iterator[Problem]:

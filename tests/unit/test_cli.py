@@ -21,8 +21,7 @@ from asyncrl.cli.commands import run as run_command
 from asyncrl.cli.commands.common import not_running
 from asyncrl.cli.commands.run import JsonView
 from asyncrl.cli.commands.status import _Seen, _view, training_of
-from asyncrl.cli.doctor import Finding
-from asyncrl.config.schema import ConfigError
+from asyncrl.launch.checks.checklist import PROMPTS, TASKS, Finding, Report
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import load_process_config
 from asyncrl.launch.rundir import LaunchError, RunLock, RunRecord, begin_attempt, next_attempt, write_record
@@ -50,7 +49,9 @@ def config(tmp_path, monkeypatch):
     file = tmp_path / "small.yaml"
     file.write_text(CONFIG.format(folder=tmp_path))
     for module in (run_command, check_command):
-        monkeypatch.setattr(module, "preflight", lambda config: 10)
+        monkeypatch.setattr(
+            module, "run_checks", lambda config, wrong: Report([], [], {}, frozenset({PROMPTS, TASKS}), 10)
+        )
     monkeypatch.setattr(check_command, "try_tasks", lambda config: [])
     return file
 
@@ -155,10 +156,10 @@ def test_errors_are_reported_as_text_and_as_json(words, kind, told, code, call, 
 
 
 def test_secrets_are_not_in_errors(config, call, monkeypatch):
-    def refuse(config):
-        raise ConfigError("name_resolve.endpoints=['u:hidden@h:1']: HF_TOKEN=hidden")
+    def refuse(config, wrong):
+        return Report(["name_resolve.endpoints=['u:hidden@h:1']: HF_TOKEN=hidden"], [], {}, frozenset(), 0)
 
-    monkeypatch.setattr(check_command, "preflight", refuse)
+    monkeypatch.setattr(check_command, "run_checks", refuse)
     for words in (["check", config], ["check", config, "--json"]):
         assert "hidden" not in "".join(map(str, call(*words)))
 

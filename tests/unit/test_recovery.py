@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from asyncrl import __version__
 from asyncrl.cli import main as cli
-from asyncrl.cli.commands.resume import config_to_resume
+from asyncrl.cli.commands.resume import draft_to_resume
 from asyncrl.config.schema import (
     CheckpointConfig,
     ConfigError,
@@ -407,7 +407,7 @@ class TestDamagedFiles:
         save_config(with_reward, file)
         file.write_bytes(DAMAGES[damage](file.read_bytes()))
         with pytest.raises(ConfigError, match=f"{file} is empty or cut short; remove it") as raised:
-            config_to_resume(run_dir, [])
+            draft_to_resume(run_dir, []).checked()
         assert "`asyncrl-launch run CONFIG recover=required` with a config that you name" in str(raised.value)
 
     def test_a_damaged_run_record_is_refused(self, run_dir, damage):
@@ -416,7 +416,7 @@ class TestDamagedFiles:
         file = run_dir / "run.json"
         file.write_bytes(DAMAGES[damage](file.read_bytes()))
         with pytest.raises(LaunchError, match=f"{file} cannot be read"):
-            config_to_resume(run_dir, [])
+            draft_to_resume(run_dir, []).checked()
 
     def test_a_damaged_slurm_record_is_refused(self, run_dir, damage):
         slurm_dir(run_dir).mkdir(parents=True)
@@ -434,7 +434,7 @@ def test_a_run_of_a_newer_release_is_refused_before_its_config_is_read(config, r
     (run_dir / "run.json").write_text('{"format": 2, "release": "9.9", "pids": [1]}')
     told = rf"was written by asyncrl 9\.9 in format 2; this is asyncrl {__version__}, which supports format 1"
     with pytest.raises(LaunchError, match=told):
-        config_to_resume(run_dir, [])
+        draft_to_resume(run_dir, []).checked()
 
 
 class TestResume:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli import main as cli
-from asyncrl.cli.commands.resume import config_to_resume
+from asyncrl.cli.commands.resume import draft_to_resume
 from asyncrl.config.schema import ConfigError
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import run_directory, save_config
@@ -164,14 +164,14 @@ def test_a_run_can_be_resumed_as_a_new_job(before, tmp_path):
     """The config that a Slurm attempt saves names the nodes of its job. A new job gets nodes of its own."""
     run_dir = tmp_path / "mine" / "t0"
     save_config(load_experiment(QUICKSTART, before), run_dir / "configs" / "attempt_1" / "experiment.yaml")
-    config = config_to_resume(run_dir, ["cluster=slurm"])
+    config = draft_to_resume(run_dir, ["cluster=slurm"]).checked()
     assert is_to_submit(config)
     assert (run_directory(config), config.recover) == (run_dir, "required")
-    assert is_to_submit(config_to_resume(run_dir, [])) == ("cluster=slurm" in before)
-    assert not config_to_resume(run_dir, ["cluster=local"]).hosts
-    assert config_to_resume(run_dir, ["cluster=hosts", "hosts=[c]"]).hosts == ["c"]
+    assert is_to_submit(draft_to_resume(run_dir, []).checked()) == ("cluster=slurm" in before)
+    assert not draft_to_resume(run_dir, ["cluster=local"]).checked().hosts
+    assert draft_to_resume(run_dir, ["cluster=hosts", "hosts=[c]"]).checked().hosts == ["c"]
     if "cluster=hosts" in before:
-        assert config_to_resume(run_dir, []).hosts == ["a", "b"]
+        assert draft_to_resume(run_dir, []).checked().hosts == ["a", "b"]
 
 
 if __name__ == "__main__":

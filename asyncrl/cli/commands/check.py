@@ -11,30 +11,36 @@ from rich.markup import escape
 from rich.table import Table
 
 from asyncrl.cli.commands.common import (
+    CONFIG_ERROR,
     FAILED,
     Commands,
     add_config_command,
+    error_object,
     print_json,
     process_objects,
     process_table,
     sizes,
     sizes_text,
 )
-from asyncrl.cli.doctor import Finding, examine, package_versions
-from asyncrl.cli.hub import with_local_models
+from asyncrl.cli.doctor import examine, package_versions
+from asyncrl.cli.hub import find_local_models
 from asyncrl.cli.planning import judge_memory_of_gpus
 from asyncrl.cli.task_trial import judge_step, try_tasks
+from asyncrl.config.fields import Wrong
 from asyncrl.config.schema import ExperimentConfig
 from asyncrl.dataflow.phases import phases
-from asyncrl.launch.checks.preflight import preflight
-from asyncrl.launch.experiment import load_experiment
+from asyncrl.launch.checks.checklist import PROMPTS, TASKS, TOKENIZER, Finding, Report, reads_any
+from asyncrl.launch.checks.preflight import run_checks
+from asyncrl.launch.experiment import draft_experiment
 from asyncrl.launch.program import ProcessSpec, plan, run_directory
+from asyncrl.launch.redact import redact_text
 from asyncrl.runtime.devices import visible_devices
 
 _DESCRIPTION = """Check whether a config can run on this machine, and list its processes. Starts no run, writes nothing.
 
 Without CONFIG it examines only the machine: cores, memory, disk, shared memory, open files, ports, GPUs, versions,
-etcd, SGLang. With CONFIG it first validates every field and the files that it names, and lists the processes. It also
+etcd, SGLang. With CONFIG it first validates every field and the files that it names, reports all problems at once, and
+lists the processes. It also
 imports each agent and environment, and calls each reward function once: on the first training prompt of its task, with
 the answer as the response, in a process with the run's limits (rollout.reward_timeout_s, rollout.reward_memory_bytes).
 Secrets (passwords in URLs, tokens, API keys) are shown as ***."""
@@ -48,7 +54,7 @@ examples:
   asyncrl-launch check my_run.yaml --json | jq '.machine[] | select(.state != "ok")'
 
 exit codes: 0 it can run (perhaps with warnings); 1 the machine or a task fails a check, see the lines marked FAIL; 2 the
-config cannot work, field, value and remedy are printed."""
+config cannot work: all its problems are printed, each with field, value and remedy."""
 
 _MARKS = {"ok": "[green]ok[/]", "warn": "[bold yellow]warn[/]", "fail": "[bold red]FAIL[/]"}
 
@@ -68,11 +74,16 @@ def check(arguments: argparse.Namespace, console: Console) -> int:
             console.print(_verdict(findings, "this machine"), highlight=False)
         return FAILED if _failed(findings) else 0
 
-    config = with_local_models(load_experiment(arguments.config, arguments.overrides), download=False)
-    num_prompts = preflight(config)
+    draft = draft_experiment(arguments.config, arguments.overrides)
+    config, missing = find_local_models(draft.config, download=False)
+    wrong = [*draft.wrong, *missing]
+    report = run_checks(config, wrong)
+    tasks = _try(config, report, wrong)
+    if report.problems:
+        return _refuse(report, tasks, arguments, console)
+    num_prompts = report.num_prompts
     views = [_Phase.of(phase, num_prompts) for phase in phases(config)]
-    tasks = try_tasks(config) + judge_step(config)
-    findings = [finding for view in views for finding in view.machine] + tasks
+    findings = [*report.warnings, *(finding for view in views for finding in view.machine), *tasks]
     if arguments.json:
         first, *later = views
         print_json(
@@ -90,6 +101,7 @@ def check(arguments: argparse.Namespace, console: Console) -> int:
                     }
                     for view in later
                 ],
+                "files": report.warnings,
                 "tasks": tasks,
                 "versions": package_versions(),
             }
@@ -99,11 +111,44 @@ def check(arguments: argparse.Namespace, console: Console) -> int:
             title = f": {view.allocation}" if len(views) > 1 else ""
             console.print(process_table(f"{run_directory(config)}{escape(title)}", view.specs))
             _print_findings("this machine", view.machine, console)
-        if tasks:
-            _print_findings("tasks", tasks, console)
+        _print_findings("files", report.warnings, console)
+        _print_findings("tasks", tasks, console)
         console.print(sizes_text(config, num_prompts), highlight=False)
         console.print(_verdict(findings, "this config"), highlight=False)
     return FAILED if _failed(findings) else 0
+
+
+def _try(config: ExperimentConfig, report: Report, wrong: Sequence[Wrong]) -> list[Finding]:
+    """Call the reward functions, as far as the problems that are known let them be called."""
+    fields = [field for field, _ in wrong]
+    callable_ = report.facts >= {PROMPTS, TASKS} and not reads_any(("rollout", "prompts"), fields)
+    if config.prompts.chat_template and TOKENIZER not in report.facts:
+        callable_ = False
+    return [
+        *(try_tasks(config) if callable_ else []),
+        *([] if reads_any(("train.step",), fields) else judge_step(config)),
+    ]
+
+
+def _refuse(report: Report, tasks: Sequence[Finding], arguments: argparse.Namespace, console: Console) -> int:
+    """Report all problems of a config that cannot work, after what is known about the machine and the tasks."""
+    machine = examine()
+    message = redact_text("\n".join(report.lines()))
+    failed = _failed([*machine, *tasks])
+    if arguments.json:
+        found = {"problems": [redact_text(text) for text in report.problems], "machine": machine, "tasks": tasks}
+        print_json({"ok": False, **error_object("config", message), **found, "versions": package_versions()})
+        return CONFIG_ERROR
+    _print_findings("this machine", [finding for finding in machine if finding.state != "ok"], console)
+    _print_findings("files", report.warnings, console)
+    _print_findings("tasks", tasks, console)
+    console.print("[bold red]config:[/]")
+    for text in message.splitlines():
+        console.print(f"  {text}", markup=False, highlight=False, soft_wrap=True)
+    problems = f"{len(report.problems)} problem{'s' if len(report.problems) > 1 else ''} of the config"
+    also = f", and {', '.join(failed)}" if failed else ""
+    console.print(f"[bold red]not yet[/]: this config cannot run here until these are fixed: {escape(problems + also)}")
+    return CONFIG_ERROR
 
 
 @dataclass(frozen=True)
@@ -134,6 +179,8 @@ def _verdict(findings: Sequence[Finding], what: str) -> str:
 
 
 def _print_findings(title: str, findings: Sequence[Finding], console: Console) -> None:
+    if not findings:
+        return
     table = Table(title=title, title_justify="left", show_header=False)
     for finding in findings:
         found = escape(finding.value)

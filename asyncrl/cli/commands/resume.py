@@ -10,8 +10,8 @@ from rich.console import Console
 
 from asyncrl.cli.commands.common import Commands, add_command
 from asyncrl.cli.commands.run import add_detach, start
-from asyncrl.config.schema import ConfigError, ExperimentConfig
-from asyncrl.launch.experiment import load_experiment
+from asyncrl.config.schema import ConfigError
+from asyncrl.launch.experiment import Draft, draft_experiment, load_experiment
 from asyncrl.launch.rundir import EXPERIMENT_FILE, newest_experiment, read_record
 
 _DESCRIPTION = """Continue a run that was stopped or killed, from the newest checkpoint in its folder, with its own config.
@@ -48,10 +48,10 @@ def resume(arguments: argparse.Namespace, console: Console) -> int:
         raise ConfigError(
             f"{str(arguments.run)!r} is not a folder; name the folder of a run, <fileroot>/<experiment>/<trial>"
         )
-    return start(config_to_resume(run_dir, arguments.overrides), arguments, console)
+    return start(draft_to_resume(run_dir, arguments.overrides), arguments, console)
 
 
-def config_to_resume(run_dir: Path, overrides: Sequence[str]) -> ExperimentConfig:
+def draft_to_resume(run_dir: Path, overrides: Sequence[str]) -> Draft:
     """The config of the newest launch in the run's folder, with the overrides. Raises ConfigError; LaunchError if run.json is
     damaged or has another format than this release's."""
     # First, because its error is clear: the config of another release may have fields that this release does not know
@@ -71,4 +71,4 @@ def config_to_resume(run_dir: Path, overrides: Sequence[str]) -> ExperimentConfi
     if load_experiment(kept).cluster == "slurm" or {"cluster=slurm", "cluster=local"} & set(overrides):
         # Forget the recorded hosts: the nodes of an earlier job or, if the overrides change the cluster, those of cluster=hosts
         here.append("hosts=[]")
-    return load_experiment(kept, [*here, "recover=required", *overrides])
+    return draft_experiment(kept, [*here, "recover=required", *overrides])

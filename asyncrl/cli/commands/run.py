@@ -32,14 +32,14 @@ from asyncrl.cli.commands.common import (
     sizes,
     sizes_text,
 )
-from asyncrl.cli.hub import with_local_models
+from asyncrl.cli.hub import find_local_models
 from asyncrl.cli.planning import refuse_too_large
 from asyncrl.cli.progress import LongWaits, RunView, print_summary
 from asyncrl.config.schema import ConfigError, ExperimentConfig, resolve_auto
 from asyncrl.data.trajectories import FOLDER as TRAJECTORIES
 from asyncrl.dataflow.phases import phases
-from asyncrl.launch.checks.preflight import preflight
-from asyncrl.launch.experiment import load_experiment
+from asyncrl.launch.checks.preflight import run_checks
+from asyncrl.launch.experiment import Draft, draft_experiment
 from asyncrl.launch.local import LocalLauncher
 from asyncrl.launch.program import CONFIG_CLASSES, ProcessSpec, plan, run_directory, save_config, total_steps
 from asyncrl.launch.redact import redact_urls
@@ -187,20 +187,19 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     """Start a run, print a line per train step, and stop all its processes at the end."""
     if arguments.output and not arguments.dry_run:
         raise ConfigError("--output works with --dry-run only; set the folder of a run with fileroot=... and trial=...")
-    config = load_experiment(arguments.config, arguments.overrides)
+    draft = draft_experiment(arguments.config, arguments.overrides)
     if not arguments.dry_run:
-        return start(config, arguments, console)
-    if is_to_submit(config):
-        sys.stdout.write(job_script(config))
+        return start(draft, arguments, console)
+    if is_to_submit(draft.config):
+        sys.stdout.write(job_script(draft.checked()))
         return 0
-    config = _with_local_models(config, console, download=False)
-    return _dry_run(config, preflight(config), arguments, console)
+    config, num_prompts = _checked(draft, console, download=False)
+    return _dry_run(config, num_prompts, arguments, console)
 
 
-def start(config: ExperimentConfig, arguments: argparse.Namespace, console: Console) -> int:
+def start(draft: Draft, arguments: argparse.Namespace, console: Console) -> int:
     """Run a config to its end, with text output or, with --json, JSON output."""
-    config = _with_local_models(config, console, download=True)
-    num_prompts = preflight(config)
+    config, num_prompts = _checked(draft, console, download=True)
     if is_to_submit(config):
         return _submit(config, arguments, console)
     refuse_too_large(config, partial(console.print, markup=False, highlight=False, soft_wrap=True))
@@ -209,9 +208,16 @@ def start(config: ExperimentConfig, arguments: argparse.Namespace, console: Cons
     return _run_for_people(config, num_prompts, console)
 
 
-def _with_local_models(config: ExperimentConfig, console: Console, *, download: bool) -> ExperimentConfig:
+def _checked(draft: Draft, console: Console, *, download: bool) -> tuple[ExperimentConfig, int]:
+    """The config with the local folders of its models, and the number of its prompts. Raises ConfigError with all problems. Nothing
+    is downloaded for a config with a wrong field."""
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    return with_local_models(config, download=download, say=say)
+    config, missing = find_local_models(draft.config, download=download and not draft.wrong, say=say)
+    report = run_checks(config, [*draft.wrong, *missing])
+    report.refuse()
+    for finding in report.warnings:
+        say(f"{finding.name}: {finding.value}; {finding.remedy}")
+    return config, report.num_prompts
 
 
 def _submit(config: ExperimentConfig, arguments: argparse.Namespace, console: Console) -> int:

@@ -9,10 +9,11 @@ import os
 import resource
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from asyncrl.config.fields import Wrong
 from asyncrl.config.schema import (
     REF,
     ConfigError,
@@ -29,6 +30,18 @@ from asyncrl.dataflow.layout_checks import problem_of_grid
 from asyncrl.dataflow.phases import phases
 from asyncrl.dataflow.topology import allocation_of
 from asyncrl.generation.sglang_environment import SETUP_HINT, TorchVersions, find_sglang, own_torch
+from asyncrl.launch.checks.checklist import (
+    FIELDS,
+    MODEL,
+    PROMPTS,
+    TASKS,
+    TOKENIZER,
+    WEIGHTS,
+    Case,
+    Check,
+    Report,
+    make_checks,
+)
 from asyncrl.launch.checks.model_files import check_vocabulary, count_parameters, read_config
 from asyncrl.launch.checks.task_arguments import check_task_arguments
 from asyncrl.launch.program import run_directory, writes_checkpoints
@@ -54,80 +67,70 @@ _FLOATS_OF_A_PARAMETER = 3  # float32 values per parameter in a checkpoint: itse
 _ETCD_BYTES = 130_000_000  # etcd allocates two files of its write-ahead log at its start
 
 
+def run_checks(config: ExperimentConfig, wrong: Sequence[Wrong] = ()) -> Report:
+    """Make all checks of the config against the files on this machine. wrong: fields with problems that are known already; the
+    checks that read these fields are not made."""
+    return make_checks(CHECKS, config, wrong)
+
+
 def preflight(config: ExperimentConfig) -> int:
     """Check the config against the files on this machine. Returns the number of training prompts (train_only: of the recorded
     groups to train on).
 
-    Raises ConfigError with the field and the remedy.
+    Raises ConfigError with every problem: field, value and remedy.
     """
+    report = run_checks(config)
+    report.refuse()
+    return report.num_prompts
+
+
+def _check_model(case: Case) -> None:
+    config = case.config
     hint = f"make it with `{config.prepare}`" if config.prepare else "give a folder in Hugging Face format"
-    model = read_config(config.model_path, hint)
-    num_parameters = count_parameters(config.model_path)
-    tokenizer_path = config.tokenizer_path or config.model_path
-    _check_tokenizer(tokenizer_path)
-    check_vocabulary(tokenizer_path, model)
-    models = {ACTOR: model} | _read_other_models(config, tokenizer_path, model)
-    for phase in phases(config):
-        if config.mode != "rollout_only":
-            _check_grids(phase, models)
-        _check_engine(phase)
-    _check_chat_template(config, tokenizer_path)
-    if config.train.ptx is not None and config.mode != "rollout_only":
-        _open("train.ptx.texts", config.train.ptx.texts, config)
-    _check_tasks(config)
-    _check_name_resolve(config)
-    _check_length(config, model)
-    _check_room(config, num_parameters)
-    _check_wandb(config)
-    if problem := too_few_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1]):
-        raise ConfigError(problem)
-    if config.mode == "train_only":
-        return _check_replay(config, model)
-    if config.mode == "rollout_only" and not tensor_files(Path(config.model_path).expanduser()):
-        raise ConfigError(
-            f"model_path={config.model_path!r}: there is no *.safetensors; save the model with save_pretrained"
-        )
-    num_prompts = _count("prompts", config.prompts, config)
-    if num_prompts < config.train.batch_size:
-        raise ConfigError(
-            f"train.batch_size={config.train.batch_size}: {config.prompts.path} has only {num_prompts} prompts, "
-            "so a batch could never fill; use a smaller batch or more prompts"
-        )
-    if (
-        config.eval.prompts is not None
-        and _count("eval.prompts", config.eval.prompts, config) < config.eval.num_prompts
-    ):
-        raise ConfigError(
-            f"eval.num_prompts={config.eval.num_prompts}: {config.eval.prompts.path} has fewer prompts; use a smaller number"
-        )
-    return num_prompts
+    case.model = read_config(config.model_path, hint)
 
 
-def _read_other_models(
-    config: ExperimentConfig, tokenizer_path: str, actor: Mapping[str, object]
-) -> dict[str, Mapping[str, object]]:
-    """Return config.json by role of the other models that have a path. Checks their folders as that of model_path."""
-    train = config.train
-    found: dict[str, Mapping[str, object]] = {}
+def _check_weights(case: Case) -> None:
+    case.num_parameters = count_parameters(case.config.model_path)
+
+
+def _check_vocabulary(case: Case) -> None:
+    check_vocabulary(case.tokenizer_path, case.model)
+
+
+def _check_models(case: Case) -> Iterator[ConfigError]:
+    """Check the folders of the other models as that of model_path, and the grid of each model in each phase."""
+    train = case.config.train
+    models: dict[str, Mapping[str, object]] = {ACTOR: case.model}
     for role, (place, settings) in model_settings(train).items():
         field, path = f"{place}.path", settings.path
-        if path:
-            found[role] = read_config(path, "give a folder in Hugging Face format", field=field)
-            count_parameters(path, field=field)
-            try:
-                check_vocabulary(tokenizer_path, found[role])
-            except ConfigError as error:
-                raise ConfigError(f"{field}={path!r}: it reads the actor's tokens, but {error}") from error
-    others = [name for name in _SHAPE_FIELDS if REF in found and found[REF].get(name) != actor.get(name)]
+        try:
+            if path:
+                models[role] = read_config(path, "give a folder in Hugging Face format", field=field)
+                count_parameters(path, field=field)
+                _check_reads_tokens(field, path, case.tokenizer_path, models[role])
+        except ConfigError as error:
+            yield error
+    ref = models.get(REF, case.model)
+    others = [name for name in _SHAPE_FIELDS if ref.get(name) != case.model.get(name)]
     if train.ref.update_interval and others:
-        raise ConfigError(
+        yield ConfigError(
             f"train.ref.update_interval={train.ref.update_interval}: the actor's weights do not fit the model of train.ref.path: "
             f"its config.json has a different {others[0]}; use 0, or a reference with the actor's architecture"
         )
-    return found
+    if case.config.mode != "rollout_only":
+        for phase in phases(case.config):
+            yield from _check_grids(phase, models)
 
 
-def _check_grids(config: ExperimentConfig, models: Mapping[str, Mapping[str, object]]) -> None:
+def _check_reads_tokens(field: str, path: str, tokenizer_path: str, model: Mapping[str, object]) -> None:
+    try:
+        check_vocabulary(tokenizer_path, model)
+    except ConfigError as error:
+        raise ConfigError(f"{field}={path!r}: it reads the actor's tokens, but {error}") from error
+
+
+def _check_grids(config: ExperimentConfig, models: Mapping[str, Mapping[str, object]]) -> Iterator[ConfigError]:
     """Check that each model can be split into the pipeline stages and tensor parallel ranks of its grid in the allocation, and that
     a mixture of experts has only one rank."""
     placements, _ = allocation_of(config).place(build_dataflow(config.train, config.mode))
@@ -136,11 +139,23 @@ def _check_grids(config: ExperimentConfig, models: Mapping[str, Mapping[str, obj
             continue
         if problem := problem_of_grid(placement.grid, models.get(placement.role, models[ACTOR])):
             where = f"allocation={config.allocation!r}: the {placement.name} has the grid {placement.grid}"
-            raise ConfigError(f"{where}, and {problem}")
+            yield ConfigError(f"{where}, and {problem}")
 
 
-def _check_wandb(config: ExperimentConfig) -> None:
+def _check_saved(case: Case) -> None:
+    path = case.config.model_path
+    if not tensor_files(Path(path).expanduser()):
+        raise ConfigError(f"model_path={path!r}: there is no *.safetensors; save the model with save_pretrained")
+
+
+def _check_open_files(_: Case) -> None:
+    if problem := too_few_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1]):
+        raise ConfigError(problem)
+
+
+def _check_wandb(case: Case) -> None:
     """Check that the package wandb is installed. A folder of that name, such as wandb itself creates, does not count."""
+    config = case.config
     spec = importlib.util.find_spec("wandb") if config.wandb.mode != "disabled" else None
     if config.wandb.mode != "disabled" and (spec is None or spec.origin is None):
         raise ConfigError(
@@ -149,9 +164,10 @@ def _check_wandb(config: ExperimentConfig) -> None:
         )
 
 
-def _check_tokenizer(path: str) -> None:
+def _check_tokenizer(case: Case) -> None:
     """Check that the tokenizer is readable and has an EOS token. Imports transformers only if that is necessary, because the import
     takes a second."""
+    path = case.tokenizer_path
     folder = Path(path).expanduser()
     if _has_eos_token(folder) and _is_readable(folder / "tokenizer.json"):
         return
@@ -172,8 +188,9 @@ def _has_eos_token(folder: Path) -> bool:
         return False
 
 
-def _check_chat_template(config: ExperimentConfig, path: str) -> None:
+def _check_chat_template(case: Case) -> Iterator[ConfigError]:
     """Check that the tokenizer has a chat template if prompts use one. Looks for the files that save_pretrained writes."""
+    config, path = case.config, case.tokenizer_path
     folder = Path(path).expanduser()
     texts = config.train.ptx.texts if config.train.ptx is not None else None
     for name, prompts in (
@@ -182,7 +199,7 @@ def _check_chat_template(config: ExperimentConfig, path: str) -> None:
         ("train.ptx.texts", texts),
     ):
         if prompts is not None and prompts.chat_template and folder.is_dir() and not _has_chat_template(folder):
-            raise ConfigError(
+            yield ConfigError(
                 f"{name}.chat_template=True: the tokenizer in {path} has no chat template; set {name}.chat_template=false "
                 "and write each prompt as its final text, or put the template into chat_template.jinja there"
             )
@@ -207,17 +224,30 @@ def _is_readable(file: Path) -> bool:
     return True
 
 
-def _check_tasks(config: ExperimentConfig) -> None:
-    for name, task in config.rollout.tasks.items():
+def _check_tasks(case: Case) -> Iterator[ConfigError]:
+    for name, task in case.config.rollout.tasks.items():
+        sound = True
         for kind, spec in (("reward", task.reward), ("agent", task.agent), ("env", task.env)):
-            file = spec.rpartition(":")[0]
-            if file.endswith(".py") and not Path(file).expanduser().is_file():
-                raise ConfigError(f"rollout.tasks.{name}.{kind}={spec!r}: there is no file {Path(file).absolute()}")
-            if file.endswith(".py"):
-                _check_defines(f"rollout.tasks.{name}.{kind}", spec)
-            elif spec:
-                _check_module(f"rollout.tasks.{name}.{kind}", spec)
-        check_task_arguments(f"rollout.tasks.{name}", task)
+            try:
+                _check_spec(f"rollout.tasks.{name}.{kind}", spec)
+            except ConfigError as error:
+                sound = False
+                yield error
+        try:
+            if sound:
+                check_task_arguments(f"rollout.tasks.{name}", task)
+        except ConfigError as error:
+            yield error
+
+
+def _check_spec(field: str, spec: str) -> None:
+    file = spec.rpartition(":")[0]
+    if file.endswith(".py") and not Path(file).expanduser().is_file():
+        raise ConfigError(f"{field}={spec!r}: there is no file {Path(file).absolute()}")
+    if file.endswith(".py"):
+        _check_defines(field, spec)
+    elif spec:
+        _check_module(field, spec)
 
 
 def _check_module(field: str, spec: str) -> None:
@@ -252,15 +282,16 @@ def _check_defines(field: str, spec: str) -> None:
         )
 
 
-def _check_replay(config: ExperimentConfig, model: Mapping[str, object]) -> int:
-    """Check that the recordings to replay are complete and fit the model. Returns the number of groups."""
+def _check_replay(case: Case) -> None:
+    """Check that the recordings to replay are complete and fit the model."""
+    config = case.config
     plan = plan_replay(
         config.replay,
         batch_size=config.train.batch_size,
         max_steps=config.train.max_steps,
         max_head_offpolicyness=config.manager.max_head_offpolicyness,
     )
-    vocab_size = model.get("vocab_size")
+    vocab_size = case.model.get("vocab_size")
     assert isinstance(vocab_size, int)
     check_replay(
         plan,
@@ -274,15 +305,16 @@ def _check_replay(config: ExperimentConfig, model: Mapping[str, object]) -> int:
             f"replay.first_step={plan.first_step}: model_path has version {version}; use the weights of version "
             f"{plan.first_step}, or replay.first_step={version}"
         )
-    return plan.num_groups
+    case.num_prompts = plan.num_groups
 
 
-def _check_room(config: ExperimentConfig, num_parameters: int) -> None:
+def _check_room(case: Case) -> None:
     """Check that the run's disk has room for the files that the run is certain to write.
 
     These are the weight versions kept, one more being written, the final models (the critic and those of train.roles are assumed to
     be as large as the actor), the checkpoints kept, one more being written, and etcd's log.
     """
+    config, num_parameters = case.config, case.num_parameters
     run_dir = run_directory(config)
     dtype = resolve_auto(config, on_gpu=bool(visible_devices())).train.dtype
     weights = num_parameters * (2 if dtype == "bfloat16" else 4)
@@ -311,19 +343,19 @@ def _check_room(config: ExperimentConfig, num_parameters: int) -> None:
         )
 
 
-def _check_length(config: ExperimentConfig, model: Mapping[str, object]) -> None:
-    limit = model.get("max_position_embeddings")
+def _check_length(case: Case) -> Iterator[ConfigError]:
+    config, limit = case.config, case.model.get("max_position_embeddings")
     if isinstance(limit, int) and config.train.ptx is not None and config.train.ptx.max_length > limit:
-        raise ConfigError(f"train.ptx.max_length={config.train.ptx.max_length}: the model has {limit} positions")
+        yield ConfigError(f"train.ptx.max_length={config.train.ptx.max_length}: the model has {limit} positions")
     asked = config.rollout.sampling.max_new_tokens
     if isinstance(limit, int) and asked >= limit:
-        raise ConfigError(
+        yield ConfigError(
             f"rollout.sampling.max_new_tokens={asked}: the model has {limit} positions for prompt and response"
         )
 
 
-def _check_name_resolve(config: ExperimentConfig) -> None:
-    name_resolve = config.name_resolve
+def _check_name_resolve(case: Case) -> None:
+    name_resolve = case.config.name_resolve
     if any(endpoint.startswith(MEMORY) for endpoint in name_resolve.endpoints):
         raise ConfigError(
             f"name_resolve.endpoints={list(name_resolve.endpoints)}: {MEMORY} is for tests in one process; a run needs etcd. For "
@@ -355,6 +387,32 @@ def _open(field: str, prompts: PromptSourceConfig, config: ExperimentConfig) -> 
         raise ConfigError(f"{field}.path={prompts.path!r}: {error}{hint}") from error
 
 
+def _check_prompts(case: Case) -> None:
+    case.num_prompts = _count("prompts", case.config.prompts, case.config)
+
+
+def _check_batch_size(case: Case) -> None:
+    config = case.config
+    if case.num_prompts < config.train.batch_size:
+        raise ConfigError(
+            f"train.batch_size={config.train.batch_size}: {config.prompts.path} has only {case.num_prompts} prompts, "
+            "so a batch could never fill; use a smaller batch or more prompts"
+        )
+
+
+def _check_eval_prompts(case: Case) -> None:
+    config, prompts = case.config, case.config.eval.prompts
+    if prompts is not None and _count("eval.prompts", prompts, config) < config.eval.num_prompts:
+        raise ConfigError(
+            f"eval.num_prompts={config.eval.num_prompts}: {prompts.path} has fewer prompts; use a smaller number"
+        )
+
+
+def _check_ptx(case: Case) -> None:
+    if (ptx := case.config.train.ptx) is not None:
+        _open("train.ptx.texts", ptx.texts, case.config)
+
+
 def _count(field: str, prompts: PromptSourceConfig, config: ExperimentConfig) -> int:
     source = _open(field, prompts, config)
     unknown = sorted(map(str, source.tasks - config.rollout.tasks.keys()))
@@ -364,6 +422,14 @@ def _count(field: str, prompts: PromptSourceConfig, config: ExperimentConfig) ->
             f"not in rollout.tasks; add them there, or use only its tasks: {', '.join(sorted(config.rollout.tasks))}"
         )
     return len(source)
+
+
+def _check_engines(case: Case) -> Iterator[ConfigError]:
+    for phase in phases(case.config):
+        try:
+            _check_engine(phase)
+        except ConfigError as error:
+            yield error
 
 
 def _check_engine(config: ExperimentConfig) -> None:
@@ -392,3 +458,52 @@ def _check_nccl(config: ExperimentConfig, trainer: TorchVersions, sglang: TorchV
         f"{sglang.torch.partition('+')[0]}` beside the trainer, or ASYNCRL_TORCH=... for launcher/setup.sh), or set "
         "weights.transport=disk"
     )
+
+
+def _rolls_out(config: ExperimentConfig) -> bool:
+    return config.mode != "train_only"
+
+
+def _replays(config: ExperimentConfig) -> bool:
+    return config.mode == "train_only"
+
+
+def _trains(config: ExperimentConfig) -> bool:
+    return config.mode != "rollout_only"
+
+
+def _only_rolls_out(config: ExperimentConfig) -> bool:
+    return config.mode == "rollout_only"
+
+
+def _has_own_tokenizer(config: ExperimentConfig) -> bool:
+    return bool(config.tokenizer_path)
+
+
+def _has_models_tokenizer(config: ExperimentConfig) -> bool:
+    return not config.tokenizer_path
+
+
+# In the order of their lines
+CHECKS = (
+    Check("the model", _check_model, reads=("model_path",), gives=MODEL),
+    Check("weights", _check_weights, needs=(MODEL,), gives=WEIGHTS),
+    Check("tokenizer", _check_tokenizer, needs=(MODEL,), gives=TOKENIZER, when=_has_models_tokenizer),
+    Check("tokenizer", _check_tokenizer, reads=("tokenizer_path",), gives=TOKENIZER, when=_has_own_tokenizer),
+    Check("vocabulary", _check_vocabulary, needs=(MODEL, TOKENIZER)),
+    Check("other models and layout", _check_models, needs=(MODEL, FIELDS)),
+    Check("SGLang", _check_engines, reads=("allocation", "generation", "weights", "mode")),
+    Check("chat template", _check_chat_template, reads=("prompts", "eval", "train.ptx"), needs=(TOKENIZER,)),
+    Check("supervised texts", _check_ptx, reads=("train.ptx",), when=_trains),
+    Check("tasks", _check_tasks, reads=("rollout.tasks",), gives=TASKS),
+    Check("etcd", _check_name_resolve, reads=("name_resolve",)),
+    Check("lengths", _check_length, reads=("rollout.sampling", "train.ptx"), needs=(MODEL,)),
+    Check("disk space", _check_room, needs=(WEIGHTS, FIELDS)),
+    Check("wandb", _check_wandb, reads=("wandb",)),
+    Check("open files", _check_open_files),
+    Check("the recording", _check_replay, needs=(MODEL, TOKENIZER, FIELDS), when=_replays),
+    Check("saved weights", _check_saved, needs=(MODEL,), when=_only_rolls_out),
+    Check("prompts", _check_prompts, reads=("prompts", "rollout.tasks"), gives=PROMPTS, when=_rolls_out),
+    Check("batch size", _check_batch_size, reads=("train.batch_size",), needs=(PROMPTS,), when=_rolls_out),
+    Check("prompts of evaluations", _check_eval_prompts, reads=("eval", "rollout.tasks"), when=_rolls_out),
+)
