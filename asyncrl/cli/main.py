@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
 import signal
@@ -37,6 +38,7 @@ from asyncrl.cli.commands import (
 )
 from asyncrl.cli.commands.common import CONFIG_ERROR, FAILED, error_object, print_json
 from asyncrl.cli.doctor import installed_version
+from asyncrl.cli.output import never_waiting
 from asyncrl.cli.progress import make_console
 from asyncrl.config.fields import find_field
 from asyncrl.config.schema import ConfigError
@@ -125,18 +127,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = make_console(stderr=as_json)  # with --json, stdout is for JSON alone
     try:
         arguments = parse(words)
-        return int(arguments.command(arguments, console))
+        supervises = getattr(arguments, "supervises", False) and not getattr(arguments, "dry_run", False)
+        with never_waiting(as_json=as_json) if supervises else contextlib.nullcontext():
+            return _execute(arguments, console, as_json)
     except UsageError as error:
         return _refuse(str(error), "usage", CONFIG_ERROR, console, as_json)
-    except ConfigError as error:
-        return _refuse(redact_text(str(error)), "config", CONFIG_ERROR, console, as_json)
-    except LaunchError as error:
-        return _refuse(redact_urls(str(error)), "failed", FAILED, console, as_json)
     except BrokenPipeError:  # the reader of stdout has ended, as in `asyncrl-launch logs RUN | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more at exit
         return _BROKEN_PIPE
     except KeyboardInterrupt:  # a launcher handles Ctrl-C itself while its run exists
         return _INTERRUPTED
+
+
+def _execute(arguments: argparse.Namespace, console: Console, as_json: bool) -> int:
+    try:
+        return int(arguments.command(arguments, console))
+    except ConfigError as error:
+        return _refuse(redact_text(str(error)), "config", CONFIG_ERROR, console, as_json)
+    except LaunchError as error:
+        return _refuse(redact_urls(str(error)), "failed", FAILED, console, as_json)
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:

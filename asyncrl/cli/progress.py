@@ -255,10 +255,7 @@ class RunView:
             self._print(escape(self._training.bottom_text(statuses, now)))
 
     def _print(self, markup: str) -> None:
-        try:
-            self._console.print(markup, highlight=False, soft_wrap=True)
-        except OSError:  # the terminal is gone, or the disk with the output is full: the run continues without output
-            self._console.on_broken_pipe()
+        self._console.print(markup, highlight=False, soft_wrap=True)
 
 
 class TrainingProgress:
@@ -569,7 +566,7 @@ def _shares(counts: Mapping[str, int]) -> str:
 
 
 class RunConsole(Console):
-    """A console that stops printing when the reader of its output ends, so that the run continues."""
+    """A console that stops printing when the reader of its output ends. The command goes on to its end."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

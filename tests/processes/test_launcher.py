@@ -1,8 +1,10 @@
 """The launcher with real processes: it reports a run's first failure, and nothing of the run survives it."""
 
+import fcntl
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import socket
@@ -21,6 +23,7 @@ from asyncrl.launch.rundir import RunLock, RunRecord, read_record, write_record
 from asyncrl.protocol.messages import WorkerStatus
 from asyncrl.protocol.names import Names
 from asyncrl.runtime import unix_sockets
+from asyncrl.runtime.clock import wait_until
 from asyncrl.runtime.names.etcd.server import EtcdServer
 from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.process import tail_of
@@ -61,11 +64,11 @@ def etcd(tmp_path):
 
 def all_started(run):
     """Wait until every process exists. Most are still importing then."""
-    run.wait_until(lambda: len(workers_of(run)) == len(WORKERS), "all workers were started", LIMIT_S)
+    run.wait_until(lambda: len(workers_of(run.run_dir)) == len(WORKERS), "all workers were started", LIMIT_S)
 
 
-def workers_of(run):
-    return [process for process in processes_of(run.run_dir) if "asyncrl.launch.worker_main" in cmdline(process)]
+def workers_of(run_dir):
+    return [process for process in processes_of(run_dir) if "asyncrl.launch.worker_main" in cmdline(process)]
 
 
 def cmdline(process):
@@ -383,6 +386,35 @@ def test_a_run_for_machines(config, tmp_path):
     assert events[-1]["event"] == "end"
     assert events[-1]["exit_code"] == 0
     assert events[-1]["summary"]["steps"] == 20
+
+
+@pytest.mark.parametrize("as_json", [(), pytest.param(("--json",), marks=pytest.mark.release)])
+def test_a_reader_that_stops_reading_delays_nothing(config, tmp_path, as_json):
+    """As after Ctrl-S. A killed worker is replaced, Ctrl-C has its effect, and the launcher ends."""
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    command = [sys.executable, "-m", "asyncrl.cli.main", "run", str(config), f"fileroot={tmp_path}", *ENDLESS, *as_json]
+    run_dir = tmp_path / "tiny" / "t0"
+
+    def is_full(fd):
+        return not select.select([], [fd], [], 0)[1]
+
+    def rollout_workers():
+        return {process for process in workers_of(run_dir) if "rollout_worker_0" in " ".join(cmdline(process))}
+
+    with subprocess.Popen(command, stdout=writer, stderr=writer) as run:
+        try:
+            assert wait_until(lambda: is_full(writer) and bool(train_steps(run_dir)), limit_s=LIMIT_S, every_s=0.1)
+            (first,) = rollout_workers()
+            first.kill()
+            assert wait_until(lambda: bool(rollout_workers() - {first}), limit_s=LIMIT_S, every_s=0.1)
+            run.send_signal(signal.SIGINT)
+            assert run.wait(LIMIT_S) == 130
+        finally:
+            run.kill()
+            os.close(reader)
+            os.close(writer)
+    assert_nothing_left(run_dir)
 
 
 # ------------------------------------------------------------------------------------------------------- the user's own etcd

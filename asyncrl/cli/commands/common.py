@@ -79,6 +79,11 @@ def add_config_command(
     return parser
 
 
+def supervises(parser: argparse.ArgumentParser) -> None:
+    """Declare that a command supervises processes of a run, so it must not wait for its output (cli/output.py)."""
+    parser.set_defaults(supervises=True)
+
+
 def add_run_command(
     commands: Commands, name: str, function: Command, *, description: str = "", epilog: str = ""
 ) -> argparse.ArgumentParser:

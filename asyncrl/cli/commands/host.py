@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from asyncrl.cli.commands.common import Commands, add_config_command
+from asyncrl.cli.commands.common import Commands, add_config_command, supervises
 from asyncrl.config.schema import ConfigError, ExperimentConfig, NameResolveConfig
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.hosts.addresses import address_of, own_host
@@ -49,6 +49,7 @@ exit codes: 0 the run has ended; 1 no launcher was found, or it died; 2 the conf
 
 def add_to(commands: Commands) -> None:
     parser = add_config_command(commands, "host", host_command, description=_DESCRIPTION, epilog=_EPILOG)
+    supervises(parser)
     parser.add_argument("--host", metavar="NAME", default="", help="name of this host in the config's hosts")
     parser.add_argument(
         "--address",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from asyncrl.cli.commands.common import Commands, add_command
+from asyncrl.cli.commands.common import Commands, add_command, supervises
 from asyncrl.cli.commands.run import add_detach, start
 from asyncrl.config.schema import ConfigError
 from asyncrl.launch.experiment import Draft, draft_experiment, load_experiment
@@ -37,6 +37,7 @@ and the overrides give it no more steps."""
 def add_to(commands: Commands) -> None:
     parser = add_command(commands, "resume", resume, description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("run", metavar="DIR", type=Path, help="folder of the run")
+    supervises(parser)
     add_detach(parser)
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="fields to change")
 

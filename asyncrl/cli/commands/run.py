@@ -31,6 +31,7 @@ from asyncrl.cli.commands.common import (
     process_table,
     sizes,
     sizes_text,
+    supervises,
 )
 from asyncrl.cli.hub import find_local_models
 from asyncrl.cli.planning import refuse_too_large
@@ -78,8 +79,7 @@ class JsonView:
     its first status with the new state was made.
 
     Events: start (run_dir, processes, sizes); worker (name, state, pid, attempt: a process has changed its state); metrics (a
-    record of metrics.jsonl: a train step or an evaluation); notice (text); end (exit_code, and summary or error). If the reader of
-    stdout ends, the run continues without output.
+    record of metrics.jsonl: a train step or an evaluation); notice (text); end (exit_code, and summary or error).
     """
 
     def __init__(self, run_dir: Path, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -88,7 +88,6 @@ class JsonView:
         self._states: dict[str, str] = {}
         self._long_waits = LongWaits()
         self._lock = threading.Lock()  # notices may come from other threads
-        self._silent = False
 
     def emit(self, event: str, **fields: Any) -> None:
         self._emit(event, self._clock.time(), fields)
@@ -96,13 +95,8 @@ class JsonView:
     def _emit(self, event: str, happened: float, fields: Mapping[str, Any]) -> None:
         line = msgspec.json.encode({"event": event, "time": round(happened, 3), **fields})
         with self._lock:
-            if self._silent:
-                return
-            try:
-                sys.stdout.write(line.decode() + "\n")
-                sys.stdout.flush()
-            except OSError:
-                self._fall_silent()
+            sys.stdout.write(line.decode() + "\n")
+            sys.stdout.flush()
 
     def turn(self, statuses: Sequence[WorkerStatus]) -> None:
         for status in statuses:
@@ -126,13 +120,6 @@ class JsonView:
     def close(self) -> None:
         """Emit the remaining metrics."""
         self.turn(())
-
-    def _fall_silent(self) -> None:
-        """Stop printing. Redirect stdout to devnull too, because the interpreter flushes it at exit."""
-        self._silent = True
-        devnull = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(devnull, sys.stdout.fileno())
-        os.close(devnull)
 
 
 def _without_own_names(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,6 +158,7 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="write config.yaml and each process's resolved config; start nothing"
     )
+    supervises(parser)
     add_detach(parser)
     parser.add_argument(
         "--output", metavar="DIR", type=Path, help="folder for --dry-run (default: dry_run/ in the run's folder)"

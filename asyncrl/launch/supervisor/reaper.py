@@ -69,6 +69,7 @@ class Reaper:
             [sys.executable, "-S", "-E", __file__, *self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,  # the launcher's may be a pipe that has no reader any more
             cwd="/",
             start_new_session=True,
         )
