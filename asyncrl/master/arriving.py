@@ -26,14 +26,15 @@ class ArrivingGroups:
         self._max_tokens, self._batch_size, self._update_interval = max_tokens, batch_size, update_interval
 
     def next_chunk(
-        self, stored: Sequence[TrajectoryMeta], done: Collection[str], *, version: int, in_step: bool
+        self, stored: Sequence[TrajectoryMeta], done: Collection[str], *, version: int, num_left: int
     ) -> list[TrajectoryMeta]:
         """Return the groups to process now; empty: none. stored: the groups that are in no batch yet, in order of arrival. done:
-        tickets that have been processed. version: the running step trains from it (in_step), or the next step will."""
+        tickets that have been processed. version: the running step trains from it, or the next step will. num_left: the number of
+        stored groups that this step will still take."""
         ordered = sorted(stored, key=lambda meta: min(meta.version_start))  # stable
         if self._update_interval:
-            num_steps = self._update_interval - version % self._update_interval - in_step
-            ordered = ordered[: num_steps * self._batch_size]
+            further_steps = self._update_interval - version % self._update_interval - 1
+            ordered = ordered[: num_left + further_steps * self._batch_size]
         chunk: list[TrajectoryMeta] = []
         num_tokens = 0
         for meta in ordered:

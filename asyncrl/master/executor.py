@@ -74,6 +74,11 @@ class ParameterHooks:
         self._detached_actors = list(dict.fromkeys(others)) if train.actor_inf_on_missing else []
         self._stale: set[str] = set()  # models with weights older than those of their role's trained model
 
+    @property
+    def batch_size(self) -> int:
+        """Groups of a step."""
+        return self._train.batch_size
+
     def left_out(self, version: int) -> frozenset[str]:
         """MFCs that the step from this version leaves out: the first num_critic_only_steps steps train only the critic."""
         return frozenset([TRAIN_MFC]) if version < self._train.num_critic_only_steps else frozenset()
@@ -144,17 +149,13 @@ BALANCE_TOLERANCE = 0.1  # a data rank with more tokens than (1 + this) times th
 
 @dataclass
 class StepResult:
-    """Statistics of all MFCs of a step, and the seconds that each took at its slowest worker."""
+    """Statistics of all MFCs of a step, and the seconds that each took at its slowest worker. The parts of a batch add to one
+    result."""
 
     stats: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     peak_s: dict[str, float] = field(default_factory=dict)  # the seconds that an MFC's model FLOPs take at peak FLOP/s
-
-    def add(self, later: StepResult) -> None:
-        """Add the result of the next part of the batch: seconds and bytes add up, other statistics come with the last part."""
-        moves = {name: self.stats.get(name, 0.0) + later.stats.get(name, 0.0) for name in (MOVED_BYTES, TRANSFER_S)}
-        self.stats = {**self.stats, **later.stats, **moves}
-        self.seconds, self.peak_s = _added(self.seconds, later.seconds), _added(self.peak_s, later.peak_s)
+    _shares: dict[str, tuple[int, int]] = field(default_factory=dict)  # statistic -> numerator, denominator
 
     def count(self, calls: Iterable[Call]) -> None:
         """Add the statistics and the seconds of these calls. Of several calls of an MFC, the statistics of the last one count."""
@@ -164,9 +165,16 @@ class StepResult:
                 if seconds is not None:
                     total[call.mfc.name] = total.get(call.mfc.name, 0.0) + seconds
 
+    def add(self, name: str, number: float) -> None:
+        """Add to a sum over the step."""
+        self.stats[name] = self.stats.get(name, 0.0) + number
 
-def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-    return {name: one.get(name, 0.0) + other.get(name, 0.0) for name in {**one, **other}}
+    def add_share(self, name: str, part: int, whole: int) -> None:
+        """Add to the numerator and the denominator of a share. A step without any group has no share."""
+        parts, wholes = self._shares.get(name, (0, 0))
+        self._shares[name] = parts + part, wholes + whole
+        if wholes + whole:
+            self.stats[name] = (parts + part) / (wholes + whole)
 
 
 class _Step:
@@ -183,17 +191,18 @@ class _Step:
         recorders: Sequence[int],
         detached: Collection[int] = (),
         *,
+        result: StepResult,
         part: Part = "whole",
         batch: Sequence[str] = (),
     ) -> None:
         """recorders: by head, the worker that records the head's trajectories; empty: no recording. detached: workers that are not
-        in the trainer group. part, batch: as in ExecuteMFC."""
+        in the trainer group. result: of the step, to which this part adds. part, batch: as in ExecuteMFC."""
         self.version = version
         self.part, self.batch = part, list(batch)
         # (model, groups) -> the ids of each data rank
         self._parts: dict[tuple[str, frozenset[str]], list[list[str]]] = {}
         self.missing: set[str] = set()  # keys that no worker computes in this step, because a detached group is missing
-        self.result = StepResult()
+        self.result = result
         self.tracker = tracker
         self._sent: list[asyncio.Task[None]] = []
         self._recorders = recorders
@@ -361,13 +370,13 @@ class _Step:
 
     async def _count(self, replies: asyncio.Task[list[CallResult]] | None) -> None:
         if replies is not None:
-            done, stats = await replies, self.result.stats
+            done = await replies
             self.count_bytes(sum(reply.num_bytes for reply in done))
-            stats[TRANSFER_S] = stats.get(TRANSFER_S, 0.0) + max(reply.seconds for reply in done)
+            self.result.add(TRANSFER_S, max(reply.seconds for reply in done))
 
     def count_bytes(self, num_bytes: float) -> None:
         """Add to the number of bytes that model workers have sent to each other."""
-        self.result.stats[MOVED_BYTES] = self.result.stats.get(MOVED_BYTES, 0.0) + num_bytes
+        self.result.add(MOVED_BYTES, num_bytes)
 
 
 def start_copies(
@@ -476,7 +485,8 @@ class DetachedFunctionCall(ModelFunctionCall):
     """An MFC of a model in a detached group.
 
     waits for: the same as ModelFunctionCall; the next incarnation of its worker group, if the group ends (calls.py).
-    If the group is missing and on_missing=continue, the step goes on without the output keys.
+    If the group is missing and on_missing=continue, the step goes on without the output keys. A call without groups needs nothing
+    from the group.
     """
 
     def __init__(
@@ -497,13 +507,16 @@ class DetachedFunctionCall(ModelFunctionCall):
         is_missing = False
         try:
             async with self._own_turn():
-                await self._work(step, call, await self._ready(step, batch, call))
+                body = await self._ready(step, batch, call)
+                if body.ids:  # the last part of a batch may have no groups
+                    await self._work(step, call, body)
         except GroupMissingError as error:
             logger.warning("step %d is trained without it: %s", step.version + 1, error)
             step.missing.update(self.mfc.output_keys)  # before calls that read them begin
             is_missing = True
         if self._on_missing == "continue":
-            step.result.stats[f"{MISSING}{self.mfc.name}"] = float(is_missing)
+            name = f"{MISSING}{self.mfc.name}"
+            step.result.stats[name] = max(step.result.stats.get(name, 0.0), float(is_missing))
         call.made.set()
 
     async def _work(self, step: _Step, call: Call, body: ExecuteMFC) -> None:
@@ -555,15 +568,15 @@ class ArrivingFunctionCall(DetachedFunctionCall):
         self._buffer = buffer
         self._arriving = hooks.arriving(mfc, placement.grid.data)
         self._lock = asyncio.Lock()
-        self._version, self._in_step = 0, False
+        self._version, self._num_left = 0, 0
 
     @property
     def model(self) -> str:
         return self._placement.name
 
-    def at(self, version: int, *, in_step: bool) -> None:
-        """The step from this version has begun (in_step), or is the next one."""
-        self._version, self._in_step = version, in_step
+    def at(self, version: int, *, num_left: int) -> None:
+        """The step from this version runs, or is the next one. It will still take num_left of the groups that are not in it."""
+        self._version, self._num_left = version, num_left
 
     async def process_arriving(self) -> None:
         """Process stored groups as they arrive. Never returns."""
@@ -592,7 +605,7 @@ class ArrivingFunctionCall(DetachedFunctionCall):
 
     async def _work(self, step: _Step, call: Call, body: ExecuteMFC) -> None:
         num_left = len(set(body.ids) - self._processed())
-        step.result.stats[f"arriving/{self.mfc.name}_share"] = 1 - num_left / len(body.ids)
+        step.result.add_share(f"arriving/{self.mfc.name}_share", len(body.ids) - num_left, len(body.ids))
         async with self._lock if num_left else contextlib.nullcontext():  # its groups may be in the chunk under way
             await super()._work(step, call, body)
 
@@ -605,7 +618,7 @@ class ArrivingFunctionCall(DetachedFunctionCall):
 
     def _next_chunk(self) -> list[TrajectoryMeta]:
         stored, done = self._buffer.stored, self._processed()
-        return self._arriving.next_chunk(stored, done, version=self._version, in_step=self._in_step)
+        return self._arriving.next_chunk(stored, done, version=self._version, num_left=self._num_left)
 
     async def _process_chunk(self, incarnation: Incarnation) -> None:
         if not (chunk := self._next_chunk()):  # dropped meanwhile
@@ -661,8 +674,7 @@ class FunctionExecutor:
             raise ValueError(f"MFCs run on models without workers: {homeless}; placed models: {list(self._placements)}")
         self._detached = detached.worker_groups.all_detached if detached is not None else frozenset()
         self._refresher = refresher
-        self._earlier = StepResult()  # of the parts of the batch that are done
-        self._num_parts = 0
+        self._result = StepResult()  # of the step that runs, or comes next
         self._calls: list[ModelFunctionCall] = []
         for mfc in mfcs:
             about = mfc, self._placements[mfc.model], caller, hooks
@@ -690,34 +702,34 @@ class FunctionExecutor:
     async def process_arriving(self, version: int) -> None:
         """Run the MFCs of detached frozen models on stored groups as they arrive. version: the first step trains from it. Returns
         at once if no MFC does so."""
-        self._at(version, in_step=False)
+        self._at(version, num_left=self._hooks.batch_size)
         await asyncio.gather(*(call.process_arriving() for call in self._arriving))
 
-    def _at(self, version: int, *, in_step: bool) -> None:
+    def _at(self, version: int, *, num_left: int) -> None:
         for call in self._arriving:
-            call.at(version, in_step=in_step)
+            call.at(version, num_left=num_left)
 
     async def execute_part(self, tickets: Sequence[str], version: int) -> None:
         """Run the MFCs on a part of the batch of the step from this version (train.streaming). `execute_step` then runs them on the
         rest of the batch."""
-        self._earlier.add(await self._run(tickets, version, "open"))
-        self._num_parts += 1
+        await self._run(tickets, version, "open")
+        self._result.add(NUM_PARTS, 1.0)
         self._buffer.end_part()
 
     async def execute_step(self, tickets: Sequence[str], version: int) -> StepResult:
         """Run the MFCs of the step from this version on a batch. If one fails, the others are cancelled and its error is raised."""
         earlier = set(self._buffer.earlier)
         if not earlier:
-            result = await self._run(tickets, version, "whole")
+            await self._run(tickets, version, "whole")
         else:
             rest = [ticket for ticket in tickets if ticket not in earlier]
-            result, self._earlier = self._earlier, StepResult()
-            result.add(await self._run(rest, version, "last", tickets))
-            result.stats[NUM_PARTS], self._num_parts = self._num_parts + 1.0, 0
+            await self._run(rest, version, "last", tickets)
+            self._result.add(NUM_PARTS, 1.0)
         self._buffer.end_batch()
+        result, self._result = self._result, StepResult()
         return result
 
-    async def _run(self, tickets: Sequence[str], version: int, part: Part, batch: Sequence[str] = ()) -> StepResult:
+    async def _run(self, tickets: Sequence[str], version: int, part: Part, batch: Sequence[str] = ()) -> None:
         left_out = self._hooks.left_out(version)
         step = _Step(
             version,
@@ -727,10 +739,12 @@ class FunctionExecutor:
             self._caller,
             self._recorders,
             self._detached,
+            result=self._result,
             part=part,
             batch=batch,
         )
-        self._at(version, in_step=True)
+        num_taken = len(self._buffer.earlier) + len(tickets)
+        self._at(version, num_left=max(0, self._hooks.batch_size - num_taken) if part == "open" else 0)
         self._buffer.begin_batch(tickets)
         metas = self._buffer.metas(tickets)
         try:
@@ -760,8 +774,8 @@ class FunctionExecutor:
             raise errors.exceptions[0] from None  # the first one; the others follow from it
         finally:
             step.give_up()
-        self._at(version + 1, in_step=False)
-        return step.result
+        if part != "open":
+            self._at(version + 1, num_left=self._hooks.batch_size)
 
     async def _refresh(self, step: _Step, version: int) -> None:
         """Copy weights after the step that produced this version: by collectives in the trainer group, else through the disk."""

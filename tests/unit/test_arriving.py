@@ -63,22 +63,23 @@ def tickets(chunk):
 def test_a_chunk_has_the_oldest_groups_that_are_not_done_and_at_most_a_micro_batch_of_tokens():
     groups = ArrivingGroups(max_tokens=10, batch_size=2, update_interval=0)
     stored = metas(("a", 4, 1), ("b", 4, 0), ("c", 4, 1), ("d", 30, 2))
-    assert tickets(groups.next_chunk(stored, set(), version=2, in_step=True)) == ["b", "a"]
-    assert tickets(groups.next_chunk(stored, {"a", "b"}, version=2, in_step=True)) == ["c"]
-    assert tickets(groups.next_chunk(stored, {"a", "b", "c"}, version=2, in_step=True)) == ["d"]
-    assert groups.next_chunk(stored, {"a", "b", "c", "d"}, version=2, in_step=True) == []
+    assert tickets(groups.next_chunk(stored, set(), version=2, num_left=0)) == ["b", "a"]
+    assert tickets(groups.next_chunk(stored, {"a", "b"}, version=2, num_left=0)) == ["c"]
+    assert tickets(groups.next_chunk(stored, {"a", "b", "c"}, version=2, num_left=0)) == ["d"]
+    assert groups.next_chunk(stored, {"a", "b", "c", "d"}, version=2, num_left=0) == []
 
 
 @pytest.mark.parametrize(
-    ("version", "in_step", "num_steps"),
-    [(0, False, 3), (0, True, 2), (1, True, 1), (2, False, 1), (2, True, 0), (3, False, 3), (5, True, 0)],
+    ("version", "num_left", "num_groups"),
+    [(0, 2, 6), (0, 0, 4), (1, 0, 2), (2, 2, 2), (2, 1, 1), (2, 0, 0), (3, 2, 6), (5, 0, 0)],
 )
-def test_no_group_is_processed_before_the_refresh_that_precedes_its_step(version, in_step, num_steps):
-    """The reference is refreshed after the steps that produce versions 3, 6 and so on. A batch has 2 groups."""
+def test_no_group_is_processed_before_the_refresh_that_precedes_its_step(version, num_left, num_groups):
+    """The reference is refreshed after the steps that produce versions 3, 6 and so on. A batch has 2 groups. With train.streaming a
+    step may have taken one of them."""
     groups = ArrivingGroups(max_tokens=1000, batch_size=2, update_interval=3)
     stored = metas(*((f"t{i}", 1, 0) for i in range(10)))
-    chunk = groups.next_chunk(stored, {"t0"}, version=version, in_step=in_step)
-    assert tickets(chunk) == [f"t{i}" for i in range(1, 2 * num_steps)]
+    chunk = groups.next_chunk(stored, {"t0"}, version=version, num_left=num_left)
+    assert tickets(chunk) == [f"t{i}" for i in range(1, num_groups)]
 
 
 def test_arriving_inference_without_a_detached_model_is_refused():
@@ -102,6 +103,7 @@ async def running(train=None, role="ref", inference="ref_inf", **options):
     graph, places = graph_of(role, inference), [placement("actor", "d2", [0, 1]), placement(role, "d2", [2, 3])]
     async with running_groups(graph, places, 4, [[2, 3]], train=train, world_of=World, **options) as (world, master):
         arriving = asyncio.create_task(master.executor.process_arriving(0))
+        await asyncio.sleep(0)  # it has begun
         yield world, master
         if arriving.done():
             arriving.result()
@@ -216,3 +218,40 @@ async def test_without_the_setting_nothing_runs_before_the_step():
         await asyncio.sleep(0.1)
         assert world.calls(FetchData) == []
         assert "arriving/ref_inf_share" not in (await master.step(["t0"], 0)).stats
+
+
+# ------------------------------------------------------------------------------------------------ parts of a batch
+
+
+@pytest.mark.parametrize("last", [["t3"], []])
+async def test_parts_of_a_batch_with_groups_that_arrive(last):
+    """The share is one of all groups of the batch. The last part may have none."""
+    train = TrainConfig(arriving_inference=True, batch_size=8)
+    async with running(train) as (world, master):
+        store(master, "t0")
+        await master.executor.execute_part(["t0"], 0)  # begins before the group has been processed
+        store(master, "t1", "t2", *last)
+        await until(lambda: len(master.executor._arriving[0]._processed()) == 3 + len(last))
+        await master.executor.execute_part(["t1", "t2"], 0)
+        stats = (await master.step(["t0", "t1", "t2", *last], 0)).stats
+        num_groups = 3 + len(last)
+        assert stats["arriving/ref_inf_share"] == (num_groups - 1) / num_groups
+        assert stats["streaming/parts"] == 3
+        assert world.ids["actor_train"] == Counter(["t0", "t1", "t2", *last])
+        assert (len(master.tracker), len(master.buffer)) == (0, 0)
+
+
+async def test_between_parts_only_groups_of_the_step_are_processed_before_a_refresh(tmp_path):
+    """The reference changes after each step. A batch has two groups, of which one has been trained: one more is processed."""
+    train = TrainConfig(arriving_inference=True, batch_size=2, ref=RefConfig(update_interval=1))
+    async with running(train, run_dir=tmp_path) as (world, master):
+        world.weights, world.run_dir = [1.0] * 4, tmp_path
+        store(master, "t0")
+        await master.executor.execute_part(["t0"], 0)
+        store(master, "t1", "t2", "t3")
+        await until(lambda: world.ids["ref_inf"]["t1"])
+        await asyncio.sleep(0.05)
+        assert set(world.ids["ref_inf"]) == {"t0", "t1"}
+        await master.step(["t0", "t1"], 0)
+        await until(lambda: world.ids["ref_inf"]["t3"])
+        assert world.ids["ref_inf"] == Counter(["t0", "t1", "t2", "t3"])
