@@ -3,4 +3,10 @@
 DESIGN.md in the repository is the map; each module's docstring places it in the dataflow.
 """
 
+import sys
+
+if sys.argv and sys.argv[0] == "-m" and not sys.flags.safe_path:
+    # `python -m asyncrl...` puts the current folder first. It comes last, so that a user's queue.py replaces no module
+    sys.path.append(sys.path.pop(0))
+
 __version__ = "0.1.0"

@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import re
-import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,11 +49,10 @@ def try_tasks(config: ExperimentConfig) -> list[Finding]:
     if config.mode == "train_only":  # there is nothing to judge
         return []
     prompts = _first_prompts(config)
-    with _current_folder_importable():
-        return [
-            asyncio.run(_try_task(name, task, config.rollout, prompts.get(name)))
-            for name, task in sorted(config.rollout.tasks.items())
-        ]
+    return [
+        asyncio.run(_try_task(name, task, config.rollout, prompts.get(name)))
+        for name, task in sorted(config.rollout.tasks.items())
+    ]
 
 
 def judge_step(config: ExperimentConfig) -> list[Finding]:
@@ -164,14 +161,3 @@ def _first_prompts(config: ExperimentConfig) -> Mapping[str, Prompt]:
             prompt = source.get(Locator(0, position))
             found.setdefault(prompt.task, prompt)
     return found
-
-
-@contextlib.contextmanager
-def _current_folder_importable() -> Iterator[None]:
-    """Make the current folder importable, as in the run's processes, which are started with `python -m`."""
-    before = list(sys.path)
-    sys.path.insert(0, os.getcwd())
-    try:
-        yield
-    finally:
-        sys.path[:] = before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -18,17 +19,23 @@ def import_object(spec: str, what: str) -> Any:
     """Return the named object. Raises ConfigError that says which part of the path is wrong. Errors raised by the user's module
     pass through.
 
-    A file is imported only once. Its folder is appended to sys.path, so that it can import modules beside it.
+    A file is imported only once. Its folder is appended to sys.path, so that it can import modules beside it, and then the current
+    folder. So the standard library and installed packages come first, whatever the user's files are called.
     """
     location, colon, name = spec.rpartition(":")
     if not colon or not location or not name:
         raise config_error(f"{what} {spec!r}: expected `package.module:name` or `path/to/file.py:name`")
-    module = _import_file(location, what) if location.endswith(".py") else _import_module(location, what)
+    if location.endswith(".py"):
+        module = _import_file(location, what)
+    else:
+        _append_folder(_current_folder())
+        module = _import_module(location, what)
     try:
         return getattr(module, name)
     except AttributeError:
         public = [known for known in vars(module) if not known.startswith("_")]
-        raise config_error(f"{what} {spec!r}: {location} has no {name!r}; it has {sorted(public)}") from None
+        has = f"it has {', '.join(sorted(public)) or 'nothing'}"
+        raise config_error(f"{what} {spec!r}: {location} has no {name!r}; {has}{_shadowed(location)}") from None
 
 
 def config_error(text: str) -> ConfigError:
@@ -55,8 +62,29 @@ def _import_module(location: str, what: str) -> ModuleType:
         return importlib.import_module(location)
     except ModuleNotFoundError as error:
         if error.name is not None and (location == error.name or location.startswith(f"{error.name}.")):
-            raise config_error(f"{what}: there is no module {location!r} (looked in sys.path)") from error
+            text = f"{what}: there is no module {location!r} (looked in sys.path){_shadowed(location)}"
+            raise config_error(text) from error
         raise  # the module exists; one of its own imports is missing
+
+
+def _current_folder() -> Path:
+    return Path(os.curdir).resolve()
+
+
+def _append_folder(folder: Path) -> None:
+    """Let modules of this folder be imported, after the standard library and installed packages."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def _shadowed(location: str) -> str:
+    """The remedy, if the current folder has this module too, but an installed package or the standard library comes first."""
+    first, parts = sys.modules.get(location.partition(".")[0]), location.split(".")
+    file = _current_folder().joinpath(*parts).with_suffix(".py")
+    theirs = getattr(first, "__file__", None) or next(iter(getattr(first, "__path__", ())), "")
+    if location.endswith(".py") or not file.is_file() or not theirs or Path(theirs).is_relative_to(_current_folder()):
+        return ""
+    return f"; {parts[0]} is {theirs}, which comes first; for your file write {os.path.join(*parts)}.py:NAME"
 
 
 def _import_file(location: str, what: str) -> ModuleType:
@@ -66,8 +94,8 @@ def _import_file(location: str, what: str) -> ModuleType:
     module_name = f"{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
     if module_name in sys.modules:
         return sys.modules[module_name]
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
+    _append_folder(path.parent)
+    _append_folder(_current_folder())
     file_spec = importlib.util.spec_from_file_location(module_name, path)
     assert file_spec is not None
     assert file_spec.loader is not None

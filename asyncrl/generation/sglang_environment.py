@@ -80,11 +80,12 @@ def find_sglang(python: str) -> SGLangEnvironment | None:
     else:
         try:
             done = subprocess.run(
-                [python or sys.executable, "-c", _ASK, *_PACKAGES],
+                [Path(python or sys.executable).expanduser().absolute(), "-c", _ASK, *_PACKAGES],
                 capture_output=True,
                 text=True,
                 timeout=_LIMIT_S,
                 check=True,
+                cwd="/",  # `-c` looks for modules in the current folder first
                 stdin=subprocess.DEVNULL,
             )
         except (OSError, subprocess.SubprocessError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from asyncrl.launch.slurm import (
 )
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.disk import writing
+from asyncrl.runtime.process import python_module
 
 _TURN_S = 0.5
 _ASK_S = 2.0  # between two queries to Slurm
@@ -40,7 +40,7 @@ def is_to_submit(config: ExperimentConfig) -> bool:
 def job_script(config: ExperimentConfig) -> str:
     """Return the batch script that `submit_job` submits."""
     run_dir = run_directory(config)
-    program = "asyncrl-launch" if shutil.which("asyncrl-launch") else f"{sys.executable} -m asyncrl.cli.main"
+    program = "asyncrl-launch" if shutil.which("asyncrl-launch") else shlex.join(python_module("asyncrl.cli.main"))
     words = [str(slurm_dir(run_dir) / EXPERIMENT_FILE)]
     output = str(slurm_dir(run_dir) / "job-%j.out")
     return render(config, words, folder=shlex.quote(str(Path.cwd())), program=program, output=output)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
@@ -24,6 +23,7 @@ from asyncrl.dataflow.topology import ModelPlacement, allocation_of
 from asyncrl.plan.batches import Load, load_of
 from asyncrl.plan.result import ModelStep, PlanError, RankPlan
 from asyncrl.protocol.names import ACTOR
+from asyncrl.runtime.process import python_module
 
 LIMIT_S = 900.0  # of each process that counts for a rank
 
@@ -134,7 +134,7 @@ def _task(
 
 def run_tasks(tasks: Sequence[ShardTask]) -> list[ShardPlan]:
     """Plan ranks, in processes of their own. Raises PlanError."""
-    command = [sys.executable, "-m", "asyncrl.plan.rank_main"]
+    command = python_module("asyncrl.plan.rank_main")
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, input=msgspec.json.encode(tasks), capture_output=True, env=env, check=False)
     if done.returncode:

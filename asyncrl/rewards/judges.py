@@ -274,7 +274,13 @@ class Judges:
         program = str(Path(__file__).with_name("judge_main.py"))
         with theirs:
             nursery = subprocess.Popen(
-                [sys.executable, program, str(theirs.fileno()), self.spec],  # the spec is for `ps` and fault injection
+                [
+                    sys.executable,
+                    "-P",
+                    program,
+                    str(theirs.fileno()),
+                    self.spec,
+                ],  # the spec is for `ps` and fault injection
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 pass_fds=[theirs.fileno()],

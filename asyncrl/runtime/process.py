@@ -34,6 +34,14 @@ def die_with_parent() -> None:
         os._exit(1)
 
 
+def python_module(module: str, *arguments: str) -> list[str]:
+    """Return a command that runs a module of asyncrl with this interpreter. Files in the current folder replace no modules of the
+    standard library or of installed packages: `-P` keeps that folder out of sys.path, and import_object appends it for users'
+    modules. Processes that users' code starts do not inherit the option.
+    """
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
 def dying_with_parent(command: Sequence[str]) -> list[str]:
     """Return a command that runs `command`. The kernel kills it when this process, or the thread that spawned the command,
     ends (Linux). The program must be given by its path.

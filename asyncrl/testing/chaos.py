@@ -12,7 +12,6 @@ training is correct. The reward function is slow while cells remain (`_PACE`), s
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ from asyncrl.config.schema import max_head_offpolicyness
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import run_directory
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
+from asyncrl.runtime.process import python_module
 from asyncrl.testing.faults.injector import Injector
 from asyncrl.testing.faults.schedule import Fault, Kind, Phase
 from asyncrl.testing.runs import (
@@ -220,7 +220,7 @@ class ChaosRun:
         """After the launcher's death: check that all processes end, then continue with `resume`."""
         self.handle.wait(LAUNCHER_LIMIT_S + 10.0)
         assert_nothing_left(self.run_dir, within_s=max(0.0, struck + LAUNCHER_LIMIT_S - self._clock.time()))
-        command = [sys.executable, "-m", "asyncrl.cli.main", "resume", str(self.run_dir)]
+        command = python_module("asyncrl.cli.main", "resume", str(self.run_dir))
         self._handles.append(RunHandle(command, self.run_dir, self._env))
 
 

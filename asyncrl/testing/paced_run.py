@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +22,7 @@ import numpy as np
 from asyncrl.dataflow.topology import Allocation
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.rundir import configs_dir, logs_dir
+from asyncrl.runtime.process import python_module
 from asyncrl.testing.paced_agent import FIRST_MEMBER
 from asyncrl.testing.paced_engine import LongTail
 from asyncrl.testing.paced_workers import Pace
@@ -133,12 +133,10 @@ def launch_paced(config_path: Path, pace: Pace, *overrides: str) -> Iterator[Run
 
 def _start(run_dir: Path, name: str, pace: Pace) -> subprocess.Popen[bytes]:
     stem = name.replace("/", "_")
-    command = [
-        sys.executable,
-        "-m",
+    command = python_module(
         "asyncrl.testing.paced_workers",
         str(configs_dir(run_dir, 1) / f"{stem}.yaml"),
         msgspec.json.encode(pace).decode(),
-    ]
+    )
     with (logs_dir(run_dir, 1) / f"{stem}.log").open("ab") as log:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)

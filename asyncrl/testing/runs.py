@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,6 +28,7 @@ from asyncrl.launch.rundir import RUN_DIR_ENV, is_running
 from asyncrl.runtime import unix_sockets
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.metrics import METRICS_FILE, read_json_lines
+from asyncrl.runtime.process import python_module
 
 T = TypeVar("T")
 
@@ -157,7 +157,7 @@ def launch(
 
     env: added to this process's environment. cwd: the launcher's current folder; config_path and fileroot must then be absolute.
     """
-    command = [sys.executable, "-m", "asyncrl.cli.main", "run", str(config_path), *overrides]
+    command = python_module("asyncrl.cli.main", "run", str(config_path), *overrides)
     return RunHandle(command, run_directory(load_experiment(config_path, overrides)), env, cwd)
 
 

@@ -96,7 +96,7 @@ def test_a_child_of_the_launcher_in_a_session_of_its_own(workers):
     assert process.ppid() == os.getpid()
     assert os.getsid(worker.pid) == os.getpgid(worker.pid) == worker.pid
     shown = [argument for argument in process.cmdline() if argument]
-    assert shown[1:] == ["-m", "asyncrl.launch.worker_main", str(workers.folder / f"{workers.num_asked}.yaml")]
+    assert shown[1:] == ["-P", "-m", "asyncrl.launch.worker_main", str(workers.folder / f"{workers.num_asked}.yaml")]
     os.killpg(worker.pid, signal.SIGKILL)
     assert worker.wait() == -signal.SIGKILL
 

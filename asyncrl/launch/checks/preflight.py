@@ -251,7 +251,7 @@ def _check_spec(field: str, spec: str) -> None:
 
 
 def _check_module(field: str, spec: str) -> None:
-    """Check that the package exists where the run's processes look: the current folder, then Python's path. Does not import it."""
+    """Check that the package exists where the run's processes look: Python's path, then the current folder. Does not import it."""
     package = spec.partition(":")[0].partition(".")[0]
     if package in sys.modules or PathFinder.find_spec(package, [os.getcwd()]) or importlib.util.find_spec(package):
         return

@@ -117,7 +117,7 @@ def _classes(spec: str) -> Iterator[tuple[str, ast.ClassDef]]:
 def module_file(module: str) -> Path | None:
     """Return the source file of a module; None if there is none. Finds it as an import would, but does not run its parent
     packages."""
-    path: list[str] | None = [os.getcwd(), *sys.path]
+    path: list[str] | None = [*sys.path, os.getcwd()]
     name = ""
     for part in module.split("."):
         name = f"{name}.{part}" if name else part

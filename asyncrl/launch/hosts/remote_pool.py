@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +41,7 @@ from asyncrl.protocol.messages import (
 from asyncrl.protocol.names import Names, incarnation
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.names.interface import Lease, LeaseNotFound, NameResolveError, NameResolver, WatchEvent
+from asyncrl.runtime.process import python_module
 
 _LEASE_TTL_S = 10.0  # lease of the launcher's record; host daemons end soon after it has expired
 _SAY_AFTER_S = 2.0
@@ -424,7 +424,7 @@ class RemoteProcessPool:
         attempt = self._record.attempt
         config = configs_dir(self._run_dir, attempt) / f"host_daemon_{self._own_host}.yaml"
         save_config(self._config, config)  # the launcher's config, which contains the endpoints of name resolve
-        command = [sys.executable, "-m", "asyncrl.cli.main", "host", str(config), "--host", self._own_host]
+        command = python_module("asyncrl.cli.main", "host", str(config), "--host", self._own_host)
         command += ["--address", self._config.runtime.host]
         log = logs_dir(self._run_dir, attempt) / f"host_daemon_{self._own_host}.log"
         with log.open("ab") as output:

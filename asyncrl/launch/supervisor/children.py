@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +25,7 @@ from asyncrl.launch.worker_main import PARENT_ENV
 from asyncrl.protocol.messages import DECODE_ERRORS, Wait, WorkerStatus
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.names.interface import Lease
-from asyncrl.runtime.process import tail_of
+from asyncrl.runtime.process import python_module, tail_of
 from asyncrl.runtime.stacks import cpu_s
 from asyncrl.runtime.system import LEASE_ENV, STATUS_FD_ENV
 
@@ -259,7 +258,7 @@ def start_process(child: Child, run_dir: Path, fork_server: ForkServer | None) -
                 fork_server.ask(config, env, log=output.fileno(), status=writer)
             else:
                 child.process = subprocess.Popen(
-                    [sys.executable, "-m", "asyncrl.launch.worker_main", str(config)],
+                    python_module("asyncrl.launch.worker_main", str(config)),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,

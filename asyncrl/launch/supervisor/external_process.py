@@ -11,7 +11,6 @@ import contextlib
 import os
 import shlex
 import signal
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,6 +23,7 @@ from asyncrl.launch.rundir import LaunchError, configs_dir
 from asyncrl.protocol.messages import DECODE_ERRORS, Wait, WorkerStatus
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock, wait_until
 from asyncrl.runtime.names.interface import WatchEvent
+from asyncrl.runtime.process import python_module
 
 _LOOK_EVERY_S = 0.05
 _MAX_NEWS = 1000  # unread statuses, enough for minutes; if there are more, the oldest are dropped
@@ -199,5 +199,5 @@ class ExternalProcesses:
 def debug_command(spec: ProcessSpec, config_path: Path) -> str:
     """Return the shell command that starts a process as the launcher would: same folder, same environment, same Python."""
     env = [f"{key}={shlex.quote(value)}" for key, value in sorted(spec.env.items())]
-    program = [sys.executable, "-m", "asyncrl.cli.main", "debug", str(config_path), "--pdb"]
+    program = python_module("asyncrl.cli.main", "debug", str(config_path), "--pdb")
     return f"cd {shlex.quote(os.getcwd())} && env {' '.join(env)} {shlex.join(program)}"

@@ -38,7 +38,7 @@ from typing import TypeAlias
 
 from asyncrl.launch import worker_main
 from asyncrl.runtime.clock import wait_until
-from asyncrl.runtime.process import die_with_parent
+from asyncrl.runtime.process import die_with_parent, python_module
 from asyncrl.runtime.system import STATUS_FD_ENV
 
 # Modules that workers import, including those that torch and transformers import lazily at first use.
@@ -101,10 +101,9 @@ class ForkServer:
         self._restored: Env = {"OPENBLAS_NUM_THREADS": os.environ.get("OPENBLAS_NUM_THREADS")}
         # Reserves space for a worker's command line, see _show_as
         room = f"{longest_config.parent}/".ljust(len(str(longest_config)), "/")
-        arguments = ["-m", program, kind, str(theirs.fileno()), room]
         with theirs, log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, *arguments],
+                python_module(program, kind, str(theirs.fileno()), room),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -256,7 +255,7 @@ def _become(request: _Request, requests: socket.socket, between: int, launcher: 
         else:
             os.environ[name] = value
     sys.argv = [worker_main.__file__, request.config]
-    _show_as([sys.executable, "-m", worker_main.__name__, request.config])
+    _show_as(python_module(worker_main.__name__, request.config))
     # Only NumPy's random generator needs a new seed: Python's reseeds itself after a fork, and torch's has the same seed at the
     # start of every process anyway
     if "numpy.random" in sys.modules:

@@ -66,7 +66,7 @@ class Reaper:
     def _start(self) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
         """Start the reaper. Returns the process and the write end of its pipe."""
         process = subprocess.Popen(
-            [sys.executable, "-S", "-E", __file__, *self._arguments],
+            [sys.executable, "-I", "-S", __file__, *self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,  # the launcher's may be a pipe that has no reader any more

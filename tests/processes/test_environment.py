@@ -1,0 +1,64 @@
+"""Processes of a run, and the folder, variables and files that they find when they start."""
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from importlib.machinery import PathFinder
+
+import pytest
+
+from asyncrl.runtime.process import python_module
+from asyncrl.testing.runs import launch, make_tiny_run, train_steps
+
+LIMIT_S = 200.0
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return make_tiny_run(tmp_path_factory.mktemp("tiny"))
+
+
+# ------------------------------------------------------------------------------------------------------- the current folder
+
+
+@pytest.fixture
+def shadowing(tmp_path):
+    """A folder with a file for every module of the standard library and of the installed packages. Its import fails."""
+    names = {*sys.stdlib_module_names, *importlib.metadata.packages_distributions()} - {"asyncrl"}
+    for name in filter(PathFinder.find_spec, names):  # some exist only on other systems
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name}.py of the current folder was imported')\n")
+    return tmp_path
+
+
+def test_files_in_the_current_folder_replace_no_module_in_any_process(tiny, shadowing):
+    mine = shadowing / "mine"
+    mine.mkdir()
+    (mine / "scoring.py").write_text(
+        "import subprocess, sys\n"
+        "import beside\n"
+        "def reward(prompt, completion, answer):\n"
+        "    # a process of the user's own finds modules in the current folder, as always\n"
+        "    own = subprocess.run([sys.executable, '-c', 'import of_the_user'], capture_output=True)\n"
+        "    return float(beside.ONE + (b'imported' in own.stderr))\n"
+    )
+    (shadowing / "beside.py").write_text("ONE = 1.0\n")
+    (shadowing / "of_the_user.py").write_text("raise SystemExit('imported')\n")
+    overrides = (f"fileroot={shadowing}/runs", "rollout.tasks.default.reward=mine.scoring:reward", "train.max_steps=1")
+    with launch(tiny, *overrides, cwd=shadowing) as run:
+        assert run.wait(LIMIT_S) == 0, run.failure()
+        assert train_steps(run.run_dir)[0]["reward/mean"] == 2.0
+
+
+def test_a_process_without_a_fork_server_neither(shadowing):
+    """Also where the user starts the launcher by `-m`, which puts the current folder first."""
+    (shadowing / "types.py").unlink()  # `python -m` itself imports these before any module of ours
+    (shadowing / "typing.py").unlink()
+    for command in (
+        python_module("asyncrl.launch.worker_main", "--help"),
+        [sys.executable, "-m", "asyncrl.cli.main", "--version"],
+    ):
+        done = subprocess.run(command, cwd=shadowing, capture_output=True, text=True, timeout=LIMIT_S, env=os.environ)
+        assert done.returncode == 0, done.stderr
