@@ -1,7 +1,9 @@
-"""Imports users' functions and classes by import path: `package.module:name` or `path/to/file.py:name`."""
+"""Imports users' functions and classes by import path: `package.module:name` or `path/to/file.py:name`. The name may be that of a
+class's attribute: `Class.method`."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -31,7 +33,7 @@ def import_object(spec: str, what: str) -> Any:
         _append_folder(_current_folder())
         module = _import_module(location, what)
     try:
-        return getattr(module, name)
+        return functools.reduce(getattr, name.split("."), module)
     except AttributeError:
         public = [known for known in vars(module) if not known.startswith("_")]
         has = f"it has {', '.join(sorted(public)) or 'nothing'}"

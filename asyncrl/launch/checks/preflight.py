@@ -30,6 +30,7 @@ from asyncrl.dataflow.layout_checks import problem_of_grid
 from asyncrl.dataflow.phases import phases
 from asyncrl.dataflow.topology import allocation_of
 from asyncrl.generation.sglang_environment import SETUP_HINT, TorchVersions, find_sglang, own_torch
+from asyncrl.launch.checks.bound_names import BoundNames
 from asyncrl.launch.checks.checklist import (
     FIELDS,
     MODEL,
@@ -261,24 +262,16 @@ def _check_module(field: str, spec: str) -> None:
 
 
 def _check_defines(field: str, spec: str) -> None:
-    """Check that the file defines or imports the name. Parses the file without running it, because the file may import packages
-    that the launcher's environment does not have."""
+    """Check that the file can define the name. Parses the file without running it, because the file may import packages that the
+    launcher's environment does not have. Refuses only a name that the import surely would not find."""
     file, _, wanted = spec.rpartition(":")
     try:
-        body = ast.parse(Path(file).expanduser().read_text(encoding="utf-8"), filename=file).body
+        names = BoundNames(ast.parse(Path(file).expanduser().read_bytes(), filename=file).body)
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{field}={spec!r}: the file is not valid Python: {error}") from error
-    names: set[str] = set()
-    for node in body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names.update(alias.asname or alias.name for alias in node.names)
-        elif isinstance(node, ast.Assign):
-            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
-    if wanted not in names and "*" not in names:
+    if not names.may_have(wanted.partition(".")[0]):
         raise ConfigError(
-            f"{field}={spec!r}: {file} does not define {wanted!r}; it defines {', '.join(sorted(names)) or 'nothing'}"
+            f"{field}={spec!r}: {file} does not define {wanted!r}; it defines {', '.join(sorted(names.counts)) or 'nothing'}"
         )
 
 

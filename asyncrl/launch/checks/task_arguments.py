@@ -1,8 +1,9 @@
 """Checks before a run starts that rollout.tasks.<name>.env_args and agent_args fit their classes, without importing users' code.
 
-The check parses the source of the class and finds `__init__` in it or in a base class. If the source does not show `__init__` (for
-example because a base is in a library that cannot be read), the check passes. If `__init__` takes **kwargs, arguments of any name
-pass, but required ones must be given. The rollout worker checks the arguments again after it has imported the class.
+The check parses the source of the class and finds `__init__` in it or in a base class. If the source does not surely show it
+(a base is in a library that cannot be read, a class is defined under a condition), the check passes. If `__init__` takes **kwargs,
+arguments of any name pass, but required ones must be given. The rollout worker checks the arguments again after it has imported the
+class.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.schema import ConfigError, TaskConfig
+from asyncrl.launch.checks.bound_names import BoundNames
 
 # By role: names of the arguments that the rollout worker passes itself; the class that is used if the task names none
 _ROLES = {
@@ -79,13 +81,12 @@ def _check_fit(field: str, given: Mapping[str, Any], spec: str, parameters: Para
 def find_parameters(spec: str) -> Parameters | None:
     """Return the parameters of `path/to/file.py:Class` or `package.module:Class`. None if the source does not show them."""
     for _, found in _classes(spec):
-        init = next(
-            (node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"), None
-        )
-        if init is not None:
-            return _parameters(init)
-        if found.decorator_list:  # a decorator such as dataclass may generate __init__
+        if found.decorator_list or found.keywords:  # a decorator or a metaclass may make another __init__
             return None
+        names = BoundNames(found.body)
+        if names.may_have("__init__"):
+            init = names.find_only("__init__")
+            return _parameters(init) if isinstance(init, ast.FunctionDef) and not init.decorator_list else None
     return None
 
 
@@ -101,10 +102,11 @@ def _classes(spec: str) -> Iterator[tuple[str, ast.ClassDef]]:
         tree = _parse(file) if file is not None else None
         if tree is None:
             return
-        found = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), None)
-        if found is None:  # the module may import the class from another module
+        names = BoundNames(tree.body)
+        found = names.find_only(name)
+        if not isinstance(found, ast.ClassDef):  # the module may import the class from another module
             imported = _imports(tree, location).get(name)
-            if imported is None:
+            if imported is None or not names.is_bound_once(name):
                 return
             location, name = imported
             continue
@@ -114,10 +116,10 @@ def _classes(spec: str) -> Iterator[tuple[str, ast.ClassDef]]:
         name = found.bases[0].id
 
 
-def module_file(module: str) -> Path | None:
-    """Return the source file of a module; None if there is none. Finds it as an import would, but does not run its parent
-    packages."""
-    path: list[str] | None = [*sys.path, os.getcwd()]
+def module_file(module: str, folder: str = "") -> Path | None:
+    """Return the source file of a module; None if there is none. Finds it as an import would, but does not run its parent packages.
+    folder: the folder of the file that imports it."""
+    path: list[str] | None = [*sys.path, *filter(None, [folder]), os.getcwd()]
     name = ""
     for part in module.split("."):
         name = f"{name}.{part}" if name else part
@@ -140,7 +142,7 @@ def _loaded_file(module: str) -> Path | None:
 
 def _parse(file: Path) -> ast.Module | None:
     try:
-        return ast.parse(file.read_text(encoding="utf-8"))
+        return ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):  # preflight reports the error
         return None
 
@@ -155,8 +157,9 @@ def _imports(tree: ast.Module, location: str) -> dict[str, tuple[str, str]]:
         package = location.rsplit(".", node.level)[0] + "." if node.level else ""
         module = f"{package}{node.module or ''}".rstrip(".")
         if not node.level and location.endswith(".py"):  # a file can import modules from its own folder
-            beside = Path(location).expanduser().parent / f"{module}.py"
-            module = str(beside) if beside.is_file() else module
+            folder = Path(location).expanduser().parent
+            source = module_file(module, str(folder))
+            module = str(source) if source is not None and source.is_relative_to(folder) else module
         found.update({alias.asname or alias.name: (module, alias.name) for alias in node.names})
     return found
 
