@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.config.nearest import did_you_mean
 from asyncrl.protocol.messages import DECODE_ERRORS
 from asyncrl.runtime.metrics import JOURNAL_BUCKET_S, METRICS_FILE, read_json_lines
 from asyncrl.weights.lineage import Lineage, Stretch, lineages_of, read_attempts
@@ -246,7 +247,8 @@ def picture(runs: Sequence[Run], metrics: Sequence[str] = ()) -> Picture:
             if measure.name not in shown and not (measure.optional or measure.of_evaluations)
         ]
         if not curves and not all(measure.optional for measure in measures):
-            missing.append(f"{title}: no step or evaluation has it")
+            hint = did_you_mean(title, _keys(runs)).strip() if own else ""
+            missing.append(f"{title}: no step or evaluation has it{f'; {hint}' if hint else ''}")
         elif absent:
             missing.append(f"{title}, {' and '.join(absent)}: no step has it")
         if curves:
@@ -255,6 +257,12 @@ def picture(runs: Sequence[Run], metrics: Sequence[str] = ()) -> Picture:
             stacked = len(runs) == 1 and name == "time_shares"
             panels.append(Panel(name, title, unit, tuple(curves), bottom, top, stacked))
     return Picture(tuple(runs), (*panels, *([] if metrics else _age_panels(runs))), tuple(missing))
+
+
+def _keys(runs: Sequence[Run]) -> list[str]:
+    """The names of all metrics of the runs."""
+    records = [record for run in runs for record in (*run.steps, *run.evaluations)]
+    return sorted({key for record in records for key in record})
 
 
 def _age_panels(runs: Sequence[Run]) -> list[Panel]:

@@ -9,6 +9,7 @@ import platform
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from rich.console import Console
@@ -41,6 +42,7 @@ from asyncrl.cli.doctor import installed_version
 from asyncrl.cli.output import never_waiting
 from asyncrl.cli.progress import make_console
 from asyncrl.config.fields import find_field
+from asyncrl.config.nearest import nearest
 from asyncrl.config.schema import ConfigError
 from asyncrl.launch.redact import redact_text, redact_urls
 from asyncrl.launch.rundir import LaunchError
@@ -70,6 +72,29 @@ _COMMANDS = (
     stop,
 )
 
+_MEANT = {  # words of other programs
+    "start": "run",
+    "train": "run",
+    "launch": "run",
+    "submit": "run",
+    "continue": "resume",
+    "restart": "resume",
+    "list": "ls",
+    "ps": "ls",
+    "show": "status",
+    "top": "status",
+    "watch": "status",
+    "validate": "check",
+    "doctor": "check",
+    "kill": "stop",
+    "cancel": "stop",
+    "tail": "logs",
+    "curves": "plot",
+    "new": "init",
+    "create": "init",
+    "download": "prepare",
+    "help": "--help",
+}
 _LISTS = ("words", "overrides", "runs")  # names of the positional arguments that take any number of words
 
 _DESCRIPTION = """Asynchronous reinforcement learning of language models, without Ray.
@@ -150,6 +175,8 @@ def _execute(arguments: argparse.Namespace, console: Console, as_json: bool) -> 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse with argparse, but let a command's list (workers, overrides, runs) continue after an option: `logs RUN -f master`."""
+    if words and not words[0].startswith("-"):
+        _check_command(words[0])
     arguments, behind = _parser().parse_known_args(words)
     more = next((found for name in _LISTS if isinstance(found := getattr(arguments, name, None), list)), None)
     if behind and (more is None or any(word.startswith("-") for word in behind)):
@@ -159,6 +186,19 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if more is not None:
         more.extend(behind)
     return arguments
+
+
+def _check_command(word: str) -> None:
+    names = [command.__name__.rpartition(".")[2] for command in _COMMANDS]
+    if word in names:
+        return
+    meant = _MEANT.get(word.lower()) or nearest(word, names)
+    hint = f"did you mean {meant!r}? " if meant else ""
+    if Path(word).suffix in (".yaml", ".yml"):
+        hint = f"did you mean `asyncrl-launch run {word}`? "
+    raise UsageError(
+        f"asyncrl-launch: unknown command {word!r}: {hint}commands: {', '.join(names)}\nsee `asyncrl-launch --help`"
+    )
 
 
 def _as_override(words: Sequence[str], behind: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from asyncrl.cli.doctor import Gpu, chosen_gpus, query_gpus
+from asyncrl.config.nearest import did_you_mean
 from asyncrl.config.schema import ConfigError, ExperimentConfig, resolve_auto
 from asyncrl.dataflow.phases import phases
 from asyncrl.launch.checks.checklist import Finding
@@ -25,7 +26,7 @@ def choose_device(name: str) -> Device:
     """The kind of GPU that --gpu names; "": that of this machine if the table has it, else an H100. Raises ConfigError."""
     if name:
         if name not in DEVICES:
-            raise ConfigError(f"--gpu {name}: use one of {', '.join(DEVICES)}")
+            raise ConfigError(f"--gpu {name}: {did_you_mean(name, DEVICES)}use one of {', '.join(DEVICES)}")
         return DEVICES[name]
     here = device_here(visible_devices(), query_gpus()) if visible_devices() else None
     return here if here is not None and here.name in DEVICES else DEVICES[DEFAULT]

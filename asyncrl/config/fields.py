@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
-from dataclasses import Field, fields, is_dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import Field, fields, is_dataclass, replace
 from functools import cache
 from types import UnionType
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
@@ -79,6 +79,22 @@ def leaf_values(config: object, path: str = "") -> Iterator[tuple[str, Any, Fiel
     elif isinstance(config, dict):
         for key, value in config.items():
             yield from leaf_values(value, f"{path}.{key}")
+
+
+def overlap(fields: Collection[str], others: Collection[str]) -> bool:
+    """Whether one of the fields or sections is one of the others, in it, or around it."""
+    return any(f"{one}.".startswith(f"{two}.") or f"{two}.".startswith(f"{one}.") for one in fields for two in others)
+
+
+def with_default(config: Any, path: str) -> Any:
+    """The config with the default of its class at a field."""
+    name, _, rest = path.partition(".")
+    if isinstance(config, dict):  # its keys may have dots
+        key = next(key for key in config if path.startswith(f"{key}."))
+        return config | {key: with_default(config[key], path[len(key) + 1 :])}
+    if rest:
+        return replace(config, **{name: with_default(getattr(config, name), rest)})
+    return replace(config, **{name: next(entry.default for entry in fields(config) if entry.name == name)})
 
 
 def find_field(asked: str) -> str | None:

@@ -4,35 +4,32 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import omegaconf
 from omegaconf import OmegaConf, dictconfig
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from asyncrl.config.fields import find_field
+from asyncrl.config.fields import Wrong
 from asyncrl.config.presets import ALGORITHMS, CORRECTIONS
 from asyncrl.config.schema import ConfigError, ExperimentConfig
+from asyncrl.config.shapes import wrong_shapes, wrong_value
 
-_REMOVED = {  # fields of earlier releases, with the remedy
-    "name_resolve.backend": "names are always in etcd: leave this field out; the launcher starts a private etcd unless "
-    "name_resolve.endpoints names your own",
-    "name_resolve.path": "names are not kept in files any more: leave this field out; the launcher starts a private etcd",
-    "name_resolve.poll_s": "names are not kept in files any more: leave this field out",
-}
 _MERGES_INTO_FROZEN = tuple(map(int, omegaconf.__version__.split(".")[:2])) >= (2, 4)
 _patching = threading.Lock()
+_NOTHING = object()
 
 
-def read_experiment(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
+def read_experiment(path: str | Path, overrides: Sequence[str] = ()) -> tuple[ExperimentConfig, list[Wrong]]:
     """Merge a YAML file and dotted overrides (`train.batch_size=32`) onto the defaults. Values are not checked yet.
 
-    The presets named by train.algorithm and train.correction are merged after the defaults and before the file.
+    The presets named by train.algorithm and train.correction are merged after the defaults and before the file. What does not fit
+    the schema is left out of the config, and returned with the remedy or the nearest valid name.
 
-    Raises ConfigError with the field, its value and the remedy or the nearest valid name.
+    Raises ConfigError if the file or an override cannot be read.
     """
     if not Path(path).is_file():
         raise ConfigError(f"config {str(path)!r} is not a file; `asyncrl-launch init NAME` writes one")
@@ -50,22 +47,29 @@ def read_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
             layers.append((override, OmegaConf.from_dotlist([override])))
         except (YAMLError, OmegaConfBaseException) as error:
             raise ConfigError(f"override {override!r} cannot be read: {error}") from error
-    merged = _merge(layers)
-    presets = [
-        (f"train.{name}={chosen}", OmegaConf.create(known[chosen]))
-        for name, known in (("algorithm", ALGORITHMS), ("correction", CORRECTIONS))
-        if (chosen := merged.train[name]) in known  # validate rejects unknown names
-    ]
-    if presets:
-        merged = _merge([*presets, *layers])
-    config = OmegaConf.to_object(merged)
+    wrong = list[Wrong]()
+    layers = [(source, _fitting(source, layer, wrong)) for source, layer in layers]
+    merged = _merge(layers, wrong)
+    try:
+        presets = [
+            (f"train.{name}={chosen}", OmegaConf.create(known[chosen]))
+            for name, known in (("algorithm", ALGORITHMS), ("correction", CORRECTIONS))
+            if (chosen := merged.train[name]) in known  # validate rejects unknown names
+        ]
+        if presets:
+            merged = _merge([*presets, *layers], [])
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        remedy = "${...} takes the path of another field, such as ${trial}"
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}; {remedy}") from error
     assert isinstance(config, ExperimentConfig)
-    return replace(
+    config = replace(
         config,
         recover=_switch(config.recover),
         network=replace(config.network, authenticate=_switch(config.network.authenticate)),
         plan=replace(config.plan, enforce=_switch(config.plan.enforce)),
     )
+    return config, wrong
 
 
 def _switch(value: str) -> str:
@@ -73,15 +77,50 @@ def _switch(value: str) -> str:
     return {"True": "on", "False": "off"}.get(value, value)
 
 
-def _merge(layers: Sequence[tuple[str, Any]]) -> Any:
-    """Merge layers, each with its source, onto the defaults; later ones win."""
+def _fitting(source: str, layer: Any, wrong: list[Wrong]) -> Any:
+    """The layer without the entries that do not fit the schema, which are added to wrong."""
+    entries = OmegaConf.to_container(layer, resolve=False)
+    assert isinstance(entries, dict)
+    for field, text in list(wrong_shapes(entries, source.partition("=")[0])):
+        wrong.append(Wrong(field, _placed(source, text)))
+        _remove(entries, field)
+    return OmegaConf.create(entries)
+
+
+def _placed(source: str, text: str) -> str:
+    """The text, with the source if that is a file. An override is one field, which the text names."""
+    return text if "=" in source else f"in {source}: {text}"
+
+
+def _merge(layers: list[tuple[str, Any]], wrong: list[Wrong]) -> Any:
+    """Merge layers, each with its source, onto the defaults; later ones win. Values that cannot be converted are removed from their
+    layers, and added to wrong."""
     merged: Any = ExperimentConfig
-    for source, layer in layers:
-        try:
-            merged = merge_into(merged, layer)
-        except OmegaConfBaseException as error:
-            raise ConfigError(f"in {source}: {_explain(error, source.partition('=')[0])}") from error
+    for at, (source, layer) in enumerate(layers):
+        while True:
+            try:
+                merged = merge_into(merged, layer)
+                break
+            except OmegaConfBaseException as error:
+                field = error.full_key
+                entries = OmegaConf.to_container(layer, resolve=False)
+                assert isinstance(entries, dict)
+                if not field or (removed := _remove(entries, field)) is _NOTHING:
+                    raise ConfigError(f"in {source}: {str(error).splitlines()[0]}") from error
+                wrong.append(Wrong(field, _placed(source, wrong_value(field, removed))))
+                layer = OmegaConf.create(entries)
+                layers[at] = source, layer
     return merged
+
+
+def _remove(entries: dict[Any, Any], field: str) -> object:
+    """Remove the field from nested entries. Returns its value, or _NOTHING if it is not there."""
+    *sections, name = field.split(".")
+    for section in sections:
+        entries = entries.get(section, {})
+        if not isinstance(entries, dict):
+            return _NOTHING
+    return entries.pop(name, _NOTHING)
 
 
 def merge_into(base: Any, layer: Any) -> Any:
@@ -101,20 +140,3 @@ def merge_into(base: Any, layer: Any) -> Any:
             return OmegaConf.merge(base, layer)
         finally:
             module.is_structured_config_frozen = is_frozen
-
-
-def _explain(error: OmegaConfBaseException, written: str) -> str:
-    """Describe an OmegaConf error with field and remedy. written: the path as the user wrote it in an override; the
-    error may name only a part of that path."""
-    field_name = error.full_key or "the config"
-    if field_name in _REMOVED:
-        return f"removed field {field_name!r}: {_REMOVED[field_name]}"
-    if isinstance(error, ConfigKeyError | ConfigAttributeError):
-        parent = error.object_type
-        owner = parent if parent is not None and is_dataclass(parent) else ExperimentConfig
-        known = [entry.name for entry in fields(owner)]
-        asked = written if written.startswith(f"{field_name}.") else field_name
-        found = find_field(asked)
-        hint = f"did you mean {found!r}? " if found is not None and found != asked else ""
-        return f"unknown field {field_name!r}: {hint}valid names here: {', '.join(known)}"
-    return f"{field_name}: {str(error).splitlines()[0]}"

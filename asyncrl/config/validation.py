@@ -6,7 +6,6 @@ launch/experiment.py calls this once, before anything starts. Limits of single n
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 from asyncrl.config.fields import leaf_values
 from asyncrl.config.limits import Limits
+from asyncrl.config.nearest import did_you_mean
 from asyncrl.config.presets import ALGORITHMS, CORRECTIONS
 from asyncrl.config.schema import (
     ATTENTIONS,
@@ -301,9 +301,8 @@ def _bad_numbers(config: ExperimentConfig) -> Iterator[Problem]:
 
 def one_of(value: object, allowed: Sequence[str]) -> str:
     """The remedy for a value that is none of the allowed ones."""
-    nearest = difflib.get_close_matches(str(value), allowed, n=1, cutoff=0.3)
-    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    return f"{hint}one of {', '.join(allowed)}"
+    words = [word for word in allowed if word]
+    return f"{did_you_mean(str(value), words, cutoff=0.3)}one of {', '.join(words)}"
 
 
 def ppo_problems(ppo: PPOConfig) -> Iterator[Problem]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from asyncrl.config.import_object import import_object
+from asyncrl.config.nearest import did_you_mean
 from asyncrl.config.processes import PlacedMFC
 from asyncrl.config.schema import ConfigError
 from asyncrl.protocol.names import ACTOR
@@ -97,7 +98,9 @@ def mfc(
     """
     for field, value, allowed in (("kind", kind, KINDS), ("dispatch", dispatch, DISPATCHES)):
         if value not in allowed:
-            raise ConfigError(f"@mfc({field}={value!r}): must be one of {', '.join(allowed)}")
+            raise ConfigError(
+                f"@mfc({field}={value!r}): {did_you_mean(str(value), allowed)}one of {', '.join(allowed)}"
+            )
 
     def declare(function: _Declared) -> _Declared:
         own = name or getattr(function, "__name__", "")

@@ -7,13 +7,13 @@ results. The heads of the first model also receive trajectories.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import itertools
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
+from asyncrl.config.nearest import did_you_mean
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import ExperimentConfig
 from asyncrl.dataflow.graph import DataflowGraph
@@ -359,7 +359,8 @@ class Allocation:
                 f"{text!r} is not an allocation; write <engine>.<generation>+<training>, such as {ENGINES[0]}.d2p1m1+d2p1m1"
             )
         if engine not in ENGINES:
-            raise ValueError(f"unknown generation engine {engine!r} in {text!r}; use one of {', '.join(ENGINES)}")
+            hint = did_you_mean(engine, ENGINES)
+            raise ValueError(f"unknown generation engine {engine!r} in {text!r}; {hint}use one of {', '.join(ENGINES)}")
         sets = _joined([DeviceSet.parse(part) for part in training.split("+")])
         names = [name for devices in sets for name, _ in devices.grids]
         for name in dict.fromkeys(names):
@@ -511,8 +512,7 @@ def allocation_of(config: ExperimentConfig) -> Allocation:
 def unknown_name(name: str, graph: DataflowGraph) -> str:
     """A text for an error: no MFC or role of the graph has this name; then the names that exist."""
     mfcs, roles = tuple(graph.mfcs), graph.roles
-    nearest = difflib.get_close_matches(name, [*mfcs, *roles], n=1, cutoff=0.5)
-    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    hint = did_you_mean(name, [*mfcs, *roles])
     return f"is neither an MFC nor a role of this run: {hint}MFCs: {', '.join(mfcs)}; roles: {', '.join(roles)}"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.config.fields import Wrong
+from asyncrl.config.fields import Wrong, overlap, with_default
 from asyncrl.config.loading import read_experiment
 from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.config.validation import Problem, problems_of_fields, problems_of_sizes
@@ -33,8 +33,10 @@ def draft_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Draft:
 
     Raises ConfigError if the file or an override cannot be read at all.
     """
-    config = read_experiment(path, overrides)
-    return Draft(config, wrong_fields(config))
+    config, wrong = read_experiment(path, overrides)
+    unread = [field for field, _ in wrong]
+    # A field that could not be read has its default, about which nothing is to be said
+    return Draft(config, wrong + [one for one in wrong_fields(config) if not overlap([one.field], unread)])
 
 
 def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
@@ -52,20 +54,22 @@ def validate(config: ExperimentConfig) -> None:
 
 def wrong_fields(config: ExperimentConfig) -> list[Wrong]:
     """Every field that cannot be used, with its value and the remedy."""
-    # The size checks run first. The other checks run only if these find nothing, because they compare values, and comparisons with
-    # nan are meaningless
-    found = list(problems_of_sizes(config)) or list(_problems_of_phases(config))
+    sizes = list(problems_of_sizes(config))
+    # The other checks compare values, and comparisons with nan are meaningless: they see the defaults instead
+    for name, _, _ in sizes:
+        config = with_default(config, name)
+    found = [*sizes, *_problems_of_phases(config)]
     return [Wrong(name, f"{name}={value!r}: {remedy}") for name, value, remedy in found]
 
 
 def _problems_of_phases(config: ExperimentConfig) -> Iterator[Problem]:
     """Yield each problem once: those of the fields, and those of the allocation of each phase."""
+    yield from problems_of_fields(config)
     try:
         of_run = phases(config)
     except ValueError as error:
         yield "allocation", config.allocation, str(error)
         return
-    yield from problems_of_fields(config)
     if len(of_run) > 1 and not config.checkpoint.enabled:
         yield (
             "allocation",

@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from asyncrl.config.loading import merge_into
+from asyncrl.config.nearest import did_you_mean
 from asyncrl.config.processes import (
     GenerationServerConfig,
     GroupsConfig,
@@ -564,7 +565,8 @@ def _check_left_out(config: ExperimentConfig, names: Sequence[str]) -> None:
     for name in config.debug.leave_out:
         if name not in names:
             raise ConfigError(
-                f"debug.leave_out={name!r}: no process of this run has this name; use one of {', '.join(names)}"
+                f"debug.leave_out={name!r}: no process of this run has this name; {did_you_mean(name, names)}use one of "
+                f"{', '.join(names)}"
             )
 
 

@@ -50,7 +50,7 @@ def config(tmp_path, monkeypatch):
     file.write_text(CONFIG.format(folder=tmp_path))
     for module in (run_command, check_command):
         monkeypatch.setattr(
-            module, "run_checks", lambda config, wrong: Report([], [], {}, frozenset({PROMPTS, TASKS}), 10)
+            module, "run_checks", lambda config, wrong: Report([], [], [], frozenset({PROMPTS, TASKS}), 10)
         )
     monkeypatch.setattr(check_command, "try_tasks", lambda config: [])
     return file
@@ -131,7 +131,7 @@ def test_a_list_of_arguments_may_continue_after_an_option():
         (["scale", "generation=2"], "config", "RUN is missing, and none is running under", 2),
         (["scale", "generation=2", "trial=b"], "config", "overrides need the config", 2),
         (["logs", "."], "failed", "no run has been started in this folder", 1),
-        (["nonsense"], "usage", "invalid choice: 'nonsense'", 2),
+        (["nonsense"], "usage", "unknown command 'nonsense': commands: init, run", 2),
         (["stop", "x", "--nonsense", "y"], "usage", "unrecognized arguments: --nonsense y", 2),
         (["logs", ".", "--tail", "0"], "usage", "0 is not at least 1", 2),
         (["run"], "usage", "CONFIG", 2),
@@ -157,7 +157,7 @@ def test_errors_are_reported_as_text_and_as_json(words, kind, told, code, call, 
 
 def test_secrets_are_not_in_errors(config, call, monkeypatch):
     def refuse(config, wrong):
-        return Report(["name_resolve.endpoints=['u:hidden@h:1']: HF_TOKEN=hidden"], [], {}, frozenset(), 0)
+        return Report(["name_resolve.endpoints=['u:hidden@h:1']: HF_TOKEN=hidden"], [], [], frozenset(), 0)
 
     monkeypatch.setattr(check_command, "run_checks", refuse)
     for words in (["check", config], ["check", config, "--json"]):
@@ -551,7 +551,10 @@ def test_configs_of_a_dry_run_are_readable_by_the_group(config, call, tmp_path):
     ("options", "says"),
     [
         (["--every", "soon"], "--every soon: write a range of seconds, such as 5-15"),
-        (["--targets", "rolout_worker"], "'rolout_worker' is not a target; use one of master"),
+        (
+            ["--targets", "rolout_worker"],
+            "'rolout_worker' is not a target; did you mean 'rollout_worker'? use one of master",
+        ),
         (["--kinds", "murder"], "'murder' is unknown; use kill, stop, restart"),
         (["--phases", "noon"], "'noon' is unknown; use idle, generation"),
     ],

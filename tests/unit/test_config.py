@@ -60,7 +60,7 @@ def test_overrides_replace_values_of_the_file(config_file):
             "name_resolve.backend=file",
             "removed field 'name_resolve.backend': names are always in etcd: leave this field out",
         ),
-        ("train.batch_size=many", "train.batch_size: Value 'many'"),
+        ("train.batch_size=many", "train.batch_size='many': must be a whole number"),
         ("train.batch_size=0", "train.batch_size=0: must be at least 1"),
         ("train.batch_size", "is not of the form key=value"),
         ("manager.routing=robin", "manager.routing='robin': did you mean 'round_robin'"),
@@ -616,7 +616,10 @@ def test_preflight_refuses_a_mixture_of_experts_on_several_ranks(runnable, field
 
 def test_preflight_reads_reward_files_without_running_them(runnable):
     spec = f"{runnable.parent}/rewards.py:rewrd"
-    with pytest.raises(ConfigError, match="does not define 'rewrd'; it defines needs_nothing_installed, reward"):
+    with pytest.raises(
+        ConfigError,
+        match="does not define 'rewrd'; did you mean 'reward'\\? it defines needs_nothing_installed, reward",
+    ):
         preflight(load_experiment(runnable, [f"rollout.tasks.default.reward={spec}"]))
 
 

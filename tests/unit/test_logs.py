@@ -291,7 +291,7 @@ def test_workers_are_selected_by_kind_by_name_or_by_file_name():
     assert select_workers(["rollout_worker"], known) == {"rollout_worker/0", "rollout_worker/1"}
     assert select_workers(["rollout_worker/1", "etcd"], known) == {"rollout_worker/1", "etcd"}
     assert select_workers(["rollout_worker_1", "master"], known) == {"rollout_worker/1", "master/0"}
-    with pytest.raises(ValueError, match="no log of 'rolout_worker': did you mean rollout_worker"):
+    with pytest.raises(ValueError, match="no log of 'rolout_worker': did you mean 'rollout_worker'"):
         select_workers(["rolout_worker"], known)
     with pytest.raises(ValueError, match="existing logs: etcd, master/0, rollout_worker/0, rollout_worker/1"):
         select_workers(["zzz"], known)

@@ -26,10 +26,10 @@ from asyncrl.cli.doctor import examine, package_versions
 from asyncrl.cli.hub import find_local_models
 from asyncrl.cli.planning import judge_memory_of_gpus
 from asyncrl.cli.task_trial import judge_step, try_tasks
-from asyncrl.config.fields import Wrong
+from asyncrl.config.fields import Wrong, overlap
 from asyncrl.config.schema import ExperimentConfig
 from asyncrl.dataflow.phases import phases
-from asyncrl.launch.checks.checklist import PROMPTS, TASKS, TOKENIZER, Finding, Report, reads_any
+from asyncrl.launch.checks.checklist import PROMPTS, TASKS, TOKENIZER, Finding, Report
 from asyncrl.launch.checks.preflight import run_checks
 from asyncrl.launch.experiment import draft_experiment
 from asyncrl.launch.program import ProcessSpec, plan, run_directory
@@ -121,12 +121,12 @@ def check(arguments: argparse.Namespace, console: Console) -> int:
 def _try(config: ExperimentConfig, report: Report, wrong: Sequence[Wrong]) -> list[Finding]:
     """Call the reward functions, as far as the problems that are known let them be called."""
     fields = [field for field, _ in wrong]
-    callable_ = report.facts >= {PROMPTS, TASKS} and not reads_any(("rollout", "prompts"), fields)
+    callable_ = report.facts >= {PROMPTS, TASKS} and not overlap(("rollout", "prompts"), fields)
     if config.prompts.chat_template and TOKENIZER not in report.facts:
         callable_ = False
     return [
         *(try_tasks(config) if callable_ else []),
-        *([] if reads_any(("train.step",), fields) else judge_step(config)),
+        *([] if overlap(("train.step",), fields) else judge_step(config)),
     ]
 
 

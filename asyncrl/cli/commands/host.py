@@ -12,6 +12,7 @@ import msgspec
 from rich.console import Console
 
 from asyncrl.cli.commands.common import Commands, add_config_command, supervises
+from asyncrl.config.nearest import did_you_mean
 from asyncrl.config.schema import ConfigError, ExperimentConfig, NameResolveConfig
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.hosts.addresses import address_of, own_host
@@ -71,7 +72,8 @@ def host_command(arguments: argparse.Namespace, console: Console) -> int:
         raise ConfigError("cluster='local': a run on one machine has no host daemons; use cluster=hosts hosts=[...]")
     host = arguments.host or own_host(config.hosts)
     if config.hosts and host not in config.hosts:
-        raise ConfigError(f"--host {host}: not in hosts={list(config.hosts)}; use one of these names")
+        hint = did_you_mean(host, config.hosts)
+        raise ConfigError(f"--host {host}: not in hosts={list(config.hosts)}; {hint}use one of these names")
     run_dir = run_directory(config)
 
     def say(text: str) -> None:

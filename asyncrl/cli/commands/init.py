@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from asyncrl.cli.commands.common import Commands, add_command, print_json
+from asyncrl.config.nearest import did_you_mean
 from asyncrl.config.reference import schema_text
 from asyncrl.config.schema import ConfigError
 
@@ -56,7 +57,8 @@ def init(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.name is None:
         raise ConfigError("NAME is missing; name the folder to write, such as `asyncrl-launch init my_task`")
     if arguments.example not in examples:
-        raise ConfigError(f"--example {arguments.example}: no such example; choose one of {', '.join(examples)}")
+        hint = did_you_mean(arguments.example, examples)
+        raise ConfigError(f"--example {arguments.example}: no such example; {hint}choose one of {', '.join(examples)}")
     target = Path(arguments.name).expanduser()
     written = write_task(examples[arguments.example], target)
     commands = [f"cd {shlex.quote(str(target))}"]

@@ -7,7 +7,6 @@ before them. Each poll merges the new entries of all files by time, so all entri
 from __future__ import annotations
 
 import argparse
-import difflib
 import heapq
 import json
 import re
@@ -26,6 +25,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from asyncrl.cli.commands.common import Commands, add_command, print_json, run_dir_of
+from asyncrl.config.nearest import did_you_mean
 from asyncrl.launch.rundir import EXPERIMENT_FILE, LaunchError, configs_dir, is_running, logs_dir
 from asyncrl.runtime.clock import SYSTEM_CLOCK
 
@@ -227,8 +227,7 @@ def select_workers(asked: Sequence[str], known: Collection[str]) -> set[str]:
         matching = {worker for worker in known if name in (worker, worker.replace("/", "_"), worker.partition("/")[0])}
         if not matching:
             kinds = sorted({worker.partition("/")[0] for worker in known})
-            nearest = difflib.get_close_matches(name, [*known, *kinds], n=1)
-            hint = f"did you mean {nearest[0]}? " if nearest else ""
+            hint = did_you_mean(name, [*kinds, *known])
             raise ValueError(f"there is no log of {name!r}: {hint}existing logs: {', '.join(sorted(known)) or 'none'}")
         selected |= matching
     return selected

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from asyncrl.config.fields import Wrong
+from asyncrl.config.fields import Wrong, overlap
 from asyncrl.config.schema import ConfigError, ExperimentConfig
 
 State = Literal["ok", "warn", "fail"]
@@ -64,14 +64,16 @@ class Report:
 
     problems: list[str]
     warnings: list[Finding]
-    not_made: dict[str, list[str]]  # by fact that does not hold: the checks that need it
+    not_made: list[str]  # the checks that need a fact that does not hold
     facts: frozenset[str]
     num_prompts: int  # 0: unknown
 
     def lines(self) -> list[str]:
         """All problems, and a line about the checks that were not made."""
-        later = [f"not checked before {fact} can be used: {', '.join(about)}" for fact, about in self.not_made.items()]
-        return [*self.problems, *later]
+        return [
+            *self.problems,
+            *([f"not checked before these are fixed: {', '.join(self.not_made)}"] if self.not_made else []),
+        ]
 
     def refuse(self) -> None:
         """Raise ConfigError with all lines if there is a problem."""
@@ -82,12 +84,12 @@ class Report:
 def make_checks(checks: Sequence[Check], config: ExperimentConfig, wrong: Sequence[Wrong]) -> Report:
     """Make the checks in order. wrong: problems of fields that are known already."""
     case, facts, fields = Case(config), set[str]() if wrong else {FIELDS}, [one.field for one in wrong]
-    problems, warnings, not_made = [one.text for one in wrong], list[Finding](), dict[str, list[str]]()
+    problems, warnings, not_made = [one.text for one in wrong], list[Finding](), list[str]()
     for check in checks:
-        if not check.when(config) or reads_any(check.reads, fields):
+        if not check.when(config) or overlap(check.reads, fields):
             continue
-        if missing := [need for need in check.needs if need not in facts]:
-            not_made.setdefault(missing[0], []).append(check.about)
+        if not facts.issuperset(check.needs):
+            not_made.append(check.about)
             continue
         found = _results(check, case)
         texts = [str(result) for result in found if isinstance(result, ConfigError)]
@@ -96,11 +98,6 @@ def make_checks(checks: Sequence[Check], config: ExperimentConfig, wrong: Sequen
         if check.gives and not texts:
             facts.add(check.gives)
     return Report(problems, warnings, not_made, frozenset(facts), case.num_prompts)
-
-
-def reads_any(fields: Collection[str], wrong: Collection[str]) -> bool:
-    """Whether one of the fields or sections is one of the wrong fields, in it, or around it."""
-    return any(f"{one}.".startswith(f"{two}.") or f"{two}.".startswith(f"{one}.") for one in fields for two in wrong)
 
 
 def _results(check: Check, case: Case) -> list[ConfigError | Finding]:

@@ -14,6 +14,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from asyncrl.config.fields import Wrong
+from asyncrl.config.nearest import did_you_mean
 from asyncrl.config.schema import (
     REF,
     ConfigError,
@@ -271,7 +272,8 @@ def _check_defines(field: str, spec: str) -> None:
         raise ConfigError(f"{field}={spec!r}: the file is not valid Python: {error}") from error
     if not names.may_have(wanted.partition(".")[0]):
         raise ConfigError(
-            f"{field}={spec!r}: {file} does not define {wanted!r}; it defines {', '.join(sorted(names.counts)) or 'nothing'}"
+            f"{field}={spec!r}: {file} does not define {wanted!r}; {did_you_mean(wanted, sorted(names.counts))}"
+            f"it defines {', '.join(sorted(names.counts)) or 'nothing'}"
         )
 
 
@@ -412,7 +414,8 @@ def _count(field: str, prompts: PromptSourceConfig, config: ExperimentConfig) ->
     if unknown:
         raise ConfigError(
             f"{field}.task_key={prompts.task_key!r}: {prompts.path} has prompts of the tasks {', '.join(unknown[:5])}, which are "
-            f"not in rollout.tasks; add them there, or use only its tasks: {', '.join(sorted(config.rollout.tasks))}"
+            f"not in rollout.tasks; {did_you_mean(unknown[0], config.rollout.tasks)}add them there, or use only its tasks: "
+            f"{', '.join(sorted(config.rollout.tasks))}"
         )
     return len(source)
 

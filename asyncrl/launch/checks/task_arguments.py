@@ -9,7 +9,6 @@ class.
 from __future__ import annotations
 
 import ast
-import difflib
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.nearest import did_you_mean
 from asyncrl.config.schema import ConfigError, TaskConfig
 from asyncrl.launch.checks.bound_names import BoundNames
 
@@ -64,8 +64,7 @@ def _check_fit(field: str, given: Mapping[str, Any], spec: str, parameters: Para
         if argument in own:
             raise ConfigError(f"{field}.{argument}={value!r}: the rollout worker sets it; leave it out")
         if argument not in parameters.names and not parameters.takes_any:
-            nearest = difflib.get_close_matches(argument, free, n=1)
-            hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+            hint = did_you_mean(argument, free)
             raise ConfigError(f"{field}.{argument}={value!r}: {name} does not take this argument; {hint}{there}")
     missing = sorted(parameters.required - given.keys() - set(own))
     if missing:

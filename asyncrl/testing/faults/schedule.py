@@ -8,6 +8,8 @@ from typing import Literal
 
 from msgspec import Struct
 
+from asyncrl.config.nearest import did_you_mean
+
 Kind = Literal["kill", "stop", "restart"]
 Phase = Literal["", "idle", "generation", "push", "train_step", "weight_write", "update"]
 
@@ -48,7 +50,8 @@ def check_target(target: str) -> None:
     kind, slash, index = target.partition("/")
     if kind not in TARGETS or (slash and not index.isdecimal()):
         raise ValueError(
-            f"{target!r} is not a target; use one of {', '.join(TARGETS)}, or a name such as rollout_worker/1"
+            f"{target!r} is not a target; {did_you_mean(kind, TARGETS)}use one of {', '.join(TARGETS)}, or a name such as "
+            "rollout_worker/1"
         )
 
 
