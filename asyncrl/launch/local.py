@@ -215,10 +215,10 @@ class LocalLauncher:
     def _run_phase(self, phase: ExperimentConfig, found: Checkpoint | None, lock: RunLock) -> int:
         """Start the processes of a phase, and stop them at its end. Returns the exit code; 0: the phase or the run is complete."""
         with ExitStack() as closing:
-            closing.callback(unix_sockets.remove_folder, self.run_dir)
+            sockets = closing.enter_context(ExitStack())
             traces = closing.enter_context(ExitStack())
             with self._explained(lock):
-                launch = self._open(phase, found, lock, closing, traces)
+                launch = self._open(phase, found, lock, closing, traces, sockets)
                 if launch is not None:
                     launch.start_processes()
                 if launch is None or self._stop.signal is not None:
@@ -249,12 +249,13 @@ class LocalLauncher:
         lock: RunLock,
         closing: ExitStack,
         traces: ExitStack,
+        sockets: ExitStack,
     ) -> Launch | None:
         """Open everything that the processes need. Returns None if the run was told to stop meanwhile.
 
         asked: the user's config in this phase. checkpoint: the one to resume from. closing: a stack that closes what is opened
         here. traces: a stack for the last work of the phase, merging the timelines. It runs after everything that is opened here
-        has been closed.
+        has been closed. sockets: a stack for the removal of the socket folder, after everything else.
         """
         view, run_dir = self._view, self.run_dir
         attempt = begin_attempt(run_dir)
@@ -265,7 +266,7 @@ class LocalLauncher:
             raise LaunchError(f"allocation={asked.allocation}: this machine has {len(devices)} GPUs: {remedy}")
         self._write_config(devices)
         save_config(with_absolute_paths(self.config), configs_dir(run_dir, attempt) / EXPERIMENT_FILE)
-        config = self._with_sockets(going_on(asked, checkpoint, self._num_prompts))
+        config = self._with_sockets(going_on(asked, checkpoint, self._num_prompts), sockets)
         runtime, host = config.runtime, ""
 
         def stop_before_closing(pool: ProcessPool | RemoteProcessPool) -> None:
@@ -343,14 +344,16 @@ class LocalLauncher:
     def _is_impatient(self) -> bool:
         return self._stop.impatient
 
-    def _with_sockets(self, config: ExperimentConfig) -> ExperimentConfig:
+    def _with_sockets(self, config: ExperimentConfig, closing: ExitStack) -> ExperimentConfig:
         if not has_unix_sockets(config):
+            unix_sockets.remove_folder(self.run_dir)  # of an earlier launcher that died
             return config
         try:
             shared = bool(allocation_of(config).shared_workers)
             folder = unix_sockets.make_folder(self.run_dir, with_weights=shared)
         except OSError as error:
-            raise LaunchError(f"network.sockets=unix: {error}; set TMPDIR, or network.sockets=tcp") from error
+            raise LaunchError(f"network.sockets=unix: {error}; or set TMPDIR, or network.sockets=tcp") from error
+        closing.callback(unix_sockets.remove_folder, self.run_dir, folder)
         return replace(config, network=replace(config.network, socket_dir=folder))
 
     def _write_config(self, devices: Sequence[str]) -> None:

@@ -33,6 +33,7 @@ RUN_FILE = "run.json"
 # Version of all files that a run writes: metrics, journals, weights. Incremented when the format of one of them changes
 RUN_FORMAT = 1
 RUN_DIR_ENV = "ASYNCRL_RUN_DIR"  # set in every process of a run, and inherited by its children
+LAUNCH_ENV = "ASYNCRL_LAUNCH"  # the same, but its value belongs to one launch of the run
 SUMMARY_FILE = "summary.json"  # written at the end of a complete run
 EXPERIMENT_FILE = "experiment.yaml"  # complete, unlike config.yaml, in which secrets are hidden
 _ATTEMPT = re.compile(r"(?:attempt_|a)(\d+)(?:-[vs]\d+)?$")

@@ -23,6 +23,8 @@ from pathlib import Path
 from asyncrl.protocol.run_folder import SOCKETS, WEIGHTS
 
 LINK = SOCKETS  # in the run's folder: a symbolic link to the socket folder
+OWNER = "owner"  # in the socket folder: the run and the launch to which it belongs
+_MAX_OWNER_CHARS = 10_000
 _MEMORY = "/dev/shm"
 _PREFIX = "asyncrl-"
 _MAX_FOLDER_BYTES = 80  # the rest of the path is for socket names
@@ -91,12 +93,15 @@ class Connection(http.client.HTTPConnection):
 
 
 def make_folder(run_dir: Path, *, with_weights: bool = False) -> str:
-    """Create a socket folder for this run's launcher, and remove the folder of a previous launcher that died.
+    """Create a socket folder for this run's launcher, and remove the folder of a previous launcher that died. The caller holds the
+    run's lock.
 
     with_weights: the folder is in shared memory and also holds the run's weight versions: `weights` in the run's folder becomes a
     link to it. Weights that are on disk there already stay there. Raises OSError if no base folder is usable.
     """
     remove_folder(run_dir)
+    if os.path.lexists(run_dir / LINK):
+        raise OSError(f"{run_dir / LINK} is not a link, as after a copy that followed links: move it away")
     failure = OSError("no usable folder for Unix sockets")
     bases = (
         [_MEMORY] if with_weights else ["/tmp", tempfile.gettempdir()]
@@ -109,6 +114,7 @@ def make_folder(run_dir: Path, *, with_weights: bool = False) -> str:
         except OSError as error:
             failure = error
             continue
+        Path(folder, OWNER).write_text(f"{_name_of(run_dir)}\n{secrets.token_hex()}\n")
         (run_dir / LINK).symlink_to(folder)
         if with_weights and not (run_dir / WEIGHTS).exists():
             Path(folder, WEIGHTS).mkdir()
@@ -117,14 +123,43 @@ def make_folder(run_dir: Path, *, with_weights: bool = False) -> str:
     raise failure
 
 
-def remove_folder(run_dir: Path) -> None:
-    """Remove the socket folder of the run's launcher, if it exists and belongs to this user."""
-    link = run_dir / LINK
-    if (run_dir / WEIGHTS).is_symlink():
-        (run_dir / WEIGHTS).unlink()
+def remove_folder(run_dir: Path, made: str = "") -> None:
+    """Remove a socket folder of this run, and the links to it. Its owner file must name this run: the link alone proves nothing,
+    because in the copy of a run's folder it leads to the folder of the original.
+
+    made: the folder to remove, which this launcher has made. "": the folder to which the link leads; the caller holds the run's
+    lock. Then a link that leads to another run's folder is removed, too.
+    """
+    linked = _target(run_dir / LINK)
+    folder = made or linked
+    if linked == folder:
+        if _target(run_dir / WEIGHTS) == f"{folder}/{WEIGHTS}":
+            (run_dir / WEIGHTS).unlink()
+        if linked:
+            (run_dir / LINK).unlink()
     with contextlib.suppress(OSError):
-        folder = Path(os.readlink(link))
-        link.unlink()
-        about = folder.lstat()
-        if stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid() and folder.name.startswith(_PREFIX):
+        about = os.lstat(folder)
+        is_ours = stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid()
+        if is_ours and owner_of(folder).partition("\n")[0] == _name_of(run_dir):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def owner_of(folder: str) -> str:
+    """Return the content of a folder's owner file: the run, and a number of the launch. "": there is none."""
+    try:
+        with open(os.open(Path(folder, OWNER), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), encoding="utf-8") as file:
+            return file.read(_MAX_OWNER_CHARS)
+    except (OSError, ValueError):
+        return ""
+
+
+def _name_of(run_dir: Path) -> str:
+    """Identify a run on this machine. A copy has another path, and another inode even if it takes the place of the original."""
+    return f"{run_dir.resolve()} {run_dir.stat().st_ino}".replace("\n", " ")
+
+
+def _target(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:
+        return ""

@@ -3,13 +3,20 @@
 import asyncio
 import logging
 import os
+import shutil
 import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
 
+from asyncrl.launch.rundir import LAUNCH_ENV
+from asyncrl.launch.supervisor.process_pool import ProcessPool
+from asyncrl.launch.supervisor.reaper import Reaper
 from asyncrl.rewards.judges import Judges
+from asyncrl.runtime import unix_sockets
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives orphans to subreapers")
 
@@ -98,3 +105,47 @@ async def test_it_ends_when_the_worker_closes_its_judges(judges, cleared):
     cleared.append(daemon)
     judges.close()
     assert not daemon.is_running()
+
+
+# ------------------------------------------------------------------------------------------------------------ a late reaper
+
+
+def sleeping(marker):
+    """A process in a group of its own, with the marker in its environment."""
+    name, _, value = marker.partition("=")
+    return subprocess.Popen(["sleep", "1005"], env={**os.environ, name: value}, start_new_session=True)
+
+
+def test_a_late_reaper_kills_only_what_belongs_to_its_launch(tmp_path):
+    """The launcher was killed while its reaper was frozen, and a new launch of the same run has begun."""
+    folder = unix_sockets.make_folder(tmp_path)
+    reaper = Reaper("ASYNCRL_LAUNCH=old", folder)
+    old, reused, new = sleeping("ASYNCRL_LAUNCH=old"), sleeping("ASYNCRL_LAUNCH=new"), sleeping("ASYNCRL_LAUNCH=new")
+    try:
+        reaper.add(old.pid)
+        reaper._tell(f"add {reused.pid} 1")  # the number of a group of the old launch: its leader started earlier
+        shutil.rmtree(folder)
+        Path(folder).mkdir()  # another run's folder with the same name
+        Path(folder, unix_sockets.OWNER).write_text("another run\nnumber\n")
+        reaper.close(LIMIT_S)
+        assert old.wait(LIMIT_S) == -signal.SIGKILL
+        assert (reused.poll(), new.poll()) == (None, None)
+        assert Path(folder).exists()
+    finally:
+        for process in (old, reused, new):
+            process.kill()
+            process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_the_processes_of_two_launches_of_a_run_have_different_markers(tmp_path):
+    def marker():
+        pool = ProcessPool([], tmp_path, fork=False, start_limit_s=LIMIT_S, notice=print)
+        (reaper,) = [child for child in psutil.Process().children() if "reaper.py" in " ".join(child.cmdline())]
+        arguments = reaper.cmdline()
+        pool.close()
+        return arguments[-3]
+
+    first, second = marker(), marker()
+    assert first.startswith(f"{LAUNCH_ENV}=")
+    assert first != second

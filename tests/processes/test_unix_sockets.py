@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -53,6 +54,59 @@ def test_what_is_no_folder_of_ours_is_left(tmp_path: Path) -> None:
     (tmp_path / unix_sockets.LINK).symlink_to(other)
     unix_sockets.remove_folder(tmp_path)
     assert other.exists()
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run"
+
+
+def copy_of(run_dir: Path) -> Path:
+    """`cp -a RUN COPY`."""
+    return shutil.copytree(run_dir, run_dir.with_name("copy"), symlinks=True)
+
+
+@pytest.mark.parametrize("with_weights", [False, True])
+def test_the_copy_of_a_run_leaves_the_folder_of_the_original(run_dir: Path, with_weights: bool) -> None:
+    made = unix_sockets.make_folder(run_dir, with_weights=with_weights)
+    copy = copy_of(run_dir)
+    other = unix_sockets.make_folder(copy, with_weights=with_weights)  # the copy is resumed
+    assert other != made
+    assert os.readlink(copy / unix_sockets.LINK) == other
+    assert (copy / "weights").exists() == with_weights
+    unix_sockets.remove_folder(copy, other)
+    assert not Path(other).exists()
+    assert os.path.lexists(run_dir / "weights") == with_weights
+    assert Path(made, unix_sockets.OWNER).exists()
+    unix_sockets.remove_folder(run_dir, made)
+    assert not Path(made).exists()
+    assert os.listdir(run_dir) == []
+
+
+def test_a_copy_in_the_place_of_the_original_leaves_its_folder(run_dir: Path) -> None:
+    made = unix_sockets.make_folder(run_dir)
+    copy = copy_of(run_dir)
+    run_dir.rename(run_dir.with_name("moved"))
+    copy.rename(run_dir)
+    unix_sockets.remove_folder(run_dir)
+    assert Path(made).exists()
+    shutil.rmtree(made)
+
+
+def test_an_old_launcher_leaves_the_folder_of_its_successor(run_dir: Path) -> None:
+    first = unix_sockets.make_folder(run_dir, with_weights=True)
+    second = unix_sockets.make_folder(run_dir, with_weights=True)
+    unix_sockets.remove_folder(run_dir, first)  # the first launcher was frozen, and ends now
+    assert (run_dir / "weights").is_dir()
+    assert os.readlink(run_dir / unix_sockets.LINK) == second
+    unix_sockets.remove_folder(run_dir, second)
+
+
+def test_a_link_that_became_a_folder_is_named(run_dir: Path) -> None:
+    (run_dir / unix_sockets.LINK).mkdir()
+    with pytest.raises(OSError, match="is not a link"):
+        unix_sockets.make_folder(run_dir)
 
 
 def test_the_folder_outlives_its_users_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from asyncrl.launch.program import ProcessSpec, save_config
-from asyncrl.launch.rundir import RUN_DIR_ENV, configs_dir, logs_dir
+from asyncrl.launch.rundir import configs_dir, logs_dir
 from asyncrl.launch.supervisor.fork_server import ForkServer
 from asyncrl.launch.supervisor.oom import OomCounters
 from asyncrl.launch.worker_main import PARENT_ENV
@@ -229,12 +229,13 @@ def start_child(
     spec: ProcessSpec,
     run_dir: Path,
     lease: Lease,
+    run_env: Mapping[str, str],
     fork_server: ForkServer | None = None,
     clock: Clock = SYSTEM_CLOCK,
     *,
     restarts: int = 0,
 ) -> Child:
-    """Write the process's config and start the process, with its output in its own log.
+    """Write the process's config and start the process, with its output in its own log. run_env: variables that all processes have.
 
     With a fork server the child has no process yet. ForkServer.forked supplies it, or start_process if the fork server has ended or
     hangs.
@@ -242,16 +243,16 @@ def start_child(
     save_config(spec.config, config_file(spec, run_dir))
     log = logs_dir(run_dir, spec.config.worker.attempt) / f"{spec.file_stem}.log"
     child = Child(spec, None, log, -1, lease, started=clock.time(), restarts=restarts, clock=clock)
-    start_process(child, run_dir, fork_server)
+    start_process(child, run_dir, run_env, fork_server)
     return child
 
 
-def start_process(child: Child, run_dir: Path, fork_server: ForkServer | None) -> None:
+def start_process(child: Child, run_dir: Path, run_env: Mapping[str, str], fork_server: ForkServer | None) -> None:
     """Start the process of a child that has none, or request it from the fork server."""
     spec, config = child.spec, config_file(child.spec, run_dir)
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
-    env = {**spec.env, LEASE_ENV: str(child.lease.id), PARENT_ENV: str(os.getpid()), RUN_DIR_ENV: str(run_dir)}
+    env = {**spec.env, LEASE_ENV: str(child.lease.id), PARENT_ENV: str(os.getpid()), **run_env}
     try:
         with child.log.open("ab") as output:
             if fork_server is not None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from asyncrl.launch.program import ProcessSpec
-from asyncrl.launch.rundir import RUN_DIR_ENV, LaunchError, logs_dir
+from asyncrl.launch.rundir import LAUNCH_ENV, RUN_DIR_ENV, LaunchError, logs_dir
 from asyncrl.launch.supervisor.children import (
     KILL_LIMIT_S,
     Child,
@@ -25,6 +25,7 @@ from asyncrl.launch.supervisor.children import (
 )
 from asyncrl.launch.supervisor.fork_server import ForkServer, ForkServerEnded, adopt_orphans, is_supported
 from asyncrl.launch.supervisor.reaper import Reaper
+from asyncrl.protocol.names import incarnation
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.names.interface import Lease
 
@@ -54,14 +55,23 @@ class ProcessPool:
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """specs: the processes to start, as far as they are known. marker: NAME=value, which all processes of this pool have in
-        their environment, and those of no other pool; default: the variable with the run's folder. socket_dir: network.socket_dir,
-        removed when the launcher ends."""
+        their environment, and those of no other pool; default: LAUNCH_ENV with a new value. socket_dir: network.socket_dir, removed
+        when the launcher ends."""
+        marker = marker or f"{LAUNCH_ENV}={incarnation('launcher')}:{run_dir}"
         self.children: list[Child] = []
         self._notice, self._clock = notice, clock
         self._selector = selectors.DefaultSelector()
-        self._reaper = Reaper(marker or f"{RUN_DIR_ENV}={run_dir}", socket_dir)
+        self._reaper = Reaper(marker, socket_dir)
+        name, _, value = marker.partition("=")
         self._starts = _Starts(
-            specs, run_dir, self._selector, fork=fork, limit_s=start_limit_s, notice=notice, clock=clock
+            specs,
+            run_dir,
+            self._selector,
+            env={RUN_DIR_ENV: str(run_dir), name: value},
+            fork=fork,
+            limit_s=start_limit_s,
+            notice=notice,
+            clock=clock,
         )
 
     @property
@@ -176,14 +186,15 @@ class _Starts:
         run_dir: Path,
         selector: selectors.BaseSelector,
         *,
+        env: Mapping[str, str],
         fork: bool,
         limit_s: float,
         notice: Callable[[str], None],
         clock: Clock,
     ) -> None:
         """specs: the processes to start, as far as they are known. selector: the fork servers are registered in it, so that it
-        wakes up when `turn` has work."""
-        self._run_dir = run_dir
+        wakes up when `turn` has work. env: variables that all processes have."""
+        self._run_dir, self._env = run_dir, env
         self._selector = selector
         self._limit_s = limit_s
         self._notice, self._clock = notice, clock
@@ -203,9 +214,9 @@ class _Starts:
             kind = _preload_of(spec)
             if kind not in self._servers:
                 log = logs_dir(run_dir, spec.config.worker.attempt) / f"fork_server_{kind}.log"
-                env = {**spec.env, RUN_DIR_ENV: str(run_dir)}
-                env.pop("CUDA_VISIBLE_DEVICES", None)  # each worker has its own
-                self._servers[kind] = ForkServer(kind, log, env, longest)
+                server_env = {**spec.env, **env}
+                server_env.pop("CUDA_VISIBLE_DEVICES", None)  # each worker has its own
+                self._servers[kind] = ForkServer(kind, log, server_env, longest)
                 selector.register(self._servers[kind], selectors.EVENT_READ)
 
     def start(self, spec: ProcessSpec, lease: Lease, *, restarts: int = 0) -> Child:
@@ -215,13 +226,13 @@ class _Starts:
         if server is not None:
             adopt_orphans(True)  # only while forks are pending, so as not to adopt unrelated orphans
             try:
-                child = start_child(spec, self._run_dir, lease, server, self._clock, restarts=restarts)
+                child = start_child(spec, self._run_dir, lease, self._env, server, self._clock, restarts=restarts)
             except ForkServerEnded as error:
                 self._started.extend(self._do_without(kind, error))
             else:
                 self._pending[config_file(spec, self._run_dir)] = child, self._clock.monotonic()
                 return child
-        return start_child(spec, self._run_dir, lease, clock=self._clock, restarts=restarts)
+        return start_child(spec, self._run_dir, lease, self._env, clock=self._clock, restarts=restarts)
 
     def turn(self) -> list[Child]:
         """Return the children that have got their process since the last turn. Raises LaunchError if a fork server fails."""
@@ -271,7 +282,7 @@ class _Starts:
             if _preload_of(child.spec) == kind:
                 del self._pending[config]
                 os.close(child.pipe)
-                start_process(child, self._run_dir, None)
+                start_process(child, self._run_dir, self._env, None)
                 started.append(child)
         return started
 

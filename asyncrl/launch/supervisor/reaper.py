@@ -5,6 +5,10 @@ When the pipe closes, the reaper kills every remaining group. It also kills ever
 environment, such as a process that a reward function started in its own session; such processes first get a SIGTERM. Last, the
 reaper removes the folder of the run's sockets.
 
+A reaper may act late, when a new launch of the same run has begun, or when the system has given the number of a group to a process
+of another program. So everything has a proof: the marker has a value of this launch alone, a group the start time of its leader,
+the folder its owner file.
+
 This file contains both ends of the pipe: `Reaper` runs in the launcher, `main` in the reaper process. The reaper has its own
 session, so a Ctrl-C does not reach it. A host daemon has a reaper for the processes on its host, too.
 """
@@ -24,34 +28,35 @@ from typing import IO
 _GRACE_S = 1.0
 _ROUNDS = 5  # searches for processes to kill: several, because one may start another during a search
 _ROUND_S = 0.02
+_GONE = "-"
 
 
 class Reaper:
     """The launcher's end of the pipe. It starts the reaper process and keeps its list of process groups up to date."""
 
     def __init__(self, marker: str, folder: str = "") -> None:
-        """marker: `NAME=value` in the environment of the run's processes. folder: removed at the end, with its contents;
-        "": none."""
-        self._arguments = (marker, folder)
-        self._groups: set[int] = set()
+        """marker: `NAME=value` in the environment of the processes of this launch, and of no others. folder: of the run's sockets;
+        removed at the end, with its contents; "": none."""
+        self._arguments = (marker, folder, owner_of(folder) if folder else "")
+        self._groups: dict[int, str] = {}  # by number: when its leader started
         self._process, self._pipe = self._start()
 
     def add(self, group: int) -> None:
-        """Register a process group. The reaper kills it when this process (the launcher) ends."""
-        self._groups.add(group)
-        self._tell(f"add {group}")
+        """Register a process group, whose leader is not reaped yet. The reaper kills it when this process (the launcher) ends."""
+        self._groups[group] = started(group)
+        self._tell(f"add {group} {self._groups[group]}")
 
     def gone(self, group: int) -> None:
         """Unregister a process group that has ended, because the system may reuse its number."""
-        self._groups.discard(group)
-        self._tell(f"gone {group}")
+        self._groups.pop(group, None)
+        self._tell(f"gone {group} -")
 
     def turn(self) -> None:
         """Start a new reaper process if the present one was killed."""
         if self._process.poll() is not None:
             self._process, self._pipe = self._start()
-            for group in self._groups:
-                self._tell(f"add {group}")
+            for group, start in self._groups.items():
+                self._tell(f"add {group} {start}")
 
     def close(self, timeout_s: float) -> None:
         """Make the reaper kill the remaining processes now, and wait for it to end."""
@@ -82,20 +87,25 @@ class Reaper:
             self._pipe.flush()
 
 
-def main(marker: str, folder: str) -> None:
+def main(marker: str, folder: str, owner: str) -> None:
     """Read until the launcher has ended. Then kill the remaining processes and remove the folder.
 
-    marker: `NAME=value`, in the environment of every process of the run.
+    marker: `NAME=value`, in the environment of every process of the launch. owner: content of the folder's owner file.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    groups: set[int] = set()
+    groups: dict[int, str] = {}
     for line in sys.stdin:
-        verb, group = line.split()
-        (groups.add if verb == "add" else groups.discard)(int(group))
-    for group in groups:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(group, signal.SIGKILL)
+        verb, group, start = line.split()
+        groups.pop(int(group), None)
+        if verb == "add":
+            groups[int(group)] = start
+    for leader, start in groups.items():
+        # While members of the group are left, the system gives its number to no other process. A leader that has started later is
+        # therefore the leader of another group
+        if started(leader) in (start, _GONE):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(leader, signal.SIGKILL)
     deadline = time.monotonic() + _GRACE_S
     for pid in processes_with(marker):
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -110,8 +120,26 @@ def main(marker: str, folder: str) -> None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(_ROUND_S)
-    if folder:
+    if folder and owner and owner_of(folder) == owner:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def started(pid: int) -> str:
+    """When a process started, in clock ticks since the system's start; _GONE if there is no such process, or no /proc."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[19]
+    except OSError:
+        return _GONE
+
+
+def owner_of(folder: str) -> str:
+    """As asyncrl.runtime.unix_sockets.owner_of; this program imports nothing of asyncrl."""
+    try:
+        with open(os.path.join(folder, "owner"), encoding="utf-8") as file:
+            return file.read()
+    except OSError:
+        return ""
 
 
 def processes_with(marker: str) -> list[int]:
