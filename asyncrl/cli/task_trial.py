@@ -89,7 +89,7 @@ async def _try_task(name: str, task: TaskConfig, rollout: RolloutConfig, prompt:
                 remedy = "fix it, unless it needs the rollout worker's memory (rollout.reward_isolation=thread)"
                 return replace(finding, state="warn", remedy=remedy)
             return finding
-        told.append(f"{task.reward} gives {value:g} if the response to {prompt.text[:_SHOWN]!r} is {response}")
+        told.append(f"{task.reward} gives {value:g} if the response to {prompt.plain_text[:_SHOWN]!r} is {response}")
     elif task.reward:
         told.append(f"{task.reward} was not called: no training prompt belongs to this task")
     return Finding(f"task {name}", "ok", "; ".join(told))
@@ -151,7 +151,9 @@ def user_error(text: str) -> str:
 
 def _first_prompts(config: ExperimentConfig) -> Mapping[str, Prompt]:
     """The first training prompt of each task."""
-    tokenizer = load_tokenizer(config.tokenizer_path or config.model_path) if config.prompts.chat_template else None
+    path = config.tokenizer_path or config.model_path
+    is_known = config.prompts.chat_template or (Path(path).expanduser() / "tokenizer.json").is_file()
+    tokenizer = load_tokenizer(path) if is_known else None  # it knows the special tokens, which rewards do not receive
     source = PromptSource(config.prompts, tokenizer, config.seed)
     tasks, found = source.tasks, dict[str, Prompt]()
     for position in range(len(source)):

@@ -10,8 +10,10 @@ No torch: `load_tokenizer` loads tokenizers without importing it, unlike AutoTok
 
 from __future__ import annotations
 
+import itertools
+from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,16 @@ import numpy.typing as npt
 import xxhash
 
 from asyncrl.config.schema import PromptSourceConfig
+from asyncrl.data.chat import (
+    ChatTemplate,
+    Message,
+    encode,
+    encode_prompt,
+    messages_for_template,
+    shortened,
+    tools_for_template,
+    without_special_tokens,
+)
 from asyncrl.protocol.errors import ErrorClass
 from asyncrl.protocol.messages import Locator
 
@@ -28,6 +40,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 DEFAULT_TASK = "default"  # the task of a line if the config has neither task_key nor default_task
+TOOLS_KEY = "tools"  # field of a line with the tools that the chat template shows
+_MAX_LINE_BYTES = 256 << 20
+_ROWS_AT_ONCE = 1024  # of a Parquet file
+_BOM = b"\xef\xbb\xbf"
 
 Row = dict[str, Any]
 
@@ -37,12 +53,20 @@ class Prompt:
     """One dataset item, ready for a rollout."""
 
     prompt_id: str  # e{epoch}-p{position}
-    text: str  # the model's input: rendered, if there is a chat template
+    text: str  # the model's input: rendered, if there is a chat template. Rewards and environments receive `plain_text`
     input_ids: list[int]  # empty if the source was opened without a tokenizer
     answer: Any  # the line's unchanged value under answer_key; "" if the config names none
     task: str
     row: Row  # the whole line
     too_long: bool  # the prompt has more than max_prompt_length tokens; the caller must reject it
+    # The template that has rendered the prompt, for later turns. None: the prompt is read as it is
+    template: ChatTemplate | None = field(default=None, compare=False, repr=False)
+    without_special_tokens: str | None = field(default=None, repr=False)  # `text` so; None: it has none
+
+    @property
+    def plain_text(self) -> str:
+        """The text without special tokens."""
+        return self.text if self.without_special_tokens is None else self.without_special_tokens
 
 
 class PromptError(ValueError):
@@ -64,17 +88,23 @@ class PromptSource:
     ) -> None:
         if seed < 0:
             raise ValueError(f"seed is {seed}; it must not be negative")
-        if config.chat_template and tokenizer is not None and not tokenizer.chat_template:
-            raise ValueError(
-                "prompts.chat_template is true, but the tokenizer has none; set it to false, or use the tokenizer of a chat model"
-            )
         self.config = config
         self._tokenizer = tokenizer
+        self._template: ChatTemplate | None = None
+        if config.chat_template and tokenizer is not None:
+            if not tokenizer.chat_template:
+                raise ValueError(
+                    "prompts.chat_template is true, but the tokenizer has none; set it to false, or use the tokenizer of a "
+                    "chat model"
+                )
+            self._template = ChatTemplate(tokenizer, config.chat_template_args, config.system_prompt)
         self._seed = seed
         self._rows: list[Row] = []
-        for place, row in _read_rows(config):
-            _check_row(config, place, row)
+        self._numbers = array("q")  # of the rows in the file or dataset
+        for number, row in _read_rows(config):
+            _check_row(config, _place(config, number), row)
             self._rows.append(row)
+            self._numbers.append(number)
         if not self._rows:
             raise ValueError(f"{config.path} holds no prompts")
         self._orders: dict[int, npt.NDArray[np.int64]] = {}
@@ -93,6 +123,8 @@ class PromptSource:
         digest = xxhash.xxh3_128()
         for row in self._rows:
             digest.update(msgspec.json.encode(row[self.config.prompt_key]) + b"\n")
+            if self.config.chat_template and row.get(TOOLS_KEY):
+                digest.update(msgspec.json.encode(row[TOOLS_KEY]) + b"\n")
         return digest.hexdigest()
 
     @property
@@ -113,8 +145,14 @@ class PromptSource:
 
         Raises PromptError if the chat template refuses the prompt, or if the tokenizer cannot encode it.
         """
-        row = self._rows[self.locate(locator.epoch, locator.position)]
-        text, input_ids = self._render(row[self.config.prompt_key])
+        if self.config.chat_template and self._template is None:
+            raise ValueError("a prompt with a chat template cannot be rendered without a tokenizer")
+        index = self.locate(locator.epoch, locator.position)
+        row = self._rows[index]
+        try:
+            text, input_ids = self._render(row)
+        except ValueError as error:
+            raise PromptError(f"{self.place(index)}: {error}") from error
         return Prompt(
             prompt_id=f"e{locator.epoch}-p{locator.position}",
             text=text,
@@ -123,7 +161,13 @@ class PromptSource:
             task=self._task_of(row),
             row=row,
             too_long=len(input_ids) > self.config.max_prompt_length,
+            template=self._template,
+            without_special_tokens=None if self._tokenizer is None else without_special_tokens(self._tokenizer, text),
         )
+
+    def place(self, index: int) -> str:
+        """File and line of a prompt, or dataset and row; index: as `locate` returns it."""
+        return _place(self.config, self._numbers[index])
 
     def _task_of(self, row: Row) -> str:
         key = self.config.task_key
@@ -138,24 +182,14 @@ class PromptSource:
             self._orders[epoch] = np.random.default_rng([self._seed, epoch]).permutation(len(self))
         return self._orders[epoch]
 
-    def _render(self, prompt: str | list[dict[str, Any]]) -> tuple[str, list[int]]:
-        tokenizer = self._tokenizer
-        if not self.config.chat_template:
+    def _render(self, row: Row) -> tuple[str, list[int]]:
+        prompt, tokenizer = row[self.config.prompt_key], self._tokenizer
+        if self._template is None:
             assert isinstance(prompt, str)  # ensured by _check_row
-            return prompt, [] if tokenizer is None else _encode(tokenizer, prompt, special_tokens=True)
-        if tokenizer is None:
-            raise ValueError("a prompt with a chat template cannot be rendered without a tokenizer")
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if self.config.system_prompt and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.config.system_prompt}, *messages]
-        try:
-            text = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **self.config.chat_template_args
-            )
-        except Exception as error:  # a template is a program: it may require alternating roles, for example
-            raise PromptError(f"the chat template refuses {messages!r}: {error}") from error
-        assert isinstance(text, str)
-        return text, _encode(tokenizer, text, special_tokens=False)  # the template adds its own special tokens
+            return prompt, [] if tokenizer is None else encode_prompt(tokenizer, prompt)
+        # A template is a program: it may require alternating roles, for example
+        text = self._template.prompt_text(_messages_of(prompt), tools_for_template(row.get(TOOLS_KEY)))
+        return text, encode(tokenizer, text)
 
 
 def is_file_name(path: str) -> bool:
@@ -176,46 +210,58 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _encode(tokenizer: PreTrainedTokenizerFast, text: str, *, special_tokens: bool) -> list[int]:
-    try:
-        input_ids = [int(token) for token in tokenizer.encode(text, add_special_tokens=special_tokens)]
-    except Exception as error:  # tokenizers raises no narrower type
-        raise PromptError(f"the tokenizer cannot encode the prompt {text!r}: {error}") from error
-    if not input_ids:
-        raise PromptError(f"the prompt {text!r} has no tokens: the tokenizer knows none of its characters")
-    return input_ids
-
-
 # --------------------------------------------------------------------------------------------------- reading and checking
 
 
-def _read_rows(config: PromptSourceConfig) -> Iterator[tuple[str, Any]]:
-    """Yield each line of the source with its location."""
+def _place(config: PromptSourceConfig, number: int) -> str:
+    """File and line of a prompt, or dataset and row."""
+    if not is_file_name(config.path):
+        return f"{config.path}[{config.split}], row {number}"
+    return f"{config.path}:{number}" if config.path.endswith(".jsonl") else f"{config.path}, row {number}"
+
+
+def _read_rows(config: PromptSourceConfig) -> Iterator[tuple[int, Any]]:
+    """Yield each row of the source with its number: of the line from 1, or of the row from 0."""
     path = Path(config.path)
     if not config.path:
         raise ValueError("prompts.path is empty; name a .jsonl file, a .parquet file or a Hub dataset")
     if is_file_name(config.path):
         if not path.is_file():
             raise FileNotFoundError(f"there is no prompt file {path}")
-        yield from _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
+        if path.suffix == ".jsonl":
+            yield from _read_jsonl(path)
+            return
+        rows = _read_parquet(path)
     elif path.exists():
         raise ValueError(f"prompts.path {path}: a prompt file ends in .jsonl or .parquet")
     else:
-        yield from _read_hub(config.path, config.subset, config.split)
+        rows = _read_hub(config.path, config.subset, config.split)
+    for number, row in enumerate(rows):
+        yield number, _without_absent(config, row)
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the lines that are not blank. A byte order mark is skipped at the start of any line: files may have been joined."""
+    with path.open("rb") as file:
+        for number in itertools.count(1):
+            line = file.readline(_MAX_LINE_BYTES + 1)
+            if not line:
+                return
+            if len(line) > _MAX_LINE_BYTES:
+                raise ValueError(
+                    f"{path}:{number}: the line has more than {_MAX_LINE_BYTES >> 20} MiB; is a newline missing?"
+                )
+            line = line.removeprefix(_BOM)
             if not line.strip():
                 continue
             try:
-                yield f"{path}:{number}", msgspec.json.decode(line)
+                yield number, msgspec.json.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                raise ValueError(f"{path}:{number}: not a line of JSON: {error}") from error
+                hint = "; the file is UTF-16, save it as UTF-8" if line.startswith((b"\xff\xfe", b"\xfe\xff")) else ""
+                raise ValueError(f"{path}:{number}: not a line of JSON: {error}{hint}") from error
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
+def _read_parquet(path: Path) -> Iterator[Any]:
     try:
         from pyarrow import ArrowInvalid, parquet
     except ImportError as error:
@@ -224,19 +270,48 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
         table = parquet.read_table(path)
     except ArrowInvalid as error:
         raise ValueError(f"{path}: not a Parquet file: {error}") from error
-    for number, row in enumerate(table.to_pylist()):
-        yield f"{path}, row {number}", row
+    first = 0
+    for batch in table.to_batches(max_chunksize=_ROWS_AT_ONCE):
+        try:
+            yield from batch.to_pylist()
+        except UnicodeDecodeError:
+            yield from _row_by_row(path, first, batch)
+        first += len(batch)
 
 
-def _read_hub(name: str, subset: str, split: str) -> Iterator[tuple[str, Any]]:
+def _row_by_row(path: Path, first: int, batch: Any) -> Iterator[Any]:
+    """The rows of a batch, of which one is no UTF-8."""
+    for number in range(len(batch)):
+        try:
+            yield from batch.slice(number, 1).to_pylist()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}, row {first + number}: not UTF-8: {error}") from error
+
+
+def _read_hub(name: str, subset: str, split: str) -> Iterator[Any]:
     try:
         from datasets import load_dataset
     except ImportError as error:
         raise ImportError(
             f"there is no file {name}; to read it as a Hub dataset, pip install 'asyncrl[hub]' (files end in .jsonl or .parquet)"
         ) from error
-    for number, row in enumerate(load_dataset(name, subset or None, split=split)):
-        yield f"{name}[{split}], row {number}", row
+    yield from load_dataset(name, subset or None, split=split)
+
+
+def _without_absent(config: PromptSourceConfig, row: Any) -> Any:
+    """A row of a columnar format without the keys that only its columns have: these formats write null for an absent key.
+
+    Keys of objects in a column are removed, and the row's task; other columns that are null stay.
+    """
+    if not isinstance(row, Mapping):
+        return row
+    return {key: _filled(value) for key, value in row.items() if value is not None or key != config.task_key}
+
+
+def _filled(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _filled(inner) for key, inner in value.items() if inner is not None}
+    return [_filled(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _check_row(config: PromptSourceConfig, place: str, row: Any) -> None:
@@ -247,21 +322,33 @@ def _check_row(config: PromptSourceConfig, place: str, row: Any) -> None:
         if key and key not in row and not (option == "task_key" and config.default_task):
             remedy = "" if option == "prompt_key" else ' (or to "" if there is none)'
             raise ValueError(
-                f"{place}: no key {key!r}, only {sorted(row)}; set prompts.{option} to the right one{remedy}"
+                f"{place}: no key {key!r}, only {shortened(sorted(row))}; set prompts.{option} to the right one{remedy}"
             )
     task = row.get(config.task_key, config.default_task) if config.task_key else DEFAULT_TASK
     if not isinstance(task, str):
-        raise ValueError(f"{place}: the task under {config.task_key!r} must be a string, found {task!r}")
+        raise ValueError(f"{place}: the task under {config.task_key!r} must be a string, found {shortened(task)}")
     prompt = row[config.prompt_key]
     if isinstance(prompt, list) and not config.chat_template:
         raise ValueError(
             f"{place}: {config.prompt_key!r} is a list of messages; set prompts.chat_template=true to render them"
         )
-    if not prompt or not (isinstance(prompt, str) or _is_chat(prompt)):
+    if not prompt or not isinstance(prompt, str | list):
         raise ValueError(
-            f"{place}: {config.prompt_key!r} must be a non-empty string or a list of messages (role, content), found {prompt!r}"
+            f"{place}: {config.prompt_key!r} must be a non-empty string or a list of messages (role, content), found "
+            f"{shortened(prompt)}"
         )
+    if config.chat_template:
+        try:
+            _messages_of(prompt)
+        except ValueError as error:
+            raise ValueError(
+                f"{place}: {config.prompt_key!r} must be a non-empty string or a list of messages (role, content): {error}"
+            ) from None
+        try:
+            tools_for_template(row.get(TOOLS_KEY))
+        except ValueError as error:
+            raise ValueError(f"{place}: the chat template shows the line's tools: {error}") from None
 
 
-def _is_chat(prompt: Any) -> bool:
-    return isinstance(prompt, list) and all(isinstance(m, Mapping) and "role" in m and "content" in m for m in prompt)
+def _messages_of(prompt: Any) -> list[Message]:
+    return messages_for_template([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)

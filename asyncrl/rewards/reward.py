@@ -47,7 +47,7 @@ class Completion:
 def call_arguments(prompt: Prompt, completion: Completion, taken: Sequence[str]) -> Call:
     """Arguments of a reward function. taken: the optional arguments that it accepts."""
     known = {"finished": completion.finished, "task": prompt.task, "row": prompt.row}
-    return (prompt.text, completion.text, prompt.answer), {name: known[name] for name in taken}
+    return (prompt.plain_text, completion.text, prompt.answer), {name: known[name] for name in taken}
 
 
 class Reward:

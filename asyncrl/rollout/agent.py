@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config.schema import SamplingConfig
+from asyncrl.data.chat import ChatTemplate, TemplateRefused, encode
 from asyncrl.data.prompts import Prompt
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.rewards.reward import Completion, Reward
@@ -70,7 +71,7 @@ class RewardEnv(Env):
         self._reward = reward
 
     async def reset(self) -> tuple[str, dict[str, Any]]:
-        return self.prompt.text, {}
+        return self.prompt.plain_text, {}
 
     async def step(self, action: Completion | Sequence[Completion]) -> StepResult:
         if isinstance(action, Completion):
@@ -83,7 +84,7 @@ class UnjudgedEnv(Env):
     """The environment of an agent that returns its own rewards, if the config has neither reward nor env."""
 
     async def reset(self) -> tuple[str, dict[str, Any]]:
-        return self.prompt.text, {}
+        return self.prompt.plain_text, {}
 
     async def step(self, action: Any) -> StepResult:
         raise ValueError(
@@ -206,8 +207,7 @@ class MultiStepAgent(Agent):
         turn_rewards: bool = False,  # a turn's reward is at its last token; needs train.dense_rewards
         feedback_template: str = "{}",  # the text that the policy reads; {} is the observation
         feedback_role: str = "",  # alternative: the observation is a turn of this role (e.g. user) in the chat template
-        chat_template_args: Mapping[str, Any]
-        | None = None,  # for the chat template; same as prompts.chat_template_args
+        chat_template_args: Mapping[str, Any] | None = None,  # variables of the template beside those of the prompts
     ) -> None:
         super().__init__(tokenizer=tokenizer, sampling=sampling, group_size=group_size)
         if max_turns < 1:
@@ -224,9 +224,14 @@ class MultiStepAgent(Agent):
         self.feedback_template = feedback_template
         self.feedback_role = feedback_role
         self.chat_template_args = dict(chat_template_args or {})
-        self.feedback_text(
-            "a sample observation: a template without this role is rejected at the start, not in rollouts"
-        )
+        if feedback_role and not tokenizer.chat_template:
+            raise ValueError(
+                f"feedback_role={feedback_role!r}: the tokenizer has no chat template; use feedback_template"
+            )
+        try:
+            self.feedback_text("a sample observation")
+        except TemplateRefused as error:  # at the start, not in rollouts
+            raise ValueError(f"feedback_role={feedback_role!r}: {error}; use feedback_template") from error
 
     async def collect_trajectory(
         self, prompt: Prompt, env: Env, obs_queue: ObsQueue, act_queue: ActQueue
@@ -240,7 +245,7 @@ class MultiStepAgent(Agent):
                 responses = await self.generate([list(episodes[i].input_ids) for i in active], obs_queue, act_queue)
                 goes_on = await asyncio.gather(
                     *(
-                        self._take_turn(turn, episodes[i], envs[i], response)
+                        self._take_turn(turn, prompt, episodes[i], envs[i], response)
                         for i, response in zip(active, responses, strict=True)
                     )
                 )
@@ -251,7 +256,7 @@ class MultiStepAgent(Agent):
             await asyncio.gather(*(member.close() for member in envs))
         return [build_sample(prompt.prompt_id, episodes)]
 
-    async def _take_turn(self, turn: int, episode: Episode, env: Env, response: Response) -> bool:
+    async def _take_turn(self, turn: int, prompt: Prompt, episode: Episode, env: Env, response: Response) -> bool:
         """Play one member's turn. Returns True if the observation was appended and another turn follows."""
         episode.add_response(response)
         observation, reward, terminated, truncated, _ = await env.step(self.decode(response))
@@ -263,36 +268,33 @@ class MultiStepAgent(Agent):
             episode.add_reward(scaled)
         if terminated or truncated or not response.finished or turn + 1 == self.max_turns:
             return False
-        text = self.feedback_text("" if observation is None else str(observation))
-        episode.add_observation(self.tokenizer.encode(text, add_special_tokens=False))
+        observed = "" if observation is None else str(observation)
+        text = self.feedback_text(observed, prompt.template, response.output_ids[-1])
+        episode.add_observation(encode(self.tokenizer, text))
         return True
 
-    def feedback_text(self, observation: str) -> str:
-        """The text that is appended between a response and the next one."""
-        if self.feedback_role:
-            return chat_turn(self.tokenizer, self.feedback_role, observation, self.chat_template_args)
-        return self.feedback_template.replace("{}", observation)
+    def feedback_text(
+        self, observation: str, template: ChatTemplate | None = None, stop_token: int | None = None
+    ) -> str:
+        """The text that is appended between a response and the next one. template: that of the prompt, None if it has none.
+        stop_token: the token that ended the response; None: EOS."""
+        if not self.feedback_role:
+            return self.feedback_template.replace("{}", observation)
+        template = template or ChatTemplate(self.tokenizer, {})
+        stop_token = self.tokenizer.eos_token_id if stop_token is None else stop_token
+        return template.with_arguments(self.chat_template_args).turn_text(
+            self.feedback_role, observation, stop_token=stop_token
+        )
 
 
-def chat_turn(tokenizer: Any, role: str, content: str, template_args: Mapping[str, Any]) -> str:
+def chat_turn(
+    tokenizer: Any, role: str, content: str, template_args: Mapping[str, Any], *, stop_token: int | None = None
+) -> str:
     """Return the text that a chat template writes between a response and the next one, with a message of this role and content
     between them.
 
-    The EOS of the first response is not included, because the response contains it. Raises ValueError if the template does not
-    show the message.
+    The token that ended the first response is not included, because the response contains it. stop_token: this token; None: EOS.
+    Raises ValueError if the template does not show the message.
     """
-    if not tokenizer.chat_template:
-        raise ValueError(f"feedback_role={role!r}: the tokenizer has no chat template; use feedback_template")
-    response = "<<the response>>"
-    messages = [
-        {"role": "user", "content": "the prompt"},
-        {"role": "assistant", "content": response},
-        {"role": role, "content": content},
-    ]
-    text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template_args))
-    _, found, turn = text.rpartition(response)
-    if not found or content.strip() not in turn:  # templates may trim
-        raise ValueError(
-            f"feedback_role={role!r}: the chat template does not show messages of this role; use feedback_template"
-        )
-    return turn.removeprefix(tokenizer.eos_token)
+    template = ChatTemplate(tokenizer, template_args)
+    return template.turn_text(role, content, stop_token=tokenizer.eos_token_id if stop_token is None else stop_token)

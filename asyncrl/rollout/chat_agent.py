@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from asyncrl.config.schema import SamplingConfig
+from asyncrl.data.chat import ChatTemplate
 from asyncrl.data.prompts import Prompt
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.rewards.outcome import RolloutRejected
 from asyncrl.rewards.reward import Completion, start_thread
 from asyncrl.rewards.trajectory import Episode, build_sample
 from asyncrl.rollout.agent import Env
-from asyncrl.rollout.chat_template import ChatTemplate
 from asyncrl.rollout.client import gather_or_cancel
 from asyncrl.rollout.openai_api import ChatEndpoint
 from asyncrl.rollout.openai_request import IGNORABLE
@@ -82,7 +82,7 @@ class ChatAgent(ABC):
         group_size: int,
         trained: Trained = "last",  # which of several sequences is trained: that of the last answer, or the longest
         ignore: Sequence[str] = (),  # request fields that are ignored, e.g. [temperature, seed]
-        chat_template_args: Mapping[str, Any] | None = None,  # e.g. {enable_thinking: false}
+        chat_template_args: Mapping[str, Any] | None = None,  # variables of the template beside those of the prompts
         max_requests: int = 64,  # per session
         max_sequences: int = 16,  # per session: conversations that do not continue each other, and branches
         max_tokens: int = 0,  # for prompt and answer of a request together; 0: the generation server's limit
@@ -99,7 +99,8 @@ class ChatAgent(ABC):
         self.tokenizer = tokenizer
         self.sampling = sampling
         self.group_size = group_size  # sessions per prompt; 1 in evaluations
-        self.template = ChatTemplate(tokenizer, chat_template_args or {})
+        self.chat_template_args = dict(chat_template_args or {})
+        self.template = ChatTemplate(tokenizer, self.chat_template_args)  # for prompts that have none
         self.trained = trained
         self._ignore = frozenset(ignore)
         self._limits = SessionLimits(max_requests, max_sequences, max_tokens)
@@ -132,7 +133,7 @@ class ChatAgent(ABC):
         """Play one member, from the start of its session to the end."""
         session = Session(
             policy,
-            self.template,
+            prompt.template.with_arguments(self.chat_template_args) if prompt.template else self.template,
             sampling=self.sampling,
             ignore=self._ignore,
             limits=self._limits,

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from asyncrl.config.schema import SamplingConfig
+from asyncrl.data.chat import Message, message_for_template, tools_for_template
 from asyncrl.protocol.messages import DECODE_ERRORS
-from asyncrl.rollout.chat_template import Message, message_for_template
 
 # These fields do not affect sampling.
 _WITHOUT_EFFECT = frozenset(
@@ -215,11 +215,7 @@ def _messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
 
 
 def _tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-    for index, tool in enumerate(tools):
-        function = tool.get("function")
-        if tool.get("type") != "function" or not isinstance(function, Mapping) or not function.get("name"):
-            raise RequestError(
-                f"tools[{index}]={tool!r}: expected {{type: function, function: {{name, description, parameters}}}}",
-                param=f"tools[{index}]",
-            )
-    return [dict(tool) for tool in tools] or None
+    try:
+        return tools_for_template(list(tools))
+    except ValueError as error:
+        raise RequestError(str(error), param=str(error).partition(" ")[0]) from None  # tools[index]

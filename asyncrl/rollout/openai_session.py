@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from asyncrl.config.schema import SamplingConfig
+from asyncrl.data.chat import ChatTemplate, TemplateRefused, message_for_template
 from asyncrl.rewards.outcome import RolloutEnded, RolloutRejected
 from asyncrl.rewards.trajectory import OnPiece, Response
-from asyncrl.rollout.chat_template import ChatTemplate, TemplateRefused, message_for_template
 from asyncrl.rollout.openai_request import ChatRequest, RequestError, RequestRules
 from asyncrl.rollout.openai_turns import Turn, all_turns, find_turn, num_sampled
 from asyncrl.rollout.tool_calls import Said

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncrl.data.chat import Message, same_message
 from asyncrl.rewards.trajectory import Episode, Response
-from asyncrl.rollout.chat_template import Message, same_message
 
 
 @dataclass(slots=True, eq=False)

@@ -51,11 +51,10 @@ def parse_tool_calls(text: str) -> Said:
     for match in _CALL.finditer(text):
         try:
             call = _decode_call(match[1].strip())
-        except DECODE_ERRORS:
+            msgspec.json.decode(call.arguments, type=dict)
+        except (*DECODE_ERRORS, RecursionError):
             return Said(text)
         arguments = bytes(call.arguments).decode().strip()
-        if not arguments.startswith("{"):
-            return Said(text)
         calls.append(ToolCall(call.name, arguments))
     if len(calls) != text.count(TAG):
         return Said(text)

@@ -18,6 +18,7 @@ from test_openai_api import BOARD, EOS, LIMIT_S, LOGGER, TOKENIZER, VERSION
 from test_rollout_worker import Stage
 
 from asyncrl.config.schema import ConfigError, RolloutConfig, SamplingConfig, TaskConfig
+from asyncrl.data.chat import ChatTemplate
 from asyncrl.data.prompts import Prompt
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.rewards.outcome import RolloutEnded, RolloutRejected, RolloutReleased
@@ -89,6 +90,29 @@ async def collect(
     env = Judge(prompt=PROMPT, reward=None)
     (sample,) = await asyncio.wait_for(made.collect_sessions(PROMPT, env, endpoint, echo), LIMIT_S)
     return sample
+
+
+class Asks(ChatAgent):
+    async def chat(self, session: ChatSession, prompt: Prompt) -> float:
+        await ask(session, "hi")
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    ("own", "told"), [({}, "Be brief. glad"), ({"chat_template_args": {"mood": "sad"}}, "Be brief. sad")]
+)
+async def test_requests_have_system_message_and_template_arguments_of_the_prompt(
+    endpoint: ChatEndpoint, own: dict[str, Any], told: str
+) -> None:
+    """The agent's own arguments win."""
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}{{ mood }}"
+    tokenizer = make_chat_tokenizer(None, template)
+    prompt = replace(PROMPT, template=ChatTemplate(tokenizer, {"mood": "glad"}, "Be brief."))
+    agent = Asks(tokenizer=tokenizer, sampling=SAMPLING, group_size=1, **own)
+    collecting = agent.collect_sessions(prompt, Judge(prompt=prompt, reward=None), endpoint, echo)
+    (sample,) = await asyncio.wait_for(collecting, LIMIT_S)
+    read = sample.data["packed_input_ids"][sample.data["prompt_mask"]].tolist()
+    assert tokenizer.decode(read) == told.replace(". ", ". hi ")
 
 
 class Meeting(ChatAgent):

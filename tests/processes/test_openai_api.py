@@ -14,10 +14,10 @@ import pytest
 
 from asyncrl.config.processes import WorkerInfo
 from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, SamplingConfig
+from asyncrl.data.chat import ChatTemplate
 from asyncrl.protocol.messages import WeightVersion
 from asyncrl.rewards.outcome import RolloutReleased
 from asyncrl.rewards.trajectory import OnPiece, Response
-from asyncrl.rollout.chat_template import ChatTemplate
 from asyncrl.rollout.openai_api import MAX_BODY_BYTES, ChatEndpoint
 from asyncrl.rollout.openai_session import Session, SessionLimits
 from asyncrl.rollout.tool_calls import TAG, parse_tool_calls

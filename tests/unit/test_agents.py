@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncrl.config.processes import WorkerInfo
-from asyncrl.config.schema import NameResolveConfig, RolloutConfig, RuntimeConfig, SamplingConfig, TaskConfig
-from asyncrl.data.prompts import Prompt
+from asyncrl.config.schema import (
+    NameResolveConfig,
+    PromptSourceConfig,
+    RolloutConfig,
+    RuntimeConfig,
+    SamplingConfig,
+    TaskConfig,
+)
+from asyncrl.data.prompts import Prompt, PromptSource
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.protocol.messages import WeightVersion
+from asyncrl.protocol.messages import Locator, WeightVersion
 from asyncrl.rewards.outcome import RolloutRejected
-from asyncrl.rewards.reward import Completion, Reward
+from asyncrl.rewards.reward import Completion, Reward, call_arguments
 from asyncrl.rewards.trajectory import Response
 from asyncrl.rollout.agent import (
     ActQueue,
@@ -30,9 +39,11 @@ from asyncrl.rollout.agent import (
     RewardEnv,
     SingleStepAgent,
     StepResult,
+    UnjudgedEnv,
 )
 from asyncrl.rollout.rollouts import TRAIN, TaskTable
 from asyncrl.runtime.board import StatusBoard
+from asyncrl.testing.tiny import make_chat_tokenizer
 
 LOGGER = logging.getLogger("test_agents")
 BOARD = StatusBoard(
@@ -212,16 +223,26 @@ async def goes_on(step: Any, action: Completion) -> tuple[Any, Any, bool, bool, 
 class ChatTokenizer(CharTokenizer):
     """Renders a message as <role:content$>, where $ is EOS."""
 
-    eos_token = "$"
+    eos_token_id = EOS
     chat_template = "..."
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return super().decode(ids, True) if skip_special_tokens else super().decode(ids, True) + "$" * ids.count(EOS)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [EOS if letter == "$" else ord(letter) for letter in text]
 
     def apply_chat_template(
-        self, messages: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool, thinking: bool = True
+        self,
+        messages: list[dict[str, str]],
+        *,
+        tools: None,
+        tokenize: bool,
+        add_generation_prompt: bool,
+        thinking: bool = True,
     ) -> str:
         assert not tokenize
+        assert tools is None
         assert add_generation_prompt
         shown = (f"<{message['role']}:{message['content'].strip()}$>" for message in messages)
         return "".join(shown) + ("<assistant:" if thinking else "<assistant:[]")
@@ -243,6 +264,46 @@ async def test_feedback_becomes_a_turn_of_the_chat(arguments: dict[str, Any], pr
     text = "".join("$" if token == EOS else chr(token) for token in ids.tolist())
     assert text == f"2+2=5$><user:no {{}}$><assistant:{prompt_end}5$"
     assert trained(sample) == ["5$5$"]
+
+
+async def test_a_turn_that_the_template_ends_with_another_eos_is_not_ended_twice(tmp_path: Path) -> None:
+    """The template ends turns with <|end|>, which generation_config.json lists beside the tokenizer's EOS. Later turns have the
+    template arguments of the prompt."""
+    template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}<|assistant|>{{ mood }}"
+    tokenizer = make_chat_tokenizer(None, template)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|end|>", "<|user|>", "<|assistant|>"]})
+    (end,) = tokenizer.encode("<|end|>")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "hi"}\n')
+    config = PromptSourceConfig(
+        path=str(tmp_path / "p.jsonl"), answer_key="", chat_template=True, chat_template_args={"mood": "glad"}
+    )
+    prompt = PromptSource(config, tokenizer).get(Locator(0, 0))
+    agent = MultiStepAgent(tokenizer=tokenizer, sampling=SAMPLING, group_size=1, max_turns=2, feedback_role="user")
+    env = FeedbackEnv(prompt=prompt, reward=make_reward(), feedback="No.", max_turns=2)
+    obs_queue, act_queue = ObsQueue(1), ActQueue(1)
+    collecting = asyncio.ensure_future(agent.collect_trajectory(prompt, env, obs_queue, act_queue))
+    for _ in range(2):
+        (input_ids,) = (await obs_queue.get()).inputs
+        response = Response(input_ids, finished=True)
+        response.add_piece([*tokenizer.encode("5"), end], [-0.5] * 2, [(VERSION, 2)])
+        await act_queue.put([response])
+    (sample,) = await collecting
+    text = "<|user|>hi<|end|>\n<|assistant|>glad5<|end|>\n<|user|>No.<|end|>\n<|assistant|>glad5<|end|>"
+    assert tokenizer.decode(sample.data["packed_input_ids"].tolist()) == text
+
+
+async def test_rewards_and_environments_receive_text_without_special_tokens(tmp_path: Path) -> None:
+    tokenizer = make_chat_tokenizer(None)
+    row = {"messages": [{"role": "user", "content": "a <b>  .  <|im_start|>"}], "answer": "1"}
+    (tmp_path / "p.jsonl").write_text(json.dumps(row))
+    config = PromptSourceConfig(path=str(tmp_path / "p.jsonl"), prompt_key="messages", chat_template=True)
+    prompt = PromptSource(config, tokenizer).get(Locator(0, 0))
+    assert prompt.text.startswith("<|im_start|>user\na <b>")
+    read = "user\na <b>  .  \nassistant\n"
+    ((given, *_), _) = call_arguments(prompt, Completion("1", True), ())
+    assert given == read
+    for env in (RewardEnv, UnjudgedEnv):
+        assert await env(prompt=prompt, reward=make_reward()).reset() == (read, {})
 
 
 def test_feedback_role_needs_a_template_that_renders_the_role() -> None:

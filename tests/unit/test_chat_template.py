@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from asyncrl.rollout.chat_template import ChatTemplate, TemplateRefused, message_for_template, same_message
+from asyncrl.data.chat import ChatTemplate, TemplateRefused, message_for_template, same_message, tools_for_template
 from asyncrl.testing.tiny import CHAT_TEMPLATE, make_chat_tokenizer
 
 USER = {"role": "user", "content": "What is 3 + 4?"}
@@ -56,6 +57,10 @@ TWICE = "{% for m in messages %}{{ m.content }}{{ m.content }}<|im_end|>{% endfo
 LATE_END = (
     "{% for m in messages %}{{ m.content }}{% if not loop.last %}<|im_end|>{% else %}.{% endif %}{% endfor %}" + HEADER
 )
+
+
+def calls(arguments: Any) -> dict[str, Any]:
+    return {"id": None, "function": {"name": "add", "arguments": arguments}}
 
 
 def chat(template: str = CHAT_TEMPLATE, **arguments: Any) -> tuple[ChatTemplate, Any]:
@@ -164,11 +169,67 @@ def test_messages_are_converted_for_templates() -> None:
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "a part of type 'image_url'"),
         ({"role": "assistant", "function_call": {"name": "f"}}, "use tool_calls"),
         ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "expected {id, type, function"),
+        ({"role": "assistant", "tool_calls": {"id": "1"}}, "must be a list"),
+        (
+            {"role": "assistant", "tool_calls": [calls("{cut")]},
+            "the arguments of add are '{cut'; they must be an object",
+        ),
+        ({"role": "assistant", "tool_calls": [calls([1])]}, r"the arguments of add are \[1\]"),
+        ("hi", "expected an object with role and content, found 'hi'"),
+        ({"role": "user", "content": ["a" * 1000]}, r"content has a part of type 'a+\.\.\. \(1,002 characters\)"),
     ],
 )
 def test_invalid_messages_are_refused(message: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         message_for_template(message)
+
+
+@pytest.mark.parametrize("arguments", [{"a": 3}, '{"a": 3}', '"{\\"a\\": 3}"'])
+def test_arguments_of_tool_calls_are_objects_in_the_template(arguments: Any) -> None:
+    renderer, _ = chat()
+    messages = [USER, message_for_template(assistant("", tool_calls=[calls(arguments)]))]
+    assert '{"name": "add", "arguments": {"a": 3}}' in renderer.prompt_text(messages, None)
+
+
+@pytest.mark.parametrize("arguments", [None, "", {}, "{}"])
+def test_a_call_without_arguments_has_an_empty_object(arguments: Any) -> None:
+    (call,) = message_for_template(assistant("", tool_calls=[calls(arguments)]))["tool_calls"]
+    assert call == {"type": "function", "function": {"name": "add", "arguments": {}}}
+
+
+def test_tools_are_a_list_or_its_json() -> None:
+    assert tools_for_template(TOOLS) == tools_for_template(json.dumps(TOOLS)) == TOOLS
+    assert tools_for_template(None) is tools_for_template([]) is tools_for_template("[]") is None
+    for bad, told in (
+        (3, "tools is 3; it must be a list"),
+        ([3], r"tools\[0\] is 3"),
+        ([*TOOLS, {"name": "f"}], r"tools\[1\]"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            tools_for_template(bad)
+
+
+def test_a_system_prompt_belongs_to_every_rendering() -> None:
+    tokenizer = make_chat_tokenizer(None)
+    plain, made = ChatTemplate(tokenizer, {}), ChatTemplate(tokenizer, {}, "Be brief.")
+    system = {"role": "system", "content": "Be brief."}
+    own = {"role": "system", "content": "Be long."}
+    assert made.prompt_ids([USER], TOOLS, {}) == plain.prompt_ids([system, USER], TOOLS, {})
+    assert made.prompt_ids([own, USER], TOOLS, {}) == plain.prompt_ids([own, USER], TOOLS, {})
+    eos = tokenizer.eos_token_id
+    continued = made.continuation_ids([USER], assistant("7"), [USER], None, {}, stop_token=eos)
+    assert continued == plain.continuation_ids([USER], assistant("7"), [USER], None, {}, stop_token=eos)
+
+
+def test_the_sampled_token_ends_the_turn() -> None:
+    """A model has several tokens that end a response. Only the token that was sampled is left out of the template's text."""
+    renderer, tokenizer = chat(CHAT_TEMPLATE.replace("<|im_end|>", "<|end|>"))
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|end|>", "<|im_start|>"]})
+    (end,) = tokenizer.encode("<|end|>")
+    turn = "\n<|im_start|>user\nNo.<|end|>\n<|im_start|>assistant\n"
+    assert renderer.turn_text("user", "No.", stop_token=end) == turn
+    assert renderer.turn_text("user", "No.", stop_token=tokenizer.eos_token_id) == f"<|end|>{turn}"
+    assert renderer.turn_text("user", "No.", stop_token=None) == f"<|end|>{turn}"
 
 
 def test_an_answer_is_recognised_by_its_content() -> None:

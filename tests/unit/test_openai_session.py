@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from asyncrl.config.schema import SamplingConfig
+from asyncrl.data.chat import ChatTemplate
 from asyncrl.protocol.messages import WeightVersion
 from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
 from asyncrl.rewards.trajectory import OnPiece, Response, build_sample
-from asyncrl.rollout.chat_template import ChatTemplate
 from asyncrl.rollout.openai_request import ChatRequest, RequestError, RequestRules, parse_chat_request
 from asyncrl.rollout.openai_session import Answer, Session, SessionCounts, SessionLimits, message_of
 from asyncrl.rollout.tool_calls import TAG, parse_tool_calls

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from pyarrow import parquet
 from asyncrl.config.schema import PromptSourceConfig
 from asyncrl.data.prompts import PromptError, PromptSource, load_tokenizer
 from asyncrl.protocol.messages import Locator
-from asyncrl.testing.tiny import make_char_tokenizer
+from asyncrl.testing.tiny import make_char_tokenizer, make_chat_tokenizer
 
 ROWS = [{"prompt": f"q{i}", "answer": str(i), "kind": "even" if i % 2 == 0 else "odd", "extra": [i]} for i in range(20)]
 CHAT_TEMPLATE = (
@@ -177,6 +178,12 @@ GOOD = b'{"prompt": "a", "answer": 1}\n'
         ),
         (b"", r"p\.jsonl holds no prompts"),
         (b"\n \n", r"p\.jsonl holds no prompts"),
+        (GOOD + b"\0" + GOOD, r"p\.jsonl:2: not a line of JSON"),
+        (GOOD + b"\n" + b"\0" * 80, r"p\.jsonl:3: not a line of JSON"),
+        (GOOD + b'{"prompt": "\\ud800", "answer": 1}\n', r"p\.jsonl:2: not a line of JSON"),
+        (GOOD + GOOD.strip() + GOOD, r"p\.jsonl:2: not a line of JSON: .*trailing characters"),
+        (GOOD.decode().encode("utf-16"), r"p\.jsonl:1: not a line of JSON: .*UTF-16, save it as UTF-8"),
+        (b'{"prompt": 3' + b"1" * 5000 + b"}\n", r"p\.jsonl:1: "),
     ],
 )
 def test_broken_files_are_refused_with_the_number_of_the_line(tmp_path: Path, content: bytes, message: str) -> None:
@@ -215,6 +222,151 @@ def test_paths_without_prompts_are_refused(tmp_path: Path) -> None:
     (tmp_path / "p.parquet").write_bytes(b"no parquet")
     with pytest.raises(ValueError, match=r"p\.parquet: not a Parquet file"):
         PromptSource(PromptSourceConfig(path=str(tmp_path / "p.parquet")))
+
+
+def test_an_enormous_line_is_refused_before_it_is_read_whole(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(GOOD)
+    os.truncate(path, 1 << 40)  # a hole without a newline
+    with pytest.raises(ValueError, match=r"p\.jsonl:2: the line has more than 256 MiB"):
+        PromptSource(PromptSourceConfig(path=str(path)))
+
+
+def test_byte_order_marks_are_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + GOOD + GOOD + b"\xef\xbb\xbf" + GOOD + b"\xef\xbb\xbf\n")
+    assert len(PromptSource(PromptSourceConfig(path=str(path)))) == 3
+
+
+def test_an_invalid_text_in_parquet_is_refused_with_its_row(tmp_path: Path) -> None:
+    texts = pyarrow.array([b"a", b"b", b"\xff", b"d"]).cast(pyarrow.binary())
+    invalid = pyarrow.StringArray.from_buffers(4, texts.buffers()[1], texts.buffers()[2])
+    parquet.write_table(pyarrow.table({"prompt": invalid, "answer": [1, 2, 3, 4]}), tmp_path / "p.parquet")
+    with pytest.raises(ValueError, match=r"p\.parquet, row 2: not UTF-8"):
+        PromptSource(PromptSourceConfig(path=str(tmp_path / "p.parquet")))
+
+
+def test_a_refused_value_is_shortened(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": {"a": "b" * 10_000}, "answer": 1}])
+    with pytest.raises(ValueError, match=r"p\.jsonl:1: .* found \{'a': 'b+\.\.\. \(10,009 characters\)$"):
+        PromptSource(PromptSourceConfig(path=path))
+
+
+# ---------------------------------------------------------------------------------------------------------------- messages
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 3, "b": 4}}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "number"}}}}}
+
+
+def chat(tmp_path: Path, rows: list[Any], suffix: str = ".jsonl", **config: Any) -> PromptSource:
+    path = tmp_path / f"chats{suffix}"
+    if suffix == ".jsonl":
+        write_jsonl(path, rows)
+    else:
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    made = PromptSourceConfig(
+        path=str(path), prompt_key="messages", answer_key="", chat_template=True, shuffle=False, **config
+    )
+    return PromptSource(made, make_chat_tokenizer(None))
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+CHATS = [
+    {"messages": [user([{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}])]},
+    {"messages": [{"role": "developer", "content": "Be brief."}, user("hi")]},
+    {
+        "messages": [
+            user("3+4?"),
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "content": "7", "tool_call_id": "1"},
+        ],
+        "tools": [TOOL],
+    },
+]
+BEGIN, END = "<|im_start|>", "<|im_end|>\n"
+READ = [
+    f"{BEGIN}system\nSYS{END}{BEGIN}user\n1+1?{END}{BEGIN}assistant\n",
+    f"{BEGIN}system\nBe brief.{END}{BEGIN}user\nhi{END}{BEGIN}assistant\n",
+    f"{BEGIN}tools\n{json.dumps(TOOL)}\n{END}{BEGIN}system\nSYS{END}{BEGIN}user\n3+4?{END}{BEGIN}assistant\n"
+    f"<tool_call>\n{json.dumps(CALL['function'])}\n</tool_call>{END}{BEGIN}tool\n7{END}{BEGIN}assistant\n",
+]
+
+
+@pytest.mark.parametrize("encoded", [False, True])
+def test_messages_and_tools_are_converted_for_the_template(tmp_path: Path, encoded: bool) -> None:
+    rows: Any = json.loads(json.dumps(CHATS))
+    if encoded:
+        function = rows[2]["messages"][1]["tool_calls"][0]["function"]
+        function["arguments"] = json.dumps(function["arguments"])
+        rows[2]["tools"] = json.dumps(rows[2]["tools"])
+    source = chat(tmp_path, rows, system_prompt="SYS")
+    assert order(source, 0) == READ
+
+
+def test_keys_that_only_columns_have_are_absent(tmp_path: Path) -> None:
+    """Parquet has each key in every row: absent ones are null. The arguments of two calls, and two tools, differ in their keys."""
+    other_call = {"type": "function", "function": {"name": "neg", "arguments": {"x": 1}}}
+    other_tool = {
+        "type": "function",
+        "function": {"name": "neg", "parameters": {"properties": {"x": {"type": "number"}}}},
+    }
+    rows: Any = [
+        {
+            "messages": [user("3+4?"), {"role": "assistant", "tool_calls": [CALL]}, user("x")],
+            "tools": [TOOL],
+            "kind": "a",
+        },
+        {
+            "messages": [user("-1?"), {"role": "assistant", "tool_calls": [other_call]}, user("x")],
+            "tools": [other_tool],
+        },
+        {"messages": [user("hi")], "level": {"a": 1}},
+    ]
+    columns = chat(tmp_path, rows, ".parquet", task_key="kind", default_task="b")
+    lines = chat(tmp_path, rows, task_key="kind", default_task="b")
+    assert order(columns, 0) == order(lines, 0)
+    assert columns.fingerprint() == lines.fingerprint()
+    assert columns.tasks == lines.tasks == {"a", "b"}
+    for index in range(3):
+        assert columns.get(Locator(0, index)).row["messages"] == rows[index]["messages"]
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        (
+            {"messages": [user([{"type": "image_url", "image_url": {"url": "x"}}])]},
+            "message 0: content has a part of type",
+        ),
+        ({"messages": [user(8), user(7)]}, "message 0: content is 8; it must be text"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+            "arguments of f",
+        ),
+        ({"messages": [user("a")], "tools": [{"name": "f"}]}, r"shows the line's tools: tools\[0\] is"),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_what_the_template_cannot_show_is_refused_with_the_line(
+    tmp_path: Path, row: dict[str, Any], told: str, suffix: str
+) -> None:
+    place = r"chats\.jsonl:1: " if suffix == ".jsonl" else r"chats\.parquet, row 0: "
+    with pytest.raises(ValueError, match=place + ".*" + told):
+        chat(tmp_path, [row], suffix)
+
+
+def test_a_prompt_that_the_template_refuses_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('\n{"prompt": "a"}\n\n{"prompt": "b"}\n')
+    template = "{% if messages[0].content == 'b' %}{{ raise_exception('no b') }}{% endif %}a"
+    config = PromptSourceConfig(path=str(path), answer_key="", chat_template=True, shuffle=False)
+    source = PromptSource(config, make_chat_tokenizer(None, template))
+    assert source.get(Locator(0, 0)).text == "a"
+    with pytest.raises(PromptError, match=r"p\.jsonl:4: the chat template refuses .*no b"):
+        source.get(Locator(0, 1))
 
 
 # --------------------------------------------------------------------------------------------------------------- tokenizing

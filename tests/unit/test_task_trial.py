@@ -8,6 +8,7 @@ import pytest
 
 from asyncrl.cli.task_trial import try_tasks, user_error
 from asyncrl.config.schema import ExperimentConfig, PromptSourceConfig, RolloutConfig, TaskConfig
+from asyncrl.testing.tiny import make_chat_tokenizer
 
 REWARDS = """\
 import os, time
@@ -69,6 +70,16 @@ def config_of(folder, timeout_s=60.0, mode="async", **task):
             tasks={"default": TaskConfig(**specs)}, reward_timeout_s=timeout_s, reward_memory_bytes=500_000_000
         ),
     )
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_reward_gets_the_prompt_without_special_tokens(folder, chat):
+    make_chat_tokenizer(folder / "model", "<|im_start|>{{ messages[0].content }}<|im_end|>")
+    (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "<|im_end|>1234", "answer": ""}))
+    config = config_of(folder, reward="rewards.py:waits")
+    prompts = replace(config.prompts, chat_template=chat)
+    (finding,) = try_tasks(replace(config, model_path=str(folder / "model"), prompts=prompts))
+    assert finding.value.endswith("rewards.py:waits gives 4 if the response to '1234' is nothing")
 
 
 def test_the_value_of_a_reward_is_shown(folder, capfd):
