@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,10 +13,11 @@ import omegaconf
 from omegaconf import OmegaConf, dictconfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
+from yaml.reader import ReaderError
 
 from asyncrl.config.fields import Wrong
 from asyncrl.config.presets import ALGORITHMS, CORRECTIONS
-from asyncrl.config.schema import ConfigError, ExperimentConfig
+from asyncrl.config.schema import ConfigError, ExperimentConfig, PromptSourceConfig
 from asyncrl.config.shapes import wrong_shapes, wrong_value
 
 _MERGES_INTO_FROZEN = tuple(map(int, omegaconf.__version__.split(".")[:2])) >= (2, 4)
@@ -33,10 +35,7 @@ def read_experiment(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Ex
     """
     if not Path(path).is_file():
         raise ConfigError(f"config {str(path)!r} is not a file; `asyncrl-launch init NAME` writes one")
-    try:
-        layers = [(str(path), OmegaConf.load(path))]
-    except (YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
+    layers = [(str(path), _load(Path(path)))]
     if not OmegaConf.is_dict(layers[0][1]):
         raise ConfigError(f"{path} has no fields at its top level; write them as `field: value`, a line each")
     for override in overrides:
@@ -65,11 +64,40 @@ def read_experiment(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Ex
     assert isinstance(config, ExperimentConfig)
     config = replace(
         config,
+        eval=replace(config.eval, prompts=_eval_prompts(config, [layer for _, layer in layers])),
         recover=_switch(config.recover),
         network=replace(config.network, authenticate=_switch(config.network.authenticate)),
         plan=replace(config.plan, enforce=_switch(config.plan.enforce)),
     )
     return config, wrong
+
+
+def _load(path: Path) -> Any:
+    """Read the file; a byte order mark at its start is skipped. Raises ConfigError with the line."""
+    content = path.read_bytes()
+    try:
+        text = content.decode("utf-8-sig")
+        return OmegaConf.load(io.StringIO(text))
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}:{line} is not YAML: {error}; save the file as UTF-8") from error
+    except ReaderError as error:  # a control character
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(
+            f"{path}:{line} is not YAML: the character #x{ord(text[error.position]):04x} is not allowed"
+        ) from error
+    except YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+
+
+def _eval_prompts(config: ExperimentConfig, layers: Sequence[Any]) -> PromptSourceConfig | None:
+    """eval.prompts, whose chats are rendered like those of prompts, except for fields that the user has written."""
+    prompts = config.eval.prompts
+    written = OmegaConf.select(OmegaConf.merge(*layers), "eval.prompts", throw_on_resolution_failure=False) or {}
+    if prompts is None or (not prompts.chat_template and "chat_template" in written):
+        return prompts
+    rendering = ("chat_template", "chat_template_args", "system_prompt")
+    return replace(prompts, **{name: getattr(config.prompts, name) for name in rendering if name not in written})
 
 
 def _switch(value: str) -> str:

@@ -36,9 +36,12 @@ class PromptSourceConfig:
     answer_key: str = "answer"  # field with the answer, which the reward function receives; "": lines have no answer
     task_key: str = ""  # field that names the task of a line; "": all lines belong to one task
     default_task: str = ""  # task of lines without the field task_key; "": such a line is an error
-    chat_template: bool = False  # render prompts with the tokenizer's chat template
-    chat_template_args: dict[str, Any] = field(default_factory=dict)  # variables of the template, e.g. enable_thinking
-    system_prompt: str = ""  # added to chats that do not begin with a system message; "": none
+    chat_template: bool = False  # render prompts, and `tools` of a line, with the tokenizer's chat template
+    # Variables of the template, e.g. enable_thinking: of each turn, also of the requests of a ChatAgent
+    chat_template_args: dict[str, Any] = field(default_factory=dict)
+    system_prompt: str = (
+        ""  # added to chats, also those of a ChatAgent, that do not begin with a system message; "": none
+    )
     # Limit in tokens. A prompt that is longer is rejected and counted (reason `prompt_too_long`)
     max_prompt_length: int = limited(1024, at_most=100_000_000)
     shuffle: bool = True  # a new order in each epoch, determined by the seed
@@ -390,7 +393,8 @@ class TrainConfig:
 class EvalConfig:
     """Evaluation of weight versions: responses to prompts of its own are generated and judged, but never trained."""
 
-    prompts: PromptSourceConfig | None = None  # null: no evaluation
+    # null: no evaluation. chat_template, chat_template_args and system_prompt are those of `prompts` unless they are set here
+    prompts: PromptSourceConfig | None = None
     num_prompts: int = limited(512, at_least=0, remedy="must be at least 1, or 0 for all")  # the first N; 0: all
     modes: list[str] = field(default_factory=lambda: ["sampled", "greedy"])  # sampled, greedy or both
     at_start: bool = True  # evaluate the initial weights

@@ -91,6 +91,7 @@ def problems_of_fields(config: ExperimentConfig) -> Iterator[Problem]:
         for option in ("system_prompt", "chat_template_args"):
             if prompts is not None and getattr(prompts, option) and not prompts.chat_template:
                 yield f"{name}.{option}", getattr(prompts, option), f"needs {name}.chat_template=true"
+    yield from _bad_template_arguments(config)
     yield from _bad_ptx(config)
     if config.eval.prompts is not None and not config.eval.prompts.path:
         yield "eval.prompts.path", "", "is required (or leave eval.prompts out: no evaluation)"
@@ -104,6 +105,20 @@ def problems_of_fields(config: ExperimentConfig) -> Iterator[Problem]:
             yield f"rollout.tasks.{name}", task, "needs a reward function or an env"
         if name in REWARD_METRICS and len(config.rollout.tasks) > 1:
             yield f"rollout.tasks.{name}", task, f"choose another name: reward/{name} is a metric of all tasks together"
+
+
+def _bad_template_arguments(config: ExperimentConfig) -> Iterator[Problem]:
+    """Every turn of a rollout has the template arguments of its prompt, so an agent may not have others."""
+    for task_name, task in config.rollout.tasks.items():
+        own = task.agent_args.get("chat_template_args")
+        for name, prompts in (("prompts", config.prompts), ("eval.prompts", config.eval.prompts)):
+            if own is not None and prompts is not None and prompts.chat_template and own != prompts.chat_template_args:
+                yield (
+                    f"rollout.tasks.{task_name}.agent_args.chat_template_args",
+                    own,
+                    f"differs from {name}.chat_template_args={prompts.chat_template_args}, which all turns have; leave it out, "
+                    f"and set {name}.chat_template_args",
+                )
 
 
 def _bad_ptx(config: ExperimentConfig) -> Iterator[Problem]:

@@ -537,6 +537,75 @@ def runnable(tmp_path):
     return file
 
 
+def test_evaluation_renders_chats_like_training_unless_it_says_otherwise(config_file):
+    def rendering(*overrides):
+        own = ["prompts.chat_template=true", "prompts.chat_template_args={a: 1, b: [2]}", "prompts.system_prompt=S"]
+        prompts = load_experiment(config_file, [*own, "eval.prompts.path=e.jsonl", *overrides]).eval.prompts
+        return prompts.chat_template, prompts.chat_template_args, prompts.system_prompt
+
+    assert rendering() == (True, {"a": 1, "b": [2]}, "S")
+    assert rendering("eval.prompts.chat_template=true", "eval.prompts.system_prompt=''") == (
+        True,
+        {"a": 1, "b": [2]},
+        "",
+    )
+    assert rendering("eval.prompts.chat_template_args={c: 3}") == (True, {"c": 3}, "S")
+    assert rendering("eval.prompts.chat_template_args={}") == (True, {}, "S")
+    assert rendering("eval.prompts.chat_template=false") == (False, {}, "")
+    assert load_experiment(config_file, ["eval.prompts=null"]).eval.prompts is None
+
+
+def test_an_agent_may_repeat_the_template_arguments_of_the_prompts(config_file):
+    own = ["prompts.chat_template=true", "prompts.chat_template_args={a: 1}", "eval.prompts.path=e.jsonl"]
+    agent = "rollout.tasks.default.agent_args={chat_template_args: {a: 1}}"
+    assert load_experiment(config_file, [*own, agent]).rollout.tasks["default"].agent_args
+    other = "rollout.tasks.default.agent_args={chat_template_args: {a: 2}}"
+    with pytest.raises(ConfigError) as error:
+        load_experiment(config_file, [*own, other, "eval.prompts=null"])
+    assert str(error.value).endswith(
+        "rollout.tasks.default.agent_args.chat_template_args={'a': 2}: differs from prompts.chat_template_args={'a': 1}, which "
+        "all turns have; leave it out, and set prompts.chat_template_args"
+    )
+    with pytest.raises(ConfigError, match=r"differs from eval.prompts.chat_template_args=\{'a': 2\}"):
+        load_experiment(config_file, [*own, agent, "eval.prompts.chat_template_args={a: 2}"])
+    without_template = "rollout.tasks.default.agent_args={chat_template_args: {a: 3}}"  # for a ChatAgent's own messages
+    assert load_experiment(config_file, [without_template]).rollout.tasks["default"].agent_args
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (MINIMAL.encode() + b"trial: \xff\n", r"run.yaml:5 is not YAML: .* save the file as UTF-8"),
+        (MINIMAL.encode() + b"trial: 't\x00'\n", r"run.yaml:5 is not YAML: the character #x0000 is not allowed"),
+        (MINIMAL.encode("utf-16"), r"run.yaml:1 is not YAML"),
+    ],
+)
+def test_a_file_that_is_no_text_is_refused_with_the_line(config_file, content, message):
+    config_file.write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        load_experiment(config_file)
+
+
+def test_byte_order_marks_are_skipped(runnable):
+    for file in (runnable, runnable.parent / "rewards.py", runnable.parent / "p.jsonl"):
+        file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert preflight(load_experiment(runnable)) == 64
+
+
+def test_preflight_names_the_line_that_cannot_be_rendered(runnable):
+    model = runnable.parent / "m"
+    (model / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    image = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "answer": 1}
+    chat = {"messages": [{"role": "user", "content": "hi"}], "answer": 1}
+    (runnable.parent / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [chat, chat, image]))
+    for field in ("prompts", "eval.prompts", "train.ptx.texts"):
+        source = f"{{path: {runnable.parent}/chats.jsonl, prompt_key: messages, chat_template: true}}"
+        with pytest.raises(
+            ConfigError, match=rf"^{field}.path=.*chats.jsonl:3: .* content has a part of type 'image_url'"
+        ):
+            preflight(load_experiment(runnable, [f"{field}={source}", "train.batch_size=1", "eval.num_prompts=1"]))
+
+
 def test_preflight_counts_the_prompts(runnable):
     assert preflight(load_experiment(runnable)) == 64
 
