@@ -68,6 +68,8 @@ def read_experiment(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Ex
         recover=_switch(config.recover),
         network=replace(config.network, authenticate=_switch(config.network.authenticate)),
         plan=replace(config.plan, enforce=_switch(config.plan.enforce)),
+        weights=replace(config.weights, fetch=_switch(config.weights.fetch)),
+        train=replace(config.train, mismatch=_switch(config.train.mismatch)),
     )
     return config, wrong
 

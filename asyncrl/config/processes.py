@@ -94,6 +94,17 @@ class GroupsConfig:
 
 
 @dataclass(frozen=True)
+class MismatchConfig:
+    """What a model worker does if the first on-policy data has other logprobs than its own (train.mismatch): the bounds."""
+
+    action: str  # stop | warn
+    temperature: float  # at which the behaviour logprobs were computed
+    kl: float  # of |mean(behaviour - trainer)|, in nats per token
+    token: float  # of |behaviour - trainer| of a token ...
+    share: float  # ... which this share of the tokens may exceed
+
+
+@dataclass(frozen=True)
 class MasterWorkerConfig:
     worker: WorkerInfo
     num_model_workers: int
@@ -137,6 +148,7 @@ class ModelWorkerConfig:
     groups: GroupsConfig | None = None  # mode=sync
     detached: list[list[int]] = field(default_factory=list)  # as in MasterWorkerConfig
     shares_devices: bool = False  # with a generation server; the models are on the device only in training's turns
+    mismatch: MismatchConfig | None = None  # null: the first step is not checked
 
     @property
     def on_cpu(self) -> bool:

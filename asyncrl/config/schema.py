@@ -374,6 +374,9 @@ class TrainConfig:
     # A step whose loss or gradient is not finite is skipped. Keep the newest N batches of such steps, with the weights that each
     # step began from, for examples/bad_batch. 0: none
     keep_bad_batches: int = limited(3, at_least=0)
+    # The first step of each attempt trains on data that its own weights sampled. If the servers' logprobs of it are not the
+    # trainer's, beyond rounding: stop: the run ends before the first update | warn: a warning | off: no comparison
+    mismatch: str = "stop"
     max_skipped_steps: int = limited(10, at_least=0)  # skipped steps in a row after which the run fails; 0: no limit
     call_timeout_s: float = 1800.0  # limit of one call to the model workers
     # What a step does without actor_inf while its workers are down: wait | continue (with the servers' logprobs as proximal ones) |

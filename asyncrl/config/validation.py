@@ -214,6 +214,7 @@ def _choices(config: ExperimentConfig) -> Sequence[tuple[str, Any, Sequence[str]
         ("train.streaming_order", config.train.streaming_order, STREAMING_ORDERS),
         ("train.correction", config.train.correction, ("", *CORRECTIONS)),
         ("train.dtype", config.train.dtype, ("float32", "bfloat16", AUTO)),
+        ("train.mismatch", config.train.mismatch, ("stop", "warn", "off")),
         ("train.ref.on_missing", config.train.ref.on_missing, ON_MISSING),
         ("train.actor_inf_on_missing", config.train.actor_inf_on_missing, ("", *ON_MISSING)),
         *(

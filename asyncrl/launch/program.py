@@ -24,6 +24,7 @@ from asyncrl.config.processes import (
     GroupsConfig,
     GserverManagerConfig,
     MasterWorkerConfig,
+    MismatchConfig,
     ModelWorkerConfig,
     PlacedMFC,
     RecorderConfig,
@@ -196,6 +197,7 @@ class _Run:
             groups=groups if config.mode == "sync" else None,
             detached=self.detached,
             shares_devices=index in self.allocation.shared_workers,
+            mismatch=_mismatch(config, self.train, self.allocation.engine),
         )
 
     def recorder(self) -> RecorderConfig:
@@ -510,8 +512,30 @@ def _resolve_train(config: ExperimentConfig, num_prompts: int) -> TrainConfig:
 
 def _verify_tolerance(config: ExperimentConfig) -> float:
     """Return the largest allowed difference between a server's logprobs and the trainer's; 0: weights.verify_logprobs is off."""
-    exact = config.train.dtype == config.generation.dtype == "float32" and not config.train.tf32
-    return (config.weights.verify_tolerance or (1e-3 if exact else 0.3)) if config.weights.verify_logprobs else 0.0
+    if not config.weights.verify_logprobs:
+        return 0.0
+    return config.weights.verify_tolerance or (1e-3 if _is_exact(config) else 0.3)
+
+
+def _is_exact(config: ExperimentConfig) -> bool:
+    """Whether servers and trainer compute in float32, without TF32."""
+    return config.train.dtype == config.generation.dtype == "float32" and not config.train.tf32
+
+
+def _mismatch(config: ExperimentConfig, train: TrainConfig, engine: str) -> MismatchConfig | None:
+    """The bounds of the first step (train.mismatch); docs/algorithms.md has the measurements behind them.
+
+    A recording may come from any engine, and from another model on purpose, so with mode=train_only the check only warns. With
+    mode=sync the trainer itself computes the behaviour logprobs, at its own temperature.
+    """
+    action = "warn" if config.mode == "train_only" and train.mismatch == "stop" else train.mismatch
+    if action == "off":
+        return None
+    sampling, own = config.rollout.sampling, config.mode == "sync"
+    temperature = train.ppo.temperature if own else 1.0 if sampling.greedy else sampling.temperature
+    is_tight = _is_exact(config) and config.mode != "train_only" and (own or engine == "transformers")
+    kl, token, share = (1e-4, 1e-3, 0.01) if is_tight else (0.05, 0.5, 0.05)
+    return MismatchConfig(action, temperature, kl, token, share)
 
 
 def _without_saving(train: TrainConfig) -> TrainConfig:

@@ -36,6 +36,7 @@ from asyncrl.master.arriving import ArrivingGroups
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
 from asyncrl.master.calls import DetachedGroups, GroupMissingError, Incarnation, WorkerCaller
 from asyncrl.master.handles import Batch, Call, Function, Models
+from asyncrl.master.on_policy import OnPolicy
 from asyncrl.master.refresh import Refresher
 from asyncrl.master.report import MISSING
 from asyncrl.master.step_function import StepFunction
@@ -198,6 +199,7 @@ class _Step:
         """recorders: by head, the worker that records the head's trajectories; empty: no recording. detached: workers that are not
         in the trainer group. result: of the step, to which this part adds. part, batch: as in ExecuteMFC."""
         self.version = version
+        self.on_policy = False  # the first call of actor_train of the step gets on-policy data
         self.part, self.batch = part, list(batch)
         # (model, groups) -> the ids of each data rank
         self._parts: dict[tuple[str, frozenset[str]], list[list[str]]] = {}
@@ -441,6 +443,9 @@ class ModelFunctionCall:
         for maker in making:
             await self._caller.bounded(maker.made.wait(), f"the input keys of MFC {mfc.name}", f"MFC {maker.mfc.name}")
         missing = [key for key in mfc.input_keys if key in step.missing]
+        on_policy = step.on_policy and mfc.name == TRAIN_MFC
+        if on_policy:
+            step.on_policy = False  # further calls of the step train from changed weights
         return ExecuteMFC(
             mfc=mfc.name,
             version=step.version,
@@ -448,6 +453,7 @@ class ModelFunctionCall:
             parts=step.parts_for(mfc, call.batches),
             part=step.part,
             batch=step.batch,
+            on_policy=on_policy,
             missing=missing,
             state=self.state,
         )
@@ -674,6 +680,7 @@ class FunctionExecutor:
             raise ValueError(f"MFCs run on models without workers: {homeless}; placed models: {list(self._placements)}")
         self._detached = detached.worker_groups.all_detached if detached is not None else frozenset()
         self._refresher = refresher
+        self._on_policy = OnPolicy()
         self._result = StepResult()  # of the step that runs, or comes next
         self._calls: list[ModelFunctionCall] = []
         for mfc in mfcs:
@@ -747,6 +754,7 @@ class FunctionExecutor:
         self._at(version, num_left=max(0, self._hooks.batch_size - num_taken) if part == "open" else 0)
         self._buffer.begin_batch(tickets)
         metas = self._buffer.metas(tickets)
+        step.on_policy = self._on_policy.begin(version, metas)
         try:
             async with asyncio.TaskGroup() as group:
 
@@ -767,6 +775,8 @@ class FunctionExecutor:
                 step.begin(metas, self._buffer.common_keys(tickets))
                 group.create_task(self._function.run(models, Batch(metas, step.read)))
             step.result.count(models.calls)
+            if part != "open" and TRAIN_MFC not in left_out:
+                self._on_policy.trained()
             await step.moved()
             if part != "open":
                 await self._refresh(step, version + 1)

@@ -26,6 +26,7 @@ from asyncrl.model.data_manager import DataManager
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import LAST_WORDS_S, SHARED, Exporter
 from asyncrl.model.fetching import DataFetcher, FetchError
+from asyncrl.model.first_step import FirstStep
 from asyncrl.model.group_maker import GroupMaker
 from asyncrl.model.interfaces import Interface, Stats
 from asyncrl.model.process_group import ProcessGroup
@@ -110,6 +111,7 @@ class Calls:
         self._mfcs = {mfc.name: MFCDef.of(mfc) for mfc in config.mfcs if mfc.model in {**engines, **without_model}}
         self._interfaces = interfaces
         self._first_states = {mfc: interface.state() for mfc, interface in interfaces.items()}
+        self._first_step = FirstStep(config.mismatch, logger) if config.mismatch is not None else None
         self._profiler = Profiler(self._info)
         self._metas: dict[str, TrajectoryMeta] = (
             receiver.metas if receiver is not None else {}
@@ -248,10 +250,20 @@ class Calls:
         interface.restore(self._first_states[body.mfc] if body.state is None else body.state)
         if body.missing:
             interface = interface.without(body.missing)
+        first = self._check_first_step(engine, sample, body) if body.on_policy else {}
         if body.part == "whole":
-            return interface.run(engine, sample, batch_ids=body.ids, version=body.version)
-        last = body.part == "last"
-        return interface.run_part(engine, sample, batch_ids=body.ids, version=body.version, last=last)
+            made, stats = interface.run(engine, sample, batch_ids=body.ids, version=body.version)
+        else:
+            last = body.part == "last"
+            made, stats = interface.run_part(engine, sample, batch_ids=body.ids, version=body.version, last=last)
+        return made, stats | first
+
+    def _check_first_step(self, engine: TrainEngine, sample: SequenceSample | None, body: ExecuteMFC) -> Stats:
+        if self._first_step is None:
+            return {}
+        has_proximal = {"proximal_logprobs"} <= set(self._mfcs[body.mfc].input_keys) - set(body.missing)
+        proximal_at = self._config.train.ppo.temperature if has_proximal else None
+        return self._first_step.check(engine, sample, proximal_at=proximal_at, last=body.part != "open")
 
     def _make_groups(self, body: ExecuteMFC, ids: list[str]) -> CallResult:
         """Make the groups of this worker's replica. All are stored, except those of an evaluation."""

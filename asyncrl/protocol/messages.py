@@ -569,6 +569,9 @@ class ExecuteMFC(Struct, frozen=True, kw_only=True, tag=True):
     parts: list[
         list[str]
     ] = []  # the ids of each data-parallel rank, in canonical order; all workers of a rank hold the input keys
+    on_policy: bool = (
+        False  # actor_train: the weights in training sampled all tokens, and have not been trained in this attempt
+    )
     missing: list[str] = []  # input keys that do not exist in this step, because the group that computes them is down
     state: dict[str, float] | None = None  # of the MFC's function after the previous call; null: the one it begins with
     locators: list[Locator] = []  # one for each of `ids`: the prompts from which the MFC generates groups

@@ -694,8 +694,10 @@ def test_preflight_reads_reward_files_without_running_them(runnable):
 
 @pytest.mark.parametrize(("written", "read"), [("off", "off"), ("false", "off")])
 def test_switches_stay_off_although_yaml_reads_off_as_false(config_file, written, read):
-    config = load_experiment(config_file, [f"recover={written}", f"network.authenticate={written}"])
+    names = "recover", "network.authenticate", "plan.enforce", "weights.fetch", "train.mismatch"
+    config = load_experiment(config_file, [f"{name}={written}" for name in names])
     assert (config.recover, config.network.authenticate) == (read, read)
+    assert (config.plan.enforce, config.weights.fetch, config.train.mismatch) == (read, read, read)
 
 
 @pytest.mark.parametrize(
