@@ -663,8 +663,8 @@ class ExperimentConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    # The newest checkpoint in the run's folder. auto: continue from it; begin anew if there is none or the run there is complete |
-    # required: continue from it, or fail if there is none | off: begin anew
+    # The newest checkpoint in the run's folder. auto: continue from it; begin anew if there is none; refuse to replace the final
+    # model of a complete run | required: continue from it, or fail if there is none | off: begin anew
     recover: str = "auto"
     name_resolve: NameResolveConfig = field(default_factory=NameResolveConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)

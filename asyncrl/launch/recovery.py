@@ -13,10 +13,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from asyncrl.config.fields import leaf_values
 from asyncrl.config.schema import RECOVERABLE_MODES, ConfigError, ExperimentConfig, model_settings
 from asyncrl.data.prompts import PromptSource
 from asyncrl.dataflow.graph import build_dataflow
-from asyncrl.launch.rundir import next_attempt
+from asyncrl.launch.experiment import draft_experiment
+from asyncrl.launch.program import with_absolute_paths
+from asyncrl.launch.rundir import SUMMARY_FILE, newest_experiment, next_attempt, read_record
 from asyncrl.master.schedule import ended_by
 from asyncrl.weights.checkpoints import (
     Checkpoint,
@@ -24,7 +27,6 @@ from asyncrl.weights.checkpoints import (
     DataIdentity,
     MasterState,
     begin_anew,
-    list_checkpoints,
     newest,
     shapes,
 )
@@ -32,6 +34,9 @@ from asyncrl.weights.versions import tensor_files
 
 Shape = tuple[int, ...]
 _LENGTH_BYTES = 8  # size of the number at the start of a safetensors file, which is the length of the header
+FINAL_MODEL = Path("checkpoints") / "final"
+_OF_A_LAUNCH = ("fileroot", "experiment", "trial", "recover", "hosts")  # fields that do not say how the run trains
+_SHOWN_CHANGES = 6
 _ANEW = "start anew with recover=off, or with another trial=..."
 
 
@@ -44,23 +49,20 @@ def starting_point(
     """Return the checkpoint that a launch resumes from; None: it starts anew. Call it before an attempt begins.
 
     notice: shows an urgent message, such as one about torn checkpoints. say: shows other messages (default: notice).
-    Raises ConfigError if recover=required and there is no checkpoint, if the newest one does not fit the config, or if a complete
-    run has nothing more to do. A restart of the trainer group within a launch calls `checkpoints.newest` instead, because its
-    config has not changed.
+    Raises ConfigError if recover=required and there is no checkpoint, if the newest one does not fit the config, if a complete run
+    has nothing more to do, or if the launch would replace the final model of a complete run unasked. A restart of the trainer group
+    within a launch calls `checkpoints.newest` instead, because its config has not changed.
     """
     say = say or notice
+    refuse_to_replace(config, run_dir)
     if config.mode not in RECOVERABLE_MODES:
         return None
     if config.recover == "off":
         begin_anew(run_dir, next_attempt(run_dir))
         return None
-    complete = (run_dir / "summary.json").exists()
-    if config.recover == "auto" and complete:
-        if list_checkpoints(run_dir):
-            say(
-                "the run in this folder is complete: it starts anew (recover=required resumes from its newest checkpoint)"
-            )
-            begin_anew(run_dir, next_attempt(run_dir))
+    complete = (run_dir / SUMMARY_FILE).exists()
+    if config.recover == "auto" and complete:  # without a final model; see above
+        begin_anew(run_dir, next_attempt(run_dir))
         return None
     try:
         found = newest(run_dir, notice)
@@ -72,14 +74,53 @@ def starting_point(
                 f"recover='required': there is no checkpoint to resume from in {run_dir}/checkpoints/recover; use auto, which "
                 "starts anew if there is none, or check that fileroot, experiment and trial are those of the run"
             )
+        if newest_experiment(run_dir) is not None:
+            say("the run in this folder has no checkpoint yet: it starts anew")
         return None
     problems = [*_of_data(config, found), *_of_models(config, found)]
     if problems:
         raise ConfigError("\n".join(problems))
     if complete and (finished := _finished(config, found)):
         raise ConfigError(finished)
-    say(f"going on from step {found.step} of attempt {found.attempt} (recover=off starts anew)")
+    changed = changed_fields(config, run_dir)
+    others = f", with other values than before: {', '.join(changed)}" if changed else ""
+    say(f"going on from step {found.step} of attempt {found.attempt}{others} (recover=off starts anew)")
     return found
+
+
+def refuse_to_replace(config: ExperimentConfig, run_dir: Path) -> None:
+    """Raise ConfigError if the folder has a complete run with a final model, which this launch would replace. recover=off asks for
+    that; recover=required continues the run."""
+    if config.recover != "auto" or not (run_dir / SUMMARY_FILE).exists() or not (run_dir / FINAL_MODEL).exists():
+        return
+    record = read_record(run_dir)
+    steps = 2 * record.total_steps if record is not None and record.total_steps else "N"
+    more = f"continue it with more steps: `asyncrl-launch resume {run_dir} train.max_steps={steps}`; "
+    raise ConfigError(
+        f"trial={config.trial!r}: the run in {run_dir} is complete, and this one would replace its final model. Choose another "
+        f"folder: trial=NAME; {more if config.mode in RECOVERABLE_MODES else ''}or replace it: recover=off"
+    )
+
+
+def changed_fields(config: ExperimentConfig, run_dir: Path) -> list[str]:
+    """Return the fields that differ from those of the newest launch in the folder, with both values; the first few."""
+    kept = newest_experiment(run_dir)
+    if kept is None:
+        return []
+    try:
+        before = {path: value for path, value, _ in leaf_values(draft_experiment(kept).config)}
+    except (ConfigError, OSError):  # another release's
+        return []
+    now = leaf_values(with_absolute_paths(config))
+    changed = [
+        f"{path}={value!r} (was {before.get(path)!r})"
+        for path, value, _ in now
+        if path not in _OF_A_LAUNCH and value != before.get(path)
+    ]
+    return [
+        *changed[:_SHOWN_CHANGES],
+        *([f"and {len(changed) - _SHOWN_CHANGES} more"] if changed[_SHOWN_CHANGES:] else []),
+    ]
 
 
 def _finished(config: ExperimentConfig, found: Checkpoint) -> str:

@@ -216,9 +216,12 @@ def test_without_a_checkpoint_required_refuses(runs: Runs, capsys: pytest.Captur
 
 @pytest.mark.release
 def test_a_complete_run_begins_anew(runs: Runs) -> None:
+    """With recover=off. Without it, its final model stays."""
     with launch(runs.config, *EXACT, "trial=whole", "train.max_steps=4") as run:
+        assert run.wait(LIMIT_S) == 2, run.output()
+        assert "would replace its final model" in run.output()
+    with launch(runs.config, *EXACT, "trial=whole", "train.max_steps=4", "recover=off") as run:
         assert run.wait(LIMIT_S) == 0, run.output()
-        assert "the run in this folder is complete: it starts anew (recover=required resumes" in run.output()
     assert list_checkpoints(runs.whole) == [
         (2, 3),
         (2, 4),

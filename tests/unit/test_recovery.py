@@ -23,6 +23,7 @@ from asyncrl.config.schema import (
     ConfigError,
     CriticConfig,
     ExperimentConfig,
+    OptimizerConfig,
     PromptSourceConfig,
     RoleConfig,
     TaskConfig,
@@ -147,16 +148,31 @@ class TestStartingPoint:
         assert (found.path, found.attempt, found.step) == (path, 1, 2)
         assert notices == ["going on from step 2 of attempt 1 (recover=off starts anew)"]
 
-    def test_auto_starts_a_complete_run_anew(self, config, run_dir, save):
+    @pytest.mark.parametrize("mode", ["async", "train_only"])
+    def test_auto_does_not_replace_a_complete_run(self, config, run_dir, save, mode):
         save()
         (run_dir / "summary.json").write_text("{}")
-        found, notices = start(config, run_dir)
+        (run_dir / "checkpoints" / "final").mkdir(parents=True)
+        with pytest.raises(ConfigError, match=r"would replace its final model.*trial=NAME; .*recover=off") as error:
+            start(replace(config, mode=mode), run_dir)
+        assert ("asyncrl-launch resume" in str(error.value)) == (mode == "async")
+        found, _ = start(replace(config, recover="off"), run_dir)
         assert found is None
-        assert notices == [
-            "the run in this folder is complete: it starts anew (recover=required resumes from its newest checkpoint)"
-        ]
         assert begin_attempt(run_dir) == 2  # removes the summary, so the run no longer counts as complete
         assert start(config, run_dir) == (None, [])  # interrupted before its first checkpoint: nothing to resume from
+
+    def test_what_has_changed_since_the_checkpoint_is_told(self, config, run_dir, save):
+        save(step=2)
+        folder = run_dir / "configs" / "attempt_1"
+        folder.mkdir(parents=True)
+        save_config(with_absolute_paths(config), folder / "experiment.yaml")
+        changed = replace(config, trial="x", train=replace(config.train, optimizer=OptimizerConfig(lr=0.5)))
+        _, notices = start(changed, run_dir)
+        assert notices == [
+            "going on from step 2 of attempt 1, with other values than before: train.optimizer.lr=0.5 "
+            f"(was {config.train.optimizer.lr}) (recover=off starts anew)"
+        ]
+        assert start(config, run_dir)[1] == ["going on from step 2 of attempt 1 (recover=off starts anew)"]
 
     def test_required_resumes_a_complete_run(self, config, run_dir, save):
         save()

@@ -136,7 +136,8 @@ _DESCRIPTION = """Start all processes of a run on this machine, print a line per
 
 All files of the run are in <fileroot>/<experiment>/<trial>/: config.yaml, configs/, logs/, metrics.jsonl, weights/,
 checkpoints/final, summary.json. A second `run` of the same config is another attempt in the same folder: it continues
-from the newest checkpoint of an interrupted run, and begins anew after a complete one (config field recover)."""
+from the newest checkpoint of an interrupted run. After a complete one it is refused, because it would replace the final
+model: choose another trial, `resume` it with more steps, or begin anew with recover=off."""
 
 _EPILOG = """
 

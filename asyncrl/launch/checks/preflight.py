@@ -47,6 +47,7 @@ from asyncrl.launch.checks.checklist import (
 from asyncrl.launch.checks.model_files import check_vocabulary, count_parameters, read_config
 from asyncrl.launch.checks.task_arguments import check_task_arguments
 from asyncrl.launch.program import run_directory, writes_checkpoints
+from asyncrl.launch.recovery import refuse_to_replace
 from asyncrl.protocol.names import ACTOR
 from asyncrl.runtime.devices import visible_devices
 from asyncrl.runtime.disk import existing_parent, size_text, too_few_open_files
@@ -148,6 +149,10 @@ def _check_saved(case: Case) -> None:
     path = case.config.model_path
     if not tensor_files(Path(path).expanduser()):
         raise ConfigError(f"model_path={path!r}: there is no *.safetensors; save the model with save_pretrained")
+
+
+def _check_folder(case: Case) -> None:
+    refuse_to_replace(case.config, run_directory(case.config))
 
 
 def _check_open_files(_: Case) -> None:
@@ -496,6 +501,7 @@ CHECKS = (
     Check("lengths", _check_length, reads=("rollout.sampling", "train.ptx"), needs=(MODEL,)),
     Check("disk space", _check_room, needs=(WEIGHTS, FIELDS)),
     Check("wandb", _check_wandb, reads=("wandb",)),
+    Check("the run's folder", _check_folder, reads=("fileroot", "experiment", "trial", "recover", "mode")),
     Check("open files", _check_open_files),
     Check("the recording", _check_replay, needs=(MODEL, TOKENIZER, FIELDS), when=_replays),
     Check("saved weights", _check_saved, needs=(MODEL,), when=_only_rolls_out),
