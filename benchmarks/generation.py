@@ -249,11 +249,12 @@ def example_model(folder: Path) -> Path:
 def read_prompts(example: Path, limit: int = 1024) -> list[list[int]]:
     import msgspec
 
+    from asyncrl.data.chat import encode_prompt
     from asyncrl.data.prompts import load_tokenizer
 
     tokenizer = load_tokenizer(str(example / "model"))
     lines = (example / "data" / "train.jsonl").read_bytes().splitlines()[:limit]
-    return [list(tokenizer(msgspec.json.decode(line)["prompt"])["input_ids"]) for line in lines]
+    return [encode_prompt(tokenizer, msgspec.json.decode(line)["prompt"]) for line in lines]
 
 
 @contextlib.contextmanager

@@ -116,11 +116,12 @@ class ChatTemplate:
                 continue
             # `closed` is the text after the mark, which may start with the rest of a tool call; `ending` is only the end of turn
             if full.startswith(closed):
-                return self._encode(self._less_sampled_end(ending, stop_token) + full[len(closed) :])
+                return self._encode(self._less_sampled_end(ending + full[len(closed) :], stop_token))
         return None
 
     def _less_sampled_end(self, ending: str, stop_token: int | None) -> str:
-        """The template's text at the end of a turn, without the text of the token with which the policy has ended it."""
+        """The template's text after an answer, without the text of the token with which the policy has ended it. This token may end
+        the turn, or begin the next one, if the template does not end turns (GLM-4)."""
         if stop_token is None:
             return ending
         end_of_turn = str(self._tokenizer.decode([stop_token], skip_special_tokens=False))

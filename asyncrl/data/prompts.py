@@ -165,6 +165,13 @@ class PromptSource:
             without_special_tokens=None if self._tokenizer is None else without_special_tokens(self._tokenizer, text),
         )
 
+    def check_answers(self) -> None:
+        """Raise ValueError with the line if an answer is neither text nor a number."""
+        for index, row in enumerate(self._rows):
+            answer = row[self.config.answer_key] if self.config.answer_key else ""
+            if not isinstance(answer, str | int | float):
+                raise ValueError(f"{self.place(index)}: the answer is {shortened(answer)}; it must be text or a number")
+
     def place(self, index: int) -> str:
         """File and line of a prompt, or dataset and row; index: as `locate` returns it."""
         return _place(self.config, self._numbers[index])

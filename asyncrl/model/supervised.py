@@ -13,6 +13,7 @@ import numpy as np
 
 from asyncrl.algorithms.supervised import Loss, SupervisedLoss
 from asyncrl.config.schema import ConfigError, PtxConfig
+from asyncrl.data.chat import encode
 from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.data.sequence import KEY_SPECS, SequenceSample
 from asyncrl.protocol.messages import Locator
@@ -46,6 +47,7 @@ class SupervisedTexts:
                 f"tokenizer_path={tokenizer_path!r}: the tokenizer has no EOS token for the texts of train.ptx; set eos_token"
             )
         self._source = PromptSource(config.texts, self._tokenizer, seed)
+        self._source.check_answers()
 
     def parts(self, step: int, num_parts: int) -> list[list[Text]]:
         """The texts of a train step, divided among its optimizer steps. Sizes differ by at most one."""
@@ -72,11 +74,13 @@ class SupervisedTexts:
 
     def _text(self, number: int) -> Text:
         """The text at this place of all passes. A text that is longer than max_length is cut."""
+        locator = Locator(*divmod(number, len(self._source)))
         try:
-            prompt = self._source.get(Locator(*divmod(number, len(self._source))))
-            answer = self._tokenizer.encode(str(prompt.answer), add_special_tokens=False)
-        except Exception as error:  # tokenizers raises no narrower type
-            raise ValueError(f"train.ptx.texts: a text cannot be encoded: {error}") from error
+            prompt = self._source.get(locator)
+            answer = encode(self._tokenizer, str(prompt.answer))
+        except ValueError as error:
+            place = self._source.place(self._source.locate(locator.epoch, locator.position))
+            raise ValueError(f"train.ptx.texts: {place}: {error}") from error
         input_ids = [*prompt.input_ids, *answer, int(self._tokenizer.eos_token_id)][: self._max_length]
         return Text(input_ids, min(len(prompt.input_ids), len(input_ids)))
 

@@ -6,13 +6,15 @@ version.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from asyncrl.data.chat import ChatTemplate, Tools, messages_for_template
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.testing.warm_start import Recipe, evaluate, save, train
@@ -65,9 +67,11 @@ def make_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizer
     )
 
 
-def render(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message]) -> str:
+def render(
+    tokenizer: PreTrainedTokenizerFast, messages: Sequence[Mapping[str, Any]], tools: Tools | None = None
+) -> str:
     """The prompt text for the model's turn in a conversation, as `prompts.chat_template: true` renders a line."""
-    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+    return ChatTemplate(tokenizer, {}).prompt_text(messages_for_template(list(messages)), tools)
 
 
 def make_model(

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from asyncrl.cli.progress import StepProgress
+from asyncrl.data.chat import with_start
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 
 if TYPE_CHECKING:
@@ -161,8 +162,8 @@ def _batches(
     eos = tokenizer.eos_token_id
     while True:
         pairs = [recipe.demonstrate(rng) for _ in range(_POOL_BATCHES * recipe.batch_size)]
-        prompts = tokenizer([prompt for prompt, _ in pairs])["input_ids"]
-        completions = tokenizer([completion for _, completion in pairs])["input_ids"]
+        prompts = _encoded(tokenizer, [prompt for prompt, _ in pairs])
+        completions = tokenizer([completion for _, completion in pairs], add_special_tokens=False)["input_ids"]
         pool = [(prompt, [*completion, eos]) for prompt, completion in zip(prompts, completions, strict=True)]
         mean_tokens = sum(len(completion) for _, completion in pool) / _POOL_BATCHES
         pool.sort(key=lambda pair: len(pair[0]) + len(pair[1]))
@@ -176,6 +177,12 @@ def _batches(
                 input_ids[row, :end] = prompt + completion
                 labels[row, len(prompt) : end] = completion
             yield torch.from_numpy(input_ids), torch.from_numpy(labels), mean_tokens
+
+
+def _encoded(tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str]) -> list[list[int]]:
+    """The tokens of prompts, as a run reads them."""
+    ids = tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
+    return list(map(with_start, ids, tokenizer(list(prompts))["input_ids"]))
 
 
 def evaluate(
@@ -219,7 +226,7 @@ def complete(
 
     generate: Any = model.generate
     completions: dict[int, Completion] = {}
-    encoded = sorted(enumerate(tokenizer(list(prompts))["input_ids"]), key=lambda item: len(item[1]))
+    encoded = sorted(enumerate(_encoded(tokenizer, prompts)), key=lambda item: len(item[1]))
     with one_thread(), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         for length, group in groupby(encoded, key=lambda item: len(item[1])):

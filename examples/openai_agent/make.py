@@ -137,7 +137,7 @@ def conversation(rng: np.random.Generator) -> list[Row]:
 
 def render(tokenizer: Any, messages: list[Row]) -> str:
     """The model's input for its next turn of a conversation."""
-    return str(tokenizer.apply_chat_template(messages, tools=[CALCULATOR], tokenize=False, add_generation_prompt=True))
+    return chat_model.render(tokenizer, messages, [CALCULATOR])
 
 
 def content_of(message: Row) -> str:

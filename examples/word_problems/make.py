@@ -15,6 +15,7 @@ from answers import final_number
 from env import hint
 from reward import score
 
+from asyncrl.data.chat import encode
 from asyncrl.testing.chat_model import assistant, make_model, make_tokenizer, read_lines, render, system, user
 from asyncrl.testing.tiny import ARCHITECTURES
 from asyncrl.testing.warm_start import Pair, Recipe, write_lines
@@ -59,7 +60,7 @@ def main() -> None:
     texts = [text_of(row) for row in train]
     tokenizer = make_tokenizer(texts, vocab_size=512 if arguments.gsm8k is None else 2048)
     demonstrate = sloppy if arguments.gsm8k is None else form_only(train)
-    lengths = [len(tokenizer.encode(render(tokenizer, row["messages"]))) for row in train + evaluation]
+    lengths = [len(encode(tokenizer, render(tokenizer, row["messages"]))) for row in train + evaluation]
     print(
         f"{arguments.out / 'data'}: {len(train)} + {len(evaluation)} prompts of {min(lengths)} to {max(lengths)} tokens, "
         f"median {np.median(lengths):.0f}, 99 % have at most {np.percentile(lengths, 99):.0f}"

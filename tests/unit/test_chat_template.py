@@ -232,6 +232,24 @@ def test_the_sampled_token_ends_the_turn() -> None:
     assert renderer.turn_text("user", "No.", stop_token=None) == f"<|end|>{turn}"
 
 
+def test_a_header_that_ends_the_answer_before_it_is_not_written_twice() -> None:
+    """GLM-4 does not end turns: the policy samples the header of the next turn, which generation_config.json lists as EOS."""
+    renderer, tokenizer = chat(
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|user|>", "<|tool|>"]})
+    user, tool = tokenizer.encode("<|user|><|tool|>")
+    for stop, text in (
+        (user, "\nNo.<|assistant|>"),
+        (tool, "<|user|>\nNo.<|assistant|>"),
+        (None, "<|user|>\nNo.<|assistant|>"),
+    ):
+        after = [{"role": "user", "content": "No."}]
+        ids = renderer.continuation_ids([USER], assistant("7"), after, None, {}, stop_token=stop)
+        assert tokenizer.decode(ids) == renderer.turn_text("user", "No.", stop_token=stop) == text
+
+
 def test_an_answer_is_recognised_by_its_content() -> None:
     call = {**CALL, "index": 0}
     assert same_message(assistant("a b\n"), assistant("a b", annotations=[]))

@@ -606,6 +606,12 @@ def test_preflight_names_the_line_that_cannot_be_rendered(runnable):
             preflight(load_experiment(runnable, [f"{field}={source}", "train.batch_size=1", "eval.num_prompts=1"]))
 
 
+def test_preflight_names_the_supervised_text_without_an_answer(runnable):
+    (runnable.parent / "texts.jsonl").write_text('{"prompt": "1", "answer": 1}\n{"prompt": "1", "answer": null}\n')
+    with pytest.raises(ConfigError, match=r"train.ptx.texts.answer_key='answer': .*texts.jsonl:2: the answer is None"):
+        preflight(load_experiment(runnable, [f"train.ptx.texts.path={runnable.parent}/texts.jsonl"]))
+
+
 def test_preflight_counts_the_prompts(runnable):
     assert preflight(load_experiment(runnable)) == 64
 

@@ -90,6 +90,36 @@ def test_a_text_is_prompt_answer_and_eos(texts_file: Path) -> None:
     assert (one.input_ids, one.prompt_length, one.num_supervised) == ([1, 7, 1, 0], 2, 2)
 
 
+@pytest.mark.parametrize("answer", [None, ["0"], {"a": 1}])
+def test_an_answer_that_is_no_text_is_refused_with_the_line(texts_file: Path, answer: Any) -> None:
+    texts_file.write_text(texts_file.read_text() + "\n" + json.dumps({"prompt": "1=", "answer": answer}))
+    with pytest.raises(
+        ValueError, match=rf"texts.jsonl:{NUM_TEXTS + 1}: the answer is .*; it must be text or a number"
+    ):
+        texts_of(texts_file)
+
+
+def test_a_text_that_the_tokenizer_cannot_encode_is_named_with_its_line(texts_file: Path) -> None:
+    texts_file.write_text('\n{"prompt": "1=", "answer": "x"}')
+    with pytest.raises(
+        ValueError, match=r"train.ptx.texts: .*texts.jsonl:2: the tokenizer cannot encode the prompt 'x'"
+    ):
+        texts_of(texts_file, batch_size=1).parts(0, 1)
+
+
+def test_no_end_stands_between_prompt_and_answer(tmp_path: Path) -> None:
+    tokenizer = make_char_tokenizer(None, "012345=")
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer.add_bos_token = tokenizer.add_eos_token = True
+    tokenizer.update_post_processor()
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "texts.jsonl").write_text('{"prompt": "1=", "answer": 3}')
+    (part,) = texts_of(tmp_path / "texts.jsonl", batch_size=1).parts(0, 1)
+    (text,) = part
+    assert tokenizer.decode(text.input_ids) == "<s>1=3<|endoftext|>"
+    assert text.prompt_length == 3
+
+
 def test_a_long_text_is_cut(texts_file: Path) -> None:
     (part,) = texts_of(texts_file, batch_size=NUM_TEXTS, max_length=3).parts(0, 1)
     assert {(len(text.input_ids), text.num_supervised) for text in part} == {(3, 1)}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -20,6 +21,7 @@ from asyncrl.data.prompts import Prompt, PromptSource, load_tokenizer
 from asyncrl.protocol.messages import Locator
 from asyncrl.testing import chat_model
 from asyncrl.testing.tiny import make_char_tokenizer, make_chat_tokenizer
+from asyncrl.testing.warm_start import complete
 
 TEXT = "hi, one  two."
 BOS = "<s>"
@@ -128,3 +130,14 @@ def test_text_without_special_tokens_keeps_every_other_character(folder: Path) -
     left = "a ,  <s  " if "<|im_start|>" in tokenizer.all_special_tokens else "a ,  <s <|im_start|> "
     assert without_special_tokens(tokenizer, shown) == left
     assert without_special_tokens(start_is_end(), "a<|header|>b") == "ab"
+
+
+def test_a_warm_start_reads_prompts_like_a_run(folder: Path) -> None:
+    class Model:
+        def generate(self, ids: torch.Tensor, **_: Any) -> torch.Tensor:
+            self.read = ids.tolist()
+            return ids
+
+    tokenizer, model = load_tokenizer(folder), Model()
+    complete(model, tokenizer, [TEXT], max_new_tokens=1, greedy=True)  # type: ignore[arg-type]
+    assert model.read == [prompt_of(tokenizer, folder, TEXT).input_ids]

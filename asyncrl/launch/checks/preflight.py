@@ -410,7 +410,11 @@ def _check_eval_prompts(case: Case) -> None:
 
 def _check_ptx(case: Case) -> None:
     if (ptx := case.config.train.ptx) is not None:
-        _open("train.ptx.texts", ptx.texts, case.config)
+        source = _open("train.ptx.texts", ptx.texts, case.config)
+        try:
+            source.check_answers()
+        except ValueError as error:
+            raise ConfigError(f"train.ptx.texts.answer_key={ptx.texts.answer_key!r}: {error}") from error
 
 
 def _count(field: str, prompts: PromptSourceConfig, config: ExperimentConfig) -> int:
