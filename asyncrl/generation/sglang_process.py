@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import os
 import secrets as random_secrets
@@ -55,6 +56,7 @@ _TMP_PREFIX = "asyncrl-sglang-"
 _SHARED_MEMORY = Path("/dev/shm")
 _SHARED_PREFIXES = ("sglang_loads_", "sgl_shm_")  # SGLang's files: load of its schedulers, messages between its ranks
 _NOTED = "shared_memory"  # subfolder of TMPDIR: an empty file for each of SGLang's in /dev/shm, with the same name
+_IN_USE = "in_use.lock"  # in TMPDIR
 _NOTE_S = 1.0  # seconds between two recordings during SGLang's start; repeated, because the start may fail at any time
 _KEY_BYTES = 32
 _SPAWN_LIMIT_S = 30.0
@@ -315,6 +317,7 @@ class SGLangProcess:
         self._grace_s = _GRACE_S[on_gpu]
         self._port = 0
         self._tmp = ""
+        self._in_use: int | None = None  # the lock on this folder; the kernel drops it when this process ends
         self._running: _Running | None = None  # the last one that was started
         self._children: list[psutil.Process] = []
 
@@ -346,7 +349,8 @@ class SGLangProcess:
         deadline = self._clock.monotonic() + limit_s
         self._log.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers()
-        self._tmp = tempfile.mkdtemp(prefix=f"{_TMP_PREFIX}{os.getpid()}-")
+        self._tmp = tempfile.mkdtemp(prefix=_TMP_PREFIX)
+        self._in_use = _lock(Path(self._tmp))
         self._noted.mkdir()
         for tries_left in reversed(range(_START_TRIES)):
             began_at = self._log.stat().st_size if self._log.exists() else 0
@@ -424,6 +428,9 @@ class SGLangProcess:
             await asyncio.to_thread(running.exited.wait, _KILL_LIMIT_S)
         if self._tmp:
             shutil.rmtree(self._tmp, ignore_errors=True)
+        if self._in_use is not None:
+            os.close(self._in_use)
+            self._in_use = None
 
     def _spawn(self, loop: asyncio.AbstractEventLoop) -> _Running:
         command = [self._python, "-m", "sglang.launch_server", *self._arguments(self._port)]
@@ -547,14 +554,30 @@ def _remove_shared_memory(noted: Path) -> None:
 
 
 def _remove_leftovers() -> None:
-    """Remove the folders of servers whose owner process has ended, and their shared memory, in case the guard was killed."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_TMP_PREFIX}*-*"):
-        owner = folder.name.removeprefix(_TMP_PREFIX).partition("-")[0]
-        with contextlib.suppress(FileNotFoundError):
-            is_ours = folder.stat().st_uid == os.getuid()  # another user's folder must not decide which files to remove
-            if is_ours and owner.isdigit() and not psutil.pid_exists(int(owner)):
+    """Remove the folders of servers whose owner process has ended, and their shared memory, in case the guard was killed. An owner
+    holds a lock, also in another container, where this process does not see it."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_TMP_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            # Another user's folder must not decide which files to remove. A folder without a lock is being made
+            if folder.lstat().st_uid != os.getuid() or not (folder / _IN_USE).is_file():
+                continue
+            lock = _lock(folder)
+            try:
                 _remove_shared_memory(folder / _NOTED)
                 shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def _lock(folder: Path) -> int:
+    """Lock a server's folder. Raises BlockingIOError if another process holds the lock."""
+    lock = os.open(folder / _IN_USE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
 
 
 def _is_sglang(process: psutil.Process) -> bool:

@@ -215,10 +215,10 @@ class LocalLauncher:
     def _run_phase(self, phase: ExperimentConfig, found: Checkpoint | None, lock: RunLock) -> int:
         """Start the processes of a phase, and stop them at its end. Returns the exit code; 0: the phase or the run is complete."""
         with ExitStack() as closing:
-            sockets = closing.enter_context(ExitStack())
+            last = closing.enter_context(ExitStack())
             traces = closing.enter_context(ExitStack())
             with self._explained(lock):
-                launch = self._open(phase, found, lock, closing, traces, sockets)
+                launch = self._open(phase, found, lock, closing, traces, last)
                 if launch is not None:
                     launch.start_processes()
                 if launch is None or self._stop.signal is not None:
@@ -249,13 +249,13 @@ class LocalLauncher:
         lock: RunLock,
         closing: ExitStack,
         traces: ExitStack,
-        sockets: ExitStack,
+        last: ExitStack,
     ) -> Launch | None:
         """Open everything that the processes need. Returns None if the run was told to stop meanwhile.
 
         asked: the user's config in this phase. checkpoint: the one to resume from. closing: a stack that closes what is opened
         here. traces: a stack for the last work of the phase, merging the timelines. It runs after everything that is opened here
-        has been closed. sockets: a stack for the removal of the socket folder, after everything else.
+        has been closed. last: a stack for the removal of secrets and sockets, after everything else.
         """
         view, run_dir = self._view, self.run_dir
         attempt = begin_attempt(run_dir)
@@ -266,14 +266,13 @@ class LocalLauncher:
             raise LaunchError(f"allocation={asked.allocation}: this machine has {len(devices)} GPUs: {remedy}")
         self._write_config(devices)
         save_config(with_absolute_paths(self.config), configs_dir(run_dir, attempt) / EXPERIMENT_FILE)
-        config = self._with_sockets(going_on(asked, checkpoint, self._num_prompts), sockets)
+        config = self._with_sockets(going_on(asked, checkpoint, self._num_prompts), last)
         runtime, host = config.runtime, ""
 
         def stop_before_closing(pool: ProcessPool | RemoteProcessPool) -> None:
             closing.callback(external.wait_until_gone, runtime.stop_timeout_s, self._is_impatient)
             closing.callback(pool.stop, runtime.stop_timeout_s * _ASK_SHARE, self._is_impatient)
 
-        closing.callback(remove_secrets, run_dir)
         external = ExternalProcesses(run_dir, wait_s=config.debug.wait_s, notice=view.notice, clock=self._clock)
         if config.cluster != "local":
             host = own_host(config.hosts)
@@ -288,6 +287,8 @@ class LocalLauncher:
             closing.enter_context(naming)
             stop_before_closing(pool)
         secrets = self._make_secrets(config)
+        if secrets is not None:
+            last.callback(remove_secrets, run_dir, secrets)
         etcd_log = logs_dir(run_dir, attempt) / "etcd.log"
         service = NameService.open(config, run_dir, etcd_log, view.notice, self._clock)
         naming.callback(service.close)
@@ -344,7 +345,7 @@ class LocalLauncher:
     def _is_impatient(self) -> bool:
         return self._stop.impatient
 
-    def _with_sockets(self, config: ExperimentConfig, closing: ExitStack) -> ExperimentConfig:
+    def _with_sockets(self, config: ExperimentConfig, last: ExitStack) -> ExperimentConfig:
         if not has_unix_sockets(config):
             unix_sockets.remove_folder(self.run_dir)  # of an earlier launcher that died
             return config
@@ -353,7 +354,7 @@ class LocalLauncher:
             folder = unix_sockets.make_folder(self.run_dir, with_weights=shared)
         except OSError as error:
             raise LaunchError(f"network.sockets=unix: {error}; or set TMPDIR, or network.sockets=tcp") from error
-        closing.callback(unix_sockets.remove_folder, self.run_dir, folder)
+        last.callback(unix_sockets.remove_folder, self.run_dir, folder)
         return replace(config, network=replace(config.network, socket_dir=folder))
 
     def _write_config(self, devices: Sequence[str]) -> None:

@@ -25,7 +25,7 @@ from asyncrl.launch.private_etcd import PrivateEtcd
 from asyncrl.launch.program import absolute_name_resolve
 from asyncrl.launch.rundir import LaunchError
 from asyncrl.protocol.messages import WorkerStatus
-from asyncrl.protocol.names import Names
+from asyncrl.protocol.names import Names, incarnation
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.names.etcd.server import EtcdServer, EtcdServerError, EtcdTls
 from asyncrl.runtime.names.interface import (
@@ -59,11 +59,13 @@ class NameService:
         notice: Callable[[str], None],
         *,
         etcd: PrivateEtcd | None = None,
+        owner: str = "",
     ) -> None:
         """name_resolve: the config with which processes reach name resolve. resolver: the launcher's session. notice: shows a
-        message to the user. etcd: the private etcd; None: the etcd is the user's, and this launcher has claimed the run's name."""
+        message to the user. etcd: the private etcd; None: the etcd is the user's, and `owner` is this
+        launcher's claim of the run's name."""
         self.name_resolve, self.resolver = name_resolve, resolver
-        self._config, self._notice, self._etcd = config, notice, etcd
+        self._config, self._notice, self._etcd, self._owner = config, notice, etcd, owner
         self._names = Names(config.experiment, config.trial)
         self._publisher = _Publisher(resolver, self._names)
 
@@ -88,9 +90,10 @@ class NameService:
             try:
                 resolver = open_name_resolver(name_resolve)
                 undo.callback(resolver.close)
+                owner = ""
                 if etcd is None:
-                    _claim_name(config, run_dir, resolver, name_resolve)
-                    undo.callback(_delete_keys, resolver, names, notice)
+                    owner = _claim_name(config, run_dir, resolver, name_resolve)
+                    undo.callback(_delete_keys, resolver, names, owner, notice)
                 resolver.clear_subtree(names.root)
             except (NameResolveError, ValueError) as error:
                 answers = etcd is not None or not isinstance(error, NameResolveTimeout)
@@ -101,7 +104,7 @@ class NameService:
                 )
                 raise LaunchError(f"name_resolve.endpoints={name_resolve.endpoints}: {error}{hint}") from error
             undo.pop_all()
-        return cls(config, name_resolve, resolver, notice, etcd=etcd)
+        return cls(config, name_resolve, resolver, notice, etcd=etcd, owner=owner)
 
     @property
     def endpoints(self) -> list[str]:
@@ -192,7 +195,7 @@ class NameService:
     def close(self) -> None:
         """Delete the run's keys from the user's etcd, or stop the private one."""
         if self._etcd is None:
-            _delete_keys(self.resolver, self._names, self._notice)
+            _delete_keys(self.resolver, self._names, self._owner, self._notice)
         self.resolver.close()  # unblocks the publisher
         self._publisher.close()
         if self._etcd is not None:
@@ -204,8 +207,9 @@ def _start_private_etcd(
 ) -> tuple[PrivateEtcd, NameResolveConfig]:
     """Start a private etcd. Returns it and the config with which processes reach it. The data folder of an earlier launch is
     removed first, so the data belongs to this launch only. (Attempt numbers need no old data: they come from the run's folder.)"""
-    data_dir = run_dir / "etcd"
-    _remove(data_dir)
+    _remove(run_dir / "etcd")
+    # With a folder of its own for each launch, an old launcher that wakes up cannot remove the data of its successor
+    data_dir = run_dir / "etcd" / log.parent.name
     host, socket_dir = config.runtime.host, config.network.socket_dir
     # If it listens on a port, it requires authentication whenever the run does: a client that can write to it decides which
     # addresses the run's processes connect to
@@ -227,12 +231,13 @@ def _start_private_etcd(
 
 def _claim_name(
     config: ExperimentConfig, run_dir: Path, resolver: NameResolver, name_resolve: NameResolveConfig
-) -> None:
-    """Claim the run's name in the user's etcd, so that the keys of one experiment and trial belong to one launcher. Raises
-    LaunchError if another run holds the name."""
+) -> str:
+    """Claim the run's name in the user's etcd, so that the keys of one experiment and trial belong to one launcher. Returns the
+    value of the claim, which is that of this launch alone. Raises LaunchError if another run holds the name."""
     names, ttl_s = Names(config.experiment, config.trial), config.runtime.lease_ttl_s
     lease = resolver.grant_lease(ttl_s)
-    owner = f"{socket.gethostname()}:{run_dir}"
+    folder = f"{socket.gethostname()}:{run_dir}"
+    owner = f"{folder}\n{incarnation('launcher')}"
     try:
         resolver.add(names.owner(), owner, lease=lease.id)
     except NameEntryExists:
@@ -240,19 +245,26 @@ def _claim_name(
             other = resolver.get(names.owner())
         except NameEntryNotFound:
             other = owner
-        if other != owner:
+        other = other.partition("\n")[0]
+        if other != folder:
             raise LaunchError(
                 f"experiment={config.experiment} trial={config.trial}: a run of this name, in {other}, also uses the name resolve "
                 f"at {name_resolve.where}; choose another trial=... (if that run was killed, its name is free after {ttl_s:g} s)"
             ) from None
         # The owner is an earlier launcher of this folder. It is dead, because this launcher holds the folder's lock
         resolver.add(names.owner(), owner, replace=True, lease=lease.id)
+    return owner
 
 
-def _delete_keys(resolver: NameResolver, names: Names, notice: Callable[[str], None]) -> None:
+def _delete_keys(resolver: NameResolver, names: Names, owner: str, notice: Callable[[str], None]) -> None:
+    """Delete the run's keys. After an outage the name may be that of another launch; then its keys stay."""
     try:
+        if resolver.get(names.owner()) != owner:
+            return
         resolver.clear_subtree(names.root)
         resolver.delete(names.owner())
+    except NameEntryNotFound:
+        return  # the lease of the claim has ended, and with it those of the keys
     except NameResolveError as error:
         notice(f"the run's keys could not be deleted; they expire with their leases: {error}")
 

@@ -224,6 +224,31 @@ def holder(run_dir: Path, clock: Clock = SYSTEM_CLOCK) -> int | None:
     return None
 
 
+def has_lock(pid: int, run_dir: Path) -> bool:
+    """Whether a process has the folder's lock file open. The number in that file alone is no proof: it may be that of a process of
+    another container, and the system reuses numbers."""
+    try:
+        lock = os.stat(run_dir / LOCK_FILE)
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(f"/proc/{pid}/fd/{fd}"), lock):
+                    return True
+    except FileNotFoundError:
+        return not os.path.isdir("/proc/self")  # a system without /proc
+    except OSError:  # another user's process: a signal does not reach it either
+        return True
+    return False
+
+
+def is_folder(recorded: str, folder: Path) -> bool:
+    """Whether a recorded path can be that of this folder. False if it is that of another folder on this machine, as in the copy of
+    a run. True if no such path exists here, because the folder may be mounted elsewhere, or may have been moved."""
+    try:
+        return os.path.samefile(recorded, folder)
+    except OSError:
+        return True
+
+
 def is_running(run_dir: Path) -> bool:
     """Whether a launcher holds the folder's lock."""
     try:

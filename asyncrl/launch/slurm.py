@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.config.schema import ConfigError, ExperimentConfig, SlurmConfig
-from asyncrl.launch.rundir import LaunchError
+from asyncrl.launch.rundir import LaunchError, is_folder
 from asyncrl.protocol.messages import DECODE_ERRORS
 
 _COMMAND_LIMIT_S = 60.0  # a busy slurmctld may take that long
@@ -220,10 +220,12 @@ def write_job(run_dir: Path, record: JobRecord) -> None:
 
 
 def read_job(run_dir: Path) -> JobRecord | None:
-    """Return the newest job of a run. None if the run was never submitted. Raises LaunchError if the record is damaged."""
+    """Return the newest job of a run. None if the run was never submitted; the copy of a run has no part in the job of the
+    original. Raises LaunchError if the record is damaged."""
     path = slurm_dir(run_dir) / "job.json"
     try:
-        return msgspec.json.decode(path.read_bytes(), type=JobRecord)
+        record = msgspec.json.decode(path.read_bytes(), type=JobRecord)
+        return record if not record.script or is_folder(str(Path(record.script).parent), path.parent) else None
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (*DECODE_ERRORS, OSError) as error:

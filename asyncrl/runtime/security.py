@@ -188,10 +188,12 @@ def read_secrets(run_dir: Path) -> Secrets:
         raise ConfigError(f"{path} cannot be read: {error}") from error
 
 
-def remove_secrets(run_dir: Path) -> None:
-    """Remove the secrets at the end of a launch, when no process needs them any more."""
+def remove_secrets(run_dir: Path, secrets: Secrets) -> None:
+    """Remove the secrets of a launch at its end, when no process needs them any more. Those of a later launch stay."""
     folder = secrets_dir(run_dir)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ConfigError):
+        if read_secrets(run_dir) != secrets:
+            return
         for path in folder.iterdir():
             path.unlink()
         folder.rmdir()

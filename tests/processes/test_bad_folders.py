@@ -29,6 +29,7 @@ from asyncrl.launch.rundir import (
     read_record,
     write_record,
 )
+from asyncrl.protocol.messages import LauncherRecord
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.names.etcd.server import EtcdServer, EtcdServerError
 from asyncrl.runtime.names.open import open_name_resolver
@@ -102,7 +103,32 @@ def test_a_run_of_another_host_goes_on_until_the_key_of_its_launcher_is_gone(tmp
             launcher.add(Names("e", "t").launcher(), "x", lease=launcher.grant_lease(30).id)
             assert goes_on(tmp_path, record)
         assert not goes_on(tmp_path, record)
+        with open_name_resolver(name_resolve) as launcher:
+            copy = tmp_path / "copy"
+            copy.mkdir()
+            leader = LauncherRecord(incarnation="i", host="another", run_dir=str(tmp_path), attempt=1)
+            value = msgspec.json.encode(leader).decode()
+            launcher.add(Names("e", "t").launcher(), value, lease=launcher.grant_lease(30).id)
+            assert goes_on(tmp_path, record)
+            assert not goes_on(copy, record)  # otherwise `stop` of a copy would stop the original
     assert not goes_on(tmp_path, record)  # the etcd that the record names has ended
+
+
+def test_a_launcher_that_ends_late_leaves_the_keys_of_the_next(tmp_path: Path) -> None:
+    """It was frozen until the lease of its claim had ended, and another launch took the name."""
+    names = Names("e", "t")
+    with EtcdServer(tmp_path / "data", tmp_path / "log") as server:
+        name_resolve = patient(NameResolveConfig(endpoints=[server.endpoint]))
+        config = ExperimentConfig(experiment="e", trial="t", name_resolve=name_resolve)
+        first = NameService.open(config, tmp_path, tmp_path / "log", print)
+        with open_name_resolver(name_resolve) as other:
+            other.delete(names.owner())
+            second = NameService.open(config, tmp_path, tmp_path / "log", print)
+            second.resolver.add(names.gserver_manager(), "http://here")
+            first.close()
+            assert other.get(names.gserver_manager()) == "http://here"
+            second.close()
+            assert other.get_subtree("asyncrl") == {}
 
 
 class NoEtcd(BaseHTTPRequestHandler):

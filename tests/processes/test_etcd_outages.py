@@ -491,7 +491,7 @@ def etcd_of(run_dir: Path) -> psutil.Process:
     """Return the etcd process that this process started on the run's data folder."""
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
-            if str(run_dir / "etcd") in child.cmdline():
+            if any(part.startswith(f"{run_dir}/etcd/") for part in child.cmdline()):
                 return child
     raise AssertionError(f"no etcd of {run_dir} runs")
 

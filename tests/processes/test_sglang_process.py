@@ -127,11 +127,14 @@ def test_the_next_one_removes_what_an_owner_left_that_was_killed_with_its_guard(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     files = {}
-    for owner in (2**22 + 1, os.getpid()):  # the first is larger than any pid
-        noted = tmp_path / f"asyncrl-sglang-{owner}-abc" / "shared_memory"
+    for name in ("killed", "alive", "begins"):
+        noted = tmp_path / f"asyncrl-sglang-{name}" / "shared_memory"
         noted.mkdir(parents=True)
-        files[owner] = in_shared_memory()
-        (noted / files[owner].name).touch()
+        files[name] = in_shared_memory()
+        (noted / files[name].name).touch()
+    os.close(sglang_process._lock(tmp_path / "asyncrl-sglang-killed"))
+    held = sglang_process._lock(tmp_path / "asyncrl-sglang-alive")  # by a process that need not be visible here
     sglang_process._remove_leftovers()
-    assert [file.exists() for file in files.values()] == [False, True]
-    assert [folder.name for folder in tmp_path.iterdir()] == [f"asyncrl-sglang-{os.getpid()}-abc"]
+    os.close(held)
+    assert {name: file.exists() for name, file in files.items()} == {"killed": False, "alive": True, "begins": True}
+    assert not (tmp_path / "asyncrl-sglang-killed").exists()

@@ -21,8 +21,9 @@ from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.hosts.addresses import refuses
 from asyncrl.launch.program import ProcessSpec, run_directory, total_steps
 from asyncrl.launch.redact import redact
-from asyncrl.launch.rundir import LaunchError, RunRecord, is_running, read_record
+from asyncrl.launch.rundir import LaunchError, RunRecord, is_folder, is_running, read_record
 from asyncrl.launch.slurm import job_state, read_job
+from asyncrl.protocol.messages import DECODE_ERRORS, LauncherRecord
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.clock import SYSTEM_CLOCK
 from asyncrl.runtime.names.interface import NameEntryNotFound, NameResolveError
@@ -175,10 +176,12 @@ def goes_on(run_dir: Path, record: RunRecord | None) -> bool:
     key = Names(record.experiment, record.trial).launcher()
     try:
         with open_name_resolver(at) as resolver:
-            resolver.get(key)
-            return True
+            leader = msgspec.json.decode(resolver.get(key), type=LauncherRecord)
+            return is_folder(leader.run_dir, run_dir)  # in the copy of a run the record leads to the original
     except NameEntryNotFound:
         return False
+    except DECODE_ERRORS:  # of another release
+        return True
     except NameResolveError as error:
         raise LaunchError(
             f"the run was started on {record.host}, and its state is unknown here: its name resolve at "

@@ -18,7 +18,7 @@ from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.hosts.addresses import address_of, own_host
 from asyncrl.launch.hosts.daemon import HostDaemon, StopSignal
 from asyncrl.launch.program import absolute_name_resolve, run_directory
-from asyncrl.launch.rundir import LaunchError, read_record
+from asyncrl.launch.rundir import LaunchError, is_folder, read_record
 from asyncrl.launch.slurm import own_start
 from asyncrl.launch.worker_main import PARENT_ENV
 from asyncrl.protocol.messages import DECODE_ERRORS, LauncherRecord
@@ -114,7 +114,13 @@ def _join(config: ExperimentConfig, run_dir: Path, say: Callable[[str], None], c
         if names_at is not None:
             try:
                 resolver = open_name_resolver(names_at, _TRY_S)
-                led = _start_led_at(resolver, config) if start else ""
+                leader = _leader_at(resolver, config)
+                led = leader.start if leader is not None and start else ""
+                if leader is not None and not config.name_resolve.endpoints and not is_folder(leader.run_dir, run_dir):
+                    resolver.close()
+                    raise LaunchError(
+                        f"{run_dir} is the copy of a run that is running in {leader.run_dir}; start the launcher of the copy first"
+                    )
                 if led == start:
                     return resolver
                 # This name resolve may be that of the job's previous start, which can end at any time
@@ -133,16 +139,12 @@ def _join(config: ExperimentConfig, run_dir: Path, say: Callable[[str], None], c
         clock.sleep(_LOOK_S)
 
 
-def _start_led_at(resolver: NameResolver, config: ExperimentConfig) -> str:
-    """The start of the job (`job.restarts`) to which the launcher that is registered in name resolve belongs. "": no launcher is
-    registered, or name resolve does not answer."""
+def _leader_at(resolver: NameResolver, config: ExperimentConfig) -> LauncherRecord | None:
+    """The launcher that is registered in name resolve; None: there is none, or name resolve does not answer."""
     try:
-        record = msgspec.json.decode(
-            resolver.get(Names(config.experiment, config.trial).launcher()), type=LauncherRecord
-        )
+        return msgspec.json.decode(resolver.get(Names(config.experiment, config.trial).launcher()), type=LauncherRecord)
     except (NameResolveError, *DECODE_ERRORS):
-        return ""
-    return record.start
+        return None
 
 
 def _names_at(config: ExperimentConfig, run_dir: Path) -> NameResolveConfig | None:

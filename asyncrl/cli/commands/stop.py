@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from asyncrl.cli.commands.common import Commands, add_run_command, goes_on, not_running, print_json, run_dir_of
-from asyncrl.launch.rundir import LaunchError, RunRecord, holder, is_running, read_record
+from asyncrl.launch.rundir import LaunchError, RunRecord, has_lock, holder, is_running, read_record
 from asyncrl.launch.slurm import JobRecord, ask_to_stop, cancel, job_state, read_job
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.clock import Clock, wait_until
@@ -68,9 +68,14 @@ def stop(arguments: argparse.Namespace, console: Console) -> int:
         if clock.monotonic() > ask_at:
             if record is not None and elsewhere:
                 _ask_elsewhere(record)
-            else:
+            elif has_lock(pid, run_dir):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
+            elif holder(run_dir) == pid:
+                raise LaunchError(
+                    f"{run_dir} is in use by a launcher whose process {pid} is not one of this machine or container: stop the run "
+                    "where it was started"
+                )
             # With --now repeat the request until the run ends: the second one makes the launcher kill all processes at once, but a
             # busy launcher may handle two signals together and take them for one
             ask_at = clock.monotonic() + _AGAIN_S if arguments.now else math.inf

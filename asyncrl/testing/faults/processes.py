@@ -85,8 +85,9 @@ class RunProcesses:
         return f"{kind}/{index}"
 
     def _etcd(self, launcher: psutil.Process) -> psutil.Process | None:
-        data_dir = str(self._run_dir / "etcd")
-        return next((child for child in _children(launcher) if data_dir in _cmdline(child)), None)
+        data_dir = f"{self._run_dir}/etcd/"
+        is_etcd = (child for child in _children(launcher) if any(part.startswith(data_dir) for part in _cmdline(child)))
+        return next(is_etcd, None)
 
 
 def _engine_of(server: psutil.Process) -> psutil.Process | None:
