@@ -39,6 +39,7 @@ from asyncrl.generation.engine import (
     RequestRefused,
     WeightsRefused,
 )
+from asyncrl.protocol.errors import ErrorClass, classify
 from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.messages import SamplingParams, TensorSpecs, WeightVersion
 from asyncrl.weights import versions as weights
@@ -200,7 +201,10 @@ def check_found(
     problems.extend(f"{names[0]} is missing" for names in aliases if not any(name in where for name in names))
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise WeightsRefused(f"the tensors in {source} do not fit the model: {'; '.join(problems[:_SHOWN])}{more}")
+        raise WeightsRefused(
+            f"the tensors in {source} do not fit the model: {'; '.join(problems[:_SHOWN])}{more}",
+            ErrorClass.PERMANENT,
+        )
 
 
 def read_header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -237,14 +241,15 @@ class ModelTensors:
                 if len(chain) > 1:
                     if self._local is None:
                         raise weights.WeightsError(
-                            "this is a delta, which this server cannot load; set weights.full_every=1"
+                            "this is a delta, which this server cannot load; set weights.full_every=1",
+                            ErrorClass.PERMANENT,
                         )
                     folder = stack.enter_context(self._local.in_full(chain, limit_s))
                 files = weights.tensor_files(folder)
                 expected = self._expected or self._specs(files)
                 check_tensors(expected, self._aliases(expected), files)
             except (weights.WeightsError, SafetensorError, OSError) as error:
-                raise WeightsRefused(f"{directory}: {error}") from error
+                raise WeightsRefused(f"{directory}: {error}", classify(error)) from error
             self._expected = expected
             yield folder
 
@@ -396,7 +401,8 @@ class VerifiedLoads:
             if scored_text is None:
                 raise WeightsRefused(
                     f"weights {version} have no text to score in their manifest, but weights.verify_logprobs is on for this"
-                    " server"
+                    " server",
+                    ErrorClass.PERMANENT,
                 )
             async with asyncio.timeout(self._limit_s):
                 scores = await self._engine.score(scored_text.input_ids)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config.schema import INTERRUPT_MODES
+from asyncrl.protocol.errors import ErrorClass
 from asyncrl.protocol.messages import (
     BeginWeightUpdate,
     EndWeightUpdate,
@@ -49,6 +50,11 @@ class RequestRefused(ValueError):
 
 class WeightsRefused(ValueError):
     """These weights cannot be loaded (HTTP 400). The engine keeps its version, unless its weights may have changed."""
+
+    def __init__(self, text: str, error_class: ErrorClass = ErrorClass.UNKNOWN) -> None:
+        """error_class: permanent if the engine refuses this version however often it is sent."""
+        super().__init__(text)
+        self.error_class = error_class
 
 
 class EngineUnavailable(RuntimeError):

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 from asyncrl.generation.engine import WeightsRefused
+from asyncrl.protocol.errors import classify
 from asyncrl.protocol.messages import FetchWeightsRequest, WeightVersion
 from asyncrl.weights.fetch import WeightFetcher
 from asyncrl.weights.versions import WeightsError
@@ -43,7 +44,7 @@ class FetchedWeights:
                 self._fetcher.fetch, Path(wanted.model_path), version, wanted.source, wanted.limit_s
             )
         except (WeightsError, ValueError) as error:
-            raise WeightsRefused(str(error)) from error
+            raise WeightsRefused(str(error), classify(error)) from error
         self._where[version] = (wanted.model_path, path)
         self._where.move_to_end(version)
         if len(self._where) > _MAX_KNOWN:
@@ -63,7 +64,7 @@ class FetchedWeights:
             with self._fetcher.loading(version, _LOCK_LIMIT_S):
                 yield path
         except WeightsError as error:
-            raise WeightsRefused(str(error)) from error
+            raise WeightsRefused(str(error), classify(error)) from error
 
     def close(self) -> None:
         self._fetcher.close()

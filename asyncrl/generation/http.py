@@ -51,6 +51,7 @@ from asyncrl.generation.engine import (
 )
 from asyncrl.generation.fetched import FetchedWeights
 from asyncrl.generation.receive import ReceivingHTTP
+from asyncrl.protocol.errors import classify
 from asyncrl.protocol.messages import (
     DECODE_ERRORS,
     FetchWeightsRequest,
@@ -295,7 +296,10 @@ class GenerationHTTP:
             count = await self._once(key, lambda: self._load(wanted, version))
         except (WeightsRefused, ValueError) as error:
             mismatch = isinstance(error, LogprobMismatch)
-            return _json(UpdateWeightsReply(success=False, message=str(error), mismatch=mismatch), status=400)
+            refusal = UpdateWeightsReply(
+                success=False, message=str(error), mismatch=mismatch, error_class=classify(error)
+            )
+            return _json(refusal, status=400)
         return _json(UpdateWeightsReply(success=True, message=f"serving {version}", num_paused_requests=count))
 
     async def _fetch_weights(self, request: web.Request) -> web.Response:
@@ -304,7 +308,7 @@ class GenerationHTTP:
             key = "fetch", wanted.model_path, wanted.weight_version
             where = await self._once(key, lambda: self._fetch(wanted))
         except (WeightsRefused, ValueError) as error:
-            return _json(UpdateWeightsReply(success=False, message=str(error)), status=400)
+            return _json(UpdateWeightsReply(success=False, message=str(error), error_class=classify(error)), status=400)
         return _json(UpdateWeightsReply(success=True, message=f"{wanted.weight_version} is in {where}"))
 
     async def _fetch(self, wanted: FetchWeightsRequest) -> str:

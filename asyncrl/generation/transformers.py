@@ -53,6 +53,7 @@ from asyncrl.generation.engine import (
 )
 from asyncrl.generation.queueing import EngineArguments, Pending, QueueingEngine
 from asyncrl.generation.receive import StagedReceiver
+from asyncrl.protocol.errors import ErrorClass, classify
 from asyncrl.protocol.messages import FinishReason, SamplingParams, TensorSpecs, VersionSpan, WeightVersion
 from asyncrl.runtime.process import return_freed_memory
 from asyncrl.runtime.trace import Tracer
@@ -544,7 +545,7 @@ class TransformersEngine(QueueingEngine[_Pending]):
         try:
             await asyncio.to_thread(self._verified.verify, path, version)
         except (WeightsError, OSError) as error:
-            raise WeightsRefused(f"{path}: {error}") from error
+            raise WeightsRefused(f"{path}: {error}", classify(error)) from error
 
     async def load_weights(self, path: Path, version: WeightVersion, *, abort_running: bool = False) -> int:
         num_aborted = await self._update(
@@ -741,7 +742,7 @@ class LiveTensors:
             first = fingerprints.index(served) + 1 if served in fingerprints[:-1] else 0
             parts = [_Part(folder, self._expected, self._aliases) for folder, _ in chain[first:]]
         except (weights.WeightsError, SafetensorError, OSError) as error:
-            raise WeightsRefused(f"{directory}: {error}") from error
+            raise WeightsRefused(f"{directory}: {error}", classify(error)) from error
         for part in parts:
             self._check_tied(part.tensor, set(part.where), source=str(part.folder))
         for part in parts:
@@ -781,7 +782,8 @@ class LiveTensors:
             for other in present[1:]:
                 if not torch.equal(tensor_of(present[0]), tensor_of(other)):
                     raise WeightsRefused(
-                        f"{source}: {present[0]} and {other} are one tensor in this model (tied) but differ here"
+                        f"{source}: {present[0]} and {other} are one tensor in this model (tied) but differ here",
+                        ErrorClass.PERMANENT,
                     )
 
     @torch.no_grad()
@@ -821,7 +823,8 @@ class _Part:
         for names in aliases:
             if len({changes.get(name) for name in names if name in changes or name in self.where}) > 1:
                 raise WeightsRefused(
-                    f"{folder}: {' and '.join(names)} are one tensor in this model (tied) but differ here"
+                    f"{folder}: {' and '.join(names)} are one tensor in this model (tied) but differ here",
+                    ErrorClass.PERMANENT,
                 )
 
     def tensor(self, name: str) -> Tensor:

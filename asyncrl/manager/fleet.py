@@ -27,8 +27,8 @@ import msgspec
 
 from asyncrl.manager import intervals
 from asyncrl.manager.routing import Server, ServerState, ServerTable
-from asyncrl.manager.update_plan import SLOW_BYTES_PER_S, Sleep, Update, UpdatePlan
-from asyncrl.protocol.errors import RunEndedError
+from asyncrl.manager.update_plan import SLOW_BYTES_PER_S, GivenUp, Sleep, Update, UpdatePlan
+from asyncrl.protocol.errors import ErrorClass, RunEndedError, class_of_status, classify
 from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.messages import (
     BroadcastReply,
@@ -74,13 +74,17 @@ def _give_way() -> None:
 class UpdateError(ValueError):
     """A server did not carry out a request."""
 
+    def __init__(self, text: str, error_class: ErrorClass = ErrorClass.UNKNOWN) -> None:
+        super().__init__(text)
+        self.error_class = error_class
+
 
 class BroadcastError(UpdateError):
     """A server did not get a version by broadcast. `_broadcast` has logged the cause."""
 
 
 class RefusedError(UpdateError):
-    """A server refuses a version's files. They may have been damaged after verification."""
+    """A server refuses a version. Its files may have been damaged after verification."""
 
 
 class MismatchError(UpdateError):
@@ -131,6 +135,19 @@ class Wave:
         except TimeoutError:
             self._departed.set()
         return await self._send(self._ready)
+
+
+def _no_server_loads(given_up: GivenUp) -> str:
+    """Return the text about a version that every live server has given up."""
+    causes: dict[str, list[str]] = {}
+    for server, reason in given_up.reasons.items():
+        causes.setdefault(reason, []).append(server)
+    reasons = "; ".join(f"{', '.join(servers)}: {reason}" for reason, servers in causes.items())
+    return (
+        f"no generation server can load the weights {given_up.version}, so the run ends. {reasons}. The logs of these servers have "
+        "the whole error. If tensors do not fit, trainer and servers need the same model: set model_path to one that both support, "
+        "or choose another engine in the allocation"
+    )
 
 
 def broadcast_request(updates: Sequence[Update], limit_s: float) -> BroadcastRequest:
@@ -308,6 +325,10 @@ class Fleet:
                 self._logger.error("weights %s are not served: %s", version, error)
                 if self._failing is None or self._failing[0] != version:
                     self._failing = version, self._clock.monotonic()
+                if classify(error) is ErrorClass.PERMANENT:
+                    raise RunEndedError(
+                        f"weights {version} cannot be served: {error}. The gserver manager must be able to read the run's folder"
+                    ) from error
                 self._judge_damage(version, self._clock.monotonic() - self._failing[1], error)
                 with contextlib.suppress(asyncio.TimeoutError):
                     async with asyncio.timeout(pause_s):
@@ -318,6 +339,8 @@ class Fleet:
             if self.damaged is not None:
                 how = "whole again" if self.damaged == version else f"replaced by {version}"
                 self._logger.warning("weights %s, which were damaged on disk, are %s", self.damaged, how)
+            if self._failing is not None:
+                self.plan.replaced()
             pause_s, self._failing, self.damaged = _FIRST_RETRY_S, None, None
             if not self._shares_devices:  # its servers sleep, on the trainer's host
                 await self._fetch_everywhere(version, manifest.num_bytes)
@@ -381,11 +404,11 @@ class Fleet:
         answer = await self._post(f"{url}/fetch_weights", msgspec.json.encode(request), also_ok=400)
         reply = msgspec.json.decode(answer, type=UpdateWeightsReply)
         if not reply.success:
-            raise RefusedError(f"not fetched: {reply.message}")
+            raise RefusedError(f"not fetched: {reply.message}", reply.error_class)
 
     async def update_loop(self) -> None:
-        """Begin the updates that the plan lists as due, each in its own task. Raises RunEndedError once every live server has had
-        _MAX_MISMATCHES consecutive mismatches."""
+        """Begin the updates that the plan lists as due, each in its own task. Raises RunEndedError once every live server has given
+        up the newest version, or has had _MAX_MISMATCHES consecutive mismatches."""
         while True:
             if self._fatal is not None:
                 raise self._fatal
@@ -490,18 +513,7 @@ class Fleet:
                     async with asyncio.timeout(update.limit_s):
                         await self._load(update, wave)
         except _FAILURES as error:
-            slow = isinstance(error, asyncio.TimeoutError)
-            reason = f"took longer than {update.limit_s:g} s" if slow else f"{error!r}"
-            pause_s = self.plan.failed(update, f"loading {update.version} failed: {reason}", self._clock.monotonic())
-            self.counters["failed", update.server] += 1
-            if isinstance(error, MismatchError):
-                self._count_mismatch(update, error)
-            if isinstance(error, RefusedError) and self._published.is_current(update.version):
-                self._publication.set()  # verify the version again
-            level = logging.DEBUG if isinstance(error, BroadcastError) else logging.WARNING
-            self._logger.log(
-                level, "%s did not load %s: %s; retrying in %.1f s", update.server, update.version, reason, pause_s
-            )
+            self._failed(update, error)
         else:
             now = self._clock.monotonic()
             if self.plan.succeeded(update, now):
@@ -512,6 +524,27 @@ class Fleet:
                 if self.table.awaits_companions(now):
                     asyncio.get_running_loop().call_later(self.table.companions_wait_s(now), self._changed)
         self._changed()
+
+    def _failed(self, update: Update, error: Exception) -> None:
+        slow = isinstance(error, asyncio.TimeoutError)
+        why = f"took longer than {update.limit_s:g} s" if slow else str(error) or repr(error)
+        # While the files are damaged, the trainer replaces them: verify_loop bounds that
+        damaged = isinstance(error, RefusedError) and self._failing is not None
+        error_class = ErrorClass.PASSING if damaged else classify(error)
+        reason = f"loading {update.version} failed: {why}"
+        pause_s = self.plan.failed(update, reason, self._clock.monotonic(), error_class)
+        self.counters["failed", update.server] += 1
+        if isinstance(error, MismatchError):
+            self._count_mismatch(update, error)
+        if isinstance(error, RefusedError) and self._published.is_current(update.version):
+            self._publication.set()  # verify the version again
+        level = logging.DEBUG if isinstance(error, BroadcastError) else logging.WARNING
+        then = "it serves nothing until a newer version" if pause_s is None else f"retrying in {pause_s:.1f} s"
+        self._logger.log(
+            level, "%s did not load %s: %s (%s); %s", update.server, update.version, why, error_class, then
+        )
+        if self._fatal is None and self._failing is None and (given_up := self.plan.given_up()) is not None:
+            self._fatal = RunEndedError(_no_server_loads(given_up))
 
     async def _sleep(self, sleep: Sleep) -> None:
         """Have a server interrupt its requests and release the devices that it shares with training. Repeated after a failure."""
@@ -617,7 +650,9 @@ class Fleet:
         answer = await self._post(f"{url}/update_weights_from_disk", msgspec.json.encode(request), also_ok=400)
         reply = msgspec.json.decode(answer, type=UpdateWeightsReply)
         if not reply.success:
-            raise (MismatchError if reply.mismatch else RefusedError)(f"refused: {reply.message}")
+            if reply.mismatch:
+                raise MismatchError(f"refused: {reply.message}")
+            raise RefusedError(f"refused: {reply.message}", reply.error_class)
 
     async def _get(self, url: str, kind: type[M]) -> M:
         return msgspec.json.decode(await self._request("GET", url), type=kind)
@@ -631,5 +666,6 @@ class Fleet:
         async with self._session.request(method, url, data=body, headers=headers) as response:
             answer = await response.read()
             if response.status not in (200, also_ok):
-                raise UpdateError(f"{url} answered {response.status}: {answer[:200].decode(errors='replace')}")
+                told = answer[:500].decode(errors="replace")
+                raise UpdateError(f"{url} answered {response.status}: {told}", class_of_status(response.status))
             return answer

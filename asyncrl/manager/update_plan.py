@@ -6,6 +6,10 @@ service anyway, so they load at once. A slow server stops counting in its wave, 
 A server that fails is retried with backoff, or at once if it answers again after it had not answered. The plan waits for no
 particular server.
 
+A server gives up a version after MAX_REFUSALS permanent refusals, after several failures with the same unknown cause, or when its
+loads have failed for patience_s. It stays out of service until a newer version is published, or until it is replaced or answers
+again after it had not answered. `given_up` tells when every live server has given up the newest version.
+
 Weights may come over the network (`hold`: the trainer has them in memory). Then serving servers get them by broadcast, and the
 others load the newest version on disk. After a failed broadcast a server loads that version or a newer one from disk. After 1, 2,
 3, ... consecutive failures, it loads 1, 3, 7, ... versions (at most 31) from disk before the next broadcast.
@@ -19,6 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from asyncrl.manager.routing import Server, ServerState, ServerTable
+from asyncrl.protocol.errors import ErrorClass, Failures
 from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.messages import WeightVersion
 
@@ -26,6 +31,7 @@ from asyncrl.protocol.messages import WeightVersion
 SLOW_BYTES_PER_S = 100e6
 FIRST_RETRY_S = 0.5
 LONGEST_RETRY_S = 30.0
+MAX_REFUSALS = 3  # permanent refusals of a version by a server; a newer version may be published between them
 _MOST_FROM_DISK = 31  # maximum number of versions that a server loads from disk after failed broadcasts
 
 
@@ -59,9 +65,21 @@ class _Running:
 
 
 @dataclass
-class _Failures:
-    count: int
-    not_before: float
+class _Failed:
+    """The failures of a server in a row."""
+
+    causes: Failures
+    count: int = 0
+    not_before: float = 0.0
+    given_up: str = ""  # why the server does not load the newest version again; "": it does
+
+
+@dataclass(frozen=True)
+class GivenUp:
+    """No live server loads this version."""
+
+    version: WeightVersion
+    reasons: dict[str, str]  # by server
 
 
 @dataclass
@@ -84,7 +102,9 @@ class UpdatePlan:
         update_timeout_s: float = 60.0,
         slow_after_s: float | None = None,
         shares_devices: bool = False,
+        patience_s: float = 1860.0,
     ) -> None:
+        """patience_s: time for which loads of a version at a server may fail for passing reasons."""
         if not 0.0 < update_fraction <= 1.0:
             raise ValueError(f"manager.update_fraction is {update_fraction}; use a share above 0 and at most 1")
         if update_timeout_s <= 0:
@@ -99,7 +119,9 @@ class UpdatePlan:
         self._in_memory = Fence[WeightVersion | None](None)
         self._distrusted: dict[str, _Distrust] = {}
         self._running: dict[str, _Running] = {}
-        self._failures: dict[str, _Failures] = {}
+        self._patience_s = patience_s
+        self._failures: dict[str, _Failed] = {}
+        self._loaded: dict[str, WeightVersion] = {}  # the newest version that each server has loaded
         self._silent: set[str] = set()  # servers that do not answer, or were replaced
         self.training = shares_devices  # training's turn, until the master says that generation may use the devices
         self._least: WeightVersion | None = None  # shared devices: servers load no older version
@@ -123,8 +145,12 @@ class UpdatePlan:
             return False
         self._num_bytes = num_bytes
         self._aim_at(version)
-        self._failures.clear()  # no server has failed with the new files
+        self.replaced()
         return True
+
+    def replaced(self) -> None:
+        """The files of the newest version are new: no server has failed with them."""
+        self._failures.clear()
 
     def hold(self, version: WeightVersion) -> bool:
         """The trainer has a version in memory and can broadcast it. Returns False as `publish` does."""
@@ -191,7 +217,7 @@ class UpdatePlan:
         for name in sorted(servers, key=self._last_to_trust):
             server = servers[name]
             failed = self._failures.get(name)
-            if name in self._running or (failed is not None and now < failed.not_before):
+            if name in self._running or (failed is not None and (failed.given_up or now < failed.not_before)):
                 continue
             serving = server.state is ServerState.HEALTHY and server.version is not None
             if server.state not in (ServerState.STALE, ServerState.HEALTHY) or (serving and room < 1):
@@ -225,25 +251,36 @@ class UpdatePlan:
         took_s = now - running.since if running is not None else 0.0
         self._end(update)
         self._failures.pop(update.server, None)
+        self._loaded[update.server] = update.version
         if (distrust := self._distrusted.get(update.server)) is not None:
             distrust.from_disk -= 1
             if update.broadcast:
                 del self._distrusted[update.server]
         return self._table.loaded(update.server, update.incarnation, update.version, now, took_s)
 
-    def failed(self, update: Update, reason: str, now: float) -> float:
-        """The server has not loaded the version (refused, silent, slow, wrong echo). Returns the seconds until the retry."""
+    def failed(
+        self, update: Update, reason: str, now: float, error_class: ErrorClass = ErrorClass.PASSING
+    ) -> float | None:
+        """The server has not loaded the version (refused, silent, slow, wrong echo). Returns the seconds until the retry; None if
+        the server gives the version up."""
         self._end(update)
         if update.broadcast:
             return self._failed_in_broadcast(update, reason)
-        pause = self._back_off(update.server, now)
+        pause: float | None = self._back_off(update.server, now)
+        failed = self._failures[update.server]
+        if failed.causes.failed(error_class, reason, now) and update.version == self._on_disk.newest:
+            failed.given_up, pause = reason, None
         self._table.load_failed(update.server, update.incarnation, reason)
         return pause
 
     def _back_off(self, server: str, now: float) -> float:
-        count = self._failures[server].count + 1 if server in self._failures else 1
-        pause = min(LONGEST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(count - 1, 16))
-        self._failures[server] = _Failures(count, now + pause)
+        failed = self._failures.get(server)
+        if failed is None:
+            causes = Failures(self._patience_s, max_permanent=MAX_REFUSALS)
+            failed = self._failures[server] = _Failed(causes)
+        failed.count += 1
+        pause = min(LONGEST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(failed.count - 1, 16))
+        failed.not_before = now + pause
         return pause
 
     def _failed_in_broadcast(self, update: Update, reason: str) -> float:
@@ -266,19 +303,37 @@ class UpdatePlan:
             return False
         self._silent.remove(server)
         failed = self._failures.get(server)
-        if failed is None or failed.not_before <= now:
+        if failed is None or (failed.not_before <= now and not failed.given_up):
             return False
-        failed.not_before = now
+        failed.not_before, failed.given_up = now, ""
         return True
 
     def num_failures(self, server: str) -> int:
         """Number of consecutive failures of the server to load from disk, since the newest publication."""
         return self._failures[server].count if server in self._failures else 0
 
+    def given_up(self) -> GivenUp | None:
+        """Return the newest version on disk if every live server has given it up. None if there is none, and while a server that
+        has loaded it is away: its successor may load it, too."""
+        version = self._on_disk.newest
+        if version is None or self._table.attempts.is_over(version.attempt):
+            return None
+        reasons = {}
+        for name, server in self._table.servers.items():
+            failed = self._failures.get(name)
+            if server.state in (ServerState.DEAD, ServerState.DRAINING):
+                if self._loaded.get(name) == version and not server.leaving:
+                    return None
+            elif failed is None or not failed.given_up:
+                return None
+            else:
+                reasons[name] = failed.given_up
+        return GivenUp(version, reasons) if reasons else None
+
     def next_change(self, now: float) -> float | None:
         """Return the time of the next change without an event, after which `due` may return new updates: a retry pause ends, or a
         slow server stops counting in its wave. None: there is none."""
-        times = [failed.not_before for failed in self._failures.values()]
+        times = [failed.not_before for failed in self._failures.values() if not failed.given_up]
         times += [running.since + self.slow_after_s for running in self._running.values()]
         return min((at for at in times if at > now), default=None)
 

@@ -123,6 +123,7 @@ class GserverManager(Worker):
                 update_fraction=options.update_fraction,
                 update_timeout_s=options.update_timeout_s + config.wake_limit_s,
                 shares_devices=config.shares_devices,
+                patience_s=options.update_timeout_s + config.replace_timeout_s,
             ),
             session=await opened.enter_async_context(open_session(max_connections=0)),
             path_of=self._files.path_of,

@@ -130,24 +130,26 @@ def same_cause(text: str) -> str:
 class Failures:
     """Consecutive failures of one piece of work (pure). Decides when to stop repeating it."""
 
-    def __init__(self, limit_s: float, *, max_unknown: int = MAX_UNKNOWN) -> None:
-        """limit_s: time for which passing and unknown failures may last, counted from the first one."""
-        self._limit_s, self._max_unknown = limit_s, max_unknown
+    def __init__(self, limit_s: float, *, max_unknown: int = MAX_UNKNOWN, max_permanent: int = 1) -> None:
+        """limit_s: time for which passing and unknown failures may last, counted from the first one. max_permanent: more than 1
+        where the inputs of the work may be replaced meanwhile."""
+        self._limit_s, self._max_unknown, self._max_permanent = limit_s, max_unknown, max_permanent
         self._since: float | None = None
         self._cause = ""
-        self.num_same = 0  # unknown failures in a row with the same cause
+        self._num_same = 0  # unknown failures in a row with the same cause
+        self._num_permanent = 0
 
     def failed(self, error_class: ErrorClass, text: str, now: float) -> bool:
         """Record a failure. Returns whether the work must not be repeated."""
         self._since = now if self._since is None else self._since
-        if error_class is ErrorClass.PERMANENT:
-            return True
+        self._num_permanent += error_class is ErrorClass.PERMANENT
         if error_class is ErrorClass.UNKNOWN:
             cause = same_cause(text)
-            self.num_same = self.num_same + 1 if cause == self._cause else 1
+            self._num_same = self._num_same + 1 if cause == self._cause else 1
             self._cause = cause
-        return self.num_same >= self._max_unknown or now - self._since > self._limit_s
+        too_often = self._num_permanent >= self._max_permanent or self._num_same >= self._max_unknown
+        return too_often or now - self._since > self._limit_s
 
     def worked(self) -> None:
         """Record a success: later failures are counted anew."""
-        self._since, self._cause, self.num_same = None, "", 0
+        self._since, self._cause, self._num_same, self._num_permanent = None, "", 0, 0

@@ -12,6 +12,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Struct
 
+from asyncrl.protocol.errors import ErrorClass
+
 # Errors from decoding received bytes. Besides MsgspecError: UnicodeDecodeError (not UTF-8) and RecursionError (nested
 # too deeply).
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -360,6 +362,7 @@ class UpdateWeightsReply(Struct, frozen=True, kw_only=True):
     message: str
     num_paused_requests: int = 0
     mismatch: bool = False  # the version is loaded, but the logprob check has found other logprobs than the trainer's
+    error_class: ErrorClass = ErrorClass.UNKNOWN  # of a refusal: whether another try of the same version can succeed
 
 
 class ModelInfo(Struct, frozen=True, kw_only=True):

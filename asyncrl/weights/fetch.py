@@ -38,6 +38,7 @@ import msgspec
 import xxhash
 from aiohttp import web
 
+from asyncrl.protocol.errors import ErrorClass, class_of_status, classify
 from asyncrl.protocol.messages import DECODE_ERRORS, WeightVersion
 from asyncrl.runtime import security, unix_sockets
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
@@ -273,7 +274,8 @@ class WeightFetcher:
         if free < needed:
             raise WeightsError(
                 f"the weights need {size_text(needed)}, but {self._root} has only {size_text(free)} free; set "
-                "weights.fetch_dir=... to a larger folder, in memory or on a fast disk"
+                "weights.fetch_dir=... to a larger folder, in memory or on a fast disk",
+                ErrorClass.UNKNOWN,
             )
 
     def _remove(self, version: WeightVersion) -> None:
@@ -384,7 +386,9 @@ class _Source:
                             self._check()
                     if file.tell() < size:
                         raise http.client.IncompleteRead(b"", size - file.tell())
-                except (OSError, http.client.HTTPException):
+                except (OSError, http.client.HTTPException) as error:
+                    if classify(error) is ErrorClass.PERMANENT:  # of the local disk, such as one that is read-only
+                        raise
                     if file.tell() > there:
                         pause_s = _RETRY_S
                     pause_s = self._pause(pause_s)
@@ -413,9 +417,13 @@ class _Source:
         try:
             connection.request("GET", f"{self._parts.path}/{name}", headers=headers)
             response = connection.getresponse()
-            if response.status in (401, 403, 404):  # a retry would give the same answer
+            if class_of_status(response.status) is ErrorClass.PERMANENT:
                 told = response.read(500).decode("utf-8", "replace").strip()
-                raise WeightsError(f"{self.url}/{name} answered {response.status}: {told}")
+                gone = response.status == 404  # a version that was pruned meanwhile; a newer one follows
+                raise WeightsError(
+                    f"{self.url}/{name} answered {response.status}: {told}",
+                    ErrorClass.PASSING if gone else ErrorClass.PERMANENT,
+                )
             wanted = 206 if offset else 200
             if response.status != wanted:
                 raise http.client.HTTPException(f"{self.url}/{name} answered {response.status} instead of {wanted}")
@@ -474,5 +482,6 @@ def _make_private(folder: Path) -> None:
     if found.st_uid != os.getuid() or found.st_mode & 0o077 or not folder.is_dir() or folder.is_symlink():
         raise WeightsError(
             f"{folder} is accessible to other users or is not a folder of this user; remove it, or set weights.fetch_dir=... "
-            "to another folder"
+            "to another folder",
+            ErrorClass.PERMANENT,
         )

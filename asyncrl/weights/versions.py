@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import msgspec
 import xxhash
 
+from asyncrl.protocol.errors import ErrorClass
 from asyncrl.protocol.messages import DECODE_ERRORS, WeightVersion, WrittenFile
 
 if TYPE_CHECKING:
@@ -69,7 +70,14 @@ _SIDE_FILES = (
 
 
 class WeightsError(ValueError):
-    """A weight directory that must not be loaded. The message names the file and the difference."""
+    """A weight directory that must not be loaded. The message names the file and the difference.
+
+    Passing, unless stated otherwise: a network file system may show the files late, and the trainer replaces damaged files.
+    """
+
+    def __init__(self, text: str, error_class: ErrorClass = ErrorClass.PASSING) -> None:
+        super().__init__(text)
+        self.error_class = error_class
 
 
 class FileEntry(msgspec.Struct, frozen=True):

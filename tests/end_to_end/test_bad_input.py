@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -94,6 +96,39 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_error_and_the_remedy(c
     assert "100% of the last 8 prompts were rejected; manager.max_rejected_share=0.9 is the limit" in output
     assert "reward.py:reward raised IndexError('string index out of range'). Fix the reward function" in output
     assert "Traceback" not in output
+
+
+# Imported by every interpreter of a run. The class of the refusal is that of tensors that do not fit the model.
+_REFUSING = """\
+from asyncrl.generation import checks
+
+def refuse(*arguments, **options):
+    raise checks.WeightsRefused("the tensors do not fit the model: planted.weight is missing", checks.ErrorClass.PERMANENT)
+
+checks.check_found = refuse
+"""
+
+
+def test_weights_that_every_server_refuses_end_the_run_with_the_cause_on_top(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_REFUSING)
+    servers = "allocation=transformers.d2+d1"
+    with launch(config, f"fileroot={tmp_path}", servers, "train.max_steps=0", env={"PYTHONPATH": str(tmp_path)}) as run:
+        assert run.wait(LIMIT_S) == 1, run.output()
+        output = run.output()
+        log = (run.run_dir / "logs" / "latest" / "gserver_manager_0.log").read_text()
+        assert_nothing_left(run.run_dir)
+    text = output.partition("failed: ")[2]
+    assert re.match(
+        r"gserver_manager/0 failed\s+no generation server can load the weights a0001-v00000000, so the run ends\. .*"
+        r"generation_server/0, generation_server/1: loading a0001-v00000000 failed: .*the tensors do not fit the model: "
+        r"planted\.weight is missing\. .* set model_path to one that both support",
+        text,
+        re.DOTALL,
+    ), output
+    assert "Traceback" not in output
+    times = [datetime.fromisoformat(line[:19]) for line in log.splitlines() if line[:2] == "20"]
+    refused = next(datetime.fromisoformat(line[:19]) for line in log.splitlines() if "did not load" in line)
+    assert (times[-1] - refused).total_seconds() < 30
 
 
 def test_a_disk_that_fills_up_while_the_run_goes_on(config: Path, tmp_path: Path, small_disk: Path) -> None:

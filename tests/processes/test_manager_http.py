@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from aiohttp import web
 
 from asyncrl.config.processes import GserverManagerConfig, WorkerInfo
 from asyncrl.config.schema import ManagerConfig, NameResolveConfig, RuntimeConfig
+from asyncrl.manager import update_plan
 from asyncrl.manager.routing import ServerState
 from asyncrl.manager.worker import GserverManager, Management
 from asyncrl.protocol.errors import RunEndedError
@@ -60,7 +62,8 @@ class FakeServer:
         self.gate.set()
         self.loading = asyncio.Event()
         self.echo: Callable[[str], str] = lambda version: version
-        self.broken = False
+        self.broken: str = ""  # the class of its refusals, if it refuses every version
+        self.num_refusals = 0
         self.mismatch = False  # True: it loads the weights, but reports that its logprobs differ from the trainer's
 
     async def start(self) -> str:
@@ -101,7 +104,9 @@ class FakeServer:
         self.loading.set()
         await self.gate.wait()
         if self.broken:
-            return web.json_response({"success": False, "message": "broken", "num_paused_requests": 0}, status=400)
+            self.num_refusals += 1
+            told = {"success": False, "message": f"broken {wanted.weight_version}", "error_class": self.broken}
+            return web.json_response(told, status=400)
         self.loads.append(wanted.weight_version)
         if self.mismatch:
             told = {"success": False, "message": "logprobs differ by 3.1", "mismatch": True}
@@ -682,13 +687,57 @@ async def test_a_server_that_echoes_the_wrong_version_never_gets_traffic(tmp_pat
 async def test_a_server_that_refuses_is_tried_again(tmp_path: Path) -> None:
     async with running(tmp_path) as setup:
         server = await setup.add_server()
-        server.broken = True
+        server.broken = "passing"
         setup.publish(0)
         await setup.poll(lambda: setup.manager.seen.fleet.counters["failed", "generation_server/0"] >= 1)
         assert (await setup.report(full=True)).served_version == -1
         assert (await setup.allocate()).refusal == "no_server"
-        server.broken = False
+        server.broken = ""
         await setup.all_serve(0)
+
+
+@pytest.mark.parametrize(("error_class", "num_loads"), [("permanent", 3), ("unknown", 5)])
+async def test_a_version_that_every_server_refuses_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error_class: str, num_loads: int
+) -> None:
+    monkeypatch.setattr(update_plan, "FIRST_RETRY_S", 0.01)
+    setup = Setup(tmp_path)
+    await setup.start()
+    for server in [await setup.add_server(), await setup.add_server()]:
+        server.broken = error_class
+    setup.publish(0)
+    with pytest.raises(RunEndedError) as caught:
+        await asyncio.wait_for(setup.task, LIMIT_S)
+    assert re.match(
+        r"no generation server can load the weights a0001-v00000000, so the run ends\. generation_server/0, generation_server/1: "
+        r"loading a0001-v00000000 failed: refused: broken .* set model_path to one that both support",
+        str(caught.value),
+    )
+    assert [server.num_refusals for server in setup.servers] == [num_loads, num_loads]
+    await setup.session.close()
+    for server in setup.servers:
+        await server.stop()
+    setup.resolver.clear_subtree(setup.names.root)
+    setup.resolver.close()
+
+
+async def test_a_server_that_refuses_a_version_is_left_out_while_others_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is named, loads this version no more, and tries the next one."""
+    monkeypatch.setattr(update_plan, "FIRST_RETRY_S", 0.01)
+    async with running(tmp_path) as setup:
+        unfit, _ = await setup.add_server(), await setup.add_server()
+        unfit.broken = "permanent"
+        setup.publish(0)
+        given_up = "refused: broken a0001-v00000000 (permanent); it serves nothing until a newer version"
+        await setup.poll(lambda: f"generation_server/0 did not load a0001-v00000000: {given_up}" in caplog.text)
+        await setup.until_served(0)
+        assert {ticket.server for ticket in (await setup.allocate(4)).tickets} == {"generation_server/1"}
+        assert unfit.num_refusals == 3
+        unfit.broken = ""
+        setup.publish(1)
+        await setup.all_serve(1)
 
 
 async def test_a_server_that_computes_with_other_weights_is_left_out_while_others_serve(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from asyncrl.manager.routing import ServerState, ServerTable
 from asyncrl.manager.update_plan import Update, UpdatePlan
+from asyncrl.protocol.errors import ErrorClass
 from asyncrl.protocol.messages import WeightVersion
 
 
@@ -316,3 +317,113 @@ def test_a_server_that_still_loads_is_waited_for() -> None:
     plan.failed(update, "took too long", 2.0)
     assert not setup.table.devices_free
     assert [sleep.server for sleep in plan.sleepers(10.0)] == setup.names
+
+
+# ------------------------------------------------------------------------------------------------- versions that are given up
+
+
+PERMANENT, UNKNOWN, PASSING = ErrorClass.PERMANENT, ErrorClass.UNKNOWN, ErrorClass.PASSING
+
+
+def fail_until_given_up(setup: Setup, name: str, error_class: ErrorClass, now: float, reason: str = "unfit") -> int:
+    """Have every load of this server fail. Returns the number of loads until the server gives the version up."""
+    for count in range(1, 100):
+        for update in setup.plan.due(now):
+            if update.server == name:
+                pause = setup.plan.failed(update, reason, now, error_class)
+        if pause is None:
+            return count
+        now += pause
+    raise AssertionError("it is never given up")
+
+
+@pytest.mark.parametrize(("error_class", "count"), [(PERMANENT, 3), (UNKNOWN, 5)])
+def test_a_version_that_every_server_refuses_is_given_up_after_a_few_loads(error_class: ErrorClass, count: int) -> None:
+    setup = Setup(2, serving=None)
+    setup.plan.publish(v(0))
+    first, second = setup.names
+    setup.table.withdraw(second)
+    assert fail_until_given_up(setup, first, error_class, 0.0) == count
+    assert setup.plan.due(1e6) == []  # it loads this version no more
+    assert setup.plan.next_change(0.0) is None
+    given_up = setup.plan.given_up()
+    assert given_up is not None
+    assert (given_up.version, given_up.reasons) == (v(0), {first: "unfit"})
+
+
+def test_a_version_is_not_given_up_while_another_server_may_load_it() -> None:
+    setup = Setup(2, serving=None)
+    setup.plan.publish(v(0))
+    first, second = setup.plan.due(0.0)
+    for _ in range(2):
+        setup.plan.failed(first, "unfit", 0.0, PERMANENT)
+    assert setup.plan.failed(first, "unfit", 0.0, PERMANENT) is None
+    assert setup.plan.given_up() is None  # the second one still loads
+    setup.plan.succeeded(second, 1.0)
+    assert setup.states() == "sh"
+    assert setup.plan.given_up() is None
+    setup.table.withdraw(second.server)  # its successor may serve the version, too
+    assert setup.plan.given_up() is None
+    setup.table.leave(second.server, 2.0)  # it has left the run for good
+    assert setup.plan.given_up() is not None
+
+
+def test_a_newer_version_is_tried_by_a_server_that_has_given_up_the_last_one() -> None:
+    setup = Setup(1, serving=None)
+    setup.plan.publish(v(0))
+    fail_until_given_up(setup, setup.names[0], PERMANENT, 0.0)
+    setup.plan.publish(v(1))
+    assert setup.plan.given_up() is None
+    (update,) = setup.plan.due(0.0)
+    assert setup.plan.succeeded(update, 0.0)
+
+
+def test_failures_of_an_older_version_do_not_give_up_the_newest_one() -> None:
+    setup = Setup(1, serving=None)
+    setup.plan.publish(v(0))
+    (update,) = setup.plan.due(0.0)
+    setup.plan.publish(v(1))  # while the server loads v0
+    for _ in range(9):
+        assert setup.plan.failed(update, "unfit", 0.0, PERMANENT) is not None
+    assert setup.plan.given_up() is None
+
+
+def test_passing_failures_end_after_the_time_limit() -> None:
+    setup = Setup(1, serving=None, patience_s=100.0)
+    setup.plan.publish(v(0))
+    (update,) = setup.plan.due(0.0)
+    assert setup.plan.failed(update, "no room", 0.0, PASSING) is not None
+    assert setup.plan.failed(update, "no room", 100.0, PASSING) is not None
+    assert setup.plan.failed(update, "no room", 101.0, PASSING) is None
+    assert setup.plan.given_up() is not None
+
+
+def test_a_server_that_is_replaced_loads_a_version_that_its_predecessor_has_given_up() -> None:
+    setup = Setup(1, serving=None)
+    setup.plan.publish(v(0))
+    (name,) = setup.names
+    fail_until_given_up(setup, name, PERMANENT, 0.0)
+    setup.table.announce(name, "http://successor", 5.0)
+    setup.plan.silent(name)
+    assert setup.plan.answers(name, 5.0)
+    assert setup.plan.given_up() is None
+    (update,) = setup.plan.due(5.0)
+    assert setup.plan.failed(update, "unfit", 5.0, PERMANENT) is None  # once more, and it is given up again
+
+
+def test_files_that_were_replaced_are_tried_again() -> None:
+    setup = Setup(1, serving=None)
+    setup.plan.publish(v(0))
+    fail_until_given_up(setup, setup.names[0], PERMANENT, 0.0)
+    setup.plan.replaced()
+    assert setup.plan.given_up() is None
+    assert len(setup.plan.due(0.0)) == 1
+
+
+def test_a_server_that_has_given_up_a_version_still_releases_shared_devices() -> None:
+    setup = Setup(1, serving=None, shares_devices=True)
+    setup.plan.take_turn(training=False, version=v(0))
+    setup.plan.publish(v(0))
+    fail_until_given_up(setup, setup.names[0], PERMANENT, 0.0)
+    setup.plan.take_turn(training=True, version=v(1))
+    assert [sleep.server for sleep in setup.plan.sleepers(1e6)] == setup.names
