@@ -49,6 +49,7 @@ from asyncrl.generation.engine import (
 from asyncrl.generation.queueing import EngineArguments, Pending, QueueingEngine
 from asyncrl.generation.sglang_http import Piece, SGLangClient, SGLangError, sglang_params
 from asyncrl.generation.sglang_process import ServerLink
+from asyncrl.protocol.errors import ErrorClass, class_of_status, refuses_content
 from asyncrl.protocol.messages import (
     BeginWeightUpdate,
     EndWeightUpdate,
@@ -415,10 +416,14 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         if error.status == 0 and self._failure is None:
             with contextlib.suppress(SGLangError):
                 await self._client.abort(pending.key, limit_s=_ASK_LIMIT_S)  # its answer is no longer read
-        if 400 <= error.status < 500:
+        error_class = class_of_status(error.status)
+        if refuses_content(error.status):
             self._fail(pending, RequestRefused(f"SGLang refuses the request: {error}"))
-        elif error.status == 503:
+        elif error_class is ErrorClass.PASSING:
             self._fail(pending, EngineUnavailable(str(error)))
+        elif error_class is ErrorClass.PERMANENT:  # a wrong key or URL, so it refuses every request
+            self._fail(pending, EngineFailed(str(error)))
+            self._die(f"SGLang answers {error.status} ({error}); check generation.urls and generation.api_key_file")
         else:
             self._fail(pending, EngineFailed(str(error)))
         self._admit()

@@ -215,6 +215,7 @@ class Fleet:
         self._from_disk: set[str] = set()
         self._mismatches: Counter[str] = Counter()  # by server: consecutive mismatches
         self._fatal: RunEndedError | None = None
+        self._refusing_probes: set[str] = set()  # servers whose last health probe was refused for a permanent reason
 
     async def close(self) -> None:
         tasks = [*self._updates, *self._probes.values()]
@@ -301,6 +302,11 @@ class Fleet:
     def devices_free(self) -> bool:
         """It is training's turn, and no server holds a shared device."""
         return self._shares_devices and self.plan.training and self.table.devices_free
+
+    def all_refuse_probes(self) -> bool:
+        """Whether every listed server has answered its last health probe with a permanent error, such as that of a wrong key."""
+        listed = [server for server in self.table.servers.values() if server.listed]
+        return bool(listed) and self._refusing_probes.issuperset(server.name for server in listed)
 
     # -------------------------------------------------------------------------------------------------------- loops
 
@@ -479,10 +485,15 @@ class Fleet:
             async with asyncio.timeout(max(0.0, give_up - self._clock.monotonic())):
                 info = await asking
         except _FAILURES as error:
+            if classify(error) is ErrorClass.PERMANENT:
+                self._refusing_probes.add(server.name)
+            else:
+                self._refusing_probes.discard(server.name)
             if server.incarnation == incarnation:
                 self.table.silent(server.name, f"health probe failed: {error!r}", self._clock.monotonic())
                 self.plan.silent(server.name)
         else:
+            self._refusing_probes.discard(server.name)
             now = self._clock.monotonic()
             if server.incarnation == incarnation and server.num_updates == num_updates and server.listed:
                 self.table.answered(server.name, info.weight_version, now, paused=info.paused, took_s=now - began)

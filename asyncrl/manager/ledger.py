@@ -148,6 +148,7 @@ class Ledger:
         self.counters: Counter[tuple[str, str]] = Counter()  # (event, reason) -> count; for metrics
         self.rejected_lengths: Counter[tuple[str, int]] = Counter()  # (reason, power of two) -> responses
         self._reasons: set[str] = set()
+        self._release_details: dict[str, str] = {}  # by reason: the newest detail that a worker has sent
         self._all_heads = range(num_heads)
         self._heads_of_worker = dict(heads_of_worker or {})
         self._max_issues = max_issues
@@ -781,11 +782,14 @@ class Ledger:
         """
         assert self._cursor is not None
         self.counters["released", reason] += 1
+        if detail:  # a worker sends the detail of each reason once
+            self._release_details[reason] = detail
         if reason == REWARD_LOST:
             self._remove(live)
             self._cursor.put_back(live.ticket.locator, live.ticket.issue + 1)
             return
         if live.ticket.issue >= self._max_issues:
+            detail = detail or self._release_details.get(reason, "")
             why = f"issued {live.ticket.issue} times, and the last ticket was released: {reason}"
             self._reject(live, "max_issues", 0, [], f"{why} ({detail})" if detail else why)
             return

@@ -25,6 +25,7 @@ from asyncrl.manager.load import LoadPoller
 from asyncrl.manager.routing import Members, ServerTable
 from asyncrl.manager.scaling import ServerTarget
 from asyncrl.manager.update_plan import UpdatePlan
+from asyncrl.protocol.errors import RunEndedError
 from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.messages import DECODE_ERRORS, DesiredServers, Ticket, WeightVersion
 from asyncrl.protocol.names import MASTER_META
@@ -258,6 +259,10 @@ class Management:
         )
         self._missing = ""  # servers that admission waits for; "": none
         self._missing_wait = contextlib.ExitStack()
+        self._missing_since = 0.0
+        # The trainer may take this long to publish a version that is awaited or damaged, and servers to load it
+        start_s = config.worker.runtime.start_timeout_s
+        self._missing_limit_s = options.update_timeout_s + max(config.replace_timeout_s, start_s)
 
     def spawn(self, tasks: BackgroundTasks) -> None:
         """Start the watches and loops that run beside `run`."""
@@ -278,9 +283,10 @@ class Management:
         tasks.spawn(self.fleet.probe_loop(), "health probes of servers")
 
     async def run(self) -> None:
-        """Loop until cancelled at the end of the run."""
+        """Loop until cancelled at the end of the run. Raises RunEndedError if admission waits for servers for too long."""
         while True:
             now = self._clock.monotonic()
+            self._judge_missing(now)
             self.ledger.expire(now)
             if moved := self.ledger.move_leavers(now):
                 self._logger.info("moved %d groups to other servers: their servers leave the run", moved)
@@ -388,11 +394,34 @@ class Management:
             missing = ", ".join(view.server for view in self.table.views() if view.state != "healthy")
         if refusal in _WANT_OF_SERVERS:
             missing = missing or "generation servers"
+        if self.fleet.plan.training or self.ledger.finished:
+            missing = ""  # sleeping servers are not awaited, nor is any at the end of the run
+        now = self._clock.monotonic()
+        if not self._missing:
+            self._missing_since = now
         if missing != self._missing:
             self._missing = missing
             self._missing_wait.close()
             if missing:
-                self._missing_wait.enter_context(self._board.showing("a server that may serve", on=missing))
+                wait = self._board.showing("a server that may serve", on=missing, limit_s=self._missing_limit_s)
+                self._missing_wait.enter_context(wait)
+
+    def _judge_missing(self, now: float) -> None:
+        """Raise RunEndedError if no server may serve for the limit, or, if each of them refuses this manager's requests for a
+        permanent reason such as a wrong key, for manager.update_timeout_s."""
+        refusing = self.fleet.all_refuse_probes()
+        limit_s = self.config.manager.update_timeout_s if refusing else self._missing_limit_s
+        if not self._missing or now - self._missing_since <= limit_s:
+            return
+        states = [
+            f"{server.name} ({server.url}) is {server.state.value}: {server.reason or 'no reason is known'}"
+            for server in self.table.servers.values()
+        ]
+        fields = "" if refusing else " + train.call_timeout_s or runtime.start_timeout_s"
+        raise RunEndedError(
+            f"no generation server may serve for {limit_s:.0f} s (manager.update_timeout_s{fields}), so the run ends. "
+            f"{'; '.join(states) or 'No server is known'}. The servers' logs have more"
+        )
 
     def _follow_attempt(self) -> None:
         """Adopt the attempt of the weights if it is newer. Weights may arrive before the first report of that attempt's master, and

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -27,7 +28,7 @@ from asyncrl.dataflow.redistribution import Transfer
 from asyncrl.dataflow.topology import Handler
 from asyncrl.dataflow.worker_groups import WorkerGroups
 from asyncrl.master.buffer import StorageTracker
-from asyncrl.protocol.errors import RunEndedError
+from asyncrl.protocol.errors import ErrorClass, Failures, RunEndedError
 from asyncrl.protocol.messages import CallBody, CallResult, FetchData, FetchPart
 from asyncrl.runtime.board import StatusBoard, WaitTimeoutError
 from asyncrl.runtime.channel_protocol import ChannelError, ReceiverRestarted
@@ -69,11 +70,13 @@ class WorkerCaller:
 
 logger = logging.getLogger(__name__)
 
+_MAX_SAME = 3
 _PAUSE_S = 0.5  # before data is fetched again in the same incarnation
 
 
 class GroupEndedError(RuntimeError):
-    """An incarnation of a detached group is over, or about to end. Its calls must be repeated in the next incarnation."""
+    """An incarnation of a detached group is over, or about to end. Its calls must be repeated in the next incarnation. The cause
+    is a RemoteCallError if a call failed at a worker."""
 
 
 class UnfetchedError(RuntimeError):
@@ -86,6 +89,10 @@ class GroupMissingError(RuntimeError):
 
 class GroupMissingEndsRunError(RunEndedError):
     """A detached group is missing, and on_missing=stop."""
+
+
+class GroupFailsError(RunEndedError):
+    """A call fails in each incarnation of a detached group, with the same error."""
 
 
 @dataclass(frozen=True)
@@ -102,19 +109,29 @@ class Incarnation:
 class Repeats:
     """Retry policy for a failed unit of work. Pure.
 
-    After an incarnation has ended, the next one retries. After a failed fetch the same incarnation retries, until limit_s has
-    passed since the first failed fetch in this incarnation.
+    After an incarnation has ended, the next one retries, unless a call has failed at _MAX_SAME incarnations in a row with the same
+    error. After a failed fetch the same incarnation retries, until limit_s has passed since the first failed fetch in this
+    incarnation.
     """
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
+        self._calls = Failures(math.inf, max_unknown=_MAX_SAME)
         self._number = -1
         self._since = 0.0
 
     def first_incarnation(self, error: Exception, number: int, now: float) -> int:
         """Return the number of the first incarnation that may retry after this failure in incarnation `number`: the next one after
-        GroupEndedError, the same one after a failed fetch. Raises the error if failed fetches have lasted longer than the limit."""
+        GroupEndedError, the same one after a failed fetch. Raises the error if failed fetches have lasted longer than the limit,
+        and GroupFailsError if the next incarnation would fail in the same way."""
         if isinstance(error, GroupEndedError):
+            if not isinstance(error.__cause__, RemoteCallError):
+                self._calls.worked()  # it was lost: the calls before may have failed because it was about to end
+            elif self._calls.failed(ErrorClass.UNKNOWN, error.__cause__.message, now):
+                raise GroupFailsError(
+                    f"a call has failed in {_MAX_SAME} incarnations of its worker group in a row, each time with the same error, "
+                    f"so the run ends: {error}"
+                ) from error
             return number + 1
         if self._number != number:
             self._number, self._since = number, now
@@ -181,7 +198,7 @@ class DetachedGroups:
         in the same one, for up to the limit of a call, after UnfetchedError. If the group is missing, raises GroupMissingError with
         on_missing=continue, and GroupMissingEndsRunError with on_missing=stop."""
         if on_missing == "wait":
-            return await self._repeated(what, group, work)
+            return await self._repeated(what, group, work, on_missing)
         loop, absence = asyncio.get_running_loop(), self._absences[tuple(group)]
 
         async def watched(incarnation: Incarnation) -> T:
@@ -192,7 +209,7 @@ class DetachedGroups:
                     raise self._missing(what, group, on_missing) from error
                 raise
 
-        working = asyncio.ensure_future(self._repeated(what, group, watched))
+        working = asyncio.ensure_future(self._repeated(what, group, watched, on_missing))
         try:
             while not working.done():
                 if self._client.is_down(group) and absence.failed(loop.time()):
@@ -214,7 +231,9 @@ class DetachedGroups:
             "work again, or set on_missing=continue to train without it"
         )
 
-    async def _repeated(self, what: str, group: Sequence[int], work: Callable[[Incarnation], Awaitable[T]]) -> T:
+    async def _repeated(
+        self, what: str, group: Sequence[int], work: Callable[[Incarnation], Awaitable[T]], on_missing: str
+    ) -> T:
         loop, repeats = asyncio.get_running_loop(), Repeats(self._limit_s)
         number = -1
         while True:  # the launcher bounds the number of incarnations; each turn is bounded
@@ -224,7 +243,10 @@ class DetachedGroups:
                 await self._prepared(incarnation)
                 return await work(incarnation)
             except (GroupEndedError, UnfetchedError) as error:
-                again = repeats.first_incarnation(error, number, loop.time())
+                if on_missing == "wait" or isinstance(error, UnfetchedError):
+                    again = repeats.first_incarnation(error, number, loop.time())
+                else:
+                    again = number + 1  # until the group is missing
                 logger.warning("%s failed and will be repeated: %s", what, error)
                 if again == number:
                     await asyncio.sleep(_PAUSE_S)

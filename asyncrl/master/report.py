@@ -32,6 +32,7 @@ _REMEDIES = {
     "max_issues": "find out why their rollouts did not end; manager.max_issues limits how often a prompt is tried",
     "prompt_too_long": "leave long prompts out, or raise prompts.max_prompt_length",
     "push_refused": "raise runtime.max_message_bytes, or sample fewer tokens for each prompt",
+    "reward_gone": "the processes of the reward do not start any more: is its file still there, and can it be imported?",
     "reward_died": "find out what ends the judge process: os._exit, a crash in a C extension, memory (rollout.reward_memory_bytes)",
     "reward_error": "fix the reward function",
     "reward_not_finite": "have the reward function return a finite number",

@@ -27,6 +27,7 @@ from aiohttp import web
 
 from asyncrl.data.sequence import MAX_HEADER_BYTES, CodecError, SequenceSample, decode_sample, encode_sample
 from asyncrl.model.store import DataStore
+from asyncrl.protocol.errors import ErrorClass, class_of_status
 from asyncrl.protocol.messages import DECODE_ERRORS, FetchPart, HeldDataRequest
 from asyncrl.runtime.board import StatusBoard, WaitTimeoutError
 from asyncrl.runtime.directory import Directory
@@ -209,6 +210,8 @@ class DataFetcher:
         url = await self._url_of(part.source, part.group_incarnation)
         request = _encode_request(HeldDataRequest(ids=list(ids), keys=part.keys))
         async with self._session.post(url + PATH, data=request) as response:
+            if class_of_status(response.status) is not ErrorClass.PERMANENT:
+                response.raise_for_status()  # the caller asks again
             if response.status != 200:
                 told = (await response.content.read(500)).decode(errors="replace").strip()
                 raise FetchError(f"model_worker/{part.source} answered {response.status}: {told}")

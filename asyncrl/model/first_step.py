@@ -24,7 +24,7 @@ import numpy.typing as npt
 from asyncrl.config.processes import MismatchConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.model.tensor_exchange import ShardedModel, exchange, workers_of
-from asyncrl.runtime.worker import RunEndedError
+from asyncrl.protocol.errors import RunEndedError
 
 _SHOWN = 3  # sequences that the message names
 

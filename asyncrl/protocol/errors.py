@@ -93,7 +93,7 @@ def classify(error: BaseException) -> ErrorClass:
 
 
 def class_of_status(status: int) -> ErrorClass:
-    """Return the class of an HTTP answer other than a success."""
+    """Return the class of an HTTP answer. That of a success is unknown: the answer, not its status, shows an error."""
     if status in _PASSING_STATUSES:
         return ErrorClass.PASSING
     return ErrorClass.PERMANENT if 400 <= status < 500 or status == 501 else ErrorClass.UNKNOWN

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from asyncrl.config.schema import ConfigError
+from asyncrl.protocol.errors import MAX_UNKNOWN
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
@@ -38,6 +39,7 @@ _START_LIMIT_S = 120.0  # limit for the nursery to start, including the import o
 _FORK_LIMIT_S = 30.0  # limit for the nursery to fork a judge
 _MAX_TRIES = 3  # tries of a call whose judge dies in each try
 _MAX_LOSSES = 3  # losses of a judge or nursery during one call, through no fault of it; then JudgesLost is raised
+_MAX_FAILED_STARTS = MAX_UNKNOWN  # of a nursery in a row; then its calls are rejected
 _LOSS_PAUSE_S = 0.2  # delay between such a loss and the next try
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0  # delay before a nursery restarts: see RestartPace
 _CALM_S = 60.0
@@ -52,6 +54,10 @@ class JudgeDied(RuntimeError):
 
 class JudgesLost(RuntimeError):
     """No judge is available, through no fault of the call: the nursery has died or cannot fork."""
+
+
+class JudgesGone(RuntimeError):
+    """No judge will be available: the nursery did not start, several times in a row. The message has the last reason."""
 
 
 class RestartPace:
@@ -145,6 +151,7 @@ class Judges:
         self._pace = pace or RestartPace()
         self._death_limit_s, self._end_limit_s = death_limit_s, end_limit_s
         self._restart: asyncio.Task[None] | None = None  # shared by all calls that wait for it
+        self._num_failed_starts = 0  # in a row
         self._closed = False
         self.num_started = 0
         self.num_nurseries = 0
@@ -324,7 +331,10 @@ class Judges:
             await asyncio.wait({restart})  # at most a restart delay plus _START_LIMIT_S
             if restart.cancelled():
                 raise JudgesLost("the worker has ended")
-            if (error := restart.exception()) is not None:
+            if (error := restart.exception()) is not None and self._num_failed_starts >= _MAX_FAILED_STARTS:
+                last_line = str(error).strip().rpartition("\n")[2]
+                raise JudgesGone(f"it did not start {self._num_failed_starts} times in a row: {last_line}") from error
+            if error is not None:
                 raise JudgesLost(f"the process that starts the judges of {self.spec} did not start: {error}") from error
         return self._control
 
@@ -338,8 +348,9 @@ class Judges:
             await asyncio.sleep(pause_s)
             nursery, control = self._spawn()  # on this thread, because the nursery dies with the thread that started it
             await asyncio.to_thread(self._greet, nursery, control)
-            self._nursery, self._control = nursery, control
-        except BaseException:
+            self._nursery, self._control, self._num_failed_starts = nursery, control, 0
+        except BaseException as error:
+            self._num_failed_starts += isinstance(error, Exception)
             if control is not None:
                 control.close()
             raise

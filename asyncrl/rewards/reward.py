@@ -24,7 +24,7 @@ from typing import Any
 
 from asyncrl.config.schema import RolloutConfig
 from asyncrl.data.prompts import Prompt
-from asyncrl.rewards.judges import Call, Calls, JudgeDied, Judges, JudgesLost
+from asyncrl.rewards.judges import Call, Calls, JudgeDied, Judges, JudgesGone, JudgesLost
 from asyncrl.rewards.outcome import REWARD_LOST, RolloutEnded, RolloutRejected, RolloutReleased
 from asyncrl.rewards.reward_function import RewardFunction, as_reward, shown
 from asyncrl.runtime.board import StatusBoard
@@ -124,6 +124,8 @@ class Reward:
                 raise
             except JudgesLost as error:
                 raise RolloutReleased(REWARD_LOST, f"{self.spec} cannot be called: {error}") from error
+            except JudgesGone as error:
+                raise self._rejected("reward_gone", f"{self.spec} cannot be called any more: {error}") from None
             except JudgeDied as error:
                 raise self._rejected("reward_died", f"{self.spec} has ended its process: {error}") from None
             except (asyncio.CancelledError, GeneratorExit):

@@ -9,6 +9,7 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,6 +65,7 @@ class FakeServer:
         self.echo: Callable[[str], str] = lambda version: version
         self.broken: str = ""  # the class of its refusals, if it refuses every version
         self.num_refusals = 0
+        self.refuses_key = False
         self.mismatch = False  # True: it loads the weights, but reports that its logprobs differ from the trainer's
 
     async def start(self) -> str:
@@ -115,6 +117,8 @@ class FakeServer:
         return web.json_response({"success": True, "message": "", "num_paused_requests": 0})
 
     async def _info(self, request: web.Request) -> web.Response:
+        if self.refuses_key:
+            return web.Response(status=401, text="unknown key")
         return web.json_response({"model_path": "m", "weight_version": self.version, "paused": self.paused})
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -706,19 +710,64 @@ async def test_a_version_that_every_server_refuses_ends_the_run(
     for server in [await setup.add_server(), await setup.add_server()]:
         server.broken = error_class
     setup.publish(0)
-    with pytest.raises(RunEndedError) as caught:
-        await asyncio.wait_for(setup.task, LIMIT_S)
     assert re.match(
         r"no generation server can load the weights a0001-v00000000, so the run ends\. generation_server/0, generation_server/1: "
         r"loading a0001-v00000000 failed: refused: broken .* set model_path to one that both support",
-        str(caught.value),
+        await ended(setup),
     )
     assert [server.num_refusals for server in setup.servers] == [num_loads, num_loads]
+
+
+async def ended(setup: Setup) -> str:
+    """Wait until the manager ends the run. Returns the cause, and closes everything."""
+    with pytest.raises(RunEndedError) as caught:
+        await asyncio.wait_for(setup.task, LIMIT_S)
     await setup.session.close()
     for server in setup.servers:
         await server.stop()
     setup.resolver.clear_subtree(setup.names.root)
     setup.resolver.close()
+    return str(caught.value)
+
+
+async def test_servers_that_refuse_the_managers_key_from_the_start_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(update_plan, "FIRST_RETRY_S", 0.01)
+    setup = Setup(tmp_path)
+    await setup.start()
+    (await setup.add_server()).refuses_key = True
+    setup.publish(0)
+    assert re.search(
+        r"no generation server can load the weights .*/get_model_info answered 401: unknown key", await ended(setup)
+    )
+
+
+async def test_servers_that_begin_to_refuse_the_managers_key_end_the_run(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, update_timeout_s=1.0, lease_s=1.0)
+    await setup.start()
+    server = await setup.add_server()
+    setup.publish(0)
+    await setup.until_served(0)
+    server.refuses_key = True
+    assert re.match(
+        r"no generation server may serve for 1 s \(manager\.update_timeout_s\), so the run ends\. generation_server/0 .* is dead: "
+        r"silent for .* s: health probe failed: .*answered 401: unknown key",
+        await ended(setup),
+    )
+
+
+async def test_a_run_without_servers_ends_after_a_limit(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, update_timeout_s=0.5)
+    setup.config = replace(
+        setup.config,
+        replace_timeout_s=0.5,
+        worker=replace(setup.info, runtime=replace(setup.info.runtime, start_timeout_s=1.0)),
+    )
+    await setup.start()
+    await setup.report(full=True)
+    assert (await setup.allocate()).refusal == "no_server"
+    assert (await ended(setup)).startswith("no generation server may serve for 2 s (manager.update_timeout_s + train.")
 
 
 async def test_a_server_that_refuses_a_version_is_left_out_while_others_serve(

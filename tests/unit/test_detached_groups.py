@@ -17,7 +17,7 @@ from asyncrl.dataflow.graph import DataflowGraph
 from asyncrl.dataflow.topology import build_handler_routing
 from asyncrl.dataflow.worker_groups import WorkerGroups
 from asyncrl.master.buffer import StorageTracker
-from asyncrl.master.calls import DetachedGroups, GroupEndedError
+from asyncrl.master.calls import DetachedGroups, GroupEndedError, GroupFailsError
 from asyncrl.master.executor import FunctionExecutor, ParameterHooks
 from asyncrl.master.refresh import Refresher
 from asyncrl.protocol.messages import (
@@ -353,6 +353,16 @@ async def test_an_error_in_a_detached_group_ends_only_its_incarnation():
         world.fails = {0}
         await steps(world, master)
         assert world.incarnations == [0, 0, 1, 0, 0]
+
+
+async def test_a_call_that_fails_in_each_incarnation_with_the_same_error_ends_the_run():
+    async with running(ppo_graph(), PLACES, 5, [[2]]) as (world, master):
+        world.fails = set(range(1000))
+        with pytest.raises(
+            GroupFailsError, match=r"failed in 3 incarnations .* the same error, so the run ends: .*out of memory"
+        ):
+            await steps(world, master)
+        assert world.incarnations[2] == 3
 
 
 async def test_every_wait_for_a_group_that_does_not_return_has_a_limit_and_a_name():

@@ -262,6 +262,15 @@ def test_released_prompts_go_first_and_at_most_max_issues_times() -> None:
     assert desk.ledger.counters["released", "server_lost"] == 3
 
 
+def test_a_prompt_rejected_after_max_issues_names_the_reason_that_its_worker_has_sent_once() -> None:
+    desk = Desk(max_issues=1)
+    first, second = desk.take(2)
+    desk.finish(first, outcome="released", reason="refused", detail="the head holds another model")
+    desk.finish(second, outcome="released", reason="refused")
+    details = {rejected.detail for rejected in desk.ledger.view(desk.now).rejected}
+    assert details == {"issued 1 times, and the last ticket was released: refused (the head holds another model)"}
+
+
 def test_a_prompt_released_because_of_lost_reward_processes_is_issued_without_limit() -> None:
     desk = Desk(max_issues=1)
     (ticket,) = desk.take(1)

@@ -479,6 +479,24 @@ async def test_a_rollout_is_released_when_no_nursery_starts(
     assert await ask(reward, "") == 0.5
 
 
+async def test_rollouts_are_rejected_when_no_nursery_starts_again_and_again(
+    dangerous: Callable[..., tuple[Reward, Judges]], path: Path
+) -> None:
+    """The first call tries 3 times, and gives its ticket back. The second one ends the series of 5."""
+    reward, judges = dangerous(pace=RestartPace(first_s=0.01, longest_s=0.02))
+    with_source(path, "raise RuntimeError('never again')")
+    nursery = nursery_of(judges)
+    nursery.kill()
+    await wait_until_gone(nursery.pid)
+    with pytest.raises(RolloutReleased):
+        await ask(reward, "")
+    with pytest.raises(RolloutRejected, match=r"any more: it did not start 5 times in a row: .*never again") as caught:
+        await ask(reward, "")
+    assert caught.value.reason == "reward_gone"
+    with_source(path, DANGEROUS)
+    assert await ask(reward, "") == 0.5
+
+
 def with_source(path: Path, source: str) -> None:
     path.write_text(source)
 

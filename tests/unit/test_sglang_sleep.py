@@ -14,10 +14,11 @@ import pytest
 from aiohttp import web
 
 from asyncrl.config.schema import GenerationConfig
-from asyncrl.generation.engine import EngineFailed, EngineUnavailable
+from asyncrl.generation.engine import EngineFailed, EngineRequest, EngineUnavailable, RequestRefused
 from asyncrl.generation.queueing import EngineArguments
 from asyncrl.generation.sglang import SGLangEngine
 from asyncrl.generation.sglang_process import AttachedServer
+from asyncrl.protocol.messages import SamplingParams, WeightVersion
 from asyncrl.testing.tiny import make_tiny_model
 
 
@@ -34,6 +35,7 @@ class FakeSGLang:
         self.calls: list[str] = []
         self.busy = 0  # flushes that find a request that has not ended
         self.broken = False
+        self.refusal = 0  # status of answers to /generate; 0: they are empty
 
     async def answer(self, request: web.Request) -> web.Response:
         name = request.path.removeprefix("/")
@@ -43,6 +45,8 @@ class FakeSGLang:
             return web.json_response({"max_req_input_len": 100})
         if name == "v1/loads":
             return web.json_response({"timestamp": "", "version": "", "loads": []})
+        if name == "generate" and self.refusal:
+            return web.Response(status=self.refusal, text="told so")
         self.calls.append(name)
         if name == "flush_cache" and self.busy:
             self.busy -= 1
@@ -113,3 +117,29 @@ async def test_a_failed_release_ends_the_engine(model: Path, never_idle: bool) -
             await engine.sleep()
         assert engine.failure is not None
         assert ("release_memory_occupation" in fake.calls) == (not never_idle)
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "ends"),
+    [
+        (400, RequestRefused, False),  # the prompt is at fault
+        (413, RequestRefused, False),
+        (429, EngineUnavailable, False),
+        (503, EngineUnavailable, False),
+        (500, EngineFailed, False),
+        (401, EngineFailed, True),  # a wrong key: no request succeeds
+        (404, EngineFailed, True),
+    ],
+)
+async def test_a_refusal_of_sglang_has_the_class_of_its_status(
+    model: Path, status: int, error: type[Exception], ends: bool
+) -> None:
+    fake = FakeSGLang()
+    async with attached(fake, model) as engine:
+        await engine.start()
+        fake.refusal = status
+        engine._version = WeightVersion(1, 0)
+        with pytest.raises(error, match="told so"):
+            await engine.submit(EngineRequest("r", [1, 2], SamplingParams(max_new_tokens=4)))
+        assert (engine.failure is not None) == ends
+        assert not ends or "check generation.urls and generation.api_key_file" in str(engine.failure)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+from asyncrl.protocol.errors import ErrorClass, class_of_code
 from asyncrl.runtime.names.etcd.access import EtcdAccess, Login
 from asyncrl.runtime.names.etcd.api import Api, load_api
 from asyncrl.runtime.names.interface import (
@@ -91,10 +92,6 @@ class Connection:
         self._stubs = [Stubs(api, endpoint, self.login) for endpoint in endpoints]
         self._current = 0
         self._down = False
-        code = api.grpc.StatusCode
-        # A connection that breaks during an answer may appear as CANCELLED or INTERNAL. A deadline that the server sees
-        # first appears as UNKNOWN.
-        self._outage = {code.UNAVAILABLE, code.DEADLINE_EXCEEDED, code.CANCELLED, code.INTERNAL, code.UNKNOWN}
 
     @property
     def stubs(self) -> Stubs:
@@ -124,7 +121,7 @@ class Connection:
                 token = self.login.token
                 result = function(stubs, share_s)
             except self._api.grpc.RpcError as error:
-                if error.code() not in self._outage:
+                if class_of_code(error.code().name) is ErrorClass.PERMANENT:
                     # The refused call changed nothing. Even the next token may be outdated before it is used, so repeat
                     # until the deadline
                     if self.login.is_stale(error, token) and time.monotonic() < deadline:
