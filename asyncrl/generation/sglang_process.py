@@ -65,6 +65,7 @@ _GRACE_S = {
     True: 7.0,
     False: 0.5,
 }  # from SIGTERM to SIGKILL, by on_gpu: on a GPU SGLang first releases its memory; on a CPU it has nothing to release
+_OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ALL_LINES = 1_000_000
 _SHOWN_CHARS = 60
 _LINE_CHARS = 300  # characters shown of a log line: SGLang prints all its arguments in one line
@@ -225,8 +226,10 @@ def server_arguments(
 def server_environment(base: Mapping[str, str], *, python: str, tmp: str, tensor: int, on_gpu: bool) -> dict[str, str]:
     """The environment of SGLang's process: this process's environment without the variables of this interpreter (PYTHONPATH, ...),
     and with settings for SGLang."""
-    foreign = {"PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV"}
+    foreign = {"PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", *_OF_TORCHRUN}
     environment = {name: value for name, value in base.items() if name not in foreign}
+    for name in ("NO_PROXY", "no_proxy"):  # SGLang asks itself by HTTP whether it has started
+        environment[name] = ",".join(filter(None, [base.get(name), "127.0.0.1", "localhost"]))
     environment |= {
         "PATH": f"{Path(python).parent}{os.pathsep}{base.get('PATH', os.defpath)}",  # tools installed beside it, such as ninja
         "TMPDIR": tmp,  # folder for SGLang's sockets; it is removed after SGLang has ended

@@ -308,16 +308,17 @@ class _Run:
 
 def worker_groups_of_run(config: ExperimentConfig) -> WorkerGroups:
     """Return the groups of model workers that restart together: the trainer group, and each detached group."""
-    return _placed_groups(config)[0]
+    return placed_groups(config)[0]
 
 
 def dispensable_groups(config: ExperimentConfig) -> list[tuple[int, ...]]:
     """Return the detached groups without which the run continues (on_missing=continue)."""
-    groups, placements = _placed_groups(config)
+    groups, placements = placed_groups(config)
     return dispensable(groups, placements, config.train)
 
 
-def _placed_groups(config: ExperimentConfig) -> tuple[WorkerGroups, list[ModelPlacement]]:
+def placed_groups(config: ExperimentConfig) -> tuple[WorkerGroups, list[ModelPlacement]]:
+    """Return the worker groups of the run, and where its models are placed."""
     allocation = allocation_of(config)
     if config.mode == "rollout_only":
         return WorkerGroups((0,)), []

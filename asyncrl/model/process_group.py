@@ -12,18 +12,19 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from asyncrl.config.processes import WorkerInfo
+from asyncrl.config.schema import ConfigError
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.dataflow.worker_groups import WorkerGroups
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.name_store import NameStore
 from asyncrl.runtime import security
 from asyncrl.runtime.directory import Directory
+from asyncrl.runtime.interfaces import GLOO, NCCL, interface_of, interfaces_here, wrong_interface
 from asyncrl.weights.update_group import serve_store, store_at
 
 STORE = "model_workers"  # argument of names.process_group
@@ -69,9 +70,11 @@ class ProcessGroup:
         if self._store is None:
             host, _, port = address.rpartition(":")
             self._store = store_at(host, int(port), runtime.start_timeout_s)
-        interface = interface_of(runtime.host)
-        if interface:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if not os.environ.get(GLOO) and (interface := interface_of(runtime.host)):
+            os.environ[GLOO] = interface
+        for variable in (GLOO, NCCL) if device.type == "cuda" else (GLOO,):
+            if problem := wrong_interface(variable, os.environ, interfaces_here()):
+                raise ConfigError(problem)
         if device.type == "cuda":
             # NCCL's flight recorder keeps the newest collectives, and writes them beside the logs if one of them times out
             trace = Path(self._info.run_dir, "logs", f"attempt_{self._info.attempt}", f"nccl_{self.members[0]}_rank_")
@@ -97,14 +100,6 @@ class ProcessGroup:
                 ranks = replace(placement, workers=tuple(map(self.rank_of, placement.workers)))
                 made[placement.name] = ModelMesh.make(ranks, device.type)
         return made
-
-
-def interface_of(host: str) -> str:
-    """Name of the network interface with this address, or "" if none has it. gloo is configured to bind to it."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == host for address in addresses):
-            return str(name)
-    return ""
 
 
 def choose_device(index: int, *, tf32: bool = False) -> torch.device:

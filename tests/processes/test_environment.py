@@ -5,11 +5,17 @@ import os
 import subprocess
 import sys
 from importlib.machinery import PathFinder
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from asyncrl.config.schema import ConfigError, RuntimeConfig
+from asyncrl.dataflow.worker_groups import WorkerGroups
+from asyncrl.model.process_group import ProcessGroup
 from asyncrl.runtime.process import python_module
 from asyncrl.testing.runs import launch, make_tiny_run, train_steps
+from asyncrl.weights.update_group import serve_store
 
 LIMIT_S = 200.0
 
@@ -62,3 +68,31 @@ def test_a_process_without_a_fork_server_neither(shadowing):
     ):
         done = subprocess.run(command, cwd=shadowing, capture_output=True, text=True, timeout=LIMIT_S, env=os.environ)
         assert done.returncode == 0, done.stderr
+
+
+# ------------------------------------------------------------------------------------------------------------------ variables
+
+
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_an_interface_that_the_machine_lacks_is_named_before_the_start(tiny, tmp_path, command):
+    done = subprocess.run(
+        python_module("asyncrl.cli.main", command, str(tiny), f"fileroot={tmp_path}", "allocation=transformers.d1+d2"),
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "nosuch0"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 2, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if "GLOO_SOCKET_IFNAME=nosuch0" in line]
+    assert "it has lo" in line
+    assert "Set GLOO_SOCKET_IFNAME to one of them, or unset it" in line
+    assert not (tmp_path / "tiny").exists()
+
+
+def test_a_worker_on_another_machine_names_the_interface_that_it_lacks(monkeypatch):
+    """`check` does not see that machine. The worker's error is one line, without a traceback."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    info = SimpleNamespace(index=0, runtime=RuntimeConfig())
+    _store, address = serve_store("127.0.0.1", LIMIT_S)
+    with pytest.raises(ConfigError, match=r"^GLOO_SOCKET_IFNAME=nosuch0: this machine has no interface"):
+        ProcessGroup(info, WorkerGroups((0,)), limit_s=LIMIT_S).join(address, torch.device("cpu"))

@@ -44,7 +44,6 @@ from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share
 from asyncrl.model.flops import ModelFlops
 from asyncrl.model.interfaces import make_interface
-from asyncrl.model.process_group import interface_of
 from asyncrl.model.store import DataStore
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver, trajectory_error
 from asyncrl.model.worker import ModelWorker
@@ -464,11 +463,6 @@ async def test_a_call_that_names_a_folder_outside_the_run_changes_nothing(memory
                     await asyncio.wait_for(main, LIMIT_S)
     assert [path.name for path in tmp_path.iterdir() if path != run_dir] == ["precious"]
     assert [path.read_text() for path in precious.iterdir()] == ["years of work"]
-
-
-def test_the_interface_of_loopback():
-    assert interface_of("127.0.0.1") == "lo"
-    assert interface_of("203.0.113.77") == ""
 
 
 # ---------------------------------------------------------------------------------------------------------- real processes

@@ -90,6 +90,11 @@ def test_the_server_inherits_nothing_of_the_trainers_interpreter():
     assert not {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"} & environment.keys()
     assert (environment["PATH"], environment["HOME"], environment["TMPDIR"]) == ("/sglang/bin:/bin", "/me", "/t")
     assert "CUDA_VISIBLE_DEVICES" not in environment
+    assert environment["NO_PROXY"] == "127.0.0.1,localhost"
+    of_torchrun = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "10.0.0.1", "no_proxy": "example.com"}
+    environment = server_environment(of_torchrun, python="/p", tmp="/t", tensor=1, on_gpu=True)
+    assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} & environment.keys()
+    assert environment["no_proxy"] == "example.com,127.0.0.1,localhost"
     cpu = server_environment(base, python="/sglang/bin/python", tmp="/t", tensor=2, on_gpu=False)
     assert cpu["CUDA_VISIBLE_DEVICES"] == ""
     assert cpu["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1

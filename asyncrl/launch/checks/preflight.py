@@ -41,9 +41,11 @@ from asyncrl.launch.checks.checklist import (
     WEIGHTS,
     Case,
     Check,
+    Finding,
     Report,
     make_checks,
 )
+from asyncrl.launch.checks.environment import judge_environment
 from asyncrl.launch.checks.model_files import check_vocabulary, count_parameters, read_config
 from asyncrl.launch.checks.task_arguments import check_task_arguments
 from asyncrl.launch.program import run_directory, writes_checkpoints
@@ -51,6 +53,7 @@ from asyncrl.launch.recovery import refuse_to_replace
 from asyncrl.protocol.names import ACTOR
 from asyncrl.runtime.devices import visible_devices
 from asyncrl.runtime.disk import existing_parent, size_text, too_few_open_files
+from asyncrl.runtime.interfaces import interfaces_here
 from asyncrl.runtime.names.etcd.access import EtcdAccess
 from asyncrl.runtime.names.etcd.server import EtcdServerError, find_etcd
 from asyncrl.runtime.names.memory import MEMORY
@@ -153,6 +156,10 @@ def _check_saved(case: Case) -> None:
 
 def _check_folder(case: Case) -> None:
     refuse_to_replace(case.config, run_directory(case.config))
+
+
+def _check_environment(case: Case) -> Iterator[ConfigError | Finding]:
+    return judge_environment(case.config, os.environ, interfaces_here(), on_gpu=bool(visible_devices()))
 
 
 def _check_open_files(_: Case) -> None:
@@ -507,6 +514,7 @@ CHECKS = (
     Check("wandb", _check_wandb, reads=("wandb",)),
     Check("the run's folder", _check_folder, reads=("fileroot", "experiment", "trial", "recover", "mode")),
     Check("open files", _check_open_files),
+    Check("environment", _check_environment, reads=("allocation", "mode", "train", "cluster", "hosts")),
     Check("the recording", _check_replay, needs=(MODEL, TOKENIZER, FIELDS), when=_replays),
     Check("saved weights", _check_saved, needs=(MODEL,), when=_only_rolls_out),
     Check("prompts", _check_prompts, reads=("prompts", "rollout.tasks"), gives=PROMPTS, when=_rolls_out),
