@@ -6,22 +6,26 @@ to one rectangle and computed as a batch. It is pure PyTorch and runs on every d
 kernels are faster on GPUs that support them.
 
 The plan (the positions of queries and cache rows) is made once per forward pass, on the host, and is passed to every layer as the
-keyword argument `attention_plan`. The KV cache reads the rows: its `read_index` is replaced by the padded one.
+keyword argument `attention_plan`. The KV cache reads the rows: its `read_index` is replaced by the padded one. The cache keeps all
+keys of every layer, whatever the layer attends to: a layer's window or chunk (architectures/attention.py) is part of its mask only.
 
-Shapes: B requests of a rectangle, Q padded query length, K padded key length, H heads, G query heads per key head, D head width.
+Shapes: B requests of a rectangle, Q padded query length, K padded key length, H heads, G query heads per key head, D width of a
+key, V width of a value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
+
+from asyncrl.architectures.attention import CAUSAL, Pattern, attend, pattern_of
 
 NAME = "asyncrl_padded"
 
@@ -43,7 +47,20 @@ class Rectangle:
     query_index: Tensor  # [B * Q] position of each query in the packed batch; padding repeats the request's first query
     real: Tensor | None  # [tokens] indices of the real queries among the B * Q; None: all are real
     target: Tensor  # [tokens] positions of the real queries in the packed batch
-    mask: Tensor  # [B, 1, 1, Q, K] additive
+    query_at: np.ndarray  # [B, Q] position of each query in its request
+    like: Tensor  # of the dtype and on the device of the masks
+    _masks: dict[Pattern, Tensor] = field(default_factory=dict)
+
+    def mask(self, pattern: Pattern) -> Tensor:
+        """[B, 1, 1, Q, K] additive. Made for the first layer with this pattern."""
+        if not pattern.limits(self.key_length):
+            pattern = CAUSAL
+        if pattern not in self._masks:
+            hidden_BQK = ~pattern.shows(self.query_at[:, :, None], np.arange(self.key_length))
+            hidden = torch.from_numpy(hidden_BQK[:, None, None]).to(self.like.device)
+            mask = self.like.new_zeros(hidden.shape)
+            self._masks[pattern] = mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)
+        return self._masks[pattern]
 
 
 @dataclass(frozen=True)
@@ -92,9 +109,6 @@ def make_plan(
         read_index.append(np.where(at_K < k_B, rows[key_at_BK], trash_row).reshape(-1))
         real_BQ = at_Q < q_B
         query_index = query_starts[members, None] + np.where(real_BQ, at_Q, 0)
-        hidden_BQK = at_K > (k_B - q_B + at_Q)[:, :, None]  # a query sees keys up to its own position
-        mask = torch.zeros((len(members), 1, 1, width_q, width_k), dtype=dtype, device=device)
-        mask.masked_fill_(torch.from_numpy(hidden_BQK[:, None, None]).to(device), torch.finfo(dtype).min)
         everything = bool(real_BQ.all())
         rectangles.append(
             Rectangle(
@@ -105,7 +119,8 @@ def make_plan(
                 query_index=torch.from_numpy(query_index.reshape(-1)).to(device),
                 real=None if everything else torch.from_numpy(np.flatnonzero(real_BQ)).to(device),
                 target=torch.from_numpy(query_index[real_BQ]).to(device),
-                mask=mask,
+                query_at=k_B - q_B + at_Q,
+                like=torch.empty(0, dtype=dtype, device=device),
             )
         )
         first_key += len(members) * width_k
@@ -116,33 +131,51 @@ def padded_attention(
     module: nn.Module,
     query: Tensor,  # [1, H, tokens, D]
     key: Tensor,  # [1, H / G, tokens, D]
-    value: Tensor,
+    value: Tensor,  # [1, H / G, tokens, V]
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     cache: Any,
     attention_plan: AttentionPlan,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Write new keys and values to the cache, read each request's keys and values, attend; returns [1, tokens, H, D]."""
+    """Write new keys and values to the cache, read each request's keys and values, attend; returns [1, tokens, H, V]."""
+    pattern = pattern_of(module, sliding_window)
+    width, value_width = key.shape[3], value.shape[3]
+    if width != value_width:  # the cache has one width for both
+        key, value = pad(key, (0, max(0, value_width - width))), pad(value, (0, max(0, width - value_width)))
     key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
-    num_heads, num_tokens, width = query.shape[1:]
+    key, value = key[..., :width], value[..., :value_width]
+    num_heads, num_tokens = query.shape[1:3]
     num_kv_heads = key.shape[1]
     group = num_heads // num_kv_heads
     query_THD = query[0].transpose(0, 1)
-    output_THD = torch.empty((num_tokens, num_heads, width), dtype=query.dtype, device=query.device)
+    output_THV = torch.empty((num_tokens, num_heads, value_width), dtype=query.dtype, device=query.device)
     for part in attention_plan.rectangles:
         B, Q, K = part.num_requests, part.query_length, part.key_length
         chosen = slice(part.first_key, part.first_key + B * K)
         k = key[0, :, chosen].view(num_kv_heads, B, K, width).transpose(0, 1)  # [B, H/G, K, D]
-        v = value[0, :, chosen].view(num_kv_heads, B, K, width).transpose(0, 1)
-        q = query_THD[part.query_index].view(B, Q, num_kv_heads, group, width)
-        q = q.permute(0, 2, 3, 1, 4).reshape(B, num_kv_heads, group * Q, width)  # queries of one key head are adjacent
-        mask = part.mask.expand(B, 1, group, Q, K).reshape(B, 1, group * Q, K)
-        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
-        out = out.view(B, num_kv_heads, group, Q, width).permute(0, 3, 1, 2, 4).reshape(B * Q, num_heads, width)
-        output_THD[part.target] = out if part.real is None else out[part.real]
-    return output_THD.unsqueeze(0), None
+        v = value[0, :, chosen].view(num_kv_heads, B, K, value_width).transpose(0, 1)
+        q = query_THD[part.query_index]
+        mask = part.mask(pattern)
+        if softcap is not None or s_aux is not None:
+            q, shown = q.view(B, Q, num_heads, width).transpose(1, 2), mask[:, 0, 0] == 0
+            out = attend(q, k, v, shown=shown, scaling=scaling, softcap=softcap, sinks=s_aux).transpose(1, 2)
+            out = out.reshape(B * Q, num_heads, value_width)
+        else:
+            q = q.view(B, Q, num_kv_heads, group, width)
+            q = q.permute(0, 2, 3, 1, 4).reshape(
+                B, num_kv_heads, group * Q, width
+            )  # queries of one key head are adjacent
+            mask = mask.expand(B, 1, group, Q, K).reshape(B, 1, group * Q, K)
+            out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+            out = out.view(B, num_kv_heads, group, Q, value_width).permute(0, 3, 1, 2, 4)
+            out = out.reshape(B * Q, num_heads, value_width)
+        output_THV[part.target] = out if part.real is None else out[part.real]
+    return output_THV.unsqueeze(0), None
 
 
 def register() -> str:

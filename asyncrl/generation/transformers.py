@@ -20,7 +20,7 @@ import gc
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,13 +31,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
 from transformers import GenerationConfig as SamplingDefaults
+from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
+from transformers.generation.continuous_batching.cache_allocators import SLIDING_ATTENTION
 from transformers.generation.continuous_batching.continuous_api import (
     ContinuousBatchingManager,
     ContinuousBatchProcessor,
     OutputRouter,
 )
 from transformers.generation.continuous_batching.model_runner import ModelRunner
+from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
 
+from asyncrl.architectures.attention import LayerAttention, Pattern, read_attention
 from asyncrl.config.schema import ATTENTIONS, ConfigError, GenerationConfig
 from asyncrl.generation import padded_attention
 from asyncrl.generation.checks import TensorSpec, check_params, check_prompt, check_sent, check_tensors
@@ -197,12 +201,14 @@ class _Manager(ContinuousBatchingManager):
         model: Any,
         config: ContinuousBatchingConfig,
         *,
-        padded: bool,
+        padded: Sequence[LayerAttention],
         on_pass: Callable[[int, int], None],
         trace: Tracer,
     ) -> None:
+        """padded: the model's attention layers; empty: another implementation than padded_attention.py is used."""
         self._padded, self._on_pass, self._trace = padded, on_pass, trace
-        super().__init__(model, SamplingDefaults(do_sample=True, eos_token_id=-1), config)  # type: ignore[no-untyped-call]
+        with _full_attention(model.config.get_text_config(), padded):
+            super().__init__(model, SamplingDefaults(do_sample=True, eos_token_id=-1), config)  # type: ignore[no-untyped-call]
         self._sampling_args = _SamplingArgs()
         self.logit_processor = self._sampling_args  # type: ignore[assignment]
 
@@ -213,7 +219,8 @@ class _Manager(ContinuousBatchingManager):
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
         is_new = self.batch_processor is None
-        processor = super()._create_batch_processor()
+        with _full_attention(self.model.config.get_text_config(), self._padded):
+            processor = super()._create_batch_processor()
         if is_new:
             runner = _Runner(
                 logit_processor=self.logit_processor,
@@ -245,6 +252,29 @@ class _Manager(ContinuousBatchingManager):
         num_new_tokens, num_query_tokens = len(batch.req_id_to_new_token_position), batch.num_q_tokens
         self._on_pass(num_new_tokens, num_query_tokens)
         self._trace.add_span("forward", began_us, track="engine", new_tokens=num_new_tokens, tokens=num_query_tokens)
+
+
+@contextlib.contextmanager
+def _full_attention(config: Any, layers: Sequence[LayerAttention]) -> Iterator[None]:
+    """In this context the config describes the KV cache that padded_attention.py needs for these layers: all keys of every layer,
+    in the layers' own numbers and widths. transformers' cache would keep only a window of keys, and derives the widths from other
+    fields than the layers do. No layers: the config stays as it is."""
+    changed: dict[str, Any] = {}
+    if layers:
+        changed = {
+            "layer_types": ["full_attention"] * config.num_hidden_layers,
+            "num_key_value_heads": max(layer.num_key_heads for layer in layers),
+            "head_dim": max(max(layer.key_width, layer.value_width) for layer in layers),
+        }
+    changed = {config.attribute_map.get(name, name): value for name, value in changed.items()}
+    kept = {name: config.__dict__[name] for name in changed if name in config.__dict__}
+    config.__dict__.update(changed)
+    try:
+        yield
+    finally:
+        for name in changed:
+            del config.__dict__[name]
+        config.__dict__.update(kept)
 
 
 # -------------------------------------------------------------------------------------------------------------- engine
@@ -307,11 +337,9 @@ class TransformersEngine(QueueingEngine[_Pending]):
                 f"model_path={str(self._initial_path)!r}: the model cannot be loaded: {error}; copy it again, or give another"
             ) from error
         self._model = model.to(self._device).requires_grad_(False).eval()
+        layers = _check_attention(self._model, self._initial_path, config.attention)
+        self._scoring = "eager" if any(layer.needs_eager for layer in layers) else "sdpa"
         text_config = self._model.config.get_text_config()
-        if padded and "sliding_attention" in (getattr(text_config, "layer_types", None) or []):
-            raise ValueError(
-                f"generation.attention: padded does not support sliding windows, which {self._initial_path} uses; use sdpa"
-            )
         self._vocab_size = int(text_config.vocab_size)
         self._max_length = min(
             int(getattr(text_config, "max_position_embeddings", None) or 1 << 30), config.page_size * config.num_blocks
@@ -333,7 +361,7 @@ class TransformersEngine(QueueingEngine[_Pending]):
                 use_cuda_graph=False,
                 auto_switch_to_flash=False,
             ),
-            padded=padded,
+            padded=layers if padded else (),
             on_pass=self._count_pass,
             trace=self._trace,
         )
@@ -629,7 +657,9 @@ class TransformersEngine(QueueingEngine[_Pending]):
         """In the control thread, between two passes: score with the model in memory, without the manager's cache."""
         attention = self._model.config._attn_implementation
         with self._manager.pause(), torch.inference_mode():
-            self._model.set_attn_implementation("sdpa")  # the generation implementation needs the manager's pages
+            self._model.set_attn_implementation(
+                self._scoring
+            )  # the generation implementation needs the manager's pages
             try:
                 ids_T = torch.tensor(input_ids, device=self._device)
                 logits_TV = self._model(input_ids=ids_T[None], use_cache=False).logits[0].float()
@@ -692,6 +722,37 @@ def _sampling_of(params: SamplingParams) -> tuple[float, float, int]:
     if params.temperature == 0.0:
         return (0.0, 1.0, 0)
     return (params.temperature, params.top_p, max(params.top_k, 0))
+
+
+def _check_attention(model: Any, path: Path | str, attention: str) -> list[LayerAttention]:
+    """Return the attention layers. Raises ConfigError if the KV cache or the attention implementation does not fit them."""
+    layers, config = read_attention(model, path), model.config.get_text_config()
+    sizes = {(layer.num_key_heads, max(layer.key_width, layer.value_width)) for layer in layers}
+    what = f"model_path={str(path)!r}: architecture {model.config.model_type!r}"
+    if len(sizes) > 1 or len({layer.layer for layer in layers}) < len(layers):
+        raise ConfigError(
+            f"{what} has layers with keys of several sizes, or several attentions in one layer. The KV cache of the embedded engine"
+            " has one size and one place for each layer. Support would take a cache group for each; until then generate with sglang"
+        )
+    if attention == "padded":
+        return layers
+    try:
+        cached = {i: kind for kind, group in group_layers_by_attn_type(config).items() for i in group}
+    except ValueError as error:
+        cached, why = {}, str(error)
+    for layer in layers:
+        window = config.sliding_window if cached.get(layer.layer) == SLIDING_ATTENTION else 0
+        size = (find_num_key_value_heads(config), find_head_dim(config), find_head_dim(config))
+        if layer.layer in cached and layer.pattern != Pattern(window=window):
+            why = f"transformers' cache would keep {window or 'all'} keys of layer {layer.layer}, which needs {layer.pattern}"
+        elif layer.layer in cached and (layer.num_key_heads, layer.key_width, layer.value_width) != size:
+            why = f"layer {layer.layer} has keys and values of other sizes than transformers' cache"
+        elif layer.has_softcap and attention in ("sdpa", "eager"):
+            why = "it does not compute the soft cap of the attention's logits"
+        elif layer.layer in cached:
+            continue
+        raise ConfigError(f"generation.attention={attention!r} does not fit {what} ({why}); use padded")
+    return layers
 
 
 def _check_config(config: GenerationConfig) -> None:

@@ -6,10 +6,11 @@ and would drop a given attention_mask, so pass none. Without segments every row 
 
 On a CUDA device with a 16-bit dtype, attention runs in torch's varlen kernel if the kernel supports the device and the head width
 (_has_varlen). Otherwise, sequences of similar length become the rows of a rectangle, padded to the rectangle's width, and run
-through sdpa's causal path. Padding comes after the real tokens, so no real token attends to it.
+through sdpa's causal path. Padding comes after the real tokens, so no real token attends to it. architectures/attention.py finds
+the window or chunk of each layer, and computes the rectangles.
 
-Shapes: T tokens, H query heads, K key heads, D head width, S sequences, B rows of a rectangle, W its width, P places in all
-rectangles.
+Shapes: T tokens, H query heads, K key heads, D width of a key, V of a value, S sequences, B rows of a rectangle, W its width, P
+places in all rectangles.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 from transformers import AttentionInterface
 
+from asyncrl.architectures.attention import Pattern, attend, pattern_of
 from asyncrl.model.kernels import has_flash_attention
 
 NAME = "asyncrl_packed"
@@ -92,11 +94,21 @@ class Segments:
         return sum(rows * width for rows, width in self.rectangles)
 
 
+@dataclass(frozen=True)
+class _Terms:
+    """What a layer computes besides the product of queries, keys and values."""
+
+    pattern: Pattern
+    scaling: float | None
+    softcap: float | None
+    sinks: Tensor | None  # [H]
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,  # [1, H, T, D]
     key: Tensor,  # [1, K, T, D]
-    value: Tensor,  # [1, K, T, D]
+    value: Tensor,  # [1, K, T, V]
     attention_mask: Tensor | None,
     *,
     segments: Segments | None = None,
@@ -108,99 +120,90 @@ def packed_attention(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention's output. With segments: [1, T, H, D], with zeros in the padding after the sequences. Without segments:
-    [batch, length, H, D], one sequence per row."""
-    for name, extra in {"softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}.items():
-        if extra is not None:
-            raise ValueError(f"{NAME} attention does not support {name}, which {type(module).__name__} requires")
+    """Return the attention's output. With segments: [1, T, H, V], with zeros in the padding after the sequences. Without segments:
+    [batch, length, H, V], one sequence per row."""
+    if position_bias is not None:
+        raise ValueError(f"{NAME} attention does not support position_bias, which {type(module).__name__} requires")
     if dropout:
         raise ValueError(
             f"{NAME} attention does not support dropout ({dropout}): set attention_dropout to 0 in the config"
         )
     if attention_mask is not None:
         raise ValueError(f"{NAME} attention takes segments, not an attention_mask")
-    window = sliding_window or 0
     device_type = query.device.type
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    terms = _Terms(pattern_of(module, sliding_window), scaling, softcap, s_aux)
     if segments is None:
-        return _causal(query, key, value, scaling, window).transpose(1, 2).contiguous(), None
+        return _causal(query, key, value, terms).transpose(1, 2).contiguous(), None
     if query.shape[0] != 1:
         raise ValueError(f"{NAME} attention with segments takes one packed row, not {query.shape[0]} rows")
     num_tokens, num_all = segments.num_tokens, query.shape[2]
-    query_THD, key_TKD, value_TKD = (t[0].transpose(0, 1)[:num_tokens] for t in (query, key, value))
-    attend = _varlen if _has_varlen(query) else _in_rectangles
-    output_THD = attend(query_THD, key_TKD, value_TKD, segments, scaling, window)
-    return pad(output_THD, (0, 0, 0, 0, 0, num_all - num_tokens))[None], None
+    query_THD, key_TKD, value_TKV = (t[0].transpose(0, 1)[:num_tokens] for t in (query, key, value))
+    compute = _varlen if _has_varlen(query, value, terms) else _in_rectangles
+    output_THV = compute(query_THD, key_TKD, value_TKV, segments, terms)
+    return pad(output_THV, (0, 0, 0, 0, 0, num_all - num_tokens))[None], None
 
 
-def _has_varlen(query: Tensor) -> bool:
-    """Whether FlashAttention's kernel supports this query's device, dtype and head width."""
+def _has_varlen(query: Tensor, value: Tensor, terms: _Terms) -> bool:
+    """Whether FlashAttention's kernel supports this device, this dtype, these widths and terms."""
     width = query.shape[-1]
     return (
         _varlen_attn is not None
         and query.dtype in (torch.float16, torch.bfloat16)
         and width <= 256
         and width % 8 == 0
+        and value.shape[-1] == width
+        and not terms.pattern.chunk
+        and terms.softcap is None
+        and terms.sinks is None
         and has_flash_attention(query.device)
     )
 
 
-def _varlen(
-    query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, segments: Segments, scaling: float | None, window: int
-) -> Tensor:
+def _varlen(query_THD: Tensor, key_TKD: Tensor, value_TKV: Tensor, segments: Segments, terms: _Terms) -> Tensor:
     if not segments.num_tokens:
         return query_THD
-    output_THD: Tensor = _varlen_attn(
+    window = terms.pattern.window
+    output_THV: Tensor = _varlen_attn(
         query_THD,
         key_TKD,
-        value_TKD,
+        value_TKV,
         segments.cu_seqlens,
         segments.cu_seqlens,
         segments.max_length,
         segments.max_length,
-        scale=scaling,
+        scale=terms.scaling,
         window_size=(window - 1, 0) if window else (-1, 0),  # (left, right); the left count excludes the token itself
         enable_gqa=query_THD.shape[1] != key_TKD.shape[1],
     )
-    return output_THD
+    return output_THV
 
 
-def _in_rectangles(
-    query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, segments: Segments, scaling: float | None, window: int
-) -> Tensor:
+def _in_rectangles(query_THD: Tensor, key_TKD: Tensor, value_TKV: Tensor, segments: Segments, terms: _Terms) -> Tensor:
     if not segments.rectangles:
-        return query_THD
+        return value_TKV.repeat_interleave(query_THD.shape[1] // value_TKV.shape[1], 1)
     sizes = [rows * width for rows, width in segments.rectangles]
     split = [
         _Scatter.apply(t, segments.places, sum(sizes)).split(sizes)  # type: ignore[no-untyped-call]
-        for t in (query_THD, key_TKD, value_TKD)
+        for t in (query_THD, key_TKD, value_TKV)
     ]
     outputs = []
     for (rows, width), *parts in zip(segments.rectangles, *split, strict=True):
         q, k, v = (part.unflatten(0, (rows, width)).transpose(1, 2) for part in parts)
-        outputs.append(_causal(q, k, v, scaling, window).transpose(1, 2).flatten(0, 1))
+        outputs.append(_causal(q, k, v, terms).transpose(1, 2).flatten(0, 1))
     gathered: Tensor = _Gather.apply(torch.cat(outputs), segments.places)  # type: ignore[no-untyped-call]
     return gathered
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int) -> Tensor:
-    """[B, H, W, D]. window: number of tokens that each token attends to, itself included; 0: itself and all tokens before it."""
-    length = query.shape[2]
-    mask = None
-    if 0 < window < length:
-        at = torch.arange(length, device=query.device)
-        mask = (at[:, None] >= at) & (at[:, None] < at + window)
-    return scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+def _causal(query: Tensor, key: Tensor, value: Tensor, terms: _Terms) -> Tensor:
+    """[B, H, W, V]; each row is a sequence, with padding behind it."""
+    shown = None
+    if terms.pattern.limits(query.shape[2]):
+        at = torch.arange(query.shape[2], device=query.device)
+        shown = terms.pattern.shows(at[:, None], at)[None]
+    return attend(query, key, value, shown=shown, scaling=terms.scaling, softcap=terms.softcap, sinks=terms.sinks)
 
 
 class _Scatter(torch.autograd.Function):

@@ -31,6 +31,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from asyncrl.architectures.attention import read_attention
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import ConfigError, OptimizerConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
@@ -133,6 +134,7 @@ class TrainEngine:
         whole = weights.load_whole(model.path, model.kind, config, dtype)
         if weights.has_values:
             whole.to(self.device)  # type: ignore[arg-type]
+            read_attention(whole, model.path)
         self.flops = ModelFlops.of(whole)
         self._slots = sharding.slots(whole)
         stage = Stage(
@@ -158,6 +160,8 @@ class TrainEngine:
         FSDP cuts the unit. A checkpoint that cannot be read in pieces is loaded whole first (sharding.open_weights)."""
         grid = mesh.placement.grid
         skeleton = sharding.Skeleton.of(config, model.kind, dtype)
+        if weights.has_values:
+            read_attention(skeleton.model, model.path)
         self.flops = ModelFlops.of(skeleton.model)
         read = weights.open_weights(model.path, skeleton, config, dtype)
         if model.kind == "lm":

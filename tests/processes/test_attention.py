@@ -120,19 +120,42 @@ def test_with_gradient_checkpointing():
     assert_same(model, packed, tokens_of(LENGTHS))
 
 
-def test_the_gradient_of_attention_itself():
-    """Check the gradients of the attention function with torch's gradcheck, in float64."""
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"softcap": 0.5},
+        {"s_aux": torch.tensor([0.3, -1.0, 2.0, 0.1])},
+        {"sliding_window": 2, "softcap": 0.5, "s_aux": torch.tensor([0.3, -1.0, 2.0, 0.1])},
+    ],
+    ids=["plain", "softcap", "sinks", "all"],
+)
+def test_the_values_and_the_gradient_of_attention_itself(extra):
+    """Values by the formula for each token, and gradients with torch's gradcheck, in float64. Values are wider than keys."""
     segments = attention.Segments.of([3, 1, 5])
     generator = torch.Generator().manual_seed(0)
     inputs = [
-        torch.randn(1, heads, 11, 4, generator=generator, dtype=torch.float64).requires_grad_() for heads in (4, 2, 2)
+        torch.randn(1, heads, 11, width, generator=generator, dtype=torch.float64).requires_grad_()
+        for heads, width in ((4, 4), (2, 4), (2, 6))
     ]
 
     def attend(*qkv):
-        return attention.packed_attention(torch.nn.Module(), *qkv, None, segments=segments, scaling=0.7)[0]
+        return attention.packed_attention(torch.nn.Module(), *qkv, None, segments=segments, scaling=0.7, **extra)[0]
 
+    found = attend(*inputs)
+    query, key, value = (tensor[0] for tensor in inputs)
+    for start, end in ((0, 3), (3, 4), (4, 9)):
+        for at in range(start, end):
+            first = max(start, at + 1 - extra.get("sliding_window", 99))
+            for head in range(4):
+                logits = key[head // 2, first : at + 1] @ query[head, at] * 0.7
+                logits = 0.5 * torch.tanh(logits / 0.5) if "softcap" in extra else logits
+                sinks = extra["s_aux"][head : head + 1].double() if "s_aux" in extra else logits[:0]
+                shares = torch.cat([logits, sinks]).softmax(0)[: len(logits)]
+                expected = shares @ value[head // 2, first : at + 1]
+                torch.testing.assert_close(found[0, at, head], expected, rtol=0, atol=1e-6)
+    assert found[0, 9:].count_nonzero() == 0
     assert torch.autograd.gradcheck(attend, inputs)
-    assert attend(*inputs)[0, 9:].count_nonzero() == 0
 
 
 def test_bfloat16_autocast_computes_attention_in_bfloat16():
@@ -164,8 +187,7 @@ def test_sequences_do_not_see_each_other():
 @pytest.mark.parametrize(
     ("extra", "says"),
     [
-        ({"softcap": 50.0}, "softcap"),
-        ({"s_aux": torch.zeros(2)}, "s_aux"),
+        ({"position_bias": torch.zeros(1, 2, 4, 4)}, "position_bias"),
         ({"dropout": 0.1}, "attention_dropout"),
         ({"attention_mask": torch.ones(1, 1, 4, 4)}, "not an attention_mask"),
     ],
