@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from asyncrl.data.model_folder import read_object
 
 UNLIMITED = 1 << 30
 
@@ -23,11 +24,11 @@ class ModelLimits:
     def of(cls, model_path: str | Path) -> ModelLimits:
         """Read the limits from a model's folder. Raises ValueError if config.json lacks vocab_size."""
         folder = Path(model_path).expanduser()
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = read_object(folder / "config.json")
         text: dict[str, Any] = config.get("text_config") or config  # text_config: of a multimodal model
         defaults: dict[str, Any] = {}
         if (folder / "generation_config.json").is_file():
-            defaults = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+            defaults = read_object(folder / "generation_config.json")
         eos: set[int] = set()
         for found in (config.get("eos_token_id"), text.get("eos_token_id"), defaults.get("eos_token_id")):
             eos.update([found] if isinstance(found, int) else found or [])

@@ -43,6 +43,7 @@ from transformers.generation.continuous_batching.utils import find_head_dim, fin
 
 from asyncrl.architectures.attention import LayerAttention, Pattern, read_attention
 from asyncrl.config.schema import ATTENTIONS, ConfigError, GenerationConfig
+from asyncrl.data.model_folder import check_shards
 from asyncrl.generation import padded_attention
 from asyncrl.generation.checks import TensorSpec, check_params, check_prompt, check_sent, check_tensors
 from asyncrl.generation.engine import (
@@ -326,6 +327,7 @@ class TransformersEngine(QueueingEngine[_Pending]):
         config = self._config
         padded = config.attention == "padded"
         try:
+            check_shards(Path(self._initial_path))
             model: Any = AutoModelForCausalLM.from_pretrained(
                 self._initial_path,
                 use_safetensors=True,

@@ -6,7 +6,6 @@ that a checkpoint does not contain. These may not: the prompts and their order, 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from asyncrl.config.fields import leaf_values
 from asyncrl.config.schema import RECOVERABLE_MODES, ConfigError, ExperimentConfig, model_settings
+from asyncrl.data.model_folder import read_shapes
 from asyncrl.data.prompts import PromptSource
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.launch.experiment import draft_experiment
@@ -33,7 +33,6 @@ from asyncrl.weights.checkpoints import (
 from asyncrl.weights.versions import tensor_files
 
 Shape = tuple[int, ...]
-_LENGTH_BYTES = 8  # size of the number at the start of a safetensors file, which is the length of the header
 FINAL_MODEL = Path("checkpoints") / "final"
 _OF_A_LAUNCH = ("fileroot", "experiment", "trial", "recover", "hosts")  # fields that do not say how the run trains
 _SHOWN_CHANGES = 6
@@ -227,7 +226,5 @@ def tensor_shapes(folder: Path) -> dict[str, Shape]:
     for older formats."""
     found: dict[str, Shape] = {}
     for file in tensor_files(folder):
-        with file.open("rb") as stream:
-            header = json.loads(stream.read(int.from_bytes(stream.read(_LENGTH_BYTES), "little")))
-        found |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+        found |= read_shapes(file)
     return found

@@ -8,7 +8,6 @@ the next responses are sampled.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -19,6 +18,7 @@ import numpy as np
 
 from asyncrl.config.processes import ModelWorkerConfig
 from asyncrl.config.schema import ConfigError, SamplingConfig
+from asyncrl.data.model_folder import read_object
 from asyncrl.data.prompts import Prompt, PromptError, PromptSource, load_tokenizer
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.model.engine import TrainEngine
@@ -257,6 +257,6 @@ def _end_tokens(engine: TrainEngine, folder: Path, of_tokenizer: int) -> list[in
     defaults = folder / "generation_config.json"
     found = [of_tokenizer, engine.config.get_text_config().eos_token_id]
     if defaults.is_file():
-        found.append(json.loads(defaults.read_text(encoding="utf-8")).get("eos_token_id"))
+        found.append(read_object(defaults).get("eos_token_id"))
     ids = [token for eos in found for token in ([eos] if isinstance(eos, int) else eos or [])]
     return list(dict.fromkeys(ids))

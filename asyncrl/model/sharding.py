@@ -11,7 +11,6 @@ Their parameters are DTensors, which record the part of the whole tensor that ea
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import threading
@@ -38,6 +37,7 @@ from transformers import (
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
 from asyncrl.config.schema import ConfigError
+from asyncrl.data.model_folder import check_shards, shard_path, weight_map
 from asyncrl.model.attention import NAME as ATTENTION
 from asyncrl.model.mesh import ModelMesh
 
@@ -80,6 +80,7 @@ def load_config(path: str | Path, kind: str) -> PreTrainedConfig:
 def load_whole(path: str | Path, kind: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Load the model on the CPU, in evaluation mode. A value model without an output layer gets a zero one. Raises ConfigError."""
     try:
+        check_shards(Path(path))
         with _LOADING:
             loaded: Any = AUTO_CLASSES[kind].from_pretrained(
                 path,
@@ -218,10 +219,10 @@ def _safetensors(path: str | Path) -> dict[str, Path]:
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     try:
         if index.is_file():
-            files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            return {name: folder / file for name, file in files.items()}
+            return weight_map(folder)
         if not single.is_file():
             return {}
+        shard_path(folder, single.name)
         with safe_open(single, framework="pt") as handle:
             return dict.fromkeys(handle.keys(), single)
     except (OSError, SafetensorError, ValueError, LookupError) as error:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config.schema import ConfigError
+from asyncrl.data.model_folder import read_object
 from asyncrl.data.model_limits import UNLIMITED
 from asyncrl.launch.checks.model_files import count_parameters
 from asyncrl.plan.result import PlanError
@@ -53,7 +53,7 @@ class ModelShape:
     def of(cls, model_path: str) -> ModelShape:
         """Read a model's folder: config.json and, if there are any, the headers of its safetensors files. Raises PlanError."""
         try:
-            config = json.loads((Path(model_path).expanduser() / "config.json").read_text(encoding="utf-8"))
+            config = read_object(Path(model_path).expanduser() / "config.json")
             shape = cls.from_config(config)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise PlanError(

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import msgspec
 import xxhash
 
+from asyncrl.data.model_folder import is_plain_name
 from asyncrl.protocol.errors import ErrorClass
 from asyncrl.protocol.messages import DECODE_ERRORS, WeightVersion, WrittenFile
 
@@ -112,6 +113,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     scored_text: ScoredText | None = msgspec.field(default=None, name="probe")  # weights.verify_logprobs
 
     def __post_init__(self) -> None:
+        if outside := [name for name in self.files if not is_plain_name(name)]:
+            raise ValueError(f"{self.weight_version} lists {outside[0]!r}, which is not a name in its folder")
         if (self.kind == "delta") != (self.base is not None) or (self.base and self.base.version >= self.version):
             raise ValueError(
                 f"{self.weight_version} is {self.kind}, with {self.base}; only a delta has a base, an older version"

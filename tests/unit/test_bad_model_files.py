@@ -1,11 +1,13 @@
 """Preflight refuses a model folder that cannot be trained and names field, value and remedy."""
 
 import json
+import re
 import shutil
 
 import pytest
 
 from asyncrl.config.schema import ConfigError
+from asyncrl.data.model_folder import INDEX, check_shards, weight_map
 from asyncrl.data.prompts import load_tokenizer
 from asyncrl.launch.checks import model_files
 from asyncrl.launch.checks.preflight import preflight
@@ -81,6 +83,115 @@ def test_a_complete_model_is_accepted(check, model):
     assert model_files.count_parameters(str(model)) == 10
 
 
+WEIGHTS = {
+    "model.embed_tokens.weight": [64, 8],
+    **{f"model.layers.{layer}.self_attn.q_proj.weight": [16, 8] for layer in range(2)},
+    **{f"model.layers.{layer}.self_attn.k_proj.weight": [8, 8] for layer in range(2)},
+    "model.norm.weight": [8],
+}
+SIZES = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.fixture
+def named(model):
+    """The same folder with weights of the usual names, and their sizes in config.json."""
+    (model / "model.safetensors").write_bytes(safetensors(WEIGHTS))
+    edit(model, "config.json", **SIZES)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers=10000000, but the weights have 2 layers"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0, which is no number above 0"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers='2', which is no number above 0"),
+        ({"vocab_size": 2**40}, "vocab_size=1099511627776, but the embedding has 64 rows"),
+        ({"hidden_size": 9}, "hidden_size=9, which is no dimension of the weights"),
+        ({"num_attention_heads": 5}, "num_attention_heads=5, which does not divide the 16 rows of q_proj.weight"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3, which does not divide the 8 rows of k_proj.weight"),
+        (
+            {"text_config": {"num_hidden_layers": 3, "vocab_size": 64}, "num_hidden_layers": None},
+            "num_hidden_layers=3, but the weights have 2 layers",
+        ),
+    ],
+)
+def test_a_config_that_contradicts_the_weights_is_refused(check, named, wrong, told):
+    assert check() == 64
+    edit(named, "config.json", num_hidden_layers=1)  # fewer layers than the files have
+    assert check() == 64
+    edit(named, "config.json", num_hidden_layers=2)
+    edit(named, "config.json", **wrong)
+    with pytest.raises(
+        ConfigError, match=rf"model_path='{named}': config\.json has {re.escape(told)}.*copy the model again"
+    ):
+        check()
+
+
+@pytest.mark.parametrize("eos", [-5, [3, -1], "</s>", 64, [99, 100]])
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_a_token_that_ends_responses_and_does_not_exist_is_refused(check, named, file, eos):
+    edit(named, file, eos_token_id=[3, 99])  # one of them exists
+    assert check() == 64
+    edit(named, file, eos_token_id=eos)
+    with pytest.raises(
+        ConfigError, match=rf"{re.escape(file)} has eos_token_id=.*, which is no token of the vocabulary"
+    ):
+        check()
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "tokenizer_config.json", INDEX])
+def test_deep_and_large_json_is_refused_without_a_traceback(check, model, file):
+    shard(model)
+    edit(model, "generation_config.json")
+    for content in (b"[" * 200_000, b'{"a":' * 200_000):
+        (model / file).write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"_path='{model}': "):
+            check()
+    with (model / file).open("wb") as sparse:
+        sparse.truncate(10**9)
+    with pytest.raises(ConfigError, match=rf"_path='{model}': "):
+        check()
+
+
+def outside(model, name):
+    files = {tensor: name for tensor in TENSORS}
+    (model / INDEX).write_text(json.dumps({"weight_map": files}))
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "..", "", "sub/x.safetensors", "a\0b"])
+@pytest.mark.parametrize("read", [lambda path: model_files.count_parameters(str(path)), check_shards, weight_map])
+def test_an_index_that_names_files_outside_is_refused(model, name, read):
+    shard(model)
+    outside(model, name)
+    with pytest.raises(ValueError, match="is not a name in this folder"):
+        read(model)
+
+
+@pytest.mark.parametrize("index", [False, True])
+def test_links_out_of_the_folder_are_refused_except_into_a_hub_cache(tmp_path, model, index):
+    if index:
+        shard(model)
+    hub, elsewhere = tmp_path / "models--a--b", tmp_path / "elsewhere"
+    (hub / "blobs").mkdir(parents=True)
+    elsewhere.mkdir()
+    (hub / "snapshots").mkdir()
+    snapshot = model.rename(hub / "snapshots" / "1")
+    for number, file in enumerate(sorted(snapshot.iterdir())):
+        file.rename(hub / "blobs" / str(number))
+        file.symlink_to(f"../../blobs/{number}")
+    assert model_files.count_parameters(str(snapshot)) == 10
+    check_shards(snapshot)
+    shutil.copytree(snapshot, model, symlinks=False)
+    first = next(iter(sorted(model.glob("*.safetensors"))))
+    first.rename(elsewhere / "x")
+    first.symlink_to(elsewhere / "x")
+    with pytest.raises(ConfigError, match=r"is a link to .*/elsewhere/x, outside this folder and outside a Hub cache"):
+        model_files.count_parameters(str(model))
+    with pytest.raises(ValueError, match="outside this folder"):
+        check_shards(model)
+
+
 def test_a_hub_name_is_refused(check):
     with pytest.raises(ConfigError, match=r"model_path='Qwen/Qwen3-0.6B': there is no config\.json; give a folder"):
         check("model_path=Qwen/Qwen3-0.6B")
@@ -145,7 +256,7 @@ def test_a_missing_or_truncated_shard_is_named(check, model):
     ):
         check()
     (model / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"index\.json cannot be read: KeyError\('weight_map'\); copy it again"):
+    with pytest.raises(ConfigError, match=r"index\.json cannot be read: it has no weight_map; copy it again"):
         check()
 
 

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from asyncrl.config.processes import GenerationServerConfig, ModelWorkerConfig
 from asyncrl.config.schema import ConfigError
+from asyncrl.data.model_folder import read_object
 from asyncrl.launch.checks.model_files import count_parameters
 from asyncrl.launch.program import ProcessSpec
 from asyncrl.runtime.disk import size_text
@@ -37,11 +37,11 @@ class ModelSize:
     @classmethod
     def of(cls, model_path: str) -> ModelSize:
         try:
-            config = json.loads((Path(model_path).expanduser() / "config.json").read_text(encoding="utf-8"))
+            config = read_object(Path(model_path).expanduser() / "config.json")
             heads = int(config.get("num_attention_heads", 0))
             head_dim = int(config.get("head_dim") or int(config.get("hidden_size", 0)) // max(heads, 1))
             kv_heads = int(config.get("num_key_value_heads") or heads)
-            kinds = Counter(config.get("layer_types") or [""] * int(config.get("num_hidden_layers", 0)))
+            kinds = Counter(config.get("layer_types") or {"": int(config.get("num_hidden_layers", 0))})
             # Layers of different kinds (full, sliding attention) share the cache's pages, so count those of the rarest kind
             layers = min(kinds.values(), default=0)
         except (OSError, ValueError, TypeError, AttributeError):  # preflight reports the error

@@ -7,19 +7,20 @@ that the architecture needs and the files lack; the trainer reports those when i
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config.schema import ConfigError
+from asyncrl.data.model_folder import INDEX, SINGLE, read_json, read_object, read_shapes, shard_path, weight_map
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 _OLD_FORMATS = ("pytorch_model.bin", "pytorch_model.bin.index.json")  # pickles: loading a pickle runs code from it
-_LENGTH_BYTES = 8  # size of the number at the start of a safetensors file, which is the length of the header
+_LAYER = re.compile(r"(?<=\.)(\d+)\.")  # the first number in the name of a tensor
+_EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|wte|word_embeddings|embed_in|tok_embeddings|embeddings)\.weight$")
+_SHOWN_CHARS = 40
+_MAX_TOKENIZER_BYTES = 500_000_000
 _CAUSAL_MAPPING = re.compile(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = .*?^\)", re.MULTILINE | re.DOTALL)
 
 
@@ -29,8 +30,8 @@ def read_config(model_path: str, hint: str, *, field: str = "model_path") -> dic
     if not file.is_file():
         raise ConfigError(f"{field}={model_path!r}: there is no config.json; {hint}")
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+        config = read_json(file)
+    except (ValueError, OSError) as error:
         raise ConfigError(
             f"{field}={model_path!r}: config.json cannot be read: {error}; copy the model again"
         ) from error
@@ -64,12 +65,16 @@ def causal_architectures() -> set[str]:
 
 
 def count_parameters(model_path: str, *, field: str = "model_path") -> int:
-    """Return the number of parameters in the model's safetensors files. Raises ConfigError if a file is missing or damaged."""
+    """Return the number of parameters in the model's safetensors files. Raises ConfigError if a file is missing or damaged, lies
+    outside the folder, or does not have the sizes that config.json gives."""
     folder, where = Path(model_path).expanduser(), f"{field}={model_path!r}"
-    if (folder / _SINGLE).is_file():
-        files = {_SINGLE}
-    elif (folder / _INDEX).is_file():
-        files = _indexed_files(where, folder / _INDEX)
+    if (folder / SINGLE).is_file():
+        files = {folder / SINGLE}
+    elif (folder / INDEX).is_file():
+        try:
+            files = set(weight_map(folder).values())
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"{where}: {INDEX} cannot be read: {error}; copy it again") from error
     elif any((folder / name).is_file() for name in _OLD_FORMATS):
         raise ConfigError(
             f"{where}: its weights are in a pickle ({_OLD_FORMATS[0]}), and loading a pickle runs code from it; if you trust it, "
@@ -77,45 +82,89 @@ def count_parameters(model_path: str, *, field: str = "model_path") -> int:
         )
     else:
         raise ConfigError(
-            f"{where}: there are no weights, neither {_SINGLE} nor {_INDEX}; copy the model's weights there"
+            f"{where}: there are no weights, neither {SINGLE} nor {INDEX}; copy the model's weights there"
         )
-    missing = sorted(name for name in files if not (folder / name).is_file())
+    missing = sorted(file.name for file in files if not file.is_file())
     if missing:
         raise ConfigError(
-            f"{where}: {_INDEX} names {len(files)} files, and {', '.join(missing[:5])} "
+            f"{where}: {INDEX} names {len(files)} files, and {', '.join(missing[:5])} "
             f"{'is' if len(missing) == 1 else 'are'} missing; copy the missing files again"
         )
-    return sum(_parameters_of(where, folder / name) for name in files)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        try:
+            shapes |= read_shapes(shard_path(folder, file.name))
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"{where}: {file.name} {error}; copy it again") from error
+    if problem := _contradiction(folder, shapes):
+        raise ConfigError(f"{where}: config.json {problem}; they do not belong together: copy the model again")
+    return sum(map(math.prod, shapes.values()))
 
 
-def _indexed_files(where: str, index: Path) -> set[str]:
+def _contradiction(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Return what config.json says against the shapes of the weights; "": nothing, as far as names and shapes tell.
+
+    The rules hold for every architecture: the weights have a tensor for each layer, a row of an embedding for each token, and the
+    hidden size is a dimension. More layers in the files are allowed: some models have layers that transformers does not load.
+    """
     try:
-        return set(map(str, json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{where}: {_INDEX} cannot be read: {error!r}; copy it again") from error
-
-
-def _parameters_of(where: str, file: Path) -> int:
-    """Return the number of parameters in a safetensors file, by its header. Raises ConfigError if the header does not match the
-    size of the file."""
-    size = file.stat().st_size
-    try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
-            header = json.loads(stream.read(length)) if 0 < length <= size - _LENGTH_BYTES else None
-        assert header is not None
-        tensors = [entry for name, entry in header.items() if name != "__metadata__"]
-        expected = _LENGTH_BYTES + length + max(int(entry["data_offsets"][1]) for entry in tensors)
-        parameters = sum(math.prod(map(int, entry["shape"])) for entry in tensors)
-    except (AssertionError, ValueError, KeyError, TypeError, IndexError, AttributeError):
-        raise ConfigError(
-            f"{where}: {file.name} ({size} bytes) is not a safetensors file, or was cut short; copy it again"
-        ) from None
-    if size != expected:
-        raise ConfigError(
-            f"{where}: {file.name} has {size} bytes, its header says {expected}: it was cut short; copy it again"
+        config = read_object(folder / "config.json")
+    except (ValueError, OSError):
+        return ""  # read_config reports it
+    text = _text_config(config)
+    layers, vocabulary, hidden = (
+        _first(text, names)
+        for names in (
+            ("num_hidden_layers", "n_layer", "num_layers"),
+            ("vocab_size",),
+            ("hidden_size", "n_embd", "d_model"),
         )
-    return parameters
+    )
+    for name, value in (*layers.items(), *vocabulary.items(), *hidden.items()):
+        if not isinstance(value, int) or value < 1:
+            return f"has {name}={_shown(value)}, which is no number above 0"
+    stacks: dict[str, set[int]] = {}  # by the name before the number of a layer
+    for name in shapes:
+        if found := _LAYER.search(name):
+            stacks.setdefault(name[: found.start()], set()).add(int(found[1]))
+    in_files = max(map(len, stacks.values()), default=0)
+    for name, value in layers.items():
+        if stacks and value > in_files:
+            return f"has {name}={_shown(value)}, but the weights have {in_files} layers"
+    embeddings = [shape for name, shape in shapes.items() if _EMBEDDING.search(name) and len(shape) == 2]
+    for name, value in vocabulary.items():
+        if embeddings and all(shape[0] != value for shape in embeddings):
+            return f"has {name}={_shown(value)}, but the embedding has {embeddings[0][0]} rows"
+    for name, value in hidden.items():
+        if embeddings and not any(value in shape for shape in shapes.values()):
+            return f"has {name}={_shown(value)}, which is no dimension of the weights"
+    return _head_contradiction(text, shapes)
+
+
+def _head_contradiction(text: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Compare the numbers of heads with the projections of queries and keys, where these have their usual names."""
+    for name, projection in (("num_attention_heads", "q_proj.weight"), ("num_key_value_heads", "k_proj.weight")):
+        heads, rows = (
+            text.get(name),
+            [shape[0] for key, shape in shapes.items() if key.endswith(projection) and len(shape) == 2],
+        )
+        if isinstance(heads, int) and rows and (heads < 1 or all(count % heads for count in rows)):
+            return f"has {name}={_shown(heads)}, which does not divide the {rows[0]} rows of {projection}"
+    return ""
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else config
+
+
+def _first(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The first of these fields that the config has, or nothing: architectures name them differently."""
+    return next(({name: config[name]} for name in names if config.get(name) is not None), {})
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:_SHOWN_CHARS]
 
 
 def check_vocabulary(tokenizer_path: str, config: Mapping[str, Any]) -> None:
@@ -125,10 +174,13 @@ def check_vocabulary(tokenizer_path: str, config: Mapping[str, Any]) -> None:
     their vocabulary, which does not occur in text. A prompt that contains such a token is rejected (`generation_refused`).
     """
     folder = Path(tokenizer_path).expanduser()
-    nested = config.get("text_config")
-    vocab_size = config.get("vocab_size") or (nested.get("vocab_size") if isinstance(nested, dict) else None)
+    vocab_size = config.get("vocab_size") or _text_config(config).get("vocab_size")
     if not isinstance(vocab_size, int) or not (folder / "tokenizer.json").is_file():
         return
+    if (size := (folder / "tokenizer.json").stat().st_size) > _MAX_TOKENIZER_BYTES:
+        raise ConfigError(
+            f"tokenizer_path={tokenizer_path!r}: its tokenizer.json has {size} bytes; copy the tokenizer again"
+        )
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -155,7 +207,32 @@ def check_vocabulary(tokenizer_path: str, config: Mapping[str, Any]) -> None:
 def _eos_token(folder: Path) -> str:
     """Return eos_token of tokenizer_config.json, which is a string or an object with `content`. "": the file has none."""
     try:
-        eos = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token")
-    except (OSError, ValueError, AttributeError):
+        eos = read_object(folder / "tokenizer_config.json").get("eos_token")
+    except (OSError, ValueError):
         return ""
     return str(eos.get("content") or "") if isinstance(eos, dict) else str(eos or "")
+
+
+def check_end_tokens(model_path: str, config: Mapping[str, Any], *, field: str = "model_path") -> None:
+    """Check the ids of the tokens that end a response, in config.json and generation_config.json. Raises ConfigError."""
+    files = {"config.json": config}
+    path = Path(model_path).expanduser() / "generation_config.json"
+    try:
+        if path.is_file():
+            files[path.name] = read_object(path)
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            f"{field}={model_path!r}: {path.name} cannot be read: {error}; copy the model again"
+        ) from error
+    vocab_size = config.get("vocab_size") or _text_config(config).get("vocab_size")
+    for name, content in files.items():
+        eos = content.get("eos_token_id", _text_config(content).get("eos_token_id"))
+        ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        wrong = [token for token in ids if not isinstance(token, int) or token < 0]
+        if isinstance(vocab_size, int) and ids and not wrong and min(ids) >= vocab_size:
+            wrong = ids
+        if wrong:
+            raise ConfigError(
+                f"{field}={model_path!r}: {name} has eos_token_id={_shown(eos)}, which is no token of the vocabulary, so no "
+                "response could end as the model was trained to; correct it there"
+            )

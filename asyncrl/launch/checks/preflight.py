@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import json
 import os
 import resource
 import shutil
@@ -23,6 +22,7 @@ from asyncrl.config.schema import (
     model_settings,
     resolve_auto,
 )
+from asyncrl.data.model_folder import read_object
 from asyncrl.data.prompts import PromptSource, is_file_name, load_tokenizer
 from asyncrl.data.replay import check_replay, plan_replay
 from asyncrl.data.trajectories import tokenizer_fingerprint
@@ -46,7 +46,7 @@ from asyncrl.launch.checks.checklist import (
     make_checks,
 )
 from asyncrl.launch.checks.environment import judge_environment
-from asyncrl.launch.checks.model_files import check_vocabulary, count_parameters, read_config
+from asyncrl.launch.checks.model_files import check_end_tokens, check_vocabulary, count_parameters, read_config
 from asyncrl.launch.checks.task_arguments import check_task_arguments
 from asyncrl.launch.program import run_directory, writes_checkpoints
 from asyncrl.launch.recovery import refuse_to_replace
@@ -98,6 +98,7 @@ def _check_model(case: Case) -> None:
 
 def _check_weights(case: Case) -> None:
     case.num_parameters = count_parameters(case.config.model_path)
+    check_end_tokens(case.config.model_path, case.model)
 
 
 def _check_vocabulary(case: Case) -> None:
@@ -186,6 +187,8 @@ def _check_tokenizer(case: Case) -> None:
     if _has_eos_token(folder) and _is_readable(folder / "tokenizer.json"):
         return
     try:
+        if (folder / "tokenizer_config.json").is_file():
+            read_object(folder / "tokenizer_config.json")  # bounded, unlike the library's
         tokenizer = load_tokenizer(path)
     except Exception as error:
         raise ConfigError(f"tokenizer_path={path!r}: no tokenizer can be loaded from it: {error}") from error
@@ -197,8 +200,8 @@ def _check_tokenizer(case: Case) -> None:
 
 def _has_eos_token(folder: Path) -> bool:
     try:
-        return bool(json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token"))
-    except (OSError, ValueError, AttributeError):
+        return bool(read_object(folder / "tokenizer_config.json").get("eos_token"))
+    except (OSError, ValueError):
         return False
 
 
@@ -223,8 +226,8 @@ def _has_chat_template(folder: Path) -> bool:
     if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
         return True
     try:
-        return bool(json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
-    except (OSError, ValueError, AttributeError):
+        return bool(read_object(folder / "tokenizer_config.json").get("chat_template"))
+    except (OSError, ValueError):
         return False
 
 
