@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from asyncrl.protocol.errors import ErrorClass, classify
 from asyncrl.protocol.messages import DECODE_ERRORS
 from asyncrl.runtime.disk import StorageError
 from asyncrl.runtime.metrics import JsonLinesWriter
@@ -58,7 +59,8 @@ class BackgroundJournal:
         self._news.set()
 
     async def run(self) -> None:
-        """Write forever. Raises StorageError if too many records accumulate because the disk refuses, hangs or is too slow."""
+        """Write forever. Raises StorageError if the disk refuses for a permanent reason, or if too many records accumulate because
+        it is full, hangs or is too slow."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -66,7 +68,7 @@ class BackgroundJournal:
                 try:
                     await self._write_soon()
                 except StorageError as error:
-                    if len(self._unwritten) > self._max_unwritten:
+                    if classify(error) is ErrorClass.PERMANENT or len(self._unwritten) > self._max_unwritten:
                         raise
                     logger.warning("%s; keeping the records in memory", error)
                     await asyncio.sleep(self._retry_s)

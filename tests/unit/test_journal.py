@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import os
 import resource
 import threading
 from collections.abc import Sequence
@@ -91,10 +92,11 @@ def test_the_last_record_is_found_before_a_torn_line(tmp_path: Path) -> None:
 
 
 class FullDisk:
-    """Makes each write fail with ENOSPC, or block."""
+    """Makes each write fail, or block."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.full = True
+        self.number = errno.ENOSPC
         self.asked = threading.Event()  # set: a write has begun
         self.hangs = threading.Event()  # cleared: writes block
         self.hangs.set()
@@ -104,7 +106,7 @@ class FullDisk:
             self.asked.set()
             assert self.hangs.wait(60.0)
             if self.full:
-                raise StorageError("No space left on device", errno.ENOSPC)
+                raise StorageError(os.strerror(self.number), self.number)
             whole(writer, lines)
 
         monkeypatch.setattr(JsonLinesWriter, "write_lines", write_lines)
@@ -125,6 +127,19 @@ async def test_writes_are_retried_on_a_full_disk_while_the_work_continues(
     await until_written(journal)
     assert numbers(path) == [0, 1, 2]
     writing.cancel()
+    journal.close()
+
+
+async def test_a_disk_that_becomes_read_only_ends_the_work_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FullDisk(monkeypatch)
+    disk.number = errno.EROFS
+    journal = BackgroundJournal(tmp_path / "x.jsonl", retry_s=0.01)
+    journal.add({"n": 0})
+    with pytest.raises(StorageError) as caught:
+        await asyncio.wait_for(journal.run(), 10.0)
+    assert caught.value.errno == errno.EROFS
     journal.close()
 
 
