@@ -362,8 +362,8 @@ class _Source:
             try:
                 with self._get(MANIFEST, 0) as response:
                     return response.read(_MAX_MANIFEST_BYTES)
-            except (OSError, http.client.HTTPException):
-                pause_s = self._pause(pause_s)
+            except (OSError, http.client.HTTPException) as error:
+                pause_s = self._pause(pause_s, error)
 
     def download(self, name: str, target: Path, size: int) -> str:
         """Fetch the missing part of a file, and return its checksum. Retries after interruptions until the deadline."""
@@ -387,11 +387,9 @@ class _Source:
                     if file.tell() < size:
                         raise http.client.IncompleteRead(b"", size - file.tell())
                 except (OSError, http.client.HTTPException) as error:
-                    if classify(error) is ErrorClass.PERMANENT:  # of the local disk, such as one that is read-only
-                        raise
                     if file.tell() > there:
                         pause_s = _RETRY_S
-                    pause_s = self._pause(pause_s)
+                    pause_s = self._pause(pause_s, error)
         return digest.hexdigest()
 
     @contextlib.contextmanager
@@ -439,11 +437,11 @@ class _Source:
         if self._clock.monotonic() > self._deadline:
             raise WeightsError("fetching exceeded its time limit")
 
-    def _pause(self, pause_s: float) -> float:
-        """Wait before a retry, and return the next delay. Call it in an exception handler: if no time is left, it re-raises
-        the handled exception."""
-        if self._clock.monotonic() + pause_s > self._deadline:
-            raise
+    def _pause(self, pause_s: float, error: Exception) -> float:
+        """Wait before a retry, and return the next delay. Raises the error if it is permanent, such as that of a read-only disk,
+        or if no time is left."""
+        if classify(error) is ErrorClass.PERMANENT or self._clock.monotonic() + pause_s > self._deadline:
+            raise error
         self._check()
         self._clock.sleep(pause_s)
         return min(2 * pause_s, _LONGEST_RETRY_S)

@@ -7,6 +7,8 @@ only to processes of the run.
 from __future__ import annotations
 
 import contextlib
+import errno
+import http.client
 import logging
 import os
 import shutil
@@ -20,6 +22,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,7 +31,7 @@ from safetensors.numpy import save_file
 from asyncrl.protocol.messages import WeightVersion
 from asyncrl.runtime.security import Secrets, Security, secured
 from asyncrl.weights import fetch as weight_files
-from asyncrl.weights.fetch import WeightFetcher, WeightFiles, run_key
+from asyncrl.weights.fetch import WeightFetcher, WeightFiles, _Source, run_key
 from asyncrl.weights.versions import WeightsError, publish_folder, verify_version
 
 LIMIT_S = 60.0
@@ -231,6 +234,28 @@ def test_a_source_that_is_away_is_waited_for_within_the_limit(
         fetcher().fetch(Path("/no"), FIRST, "http://127.0.0.1:9/weights", 0.5)
     with pytest.raises(WeightsError, match="answered 404"):
         fetcher().fetch(Path("/no"), FIRST, source, LIMIT_S)
+
+
+@pytest.mark.parametrize(
+    ("error", "repeated"),
+    [
+        (OSError(errno.ENOSPC, "full"), True),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), True),
+        (http.client.IncompleteRead(b""), True),
+        (OSError(errno.EROFS, "read-only"), False),
+        (PermissionError(errno.EACCES, "forbidden"), False),
+    ],
+)
+def test_a_fetch_is_repeated_only_after_an_error_that_may_pass(error: Exception, repeated: bool) -> None:
+    slept: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=slept.append)
+    source = _Source("http://127.0.0.1:1/v", 10.0, lambda: False, clock)
+    if repeated:
+        assert source._pause(0.2, error) == 0.4
+    else:
+        with pytest.raises(OSError, match=r"read-only|forbidden"):
+            source._pause(0.2, error)
+    assert slept == [0.2] * repeated
 
 
 def test_old_versions_go_and_what_is_being_loaded_stays(
