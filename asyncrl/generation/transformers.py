@@ -20,7 +20,7 @@ import gc
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +42,7 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
 
 from asyncrl.architectures.attention import LayerAttention, Pattern, read_attention
+from asyncrl.architectures.checkpoint_names import Place, places_of
 from asyncrl.config.schema import ATTENTIONS, ConfigError, GenerationConfig
 from asyncrl.data.model_folder import check_shards
 from asyncrl.generation import padded_attention
@@ -340,6 +341,7 @@ class TransformersEngine(QueueingEngine[_Pending]):
             ) from error
         self._model = model.to(self._device).requires_grad_(False).eval()
         layers = _check_attention(self._model, self._initial_path, config.attention)
+        self._places = places_of(model, {name: tensor.shape for name, tensor in model.state_dict().items()})
         self._scoring = "eager" if any(layer.needs_eager for layer in layers) else "sdpa"
         text_config = self._model.config.get_text_config()
         self._vocab_size = int(text_config.vocab_size)
@@ -589,7 +591,7 @@ class TransformersEngine(QueueingEngine[_Pending]):
     def _load_version(self, path: Path, version: WeightVersion) -> None:
         """In the control thread."""
         served = self._fingerprint if self._version is not None else ""
-        self._fingerprint = LiveTensors(self._model).load_version(path, version, self._verified, served)
+        self._fingerprint = LiveTensors(self._model, self._places).load_version(path, version, self._verified, served)
 
     def weight_receiver(self, host: str) -> WeightReceiver:
         return StagedReceiver(self, host, self._clock)
@@ -599,14 +601,14 @@ class TransformersEngine(QueueingEngine[_Pending]):
         return torch.device(self._device)
 
     def check_tensors(self, specs: TensorSpecs, *, complete: bool) -> None:
-        LiveTensors(self._model).check(specs, complete=complete)
+        LiveTensors(self._model, self._places).check(specs, complete=complete)
 
     def uses(self, flats: Sequence[Tensor]) -> list[bool]:
-        return LiveTensors(self._model).uses(flats)
+        return LiveTensors(self._model, self._places).uses(flats)
 
     async def load_tensors(self, tensors: dict[str, Tensor], version: WeightVersion) -> None:
         self._fingerprint = ""  # the version on disk may have other files
-        await self._update(version, lambda: LiveTensors(self._model).load(tensors))
+        await self._update(version, lambda: LiveTensors(self._model, self._places).load(tensors))
 
     async def _update(self, version: WeightVersion, load: Callable[[], None], *, abort_running: bool = False) -> int:
         """Load a version in the control thread while no request runs; returns how many requests were ended for it."""
@@ -777,12 +779,21 @@ def _check_config(config: GenerationConfig) -> None:
 class LiveTensors:
     """The tensors of the running model. Overwrites them from a version's files or from memory (weights over the network).
 
-    All checks come before the first copy: the tensors must be exactly the model's. The generation thread must be paused.
+    The tensors have the names and shapes of the checkpoint. All checks come before the first copy: the tensors must be exactly the
+    model's. The generation thread must be paused.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._live: dict[str, Tensor] = dict(model.state_dict())
-        self._parameters = dict(model.named_parameters())
+    def __init__(self, model: torch.nn.Module, places: Mapping[str, Place] | None = None) -> None:
+        """places: of the checkpoint's tensors in the model's; None: the checkpoint has the model's own tensors."""
+        state, parameters = model.state_dict(), dict(model.named_parameters())
+        if places is None:
+            places = {name: Place.of_whole(name, tensor) for name, tensor in state.items()}
+        self._live: dict[str, Tensor] = {name: place.within(state[place.name]) for name, place in places.items()}
+        self._parameters = {
+            name: parameters[place.name]
+            for name, place in places.items()
+            if place.is_whole and place.name in parameters
+        }
         self._expected = {
             name: TensorSpec(tuple(tensor.shape), tensor.dtype.is_floating_point) for name, tensor in self._live.items()
         }

@@ -13,7 +13,7 @@ The plan of an export (the owner of each tensor, the moves) is made at a model's
 
 Tensors have the names and shapes of the checkpoint that the model was loaded from. Their values are those of the parameters, cast
 to the dtype of exports. Some architectures fuse several checkpoint tensors into one parameter (fused experts). Such a parameter is
-split again, which only works if the model is on a single rank.
+split again (architectures/checkpoint_names.py), which only works if the model is on a single rank.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
+from asyncrl.architectures.checkpoint_names import places_of
 from asyncrl.config.processes import ModelConfig, ModelWorkerConfig
 from asyncrl.config.schema import ConfigError
 from asyncrl.data.prompts import load_tokenizer
@@ -169,21 +169,14 @@ def checkpoint_tensors(model: ExportedModel) -> dict[str, Tensor]:
     tensors = {name: tensor.detach() for name, tensor in model.named_parameters().items()}
     persistent = model.model.state_dict(keep_vars=True)
     tensors |= {name: tensor.detach() for name, tensor in model.model.named_buffers() if name in persistent}
-    empty = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
-    changed = sorted(set(empty) - set(_reverted(model.model, empty)))
-    if not changed:
-        return tensors
-    if len(workers_of(model)) > 1:
+    places = places_of(model.model, {name: tensor.shape for name, tensor in tensors.items()})
+    parts = [place.name for place in places.values() if not place.is_whole]
+    if parts and len(workers_of(model)) > 1:
         raise ConfigError(
-            f"allocation: models of type {model.config.model_type!r} keep {changed[0]} in one tensor, but their checkpoints in "
+            f"allocation: models of type {model.config.model_type!r} keep {parts[0]} in one tensor, but their checkpoints in "
             "several; weights of such a model cannot be exported from more than one rank: train it on d1p1m1"
         )
-    return dict(_reverted(model.model, tensors))
-
-
-def _reverted(model: PreTrainedModel, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
-    converted: Any = revert_weight_conversion(model, dict(tensors))
-    return dict(converted)
+    return {name: place.within(tensors[place.name]) for name, place in places.items()}
 
 
 @dataclass(frozen=True)

@@ -104,8 +104,22 @@ def load_whole(path: str | Path, kind: str, config: PreTrainedConfig, dtype: tor
             f"model_path={str(path)!r}: its weights lack {', '.join(lacking[:3])}{more}, which a model of type "
             f"{config.model_type!r} has; copy the weights again, or the config.json that belongs to them"
         )
+    embedding, output_layer = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if kind == "lm" and _is_tied(config) and output_layer.weight is not embedding.weight:
+        raise _not_tied(path)  # transformers keeps two tensors apart whose values differ
     model.eval()  # type: ignore[no-untyped-call]
     return model
+
+
+def _is_tied(config: PreTrainedConfig) -> bool:
+    return bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
+
+
+def _not_tied(path: str | Path) -> ConfigError:
+    return ConfigError(
+        f"model_path={str(path)!r}: config.json says that the output layer is the embedding (tie_word_embeddings: true), but the "
+        'weights have an output layer with other values; set "tie_word_embeddings": false in config.json'
+    )
 
 
 def may_lack(name: str, kind: str) -> bool:
@@ -172,6 +186,8 @@ def open_weights(path: str | Path, skeleton: Skeleton, config: PreTrainedConfig,
         whole = load_whole(path, skeleton.kind, config, dtype).state_dict()
         return lambda name, dim, start, length: whole[name].narrow(dim, start, length)
     handles: dict[Path, Any] = {}
+    output_layer = skeleton.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    output_name = next((f"{name}.weight" for name, m in skeleton.model.named_modules() if m is output_layer), "")
 
     def read(name: str, dim: int, start: int, length: int) -> Tensor:
         file = files[name]
@@ -184,6 +200,11 @@ def open_weights(path: str | Path, skeleton: Skeleton, config: PreTrainedConfig,
         except (OSError, SafetensorError) as error:
             raise _cannot_be_loaded(path, error) from error
         return tensor
+
+    if skeleton.tied_name and output_name in files:
+        rows = output_layer.weight.shape[0]
+        if not torch.equal(*(read(name, 0, 0, rows) for name in (skeleton.tied_name, output_name))):
+            raise _not_tied(path)
 
     def read_or_zero(name: str, dim: int, start: int, length: int) -> Tensor:
         if name in files:

@@ -20,6 +20,7 @@ from asyncrl.manager.fleet import Fleet
 from asyncrl.manager.routing import ServerTable
 from asyncrl.manager.update_plan import UpdatePlan
 from asyncrl.model.engine import TrainEngine
+from asyncrl.model.sharding import Skeleton, load_config, load_whole, open_weights
 from asyncrl.protocol.errors import RunEndedError
 from asyncrl.protocol.messages import WeightVersion
 from asyncrl.runtime.http_client import open_session
@@ -78,6 +79,24 @@ def test_the_trainer_names_the_model_and_what_is_wrong(model: Path, damage, reas
     with pytest.raises(ConfigError, match=f"(?s)^model_path='{model}': .*{reason}") as caught:
         TrainEngine(ModelConfig("actor", str(model), "d1", [0]), TrainConfig(batch_size=1))
     assert "Traceback" not in told(caught.value)
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda path, config: load_whole(path, "lm", config, torch.float32),
+        lambda path, config: open_weights(path, Skeleton.of(config, "lm", torch.float32), config, torch.float32),
+    ],
+    ids=["one rank", "several"],
+)
+def test_an_output_layer_that_is_not_the_embedding_is_refused(model: Path, load: Any) -> None:
+    """transformers would use it on one rank, and the embedding in its place on several."""
+    tensors = load_file(model / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1.0
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    config = load_config(model, "lm")
+    with pytest.raises(ConfigError, match=f"^model_path='{model}': .*\"tie_word_embeddings\": false"):
+        load(model, config)
 
 
 def test_a_shard_that_is_missing_is_named(model: Path) -> None:

@@ -23,6 +23,7 @@ from asyncrl.model.mesh import ModelMesh
 from asyncrl.protocol.messages import TensorSpecs, WeightVersion, WrittenFile
 from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer, make_tiny_model
 from asyncrl.weights.versions import commit_version, tensor_files, verify_version, write_part
+from tests.support.families import make_family
 from tests.support.rank_processes import RankProcesses
 
 V1 = WeightVersion(1, 1)
@@ -258,6 +259,22 @@ def test_experts_are_taken_apart_by_one_rank(experts_path):
     source = load_file(experts_path / "model.safetensors")
     found = take_share(shard(str(experts_path), None))
     assert any(".experts.3.down_proj" in name for name in found)
+    equal(found, source)
+
+
+def test_other_names_of_the_checkpoint_are_given_by_each_rank(tmp_path):
+    """GPT-NeoX has other names in its modules, and no fused tensors."""
+    make_family(tmp_path, "gpt_neox")
+    engine = shard(str(tmp_path), None)
+    one_of_two = SimpleNamespace(
+        mesh=SimpleNamespace(placement=placement("actor", "d2")),
+        model=engine.model,
+        config=engine.config,
+        named_parameters=engine.named_parameters,
+        onload=engine.onload,
+    )
+    found, source = checkpoint_tensors(one_of_two), load_file(tmp_path / "model.safetensors")
+    assert found.keys() == source.keys() != engine.named_parameters().keys()
     equal(found, source)
 
 

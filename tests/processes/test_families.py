@@ -17,21 +17,22 @@ from asyncrl.architectures.attention import CAUSAL, Pattern, read_attention
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import ConfigError, GenerationConfig, OptimizerConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.generation.engine import EngineRequest
+from asyncrl.generation.engine import EngineRequest, WeightsRefused
 from asyncrl.generation.queueing import EngineArguments
 from asyncrl.generation.transformers import TransformersEngine
 from asyncrl.model.engine import TrainEngine
+from asyncrl.model.export import take_share
 from asyncrl.protocol.messages import SamplingParams, WeightVersion
-from asyncrl.weights.versions import write_version
+from asyncrl.weights import delta
+from asyncrl.weights.versions import commit_version, version_dir, write_part, write_version
 from tests.support.families import FAMILIES, WINDOW, make_family
 
 BOUND = 1e-5  # nats, and of the largest element of a gradient
 TRAIN = TrainConfig(max_tokens_per_mb=256, logprob_chunk_tokens=64, optimizer=OptimizerConfig(lr=1e-3))
 LIMIT_S = 60.0
-V0 = WeightVersion(1, 0)
+V0, V1, V2 = (WeightVersion(1, number) for number in range(3))
 CHANGED_LOGITS = ("gemma2", "cohere2")  # refused: see test_parallel_engine.py
 NO_BACKBONE = ("llama4_text",)
-OTHER_NAMES = ("mixtral", "qwen3_moe", "olmoe", "gpt_neox", "gpt_oss", "deepseek_v2", "deepseek_v3")
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +78,74 @@ def test_a_packed_row_trains_like_its_sequences_alone(family: str, tmp_path: Pat
         )
 
 
+def trained(engine: TrainEngine) -> None:
+    """Take one large step on random tokens."""
+    ids = [np.random.default_rng(1).integers(1, 64, 40).tolist() for _ in range(4)]
+    sample = SequenceSample.from_groups(["a"], [{"packed_input_ids": ids}])
+    engine.train_step(sample, lambda outputs, *_: (-outputs["logprobs"].sum() / 40, {}), temperature=1.0, lr_step=0)
+
+
+def swapped(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Experts 0 and 1 of each layer change their names."""
+    others = {"experts.0.": "experts.1.", "experts.1.": "experts.0."}
+    return {
+        next((name.replace(part, other) for part, other in others.items() if part in name), name): tensor
+        for name, tensor in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe", "gpt_neox"])
+async def test_exported_weights_reach_the_engine_under_the_names_of_the_checkpoint(family: str, tmp_path: Path) -> None:
+    """In full, as a delta and as sent tensors. The module has other names, and fuses experts."""
+    make_family(tmp_path, family)
+    model = ModelConfig("actor", str(tmp_path), "d1", [0], trainable=True, optimizer=TRAIN.optimizer)
+    trainer = TrainEngine(model, TRAIN)
+    text = np.random.default_rng(2).integers(1, 64, 50).tolist()
+    sample = SequenceSample.from_groups(["a"], [{"packed_input_ids": [text]}])
+    config = GenerationConfig(max_running_requests=8, max_batch_tokens=40, num_blocks=64)
+    engine = TransformersEngine(EngineArguments(str(tmp_path), config))
+
+    def path(version: WeightVersion) -> Path:
+        return version_dir(tmp_path, "actor", version)
+
+    async def difference() -> float:
+        expected = trainer.logprobs(sample, temperature=1.0)
+        assert expected is not None
+        return float(np.abs(np.array(await engine.score(text)) - expected).max())
+
+    async with asyncio.timeout(LIMIT_S):
+        await engine.start()
+        try:
+            first = take_share(trainer)
+            assert first.keys() == load_file(tmp_path / "model.safetensors").keys()
+            base = write_version(path(V0), first.items(), source_dir=tmp_path, version=V0, fsync=False)
+            await engine.load_weights(path(V0), V0)
+            assert await difference() <= BOUND
+            with torch.no_grad():  # few elements, so that a delta is worth while
+                for name, parameter in trainer.named_parameters().items():
+                    if ".1." in name:
+                        parameter.view(-1)[-2:] += 1.0
+            assert await difference() > 0.01
+            changes = {delta.file_name(0): delta.encode(first, take_share(trainer))}
+            files = write_part(path(V1), (), part=0, fsync=False, others=changes)
+            commit_version(path(V1), files, source_dir=tmp_path, version=V1, fsync=False, base=base)
+            await engine.load_weights(path(V1), V1)
+            assert await difference() <= BOUND
+            trained(trainer)
+            assert await difference() > 0.01
+            await engine.load_tensors(take_share(trainer), V2)
+            assert await difference() <= BOUND
+            if "expert" in "".join(first):
+                await engine.load_tensors(swapped(take_share(trainer)), V2)
+                assert await difference() > 0.01  # each name has its own place; the logprob check reports this
+            with pytest.raises(WeightsRefused, match="does not belong to this model"):
+                await engine.load_tensors(dict(trainer.model.state_dict()), V2)
+            with pytest.raises(WeightsRefused, match="is missing"):
+                await engine.load_tensors(dict(list(first.items())[:-1]), V2)
+        finally:
+            await engine.close()
+
+
 async def differences(path: Path, attention: str = "padded") -> tuple[float, float]:
     """Return the largest difference of the engine's logprobs from the plain model's: of sampled tokens, and of scored texts.
 
@@ -113,7 +182,7 @@ async def differences(path: Path, attention: str = "padded") -> tuple[float, flo
     return sampled, scored
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in OTHER_NAMES])
+@pytest.mark.parametrize("family", FAMILIES)
 async def test_the_embedded_engine_samples_and_scores_like_the_plain_model(family: str, tmp_path: Path) -> None:
     make_family(tmp_path, family)
     sampled, scored = await differences(tmp_path)
