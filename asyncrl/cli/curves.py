@@ -314,6 +314,10 @@ def _plan(runs: Sequence[Run]) -> list[tuple[str, str, str, float | None, list[_
         _Measure("clipped", _percent("actor/clip_share")),
         _Measure("behaviour weight out of bounds", _percent("actor/cap_share"), optional=True),
     ]
+    without_signal = [
+        _Measure("groups with equal rewards", _percent("reward/equal_group_share"), optional=True),
+        _Measure("responses cut off", _percent("length/truncated_share"), optional=True),
+    ]
     idle = _Measure("no generation", _generation_idle)
     # MFCs may run at the same time, and weights are published while the next step runs, so these shares have no common sum
     parts = _names(runs, r"time/(\w+)_s")
@@ -338,6 +342,7 @@ def _plan(runs: Sequence[Run]) -> list[tuple[str, str, str, float | None, list[_
         ("off_policyness", "Off-policyness of first tokens", "versions behind", None, head),
         ("mixed_versions", "Responses of several versions", "% of the batch", None, mixed),
         ("response_length", "Response length", "tokens", None, lengths),
+        ("without_signal", "Without a signal", "% of the batch", 100.0, without_signal),
         ("entropy", "Entropy", "nats a token", None, [_Measure("", _metric("actor/entropy"))]),
         ("kl", "KL divergence (estimates)", "nats a token", None, kl),
         ("grad_norm", "Gradient norm", "norm before clipping", None, [_Measure("", _metric("actor/grad_norm"))]),

@@ -24,7 +24,8 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.cli.curves import number
+from asyncrl.cli.advice import Advice, AdviceNews
+from asyncrl.cli.curves import number, read_runs
 from asyncrl.data.trajectories import recording_dir
 from asyncrl.protocol.messages import Wait, WorkerStatus
 from asyncrl.runtime.board import LONG_WAIT_S
@@ -196,6 +197,7 @@ class RunView:
         self._began = clock()
         self._training = TrainingProgress(total_steps)
         self._long_waits = LongWaits()
+        self._advice = AdviceNews()
         self._skipped = SkippedSteps(run_dir)
         self._starting = True
         self._said_done = False
@@ -207,12 +209,17 @@ class RunView:
         for record in self._metrics.new_records():
             self._starting = False
             self._training.add(record, now)
+            news = [] if is_evaluation(record) else self._advice.new(record)
+            briefs = self._advice.briefs()
             if is_evaluation(record):
                 self._print(evaluation_line(record) + escape(self._training.note(record)))
             elif self._console.is_terminal:
-                self._print(step_line(record, self._training.total_steps, self._console.width))
+                self._print(step_line(record, self._training.total_steps, self._console.width, briefs=briefs))
             else:
-                self._print(step_line(record, self._training.total_steps) + self._training.left_text())
+                line = step_line(record, self._training.total_steps, briefs=briefs)
+                self._print(line + self._training.left_text())
+            for text in news:
+                self.notice(text)
             if (text := self._skipped.news(record)) is not None:
                 self.notice(text)
         if statuses:
@@ -427,15 +434,19 @@ def evaluation_line(record: Mapping[str, Any]) -> str:
     return f"[bold cyan]eval  step {record['step']:>4}  reward {scores}[/]"
 
 
-def step_line(record: Mapping[str, Any], total_steps: int, width: int | None = None) -> str:
+def step_line(
+    record: Mapping[str, Any], total_steps: int, width: int | None = None, *, briefs: Sequence[str] = ()
+) -> str:
     """A train step as one line, with markup. Fields that the record does not have are left out.
 
-    width: of a terminal; the least important fields are left out until the line fits.
+    width: of a terminal; the least important fields are left out until the line fits. briefs: why the run does not learn.
     """
     parts = {0: f"[bold]step {record['step']:>4}/{total_steps}[/]"}
     for rank, text, keys in _STEP_PARTS:
         if all(key in record for key in keys):
             parts[rank] = text.format(*(number(record, key) for key in keys))
+        if rank == _REWARD and briefs:
+            parts[_BRIEFS] = f"[yellow]{escape('  '.join(briefs))}[/]"
     while len(parts) > 1 and width is not None and Text.from_markup("  ".join(parts.values())).cell_len > width:
         del parts[max(parts)]
     return "  ".join(parts.values())
@@ -443,18 +454,19 @@ def step_line(record: Mapping[str, Any], total_steps: int, width: int | None = N
 
 # (rank, text, the record's keys that the text needs), in the order in which a line shows them. If a terminal is too narrow, the
 # parts with the highest ranks are left out
+_REWARD, _BRIEFS = 1, 2
 _STEP_PARTS = (
-    (7, "version {:>4.0f}", ("version",)),
-    (1, "[green]reward {:.3f}[/]", ("reward/mean",)),
+    (8, "version {:>4.0f}", ("version",)),
+    (_REWARD, "[green]reward {:.3f}[/]", ("reward/mean",)),
     (
-        5,
+        6,
         "off-policy head {:.2f} (max {:.0f}) tail {:.2f}",
         ("offpolicy/head_mean", "offpolicy/head_max", "offpolicy/tail_mean"),
     ),
-    (3, "{:>6.0f} tokens/s", ("throughput/tokens_per_s",)),
-    (4, "waited data {:.2f} s", ("time/wait_data_s",)),
-    (2, "train {:.2f} s", ("time/train_s",)),
-    (6, "weights {:.2f} s", ("time/wait_weights_s",)),
+    (4, "{:>6.0f} tokens/s", ("throughput/tokens_per_s",)),
+    (5, "waited data {:.2f} s", ("time/wait_data_s",)),
+    (3, "train {:.2f} s", ("time/train_s",)),
+    (7, "weights {:.2f} s", ("time/wait_weights_s",)),
 )
 
 
@@ -463,7 +475,8 @@ def print_summary(run_dir: Path, console: Console) -> None:
     summary = msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=dict)
     recorded = summary.get("mode") == "rollout_only"
     table = Table(title="Summary", show_header=False, title_justify="left")
-    for label, text in recording_rows(summary) if recorded else _summary_rows(summary):
+    advice = [line for run in read_runs([run_dir], lambda _: False)[-1:] for line in Advice(run.steps).lines()]
+    for label, text in recording_rows(summary) if recorded else _summary_rows(summary, advice):
         table.add_row(label, text)
     console.print(table)
     model = f"AutoModelForCausalLM.from_pretrained('{run_dir / 'checkpoints' / 'final'}')"
@@ -472,7 +485,7 @@ def print_summary(run_dir: Path, console: Console) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _summary_rows(summary: Mapping[str, object]) -> list[tuple[str, str]]:
+def _summary_rows(summary: Mapping[str, object], advice: Sequence[str]) -> list[tuple[str, str]]:
     def number(key: str) -> float:
         value = summary[key]
         assert isinstance(value, int | float), key
@@ -530,6 +543,7 @@ def _summary_rows(summary: Mapping[str, object]) -> list[tuple[str, str]]:
         assert isinstance(without, dict)
         rows.append(("trained without", ", ".join(f"{mfc} in {count} steps" for mfc, count in without.items())))
     rows.append(("rejected prompts", ", ".join(f"{why}: {count}" for why, count in rejected.items()) or "none"))
+    rows += [("advice", text) for text in advice]
     return rows
 
 

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 # Remedies for rejections, by reason. The log of the rollout worker (mode=sync: of the model worker) has the traceback of the first
 # rejection for each reason.
-_REMEDIES = {
+REMEDIES = {
     "agent_declined": "have the agent return a trajectory",
     "agent_error": "fix the agent or environment",
     "agent_hangs": "let agents end when they are cancelled: do not catch asyncio.CancelledError",
@@ -164,7 +164,7 @@ def rejection_lines(rejected: Mapping[str, int], details: Mapping[str, str]) -> 
     lines = []
     for reason, count in sorted(rejected.items(), key=lambda entry: -entry[1]):
         first = f"; the first: {details[reason]}" if reason in details else ""
-        remedy = f". {_REMEDIES[reason][0].upper()}{_REMEDIES[reason][1:]}" if reason in _REMEDIES else ""
+        remedy = f". {REMEDIES[reason][0].upper()}{REMEDIES[reason][1:]}" if reason in REMEDIES else ""
         lines.append(f"{reason}: {count}{first}{remedy}")
     return lines
 

@@ -56,6 +56,10 @@ def test_is_evaluated_at_start_middle_and_end(run: RunHandle) -> None:
     assert f"eval  step   {STEPS}" in run.output()
 
 
+def test_a_run_that_learns_gets_no_advice(run: RunHandle) -> None:
+    assert "does not rise" not in run.output()
+
+
 def test_staleness_is_bounded_and_no_prompt_is_lost(run: RunHandle) -> None:
     steps = train_steps(run.run_dir)
     assert max(record["offpolicy/head_max"] for record in steps) <= ETA

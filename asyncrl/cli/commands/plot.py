@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from asyncrl.cli.advice import Advice
 from asyncrl.cli.commands.common import Commands, add_command, print_json, run_dir_of
 from asyncrl.cli.curves import Picture, as_json, picture, read_runs
 from asyncrl.cli.plotting import write_picture
@@ -68,7 +69,8 @@ def plot(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.json:
         if arguments.out is not None:
             write_picture(shown, arguments.out)
-        print_json({**as_json(shown), "picture": arguments.out and str(arguments.out)})
+        advice = {run.name: Advice(run.steps).lines() for run in shown.runs}
+        print_json({**as_json(shown), "picture": arguments.out and str(arguments.out), "advice": advice})
         return 0
     out = arguments.out or _default_path(run_dirs)
     write_picture(shown, out)
@@ -79,8 +81,9 @@ def plot(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _notes(shown: Picture, run_dirs: list[Path]) -> list[str]:
-    """Notes about what is not in the picture."""
-    notes = [f"left out: {text}" for text in shown.missing]
+    """Notes about runs that do not learn, and about what is not in the picture."""
+    notes = [f"{run.name}: {line}" for run in shown.runs for line in Advice(run.steps).lines()]
+    notes += [f"left out: {text}" for text in shown.missing]
     drawn = {run.run_dir for run in shown.runs}
     notes += [f"{path}: nothing to draw (yet)" for path in run_dirs if path.resolve() not in drawn]
     broken = {run.run_dir: run.num_broken_lines for run in shown.runs if run.num_broken_lines}

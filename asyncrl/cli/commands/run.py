@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import msgspec
 from rich.console import Console
 
+from asyncrl.cli.advice import AdviceNews
 from asyncrl.cli.commands.common import (
     FAILED,
     Commands,
@@ -36,7 +37,7 @@ from asyncrl.cli.commands.common import (
 )
 from asyncrl.cli.hub import find_local_models
 from asyncrl.cli.planning import refuse_too_large
-from asyncrl.cli.progress import LongWaits, RunView, print_summary
+from asyncrl.cli.progress import LongWaits, RunView, is_evaluation, print_summary
 from asyncrl.config.schema import ConfigError, ExperimentConfig, resolve_auto
 from asyncrl.data.trajectories import FOLDER as TRAJECTORIES
 from asyncrl.dataflow.phases import phases
@@ -89,6 +90,7 @@ class JsonView:
         self._metrics = JsonLinesReader(run_dir / METRICS_FILE, broken=self.notice, newest_bytes=0)
         self._states: dict[str, str] = {}
         self._long_waits = LongWaits()
+        self._advice = AdviceNews()
         self._lock = threading.Lock()  # notices may come from other threads
 
     def emit(self, event: str, **fields: Any) -> None:
@@ -110,6 +112,8 @@ class JsonView:
             happened = record.get("time")
             at = happened if isinstance(happened, (int, float)) else self._clock.time()
             self._emit("metrics", at, _without_own_names(record))
+            for text in [] if is_evaluation(record) else self._advice.new(record):
+                self.notice(text)
         for text in self._long_waits.new(statuses):
             self.notice(text)
 
