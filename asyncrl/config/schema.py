@@ -433,9 +433,10 @@ class WeightsConfig:
     fetch_dir: str = ""
     # Tensors are sent in buckets of at most this size; each bucket costs one round of requests
     bucket_bytes: int = limited(1_000_000_000, at_least=1)
-    # Logprob check: after each update, before it serves, a server scores a short text, and its logprobs must equal the trainer's.
-    # Unlike checksums it detects an engine that does not compute with new weights. Costs both sides a forward pass of 32 tokens.
-    verify_logprobs: bool = False
+    # Logprob check after each update: a server's logprobs of a short text, and of tokens that it decodes, must be right before any
+    # answer of the new version leaves the server. Unlike checksums it detects an engine that does not compute with new weights, or
+    # decodes with old keys. null: true where it is possible: with mode=async, except with SGLang and generation.interrupt=in_place
+    verify_logprobs: bool | None = None
     # Largest allowed error of one logprob; the mean error may be at most a sixth of it. 0: 0.001 if both sides compute in float32
     # without TF32, else 0.3
     verify_tolerance: float = limited(0.0, at_least=0)
@@ -734,6 +735,14 @@ def fetches_weights(config: ExperimentConfig) -> bool:
     return config.weights.fetch == "on" or (config.weights.fetch == "auto" and config.cluster != "local")
 
 
+def verifies_logprobs(config: ExperimentConfig) -> bool:
+    """Whether servers check their logprobs after each update: weights.verify_logprobs with null resolved."""
+    theirs = config.allocation.startswith(("sglang.", "external."))
+    possible = config.mode == "async" and not (theirs and config.generation.interrupt == "in_place")
+    chosen = config.weights.verify_logprobs
+    return possible if chosen is None else chosen
+
+
 def resolve_auto(config: ExperimentConfig, *, on_gpu: bool) -> ExperimentConfig:
     """The config with a value in place of every `auto`. Values that the user has written stay.
 
@@ -751,6 +760,7 @@ def resolve_auto(config: ExperimentConfig, *, on_gpu: bool) -> ExperimentConfig:
         config,
         rollout=replace(rollout, new_tokens_per_chunk=_chosen(rollout.new_tokens_per_chunk, chunk)),
         generation=replace(generation, dtype=_chosen(generation.dtype, dtype)),
+        weights=replace(config.weights, verify_logprobs=verifies_logprobs(config)),
         train=replace(
             train,
             dtype=_chosen(train.dtype, dtype),

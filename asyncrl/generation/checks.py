@@ -13,10 +13,11 @@ The logprob check is the servers' half of weights.verify_logprobs; the trainer's
 
     manifest.json of the version (`probe`: tokens, the trainer's logprobs) --+
     engine: load the version, score the same tokens -------------------------+--> LogprobCheck --> the version is served, or refused
+    engine: decode after the text, score the decoded tokens -----------------+
 
 Checksums prove that the files are intact. They do not prove that the engine computes with them: a load may report success and
-leave some or all of the old weights in place. A version that fails the logprob check is not served: the server has no version until
-a later load passes the check.
+leave some or all of the old weights in place, or its cache may have keys of the old weights. A version that fails the logprob check
+is not served: the server has no version until a later load passes the check.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +37,7 @@ from asyncrl.generation.engine import (
     EngineFailed,
     EngineRequest,
     EngineUnavailable,
+    Generated,
     GenerationEngine,
     RequestRefused,
     WeightsRefused,
@@ -53,6 +56,9 @@ _SHOWN = 5  # an error lists at most this many problems
 _MEAN_SHARE = 6.0
 # If the trainer's logprobs of two versions differ by more than this on average, the server's logprobs must differ, too
 _LEAST_CHANGE = 1e-5
+# The check decodes after the whole text, which fills a page of 32 tokens that earlier versions have cached, too, and after its
+# first tokens, so that decoding begins a new page
+_SHORT_PROMPT, _NUM_DECODED = 28, (4, 8)
 
 Published = Callable[[], Awaitable[WeightVersion | None]]
 
@@ -354,6 +360,22 @@ class LogprobCheck:
         self._last = _Passed(version, fingerprint, scored_text, mine)
         return largest
 
+    def check_decoded(self, version: WeightVersion, reported: Sequence[float], scored: Sequence[float]) -> float:
+        """reported: logprobs of tokens that the engine decoded, as it reports them; scored: those of a forward pass of the same
+        engine over the same tokens. Returns the largest difference. Raises LogprobMismatch."""
+        if not reported:
+            return 0.0
+        largest, mean = _difference(reported, scored)
+        if not (largest <= self._tolerance and mean <= self._tolerance / _MEAN_SHARE):
+            raise LogprobMismatch(
+                f"weights {version} were loaded, but the server's logprobs of tokens that it decodes are not those of its own"
+                f" forward pass: they differ by at most {largest:.3g} and on average {mean:.3g} (allowed: {self._tolerance:g} and"
+                f" {self._tolerance / _MEAN_SHARE:.3g}, weights.verify_tolerance); likely causes: its cache has keys of other"
+                " weights, or its engine decodes this model wrongly (try generation.prefix_sharing=false or"
+                " generation.attention=sdpa)"
+            )
+        return largest
+
 
 def _difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
     """Largest and mean absolute difference. A NaN counts as an infinite difference."""
@@ -363,40 +385,74 @@ def _difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
 
 
 class VerifiedLoads:
-    """Loads versions into an engine. A version is served only if it passes the logprob check."""
+    """Loads versions into an engine, and checks each: a version is served only if the engine computes the trainer's logprobs.
+
+    The check is over when the load is answered, but generation does not wait for it. The engine continues right after the load, and
+    the check's requests are the first in its queue. So the check takes the path of every response: the cache, its pages, and
+    batches with other requests. `confirmed` holds back answers with tokens of a version until the verdict about it.
+    """
 
     def __init__(self, engine: GenerationEngine, *, tolerance: float, limit_s: float, logger: logging.Logger) -> None:
-        """limit_s: time limit of scoring the text."""
+        """limit_s: time limit of one check."""
         self._engine, self._limit_s, self._logger = engine, limit_s, logger
         self._check = LogprobCheck(tolerance)
+        self._unverified = ""  # the version that is loaded or checked now
+        self._settled = asyncio.Event()  # there is none
+        self._settled.set()
+        self._refused, self._num_refused = "", 0  # the last version that failed the check; the number of failed checks
+
+    async def confirmed(self, future: asyncio.Future[Generated]) -> Generated:
+        """Wait for a request's result, and for the verdict about its tokens. Raises EngineUnavailable if the version that sampled
+        some of them failed the check. waits for: a check, at most limit_s after the load."""
+        before = self._num_refused
+        generated = await future
+        versions = {span.version for span in generated.spans}
+        while self._unverified in versions:
+            await self._settled.wait()
+        if self._num_refused != before and self._refused in versions:
+            raise EngineUnavailable(
+                f"weights {self._refused} failed the logprob check, and sampled a part of this response"
+            )
+        return generated
 
     async def load(self, path: Path, version: WeightVersion, *, abort_running: bool = False) -> int:
-        """Call GenerationEngine.load_weights, then the logprob check with the version's manifest. Raises WeightsRefused."""
-        self.require_pause()
-        num_ended = await self._engine.load_weights(path, version, abort_running=abort_running)
-        try:
-            manifest = await asyncio.to_thread(read_manifest, path)
-        except ValueError as error:
-            self._engine.forget_version()
-            raise WeightsRefused(str(error)) from error
-        await self.verify(version, manifest.scored_text, manifest.fingerprint)
+        """Call GenerationEngine.load_weights, then check the version by the text in its manifest. Raises WeightsRefused."""
+        with self._held_back(version):
+            num_ended = await self._engine.load_weights(path, version, abort_running=abort_running)
+            try:
+                manifest = await asyncio.to_thread(read_manifest, path)
+            except ValueError as error:
+                await self._refuse(version)
+                raise WeightsRefused(str(error)) from error
+            await self._judge(version, manifest.scored_text, manifest.fingerprint)
         return num_ended
 
-    def require_pause(self) -> None:
-        """Call this before a load: requests must not run on unverified weights.
-
-        Raises WeightsRefused if the engine is not paused.
-        """
-        if not self._engine.stats().paused:
-            raise WeightsRefused(
-                "weights.verify_logprobs is on: pause generation before an update, and continue after it"
-            )
-
     async def verify(self, version: WeightVersion, scored_text: ScoredText | None, fingerprint: str) -> None:
-        """Verify the weights that were just loaded, from disk or over the network.
+        """Check the weights that were just loaded over the network. Raises WeightsRefused; the engine then serves nothing."""
+        with self._held_back(version):
+            await self._judge(version, scored_text, fingerprint)
 
-        If the check fails, the engine forgets its version, serves nothing, and WeightsRefused is raised.
-        """
+    @contextlib.contextmanager
+    def _held_back(self, version: WeightVersion) -> Iterator[None]:
+        self._unverified = str(version)
+        self._settled.clear()
+        try:
+            yield
+        finally:
+            self._unverified = ""
+            self._settled.set()
+
+    async def _refuse(self, version: WeightVersion) -> None:
+        """Serve nothing, and end the requests that run on these weights, while their tokens still get this version's label;
+        `confirmed` then fails them."""
+        self._refused, self._num_refused = str(version), self._num_refused + 1
+        try:
+            with contextlib.suppress(EngineFailed, EngineUnavailable):
+                await self._engine.pause("abort")
+        finally:
+            self._engine.forget_version()
+
+    async def _judge(self, version: WeightVersion, scored_text: ScoredText | None, fingerprint: str) -> None:
         try:
             if scored_text is None:
                 raise WeightsRefused(
@@ -405,17 +461,62 @@ class VerifiedLoads:
                     ErrorClass.PERMANENT,
                 )
             async with asyncio.timeout(self._limit_s):
-                scores = await self._engine.score(scored_text.input_ids)
-            largest = self._check.check(version, scored_text, fingerprint, scores)
+                largest, num_decoded = await self._measure(version, scored_text, fingerprint)
         except WeightsRefused as refusal:
-            self._engine.forget_version()
+            await self._refuse(version)
             self._logger.error("%s", refusal)
             raise
         except (TimeoutError, EngineFailed, EngineUnavailable, RequestRefused) as error:
-            self._engine.forget_version()
+            await self._refuse(version)
             why = f"not within {self._limit_s:g} s" if isinstance(error, asyncio.TimeoutError) else str(error)
             raise WeightsRefused(f"weights {version}: the check's text could not be scored: {why}") from error
         except BaseException:
+            self._refused, self._num_refused = str(version), self._num_refused + 1
             self._engine.forget_version()
             raise
-        self._logger.info("weights %s verified: logprobs of the check's text differ by at most %.2g", version, largest)
+        self._logger.info(
+            "weights %s verified: logprobs of the check's text and of %d decoded tokens differ by at most %.2g",
+            version,
+            num_decoded,
+            largest,
+        )
+
+    async def _measure(self, version: WeightVersion, scored_text: ScoredText, fingerprint: str) -> tuple[float, int]:
+        """Score the text and decode. Returns the largest difference and the number of decoded tokens. Raises LogprobMismatch.
+
+        Requests that a pause in place has stopped hold their slots and pages. So then nothing is decoded.
+        """
+        engine, ids = self._engine, scored_text.input_ids
+        scores = await engine.score(ids) if engine.scores_before_resume else None
+        prompts = [ids, ids[:_SHORT_PROMPT]] if not engine.stats().running else []
+        decoding = self._decode(prompts)
+        if engine.stats().paused:
+            await engine.resume()
+        try:
+            for tries_left in (1, 0):  # noise of 16 bits may exceed the tolerance once; a fault does so again
+                decoded = await asyncio.gather(*decoding)
+                texts = [prompt + found.token_ids for prompt, found in zip(prompts, decoded, strict=True)] or [ids]
+                scored = [await engine.score(text) for text in texts]
+                if scores is None:
+                    scores = scored[0][: len(ids)]
+                largest = self._check.check(version, scored_text, fingerprint, scores)
+                told = [logprob for found in decoded for logprob in found.logprobs]
+                own = [logprob for text, row in zip(prompts, scored, strict=False) for logprob in row[len(text) :]]
+                try:
+                    return max(largest, self._check.check_decoded(version, told, own)), len(told)
+                except LogprobMismatch:
+                    if not tries_left:
+                        raise
+                decoding = self._decode(prompts)
+        finally:
+            for future in decoding:
+                future.cancel()
+        raise AssertionError("not reached")
+
+    def _decode(self, prompts: Sequence[list[int]]) -> list[asyncio.Future[Generated]]:
+        """Submit the prompts as ordinary requests, before all others."""
+        params = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in _NUM_DECODED[: len(prompts)]]
+        return [
+            self._engine.submit(EngineRequest(f"check-{uuid.uuid4().hex}", prompt, one, first=True, is_check=True))
+            for prompt, one in zip(prompts, params, strict=True)
+        ]

@@ -75,12 +75,14 @@ class EngineRequest:
 
     first: the request goes to the front of the queue. Set for a response that has already begun: otherwise each update that
     interrupts it would put it behind the waiting requests again, and the train step that needs it would wait longer.
+    is_check: a request of the logprob check. A full queue does not refuse it.
     """
 
     rid: str
     input_ids: list[int]
     params: SamplingParams
     first: bool = False
+    is_check: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +230,12 @@ class GenerationEngine(ABC):
         Works while the engine is paused (a SGLang server that is paused in place raises EngineUnavailable), and no waiting request
         starts because of it. Uses no cached prefixes. Leaves none behind either, except on SGLang while requests run.
         """
+
+    @property
+    def scores_before_resume(self) -> bool:
+        """Whether `score` is asked before requests run again after a load, because they would change the last bits of its result.
+        Other engines score as exactly while requests run."""
+        return False
 
     @abstractmethod
     def forget_version(self) -> None:

@@ -140,6 +140,7 @@ class GenerationHTTP:
         run_dir: the run whose weights this server loads; "": it loads from any folder. published: as in VersionFence."""
         self._engine = engine
         self._load_weights = engine.load_weights if verified is None else verified.load
+        self._verified = verified
         self._fence = VersionFence(published)
         self._run_dir = run_dir
         self._fetched = fetched
@@ -228,7 +229,7 @@ class GenerationHTTP:
         engine_request = EngineRequest(
             one.rid or uuid.uuid4().hex, one.input_ids, one.sampling_params, one.priority > 0
         )
-        generated = await self._engine.submit(engine_request)
+        generated = await self._confirmed(self._engine.submit(engine_request))
         return _json(self._reply(engine_request, generated, one.return_logprob))
 
     async def _generate_many(self, many: _Many) -> web.Response:
@@ -239,7 +240,7 @@ class GenerationHTTP:
         try:
             for engine_request in requests:
                 futures.append(self._engine.submit(engine_request))
-            results = await asyncio.gather(*futures)
+            results = await asyncio.gather(*map(self._confirmed, futures))
         except BaseException:
             for future in futures:
                 future.cancel()
@@ -249,6 +250,10 @@ class GenerationHTTP:
             for engine_request, generated in zip(requests, results, strict=True)
         ]
         return web.Response(body=msgspec.json.encode(replies), content_type="application/json")
+
+    async def _confirmed(self, future: asyncio.Future[Generated]) -> Generated:
+        """Wait for a result, and until its weights are verified (weights.verify_logprobs). Raises EngineUnavailable."""
+        return await future if self._verified is None else await self._verified.confirmed(future)
 
     def _reply(self, request: EngineRequest, generated: Generated, with_logprobs: bool) -> GenerateReply:
         tokens = generated.token_ids

@@ -125,7 +125,7 @@ class QueueingEngine(GenerationEngine, Generic[P]):
         if request.rid in self._rids:
             raise RequestRefused(f"rid {request.rid!r} is already in flight")
         self._check(request)
-        if len(self._waiting) >= self._config.max_queue:
+        if len(self._waiting) >= self._config.max_queue and not request.is_check:
             raise EngineUnavailable(f"the queue is full ({self._config.max_queue} requests are waiting)")
         pending = self._make(request, self._clock.monotonic(), asyncio.get_running_loop().create_future())
         pending.future.add_done_callback(lambda future: self._cancelled(pending) if future.cancelled() else None)

@@ -246,8 +246,6 @@ class ReceivingHTTP:
     async def _begin(self, update: BeginWeightUpdate) -> str:
         if update.weight_version:
             await self._check(update.weight_version)
-        if self._verified is not None:
-            self._verified.require_pause()
         await self._to_the_end(self._engines.begin(update))
         self._begun = update
         return "begun"

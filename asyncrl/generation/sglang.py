@@ -621,6 +621,10 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
     def fail(self, why: str) -> None:
         self._die(f"{why}; {self._server.told()}")
 
+    @property
+    def scores_before_resume(self) -> bool:
+        return self._paused and not self._held
+
     async def score(self, input_ids: list[int]) -> list[float]:
         self._check_alive()
         if self._held:

@@ -120,7 +120,10 @@ class GenerationServer(Worker):
             return ""
 
     def _verified_loads(self, engine: GenerationEngine) -> VerifiedLoads | None:
-        """Make the check that the engine computes the trainer's logprobs after each load. None: weights.verify_logprobs is off."""
+        """Make the check that the engine computes the trainer's logprobs after each load. None: weights.verify_logprobs is off, or
+        was not set and is not possible here (config/schema.py, verifies_logprobs)."""
         tolerance = self._config.verify_tolerance
+        if not tolerance:
+            self.logger.info("no logprob check after updates (weights.verify_logprobs)")
         limit_s = self._config.generation.load_timeout_s
         return VerifiedLoads(engine, tolerance=tolerance, limit_s=limit_s, logger=self.logger) if tolerance else None

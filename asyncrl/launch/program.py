@@ -186,7 +186,7 @@ class _Run:
             model_path=config.model_path,
             tokenizer_path=self.tokenizer_path,
             train=self.train,
-            weights=config.weights,
+            weights=replace(config.weights, verify_tolerance=_verify_tolerance(config)),
             # With arriving_inference, groups may arrive before the last batch is discarded
             store_capacity=self.store_capacity + self.train.batch_size * self.train.arriving_inference,
             record=replace(

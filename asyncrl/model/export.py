@@ -40,7 +40,7 @@ from asyncrl.model.broadcast import WeightSender
 from asyncrl.model.compute import Compute
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.held_weights import HeldShare, ShareServer
-from asyncrl.model.logprob_check import TextScorer
+from asyncrl.model.logprob_check import EXACT, TextScorer
 from asyncrl.model.shards import Box, Move, Piece, plan_moves, plan_owners, plan_rounds, rounds_of, tensors_of
 from asyncrl.model.tensor_exchange import (
     CPU,
@@ -275,7 +275,9 @@ class Exporter:
         """holder: of this rank's share for a broadcast. The first rank of the served model has the sender, its others a server."""
         self._config, self._info, self._compute, self._holder = config, config.worker, compute, holder
         self._tasks, self._board, self._trace, self._clock = tasks, board, trace, clock
-        self._scorer = TextScorer(config.worker.seed) if config.weights.verify_logprobs else None
+        options = config.weights
+        scorer = TextScorer(config.worker.seed, sampled=options.verify_tolerance >= EXACT)
+        self._scorer = scorer if options.verify_logprobs else None
         self._measured: ScoredText | None = None  # measured with the newest snapshot
         # weights.full_every > 1: this rank's share of the actor's last version, and the number of deltas since the last full one
         self._base: dict[str, torch.Tensor] | None = None

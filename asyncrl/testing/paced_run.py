@@ -51,6 +51,7 @@ rollout:
       agent: asyncrl.testing.paced_agent:MemberAgent
       reward: asyncrl.testing.paced_agent:reward
 generation: {{max_running_requests: {slots}}}
+weights: {{verify_logprobs: false}}
 train: {{batch_size: {batch_size}}}
 debug: {{wait_s: {wait_s}}}
 tensorboard: false

@@ -82,6 +82,14 @@ def test_logprobs_of_different_texts_are_not_compared() -> None:
     check.check(V1, other, "b", scored(BEFORE))
 
 
+def test_decoded_tokens_must_have_the_logprobs_of_a_forward_pass() -> None:
+    check = LogprobCheck(0.3)
+    assert check.check_decoded(V0, [], []) == 0.0
+    assert check.check_decoded(V0, [-1.0, -2.0], [-1.0, -2.05]) == pytest.approx(0.05)
+    with pytest.raises(LogprobMismatch, match=r"not those of its own forward pass: they differ by at most 0\.4"):
+        check.check_decoded(V0, [-1.0, -2.0], [-1.4, -2.0])
+
+
 def test_too_few_logprobs_are_refused() -> None:
     with pytest.raises(LogprobMismatch, match="2 logprobs for the text's 3 tokens"):
         LogprobCheck(0.3).check(V0, BEFORE, "a", [0.0, -1.0])
@@ -108,15 +116,30 @@ def tolerance(folder: Path, *overrides: str, devices: tuple[str, ...] = ()) -> f
 
 def test_the_default_tolerance_depends_on_the_dtypes(tmp_path: Path) -> None:
     on = "weights.verify_logprobs=true"
-    assert tolerance(tmp_path) == 0.0
-    assert tolerance(tmp_path, on) == 1e-3
+    assert tolerance(tmp_path) == tolerance(tmp_path, on) == 1e-3
+    assert tolerance(tmp_path, "weights.verify_logprobs=false") == 0.0
     assert tolerance(tmp_path, on, "generation.dtype=bfloat16") == 0.3
     assert tolerance(tmp_path, on, "train.dtype=bfloat16") == 0.3
     assert tolerance(tmp_path, on, "generation.dtype=bfloat16", "weights.verify_tolerance=0.5") == 0.5
-    assert tolerance(tmp_path, "weights.verify_tolerance=0.5") == 0.0
+    assert tolerance(tmp_path, "weights.verify_tolerance=0.5") == 0.5
     float32 = on, "generation.dtype=float32", "train.dtype=float32"
     assert tolerance(tmp_path, *float32, devices=("0",)) == 0.3  # TF32 has a third of float32's digits
     assert tolerance(tmp_path, *float32, "train.tf32=false", devices=("0",)) == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_on"),
+    [
+        ([], True),
+        (["allocation=sglang.d1+d1"], True),
+        (["generation.interrupt=in_place"], True),
+        (["allocation=sglang.d1+d1", "generation.interrupt=in_place"], False),
+        (["mode=rollout_only"], False),
+    ],
+)
+def test_the_check_is_on_wherever_it_is_possible(tmp_path: Path, overrides: list[str], is_on: bool) -> None:
+    """A config that does not name it is never refused because of it."""
+    assert (tolerance(tmp_path, *overrides) > 0) == is_on
 
 
 @pytest.mark.parametrize(
