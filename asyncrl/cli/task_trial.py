@@ -7,7 +7,6 @@ memory limit rollout.reward_memory_bytes. It cannot end or block `check`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import re
 import sysconfig
@@ -36,6 +35,7 @@ _NOT_THE_USERS = tuple(
     )
 )
 _STDERR = 2  # file descriptor for the output of the user's code, because stdout may carry only JSON
+_MAX_REFUSED = 100  # prompts of a task that are tried if they cannot be rendered
 _SHOWN = 60  # characters of a prompt or a response
 _LOGGER = logging.getLogger(__name__)
 
@@ -67,7 +67,12 @@ def judge_step(config: ExperimentConfig) -> list[Finding]:
     return [Finding("train.step", "ok", f"{spec} is a step function")]
 
 
-async def _try_task(name: str, task: TaskConfig, rollout: RolloutConfig, prompt: Prompt | None) -> Finding:
+async def _try_task(
+    name: str, task: TaskConfig, rollout: RolloutConfig, prompt: Prompt | PromptError | None
+) -> Finding:
+    if isinstance(prompt, PromptError):
+        problem = f"none of its first prompts can be used: {prompt}"
+        return Finding(f"rollout.tasks.{name}", "fail", problem, "correct the prompts, or use another tokenizer")
     told = []
     for kind, arguments in (("agent", task.agent_args), ("env", task.env_args)):
         if spec := getattr(task, kind):
@@ -149,17 +154,23 @@ def user_error(text: str) -> str:
     return f"{' '.join(behind[error:]).strip()} ({place[1]}:{place[2]})"
 
 
-def _first_prompts(config: ExperimentConfig) -> Mapping[str, Prompt]:
-    """The first training prompt of each task."""
+def _first_prompts(config: ExperimentConfig) -> Mapping[str, Prompt | PromptError]:
+    """The first training prompt of each task that can be rendered; if none of its first ones can, the error of one of them."""
     path = config.tokenizer_path or config.model_path
     is_known = config.prompts.chat_template or (Path(path).expanduser() / "tokenizer.json").is_file()
     tokenizer = load_tokenizer(path) if is_known else None  # it knows the special tokens, which rewards do not receive
     source = PromptSource(config.prompts, tokenizer, config.seed)
-    tasks, found = source.tasks, dict[str, Prompt]()
-    for position in range(len(source)):
-        if found.keys() >= tasks:
+    found = dict[str, Prompt | PromptError]()
+    tries = dict.fromkeys(source.tasks, 0)
+    for locator in (Locator(0, position) for position in range(len(source))):
+        task = source.task_of(locator)
+        if tries[task] == _MAX_REFUSED:
+            continue
+        try:
+            found[task], tries[task] = source.get(locator), _MAX_REFUSED
+        except PromptError as error:  # a run rejects such a prompt
+            found[task] = error
+            tries[task] += 1
+        if min(tries.values()) == _MAX_REFUSED:
             break
-        with contextlib.suppress(PromptError):  # a run rejects such a prompt
-            prompt = source.get(Locator(0, position))
-            found.setdefault(prompt.task, prompt)
     return found

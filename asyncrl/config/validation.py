@@ -107,8 +107,30 @@ def problems_of_fields(config: ExperimentConfig) -> Iterator[Problem]:
             yield f"rollout.tasks.{name}", task, f"choose another name: reward/{name} is a metric of all tasks together"
 
 
+# Arguments of transformers' apply_chat_template that asyncrl sets itself, or that would change what it returns
+_NO_TEMPLATE_VARIABLES = {
+    "conversation",
+    "tools",
+    "tokenize",
+    "add_generation_prompt",
+    "continue_final_message",
+    "return_dict",
+}
+
+
 def _bad_template_arguments(config: ExperimentConfig) -> Iterator[Problem]:
     """Every turn of a rollout has the template arguments of its prompt, so an agent may not have others."""
+    texts = config.train.ptx.texts if config.train.ptx is not None else None
+    for name, prompts in (
+        ("prompts", config.prompts),
+        ("eval.prompts", config.eval.prompts),
+        ("train.ptx.texts", texts),
+    ):
+        for argument in (
+            sorted(_NO_TEMPLATE_VARIABLES & prompts.chat_template_args.keys()) if prompts is not None else ()
+        ):
+            value = prompts.chat_template_args[argument]  # type: ignore[union-attr]
+            yield f"{name}.chat_template_args.{argument}", value, "asyncrl sets it; leave it out"
     for task_name, task in config.rollout.tasks.items():
         own = task.agent_args.get("chat_template_args")
         for name, prompts in (("prompts", config.prompts), ("eval.prompts", config.eval.prompts)):

@@ -193,16 +193,25 @@ def _ids(tokenizer: Any, text: str, *, special: bool) -> list[int]:
         raise ValueError(f"the tokenizer cannot encode the prompt {shortened(text)}: {error}") from error
 
 
-def without_special_tokens(tokenizer: Any, text: str) -> str:
-    """The text without the tokenizer's special tokens. All other characters stay as they are, unlike with encode and decode."""
-    added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
-    known = sorted({*added, *tokenizer.all_special_tokens}, key=len, reverse=True)
-    return re.sub("|".join(map(re.escape, known)), "", text) if known else text
+class SpecialTokens:
+    """The special tokens of a tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+        known = sorted({*added, *tokenizer.all_special_tokens}, key=len, reverse=True)
+        self._any = re.compile("|".join(map(re.escape, known))) if known else None
+
+    def removed_from(self, text: str) -> str:
+        """The text without them. All other characters stay as they are, unlike with encode and decode."""
+        return self._any.sub("", text) if self._any else text
 
 
 def shortened(value: Any) -> str:
     """The value for an error message."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        return f"a deeply nested {type(value).__name__}"
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}... ({len(text):,} characters)"
 
 

@@ -26,12 +26,12 @@ from asyncrl.config.schema import PromptSourceConfig
 from asyncrl.data.chat import (
     ChatTemplate,
     Message,
+    SpecialTokens,
     encode,
     encode_prompt,
     messages_for_template,
     shortened,
     tools_for_template,
-    without_special_tokens,
 )
 from asyncrl.protocol.errors import ErrorClass
 from asyncrl.protocol.messages import Locator
@@ -90,6 +90,7 @@ class PromptSource:
             raise ValueError(f"seed is {seed}; it must not be negative")
         self.config = config
         self._tokenizer = tokenizer
+        self._special_tokens: SpecialTokens | None = None  # made for the first prompt
         self._template: ChatTemplate | None = None
         if config.chat_template and tokenizer is not None:
             if not tokenizer.chat_template:
@@ -102,7 +103,10 @@ class PromptSource:
         self._rows: list[Row] = []
         self._numbers = array("q")  # of the rows in the file or dataset
         for number, row in _read_rows(config):
-            _check_row(config, _place(config, number), row)
+            try:
+                _check_row(config, row)
+            except ValueError as error:
+                raise ValueError(f"{_place(config, number)}: {error}") from None
             self._rows.append(row)
             self._numbers.append(number)
         if not self._rows:
@@ -162,8 +166,12 @@ class PromptSource:
             row=row,
             too_long=len(input_ids) > self.config.max_prompt_length,
             template=self._template,
-            without_special_tokens=None if self._tokenizer is None else without_special_tokens(self._tokenizer, text),
+            without_special_tokens=self._without_special_tokens(text),
         )
+
+    def task_of(self, locator: Locator) -> str:
+        """Name of the task of the prompt at a locator."""
+        return self._task_of(self._rows[self.locate(locator.epoch, locator.position)])
 
     def check_answers(self) -> None:
         """Raise ValueError with the line if an answer is neither text nor a number."""
@@ -189,14 +197,26 @@ class PromptSource:
             self._orders[epoch] = np.random.default_rng([self._seed, epoch]).permutation(len(self))
         return self._orders[epoch]
 
+    def _without_special_tokens(self, text: str) -> str | None:
+        if self._tokenizer is None:
+            return None
+        self._special_tokens = self._special_tokens or SpecialTokens(self._tokenizer)
+        return self._special_tokens.removed_from(text)
+
     def _render(self, row: Row) -> tuple[str, list[int]]:
         prompt, tokenizer = row[self.config.prompt_key], self._tokenizer
         if self._template is None:
             assert isinstance(prompt, str)  # ensured by _check_row
             return prompt, [] if tokenizer is None else encode_prompt(tokenizer, prompt)
         # A template is a program: it may require alternating roles, for example
-        text = self._template.prompt_text(_messages_of(prompt), tools_for_template(row.get(TOOLS_KEY)))
-        return text, encode(tokenizer, text)
+        messages: list[Message] = (
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else messages_for_template(prompt)
+        )
+        text = self._template.prompt_text(messages, tools_for_template(row.get(TOOLS_KEY)))
+        input_ids = encode(tokenizer, text)
+        if not input_ids:
+            raise ValueError(f"the prompt {shortened(text)} has no tokens: the tokenizer knows none of its characters")
+        return text, input_ids
 
 
 def is_file_name(path: str) -> bool:
@@ -321,41 +341,36 @@ def _filled(value: Any) -> Any:
     return [_filled(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _check_row(config: PromptSourceConfig, place: str, row: Any) -> None:
+def _check_row(config: PromptSourceConfig, row: Any) -> None:
     if not isinstance(row, Mapping):
-        raise ValueError(f"{place}: expected an object with the key {config.prompt_key!r}, found {type(row).__name__}")
+        raise ValueError(f"expected an object with the key {config.prompt_key!r}, found {type(row).__name__}")
     for option in ("prompt_key", "answer_key", "task_key"):
         key = getattr(config, option)
         if key and key not in row and not (option == "task_key" and config.default_task):
             remedy = "" if option == "prompt_key" else ' (or to "" if there is none)'
             raise ValueError(
-                f"{place}: no key {key!r}, only {shortened(sorted(row))}; set prompts.{option} to the right one{remedy}"
+                f"no key {key!r}, only {shortened(sorted(row))}; set prompts.{option} to the right one{remedy}"
             )
     task = row.get(config.task_key, config.default_task) if config.task_key else DEFAULT_TASK
     if not isinstance(task, str):
-        raise ValueError(f"{place}: the task under {config.task_key!r} must be a string, found {shortened(task)}")
+        raise ValueError(f"the task under {config.task_key!r} must be a string, found {shortened(task)}")
     prompt = row[config.prompt_key]
     if isinstance(prompt, list) and not config.chat_template:
-        raise ValueError(
-            f"{place}: {config.prompt_key!r} is a list of messages; set prompts.chat_template=true to render them"
-        )
+        raise ValueError(f"{config.prompt_key!r} is a list of messages; set prompts.chat_template=true to render them")
     if not prompt or not isinstance(prompt, str | list):
         raise ValueError(
-            f"{place}: {config.prompt_key!r} must be a non-empty string or a list of messages (role, content), found "
+            f"{config.prompt_key!r} must be a non-empty string or a list of messages (role, content), found "
             f"{shortened(prompt)}"
         )
     if config.chat_template:
         try:
-            _messages_of(prompt)
+            if isinstance(prompt, list):
+                messages_for_template(prompt)
         except ValueError as error:
             raise ValueError(
-                f"{place}: {config.prompt_key!r} must be a non-empty string or a list of messages (role, content): {error}"
+                f"{config.prompt_key!r} must be a non-empty string or a list of messages (role, content): {error}"
             ) from None
         try:
             tools_for_template(row.get(TOOLS_KEY))
         except ValueError as error:
-            raise ValueError(f"{place}: the chat template shows the line's tools: {error}") from None
-
-
-def _messages_of(prompt: Any) -> list[Message]:
-    return messages_for_template([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+            raise ValueError(f"the chat template shows the line's tools: {error}") from None

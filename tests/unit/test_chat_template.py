@@ -59,6 +59,13 @@ LATE_END = (
 )
 
 
+def nested(depth: int) -> list[Any]:
+    made: list[Any] = []
+    for _ in range(depth):
+        made = [made]
+    return made
+
+
 def calls(arguments: Any) -> dict[str, Any]:
     return {"id": None, "function": {"name": "add", "arguments": arguments}}
 
@@ -176,6 +183,7 @@ def test_messages_are_converted_for_templates() -> None:
         ),
         ({"role": "assistant", "tool_calls": [calls([1])]}, r"the arguments of add are \[1\]"),
         ("hi", "expected an object with role and content, found 'hi'"),
+        ({"role": "user", "content": nested(100_000)}, "content has a part of type a deeply nested list"),
         ({"role": "user", "content": ["a" * 1000]}, r"content has a part of type 'a+\.\.\. \(1,002 characters\)"),
     ],
 )

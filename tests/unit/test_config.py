@@ -138,6 +138,10 @@ def test_overrides_replace_values_of_the_file(config_file):
         ("model_path=''", "model_path='': is required"),
         ("prompts.system_prompt=hello", "prompts.system_prompt='hello': needs prompts.chat_template=true"),
         ("eval.prompts={path: e, chat_template_args: {x: 1}}", "needs eval.prompts.chat_template=true"),
+        (
+            "prompts={chat_template: true, chat_template_args: {tools: []}}",
+            "prompts.chat_template_args.tools=[]: asyncrl sets it",
+        ),
         ("trial=a/b", "must be a non-empty name without '/'"),
         ("train.optimizer.lr=nan", "train.optimizer.lr=nan: must be a finite number, such as 0.0002 (the default)"),
         ("train.optimizer.lr=1e400", "train.optimizer.lr=inf: must be a finite number"),
@@ -604,6 +608,19 @@ def test_preflight_names_the_line_that_cannot_be_rendered(runnable):
             ConfigError, match=rf"^{field}.path=.*chats.jsonl:3: .* content has a part of type 'image_url'"
         ):
             preflight(load_experiment(runnable, [f"{field}={source}", "train.batch_size=1", "eval.num_prompts=1"]))
+
+
+def test_preflight_names_the_line_of_a_zero_byte_in_a_reward(runnable):
+    rewards = runnable.parent / "rewards.py"
+    rewards.write_bytes(rewards.read_bytes() + b"\0")
+    with pytest.raises(ConfigError, match=r"rewards.py:5 has a zero byte; save the file as UTF-8"):
+        preflight(load_experiment(runnable))
+
+
+def test_preflight_names_a_feedback_role_without_a_template(runnable):
+    agent = "{agent: 'asyncrl.rollout.agent:MultiStepAgent', agent_args: {feedback_role: user}}"
+    with pytest.raises(ConfigError, match=r"agent_args.feedback_role='user': the tokenizer in .* has no chat template"):
+        preflight(load_experiment(runnable, [f"rollout.tasks.default={agent}"]))
 
 
 def test_preflight_names_the_supervised_text_without_an_answer(runnable):

@@ -438,15 +438,19 @@ def test_an_invalid_chat_is_refused(tmp_path: Path, prompt: Any) -> None:
         PromptSource(PromptSourceConfig(path=path, chat_template=True))
 
 
-def test_prompts_without_tokens_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("chat", [False, True])
+def test_prompts_without_tokens_are_refused(tmp_path: Path, chat: bool) -> None:
     class Deaf:
-        chat_template = None
+        chat_template = "a template"
+
+        def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
+            return messages[0]["content"]
 
         def encode(self, text: str, add_special_tokens: bool) -> list[int]:
             return []
 
     path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "x", "answer": 1}])
-    source: Any = PromptSource(PromptSourceConfig(path=path), Deaf())  # type: ignore[arg-type]
+    source: Any = PromptSource(PromptSourceConfig(path=path, chat_template=chat), Deaf())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the prompt 'x' has no tokens"):
         source.get(Locator(0, 0))
 

@@ -82,6 +82,26 @@ def test_a_reward_gets_the_prompt_without_special_tokens(folder, chat):
     assert finding.value.endswith("rewards.py:waits gives 4 if the response to '1234' is nothing")
 
 
+def test_a_task_whose_prompts_the_template_refuses_is_reported_with_a_line(folder):
+    make_chat_tokenizer(
+        folder / "model", "{% if messages[0].content != 'ok' %}{{ raise_exception('no') }}{% endif %}ok"
+    )
+    config = config_of(folder, reward="rewards.py:waits")
+    config = replace(config, model_path=str(folder / "model"), prompts=replace(config.prompts, chat_template=True))
+    rows = [{"prompt": "bad", "answer": ""}] * 2
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (finding,) = try_tasks(config)
+    assert finding.state == "fail"
+    assert re.search(
+        r"none of its first prompts can be used: .*prompts.jsonl:2: the chat template refuses .*: no", finding.value
+    )
+    (folder / "prompts.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "ok", "answer": ""}])
+    )
+    (finding,) = try_tasks(config)
+    assert finding.state == "ok"
+
+
 def test_the_value_of_a_reward_is_shown(folder, capfd):
     (finding,) = try_tasks(config_of(folder, reward="rewards.py:exact"))
     assert (finding.name, finding.state) == ("task default", "ok")

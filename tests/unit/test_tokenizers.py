@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from asyncrl.config.schema import PromptSourceConfig
-from asyncrl.data.chat import without_special_tokens
+from asyncrl.data.chat import SpecialTokens
 from asyncrl.data.prompts import Prompt, PromptSource, load_tokenizer
 from asyncrl.protocol.messages import Locator
 from asyncrl.testing import chat_model
@@ -128,8 +128,8 @@ def test_text_without_special_tokens_keeps_every_other_character(folder: Path) -
     tokenizer = load_tokenizer(folder)
     shown = f"{tokenizer.eos_token}a{tokenizer.bos_token} ,  <s <|im_start|> {tokenizer.eos_token}"
     left = "a ,  <s  " if "<|im_start|>" in tokenizer.all_special_tokens else "a ,  <s <|im_start|> "
-    assert without_special_tokens(tokenizer, shown) == left
-    assert without_special_tokens(start_is_end(), "a<|header|>b") == "ab"
+    assert SpecialTokens(tokenizer).removed_from(shown) == left
+    assert SpecialTokens(start_is_end()).removed_from("a<|header|>b") == "ab"
 
 
 def test_a_warm_start_reads_prompts_like_a_run(folder: Path) -> None:

@@ -69,6 +69,7 @@ _SHAPE_FIELDS = (  # fields of config.json that determine the tensors' names and
     "vocab_size",
     "tie_word_embeddings",
 )
+_MULTI_STEP = "asyncrl.rollout.agent:MultiStepAgent"
 _FLOATS_OF_A_PARAMETER = 3  # float32 values per parameter in a checkpoint: itself and two moments
 _ETCD_BYTES = 130_000_000  # etcd allocates two files of its write-ahead log at its start
 
@@ -220,6 +221,13 @@ def _check_chat_template(case: Case) -> Iterator[ConfigError]:
                 f"{name}.chat_template=True: the tokenizer in {path} has no chat template; set {name}.chat_template=false "
                 "and write each prompt as its final text, or put the template into chat_template.jinja there"
             )
+    for name, task in config.rollout.tasks.items():
+        role = task.agent_args.get("feedback_role")
+        if task.agent == _MULTI_STEP and role and folder.is_dir() and not _has_chat_template(folder):
+            yield ConfigError(
+                f"rollout.tasks.{name}.agent_args.feedback_role={role!r}: the tokenizer in {path} has no chat template; use "
+                "feedback_template, or put the template into chat_template.jinja there"
+            )
 
 
 def _has_chat_template(folder: Path) -> bool:
@@ -281,8 +289,12 @@ def _check_defines(field: str, spec: str) -> None:
     """Check that the file can define the name. Parses the file without running it, because the file may import packages that the
     launcher's environment does not have. Refuses only a name that the import surely would not find."""
     file, _, wanted = spec.rpartition(":")
+    content = Path(file).expanduser().read_bytes()
+    if b"\0" in content:
+        line = content[: content.index(b"\0")].count(b"\n") + 1
+        raise ConfigError(f"{field}={spec!r}: {file}:{line} has a zero byte; save the file as UTF-8")
     try:
-        names = BoundNames(ast.parse(Path(file).expanduser().read_bytes(), filename=file).body)
+        names = BoundNames(ast.parse(content, filename=file).body)
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{field}={spec!r}: the file is not valid Python: {error}") from error
     if not names.may_have(wanted.partition(".")[0]):
