@@ -152,10 +152,11 @@ def commit_model(
         name_shards(writer, files)
         about = type(config).from_dict(config.to_dict())
         about.dtype = dtype
-        about.save_pretrained(writer.directory)
+        writer.when_there_is_room(lambda: about.save_pretrained(writer.directory))
         if (source_dir / GENERATION_CONFIG).is_file():
             writer.write(GENERATION_CONFIG, [(source_dir / GENERATION_CONFIG).read_bytes()])
-        load_tokenizer(tokenizer_path).save_pretrained(writer.directory)
+        tokenizer = load_tokenizer(tokenizer_path)
+        writer.when_there_is_room(lambda: tokenizer.save_pretrained(writer.directory))
 
     commit_folder(path, files, finish, fsync=fsync, replace=True)
 

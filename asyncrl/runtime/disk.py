@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import re
 import resource
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
-from asyncrl.protocol.errors import FORBIDDEN, NO_MORE_FILES, NO_SPACE
+from asyncrl.protocol.errors import FORBIDDEN, NO_MORE_FILES, NO_SPACE, ErrorClass, Failures, classify
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0  # between two tries on a full disk
 
 _EXPLAINED = {
     *NO_SPACE,
@@ -61,6 +69,35 @@ def writing(path: Path) -> Iterator[None]:
         if explained is None or isinstance(error, StorageError):
             raise
         raise explained from error
+
+
+def write_when_there_is_room(write: Callable[[], T], failures: Failures, *, clock: Clock = SYSTEM_CLOCK) -> T:
+    """Call a function that writes and raises StorageError. While the disk is full, call it again: other files may be removed
+    meanwhile. Blocks for at most the limit of `failures`. Raises the first error.
+
+    write: may be called again after it has failed. failures: of this file; a later write has no time of its own after a write that
+    has used up the limit.
+    """
+    pause_s, first = _FIRST_PAUSE_S, None
+    while True:
+        try:
+            written = write()
+            failures.worked()
+            return written
+        except StorageError as error:
+            first = first or error
+            if (
+                failures.failed(classify(error), str(error), clock.monotonic())
+                or classify(error) is not ErrorClass.PASSING
+            ):
+                raise
+            logger.warning("%s. Trying again", error)
+        except Exception as error:
+            if first is None:
+                raise
+            raise first from error  # a consequence of the first one
+        clock.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 def write_private(path: Path, content: bytes) -> None:

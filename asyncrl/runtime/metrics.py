@@ -17,11 +17,13 @@ from types import TracebackType
 
 import msgspec
 
+from asyncrl.protocol.errors import Failures
 from asyncrl.protocol.messages import DECODE_ERRORS
-from asyncrl.runtime.disk import writing
+from asyncrl.runtime.disk import write_when_there_is_room, writing
 from asyncrl.runtime.wandb_writer import WandbWriter
 
 METRICS_FILE = "metrics.jsonl"
+_FULL_LIMIT_S = 2.0  # the event loop waits meanwhile, and with it the heartbeats
 _LAST_WORDS_S = 2.0  # limit for W&B to finish if the run ends early
 _BLOCK_BYTES = 1 << 16
 JOURNAL_BUCKET_S = 0.1  # generation servers record their tokens in buckets of a tenth of a second
@@ -37,7 +39,7 @@ class JsonLinesWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, self._failures = path, Failures(_FULL_LIMIT_S)
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a+b", buffering=0)
@@ -49,8 +51,9 @@ class JsonLinesWriter:
                 self._file.truncate(whole)
 
     def write(self, record: Mapping[str, object]) -> None:
-        with writing(self._path):
-            _write_all(self._file, msgspec.json.encode(record) + b"\n")
+        """Write a record. Waits for a moment while the disk is full."""
+        line = msgspec.json.encode(record) + b"\n"
+        write_when_there_is_room(lambda: self.write_lines([line]), self._failures)
 
     def sync(self) -> None:
         """When this returns, the written lines are on disk and survive a power failure."""
@@ -112,6 +115,7 @@ class EventFile:
     """Writes TensorBoard events immediately: a full disk raises StorageError here, not unseen in a library's thread."""
 
     def __init__(self, folder: Path) -> None:
+        self._failures = Failures(_FULL_LIMIT_S)
         self._path = folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
         with writing(self._path):
             folder.mkdir(parents=True, exist_ok=True)
@@ -131,8 +135,18 @@ class EventFile:
         """Append a TensorFlow record: length, its checksum, data, its checksum."""
         length = struct.pack("<Q", len(event))
         ends = [struct.pack("<I", _masked_crc32c(part)) for part in (length, event)]
-        with writing(self._path):
-            _write_all(self._file, length + ends[0] + event + ends[1])
+        data = length + ends[0] + event + ends[1]
+        write_when_there_is_room(lambda: self._write(data), self._failures)
+
+    def _write(self, data: bytes) -> None:
+        before = os.fstat(self._file.fileno()).st_size
+        try:
+            with writing(self._path):
+                _write_all(self._file, data)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(before)
+            raise
 
 
 # An Event is a protocol buffer: wall_time = 1 (double), step = 2, file_version = 3, summary = 5. A summary repeats

@@ -28,8 +28,9 @@ import msgspec
 import xxhash
 
 from asyncrl.data.model_folder import is_plain_name
-from asyncrl.protocol.errors import ErrorClass
+from asyncrl.protocol.errors import ErrorClass, Failures
 from asyncrl.protocol.messages import DECODE_ERRORS, WeightVersion, WrittenFile
+from asyncrl.runtime.disk import write_when_there_is_room, writing
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,7 @@ MANIFEST = "manifest.json"
 INDEX = "model.safetensors.index.json"
 DELTA = ".delta"  # suffix of a file that holds changed elements
 _TMP_SUFFIX = ".writing"
+_FULL_LIMIT_S = 5.0  # a full disk delays the files of a folder for at most this long
 _CHUNK_BYTES = 1 << 20  # a piece that is written, and then hashed while it is still in a core's cache
 # A piece that is read, then hashed. It is large, so that the reading thread takes the GIL less often from the manager's event loop
 _READ_BYTES = 1 << 23
@@ -498,6 +500,7 @@ class FileWriter:
     def __init__(self, directory: Path, fsync: bool) -> None:
         self.files: dict[str, FileEntry] = {}
         self.directory, self._fsync = directory, fsync
+        self._failures = Failures(_FULL_LIMIT_S)
         self._closes: list[Future[None]] = []
         self._pool = ThreadPoolExecutor(_NUM_SYNCERS, thread_name_prefix="sync_weights")
 
@@ -509,7 +512,7 @@ class FileWriter:
             for part in parts:
                 view = memoryview(part)
                 while view:
-                    written = file.write(view[:_CHUNK_BYTES])
+                    written = self.when_there_is_room(lambda piece=view[:_CHUNK_BYTES]: file.write(piece))  # type: ignore[misc]
                     digest.update(view[:written])
                     view = view[written:]
                     size += written
@@ -525,9 +528,19 @@ class FileWriter:
         try:
             os.link(source.resolve(), target)
         except OSError:  # another file system, or one without links
-            shutil.copyfile(source, target)
+            self.when_there_is_room(lambda: shutil.copyfile(source, target))
         self.files[target.name] = FileEntry(bytes=target.stat().st_size, xxh3=_xxh3(target))
         self._closes.append(self._pool.submit(_close, target.open("rb", buffering=0), self._fsync))
+
+    def when_there_is_room(self, write: Callable[[], T]) -> T:
+        """Call a function that writes to the folder, again while the disk is full. Raises StorageError."""
+        final = self.directory.with_name(self.directory.name.removesuffix(_TMP_SUFFIX))
+
+        def once() -> T:
+            with writing(final):
+                return write()
+
+        return write_when_there_is_room(once, self._failures)
 
     def adopt(self, files: Sequence[WrittenFile]) -> None:
         """Take over files that other processes wrote to this folder, and remove all others. Raises WeightsError if a file is

@@ -5,18 +5,21 @@ import errno
 import os
 import resource
 import shutil
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from asyncrl.protocol.errors import Failures
 from asyncrl.protocol.messages import WeightVersion
 from asyncrl.runtime import disk
-from asyncrl.runtime.disk import StorageError, explain, nearly_full, writing
+from asyncrl.runtime.disk import StorageError, explain, nearly_full, write_when_there_is_room, writing
 from asyncrl.runtime.metrics import EventFile, JsonLinesWriter, MetricsWriter, read_json_lines
 from asyncrl.runtime.worker import told
 from asyncrl.weights.versions import list_versions, verify_version, version_dir, write_version
+from tests.support.clock import ManualClock
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -221,3 +224,83 @@ def test_a_folder_that_cannot_be_written(tmp_path, read_only):
     with pytest.raises(StorageError, match="Read-only file system"):
         EventFile(read_only / "tensorboard")
     assert Path(read_only).is_dir()
+
+
+# ------------------------------------------------------------------------------------------- a disk that is full for a moment
+
+
+class Disk:
+    """Refuses some writes with the given errors, and accepts the next one."""
+
+    def __init__(self, *errors):
+        self.errors = list(errors)
+
+    def write(self):
+        if self.errors:
+            with writing(Path("/file")):
+                raise self.errors.pop(0)
+        return "written"
+
+
+def test_a_write_is_repeated_while_the_disk_is_full():
+    clock = ManualClock(0.0)
+    quota = OSError(errno.EDQUOT, "?")
+    assert write_when_there_is_room(Disk(FULL, quota, FULL).write, Failures(30.0), clock=clock) == "written"
+    assert 0.5 < clock.now < 2.0
+    with pytest.raises(StorageError, match="No space left on device"):
+        write_when_there_is_room(Disk(*[FULL] * 1000).write, Failures(30.0), clock=clock)
+    assert 30.0 < clock.now < 34.0
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError(errno.EACCES, "?"), OSError(errno.EIO, "?"), OSError(errno.EFBIG, "?")]
+)
+def test_a_write_that_fails_for_another_reason_is_not_repeated(error):
+    clock = ManualClock(0.0)
+    with pytest.raises(StorageError):
+        write_when_there_is_room(Disk(error).write, Failures(30.0), clock=clock)
+    with pytest.raises(StorageError, match="No space left"):  # the first error, not its consequence
+        write_when_there_is_room(Disk(FULL, FileNotFoundError("half a version")).write, Failures(30.0), clock=clock)
+    with pytest.raises(ValueError, match="no disk"):
+        write_when_there_is_room(Disk(ValueError("no disk")).write, Failures(30.0), clock=clock)
+    assert clock.now < 1.0
+
+
+@pytest.mark.parametrize(
+    "make", [lambda disk: JsonLinesWriter(disk / "lines"), lambda disk: EventFile(disk / "events")]
+)
+def test_metrics_survive_a_disk_that_is_full_for_a_moment(small_disk, make):
+    writer = make(small_disk)
+    ballast = small_disk / "ballast"
+    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    removal = threading.Timer(0.3, ballast.unlink)
+    removal.start()
+    large = {f"group/{number}": float(number) for number in range(3000)}
+    if isinstance(writer, EventFile):
+        writer.write(1, large)
+        size = next((small_disk / "events").iterdir()).stat().st_size
+        writer.write(2, large)
+        assert (
+            next((small_disk / "events").iterdir()).stat().st_size - size < 1.1 * size
+        )  # no part of a failed write is left
+    else:
+        writer.write(large)
+        assert read_json_lines(small_disk / "lines") == [large]
+    removal.join()
+    writer.close()
+
+
+def test_a_version_survives_a_disk_that_is_full_for_a_moment(small_disk, source):
+    """Also while its last files are written, when a second try would find half a version."""
+    path = version_dir(small_disk, "actor", WeightVersion(1, 1))
+    ballast = small_disk / "ballast"
+    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    removal = threading.Timer(0.3, ballast.unlink)
+    removal.start()
+    write(path, 100_000, source)
+    removal.join()
+    verify_version(path)

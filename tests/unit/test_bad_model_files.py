@@ -1,6 +1,7 @@
 """Preflight refuses a model folder that cannot be trained and names field, value and remedy."""
 
 import json
+import os
 import re
 import shutil
 
@@ -12,6 +13,7 @@ from asyncrl.data.prompts import load_tokenizer
 from asyncrl.launch.checks import model_files
 from asyncrl.launch.checks.preflight import preflight
 from asyncrl.launch.experiment import load_experiment
+from asyncrl.launch.program import run_directory
 from asyncrl.testing.tiny import make_char_tokenizer
 
 TENSORS = {"a.weight": [2, 3], "b.weight": [4]}
@@ -302,6 +304,21 @@ def test_a_disk_without_room_for_the_weights(check, model, monkeypatch):
     )
     with pytest.raises(ConfigError, match=told):
         check(with_users_etcd)
+
+
+def test_what_the_run_holds_already_counts_as_room(check, tmp_path, model, monkeypatch):
+    """A run that trained on this disk can be resumed on it, with the command that its error recommends."""
+    run_dir = run_directory(load_experiment(tmp_path / "run.yaml", []))
+    wal = run_dir / "etcd" / "attempt_1" / "member" / "wal" / "0.wal"
+    wal.parent.mkdir(parents=True)
+    total, used, _ = usage = shutil.disk_usage(model)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: type(usage)(total, used, 100_000_000))
+    with wal.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 20_000_000)
+        with pytest.raises(ConfigError, match="but the run needs"):
+            check()
+        os.posix_fallocate(file.fileno(), 0, 64_000_000)
+    assert check() == 64
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,7 @@ _SHAPE_FIELDS = (  # fields of config.json that determine the tensors' names and
 )
 _MULTI_STEP = "asyncrl.rollout.agent:MultiStepAgent"
 _FLOATS_OF_A_PARAMETER = 3  # float32 values per parameter in a checkpoint: itself and two moments
+_BLOCK_BYTES = 512  # the unit of st_blocks
 _ETCD_BYTES = 130_000_000  # etcd allocates two files of its write-ahead log at its start
 
 
@@ -351,8 +352,10 @@ def _check_room(case: Case) -> None:
     try:
         free = shutil.disk_usage(existing_parent(run_dir)).free
         # Files of earlier attempts count as free space, because the run removes them
-        old = (*run_dir.glob("weights/*/*/*"), *run_dir.glob("checkpoints/recover/*/*"))
-        free += sum(file.stat().st_size for file in old)
+        old = [*run_dir.glob("weights/*/*/*"), *run_dir.glob("checkpoints/recover/*/*")]
+        if own_etcd:
+            old += (run_dir / "etcd").rglob("*")
+        free += sum(file.lstat().st_blocks * _BLOCK_BYTES for file in old)
     except OSError:  # the launcher reports the error
         return
     if free < needed:
