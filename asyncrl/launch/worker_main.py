@@ -22,6 +22,7 @@ from asyncrl.launch.rundir import logs_dir
 from asyncrl.runtime import security, unix_sockets
 from asyncrl.runtime.process import die_with_parent
 from asyncrl.runtime.stacks import SUFFIX, answer_requests
+from asyncrl.runtime.user_output import limit_streams
 from asyncrl.runtime.worker import Worker, configure_logging, run_worker
 
 PARENT_ENV = "ASYNCRL_PARENT"  # pid of the launcher; unset: no launcher started this process
@@ -78,10 +79,11 @@ def main() -> int:
 
 def run_config(path: Path, *, launched: bool) -> int:
     """Run the worker of a config to its end. Returns its exit code. launched: the launcher started it, not a person."""
-    if launched:
-        sys.breakpointhook = no_terminal
     config = load_process_config(path)
     configure_logging(config.worker)
+    if launched:
+        sys.breakpointhook = no_terminal
+        limit_streams(config.worker.name)
     with contextlib.suppress(OSError):  # the worker works even if it cannot answer requests for its stacks
         answer_requests(
             logs_dir(Path(config.worker.run_dir), config.worker.attempt) / f"{path.stem}{SUFFIX}", config.worker.name

@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 from asyncrl.config.schema import ConfigError
 from asyncrl.protocol.errors import MAX_UNKNOWN
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
+from asyncrl.runtime.user_output import MAX_BYTES, Pump
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
 Calls = Sequence[Call]
@@ -45,6 +46,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0  # delay before a nursery restarts:
 _CALM_S = 60.0
 _MAX_MESSAGE = 200_000
 _LENGTH_BYTES = 8
+_STDOUT = 1
+_OUTPUT_LIMIT_S = 1.0  # for the last output of a nursery that has ended
 _MAX_ANSWER = 64_000_000
 
 
@@ -127,6 +130,7 @@ class Judges:
         most_async: int,
         logger: logging.Logger,
         output: int | None = None,
+        max_output_bytes: int = MAX_BYTES,
         pace: RestartPace | None = None,
         death_limit_s: float = 2.0,
         end_limit_s: float = 10.0,
@@ -135,14 +139,15 @@ class Judges:
         """Start the nursery, and block until it has imported the function. Raises ConfigError if the import fails.
 
         memory_bytes: limit for each judge; 0: no limit. most_async: replaces `most` for an `async def`, which mostly waits. output:
-        the file descriptor for the function's stdout; None: this process's stdout. death_limit_s: after a judge has closed its
-        connection, wait this long for the nursery's report of how it ended. end_limit_s: after the socket to the nursery is closed,
-        wait this long until the nursery and all its descendants have ended.
+        the file descriptor for what the function prints; None: this process's stdout. max_output_bytes: of a nursery and its
+        judges; the rest is dropped and counted. death_limit_s: after a judge has closed its connection, wait this long for the
+        nursery's report of how it ended. end_limit_s: after the socket to the nursery is closed, wait this long until the nursery
+        and all its descendants have ended.
         """
         self.spec = spec
         self._memory_bytes = memory_bytes
         self._logger = logger
-        self._output, self._clock = output, clock
+        self._output, self._max_output_bytes, self._clock = output, max_output_bytes, clock
         self._free: list[_Judge] = []
         self._judges: dict[int, _Judge] = {}
         self._starting: deque[asyncio.Future[int]] = deque()
@@ -279,7 +284,11 @@ class Judges:
         self.num_nurseries += 1
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         program = str(Path(__file__).with_name("judge_main.py"))
-        with theirs:
+        # A pipe bounds what users' code prints, also below Python and in processes that it starts
+        pump = self._pump = Pump(
+            _STDOUT if self._output is None else self._output, f"the reward {self.spec}", self._max_output_bytes
+        )
+        with theirs, contextlib.closing(pump):
             nursery = subprocess.Popen(
                 [
                     sys.executable,
@@ -289,7 +298,8 @@ class Judges:
                     self.spec,
                 ],  # the spec is for `ps` and fault injection
                 stdin=subprocess.DEVNULL,
-                stdout=self._output,
+                stdout=pump.writer,
+                stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
                 # If the worker's process group is killed, this program survives and kills the judges and their descendants
                 start_new_session=True,
@@ -312,6 +322,7 @@ class Judges:
         if "ready" not in reply:
             control.close()
             code = _end_of(nursery, self._end_limit_s)
+            self._pump.join(_OUTPUT_LIMIT_S)
             if "config" in reply:
                 raise ConfigError(reply["config"])
             told = reply.get("error") or f"its process ended with code {code} within {_START_LIMIT_S:g} s"
@@ -405,6 +416,7 @@ class Judges:
                 started.set_exception(JudgesLost(why))
         self._starting.clear()
         _end_of(self._nursery, self._end_limit_s)  # it kills its judges and their descendants
+        self._pump.join(_OUTPUT_LIMIT_S)
 
 
 def _end_of(nursery: subprocess.Popen[bytes], limit_s: float) -> int:

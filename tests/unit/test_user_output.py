@@ -1,0 +1,78 @@
+"""What users' code prints into logs: the first bytes stay, the rest is dropped and counted."""
+
+import logging
+import subprocess
+import sys
+
+from asyncrl.rewards.judges import Judges
+from asyncrl.runtime.user_output import Budget
+
+LIMIT_S = 60.0
+
+REWARD = """
+import os, subprocess, sys
+def reward(prompt, completion, answer):
+    print("first line of", completion, flush=True)
+    for _ in range(100):
+        print("x" * 10_000)
+        os.write(2, b"y" * 10_000)
+    subprocess.run(["sh", "-c", "yes | head -c 1000000"], check=True)
+    return 1.0
+"""
+
+
+def test_a_budget_tells_each_time_that_the_dropped_bytes_have_doubled():
+    budget = Budget(10_000_000, "master/0")
+    assert [budget.take(6_000_000), budget.notice()] == [6_000_000, ""]
+    assert budget.take(6_000_000) == 4_000_000
+    assert "master/0 has printed more than 10 MB: 2000000 further bytes" in budget.notice()
+    told = [bool(budget.notice()) for _ in range(1000) if budget.take(1_000_000) == 0]
+    assert 5 < sum(told) < 12
+    assert budget.dropped == 1_002_000_000
+
+
+async def test_a_reward_that_prints_without_end_does_not_fill_the_disk(tmp_path):
+    (tmp_path / "loud.py").write_text(REWARD)
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        judges = Judges(
+            f"{tmp_path}/loud.py:reward",
+            memory_bytes=0,
+            most=2,
+            most_async=2,
+            logger=logging.getLogger("test"),
+            output=file.fileno(),
+            max_output_bytes=1_000_000,
+        )
+        try:
+            for number in range(3):
+                assert (await judges.ask([(("", f"call {number}", ""), {})], LIMIT_S))["values"] == [1.0]
+        finally:
+            judges.close()
+    text = log.read_text()
+    assert text.startswith("first line of call 0\n")
+    assert 1_000_000 < len(text) < 1_010_000
+    assert f"the reward {tmp_path}/loud.py:reward has printed more than 1 MB" in text
+
+
+WORKER = """
+import logging, sys
+from asyncrl.runtime.user_output import limit_streams
+logging.basicConfig(stream=sys.stderr, format="log: %(message)s", force=True)
+limit_streams("rollout_worker/0", 1_000_000)
+print("first line")
+for _ in range(100):
+    print("x" * 100_000)
+    print("y" * 100_000, file=sys.stderr)
+logging.getLogger("a").warning("the worker's own line")
+sys.stdout.flush()
+"""
+
+
+def test_users_code_in_a_worker_is_bounded_and_the_workers_log_is_not():
+    done = subprocess.run([sys.executable, "-c", WORKER], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("first line\n")
+    assert "rollout_worker/0 has printed more than 1 MB" in done.stdout
+    assert 1_000_000 < len(done.stdout) < 1_010_000
+    assert 1_000_000 < len(done.stderr) < 1_010_000
+    assert done.stderr.endswith("log: the worker's own line\n")
