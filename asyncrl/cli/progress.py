@@ -220,8 +220,8 @@ class RunView:
                 self._print(line + self._training.left_text())
             for text in news:
                 self.notice(text)
-            if (text := self._skipped.news(record)) is not None:
-                self.notice(text)
+            if (skipped := self._skipped.news(record)) is not None:
+                self.notice(skipped)
         if statuses:
             self._show(statuses, now)
         for text in self._long_waits.new(statuses):

@@ -6,7 +6,8 @@ import argparse
 
 from rich.console import Console
 
-from asyncrl.cli.commands.common import FAILED, Commands, add_run_command, print_json, run_dir_of
+from asyncrl.cli.commands.common import FAILED, Commands, add_run_command, print_json
+from asyncrl.cli.commands.which_run import run_dir_of
 from asyncrl.launch.rundir import LaunchError
 from asyncrl.weights.lineage import Audit, Stretch, audit
 

@@ -16,10 +16,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from asyncrl.config.processes import ModelWorkerConfig
-from asyncrl.config.schema import ConfigError, ExperimentConfig, max_head_offpolicyness
-from asyncrl.launch.experiment import load_experiment
+from asyncrl.config.schema import ExperimentConfig, max_head_offpolicyness
 from asyncrl.launch.hosts.addresses import refuses
-from asyncrl.launch.program import ProcessSpec, run_directory, total_steps
+from asyncrl.launch.program import ProcessSpec, total_steps
 from asyncrl.launch.redact import redact
 from asyncrl.launch.rundir import LaunchError, RunRecord, is_folder, is_running, read_record
 from asyncrl.launch.slurm import job_state, read_job
@@ -32,6 +31,7 @@ from asyncrl.runtime.names.open import open_name_resolver
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 Command: TypeAlias = Callable[[argparse.Namespace, Console], int]
 
+RUN_HELP = "folder of the run, or the CONFIG that it was started from (default: the only run under ./runs)"
 FAILED = 1  # exit codes
 CONFIG_ERROR = 2
 NOT_RUNNING = 3  # the command needs a run that is running, and this one is not
@@ -88,9 +88,9 @@ def supervises(parser: argparse.ArgumentParser) -> None:
 def add_run_command(
     commands: Commands, name: str, function: Command, *, description: str = "", epilog: str = ""
 ) -> argparse.ArgumentParser:
-    """Declare a command about a run: RUN [key=value ...]."""
+    """Declare a command about a run: [RUN] [key=value ...]."""
     parser = add_command(commands, name, function, description=description, epilog=epilog)
-    parser.add_argument("run", metavar="RUN", help="folder of the run, or the CONFIG that it was started from")
+    parser.add_argument("run", metavar="RUN", nargs="?", help=RUN_HELP)
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="the overrides that it was started with")
     return parser
 
@@ -108,10 +108,16 @@ def process_table(title: str, specs: Sequence[ProcessSpec]) -> Table:
     table = Table(title=title, title_justify="left")
     for column in ("process", "uses", "environment"):
         table.add_column(column)
+    rows: dict[tuple[str, str, str], list[str]] = {}  # processes of a kind that differ only in their number share a row
     for spec in specs:
         env = " ".join(f"{key}={value}" for key, value in sorted(redact(spec.env).items()))
         uses = ", ".join(["a core or device" if spec.computes else "little", *holds(spec)])
-        table.add_row(spec.name, uses, escape(env))
+        rows.setdefault((spec.kind, uses, env), []).append(spec.name)
+    told = ""
+    for (_, uses, env), names in rows.items():
+        named = ", ".join(names) if len(names) < 4 else f"{names[0]} ... {names[-1]} ({len(names)})"
+        table.add_row(named, uses, escape("the same" if env and env == told else env))
+        told = env
     return table
 
 
@@ -150,16 +156,6 @@ def sizes_text(config: ExperimentConfig, num_prompts: int) -> str:
     servers = config.allocation.partition("+")[0] if "." in config.allocation else ""
     unused = f"; {servers} of the allocation stays unused" if servers else ""
     return f"{steps}; mode=sync: each step generates its batch on the model workers{unused}"
-
-
-def run_dir_of(target: str, overrides: list[str]) -> Path:
-    """A run's folder. target: the folder itself, or the config that the run was started from (with its overrides)."""
-    path = Path(target)
-    if path.is_dir():
-        return path.absolute()
-    if not path.is_file():
-        raise ConfigError(f"{target!r} is neither the folder of a run nor a config")
-    return run_directory(load_experiment(path, overrides))
 
 
 def goes_on(run_dir: Path, record: RunRecord | None) -> bool:

@@ -19,12 +19,14 @@ import numpy as np
 from msgspec import Struct
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from yaml import YAMLError
 
-from asyncrl.cli.commands.common import Commands, add_command, print_json, run_dir_of
+from asyncrl.cli.commands.common import Commands, add_command, print_json
+from asyncrl.cli.commands.which_run import run_dir_of
 from asyncrl.config.processes import MasterWorkerConfig, RolloutWorkerConfig
 from asyncrl.config.schema import ConfigError
 from asyncrl.data.sequence import Array, SequenceSample
@@ -380,7 +382,13 @@ exit codes: 0 shown; 1 nothing is recorded, or the file is broken; 2 wrong argum
 
 def add_to(commands: Commands) -> None:
     parser = add_command(commands, "inspect", inspect, description=_DESCRIPTION, epilog=_EPILOG)
-    parser.add_argument("target", metavar="FILE_OR_RUN", help="a recorded file, a run's folder, or the run's CONFIG")
+    parser.add_argument(
+        "target",
+        metavar="FILE_OR_RUN",
+        nargs="?",
+        default="",
+        help="a recorded file, a run's folder, or the run's CONFIG (default: the only run under ./runs)",
+    )
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="the overrides the run was started with")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--ticket", metavar="T", help="show the newest trajectory whose ticket id contains T")
@@ -534,7 +542,7 @@ def print_view(view: View, console: Console, *, limit: int, with_prompt: bool) -
         line = Text(f"{label:<9}", "bold").append(visible(text), "yellow" if label == "note" else "not bold")
         console.print(line, highlight=False, soft_wrap=True)
     _print_text("prompt", view.prompt_text, console)
-    console.print(_sequence_table(view))
+    console.print(_sequence_table(view, console.width))
     chosen = view.sequences[view.sequence]
     _print_text(f"response {view.sequence}", chosen.text, console)
     rows = [row for row in view.tokens if with_prompt or not row.prompt]
@@ -554,12 +562,31 @@ def _print_text(label: str, text: str | None, console: Console) -> None:
     console.print(Text(shown), highlight=False, soft_wrap=True)
 
 
-def _sequence_table(view: View) -> Table:
+_SEQUENCE_COLUMNS = ("", "reward", "end", "tokens", "versions", "off-policy")
+_ALWAYS_SHOWN = 4  # of these columns, also on the narrowest terminal
+_LEAST_RESPONSE = 12  # characters of the response for which a further column is left out
+_FRAME = 3  # characters around a cell
+
+
+def _sequence_table(view: View, width: int) -> Table:
+    """The responses of the group. Only the response is cropped; columns that do not fit the width are left out, from the right."""
+    rows = [_sequence_cells(row) for row in view.sequences]
+    needed = [
+        max(cell_len(name), *(cell_len(str(row[at])) for row in rows)) + _FRAME
+        for at, name in enumerate(_SEQUENCE_COLUMNS)
+    ]
+    shown = _ALWAYS_SHOWN
+    while shown < len(needed) and 1 + sum(needed[: shown + 1]) + _LEAST_RESPONSE + _FRAME <= width:
+        shown += 1
+    room = width - 1 - sum(needed[:shown]) - _FRAME
     table = Table(title="the group", title_justify="left")
-    for column in ("", "reward", "end", "tokens", "versions", "off-policy", "response"):
-        table.add_column(column, no_wrap=True, overflow="ellipsis")
-    for row in view.sequences:
-        table.add_row(*_sequence_cells(row), style="bold" if row.index == view.sequence else None)
+    for name in _SEQUENCE_COLUMNS[:shown]:
+        table.add_column(name, no_wrap=True)
+    if room >= len("..."):
+        table.add_column("response", no_wrap=True, overflow="ellipsis", max_width=room)
+    for row, cells in zip(view.sequences, rows, strict=True):
+        visible_cells = [*cells[:shown], *(cells[-1:] if room >= len("...") else [])]
+        table.add_row(*visible_cells, style="bold" if row.index == view.sequence else None)
     return table
 
 

@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from asyncrl.cli.commands.common import Commands, add_command, print_json, run_dir_of
+from asyncrl.cli.commands.common import RUN_HELP, Commands, add_command, print_json
+from asyncrl.cli.commands.which_run import run_dir_of
 from asyncrl.config.nearest import did_you_mean
 from asyncrl.launch.rundir import EXPERIMENT_FILE, LaunchError, configs_dir, is_running, logs_dir
 from asyncrl.runtime.clock import SYSTEM_CLOCK
@@ -217,6 +218,9 @@ def worker_of(stem: str) -> str:
     return f"{kind}/{index}" if underscore and index.isdigit() else stem
 
 
+_WORKER = re.compile(r"(?:etcd|launcher|master|gserver_manager|(?:model|rollout)_worker|generation_server)(?:[/_]\d+)?")
+
+
 def select_workers(asked: Sequence[str], known: Collection[str]) -> set[str]:
     """The workers named by `rollout_worker` (all of a kind), `rollout_worker/1` or `rollout_worker_1`.
 
@@ -256,7 +260,7 @@ _LEVEL_STYLES = {"DEBUG": "dim", "WARNING": "yellow", "ERROR": "bold red", "CRIT
 
 def add_to(commands: Commands) -> None:
     parser = add_command(commands, "logs", logs, description=_DESCRIPTION, epilog=_EPILOG)
-    parser.add_argument("run", metavar="RUN", help="folder of the run, or the CONFIG that it was started from")
+    parser.add_argument("run", metavar="RUN", nargs="?", help=RUN_HELP)
     parser.add_argument(
         "words", metavar="WORKER", nargs="*", help="only these workers (after a CONFIG also key=value overrides)"
     )
@@ -275,6 +279,8 @@ def add_to(commands: Commands) -> None:
 
 def logs(arguments: argparse.Namespace, console: Console) -> int:
     """Show the logs of a run's processes as one stream in time order; the first error is highlighted."""
+    if arguments.run and _WORKER.fullmatch(arguments.run) and not Path(arguments.run).exists():
+        arguments.run, arguments.words = None, [arguments.run, *arguments.words]  # `logs master` of the only run
     run_dir = run_dir_of(arguments.run, [word for word in arguments.words if "=" in word])
     attempt = arguments.attempt or _newest_attempt(run_dir)
     folder = logs_dir(run_dir, attempt)

@@ -120,7 +120,7 @@ def newest_step(metrics: Path) -> tuple[int, float | None]:
 
 def _table(folder: Path, entries: list[RunEntry], now: float) -> Table:
     table = Table(title=str(folder), title_justify="left")
-    for column in ("run", "state", "step", "reward", "started"):
+    for column in ("run", "state", "step", f"reward, mean of {_REWARD_STEPS} steps", "started"):
         table.add_column(column)
     for entry in entries:
         began = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.started)) if entry.started else ""

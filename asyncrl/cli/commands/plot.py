@@ -9,7 +9,8 @@ from pathlib import Path
 from rich.console import Console
 
 from asyncrl.cli.advice import Advice
-from asyncrl.cli.commands.common import Commands, add_command, print_json, run_dir_of
+from asyncrl.cli.commands.common import Commands, add_command, print_json
+from asyncrl.cli.commands.which_run import run_dir_of
 from asyncrl.cli.curves import Picture, as_json, picture, read_runs
 from asyncrl.cli.plotting import write_picture
 from asyncrl.launch.rundir import LaunchError, is_running
@@ -40,8 +41,8 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "runs",
         metavar="RUN",
-        nargs="+",
-        help="folder of a run, or the CONFIG that it was started from (with its overrides)",
+        nargs="*",
+        help="folder of a run, or the CONFIG that it was started from (default: the only run under ./runs)",
     )
     parser.add_argument(
         "--out", metavar="FILE", type=Path, help="the picture file (default: plot.png in the run's folder)"
@@ -59,7 +60,7 @@ def plot(arguments: argparse.Namespace, console: Console) -> int:
     """Draw reward, off-policyness, lengths, entropy, KL, time and throughput of runs into a picture file."""
     overrides = [target for target in arguments.runs if "=" in target and not Path(target).exists()]
     targets = [target for target in arguments.runs if target not in overrides]
-    run_dirs = [run_dir_of(target, overrides) for target in targets]
+    run_dirs = [run_dir_of(target, overrides) for target in targets or [None]]
     shown = picture(read_runs(run_dirs, is_running), arguments.metric)
     if not shown.panels:
         raise LaunchError(

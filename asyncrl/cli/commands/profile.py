@@ -18,8 +18,8 @@ from asyncrl.cli.commands.common import (
     goes_on,
     print_json,
     record_of_running,
-    run_dir_of,
 )
+from asyncrl.cli.commands.which_run import run_dir_of
 from asyncrl.config.schema import ConfigError
 from asyncrl.launch.rundir import LaunchError, RunRecord
 from asyncrl.protocol.messages import DECODE_ERRORS, MOST_PROFILED_STEPS, ProfileAnswer, ProfileRequest
@@ -60,7 +60,7 @@ def profile(arguments: argparse.Namespace, console: Console) -> int:
     """Record the next train steps of a running run with torch's profiler."""
     if not 1 <= arguments.steps <= MOST_PROFILED_STEPS:
         raise ConfigError(f"--steps {arguments.steps}: use a number from 1 to {MOST_PROFILED_STEPS}")
-    run_dir = run_dir_of(arguments.run, arguments.overrides)
+    run_dir = run_dir_of(arguments.run, arguments.overrides, running=True)
     record = record_of_running(run_dir, console, as_json=arguments.json)
     if record is None:
         return NOT_RUNNING

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from asyncrl.cli.commands.common import Commands, add_command, supervises
 from asyncrl.cli.commands.run import add_detach, start
+from asyncrl.cli.commands.which_run import FILEROOT, only_run
 from asyncrl.config.schema import ConfigError
 from asyncrl.launch.experiment import Draft, draft_experiment, load_experiment
 from asyncrl.launch.rundir import EXPERIMENT_FILE, newest_experiment, read_record
@@ -36,7 +37,7 @@ and the overrides give it no more steps."""
 
 def add_to(commands: Commands) -> None:
     parser = add_command(commands, "resume", resume, description=_DESCRIPTION, epilog=_EPILOG)
-    parser.add_argument("run", metavar="DIR", type=Path, help="folder of the run")
+    parser.add_argument("run", metavar="DIR", nargs="?", help="folder of the run (default: the only run under ./runs)")
     supervises(parser)
     add_detach(parser)
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="fields to change")
@@ -44,7 +45,9 @@ def add_to(commands: Commands) -> None:
 
 def resume(arguments: argparse.Namespace, console: Console) -> int:
     """Continue a run that was stopped or killed, from its newest checkpoint."""
-    run_dir = Path(arguments.run).expanduser().absolute()
+    if arguments.run is not None and "=" in arguments.run and not Path(arguments.run).exists():
+        arguments.run, arguments.overrides = None, [arguments.run, *arguments.overrides]
+    run_dir = only_run(FILEROOT) if arguments.run is None else Path(arguments.run).expanduser().absolute()
     if not run_dir.is_dir():
         raise ConfigError(
             f"{str(arguments.run)!r} is not a folder; name the folder of a run, <fileroot>/<experiment>/<trial>"

@@ -17,12 +17,12 @@ from asyncrl.cli.commands.common import (
     add_command,
     print_json,
     record_of_running,
-    run_dir_of,
 )
+from asyncrl.cli.commands.which_run import run_dir_of
 from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.dataflow.phases import phase_after
 from asyncrl.dataflow.topology import Allocation, allocation_of
-from asyncrl.launch.rundir import LaunchError, is_running
+from asyncrl.launch.rundir import LaunchError
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.desired_servers import MOST_SERVERS, set_desired_servers
 from asyncrl.runtime.devices import usable_cores, visible_devices
@@ -62,7 +62,7 @@ def add_to(commands: Commands) -> None:
 def scale(arguments: argparse.Namespace, console: Console) -> int:
     """Change the number of generation servers of a run while it runs."""
     count, target, overrides = _read_words(arguments.words)
-    run_dir = run_dir_of(target, overrides) if target else _only_run(Path("runs"))
+    run_dir = run_dir_of(target, overrides, running=True)
     record = record_of_running(run_dir, console, as_json=arguments.json)
     if record is None:
         return NOT_RUNNING
@@ -127,19 +127,6 @@ def _read_words(words: Sequence[str]) -> tuple[int, str, list[str]]:
     if not 1 <= count <= MOST_SERVERS:
         raise ConfigError(f"{counts[0]}: use a number from 1 to {MOST_SERVERS}; `asyncrl-launch stop` ends a run")
     return count, targets[0] if targets else "", others
-
-
-def _only_run(fileroot: Path) -> Path:
-    """The folder of the only run under fileroot that is running. Raises ConfigError if none or several are."""
-    found = [lock.parent.absolute() for lock in sorted(fileroot.glob("*/*/launcher.lock")) if is_running(lock.parent)]
-    if len(found) == 1:
-        return found[0]
-    which = (
-        f"several are running: {', '.join(map(str, found))}"
-        if found
-        else f"none is running under {fileroot.absolute()}"
-    )
-    raise ConfigError(f"RUN is missing, and {which}; use asyncrl-launch scale RUN generation=N")
 
 
 def _allocation_of(run_dir: Path, count: int) -> Allocation:

@@ -20,8 +20,8 @@ from asyncrl.cli.commands.common import (
     goes_on,
     not_running,
     print_json,
-    run_dir_of,
 )
+from asyncrl.cli.commands.which_run import run_dir_of
 from asyncrl.cli.curves import read_records
 from asyncrl.cli.progress import TrainingProgress
 from asyncrl.launch.rundir import LaunchError, RunRecord, all_logs_dirs, read_record

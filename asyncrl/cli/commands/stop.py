@@ -12,7 +12,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from asyncrl.cli.commands.common import Commands, add_run_command, goes_on, not_running, print_json, run_dir_of
+from asyncrl.cli.commands.common import Commands, add_run_command, goes_on, not_running, print_json
+from asyncrl.cli.commands.which_run import run_dir_of
 from asyncrl.launch.rundir import LaunchError, RunRecord, has_lock, holder, is_running, read_record
 from asyncrl.launch.slurm import JobRecord, ask_to_stop, cancel, job_state, read_job
 from asyncrl.protocol.names import Names
@@ -46,7 +47,7 @@ def add_to(commands: Commands) -> None:
 
 def stop(arguments: argparse.Namespace, console: Console) -> int:
     """Stop a run and wait until all its processes have ended."""
-    run_dir = run_dir_of(arguments.run, arguments.overrides)
+    run_dir = run_dir_of(arguments.run, arguments.overrides, running=True)
     job = read_job(run_dir)
     if job is not None and not job_state(job.job_id).ended:
         return _stop_job(run_dir, job, arguments, console)
