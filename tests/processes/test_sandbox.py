@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -216,6 +217,53 @@ def test_the_queue_of_a_socket_grows_no_longer(pool: SandboxPool) -> None:
     assert run(pool, code).ok
     result = run(pool, f"{code}a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)")
     assert result.refused == {"setsockopt": 1}
+
+
+def test_a_pipe_does_not_grow(pool: SandboxPool) -> None:
+    """No limit counts what waits in pipes. A pipe of the usual size holds 64 kB, one that was enlarged 1 MB."""
+    code = (
+        "import fcntl, os\nread, write = os.pipe()\ntry:\n    print(fcntl.fcntl(write, 1031, 1 << 20))\n"
+        "except PermissionError:\n    print('refused')\n"
+    )
+    with pool.open(Program({"main.py": code})) as sandbox:
+        result = sandbox.run()
+    assert result.stdout == "refused\n"
+    assert result.refused == {"fcntl": 1}
+
+
+HARM = {
+    "deep": "for _ in range(1500):\n    os.mkdir('d' * 200)\n    os.chdir('d' * 200)\n",
+    "many": "for number in range(5_000):\n    open(str(number), 'w').close()\n",
+    "names": "for name in ('a\\nb', '-rf', ' ', '\\udc80', '\\x01', '*', 'x' * 255):\n    os.mkdir(name)\n"
+    "    open(os.path.join(name, name), 'w').close()\n",
+    "unreadable": "os.makedirs('a/b/c')\nfor name in ('a/b/c', 'a/b', 'a'):\n    os.chmod(name, 0)\n",
+    "links": "open('f', 'w').close()\nos.link('f', 'g')\nos.symlink('/', 'root')\nos.symlink('/usr', 'usr')\n"
+    "os.symlink('loop', 'loop')\n",
+    "fifo": "os.mkfifo('fifo')\nimport socket\nsocket.socket(socket.AF_UNIX).bind('socket')\n",
+    "sparse": "open('sparse', 'wb').truncate(50_000_000)\n",
+    "running": "if os.fork() == 0:\n    number = 0\n    while True:\n        number += 1\n"
+    "        os.makedirs(f'{number % 50}/x', exist_ok=True)\n",
+}
+
+
+@pytest.mark.parametrize("harm", HARM)
+@pytest.mark.parametrize("isolation", ["full", "limits"])
+def test_what_a_program_leaves_in_its_folder_is_removed(
+    harm: str, isolation: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the next input, and with the sandbox."""
+    code = f"import os, sys\nprint(sorted(os.listdir('.')))\nif sys.stdin.read():\n    sys.exit()\n{HARM[harm]}"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = None if isolation == "full" else SandboxPool(isolation="limits", spare=1)
+    try:
+        with (own or request.getfixturevalue("pool")).open(Program({"main.py": code})) as sandbox:
+            assert sandbox.run().stdout == "['main.py']\n"
+            again = sandbox.run("look")
+            assert (again.outcome, again.stdout) == ("ended", "['main.py']\n")
+    finally:
+        if own is not None:
+            own.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_one_input_leaves_nothing_to_the_next(pool: SandboxPool) -> None:

@@ -367,17 +367,33 @@ def fresh_scratch(scratch: str, files: Mapping[str, bytes]) -> None:
 
 
 def empty(folder: str) -> None:
+    """Remove what is in a folder. Does not follow links. Moves folders up instead of going down, because a program may nest them
+    more deeply than a path or a recursion can reach."""
     try:
         os.chmod(folder, 0o700)
     except OSError:
         pass  # the scratch folder itself may belong to another user
-    with os.scandir(folder) as entries:
-        for entry in list(entries):
-            if entry.is_dir(follow_symlinks=False):
-                empty(entry.path)
-                os.rmdir(entry.path)
-            else:
+    moved, number = os.path.join(folder, os.urandom(8).hex()), 0
+    while True:
+        with os.scandir(folder) as entries:
+            there = list(entries)
+        if not there:
+            return
+        for entry in there:
+            if not entry.is_dir(follow_symlinks=False):
                 os.unlink(entry.path)
+                continue
+            os.chmod(entry.path, 0o700)
+            with os.scandir(entry.path) as entries:
+                inside = list(entries)
+            for inner in inside:
+                if inner.is_dir(follow_symlinks=False):
+                    os.chmod(inner.path, 0o700)  # a move writes to the moved folder, too
+                    number += 1
+                    os.rename(inner.path, f"{moved}-{number}")
+                else:
+                    os.unlink(inner.path)
+            os.rmdir(entry.path)
 
 
 # ----------------------------------------------------------------------------------------------------------------- set-up

@@ -481,7 +481,9 @@ class Sandbox:
         self._process.wait()
         self.forget()
         if self._scratch:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                main.empty(self._scratch)
+                os.rmdir(self._scratch)
 
     def forget(self) -> None:
         """Release this process's descriptors: the sandbox has ended, or belongs to the process this one was forked from."""

@@ -3,7 +3,7 @@
 The filter refuses
 - calls that isolation depends on (mounts, namespaces, keys, tracing),
 - access to the network,
-- memory that no limit counts (memfd, System V segments, larger socket buffers),
+- memory that no limit counts (memfd, System V segments, larger buffers of sockets and pipes),
 - changes to the limits or the priority of the watching process,
 - everything newer than this list: system calls from number 424 on have the same number on all architectures, and only the named
   ones pass.
@@ -75,6 +75,7 @@ _REFUSED: Mapping[str, tuple[int | None, int | None]] = {
     "seccomp": (317, 277),
     "socket": (41, 198),  # except for AF_UNIX
     "setsockopt": (54, 208),  # refused only if it sets the size of a send buffer
+    "fcntl": (72, 25),  # refused only if it sets the size of a pipe
     "clone": (56, 220),  # refused only if it creates a user namespace
     "prlimit64": (302, 261),  # from here to ioprio_set: refused only if the call is for another process
     "setpriority": (141, 140),
@@ -92,6 +93,7 @@ _NEWER_THAT_PASS = {434: "pidfd_open", 436: "close_range", 437: "openat2", 439: 
 }
 _AF_UNIX = 1
 _SOL_SOCKET, _SO_SNDBUF, _SO_SNDBUFFORCE = 1, 7, 32
+_F_SETPIPE_SZ = 1031
 _CLONE_NEWUSER = 0x10000000
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 _X32 = 0x40000000
@@ -134,6 +136,7 @@ def build_filter(*, told: bool) -> bytes:
     resizing = [op for option in send_buffer for op in _when(_EQUAL, option, _op(_RETURN, refuse))]
     level = [_argument(1), *_unless(_EQUAL, _SOL_SOCKET, _allow())]
     code += _on(number.pop("setsockopt"), [*level, _argument(2), *resizing, _allow()])
+    code += _on(number.pop("fcntl"), [_argument(1), *_when(_EQUAL, _F_SETPIPE_SZ, _op(_RETURN, refuse)), _allow()])
     code += _on(number.pop("clone"), [_argument(0), *_when(_ANY_BIT, _CLONE_NEWUSER, _op(_RETURN, refuse)), _allow()])
     for name in ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"):
         code += _on(number.pop(name), _argument_unless(0, 0, refuse))
