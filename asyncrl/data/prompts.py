@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 DEFAULT_TASK = "default"  # the task of a line if the config has neither task_key nor default_task
 TOOLS_KEY = "tools"  # field of a line with the tools that the chat template shows
+_MOST_ADDED = 4  # tokens that a tokenizer adds to a text
 _MAX_LINE_BYTES = 256 << 20
 _ROWS_AT_ONCE = 1024  # of a Parquet file
 _BOM = b"\xef\xbb\xbf"
@@ -67,6 +68,16 @@ class Prompt:
     def plain_text(self) -> str:
         """The text without special tokens."""
         return self.text if self.without_special_tokens is None else self.without_special_tokens
+
+
+@dataclass
+class Lengths:
+    """Lengths of a source's prompts, in tokens."""
+
+    num_over: int = 0  # prompts with more tokens than the limit
+    longest: int = 0
+    index: int = 0  # of the longest prompt
+    is_complete: bool = True  # False: time was over before all that may be too long were measured
 
 
 class PromptError(ValueError):
@@ -179,6 +190,37 @@ class PromptSource:
             answer = row[self.config.answer_key] if self.config.answer_key else ""
             if not isinstance(answer, str | int | float):
                 raise ValueError(f"{self.place(index)}: the answer is {shortened(answer)}; it must be text or a number")
+
+    def may_exceed(self, limit: int) -> bool:
+        """Whether a prompt may have more than `limit` tokens, told from bytes alone. True with a chat template."""
+        return self.config.chat_template or max(map(self._num_bytes, self._rows)) + _MOST_ADDED > limit
+
+    def _num_bytes(self, row: Row) -> int:
+        prompt = row[self.config.prompt_key]
+        if isinstance(prompt, str) and not row.get(TOOLS_KEY):
+            return len(prompt.encode(errors="replace"))
+        return len(msgspec.json.encode([prompt, row.get(TOOLS_KEY)]))
+
+    def find_longest(self, limit: int, deadline: float, now: Callable[[], float]) -> Lengths:
+        """Measure prompts with the tokenizer, those with the most bytes first, until no other can have more than `limit` tokens, or
+        until the deadline. A prompt that cannot be rendered is left out: the run names it."""
+        sizes = [self._num_bytes(row) for row in self._rows]
+        found, added = Lengths(), 0  # added: the most bytes that a template has added
+        for index in sorted(range(len(self)), key=sizes.__getitem__, reverse=True):
+            if found.longest and sizes[index] + added <= limit:  # a token is at least one byte
+                break
+            if now() > deadline:
+                found.is_complete = False
+                break
+            try:
+                text, input_ids = self._render(self._rows[index])
+            except ValueError:
+                continue
+            added = max(added, len(text.encode(errors="replace")) - sizes[index])
+            found.num_over += len(input_ids) > limit
+            if len(input_ids) > found.longest:
+                found.longest, found.index = len(input_ids), index
+        return found
 
     def place(self, index: int) -> str:
         """File and line of a prompt, or dataset and row; index: as `locate` returns it."""

@@ -47,6 +47,7 @@ from asyncrl.launch.checks.checklist import (
 )
 from asyncrl.launch.checks.environment import judge_environment
 from asyncrl.launch.checks.model_files import check_end_tokens, check_vocabulary, count_parameters, read_config
+from asyncrl.launch.checks.prompt_lengths import judge_prompt_lengths
 from asyncrl.launch.checks.task_arguments import check_task_arguments
 from asyncrl.launch.program import run_directory, writes_checkpoints
 from asyncrl.launch.recovery import refuse_to_replace
@@ -379,6 +380,20 @@ def _check_length(case: Case) -> Iterator[ConfigError]:
         )
 
 
+def _check_attention(case: Case) -> Iterator[ConfigError]:
+    config, text = case.config, case.model.get("text_config") or case.model
+    kinds = text.get("layer_types") if isinstance(text, Mapping) else None
+    by_transformers = any(allocation_of(phase).engine == "transformers" for phase in phases(config))
+    if by_transformers and config.generation.attention == "padded" and "sliding_attention" in (kinds or ()):
+        yield ConfigError(
+            f"generation.attention=padded does not support sliding windows, which model_path={config.model_path!r} uses; use sdpa"
+        )
+
+
+def _check_prompt_lengths(case: Case) -> Iterator[ConfigError | Finding]:
+    yield from judge_prompt_lengths(case.config, case.model, case.tokenizer_path)
+
+
 def _check_name_resolve(case: Case) -> None:
     name_resolve = case.config.name_resolve
     if any(endpoint.startswith(MEMORY) for endpoint in name_resolve.endpoints):
@@ -537,5 +552,13 @@ CHECKS = (
     Check("saved weights", _check_saved, needs=(MODEL,), when=_only_rolls_out),
     Check("prompts", _check_prompts, reads=("prompts", "rollout.tasks"), gives=PROMPTS, when=_rolls_out),
     Check("batch size", _check_batch_size, reads=("train.batch_size",), needs=(PROMPTS,), when=_rolls_out),
+    Check("attention", _check_attention, reads=("allocation", "generation"), needs=(MODEL,), when=_rolls_out),
+    Check(
+        "lengths of prompts",
+        _check_prompt_lengths,
+        reads=("prompts", "eval", "rollout", "generation", "allocation", "mode"),
+        needs=(MODEL, TOKENIZER, PROMPTS),
+        when=_rolls_out,
+    ),
     Check("prompts of evaluations", _check_eval_prompts, reads=("eval", "rollout.tasks"), when=_rolls_out),
 )

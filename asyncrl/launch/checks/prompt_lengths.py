@@ -1,0 +1,60 @@
+"""Checks before a start that prompts and responses fit the model. The prompts that do not are counted with the run's tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from asyncrl.config.schema import ConfigError, ExperimentConfig
+from asyncrl.data.model_limits import UNLIMITED
+from asyncrl.data.prompts import PromptSource, load_tokenizer
+from asyncrl.launch.checks.checklist import Finding
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
+
+_TIME_S = 5.0  # for one source
+
+
+def judge_prompt_lengths(
+    config: ExperimentConfig, model: Mapping[str, Any], tokenizer_path: str, clock: Clock = SYSTEM_CLOCK
+) -> Iterator[ConfigError | Finding]:
+    """Warn of prompts that the run would reject for their length. A ConfigError: it would reject all of them.
+
+    model: config.json of model_path. A prompt is too long if it has more than max_prompt_length tokens, or if the model has too few
+    positions for it and its response.
+    """
+    text = model.get("text_config") or model
+    positions = int(
+        text.get("max_position_embeddings") or UNLIMITED
+    )  # validation ensures that the KV cache is large enough
+    wanted = 1 if config.mode == "sync" else config.rollout.sampling.max_new_tokens  # sync cuts the response
+    own_agents = any(task.agent for task in config.rollout.tasks.values())
+    for field, prompts in (("prompts", config.prompts), ("eval.prompts", config.eval.prompts)):
+        if prompts is None:
+            continue
+        limit = min(prompts.max_prompt_length, positions - wanted)
+        try:
+            if not PromptSource(prompts, None, config.seed).may_exceed(limit):
+                continue
+            source = PromptSource(prompts, load_tokenizer(tokenizer_path), config.seed)
+        except (OSError, ValueError, ImportError):  # the check of that source has reported it, or will
+            continue
+        found = source.find_longest(limit, clock.monotonic() + _TIME_S, clock.monotonic)
+        if not found.num_over:
+            continue
+        count = f"{'' if found.is_complete else 'at least '}{found.num_over} of {len(source)}"
+        value = (
+            f"{count} prompts are too long; the longest has {found.longest} tokens ({source.place(found.index)}), and "
+        )
+        if limit == prompts.max_prompt_length:
+            value += f"{field}.max_prompt_length is {limit}"
+            how = f"leave them out, or set {field}.max_prompt_length={found.longest}"
+        else:
+            value += f"rollout.sampling.max_new_tokens={wanted} leaves {limit} of the model's {positions} positions"
+            fewer = positions - found.longest
+            how = "leave them out, "
+            how += f"set rollout.sampling.max_new_tokens={fewer}, " if 0 < fewer < wanted else ""
+            how += "or use a model with more positions"
+        if found.num_over == len(source) and (limit == prompts.max_prompt_length or not own_agents):
+            yield ConfigError(f"{field}.path={prompts.path!r}: {value}; {how}")
+        else:
+            yield Finding(f"length of {field}", "warn", f"{value}. The run rejects these prompts", how)
