@@ -423,7 +423,7 @@ class VerifiedLoads:
                 manifest = await asyncio.to_thread(read_manifest, path)
             except ValueError as error:
                 await self._refuse(version)
-                raise WeightsRefused(str(error)) from error
+                raise WeightsRefused(str(error), classify(error)) from error
             await self._judge(version, manifest.scored_text, manifest.fingerprint)
         return num_ended
 

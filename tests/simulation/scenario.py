@@ -133,7 +133,7 @@ class Scenario:
                 data_timeout_s=300.0,
             ),
             eval=EvalConfig(),
-            weights=WeightsConfig(keep=3),
+            weights=WeightsConfig(keep=3, verify_logprobs=False),  # simulated weights have no text to score
             checkpoint=CheckpointConfig(every_steps=self.checkpoint_steps, every_s=0.0),
             name_resolve=NameResolveConfig(endpoints=["memory://"]),
             runtime=RuntimeConfig(resend_after_s=1.0, start_timeout_s=60.0, stop_timeout_s=5.0, max_restarts=100),
