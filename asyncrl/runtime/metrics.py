@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import io
 import logging
+import math
 import os
 import re
 import socket
@@ -13,7 +14,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 
 import msgspec
 
@@ -25,6 +26,7 @@ from asyncrl.runtime.wandb_writer import WandbWriter
 METRICS_FILE = "metrics.jsonl"
 _FULL_LIMIT_S = 2.0  # the event loop waits meanwhile, and with it the heartbeats
 _LAST_WORDS_S = 2.0  # limit for W&B to finish if the run ends early
+_NUM_BUCKETS = 30  # of a histogram
 _BLOCK_BYTES = 1 << 16
 JOURNAL_BUCKET_S = 0.1  # generation servers record their tokens in buckets of a tenth of a second
 
@@ -94,12 +96,18 @@ class MetricsWriter:
         if tensorboard:
             self._events = EventFile(run_dir / "tensorboard" / f"attempt_{attempt}")
 
-    def write(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
-        """metrics: by `group/name`. TensorBoard gets the numbers with a group in their name. W&B gets all values."""
+    def write(
+        self,
+        step: int,
+        metrics: Mapping[str, float | int | str],
+        distributions: Mapping[str, Sequence[float]] = MappingProxyType({}),
+    ) -> None:
+        """metrics: by `group/name`. TensorBoard gets the numbers with a group in their name, and the distributions as histograms.
+        W&B gets all values of metrics."""
         self._lines.write({"step": step, "attempt": self._attempt, **metrics})
         if self._events is not None:
             numbers = {name: value for name, value in metrics.items() if not isinstance(value, str) and "/" in name}
-            self._events.write(step, numbers)
+            self._events.write(step, numbers, distributions)
         if self._wandb is not None:
             self._wandb.write(step, metrics)
 
@@ -122,9 +130,19 @@ class EventFile:
             self._file = self._path.open("ab", buffering=0)
         self._append(_double(1, time.time()) + _bytes(3, b"brain.Event:2"))
 
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write all scalars of a step as one event. Raises StorageError."""
+    def write(
+        self,
+        step: int,
+        scalars: Mapping[str, float],
+        distributions: Mapping[str, Sequence[float]] = MappingProxyType({}),
+    ) -> None:
+        """Write all scalars and histograms of a step as one event. Raises StorageError."""
         values = [_bytes(1, _TAG.sub("_", name).encode()) + _float(2, value) for name, value in scalars.items()]
+        values += [
+            _bytes(1, _TAG.sub("_", name).encode()) + _bytes(5, _histogram(finite))
+            for name, numbers in distributions.items()
+            if (finite := [value for value in numbers if math.isfinite(value)])
+        ]
         summary = b"".join(_bytes(1, value) for value in values)
         self._append(_double(1, time.time()) + b"\x10" + _varint(step) + _bytes(5, summary))
 
@@ -150,7 +168,8 @@ class EventFile:
 
 
 # An Event is a protocol buffer: wall_time = 1 (double), step = 2, file_version = 3, summary = 5. A summary repeats
-# value = 1, with tag = 1 and simple_value = 2 (float). A field begins with 8 * its number + its wire type.
+# value = 1, with tag = 1 and simple_value = 2 (float) or histo = 5. A histogram has min = 1, max = 2, num = 3, sum = 4,
+# sum_squares = 5, bucket_limit = 6 and bucket = 7 (packed doubles). A field begins with 8 * its number + its wire type.
 
 _TAG = re.compile(r"[^-/\w.]")  # characters not allowed in a tag
 
@@ -175,6 +194,21 @@ def _float(field: int, value: float) -> bytes:
     return bytes([8 * field + 5]) + struct.pack(
         "<f", ctypes.c_float(value).value
     )  # inf if the value is too large for a float
+
+
+def _histogram(values: Sequence[float]) -> bytes:
+    """A histogram of finite values. Its buckets have equal widths; each limit belongs to the bucket below it."""
+    low, high = min(values), max(values)
+    width = (high - low) / _NUM_BUCKETS
+    counts = [0.0] * (_NUM_BUCKETS if width > 0 else 1)
+    for value in values:
+        counts[min(int((value - low) / width), _NUM_BUCKETS - 1) if width > 0 else 0] += 1
+    limits = [low + width * (index + 1) for index in range(len(counts) - 1)] + [high]
+    totals = (low, high, len(values), sum(values), sum(value * value for value in values))
+    about = b"".join(_double(field, total) for field, total in enumerate(totals, 1))
+    return about + b"".join(
+        _bytes(field, struct.pack(f"<{len(row)}d", *row)) for field, row in ((6, limits), (7, counts))
+    )
 
 
 def _crc_of(byte: int) -> int:

@@ -210,7 +210,7 @@ class _Journal:
 
 
 class _NoMetrics:
-    def write(self, step: int, metrics: Any) -> None:
+    def write(self, step: int, metrics: Any, distributions: Any = None) -> None:
         pass
 
     def close(self) -> None:
