@@ -41,6 +41,7 @@ from asyncrl.cli.commands.common import CONFIG_ERROR, FAILED, error_object, prin
 from asyncrl.cli.doctor import installed_version
 from asyncrl.cli.output import never_waiting
 from asyncrl.cli.progress import make_console
+from asyncrl.cli.streams import use_any_streams
 from asyncrl.config.fields import find_field
 from asyncrl.config.nearest import nearest
 from asyncrl.config.schema import ConfigError
@@ -147,6 +148,8 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """argv: replaces the arguments of the command line."""
+    if argv is None:
+        use_any_streams()
     words = sys.argv[1:] if argv is None else list(argv)
     as_json = "--json" in words
     console = make_console(stderr=as_json)  # with --json, stdout is for JSON alone

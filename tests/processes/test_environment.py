@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import shlex
 import subprocess
 import sys
 from importlib.machinery import PathFinder
@@ -96,3 +97,25 @@ def test_a_worker_on_another_machine_names_the_interface_that_it_lacks(monkeypat
     _store, address = serve_store("127.0.0.1", LIMIT_S)
     with pytest.raises(ConfigError, match=r"^GLOO_SOCKET_IFNAME=nosuch0: this machine has no interface"):
         ProcessGroup(info, WorkerGroups((0,)), limit_s=LIMIT_S).join(address, torch.device("cpu"))
+
+
+# -------------------------------------------------------------------------------------------------------------------- streams
+
+
+@pytest.mark.parametrize("streams", [">&-", "2>&-", ">&- 2>&- <&-", ">/dev/full", ">/dev/full 2>/dev/full"])
+def test_a_command_works_although_its_output_is_closed_or_full(tmp_path, streams):
+    program = shlex.join(python_module("asyncrl.cli.main"))
+    done = subprocess.run(
+        ["sh", "-c", f"{program} ls {tmp_path} {streams}"], capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception" not in done.stderr
+
+
+def test_a_character_that_the_encoding_lacks_is_escaped(tmp_path):
+    command = python_module("asyncrl.cli.main", "check", str(tmp_path / "\u6a21.yaml"))
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 2, done.stderr
+    assert "\\u6a21.yaml" in done.stdout
