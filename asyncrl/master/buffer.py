@@ -161,6 +161,13 @@ class StorageTracker:
                 if keys is None or key in keys:
                     having.difference_update(workers)
 
+    def discard(self, ids: Iterable[str], keys: Collection[str]) -> None:
+        """These keys have been made again: the copies of all workers are out of date."""
+        for group in ids:
+            for known in (self._holders, self._there):
+                for key in keys:
+                    known.get(group, {}).pop(key, None)
+
     def held_by_any(self, workers: Collection[int], keys: Collection[str]) -> set[str]:
         """Return the ids of which some of these workers have reported that they hold these keys."""
         return {

@@ -30,6 +30,7 @@ from asyncrl.config.schema import EMA, REF, TrainConfig
 from asyncrl.dataflow.graph import TRAIN_MFC, DataflowGraph
 from asyncrl.dataflow.mfc import LOGPROBS, SCORES, MFCDef
 from asyncrl.dataflow.redistribution import Transfer, assign, members, plan_fetches, plan_redistribution
+from asyncrl.dataflow.statistics import merge_stats
 from asyncrl.dataflow.topology import Handler, ModelPlacement, ModelShardID
 from asyncrl.dataflow.worker_groups import is_stateless, on_missing
 from asyncrl.master.arriving import ArrivingGroups
@@ -76,6 +77,11 @@ class ParameterHooks:
         self._stale: set[str] = set()  # models with weights older than those of their role's trained model
 
     @property
+    def adds_up(self) -> bool:
+        """Whether gradients add up over the parts of a batch."""
+        return self._train.streaming
+
+    @property
     def batch_size(self) -> int:
         """Groups of a step."""
         return self._train.batch_size
@@ -107,6 +113,15 @@ class ParameterHooks:
             return []
         self._stale.remove(mfc.model)
         return [Reallocate(source=self._trained_model[mfc.role], target=mfc.model)]
+
+    def trained(self, mfc: MFCDef) -> None:
+        """Call after an MFC has taken optimizer steps. A later call of the step on another model of its role has the new weights,
+        as if it ran on the trained model."""
+        self._stale |= self._others([mfc.role])
+
+    def gets_weights_after_step(self, mfc: MFCDef) -> bool:
+        """Whether the model of this MFC gets the trained weights only after a step."""
+        return mfc.model in self._detached_actors
 
     def loaded(self) -> list[Reallocate]:
         """Call after a checkpoint has been loaded into the trained models. Each other model of a trained role then gets the trained
@@ -156,15 +171,26 @@ class StepResult:
     stats: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     peak_s: dict[str, float] = field(default_factory=dict)  # the seconds that an MFC's model FLOPs take at peak FLOP/s
+    trained: set[str] = field(default_factory=set)  # groups that a function which trains was called with
+    _reports: dict[str, tuple[dict[str, float], frozenset[str]]] = field(
+        default_factory=dict
+    )  # by MFC; with its groups
     _shares: dict[str, tuple[int, int]] = field(default_factory=dict)  # statistic -> numerator, denominator
 
     def count(self, calls: Iterable[Call]) -> None:
-        """Add the statistics and the seconds of these calls. Of several calls of an MFC, the statistics of the last one count."""
-        for call in calls:
-            self.stats.update(call.stats)
+        """Add the statistics and the seconds of the calls of a part. A call's statistics are those of all calls of its MFC in the
+        step so far (`Interface.stats_of_step`). Those of several MFCs with one name are merged."""
+        for call in sorted(calls, key=lambda call: call.number):
+            mfc = call.mfc
+            if call.number:
+                stats, groups = self._reports.get(mfc.name, ({}, frozenset()))
+                self._reports[mfc.name] = {**stats, **call.stats}, groups | call.ids
+            if mfc.kind == "train_step":
+                self.trained |= call.ids
             for total, seconds in ((self.seconds, call.seconds), (self.peak_s, call.peak_s)):
                 if seconds is not None:
-                    total[call.mfc.name] = total.get(call.mfc.name, 0.0) + seconds
+                    total[mfc.name] = total.get(mfc.name, 0.0) + seconds
+        self.stats |= merge_stats([(stats, len(groups)) for stats, groups in self._reports.values()])
 
     def add(self, name: str, number: float) -> None:
         """Add to a sum over the step."""
@@ -207,6 +233,7 @@ class _Step:
         self.result = result
         self.tracker = tracker
         self._sent: list[asyncio.Task[None]] = []
+        self._num_replied = 0
         self._recorders = recorders
         self._recorded: dict[int, list[str]] = {}  # worker -> the groups that it records
         self._placements = placements
@@ -361,6 +388,11 @@ class _Step:
         self._sent.append(asyncio.create_task(self._count(replies)))
         return self._sent[-1]
 
+    def next_number(self) -> int:
+        """The number of a call in the order of replies, which is that of execution. It begins with 1."""
+        self._num_replied += 1
+        return self._num_replied
+
     async def moved(self) -> None:
         """Wait until all data that was sent has arrived."""
         await asyncio.gather(*self._sent)
@@ -419,10 +451,32 @@ class ModelFunctionCall:
         self.state: dict[str, float] | None = None  # of its function after the newest call; None: before the first one
         self._turn = asyncio.Lock()
 
+    def order(self, call: Call, batch: Batch, earlier: Iterable[Call]) -> None:
+        """Decide which earlier calls of the step must be over before this one is sent: those that train its role, and if keys are
+        made again, those that read or make the same keys. Raises ValueError if its model gets the trained weights too late."""
+        reads, makes = set(self.mfc.input_keys), set(self.mfc.output_keys)
+        after = []
+        for other in earlier:
+            trains = other.mfc.kind == "train_step" and other.mfc.role == self.mfc.role
+            if trains and self._hooks.gets_weights_after_step(self.mfc):
+                raise ValueError(
+                    f"{call} comes after {other}, and its workers get the new weights after the step; call it before, or take "
+                    f"{self.mfc.name} out of the allocation"
+                )
+            others, is_shared = set(other.mfc.output_keys), not call.ids.isdisjoint(other.ids)
+            call.remakes = call.remakes or (is_shared and not makes.isdisjoint(others))
+            changed = makes & (others | set(other.mfc.input_keys)) | (reads & others if other.remakes else set())
+            if trains or (is_shared and changed):
+                after.append(other.task)
+        call.remakes = call.remakes or not makes.isdisjoint(batch.came_with)
+        call.after = tuple(after)
+
     async def run(self, step: _Step, batch: Batch, call: Call) -> None:
         async with self._own_turn():
             body = await self._ready(step, batch, call)
             await self._work(step, call, body)
+            if self.mfc.kind == "train_step" and step.part != "open":
+                self._hooks.trained(self.mfc)
             moved = step.move(self.mfc.output_keys, body.ids)  # sent before other calls that read the keys are sent
         call.made.set()
         await moved
@@ -439,6 +493,8 @@ class ModelFunctionCall:
     async def _ready(self, step: _Step, batch: Batch, call: Call) -> ExecuteMFC:
         """Wait until the batch has all input keys. Returns the body of the call."""
         mfc = self.mfc
+        if call.after:
+            await asyncio.wait(call.after)  # each has a limit of its own
         making = {maker: None for key in mfc.input_keys for maker in batch.makers(key)}
         for maker in making:
             await self._caller.bounded(maker.made.wait(), f"the input keys of MFC {mfc.name}", f"MFC {maker.mfc.name}")
@@ -461,7 +517,10 @@ class ModelFunctionCall:
     def _take_note(self, step: _Step, call: Call, body: ExecuteMFC, replies: Sequence[CallResult]) -> None:
         """Record the produced keys, their workers and the statistics. Raises RuntimeError if a head ran on other ids than
         requested."""
+        if call.remakes:  # no call reads the former values any more (`order`)
+            step.tracker.discard(body.ids, self.mfc.output_keys)
         call.stats = self._record(step.tracker, body, replies)
+        call.number = step.next_number()
         call.seconds = max(reply.seconds for reply in replies)
         peak_flops = sum(reply.peak_flops for reply in replies)
         if peak_flops and self.mfc.kind == "train_step":
@@ -759,6 +818,7 @@ class FunctionExecutor:
             async with asyncio.TaskGroup() as group:
 
                 def start(runner: ModelFunctionCall, call: Call, groups: Batch) -> asyncio.Task[None]:
+                    runner.order(call, groups, models.calls)
                     return group.create_task(runner.run(step, groups, call))
 
                 models = Models(
@@ -768,12 +828,13 @@ class FunctionExecutor:
                             partial(start, runner),
                             num_ranks=runner.num_ranks,
                             is_left_out=runner.mfc.name in left_out,
+                            adds_up=self._hooks.adds_up,
                         )
                         for runner in self._calls
                     ]
                 )
                 step.begin(metas, self._buffer.common_keys(tickets))
-                group.create_task(self._function.run(models, Batch(metas, step.read)))
+                group.create_task(self._function.run(models, Batch(metas, step.read, version=version)))
             step.result.count(models.calls)
             if part != "open" and TRAIN_MFC not in left_out:
                 self._on_policy.trained()

@@ -35,9 +35,12 @@ class Call:
     batches: tuple[Batch, ...]  # one, or with dispatch all_to_all one for each data rank
     ids: frozenset[str]
     where: str  # file:line of the call
+    after: tuple[asyncio.Task[None], ...] = ()  # of earlier calls that must be over before this one is sent
+    remakes: bool = False  # its output keys replace those of other calls, or those with which the groups came
     made: asyncio.Event = field(default_factory=asyncio.Event)  # the outputs exist, and their moves have been sent
     task: asyncio.Task[None] = field(init=False)
     is_used: bool = False  # another call reads its outputs, or the step has waited for it
+    number: int = 0  # in the order of replies; 0: none yet, or the group of its workers is missing
     seconds: float | None = None  # at the slowest worker
     peak_s: float | None = None  # the seconds that the model FLOPs take at peak FLOP/s
     stats: dict[str, float] = field(default_factory=dict)
@@ -52,9 +55,18 @@ class Batch:
     `await batch` waits until all of its calls are over. Raises the error of a call that failed.
     """
 
-    def __init__(self, metas: Iterable[TrajectoryMeta], read: Reader, calls: Iterable[Call] = ()) -> None:
-        """read: (ids, key) -> the values, by id and sequence, once a worker has them."""
-        self._metas, self._read = tuple(metas), read
+    def __init__(
+        self,
+        metas: Iterable[TrajectoryMeta],
+        read: Reader,
+        calls: Iterable[Call] = (),
+        *,
+        version: int = 0,
+        dropped: Iterable[tuple[Call | None, str]] = (),
+    ) -> None:
+        """read: (ids, key) -> the values, by id and sequence, once a worker has them. version: the weights from which the step
+        begins. dropped: keys that this batch does not have, though this call made them (None: though the groups came with them)."""
+        self._metas, self._read, self.version, self._dropped = tuple(metas), read, version, frozenset(dropped)
         self.ids = tuple(meta.ticket_id for meta in self._metas)
         self._members = frozenset(self.ids)
         if len(self._members) != len(self.ids):
@@ -75,6 +87,11 @@ class Batch:
         for task in tasks:
             task.result()
         return self
+
+    @property
+    def step(self) -> int:
+        """The number of the step, as in the metrics: the step from version 0 is the first."""
+        return self.version + 1
 
     async def read(self, key: str) -> list[list[list[float]]]:
         """The values of a key, by group and sequence, as lists of numbers. Waits for the calls that make them. Raises ValueError
@@ -102,13 +119,18 @@ class Batch:
     @property
     def keys(self) -> frozenset[str]:
         """The keys that all groups have or will have."""
-        made = {key for call in self._calls for key in call.mfc.output_keys}
+        made = {key for call in self._calls for key in self._made_by(call)}
         came = [set(meta.keys) for meta in self._metas]
         return frozenset(key for key in made.union(*came) if not self._without(key))
 
     @property
+    def came_with(self) -> frozenset[str]:
+        """The keys with which any of the groups came."""
+        return frozenset(key for meta in self._metas for key in meta.keys)
+
+    @property
     def stats(self) -> dict[str, float]:
-        """The statistics of the calls of this batch that are over."""
+        """The statistics of the calls of this batch that are over. Each is of all calls of its function in the step so far."""
         return {name: value for call in self._calls for name, value in call.stats.items()}
 
     def union(self, *others: Batch) -> Batch:
@@ -116,9 +138,7 @@ class Batch:
         for other in others:
             if other._members != self._members:
                 raise ValueError("union needs the same groups; use Batch.concat for different ones")
-        found = Batch(self._metas, self._read, (call for batch in (self, *others) for call in batch._calls))
-        found._check_makers()
-        return found
+        return self._joined(self._metas, (self, *others))
 
     def select(self, ids: Collection[str]) -> Batch:
         """These groups of the batch, in the order of the batch. Raises ValueError if it lacks one."""
@@ -126,7 +146,14 @@ class Batch:
         if unknown := wanted.difference(self.ids):
             raise ValueError(f"the batch lacks {len(unknown)} of the selected groups, e.g. {min(unknown)}")
         calls = [call for call in self._calls if not call.ids.isdisjoint(wanted)]
-        return Batch((meta for meta in self._metas if meta.ticket_id in wanted), self._read, calls)
+        return self._like((meta for meta in self._metas if meta.ticket_id in wanted), calls)
+
+    def drop(self, *keys: str) -> Batch:
+        """This batch without these keys, so that another call can make them again. Raises ValueError if it lacks one."""
+        for key in keys:
+            self.makers(key)
+        dropped = {(call, key) for call in (None, *self._calls) for key in keys}
+        return self._like(self._metas, self._calls, dropped | self._dropped)
 
     def chunk(self, n: int) -> list[Batch]:
         """n batches of neighbouring groups, whose sizes differ by at most one group."""
@@ -141,13 +168,7 @@ class Batch:
         """One batch of all of these groups. It has the keys that all parts have. Raises ValueError if two parts share a group."""
         if not batches:
             raise ValueError("concat needs at least one batch")
-        found = Batch(
-            (meta for batch in batches for meta in batch._metas),
-            batches[0]._read,
-            (call for batch in batches for call in batch._calls),
-        )
-        found._check_makers()
-        return found
+        return batches[0]._joined([meta for batch in batches for meta in batch._metas], batches)
 
     def makers(self, key: str) -> list[Call]:
         """The calls that make this key for some groups of the batch. Raises ValueError if a group neither has nor gets it."""
@@ -155,38 +176,64 @@ class Batch:
             raise ValueError(
                 f"{len(lacking)} of {len(self)} groups have no {key!r}; take the union with the result of the call that makes it"
             )
-        return [call for call in self._calls if key in call.mfc.output_keys]
+        return [call for call in self._calls if key in self._made_by(call)]
+
+    def _made_by(self, call: Call) -> set[str]:
+        return {key for key in call.mfc.output_keys if (call, key) not in self._dropped}
+
+    def _like(
+        self,
+        metas: Iterable[TrajectoryMeta],
+        calls: Iterable[Call],
+        dropped: Iterable[tuple[Call | None, str]] | None = None,
+    ) -> Batch:
+        dropped = self._dropped if dropped is None else dropped
+        return Batch(metas, self._read, calls, version=self.version, dropped=dropped)
+
+    def _joined(self, metas: Iterable[TrajectoryMeta], batches: Sequence[Batch]) -> Batch:
+        """Raises ValueError if two calls make the same key for the same group."""
+        calls = [call for batch in batches for call in batch._calls]
+        found = self._like(metas, calls, [entry for batch in batches for entry in batch._dropped])
+        for number, call in enumerate(found._calls):
+            for other in found._calls[:number]:
+                twice = found._made_by(call) & found._made_by(other)
+                if twice and call.ids & other.ids & found._members:
+                    keys = ", ".join(sorted(twice))
+                    raise ValueError(
+                        f"{call} and {other} both make {keys} for the same groups; Batch.drop leaves out the one that is replaced"
+                    )
+        return found
 
     def _without(self, key: str) -> set[str]:
-        made = [call.ids for call in self._calls if key in call.mfc.output_keys]
+        made = [call.ids for call in self._calls if key in self._made_by(call)]
         if any(ids >= self._members for ids in made):
             return set()
-        return {meta.ticket_id for meta in self._metas if key not in meta.keys}.difference(*made)
-
-    def _check_makers(self) -> None:
-        """Raise ValueError if two calls make the same key for the same group."""
-        for number, call in enumerate(self._calls):
-            for other in self._calls[:number]:
-                twice = set(call.mfc.output_keys) & set(other.mfc.output_keys)
-                if twice and call.ids & other.ids & self._members:
-                    raise ValueError(f"{call} and {other} both make {', '.join(sorted(twice))} for the same groups")
+        lacking = {meta.ticket_id for meta in self._metas if key not in meta.keys or (None, key) in self._dropped}
+        return lacking.difference(*made)
 
 
 class Function:
     """A function of a model. A call with a batch that has its input keys starts it. The result is a batch with its outputs."""
 
     def __init__(
-        self, mfc: MFCDef, start: Callable[[Call, Batch], asyncio.Task[None]], *, num_ranks: int, is_left_out: bool
+        self,
+        mfc: MFCDef,
+        start: Callable[[Call, Batch], asyncio.Task[None]],
+        *,
+        num_ranks: int,
+        is_left_out: bool,
+        adds_up: bool = False,
     ) -> None:
         """start: begins the call. num_ranks: data ranks of the model. is_left_out: this step leaves the function out
-        (train.num_critic_only_steps)."""
+        (train.num_critic_only_steps). adds_up: its gradients add up over the parts of a batch (train.streaming)."""
         self.mfc, self.num_ranks = mfc, num_ranks
-        self._start, self._is_left_out = start, is_left_out
+        self._start, self._is_left_out, self._adds_up = start, is_left_out, adds_up
         self.calls: list[Call] = []
 
-    def __call__(self, *batches: Batch) -> Batch:
-        """One batch, or with dispatch all_to_all one for each data rank. Raises ValueError for another number of them, if the batch
-        lacks an input key, or if the function trains a group for the second time in the step."""
+    def __call__(self, *batches: Batch, again: bool = False) -> Batch:
+        """One batch, or with dispatch all_to_all one for each data rank. again: it may have groups that the function has trained in
+        this step. Raises ValueError for another number of batches, if the batch lacks an input key, if the function trains a group
+        for the second time in the step without `again`, or if it trains twice in a part of a batch (train.streaming)."""
         mfc = self.mfc
         if len(batches) != (expected := self.num_ranks if mfc.dispatch == "all_to_all" else 1):
             raise ValueError(
@@ -199,13 +246,19 @@ class Function:
         read = [call for key in mfc.input_keys for call in batch.makers(key)]
         call = Call(mfc, batches, frozenset(batch.ids), _caller())
         for earlier in self.calls if mfc.kind == "train_step" else ():
-            if again := call.ids & earlier.ids:
-                raise ValueError(f"{call} trains {len(again)} groups again that {earlier} has trained")
+            if self._adds_up:
+                raise ValueError(
+                    f"{call} follows {earlier}: with train.streaming all of a part of a batch is one update"
+                )
+            if (twice := call.ids & earlier.ids) and not again:
+                raise ValueError(
+                    f"{call} trains {len(twice)} groups again that {earlier} has trained; pass again=True if that is meant"
+                )
         for maker in read:
             maker.is_used = True
         call.task = self._start(call, batch)
         self.calls.append(call)
-        return Batch(batch._metas, batch._read, [call])
+        return batch._like(batch._metas, [call], ())
 
     def check(self) -> None:
         """Called when the step is over. Raises ValueError if it forgot to train, or dropped the result of a call."""

@@ -33,6 +33,7 @@ from asyncrl.protocol.messages import (
 from asyncrl.protocol.names import ACTOR
 from asyncrl.protocol.run_folder import name_of
 from asyncrl.runtime.request_reply import NameResolvingRequestClient
+from asyncrl.weights.checkpoints import CheckpointError, newest_step
 
 _RECORDER = ModelPlacement(ACTOR, ParallelGrid(), (0,))  # stands for the recorder in rollout_only, which has no model
 
@@ -94,8 +95,18 @@ class ModelWorkers:
             recorders=self.heads if config.records else (),
             detached=self._detached,
             refresher=self.refresher,
-            function=StepFunction(config.train.step, config.train.call_timeout_s),
+            function=StepFunction(config.train.step, config.train.call_timeout_s, remedy=self._remedy),
         )
+
+    def _remedy(self) -> str:
+        """What to do after train.step has failed."""
+        try:
+            step = newest_step(self._run_dir)
+        except CheckpointError as error:
+            return f"correct the function; the run cannot be resumed: {error}"
+        if step is None:
+            return "correct the function, then start the run again: it has no checkpoint yet"
+        return f"correct the function, then `asyncrl-launch resume {self._run_dir}` continues after step {step}"
 
     async def load(self) -> None:
         """Wait until all workers have loaded their models."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -69,12 +69,19 @@ def tail_offpolicyness(meta: TrajectoryMeta, version: int) -> int:
 
 
 def step_metrics(
-    metas: Sequence[TrajectoryMeta], version: int, times: StepTimes, tasks: Sequence[str] = ()
+    metas: Sequence[TrajectoryMeta],
+    version: int,
+    times: StepTimes,
+    tasks: Sequence[str] = (),
+    *,
+    trained: Collection[str] | None = None,
 ) -> dict[str, float]:
     """Return the metrics of a batch trained at `version` that only the master knows: rewards, lengths, off-policyness, times.
 
-    tasks: names by task_id. With several tasks, the metrics include each task's mean reward and its count of responses.
+    tasks: names by task_id. With several tasks, the metrics include each task's mean reward and its count of responses. trained:
+    the groups of the batch that train.step has trained; None: all.
     """
+    in_update = [meta for meta in metas if trained is None or meta.ticket_id in trained]
     rewards = [reward for meta in metas for reward in meta.rewards]
     lengths = [length for meta in metas for length in meta.response_lengths]
     heads = [head_offpolicyness(meta, version) for meta in metas]
@@ -89,6 +96,9 @@ def step_metrics(
         "batch/num_prompts": float(len(metas)),
         "batch/num_sequences": float(len(rewards)),
         "batch/num_generated_tokens": float(sum(lengths)),
+        "batch/num_trained_prompts": float(len(in_update)),
+        "batch/num_trained_sequences": float(sum(len(meta.rewards) for meta in in_update)),
+        "batch/num_trained_generated_tokens": float(sum(sum(meta.response_lengths) for meta in in_update)),
         "batch/num_sequences_of_two_versions": float(mixed),
         "offpolicy/head_mean": _mean(heads),
         "offpolicy/head_max": float(max(heads)),
@@ -105,6 +115,14 @@ def step_metrics(
     return metrics | (_task_metrics(metas, tasks) if len(tasks) > 1 else {})
 
 
+def of_whole_batch(stats: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of a batch together with the statistics of its MFCs. Both have some names in common. If a step function
+    has computed advantages for a part of the batch only, those that the master knows of the whole batch count."""
+    if stats.get("batch/num_groups", metrics["batch/num_prompts"]) == metrics["batch/num_prompts"]:
+        return {**metrics, **stats}
+    return {**stats, **metrics}
+
+
 def throughput_metrics(
     *,
     num_tokens: int,
@@ -118,9 +136,10 @@ def throughput_metrics(
 ) -> dict[str, float]:
     """Return tokens per second, in all and for each device, and the MFU of each train step MFC.
 
-    num_tokens: of the batch, prompts included; they count once, however often the step passes over them. num_generated: tokens of
-    the responses that arrived since the previous step. seconds: of each MFC, at its slowest worker. peak_s: see StepResult; empty
-    on CPUs, which have no MFU. training_devices: those of train_mfc, the actor's. generation_devices: 0 if nothing generates.
+    num_tokens: of the trained groups, prompts included; they count once, however often the step passes over them. num_generated:
+    tokens of the responses that arrived since the previous step. seconds: of each MFC, at its slowest worker. peak_s: see
+    StepResult; empty on CPUs, which have no MFU. training_devices: those of train_mfc, the actor's. generation_devices: 0 if
+    nothing generates.
     """
     metrics = {f"mfu/{mfc}": peak_s[mfc] / max(seconds[mfc], 1e-9) for mfc in peak_s}
     rates = {}
@@ -183,6 +202,8 @@ class RunSummary:
     head_max: float = 0.0
     num_prompts: int = 0
     num_mixed: int = 0
+    num_untrained_sequences: int = 0  # of num_sequences: in groups that train.step has not trained
+    num_untrained_tokens: int = 0  # ... of num_tokens
     num_finished_sequences: int = 0  # responses in all groups that were stored, trained or not
     num_finished_tokens: int = 0
     num_skipped_steps: int = 0  # optimizer steps with a loss or gradient that was not finite
@@ -204,6 +225,8 @@ class RunSummary:
         self.num_steps += 1
         self.num_sequences += int(metrics["batch/num_sequences"])
         self.num_tokens += int(metrics["batch/num_generated_tokens"])
+        self.num_untrained_sequences += _untrained("sequences", metrics)
+        self.num_untrained_tokens += _untrained("generated_tokens", metrics)
         self.first_reward = metrics["reward/mean"] if self.first_reward is None else self.first_reward
         self.last_reward = metrics["reward/mean"]
         self.reward_sum += metrics["reward/mean"] * metrics["batch/num_sequences"]
@@ -247,6 +270,8 @@ class RunSummary:
     ) -> dict[str, object]:
         """Return the content of summary.json. generation_idle: share of training time in which no server generated a token."""
         training_s = max(self.wait_data_s + self.train_s + self.wait_weights_s, 1e-9)
+        num_sequences = self.num_sequences - self.num_untrained_sequences
+        num_tokens = self.num_tokens - self.num_untrained_tokens
         return {
             "mode": mode,
             "attempt": attempt,
@@ -254,8 +279,8 @@ class RunSummary:
             "version": version,
             "groups": self.num_prompts,
             "mean_reward": self.reward_sum / max(self.num_sequences, 1),
-            "sequences": self.num_sequences,
-            "generated_tokens": self.num_tokens,
+            "sequences": num_sequences,
+            "generated_tokens": num_tokens,
             "wall_s": wall_s,
             "training_s": training_s,
             "first_reward": self.first_reward,
@@ -272,13 +297,18 @@ class RunSummary:
             "sequences_of_two_versions_share": self.num_mixed / max(self.num_sequences, 1),
             "offpolicyness": self.ages.as_dict(),
             # These two show whether training favours short responses: trained ones would be shorter than finished ones.
-            "trained_response_length_mean": self.num_tokens / max(self.num_sequences, 1),
+            "trained_response_length_mean": num_tokens / max(num_sequences, 1),
             "finished_response_length_mean": self.num_finished_tokens / max(self.num_finished_sequences, 1),
             "dropped_groups": self.num_dropped,
             "skipped_steps": self.num_skipped_steps,
             "steps_without": self.num_missing,
             "rejected": dict(rejected),
         }
+
+
+def _untrained(what: str, metrics: Mapping[str, float]) -> int:
+    of_batch = metrics[f"batch/num_{what}"]
+    return int(of_batch - metrics.get(f"batch/num_trained_{what}", of_batch))
 
 
 def generation_idle_share(run_dir: Path, start: float, end: float) -> float | None:

@@ -81,11 +81,16 @@ class SkippedSteps:
         if not self._train.keep_bad_batches:
             return
         folder = folder_of(self._run_dir, self._attempt, step)
+        # Groups differ in their keys if a step function selects groups, or if a detached group was missing in a part of the batch
         writers: dict[int, list[str]] = {}
+        by_keys: dict[frozenset[str], dict[int, list[str]]] = {}
         for meta in metas:
-            writers.setdefault(heads[meta.head % len(heads)], []).append(meta.ticket_id)
-        keys = list(tracker.holders.get(metas[0].ticket_id, ()))
-        moves = plan_redistribution(writers, keys, tracker.holders)
+            head, keys = heads[meta.head % len(heads)], frozenset(tracker.holders.get(meta.ticket_id, ()))
+            writers.setdefault(head, []).append(meta.ticket_id)
+            by_keys.setdefault(keys, {}).setdefault(head, []).append(meta.ticket_id)
+        moves = [
+            move for keys, of in by_keys.items() for move in plan_redistribution(of, sorted(keys), tracker.holders)
+        ]
         if moves:
             tracker.apply(moves)
             await caller.call("a bad batch to be gathered", members(moves), Redistribute(steps=moves))

@@ -31,10 +31,12 @@ class StepFunctionError(RunEndedError):
 class StepFunction:
     """Runs the step function, and checks what it did."""
 
-    def __init__(self, spec: str, limit_s: float) -> None:
+    def __init__(
+        self, spec: str, limit_s: float, *, remedy: Callable[[], str] = lambda: "correct the function"
+    ) -> None:
         """spec: train.step; "": the shipped function. limit_s: time for which the function may wait for something other than its
-        calls. Raises ConfigError."""
-        self._spec, self._limit_s = spec, limit_s
+        calls. remedy: returns how to continue after a failure. Raises ConfigError."""
+        self._spec, self._limit_s, self._remedy = spec, limit_s, remedy
         self._function: Callable[[Models, Batch], Awaitable[None]] = shipped_step
         if spec:
             found = import_object(spec, "train.step")
@@ -63,7 +65,7 @@ class StepFunction:
                 raise
             where = self._where(error)
             raise StepFunctionError(
-                f"train.step failed at {where}: {type(error).__name__}: {error}; correct the function, then resume the run"
+                f"train.step failed at {where}: {type(error).__name__}: {error}; {self._remedy()}"
             ) from error
         finally:
             body.cancel()
@@ -79,7 +81,7 @@ class StepFunction:
                 where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
                 raise StepFunctionError(
                     f"train.step hangs at {where}: no call runs, and it has waited for {self._limit_s:g} s "
-                    "(train.call_timeout_s); correct the function, then resume the run"
+                    f"(train.call_timeout_s); {self._remedy()}"
                 )
 
     def _where(self, error: BaseException) -> str:

@@ -20,7 +20,7 @@ from asyncrl.master.executor import StepResult
 from asyncrl.master.model_workers import ModelWorkers
 from asyncrl.master.profiling import Profiles
 from asyncrl.master.publishing import WeightPublisher
-from asyncrl.master.report import StepTimes, UpdateSeconds, step_metrics, throughput_metrics
+from asyncrl.master.report import StepTimes, UpdateSeconds, of_whole_batch, step_metrics, throughput_metrics
 from asyncrl.master.rollouts import unless
 from asyncrl.master.skipped import SkippedSteps
 from asyncrl.protocol.messages import ServerView, TrajectoryMeta
@@ -174,7 +174,11 @@ class Trainer:
         await forgotten
         formed -= self._source.trained_s
         times = StepTimes(formed - start, trained - formed, clock.monotonic() - trained)
-        metrics = {**step_metrics(metas, version, times, self._config.tasks), **result.stats}
+        # Without an MFC that trains (mode=rollout_only), the batch counts as it is
+        in_update = result.trained if self._books.trains else None
+        metrics = of_whole_batch(
+            result.stats, step_metrics(metas, version, times, self._config.tasks, trained=in_update)
+        )
         metrics["time/servers_updating_s"] = self._update_seconds.since_last(self._source.servers)
         if self._publisher is not None:
             metrics["time/publish_s"] = self._publisher.seconds
@@ -200,7 +204,7 @@ class Trainer:
             servers = [server for server in self._source.servers if server.state != "dead"]
             generation_devices = len(servers) * config.devices_per_server
         return throughput_metrics(
-            num_tokens=sum(sum(meta.seqlens) for meta in metas),
+            num_tokens=sum(sum(meta.seqlens) for meta in metas if meta.ticket_id in result.trained),
             num_generated=self._num_generated - before,
             step_s=step_s,
             seconds=result.seconds if self._books.trains else {},

@@ -251,12 +251,12 @@ class Calls:
         if body.missing:
             interface = interface.without(body.missing)
         first = self._check_first_step(engine, sample, body) if body.on_policy else {}
+        about: Any = {"batch_ids": body.ids, "version": body.version}
         if body.part == "whole":
-            made, stats = interface.run(engine, sample, batch_ids=body.ids, version=body.version)
+            made, stats = interface.run(engine, sample, **about)
         else:
-            last = body.part == "last"
-            made, stats = interface.run_part(engine, sample, batch_ids=body.ids, version=body.version, last=last)
-        return made, stats | first
+            made, stats = interface.run_part(engine, sample, **about, last=body.part == "last")
+        return made, interface.stats_of_step(stats, **about) | first
 
     def _check_first_step(self, engine: TrainEngine, sample: SequenceSample | None, body: ExecuteMFC) -> Stats:
         if self._first_step is None:

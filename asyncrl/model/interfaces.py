@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,7 @@ from asyncrl.config.schema import REWARD, ConfigError, PPOConfig, TrainConfig, j
 from asyncrl.data.sequence import SequenceSample, spec_of
 from asyncrl.dataflow.graph import DENSE_REWARDS
 from asyncrl.dataflow.mfc import MFCDef
+from asyncrl.dataflow.statistics import merge_stats
 from asyncrl.model.supervised import SupervisedTexts
 
 # (outputs, data, cu_seqlens) -> (loss, statistics): an engine calls it on each micro-batch. outputs: `logprobs` and `entropy` of a
@@ -125,12 +126,30 @@ class OneRank:
         return np.asarray(values, np.float64)
 
 
+T = TypeVar("T")
+
+
+class OfStep(Generic[T]):
+    """What an interface adds up over its calls in one step: those on the parts of a batch (train.streaming), and those of a user's
+    step function. It is made anew when a call belongs to another step. An interface shares it with its copies (`without`)."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make, self._version, self._value = make, -1, make()
+
+    def at(self, version: int) -> T:
+        """That of the step from this version."""
+        if version != self._version:
+            self._version, self._value = version, self._make()
+        return self._value
+
+
 class Interface(ABC):
     """One MFC on one rank."""
 
     def __init__(self, mfc: MFCDef, train: TrainConfig, *, seed: int = 1, tokenizer_path: str = "") -> None:
         """seed: of the experiment. tokenizer_path: folder of the actor's tokenizer."""
         self.mfc, self.train, self.seed, self.tokenizer_path = mfc, train, seed, tokenizer_path
+        self._reported = OfStep(dict[tuple[str, ...], Stats])  # by the ids of the call
 
     @abstractmethod
     def run(
@@ -146,12 +165,18 @@ class Interface(ABC):
         self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int, last: bool
     ) -> tuple[SequenceSample | None, Stats]:
         """Like `run`, on one part of a step's batch (train.streaming). The parts come one after another; `batch_ids` are those of
-        the part. Statistics of the whole batch, and the train step, come with the last part."""
+        the part. The train step comes with the last part."""
         return self.run(engine, sample, batch_ids=batch_ids, version=version)
 
+    def stats_of_step(self, stats: Stats, *, batch_ids: Sequence[str], version: int) -> Stats:
+        """Return the statistics of all calls of the step so far, given those of the call that has just run (`merge_stats`)."""
+        reported = self._reported.at(version)
+        reported[tuple(batch_ids)] = stats  # a repeated call replaces its first result
+        return merge_stats([(found, len(ids)) for ids, found in reported.items()])
+
     def without(self, missing: Collection[str]) -> Interface:
-        """Return this interface for a step in which these input keys do not exist. Both have the same state. Raises ValueError if
-        the MFC cannot run without them."""
+        """Return this interface for a call for which these input keys do not exist. Both have the same state, and add to the same
+        step. Raises ValueError if the MFC cannot run without them."""
         raise ValueError(f"{type(self).__name__} cannot run without the keys {sorted(missing)}")
 
     def state(self) -> Stats:
@@ -172,6 +197,25 @@ class LocalBatch:
     cu_seqlens: Tensor  # S + 1
     data: dict[str, Tensor]
 
+    @property
+    def group_of_S(self) -> Tensor:
+        """Index of the group of each sequence."""
+        return torch.arange(len(self.group_sizes)).repeat_interleave(torch.tensor(self.group_sizes, dtype=torch.int64))
+
+    @property
+    def group_of_T(self) -> Tensor:
+        """Index of the group of each token."""
+        return self.group_of_S.repeat_interleave(self.cu_seqlens.diff())
+
+    def sums(self, values: Tensor, group_of: Tensor) -> Tensor:
+        """Sums over the values of each group: float64, G. group_of: index of the group of each value."""
+        return torch.zeros(len(self.group_sizes), dtype=torch.float64).index_add_(0, group_of, values.double())
+
+    def maxima(self, values: Tensor, group_of: Tensor) -> Tensor:
+        """Maxima over the values of each group; -inf for a group without values."""
+        least = torch.full((len(self.group_sizes),), -math.inf, dtype=torch.float64)
+        return least.scatter_reduce_(0, group_of, values.double(), "amax")
+
     @classmethod
     def make(cls, sample: SequenceSample | None, keys: Sequence[str]) -> LocalBatch:
         if sample is None:
@@ -190,17 +234,6 @@ class LocalBatch:
             torch.tensor(sample.cu_seqlens("packed_input_ids")),
             data,
         )
-
-
-def joined(parts: Sequence[LocalBatch]) -> LocalBatch:
-    """Return the groups of several parts of a batch as one, without their positions."""
-    lengths = torch.cat([part.cu_seqlens.diff() for part in parts])
-    return LocalBatch(
-        {},
-        [size for part in parts for size in part.group_sizes],
-        torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
-        {key: torch.cat([part.data[key] for part in parts]) for key in parts[0].data},
-    )
 
 
 def groups_here(sample: SequenceSample | None, batch_ids: Sequence[str]) -> SequenceSample | None:
@@ -230,53 +263,105 @@ def temperature_of(train: TrainConfig) -> float:
 
 
 _MIN_STD = 1e-4  # a smaller standard deviation of the returns is taken for rounding error
+_MAXIMA = ("response_max", "advantage_max", "advantage_min")
+Columns = dict[str, Tensor]  # a number for each group, G
 
 
-def batch_stats(engine: Ranks, local: LocalBatch, made: Advantages, *, adds_dense: bool = False) -> Stats:
-    """Statistics of the whole batch, over all ranks. Two collective calls.
+def group_columns(local: LocalBatch, made: Advantages, *, adds_dense: bool = False) -> Columns:
+    """The numbers of each group of this rank from which `BatchStats` makes the statistics of the batch.
 
     adds_dense: the dense rewards are part of the trajectories' rewards (train.dense_rewards).
     """
-    rewards_S, mask_T, kl_T = made.rewards_S, made.mask_T, made.kl_T
-    raw_S = local.data["rewards"].double()
-    dense_S = torch.zeros_like(raw_S)
+    of_S, of_T = local.group_of_S, local.group_of_T
+    sizes_G = local.sums(torch.ones(len(of_S)), of_S)
+    raw_S, shaped_S, dense_S = (
+        local.data["rewards"].double(),
+        made.rewards_S,
+        torch.zeros(len(of_S), dtype=torch.float64),
+    )
     if DENSE_REWARDS in local.data:
         dense_S = sum_per_sequence(local.data[DENSE_REWARDS].double(), local.cu_seqlens)
-    scores_S = rewards_S + dense_S
+    scores_S = shaped_S + dense_S
     if adds_dense:
-        raw_S, rewards_S = raw_S + dense_S, scores_S
+        raw_S, shaped_S = raw_S + dense_S, scores_S
     response_S = count_per_sequence(local.data["loss_mask"], local.cu_seqlens)
-    advantages = made.advantages_T[mask_T].double()
-    groups = np.split(scores_S.numpy(), np.cumsum(local.group_sizes, dtype=np.int64)[:-1])
-    model_keys = [key for key in local.data if key.startswith("model_rewards")]
-    sums = {
-        "groups": float(len(local.group_sizes)),
-        "sequences": float(len(raw_S)),
-        "tokens": float(len(mask_T)),
-        "sampled": float(response_S.sum()),
-        "trained": float(advantages.numel()),
-        "reward": float(raw_S.sum()),
-        "reward_squared": float(raw_S.square().sum()),
-        **{key: float(local.data[key].double().sum()) for key in model_keys},
-        "dense": float(dense_S.sum()),
-        "shaped": float(rewards_S.double().sum()),
-        "equal_groups": float(sum(bool((rewards == rewards[0]).all()) for rewards in groups if rewards.size)),
-        "prompt": float(local.data["prompt_mask"].sum()),
-        "truncated": float(local.data["seq_no_eos_mask"].sum()),
-        "advantage": float(advantages.sum()),
-        "advantage_squared": float(advantages.square().sum()),
-        "kl": float(kl_T.double().sum()) if kl_T is not None else 0.0,
+    advantages, of_A = made.advantages_T[made.mask_T].double(), of_T[made.mask_T]
+    scores = [scores_S[of_S == group] for group in range(len(sizes_G))]
+    columns = {
+        "groups": torch.ones(len(sizes_G)),
+        "sequences": sizes_G,
+        "tokens": local.sums(torch.ones(len(of_T)), of_T),
+        "sampled": local.sums(response_S, of_S),
+        "trained": local.sums(made.mask_T, of_T),
+        "reward": local.sums(raw_S, of_S),
+        "reward_squared": local.sums(raw_S.square(), of_S),
+        "shaped": local.sums(shaped_S, of_S),
+        "equal_groups": torch.tensor([len(of) > 0 and bool((of == of[0]).all()) for of in scores]),
+        "prompt": local.sums(local.data["prompt_mask"], of_T),
+        "truncated": local.sums(local.data["seq_no_eos_mask"], of_S),
+        "advantage": local.sums(advantages, of_A),
+        "advantage_squared": local.sums(advantages.square(), of_A),
+        "response_max": local.maxima(response_S, of_S),
+        "advantage_max": local.maxima(advantages, of_A),
+        "advantage_min": local.maxima(-advantages, of_A),  # negated
     }
-    total = dict(zip(sums, engine.all_reduce_sum(list(sums.values())).tolist(), strict=True))
+    for key in (key for key in local.data if key.startswith(_SCORES)):
+        columns |= {key: local.sums(local.data[key], of_S), f"{key}/sequences": sizes_G}
+    if DENSE_REWARDS in local.data:
+        columns["dense"] = local.sums(dense_S, of_S)
+    if made.kl_T is not None:
+        columns |= {"kl": local.sums(made.kl_T, of_T), "kl/sampled": columns["sampled"], "kl/sequences": sizes_G}
+    return columns
+
+
+def value_columns(values_T: Tensor, made: Advantages, local: LocalBatch) -> Columns:
+    """The same for how well the values predicted the returns, over the states of each group, in units of rewards."""
+    values, returns = values_T[made.states_T].double(), made.returns_T[made.states_T].double()
+    errors = returns - values
+    found = {
+        "states": torch.ones(len(values)),
+        "values": values,
+        "returns": returns,
+        "returns_squared": returns.square(),
+    }
+    found |= {"errors": errors, "errors_squared": errors.square()}
+    return {name: local.sums(column, local.group_of_T[made.states_T]) for name, column in found.items()}
+
+
+class BatchStats:
+    """Statistics of the groups of a step's batch, over all of its calls. A group that is computed again replaces its former
+    numbers."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, dict[str, float]] = {}  # this rank's; id -> column -> number
+        self._names: dict[str, None] = {}  # of the columns of any call; the same on all ranks
+
+    def add(self, batch_ids: Sequence[str], local: LocalBatch, columns: Columns) -> None:
+        """Add the groups of a call. batch_ids: those of all ranks. columns: of this rank's groups."""
+        for group in batch_ids:
+            self._groups.pop(group, None)
+        rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+        self._groups |= {
+            group: dict(zip(columns, row, strict=True)) for group, row in zip(local.position, rows, strict=True)
+        }
+        self._names |= dict.fromkeys(columns)
+
+    def totals(self, engine: Ranks) -> Stats:
+        """Sums over all groups of all ranks, and the maxima. Two collective calls."""
+        rows = list(self._groups.values())
+        names = [name for name in self._names if name not in _MAXIMA]
+        sums = engine.all_reduce_sum([math.fsum(row.get(name, 0.0) for row in rows) for name in names])
+        maxima = _max_over_ranks(engine, [max((row[name] for row in rows), default=-math.inf) for name in _MAXIMA])
+        return dict(zip([*names, *_MAXIMA], [*sums.tolist(), *maxima], strict=True))
+
+
+def batch_stats(total: Mapping[str, float]) -> Stats:
+    """The statistics of the batch, from the totals of its groups (`BatchStats`).
+
+    critic/explained_variance = 1 - Var(returns - values) / Var(returns). 1: perfect; 0: no better than a constant; below 0: worse.
+    It is also 0 if all returns are equal.
+    """
     sequences, trained = max(total["sequences"], 1.0), max(total["trained"], 1.0)
-    longest, highest, lowest = _max_over_ranks(
-        engine,
-        [
-            max(response_S.tolist(), default=0.0),
-            max(advantages.tolist(), default=-math.inf),
-            max((-advantages).tolist(), default=-math.inf),
-        ],
-    )
     stats = {
         "batch/num_groups": total["groups"],
         "batch/num_sequences": total["sequences"],
@@ -287,52 +372,44 @@ def batch_stats(engine: Ranks, local: LocalBatch, made: Advantages, *, adds_dens
         "reward/shaped_mean": total["shaped"] / sequences,
         "reward/equal_group_share": total["equal_groups"] / max(total["groups"], 1.0),
         "length/response_mean": total["sampled"] / sequences,
-        "length/response_max": longest,
+        "length/response_max": max(total["response_max"], 0.0),
         "length/prompt_mean": total["prompt"] / sequences,
         "length/truncated_share": total["truncated"] / sequences,
         "advantages/mean": total["advantage"] / trained,
         "advantages/std": _std(total["advantage"], total["advantage_squared"], trained),
-        "advantages/max": highest if total["trained"] else 0.0,
-        "advantages/min": -lowest if total["trained"] else 0.0,
+        "advantages/max": total["advantage_max"] if total["trained"] else 0.0,
+        "advantages/min": -total["advantage_min"] if total["trained"] else 0.0,
     }
-    for key in model_keys:
-        name = key.removeprefix("model_rewards")  # "", or _NAME
-        stats[f"reward/model_mean{name}"] = total[key] / sequences
-    if DENSE_REWARDS in local.data:
+    for key in total:
+        if key.startswith(_SCORES) and not key.endswith("/sequences"):
+            name = key.removeprefix(_SCORES)  # "", or _NAME
+            stats[f"reward/model_mean{name}"] = total[key] / max(total[f"{key}/sequences"], 1.0)
+    if "dense" in total:
         stats["reward/dense_mean"] = total["dense"] / sequences
-    if kl_T is not None:
-        stats["kl/token_mean"] = total["kl"] / max(total["sampled"], 1.0)
-        stats["kl/sequence_mean"] = total["kl"] / sequences
+    if "kl" in total:
+        stats["kl/token_mean"] = total["kl"] / max(total["kl/sampled"], 1.0)
+        stats["kl/sequence_mean"] = total["kl"] / max(total["kl/sequences"], 1.0)
+    if "distilled" in total:
+        stats["distillation/token_mean"] = total["distilled"] / trained
+    if "states" in total:
+        count = max(total["states"], 1.0)
+        std = _std(total["returns"], total["returns_squared"], count)
+        error_std = _std(total["errors"], total["errors_squared"], count)
+        stats |= {
+            "critic/values_mean": total["values"] / count,
+            "critic/returns_mean": total["returns"] / count,
+            "critic/returns_std": std,
+            "critic/explained_variance": 1 - (error_std / std) ** 2 if std > _MIN_STD else 0.0,
+        }
     return stats
-
-
-def value_stats(engine: Ranks, values: Tensor, returns: Tensor) -> Stats:
-    """How well the values predicted the returns, over the states of the whole batch, in units of rewards. One collective call.
-
-    explained_variance = 1 - Var(returns - values) / Var(returns). 1: perfect; 0: no better than a constant; below 0: worse. It is
-    also 0 if all returns are equal.
-    """
-    values, returns = values.double(), returns.double()
-    errors = returns - values
-    sums = [values.sum(), returns.sum(), returns.square().sum(), errors.sum(), errors.square().sum()]
-    total = engine.all_reduce_sum([float(values.numel()), *map(float, sums)])
-    count, value, returned, squares, error, error_squares = total.tolist()
-    count = max(count, 1.0)
-    std = _std(returned, squares, count)
-    explained = 1 - (_std(error, error_squares, count) / std) ** 2 if std > _MIN_STD else 0.0
-    return {
-        "critic/values_mean": value / count,
-        "critic/returns_mean": returned / count,
-        "critic/returns_std": std,
-        "critic/explained_variance": explained,
-    }
 
 
 class StepStats:
     """Aggregates the statistics of the minibatches of one train step.
 
     The result of a statistic depends on its name: *_max is the maximum, *_steps a count, and each of MEANS the mean over the
-    minibatches. All others, which the engine reports as sums over tokens, become means over all tokens.
+    minibatches. All others, which the engine reports as sums over tokens, become means over the tokens of the minibatches that
+    report them.
     """
 
     MEANS = ("loss", "ptx_loss", "grad_norm", "lr")
@@ -340,25 +417,32 @@ class StepStats:
     def __init__(self) -> None:
         self.steps = 0
         self.empty = 0
-        self.num_tokens = 0.0
-        self.values: Stats = {}  # sums and maxima over the minibatches
+        self._values: Stats = {}  # sums and maxima over the minibatches
+        self._divisors: Stats = {}
 
-    def add(self, stats: Mapping[str, float], num_tokens: float) -> None:
+    def add(self, stats: Mapping[str, float], num_tokens: float | Mapping[str, float]) -> None:
         """stats: the result of one `train_step` (on a rank before the last stage it lacks the statistics of the loss). num_tokens:
-        tokens in the minibatch's `loss_mask`, over all ranks."""
+        tokens in the minibatch's `loss_mask`, over all ranks; or those of the parts that report a statistic, by its name."""
         self.steps += 1
-        self.num_tokens += num_tokens
-        _add_stats(self.values, stats)
+        _add_stats(self._values, stats)
+        for name in stats:
+            tokens = num_tokens if isinstance(num_tokens, float | int) else num_tokens.get(name, 0.0)
+            self._divisors[name] = self._divisors.get(name, 0.0) + (1.0 if name in self.MEANS else tokens)
+
+    def merge(self, later: StepStats) -> None:
+        """Add the minibatches of a later call in the same step."""
+        self.steps, self.empty = self.steps + later.steps, self.empty + later.empty
+        _add_stats(self._values, later._values)
+        for name, divisor in later._divisors.items():
+            self._divisors[name] = self._divisors.get(name, 0.0) + divisor
 
     def result(self, role: str) -> Stats:
         """Return the statistics by `<role>/<name>`: means over minibatches or tokens, maxima, counts."""
         result = {"optimizer_steps": float(self.steps), "empty_minibatches": float(self.empty)}
-        for name, value in self.values.items():
+        for name, value in self._values.items():
             if name == "num_tokens":  # only used by stop_reason
                 continue
-            counted = name.endswith(("_max", "_steps"))
-            divisor = 1.0 if counted else self.steps if name in self.MEANS else self.num_tokens
-            result[name] = value / divisor
+            result[name] = value if name.endswith(("_max", "_steps")) else value / self._divisors[name]
         return {f"{role}/{name}": value for name, value in result.items()}
 
 
@@ -496,7 +580,8 @@ class AdvantagesInterface(Interface):
         self.keys += self.model_scales
         self.keys += ["values"] if critic is not None or "values" in mfc.input_keys else []
         self.keys += [DENSE_REWARDS] if DENSE_REWARDS in mfc.input_keys else []
-        self._parts: list[LocalBatch] = []  # of the step's batch so far, with train.streaming
+        self._stats = OfStep(BatchStats)
+        self._kl_coef = OfStep(lambda: self.kl.coef)  # with which the step began
         check_input_keys(mfc, self.keys)
         if "values" in self.keys and judges_by_group(train.ppo):
             raise ValueError(
@@ -508,32 +593,25 @@ class AdvantagesInterface(Interface):
         self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int
     ) -> tuple[SequenceSample | None, Stats]:
         sample = groups_here(sample, batch_ids)
-        made, stats = self.compute(engine, LocalBatch.make(sample, self.keys))
-        self._update_kl(stats)
+        self.kl.coef = self._kl_coef.at(version)
+        local = LocalBatch.make(sample, self.keys)
+        made, columns = self.compute(engine, local)
+        of_step = self._stats.at(version)
+        of_step.add(batch_ids, local, columns)
+        total = of_step.totals(engine)
+        stats = batch_stats(total)
+        if "kl" in total:
+            stats["kl/coef"] = self.kl.coef
+            self.kl.update(stats["kl/sequence_mean"], int(total["kl/sequences"]))
         returns_T = made.returns_T
         if self.value_norm is not None:  # the critic learns in the updated units; its old values are left unchanged
+            stats |= {"critic/norm_mean": self.value_norm.mean, "critic/norm_std": self.value_norm.std}
             self.value_norm.update(returns_T[made.states_T], engine.all_reduce_sum)
             returns_T = self.value_norm.normalise(returns_T).masked_fill(~made.states_T, 0.0)
         return self._targets(sample, made, returns_T), stats
 
-    def run_part(
-        self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int, last: bool
-    ) -> tuple[SequenceSample | None, Stats]:
-        """The targets of a group depend on its own rewards only: config/validation.py refuses normalisation over the batch. With
-        the last part the whole batch is computed once more, for its statistics and the KL coefficient of the next step."""
-        sample = groups_here(sample, batch_ids)
-        local = LocalBatch.make(sample, self.keys)
-        self._parts.append(local)
-        made, stats = self.compute(engine, local)
-        if last:
-            _, stats = self.compute(engine, joined(self._parts))
-            self._parts = []
-            self._update_kl(stats)
-        return self._targets(sample, made, made.returns_T), stats if last else {}
-
-    def _update_kl(self, stats: Stats) -> None:
-        if self.ppo.kl_coef > 0:
-            self.kl.update(stats["kl/sequence_mean"], int(stats["batch/num_sequences"]))
+    def stats_of_step(self, stats: Stats, *, batch_ids: Sequence[str], version: int) -> Stats:
+        return stats
 
     def _targets(self, sample: SequenceSample | None, made: Advantages, returns_T: Tensor) -> SequenceSample | None:
         if sample is None:
@@ -551,8 +629,9 @@ class AdvantagesInterface(Interface):
         model's scores the rewards are those of the reward functions."""
         return _without(self, missing)
 
-    def compute(self, engine: Ranks, local: LocalBatch) -> tuple[Advantages, Stats]:
-        """Return the targets, in units of rewards, and the statistics of the whole batch. Collective. Does not change the state.
+    def compute(self, engine: Ranks, local: LocalBatch) -> tuple[Advantages, Columns]:
+        """Return the targets, in units of rewards, and the numbers of each group for the statistics of the batch. Collective if
+        advantages are normalised over the batch. Does not change the state.
 
         local: this rank's groups, with the keys `keys`.
         """
@@ -569,22 +648,16 @@ class AdvantagesInterface(Interface):
             kl_coef=self.kl.coef,
             all_reduce_sum=engine.all_reduce_sum,
         )
-        distilled = self.teacher_coef > 0
-        if distilled:
+        distilled: Columns = {}
+        if self.teacher_coef > 0:
             policy_T, teacher_T = (data[key] for key in distillation_keys(self.ppo))
             bonus_T = distillation_advantages(policy_T, teacher_T, made.mask_T, self.teacher_coef)
             made = replace(made, advantages_T=made.advantages_T + bonus_T)
-        stats = batch_stats(engine, local, made, adds_dense=self.adds_dense)
-        if distilled:
-            (total,) = engine.all_reduce_sum([float(bonus_T.double().sum()) / -self.teacher_coef])
-            stats["distillation/token_mean"] = float(total) / max(stats["batch/num_trained_tokens"], 1.0)
+            distilled = {"distilled": local.sums(bonus_T, local.group_of_T) / -self.teacher_coef}
+        columns = group_columns(local, made, adds_dense=self.adds_dense) | distilled
         if "values" in data:
-            stats |= value_stats(engine, data["values"][made.states_T], made.returns_T[made.states_T])
-        if made.kl_T is not None:
-            stats["kl/coef"] = self.kl.coef
-        if self.value_norm is not None:
-            stats |= {"critic/norm_mean": self.value_norm.mean, "critic/norm_std": self.value_norm.std}
-        return made, stats
+            columns |= value_columns(data["values"], made, local)
+        return made, columns
 
     def state(self) -> Stats:
         norm = self.value_norm.state_dict() if self.value_norm is not None else {}
@@ -642,7 +715,7 @@ def train_minibatches(
     steps = StepStats()
     here = set(sample.ids) if sample is not None else set()
     counts = _count(engine, sample, minibatches)
-    supervised = texts.parts(lr_step, len(minibatches)) if texts is not None else []
+    supervised = texts.parts(lr_step, len(minibatches)) if texts is not None and minibatches else []
     for number, (ids, (num_tokens, num_sequences)) in enumerate(zip(minibatches, counts, strict=True)):
         if num_tokens == 0:
             steps.empty += 1  # no rank has a token to train on (all truncated, with mask_too_long): no step
@@ -682,7 +755,10 @@ class AccumulatedStep:
     def __init__(self) -> None:
         self.num_tokens = 0.0  # over all ranks, of all parts so far: tokens in loss_mask
         self.num_sequences = 0.0  # ... and sequences that have any
-        self._stats: Stats | None = None  # added up; None: no part had a token to train on
+        self._stats: Stats = {}  # added up
+        self._tokens: Stats = {}  # by statistic: tokens of the parts that report it
+        self._is_empty = True  # no part had a token to train on
+        self._is_taken = False
 
     def add(
         self,
@@ -694,23 +770,26 @@ class AccumulatedStep:
         temperature: float,
     ) -> None:
         """Add the gradients of the part with these ids. loss_fn: with denominator 1. Collective."""
+        if self._is_taken:
+            raise RuntimeError("the optimizer step has been taken: gradients of a further part would be lost")
         ((num_tokens, num_sequences),) = _count(engine, sample, [ids])
         self.num_tokens += num_tokens
         self.num_sequences += num_sequences
         if num_tokens == 0:
             return
-        begins = self._stats is None
-        self._stats = self._stats or {}
-        _add_stats(self._stats, engine.accumulate(sample, loss_fn, temperature=temperature, begins=begins))
+        stats = engine.accumulate(sample, loss_fn, temperature=temperature, begins=self._is_empty)
+        self._is_empty = False
+        _add_stats(self._stats, stats)
+        _add_stats(self._tokens, dict.fromkeys(stats, num_tokens))
 
     def finish(self, engine: Engine, loss_fn: LossFn, denominator: float, *, lr_step: int) -> StepStats:
         """Take the step, unless no part had a token to train on. denominator: of the whole batch. Collective."""
-        steps = StepStats()
-        if self._stats is None:
+        steps, self._is_taken = StepStats(), True
+        if self._is_empty:
             steps.empty = 1
         else:
             stats = engine.step_accumulated(self._stats, loss_fn, denominator=denominator, lr_step=lr_step)
-            steps.add(stats, self.num_tokens)
+            steps.add(stats, self._tokens)
         return steps
 
 
@@ -734,7 +813,8 @@ class PPOActorInterface(Interface):
         )
         self.keys = ["packed_input_ids", "trained_mask"]  # the loss reads it as loss_mask
         self.keys += [key for key in loss_keys(train.ppo) if key != "loss_mask"]
-        self._accumulated = AccumulatedStep()
+        self._accumulated, self._steps = OfStep(AccumulatedStep), OfStep(StepStats)
+        self._entropy_state = OfStep(self.state)  # with which the step began
         check_input_keys(mfc, self.keys)
         keys = ["loss_mask" if key == "trained_mask" else key for key in self.keys]
         self.texts = SupervisedTexts(train.ptx, tokenizer_path, seed=seed, keys=keys) if train.ptx is not None else None
@@ -746,7 +826,7 @@ class PPOActorInterface(Interface):
         if sample is not None:
             sample = sample.select_keys(self.keys).remap_keys({"trained_mask": "loss_mask"})
 
-        ppo = self._ppo_of_step()
+        ppo = self._ppo_of_step(version)
 
         def loss_of(num_tokens: float, num_sequences: float) -> PPOLoss:
             return PPOLoss(ppo, loss_denominator(ppo, num_tokens, num_sequences))
@@ -755,14 +835,22 @@ class PPOActorInterface(Interface):
         steps = train_minibatches(
             engine, sample, minibatches, loss_of, temperature=self.temperature, lr_step=version, texts=self.texts
         )
-        return None, self._adapted(engine, steps.result("actor"))
+        return None, self._adapted(engine, steps, version)
 
-    def _ppo_of_step(self) -> PPOConfig:
-        """The settings of this step: train.ppo, with the adapted entropy coefficient."""
+    def stats_of_step(self, stats: Stats, *, batch_ids: Sequence[str], version: int) -> Stats:
+        return stats
+
+    def _ppo_of_step(self, version: int) -> PPOConfig:
+        """The settings of this step: train.ppo, with the entropy coefficient with which the step began."""
+        self.restore(self._entropy_state.at(version))
         return self.ppo if self.entropy is None else replace(self.ppo, entropy_coef=self.entropy.coef)
 
-    def _adapted(self, engine: Engine, stats: Stats) -> Stats:
-        """Adapt the entropy coefficient after a step. Returns the statistics, with the coefficient of the step. Collective."""
+    def _adapted(self, engine: Engine, steps: StepStats, version: int) -> Stats:
+        """Return the statistics of all calls of the step, with the entropy coefficient of the step, and adapt the coefficient to
+        them. Collective."""
+        of_step = self._steps.at(version)
+        of_step.merge(steps)
+        stats = of_step.result("actor")
         if self.entropy is None:
             return stats
         coef = self.entropy.coef
@@ -782,14 +870,12 @@ class PPOActorInterface(Interface):
         sample = groups_here(sample, batch_ids)
         if sample is not None:
             sample = sample.select_keys(self.keys).remap_keys({"trained_mask": "loss_mask"})
-        loss_fn, step = PPOLoss(self._ppo_of_step(), 1.0), self._accumulated
+        loss_fn, step = PPOLoss(self._ppo_of_step(version), 1.0), self._accumulated.at(version)
         step.add(engine, sample, batch_ids, loss_fn, temperature=self.temperature)
         if not last:
             return None, {}
-        self._accumulated = AccumulatedStep()
         denominator = loss_denominator(self.ppo, step.num_tokens, step.num_sequences)
-        steps = step.finish(engine, loss_fn, denominator, lr_step=version)
-        return None, self._adapted(engine, steps.result("actor"))
+        return None, self._adapted(engine, step.finish(engine, loss_fn, denominator, lr_step=version), version)
 
     def without(self, missing: Collection[str]) -> Interface:
         """Without the reference's logprobs the loss has no KL term."""
@@ -833,7 +919,7 @@ class PPOCriticInterface(Interface):
             raise ValueError(f"MFC {mfc.name!r} trains a critic, but train.critic is null")
         self.critic = train.critic
         self.epochs = train.ppo.epochs
-        self._accumulated = AccumulatedStep()
+        self._accumulated, self._steps = OfStep(AccumulatedStep), OfStep(StepStats)
         check_input_keys(mfc, self.KEYS)
 
     def run(
@@ -848,8 +934,13 @@ class PPOCriticInterface(Interface):
 
         num, epochs = self.critic.minibatches, self.epochs
         minibatches = split_passes(batch_ids, num, epochs=epochs, seed=self.seed, version=version)
-        steps = train_minibatches(engine, sample, minibatches, loss_of, temperature=1.0, lr_step=version)
-        return None, steps.result("critic")
+        self._steps.at(version).merge(
+            train_minibatches(engine, sample, minibatches, loss_of, temperature=1.0, lr_step=version)
+        )
+        return None, self._steps.at(version).result("critic")
+
+    def stats_of_step(self, stats: Stats, *, batch_ids: Sequence[str], version: int) -> Stats:
+        return stats
 
     def run_part(
         self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int, last: bool
@@ -857,12 +948,12 @@ class PPOCriticInterface(Interface):
         sample = groups_here(sample, batch_ids)
         if sample is not None:
             sample = sample.select_keys(self.KEYS).remap_keys({"value_mask": "loss_mask"})
-        loss_fn, step = ValueLoss(self.critic.eps_clip, 1.0), self._accumulated
+        loss_fn, step = ValueLoss(self.critic.eps_clip, 1.0), self._accumulated.at(version)
         step.add(engine, sample, batch_ids, loss_fn, temperature=1.0)
         if not last:
             return None, {}
-        self._accumulated = AccumulatedStep()
-        return None, step.finish(engine, loss_fn, step.num_tokens, lr_step=version).result("critic")
+        self._steps.at(version).merge(step.finish(engine, loss_fn, step.num_tokens, lr_step=version))
+        return None, self._steps.at(version).result("critic")
 
 
 def make_interface(mfc: MFCDef, train: TrainConfig, *, seed: int = 1, tokenizer_path: str = "") -> Interface:

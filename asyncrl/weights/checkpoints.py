@@ -240,6 +240,17 @@ def newest(run_dir: str | Path, notice: Callable[[str], None]) -> Checkpoint | N
     return None
 
 
+def newest_step(run_dir: str | Path) -> int | None:
+    """The step of the newest complete checkpoint of the current run in this folder; None if there is none. Unlike `newest`, it does
+    not read the files to verify them. Raises CheckpointError as `newest`."""
+    floor = _first_attempt(run_dir)
+    for attempt, step in reversed(list_checkpoints(run_dir)):
+        with contextlib.suppress(CheckpointError):
+            if attempt >= floor and MASTER_FILE in read_manifest(checkpoint_dir(run_dir, attempt, step)).files:
+                return step
+    return None
+
+
 def _first_attempt(run_dir: str | Path) -> int:
     try:
         return msgspec.json.decode((recover_dir(run_dir) / _ANEW_FILE).read_bytes(), type=_Anew).attempt

@@ -35,6 +35,7 @@ from asyncrl.weights.checkpoints import (
     checkpoint_dir,
     list_checkpoints,
     newest,
+    newest_step,
     prune,
 )
 from asyncrl.weights.versions import FileEntry
@@ -102,6 +103,14 @@ class TestNewest:
         (notice,) = notices
         assert notice.startswith("the checkpoint of step 20, attempt 1, is torn; using the one before it: ")
         assert told in notice
+
+    def test_its_step_is_known_without_reading_the_files(self, tmp_path):
+        assert newest_step(tmp_path) is None
+        write_checkpoint(tmp_path, make_state(1, 10))
+        (write_checkpoint(tmp_path, make_state(1, 20)) / "checkpoint.json").unlink()
+        assert newest_step(tmp_path) == 10
+        begin_anew(tmp_path, 2)
+        assert newest_step(tmp_path) is None
 
     def test_a_checkpoint_without_the_masters_part_is_ignored(self, tmp_path):
         """Such a checkpoint comes from an older release, which did not save the master's state."""

@@ -25,6 +25,7 @@ from asyncrl.data.sequence import KEY_SPECS, SequenceSample, spec_of
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.mfc import mfc as declare_mfc
+from asyncrl.dataflow.statistics import merge_stats
 from asyncrl.model.interfaces import AdvantagesInterface, Interface, LossFn, make_interface, split_minibatches
 
 VOCABULARY = 11
@@ -780,7 +781,7 @@ def test_two_critic_passes_equal_hand_written_ones(eps_clip: float, epochs: int)
         clipped_of_pass.append(float(clipped.float().mean()))
         (grad,) = torch.autograd.grad(losses.mean(), table)
         table = (table - 0.5 * grad).detach().requires_grad_()
-    made = [mfcs["critic_train"].run(engine, whole, batch_ids=batch.ids, version=v)[1] for v in range(2 // epochs)]
+    made = [mfcs["critic_train"].run(engine, whole, batch_ids=batch.ids, version=1 + v)[1] for v in range(2 // epochs)]
     torch.testing.assert_close(engine.table, table, rtol=0, atol=1e-6)
     for stats, losses, clipped in zip(
         made, np.reshape(loss_of_pass, (-1, epochs)), np.reshape(clipped_of_pass, (-1, epochs)), strict=True
@@ -997,6 +998,95 @@ def test_a_user_function_may_return_statistics() -> None:
     assert made.keys == ("loudness",)
     assert stats == {"mine/groups": len(batch.ids)}
     assert interface.run(FakeEngine(), None, batch_ids=batch.ids, version=0) == (None, {"mine/groups": 0.0})
+
+
+SEVERAL = {
+    "ppo": {"kl_coef": 0.1, "kl_adaptive": True, "kl_horizon": 100.0, "minibatches": 1},
+    "critic": {
+        "critic": CriticConfig(minibatches=1),
+        "advantage_norm": "none",
+        "reward_model": RewardModelConfig(scale=0.5),
+        "teacher": TeacherConfig(coef=0.5),
+        "minibatches": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_statistics_of_several_calls_in_a_step_are_those_of_the_batch(name: str) -> None:
+    """`advantages` is called on chunks, which change ranks, and on a chunk again. Its statistics and KL coefficient are those of
+    one call."""
+    train, batch = train_config(**SEVERAL[name]), make_batch()
+    chunks = [batch.ids[:2], batch.ids[2:5], batch.ids[5:], batch.ids[2:5]]
+
+    def run_rank(rank: int) -> tuple[dict[str, float], dict[str, float]]:
+        mfcs, graph, sample = interfaces(train), build_dataflow(train), batch
+        for mfc in graph.order:
+            if mfc.endswith("_inf"):
+                sample = sample.update(mfcs[mfc].run(alone[mfc], sample, batch_ids=batch.ids, version=0)[0])
+        advantages, stats = mfcs["advantages"], {}
+        for number, ids in enumerate(chunks):
+            mine = ids[(rank + number) % 2 :: 2]
+            here = sample.select_ids(mine) if mine else None
+            _, stats = advantages.run(engines[rank]["actor"], here, batch_ids=ids, version=0)
+        expected = interfaces(train)["advantages"]
+        here = sample.select_ids(batch.ids[rank::2])
+        _, of_one = expected.run(engines[rank]["actor"], here, batch_ids=batch.ids, version=0)
+        assert advantages.state() == pytest.approx(expected.state())
+        return stats, of_one
+
+    engines = fake_ranks(2)
+    alone = {name: FakeEngine(KINDS[mfc.role]) for name, mfc in build_dataflow(train).mfcs.items()}
+    with ThreadPoolExecutor(2) as pool:
+        for stats, expected in pool.map(run_rank, range(2)):
+            assert stats == pytest.approx(expected)
+            assert stats["batch/num_groups"] == 7
+            assert all(value <= 1 for name, value in stats.items() if name.endswith("_share"))
+
+
+def test_several_calls_that_train_add_up() -> None:
+    """Counts add up, means are over the minibatches and tokens of all calls, and the entropy coefficient changes once."""
+    train = train_config(entropy_coef=0.1, entropy_target=9.0, entropy_step=0.05, epochs=2, minibatches=1)
+    mfcs, batch, engine = interfaces(train), make_batch(), FakeEngine()
+    sample, _ = run_mfcs(
+        {name: mfcs[name] for name in ("actor_inf", "advantages")}, train, {"actor": engine}, batch, batch.ids
+    )
+    assert sample is not None
+    found, after_first = [], FakeEngine()
+    for ids in (batch.ids[:3], batch.ids[3:]):
+        after_first.table.data.copy_(engine.table.data)
+        part = sample.select_ids(ids)
+        _, stats = mfcs["actor_train"].run(engine, part, batch_ids=ids, version=0)
+        found.append(mfcs["actor_train"].stats_of_step(stats, batch_ids=ids, version=0))
+    first, both = found
+    assert (first["actor/optimizer_steps"], both["actor/optimizer_steps"]) == (2, 4)
+    alone = interfaces(train)["actor_train"]
+    ids = batch.ids[:3]
+    assert first == alone.run(FakeEngine(), sample.select_ids(ids), batch_ids=ids, version=0)[1]
+    assert mfcs["actor_train"].state() == alone.state()
+    second = interfaces(train)["actor_train"].run(
+        after_first, sample.select_ids(batch.ids[3:]), batch_ids=batch.ids[3:], version=0
+    )[1]
+    assert both["actor/loss"] == pytest.approx((first["actor/loss"] + second["actor/loss"]) / 2)
+    weights = [float(sample.select_ids(ids).data["trained_mask"].sum()) for ids in (batch.ids[:3], batch.ids[3:])]
+    for key in ("actor/importance_weight", "actor/entropy"):
+        assert both[key] == pytest.approx(np.average([first[key], second[key]], weights=weights))
+
+
+def test_statistics_of_users_functions_and_of_several_mfcs_are_merged() -> None:
+    reports = [
+        ({"judge/skipped_steps": 1.0, "judge/loss": 1.0, "judge/loss_max": 3.0, "mine/num_x": 2.0}, 1),
+        ({"judge/skipped_steps": 2.0, "judge/loss": 4.0, "judge/loss_max": 2.0, "mine/num_x": 3.0, "mine/y": 7.0}, 2),
+        ({}, 0),
+    ]
+    merged = {"judge/skipped_steps": 3, "judge/loss": 3, "judge/loss_max": 3, "mine/num_x": 5, "mine/y": 7}
+    assert merge_stats(reports) == merged
+    assert merge_stats([({"x": 1.0}, 0), ({"x": 2.0}, 0)]) == {"x": 2.0}
+    interface = extra("counted", output_keys=["loudness"])
+    for version in range(2):
+        assert interface.stats_of_step({"mine/x": 1.0}, batch_ids=["a"], version=version) == {"mine/x": 1.0}
+        for _ in range(2):  # a call is repeated
+            assert interface.stats_of_step({"mine/x": 4.0}, batch_ids=["b", "c"], version=version) == {"mine/x": 3.0}
 
 
 def test_a_function_that_runs_the_model_is_called_on_every_rank() -> None:

@@ -8,7 +8,15 @@ from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.master.ages import Ages
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, PromptProgress, StorageTracker
 from asyncrl.master.executor import ParameterHooks
-from asyncrl.master.report import StepTimes, UpdateSeconds, head_offpolicyness, step_metrics, tail_offpolicyness
+from asyncrl.master.report import (
+    RunSummary,
+    StepTimes,
+    UpdateSeconds,
+    head_offpolicyness,
+    of_whole_batch,
+    step_metrics,
+    tail_offpolicyness,
+)
 from asyncrl.master.schedule import Schedule
 from asyncrl.protocol.messages import Locator, Reallocate, RedistribStep, ServerView, TrajectoryMeta, WeightVersion
 from asyncrl.runtime.metrics import JsonLinesWriter, read_json_lines
@@ -231,6 +239,32 @@ def test_step_metrics_of_a_batch():
     assert metrics["batch/num_sequences_of_two_versions"] == 1
     assert metrics["throughput/tokens_per_s"] == 3.0
     assert (metrics["offpolicy/head_count/0"], metrics["offpolicy/head_count/2"]) == (1.0, 1.0)
+
+
+def test_a_step_function_that_trains_some_groups():
+    """It computes advantages for group b only. Figures of the batch are of both groups, and no share exceeds 1."""
+    metas = [
+        make_meta("a", 0, versions=((3, 4),) * 4, rewards=(0.0,) * 4),
+        make_meta("b", 1, versions=((5, 5), (5, 5)), rewards=(1.0, 1.0)),
+    ]
+    stats = {"batch/num_groups": 1.0, "batch/num_sequences": 2.0, "reward/mean": 1.0, "kl/coef": 0.1}
+    summary = RunSummary()
+    for _ in range(2):
+        metrics = of_whole_batch(stats, step_metrics(metas, 5, StepTimes(1.0, 2.0, 1.0), trained={"b"}))
+        assert (metrics["batch/num_sequences"], metrics["reward/mean"], metrics["kl/coef"]) == (6, 2 / 6, 0.1)
+        assert (metrics["batch/num_trained_prompts"], metrics["batch/num_trained_sequences"]) == (1, 2)
+        summary.add_step(metrics)
+    found = summary.as_dict(mode="async", attempt=1, wall_s=9.0, version=2, rejected={}, generation_idle=None)
+    assert (found["groups"], found["sequences"], found["generated_tokens"]) == (
+        4,
+        4,
+        2 * sum(metas[1].response_lengths),
+    )
+    assert found["sequences_of_two_versions_share"] == 4 / 6
+    assert found["trained_response_length_mean"] == sum(metas[1].response_lengths) / 2
+    whole = of_whole_batch({"batch/num_groups": 2.0, "reward/mean": 0.5}, step_metrics(metas, 5, StepTimes(1, 2, 1)))
+    assert whole["reward/mean"] == 0.5  # also of dense rewards, which the master does not know
+    assert whole["batch/num_trained_sequences"] == 6
 
 
 def test_ages_of_all_trained_responses():

@@ -56,8 +56,7 @@ def run_in_parts(
                 for name, interface in mfcs.items():
                     engine = engines[rank][graph.mfcs[name].role]
                     made, found = interface.run_part(engine, sample, batch_ids=ids, version=version, last=last)
-                    assert last or not found
-                    stats |= found
+                    stats |= interface.stats_of_step(found, batch_ids=ids, version=version)
                     sample = sample.update(made) if made is not None and sample is not None else sample
             results.append(stats)
         return results
@@ -92,3 +91,48 @@ def test_parts_without_trained_tokens_cause_no_step() -> None:
     (engines,), ((stats, _),) = run_in_parts(train, truncated, PARTS[1], 1)
     assert engines["actor"].batches == []
     assert (stats["actor/empty_minibatches"], stats["actor/optimizer_steps"]) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+@pytest.mark.parametrize("lost_in", [0, 1, 2])
+def test_a_reference_that_goes_missing_between_two_parts(kl_in: str, lost_in: int) -> None:
+    """The step is that of a whole batch whose groups of that part have no KL term, and nothing of it remains in the next step.
+
+    In the whole batch the reference agrees with the policy on these groups, so that their KL term has no value and no gradient.
+    """
+    train = train_config(minibatches=1, advantage_norm="none", kl_coef=0.5, kl_in=kl_in, kl_estimator="k3")
+    parts = [["ticket0", "ticket1"], ["ticket2", "ticket3", "ticket4"], ["ticket5", "ticket6"]]
+    batch, missing = make_batch(), {"packed_ref_logprobs"}
+    ref = batch.data["packed_ref_logprobs"]
+    (engines,), (expected,) = fake_ranks(1), fake_ranks(1)
+    in_parts, whole = interfaces(train), interfaces(train)
+    for version in range(3):
+        lost = parts[lost_in] if version < 2 else []
+        for number, ids in enumerate(parts):
+            sample = batch.select_ids(ids).update(  # also those of the reference, which are not read if it is missing
+                in_parts["actor_inf"].run(engines["actor"], batch.select_ids(ids), batch_ids=ids, version=version)[0]
+            )
+            if ids == lost:
+                sample = sample.select_keys([key for key in sample.keys if key not in missing])
+            for name in ("advantages", "actor_train"):
+                interface = in_parts[name].without(missing) if ids == lost else in_parts[name]
+                made, stats = interface.run_part(
+                    engines["actor"], sample, batch_ids=ids, version=version, last=number == len(parts) - 1
+                )
+                sample = sample.update(made) if made is not None else sample
+                if name == "advantages":
+                    seen = stats
+        made = whole["actor_inf"].run(expected["actor"], batch, batch_ids=batch.ids, version=version)[0]
+        is_lost = np.concatenate([np.full(batch.select_ids([i]).total_tokens(), i in lost) for i in batch.ids])
+        agreeing = np.where(is_lost, made.data["proximal_logprobs"], ref).astype(np.float32)
+        reference = batch.update(made).update(batch.derive({"packed_ref_logprobs": agreeing}))
+        for name in ("advantages", "actor_train"):
+            made, stats = whole[name].run(expected["actor"], reference, batch_ids=batch.ids, version=version)
+            reference = reference.update(made) if made is not None else reference
+            if name == "advantages":  # the mean over the sequences for which there is a reference
+                num_lost = batch.select_ids(lost).num_sequences() if lost else 0
+                share = 1 - num_lost / stats["batch/num_sequences"]
+                assert seen.pop("kl/sequence_mean") * share == pytest.approx(stats.pop("kl/sequence_mean"))
+                del seen["kl/token_mean"], stats["kl/token_mean"]
+                assert seen == pytest.approx(stats, rel=1e-5, abs=1e-6)
+        torch.testing.assert_close(engines["actor"].table, expected["actor"].table, rtol=1e-5, atol=1e-6)
