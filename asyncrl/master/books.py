@@ -177,7 +177,7 @@ class Books:
         rejected = {f"rejected/{reason}": float(count) for reason, count in self.progress.rejected.items()}
         times = {f"time/{name}_s": value for name, value in seconds.items()}
         about = {"time": self._clock.time(), "version": self.version.version}
-        distributions = {
+        distributions: dict[str, list[float]] = {
             "distribution/reward": [reward for meta in metas for reward in meta.rewards],
             "distribution/response_length": [length for meta in metas for length in meta.response_lengths],
         }
