@@ -76,6 +76,17 @@ class LayerAttention:
         return self.has_softcap or self.has_sinks
 
 
+def backbone_name(model: PreTrainedModel) -> str:
+    """The attribute of a model that has all of it but its output layer. Llama 4 has another than it states."""
+    return model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"
+
+
+def backbone_of(model: PreTrainedModel) -> nn.Module:
+    """The model without its output layer."""
+    backbone: nn.Module = getattr(model, backbone_name(model))
+    return backbone
+
+
 def read_attention(model: PreTrainedModel, path: object) -> list[LayerAttention]:
     """Find each attention module's pattern and store it in the module. Returns the layers' attention, in the order of the calls.
 
@@ -131,7 +142,7 @@ def read_attention(model: PreTrainedModel, path: object) -> list[LayerAttention]
         model.set_experts_implementation("batched_mm")  # the only one whose shapes do not depend on values
     try:
         with torch.no_grad():
-            model.base_model(**inputs, use_cache=False, segments=_MARK)
+            backbone_of(model)(**inputs, use_cache=False, segments=_MARK)
     except (AttributeError, TypeError, KeyError, RuntimeError, NotImplementedError) as error:
         raise _unknown_mask(what, f"asyncrl cannot see its masks: {type(error).__name__}: {error}") from error
     finally:

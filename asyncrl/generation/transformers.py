@@ -43,6 +43,7 @@ from transformers.generation.continuous_batching.utils import find_head_dim, fin
 
 from asyncrl.architectures.attention import LayerAttention, Pattern, read_attention
 from asyncrl.architectures.checkpoint_names import Place, places_of
+from asyncrl.architectures.small_copy import longest_window
 from asyncrl.config.schema import ATTENTIONS, ConfigError, GenerationConfig
 from asyncrl.data.model_folder import check_shards
 from asyncrl.generation import padded_attention
@@ -59,6 +60,7 @@ from asyncrl.generation.engine import (
 )
 from asyncrl.generation.queueing import EngineArguments, Pending, QueueingEngine
 from asyncrl.generation.receive import StagedReceiver
+from asyncrl.generation.self_check import check_decoding, check_small_copy, prompt_lengths
 from asyncrl.protocol.errors import ErrorClass, classify
 from asyncrl.protocol.messages import FinishReason, SamplingParams, TensorSpecs, VersionSpan, WeightVersion
 from asyncrl.runtime.process import return_freed_memory
@@ -317,12 +319,50 @@ class TransformersEngine(QueueingEngine[_Pending]):
         self._keys = itertools.count()
         self._standstill = contextlib.ExitStack()  # keeps the manager stopped between two passes after a pause in place
         self._stands_still = False
+        self._checked = False  # the self-check has passed
 
     # ------------------------------------------------------------------------------------------------------ lifecycle
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         await self._in_control(self._start)
+        if not self._checked:
+            await self._self_check()
+
+    async def _self_check(self) -> None:
+        """Raises ConfigError if decoding does not compute this model, and takes about a dozen passes. The engine serves nothing
+        yet; counters, cache and random numbers are afterwards as before."""
+        served = self._on_tokens, dict(self._num), self._paused, self._asleep
+        self._on_tokens, self._version, self._paused, self._asleep = None, WeightVersion(0, 0), False, False
+        devices = [self._model.device] if self._device.startswith("cuda") else []
+        lengths = prompt_lengths(self._config.page_size, self._max_length)
+        try:
+            if longest_window(self._model.config) > max(lengths):
+                await check_small_copy(self._model.config, self._config, self._small_engine)
+            with torch.random.fork_rng(devices):
+                await check_decoding(
+                    self,
+                    vocab_size=self._vocab_size,
+                    lengths=lengths,
+                    bits=torch.finfo(self._model.dtype).bits,
+                    sharing=self._config.prefix_sharing and self._config.interrupt != "in_place",
+                )
+        except (ValueError, EngineFailed) as error:
+            raise self._cannot_run(error) from error
+        finally:
+            self._on_tokens, self._num, self._paused, self._asleep = served
+            self._version = None
+        await self._flush()
+        self._checked = True
+
+    def _small_engine(self, path: str, config: GenerationConfig) -> TransformersEngine:
+        return TransformersEngine(EngineArguments(path, config), device=self._device)
+
+    def _cannot_run(self, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"model_path={str(self._initial_path)!r}: the embedded engine cannot sample from an architecture of type "
+            f"{self._model.config.model_type!r}: {str(error) or repr(error)}. Use another model, or SGLang (allocation=sglang...)"
+        )
 
     def _start(self) -> None:
         config = self._config
@@ -339,6 +379,11 @@ class TransformersEngine(QueueingEngine[_Pending]):
             raise ConfigError(
                 f"model_path={str(self._initial_path)!r}: the model cannot be loaded: {error}; copy it again, or give another"
             ) from error
+        except (KeyError, AttributeError, TypeError) as error:
+            raise ConfigError(
+                f"model_path={str(self._initial_path)!r}: this architecture has no replaceable attention in transformers "
+                f"({error!r}), so the embedded engine cannot sample from it. Use another model, or SGLang (allocation=sglang...)"
+            ) from error
         self._model = model.to(self._device).requires_grad_(False).eval()
         layers = _check_attention(self._model, self._initial_path, config.attention)
         self._places = places_of(model, {name: tensor.shape for name, tensor in model.state_dict().items()})
@@ -350,7 +395,21 @@ class TransformersEngine(QueueingEngine[_Pending]):
         )
         for eos in (text_config.eos_token_id, getattr(self._model.generation_config, "eos_token_id", None)):
             self._eos_token_ids.update([eos] if isinstance(eos, int) else eos or [])
-        self._manager = _Manager(
+        try:
+            self._manager = self._make_manager(layers if padded else ())
+        except (
+            ValueError,
+            KeyError,
+            AttributeError,
+            TypeError,
+        ) as error:  # an architecture that transformers' cache does not know
+            raise self._cannot_run(error) from error
+        self._opened.push_async_callback(self._stop)
+        self._manager.start()
+
+    def _make_manager(self, padded: Sequence[LayerAttention]) -> _Manager:
+        config = self._config
+        manager = _Manager(
             self._model,
             ContinuousBatchingConfig(
                 page_size=config.page_size,
@@ -365,14 +424,13 @@ class TransformersEngine(QueueingEngine[_Pending]):
                 use_cuda_graph=False,
                 auto_switch_to_flash=False,
             ),
-            padded=layers if padded else (),
+            padded=padded,
             on_pass=self._count_pass,
             trace=self._trace,
         )
-        self._opened.push_async_callback(self._stop)
-        self._manager.output_router = _Router(self._on_results, self._loop)
-        self._manager.prepare()
-        self._manager.start()
+        manager.output_router = _Router(self._on_results, self._loop)
+        manager.prepare()
+        return manager
 
     async def close(self) -> None:
         if self._closing:

@@ -31,7 +31,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from asyncrl.architectures.attention import read_attention
+from asyncrl.architectures.agreement import architecture_errors, not_repeatable
+from asyncrl.architectures.attention import backbone_name, backbone_of, read_attention
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import ConfigError, OptimizerConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
@@ -42,7 +43,14 @@ from asyncrl.model.kernels import uses_gpu_kernels
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.offload import Offloaded
 from asyncrl.model.packing import MicroBatch, Packed, SequenceBatch, cu_seqlens_of, plan_micro_batches, run_indices
-from asyncrl.model.pipeline import Outputs, Stage, cut_to_stage, run_micro_batches, train_micro_batches
+from asyncrl.model.pipeline import (
+    Logits,
+    Outputs,
+    Stage,
+    cut_to_stage,
+    run_micro_batches,
+    train_micro_batches,
+)
 from asyncrl.model.sharding import local_tensor
 
 logger = logging.getLogger(__name__)
@@ -145,7 +153,8 @@ class TrainEngine:
             chunk_tokens=self.train.logprob_chunk_tokens,
         )
         if model.kind == "lm" and weights.has_values:
-            _check_output_layer(stage, model.path, self.vocab_size)
+            with architecture_errors(model.path):
+                stage.logits = _logits_of(stage, model.path, self.vocab_size)
         return stage
 
     def _load_shard(
@@ -164,8 +173,7 @@ class TrainEngine:
             read_attention(skeleton.model, model.path)
         self.flops = ModelFlops.of(skeleton.model)
         read = weights.open_weights(model.path, skeleton, config, dtype)
-        if model.kind == "lm":
-            _check_nothing_follows_output_layer(skeleton.model, model.path)
+        logits = _logits_without_weights(skeleton.model, model.path) if model.kind == "lm" else Logits()
         if grid.pipe > 1 and (mesh.is_first_stage or mesh.is_last_stage):
             self._tied = skeleton.tied_name
         vocab = sharding.apply_tensor_parallel(skeleton, mesh, model.path) if grid.tensor > 1 else None
@@ -182,6 +190,7 @@ class TrainEngine:
             hidden_dtype=self._compute_dtype or dtype,
             chunk_tokens=self.train.logprob_chunk_tokens,
         )
+        stage.logits = logits
         filler = sharding.Filler(
             skeleton, read, mesh, dtype=dtype, device=self.device, trainable=self.trainable, path=model.path
         )
@@ -614,23 +623,30 @@ def _accumulate(total: dict[str, Tensor], stats: Mapping[str, Tensor]) -> None:
 
 
 @torch.no_grad()
-def _check_output_layer(stage: Stage, path: str, vocab_size: int) -> None:
-    """Check that the output layer alone gives the model's logits: some architectures scale or cap them afterwards."""
+def _logits_of(stage: Stage, path: str, vocab_size: int) -> Logits:
+    """How the model makes logits from the outputs of its output layer. Raises ConfigError if logprobs in blocks cannot do that."""
     model = stage.model
     input_ids = torch.arange(_HEAD_CHECK_TOKENS, device=stage.device)[None] % vocab_size
     with stage.autocast():
         expected = model(input_ids=input_ids, use_cache=False).logits.float()
-        hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        hidden = backbone_of(model)(input_ids=input_ids, use_cache=False).last_hidden_state
         found = model.get_output_embeddings()(hidden).float()  # type: ignore[no-untyped-call]
     if expected.isnan().any():
         raise ConfigError(f"model_path={path!r}: its weights are broken: their logits are NaN; copy them again")
-    if not torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
+    logits = Logits.of(found, expected, model.config)
+    if logits is None:
+        with stage.autocast():
+            again = model(input_ids=input_ids, use_cache=False).logits.float()
+        if not torch.equal(again, expected):
+            gap = float((again - expected).abs().max())
+            raise ConfigError(f"model_path={path!r}: {not_repeatable(type(model).__name__, gap)}")
         raise _changed_logits(path, model)
+    return logits
 
 
 @torch.no_grad()
-def _check_nothing_follows_output_layer(model: PreTrainedModel, path: str) -> None:
-    """The same check for a model without weights, with a stand-in backbone and output layer."""
+def _logits_without_weights(model: PreTrainedModel, path: str) -> Logits:
+    """The same for a model without weights, with a stand-in backbone and output layer."""
     hidden = torch.arange(12.0).reshape(1, 3, 4) - 6.0
 
     class Output(BaseModelOutputWithPast):
@@ -641,22 +657,24 @@ def _check_nothing_follows_output_layer(model: PreTrainedModel, path: str) -> No
         def forward(self, *_: object, **__: object) -> Output:
             return Output(last_hidden_state=hidden)
 
-    backbone, output_layer = model.base_model, model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    name, backbone, output_layer = backbone_name(model), backbone_of(model), model.get_output_embeddings()  # type: ignore[no-untyped-call]
     stand_in = nn.Linear(4, 5, bias=False)
     stand_in.weight.copy_(torch.arange(20.0).reshape(5, 4) * 10.0)
-    setattr(model, model.base_model_prefix, Backbone())
+    setattr(model, name, Backbone())
     model.set_output_embeddings(stand_in)  # type: ignore[no-untyped-call]
     try:
         found = model(input_ids=torch.zeros(1, 3, dtype=torch.int64), use_cache=False).logits
     finally:
-        setattr(model, model.base_model_prefix, backbone)
+        setattr(model, name, backbone)
         model.set_output_embeddings(output_layer)  # type: ignore[no-untyped-call]
-    if not torch.allclose(found, stand_in(hidden), rtol=1e-2):
+    logits = Logits.of(stand_in(hidden), found, model.config)
+    if logits is None:
         raise _changed_logits(path, model)
+    return logits
 
 
-def _changed_logits(path: str, model: PreTrainedModel) -> ValueError:
-    return ValueError(
-        f"{path}: architecture {model.config.model_type!r} changes its logits after the output layer; "
-        "computing logprobs in chunks does not support that"
+def _changed_logits(path: str, model: PreTrainedModel) -> ConfigError:
+    return ConfigError(
+        f"model_path={path!r}: architecture {model.config.model_type!r} changes its logits after the output layer, in a way that "
+        "logprobs in blocks (model/logprobs.py) do not compute. Use another model"
     )

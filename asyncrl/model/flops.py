@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,8 @@ class ModelFlops:
         for name, parameter in model.named_parameters():
             share = chosen / experts if ".experts." in name else 1.0
             num_parameters += round(parameter.numel() * share)
-        num_heads = getattr(text, "num_attention_heads", 0)
-        head_size = getattr(text, "head_dim", None) or (text.hidden_size // num_heads if num_heads else 0)
-        return cls(num_parameters, text.num_hidden_layers * num_heads * head_size)
+        layers = text.per_layer_config if text.is_heterogeneous else [text] * text.num_hidden_layers
+        return cls(num_parameters, sum(map(_width_of_heads, layers)))
 
     def of_batch(self, num_tokens: int, squared_lengths: int, *, trains: bool) -> int:
         """FLOPs over sequences with num_tokens tokens in all, whose lengths have this sum of squares.
@@ -41,3 +40,9 @@ class ModelFlops:
     def of_training(self, lengths: Sequence[int]) -> int:
         """FLOPs of forward and backward pass over sequences of these lengths (tokens)."""
         return self.of_batch(sum(lengths), sum(length * length for length in lengths), trains=True)
+
+
+def _width_of_heads(layer: PreTrainedConfig) -> int:
+    """Query heads x size of a head."""
+    num_heads: int = getattr(layer, "num_attention_heads", 0)
+    return num_heads * (getattr(layer, "head_dim", None) or (layer.hidden_size // num_heads if num_heads else 0))

@@ -37,13 +37,15 @@ def token_logprobs(
     temperature: float,
     chunk_tokens: int,
     bias: Tensor | None = None,
+    cap: float = 0.0,
     tensor_group: dist.ProcessGroup | None = None,
     vocab_start: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Return (log p(target), entropy) of softmax(logits / temperature), float32, for each token. Entropy is in nats. Both carry a
     gradient.
 
-    output_layer: an nn.Linear, or its weight [V, H] (pass its bias, if any, as `bias`).
+    output_layer: an nn.Linear, or its weight [V, H] (pass its bias, if any, as `bias`). cap: logits are cap * tanh(outputs / cap);
+    0: the outputs of the layer are the logits.
     tensor_group: all its ranks have the same hidden_NH, targets_N and gradients of the results. Each rank passes its own rows of
     the weight, which begin at word vocab_start, and gets the full gradient of hidden_NH. Collective, in backward too.
     """
@@ -58,7 +60,7 @@ def token_logprobs(
     else:
         raise TypeError(f"the output layer is a {type(output_layer).__name__}; logprobs in blocks need an nn.Linear")
     logprobs_N, entropy_N = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, weight, bias, targets_N, 1.0 / temperature, chunk_tokens, tensor_group, vocab_start
+        hidden_NH, weight, bias, targets_N, 1.0 / temperature, cap, chunk_tokens, tensor_group, vocab_start
     )
     return logprobs_N, entropy_N
 
@@ -73,6 +75,7 @@ class _TokenLogprobs(torch.autograd.Function):
         bias_V: Tensor | None,
         targets_N: Tensor,
         scale: float,
+        cap: float,
         chunk_tokens: int,
         group: dist.ProcessGroup | None,
         vocab_start: int,
@@ -88,7 +91,7 @@ class _TokenLogprobs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for words, weight_UH, bias_U in _words(weight_VH, bias_V, dtype, min(chunk_tokens, len(hidden))):
                 for tokens in _chunks(len(hidden), chunk_tokens):
-                    logits_CU = _logits(hidden[tokens], weight_UH, bias_U, scale)
+                    logits_CU = _logits(hidden[tokens], weight_UH, bias_U, scale, cap)
                     inside_C, column_C = _inside(targets_N[tokens], words)
                     target_N[tokens] += logits_CU.gather(1, column_C).squeeze(1).where(inside_C, 0.0)
                     before_C = high_N[tokens]
@@ -109,7 +112,7 @@ class _TokenLogprobs(torch.autograd.Function):
         normaliser_N = high_N + sum_N.log()
         entropy_N = normaliser_N - weighted_N / sum_N
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, normaliser_N, entropy_N)
-        ctx.settings = (dtype, scale, chunk_tokens, group)
+        ctx.settings = (dtype, scale, cap, chunk_tokens, group)
         ctx.set_materialize_grads(False)  # the gradient of an output that no loss uses is None
         return target_N - normaliser_N, entropy_N
 
@@ -120,9 +123,10 @@ class _TokenLogprobs(torch.autograd.Function):
 
         d logprob / d logits = scale * (one at the target - p)
         d entropy / d logits = -scale * p * (log p + H)
+        d logits / d outputs = 1 - (logits / cap)^2 with a cap, else 1
         """
         hidden_NH, weight_VH, bias_V, targets_N, normaliser_N, entropy_N = ctx.saved_tensors
-        dtype, scale, chunk_tokens, group = ctx.settings
+        dtype, scale, cap, chunk_tokens, group = ctx.settings
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_N = torch.zeros_like(normaliser_N) if grad_N is None else grad_N
         has_grad_N = grad_N != 0 if entropy_grad_N is None else (grad_N != 0) | (entropy_grad_N != 0)
@@ -137,7 +141,8 @@ class _TokenLogprobs(torch.autograd.Function):
             for words, weight_UH, bias_U in _words(weight_VH, bias_V, dtype, min(chunk_tokens, len(hidden))):
                 sum_UH = None if grad_weight is None else _for_sums(grad_weight[words])
                 for tokens in _chunks(len(hidden), chunk_tokens):
-                    delta_CU = _logits(hidden[tokens], weight_UH, bias_U, scale)
+                    delta_CU = _logits(hidden[tokens], weight_UH, bias_U, scale, cap)
+                    slope_CU = 1.0 - (delta_CU / (scale * cap)).square() if cap else None
                     delta_CU.sub_(normaliser[tokens, None])
                     inside_C, column_C = _inside(targets[tokens], words)
                     if entropy_grad_N is None:
@@ -148,6 +153,8 @@ class _TokenLogprobs(torch.autograd.Function):
                         share_CU = delta_CU.exp()
                         delta_CU.add_(entropy_C1).mul_(entropy_grad_N[now_C, None]).add_(grad_C1).mul_(share_CU)
                         delta_CU.scatter_add_(1, column_C, inside_C[:, None] * -grad_C1)
+                    if slope_CU is not None:
+                        delta_CU.mul_(slope_CU)
                     # delta_CU is not multiplied by factor: scaled and grad_hidden, of [tokens, hidden], are, which is less work.
                     if grad_bias is not None:
                         grad_bias[words] += (factor[tokens].T @ delta_CU)[0]
@@ -160,12 +167,12 @@ class _TokenLogprobs(torch.autograd.Function):
                     grad_weight[words] = sum_UH
         grad_bias = None if grad_bias is None else grad_bias.to(bias_V.dtype)
         if not need_hidden:
-            return None, grad_weight, grad_bias, None, None, None, None, None
+            return None, grad_weight, grad_bias, *(None,) * 6
         if group is not None:
             dist.all_reduce(grad_hidden, group=group)
         grad_hidden.mul_(factor)
         grad_hidden_NH = torch.zeros_like(hidden_NH).index_copy_(0, used, grad_hidden.to(hidden_NH.dtype))
-        return grad_hidden_NH, grad_weight, grad_bias, None, None, None, None, None
+        return grad_hidden_NH, grad_weight, grad_bias, *(None,) * 6
 
 
 def _words(
@@ -184,9 +191,11 @@ def _chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
         yield slice(start, min(start + chunk_tokens, num_tokens))
 
 
-def _logits(hidden_CH: Tensor, weight_UH: Tensor, bias_U: Tensor | None, scale: float) -> Tensor:
+def _logits(hidden_CH: Tensor, weight_UH: Tensor, bias_U: Tensor | None, scale: float, cap: float) -> Tensor:
     """Logits in float32, divided by the temperature. Rounded to the dtype of the computation first, like the model's own logits."""
     logits_CU = nn.functional.linear(hidden_CH, weight_UH, bias_U).float()
+    if cap:
+        logits_CU.div_(cap).tanh_().mul_(cap)
     return logits_CU if scale == 1.0 else logits_CU.mul_(scale)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from asyncrl.architectures.attention import backbone_of
 from asyncrl.config.schema import ConfigError
 from asyncrl.model.logprobs import token_logprobs
 from asyncrl.model.mesh import ModelMesh
@@ -31,6 +33,30 @@ from asyncrl.model.sharding import VocabPart, local_tensor
 
 Outputs = tuple[Tensor, ...]  # lm: (logprobs_T, entropy_T); value: (values_T,); reward: (scores_S,)
 _PARTS = ("embed_tokens", "layers", "norm")  # parts of a backbone, by their names in transformers' base_model_pp_plan
+
+
+@dataclass(frozen=True)
+class Logits:
+    """How an architecture makes logits from the outputs of its output layer: scale * outputs, or cap * tanh(outputs / cap)."""
+
+    scale: float = 1.0
+    cap: float = 0.0  # 0: none
+
+    @classmethod
+    def of(cls, found: Tensor, expected: Tensor, config: PreTrainedConfig) -> Logits | None:
+        """Find, by the fields of the config that architectures use for it, how `found`, the outputs of the output layer, became
+        `expected`. None: in another way."""
+        text = config.get_text_config()
+        scales = [getattr(text, name, None) for name in ("logit_scale", "logits_scaling")]
+        factors = [factor for scale in scales if scale for factor in (float(scale), 1.0 / float(scale))]
+        cap = float(getattr(text, "final_logit_softcapping", None) or 0.0)
+        candidates = [cls(), *map(cls, factors), *([cls(cap=cap)] if cap else [])]
+        distances = [float((logits(found) - expected).abs().max()) for logits in candidates]
+        best = min(range(len(candidates)), key=distances.__getitem__)
+        return candidates[best] if distances[best] <= 1e-2 * float(expected.abs().max()) else None
+
+    def __call__(self, outputs: Tensor) -> Tensor:
+        return self.cap * (outputs / self.cap).tanh() if self.cap else outputs * self.scale
 
 
 class Stage(nn.Module):
@@ -67,6 +93,7 @@ class Stage(nn.Module):
         self.micro_batches: Sequence[Packed] = ()  # of the current step
         self.lengths: Sequence[Sequence[int]] = ()  # of the sequences of each micro-batch
         self.temperature = 1.0
+        self.logits = Logits()
 
     @property
     def device(self) -> torch.device:
@@ -79,7 +106,7 @@ class Stage(nn.Module):
         packed = self.micro_batches[int(number)]
         with self.autocast():
             inputs = {"input_ids": packed.input_ids} if self.is_first else {"inputs_embeds": x}
-            hidden_1TH: Tensor = self.model.base_model(
+            hidden_1TH: Tensor = backbone_of(self.model)(
                 **inputs, position_ids=packed.position_ids, segments=packed.segments, use_cache=False
             ).last_hidden_state
             if not self.is_last:
@@ -102,7 +129,8 @@ class Stage(nn.Module):
             hidden_TH[packed.predictors],
             local_tensor(layer.weight),
             packed.input_ids[0, packed.predicted],
-            temperature=self.temperature,
+            temperature=self.temperature / self.logits.scale,
+            cap=self.logits.cap,
             chunk_tokens=self._chunk_tokens,
             bias=None if layer.bias is None else local_tensor(layer.bias),
             tensor_group=None if self.vocab is None else self.vocab.group,
@@ -131,7 +159,7 @@ def layers_of_stage(num_layers: int, num_stages: int, stage: int) -> range:
 
 def cut_to_stage(model: PreTrainedModel, mesh: ModelMesh, path: str | Path) -> None:
     """Remove the layers of other stages. Afterwards the model has its own copy of the config."""
-    backbone: Any = model.base_model
+    backbone: Any = backbone_of(model)
     grid = mesh.placement.grid
     what = f"model_path={str(path)!r}: architecture {model.config.model_type!r}"
     remedy = f"use p1 in the grid of {mesh.placement.name!r} ({grid})"
@@ -175,7 +203,7 @@ class _First(nn.Module):
 
 def _check_that_embeddings_pass(model: PreTrainedModel, what: str, remedy: str) -> None:
     """Check that a backbone without layers returns embeddings unchanged: later stages pass hidden states in their place."""
-    backbone: Any = model.base_model
+    backbone: Any = backbone_of(model)
     layers, norm, rotary = backbone.layers, backbone.norm, getattr(backbone, "rotary_emb", None)
     backbone.layers, backbone.norm, backbone.rotary_emb = nn.ModuleList(), nn.Identity(), _First()
     hidden = torch.arange(8.0).reshape(1, 2, 4)

@@ -92,6 +92,8 @@ def load_whole(path: str | Path, kind: str, config: PreTrainedConfig, dtype: tor
             )
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         raise _cannot_be_loaded(path, error) from error
+    except KeyError as error:
+        raise _no_attention(path, config) from error
     model: PreTrainedModel = loaded[0]
     lacking = sorted(loaded[1]["missing_keys"])  # transformers would initialise them randomly
     made = [name for name in lacking if may_lack(name, kind)]
@@ -131,6 +133,13 @@ def _cannot_be_loaded(path: str | Path, error: Exception) -> ConfigError:
     return ConfigError(f"model_path={str(path)!r}: the model cannot be loaded: {error}; copy it again, or give another")
 
 
+def _no_attention(path: str | Path, config: PreTrainedConfig) -> ConfigError:
+    return ConfigError(
+        f"model_path={str(path)!r}: transformers has no replaceable attention for models of type {config.model_type!r}, so "
+        "packed rows would mix their sequences. Use another model"
+    )
+
+
 # ------------------------------------------------------------------------------------------------------------ pieces of one
 
 
@@ -159,8 +168,11 @@ class Skeleton:
 
     @classmethod
     def of(cls, config: PreTrainedConfig, kind: str, dtype: torch.dtype) -> Skeleton:
-        with _LOADING, torch.device("meta"):
-            model = AUTO_CLASSES[kind].from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+        try:
+            with _LOADING, torch.device("meta"):
+                model = AUTO_CLASSES[kind].from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+        except KeyError as error:
+            raise _no_attention(config.name_or_path or "", config) from error
         model.eval()
         return cls(model, kind, {id(parameter): name for name, parameter in model.named_parameters()})
 

@@ -43,6 +43,7 @@ from asyncrl.model.held_weights import ShareReader, ShareServer
 from asyncrl.model.interfaces import make_interface
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.process_group import ProcessGroup, choose_device
+from asyncrl.model.self_check import load_checked
 from asyncrl.model.store import DataStore
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver, trajectory_error
 from asyncrl.protocol.names import ACTOR
@@ -258,7 +259,7 @@ class ModelWorker(Worker):
             torch.manual_seed(self.info.seed)
             transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # progress bars would fill the log
             with loading.watched():
-                return TrainEngine(model, self.config.train, mesh=mesh, device=device)
+                return load_checked(model, self.config.train, mesh=mesh, device=device)
 
         limit_s = self.info.runtime.start_timeout_s
         return await compute(load, f"loading {model.name}", limit_s=limit_s, detail=loading.text)

@@ -31,8 +31,6 @@ BOUND = 1e-5  # nats, and of the largest element of a gradient
 TRAIN = TrainConfig(max_tokens_per_mb=256, logprob_chunk_tokens=64, optimizer=OptimizerConfig(lr=1e-3))
 LIMIT_S = 60.0
 V0, V1, V2 = (WeightVersion(1, number) for number in range(3))
-CHANGED_LOGITS = ("gemma2", "cohere2")  # refused: see test_parallel_engine.py
-NO_BACKBONE = ("llama4_text",)
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +52,7 @@ def plain_logprobs(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
     return logits.log_softmax(-1).gather(-1, input_ids[0, 1:, None])[:, 0]
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in CHANGED_LOGITS + NO_BACKBONE])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_packed_row_trains_like_its_sequences_alone(family: str, tmp_path: Path) -> None:
     make_family(tmp_path, family)
     model = ModelConfig("actor", str(tmp_path), "d1", [0], trainable=True, optimizer=TRAIN.optimizer)
@@ -182,7 +180,8 @@ async def differences(path: Path, attention: str = "padded") -> tuple[float, flo
     return sampled, scored
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# The self-check refuses Llama 4: beyond floor_scale positions its queries depend on the other requests of a batch.
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "llama4_text"])
 async def test_the_embedded_engine_samples_and_scores_like_the_plain_model(family: str, tmp_path: Path) -> None:
     make_family(tmp_path, family)
     sampled, scored = await differences(tmp_path)

@@ -36,9 +36,10 @@ def problem(bias: bool = False, num_tokens: int = NUM_TOKENS, vocab: int = VOCAB
     return hidden, layer, targets, torch.randn(num_tokens, generator=generator)
 
 
-def plain(hidden, layer, targets, temperature):
+def plain(hidden, layer, targets, temperature, cap=0.0):
     """Return (logprobs, entropy), computed from all logits."""
-    all_logprobs = (layer(hidden).float() / temperature).log_softmax(-1)
+    logits = layer(hidden).float()
+    all_logprobs = ((cap * (logits / cap).tanh() if cap else logits) / temperature).log_softmax(-1)
     entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
     return all_logprobs.gather(-1, targets[:, None])[:, 0], entropy
 
@@ -49,12 +50,12 @@ def assert_close(found, expected, rtol=1e-5, atol=5e-6):
 
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 37, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("bias", [False, True])
-def test_values_and_gradients_are_those_of_the_plain_formula(chunk_tokens, temperature, bias):
+@pytest.mark.parametrize(("bias", "cap"), [(False, 0.0), (True, 0.0), (True, 3.0)])
+def test_values_and_gradients_are_those_of_the_plain_formula(chunk_tokens, temperature, bias, cap):
     hidden, layer, targets, weights = problem(bias)
     inputs = [hidden, *layer.parameters()]
-    found = token_logprobs(hidden, layer, targets, temperature=temperature, chunk_tokens=chunk_tokens)
-    expected = plain(hidden, layer, targets, temperature)
+    found = token_logprobs(hidden, layer, targets, temperature=temperature, chunk_tokens=chunk_tokens, cap=cap)
+    expected = plain(hidden, layer, targets, temperature, cap)
     assert_close(found, expected)
     for loss in (lambda out: out[0] @ weights, lambda out: out[1] @ weights.flip(0), both(weights)):
         grads = [torch.autograd.grad(loss(out), inputs, retain_graph=True) for out in (found, expected)]

@@ -110,15 +110,64 @@ def test_other_architectures(tmp_path, architecture):
     assert not np.allclose(before, engine.logprobs(sample, temperature=1.0), atol=1e-4)
 
 
-def test_logits_that_are_changed_after_the_output_layer_are_refused(tmp_path):
-    from transformers import CohereConfig, CohereForCausalLM
+CHANGED_LOGITS = {
+    "cohere": {"logit_scale": 0.1},
+    "granite": {"logits_scaling": 8.0},
+    "gemma3_text": {"final_logit_softcapping": 2.0, "head_dim": 8},
+}
 
-    config = CohereConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, logit_scale=0.1
+
+@pytest.fixture(params=CHANGED_LOGITS)
+def changed_logits(request, tmp_path):
+    """The folder of a model that changes its logits after the output layer. Its weights are large, so that a cap shows."""
+    config = AutoConfig.for_model(
+        request.param,
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=None,
+        initializer_range=0.5,
+        **CHANGED_LOGITS[request.param],
     )
-    CohereForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="cohere"):
-        make_engine(tmp_path, TRAIN)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_logits_that_are_scaled_or_capped_are_those_of_transformers(changed_logits):
+    engine = make_engine(changed_logits)
+    ids = make_sample().data["packed_input_ids"][:20]
+    sample = SequenceSample.from_groups(["a"], [{"packed_input_ids": [ids], "advantages": [np.ones(20, np.float32)]}])
+
+    def loss_fn(outputs, data, cu_seqlens):
+        return outputs["logprobs"].sum() / 20, {}
+
+    model = AutoModelForCausalLM.from_pretrained(changed_logits)
+    expected = plain_logprobs(model, ids, 1.3)
+    (expected.sum() / 20).backward()
+    found = engine.logprobs(sample, temperature=1.3)
+    np.testing.assert_allclose(found[1:], expected.detach().numpy(), rtol=0, atol=1e-5)
+    stats = engine.try_step(sample, loss_fn, temperature=1.3)
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    assert stats["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+
+
+def test_logits_that_are_changed_in_an_unknown_way_are_refused(changed_logits, monkeypatch):
+    from transformers import CohereForCausalLM, Gemma3ForCausalLM, GraniteForCausalLM
+
+    for kind in (CohereForCausalLM, Gemma3ForCausalLM, GraniteForCausalLM):
+        forward = kind.forward
+
+        def bent(self, *arguments, forward=forward, **options):
+            output = forward(self, *arguments, **options)
+            output.logits = output.logits + 0.2 * output.logits.square()
+            return output
+
+        monkeypatch.setattr(kind, "forward", bent)
+    with pytest.raises(ConfigError, match="changes its logits after the output layer"):
+        make_engine(changed_logits)
 
 
 def test_a_value_model_from_a_causal_model_begins_with_zeros_and_learns(model_path):

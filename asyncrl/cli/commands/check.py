@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from asyncrl.cli.architecture_check import judge_architecture
 from asyncrl.cli.commands.common import (
     CONFIG_ERROR,
     FAILED,
@@ -29,7 +30,7 @@ from asyncrl.cli.task_trial import judge_step, try_tasks
 from asyncrl.config.fields import Wrong, overlap
 from asyncrl.config.schema import ExperimentConfig
 from asyncrl.dataflow.phases import phases
-from asyncrl.launch.checks.checklist import PROMPTS, TASKS, TOKENIZER, Finding, Report
+from asyncrl.launch.checks.checklist import MODEL, PROMPTS, TASKS, TOKENIZER, Finding, Report
 from asyncrl.launch.checks.preflight import run_checks
 from asyncrl.launch.experiment import draft_experiment
 from asyncrl.launch.program import ProcessSpec, plan, run_directory
@@ -56,6 +57,7 @@ examples:
 exit codes: 0 it can run (perhaps with warnings); 1 the machine or a task fails a check, see the lines marked FAIL; 2 the
 config cannot work: all its problems are printed, each with field, value and remedy."""
 
+_MODEL_FIELDS = ("model_path", "allocation", "mode", "generation")  # those that the check of the architecture reads
 _MARKS = {"ok": "[green]ok[/]", "warn": "[bold yellow]warn[/]", "fail": "[bold red]FAIL[/]"}
 
 
@@ -127,6 +129,7 @@ def _try(config: ExperimentConfig, report: Report, wrong: Sequence[Wrong]) -> li
     return [
         *(try_tasks(config) if callable_ else []),
         *([] if overlap(("train.step",), fields) else judge_step(config)),
+        *(judge_architecture(config) if MODEL in report.facts and not overlap(_MODEL_FIELDS, fields) else []),
     ]
 
 

@@ -1,0 +1,99 @@
+"""The self-check of a model: the texts that it computes, and how far two computations of the same logprobs may differ (pure).
+
+A model passes if each token has the same logprob however its sequence is computed:
+
+    alone, by plain transformers                        the reference, for a small copy
+    alone, and in packed rows beside others             the trainer (model/self_check.py)
+    decoded token by token from the cache, in batches   the embedded engine (generation/self_check.py)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncrl.config.schema import ConfigError
+
+Logprobs = npt.NDArray[np.float32]
+
+# Nats in float32, where transformers' own attention implementations agree to that; otherwise _NOISE_SHARE times their difference.
+BOUND = 1e-5
+_NOISE_SHARE = 4.0
+# Nats in float32, for a model on several ranks, where transformers' own implementations cannot be asked
+BOUND_SHARDED = 1e-4
+# Nats in 16 bits, the limit of a single token as in the logprob check of a version. Measured with bfloat16: docs/verification.md
+BOUND_16_BITS = 0.3
+
+_SHORT, _MEDIUM, _LONG = 3, 11, 37  # tokens; the long text is longer than four windows of a small copy
+
+
+def texts_of(vocab_size: int) -> list[list[int]]:
+    """Texts of unequal lengths, the longest between shorter ones. Tokens are random; the same arguments give the same texts."""
+    rng = np.random.default_rng(vocab_size)
+    return [rng.integers(vocab_size, size=length).tolist() for length in (_MEDIUM, _LONG, _SHORT)]
+
+
+def bound_of(bits: int, noise: float = 0.0) -> float:
+    """bits: width of the floating-point numbers. noise: difference between two of transformers' own computations."""
+    return BOUND_16_BITS if bits <= 16 else max(BOUND, _NOISE_SHARE * noise)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest difference between two computations of the same texts."""
+
+    nats: float
+    text: int = 0
+    token: int = 0
+
+    @classmethod
+    def between(cls, found: Sequence[Logprobs], expected: Sequence[Logprobs]) -> Difference:
+        """Each item: a text's logprobs [tokens]. A value that is not finite on one side only differs infinitely."""
+        worst = cls(0.0)
+        for text, (a, b) in enumerate(zip(found, expected, strict=True)):
+            if not len(a):
+                continue
+            with np.errstate(invalid="ignore"):
+                gaps = np.where(a == b, 0.0, np.abs(a - b))
+            gaps = np.where(np.isnan(gaps), np.inf, gaps)
+            token = int(gaps.argmax())
+            worst = max(worst, cls(float(gaps[token]), text, token), key=lambda one: one.nats)
+        return worst
+
+
+class SelfCheckError(ValueError):
+    """The model's code does not keep a promise of asyncrl. The message gives the layer, the figure and the remedy."""
+
+
+def not_repeatable(model: str, gap: float) -> str:
+    return (
+        f"{model} computes other logits each time: they differ by {gap:.3g}, for example because dropout stays on. Set it to 0 in "
+        "config.json, or use another model"
+    )
+
+
+# Errors of a model's code that has no place for asyncrl's attention. Others, such as a lack of memory, keep their own message.
+_CODE_ERRORS = (ValueError, KeyError, AttributeError, TypeError, IndexError, AssertionError, NotImplementedError)
+
+
+@contextlib.contextmanager
+def architecture_errors(path: str | Path) -> Iterator[None]:
+    """Turn what the code of an architecture raises into a ConfigError that names the model."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except SelfCheckError as error:
+        raise ConfigError(f"model_path={str(path)!r}: {error}") from error
+    except _CODE_ERRORS as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        told = f"{error if isinstance(error, ValueError) else repr(error)} ({Path(place.filename).name}:{place.lineno})"
+        raise ConfigError(
+            f"model_path={str(path)!r}: asyncrl cannot train this architecture: {told}. Use another model"
+        ) from error

@@ -1,0 +1,102 @@
+"""The embedded engine's half of a model's self-check: decoded tokens have the logprobs of a forward pass over the whole text.
+
+Decoding reads the cache, row by row, in a batch with other requests. The forward pass (GenerationEngine.score) reads no cache and
+sees one text. A window, a position, a page or a neighbour that decoding treats differently shows as a difference.
+
+consumes: an engine that has started and serves nothing yet.  produces: nothing; it raises SelfCheckError.
+waits for: its own requests, within the caller's limit.  unblocked by: the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Protocol
+
+import numpy as np
+from transformers import PreTrainedConfig
+
+from asyncrl.architectures.agreement import Difference, SelfCheckError, bound_of
+from asyncrl.architectures.small_copy import save_small_copy
+from asyncrl.config.schema import GenerationConfig
+from asyncrl.generation.engine import EngineRequest, Generated, GenerationEngine
+from asyncrl.protocol.messages import SamplingParams
+
+_NEW_TOKENS = 6  # of each request
+_SMALL_PAGE = 8  # tokens; of the engine for a small copy
+
+
+class Sampler(Protocol):
+    """TransformersEngine."""
+
+    def submit(self, request: EngineRequest) -> asyncio.Future[Generated]: ...
+
+    async def score(self, input_ids: list[int]) -> list[float]: ...
+
+
+def prompt_lengths(page_size: int, max_length: int) -> list[int]:
+    """Lengths of prompts: decoding crosses the end of the first page behind the first prompt, the second prompt is longer than a
+    page, and the third one is short."""
+    room = max_length - _NEW_TOKENS
+    return [max(1, min(length, room)) for length in (page_size - 3, page_size + 5, 3)]
+
+
+async def check_decoding(engine: Sampler, *, vocab_size: int, lengths: Sequence[int], bits: int, sharing: bool) -> None:
+    """Sample behind prompts of these lengths, all at once. With `sharing`, sample once more behind the longest, whose first pages
+    are in the cache then.
+
+    bits: width of the engine's floating-point numbers. Raises SelfCheckError.
+    """
+    rng = np.random.default_rng(vocab_size)
+    prompts = [rng.integers(vocab_size, size=length).tolist() for length in lengths]
+    responses = await asyncio.gather(*(_sample(engine, index, prompt) for index, prompt in enumerate(prompts)))
+    if sharing:
+        prompts.append(max(prompts, key=len))
+        responses.append(await _sample(engine, len(responses), prompts[-1]))
+    bound = bound_of(bits)
+    for prompt, response in zip(prompts, responses, strict=True):
+        scores = await engine.score(prompt + response.token_ids)
+        expected = np.array(scores[len(prompt) :], np.float32)
+        worst = Difference.between([np.array(response.logprobs, np.float32)], [expected])
+        if worst.nats > bound:
+            raise SelfCheckError(
+                f"token {worst.token + 1} behind a prompt of {len(prompt)} tokens was decoded with another logprob than a forward "
+                f"pass over the whole text gives: they differ by {worst.nats:.3g} nats (bound: {bound:.0e})"
+            )
+
+
+def small_engine_config(config: GenerationConfig) -> GenerationConfig:
+    """The config of an engine for a small copy: the same choices, in float32 and with small sizes."""
+    return replace(
+        config,
+        dtype="float32",
+        page_size=_SMALL_PAGE,
+        num_blocks=64,
+        max_batch_tokens=64,
+        max_running_requests=8,
+        load_timeout_s=120.0,
+    )
+
+
+async def check_small_copy(
+    config: PreTrainedConfig, settings: GenerationConfig, make: Callable[[str, GenerationConfig], GenerationEngine]
+) -> None:
+    """Start an engine on a small copy of the architecture, which checks itself at its start beyond the ends of its windows.
+
+    make: makes an engine for a model's folder. Raises ConfigError.
+    """
+    with TemporaryDirectory(prefix="asyncrl-self-check-") as folder:
+        await asyncio.to_thread(save_small_copy, config, Path(folder))
+        engine = make(folder, small_engine_config(settings))
+        try:
+            await engine.start()
+        finally:
+            await engine.close()
+
+
+async def _sample(engine: Sampler, index: int, prompt: list[int]) -> Generated:
+    params = SamplingParams(max_new_tokens=_NEW_TOKENS, temperature=1.0, ignore_eos=True)
+    return await engine.submit(EngineRequest(rid=f"self-check-{index}", input_ids=prompt, params=params))

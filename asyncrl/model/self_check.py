@@ -1,0 +1,260 @@
+"""The trainer's half of a model's self-check: the logprobs of a sequence do not depend on the sequences packed beside it.
+
+A train step packs sequences of unequal lengths into one row. Each layer of the model must keep them apart. Attention does, if the
+layer calls the implementation that asyncrl registers (attention.py). A layer that carries a state from token to token does not.
+
+`check_packing` runs on the model as it is loaded, in any layout. `check_small_copy` compares a small copy of the architecture with
+plain transformers, beyond the ends of its windows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from asyncrl.architectures.agreement import (
+    BOUND_SHARDED,
+    Difference,
+    Logprobs,
+    SelfCheckError,
+    architecture_errors,
+    bound_of,
+    not_repeatable,
+    texts_of,
+)
+from asyncrl.architectures.small_copy import save_small_copy
+from asyncrl.config.processes import ModelConfig
+from asyncrl.config.schema import TrainConfig
+from asyncrl.data.sequence import SequenceSample
+from asyncrl.model.attention import NAME as ATTENTION
+from asyncrl.model.attention import packed_attention
+from asyncrl.model.engine import TrainEngine
+from asyncrl.model.mesh import ModelMesh
+from asyncrl.model.tensor_exchange import workers_of
+
+logger = logging.getLogger(__name__)
+
+
+def load_checked(
+    model: ModelConfig, train: TrainConfig, *, mesh: ModelMesh | None, device: torch.device
+) -> TrainEngine:
+    """Load a model, and check that it keeps packed sequences apart. Collective over all ranks of the model. Raises ConfigError."""
+    engine = TrainEngine(model, train, mesh=mesh, device=device)
+    with architecture_errors(model.path):
+        if model.kind == "lm" and model.trainable and (mesh is None or mesh.pipe == mesh.data == mesh.tensor == 0):
+            check_small_copy(engine.config)
+        check_packing(engine)
+    return engine
+
+
+def check_packing(engine: TrainEngine) -> None:
+    """Compare packed rows with each sequence alone, in both orders. Collective. Raises SelfCheckError on the ranks that see it."""
+    texts = texts_of(engine.vocab_size)
+    with _attention_calls(engine.model) as silent:
+        packed = compute(engine, texts)
+    alone = [compute(engine, [text]) for text in texts]
+    turned = compute(engine, texts[::-1])
+    if silent:
+        raise SelfCheckError(_bypassed(silent))
+    if packed is None or turned is None:  # a rank without outputs
+        return
+    expected = [one for row in alone if row is not None for one in row]
+    found = Difference.between(packed, expected), Difference.between(turned[::-1], expected)
+    worst = max(found, key=lambda one: one.nats)
+    bits, is_whole = torch.finfo(engine.dtype).bits, len(workers_of(engine)) == 1
+    bound = bound_of(bits) if is_whole else max(bound_of(bits), BOUND_SHARDED)
+    if worst.nats > bound and is_whole and bits == 32:
+        bound = bound_of(bits, _noise(engine, texts))
+    if worst.nats > bound:
+        raise SelfCheckError(_mixed(worst, bound, _first_difference(engine, texts) if is_whole else ""))
+
+
+def _noise(engine: TrainEngine, texts: Sequence[Sequence[int]]) -> float:
+    """The difference between two of transformers' own attention implementations on the loaded model; 0 if it has only one."""
+    found, before = [], engine.model.config._attn_implementation
+    for name in ("eager", "sdpa"):
+        with contextlib.suppress(ValueError):  # the architecture does not have it
+            engine.model.set_attn_implementation(name)
+            found.append([_plain(engine.model, text) for text in texts])
+    engine.model.set_attn_implementation(before)
+    return Difference.between(*found).nats if len(found) == 2 and engine.kind == "lm" else 0.0
+
+
+def check_small_copy(config: PreTrainedConfig) -> None:
+    """Compare the trainer's logprobs of a small copy of the architecture with those of plain transformers, each sequence alone.
+
+    Checks nothing if no small copy of the architecture can be made; the check of the loaded model remains. Raises SelfCheckError
+    or ConfigError.
+    """
+    with TemporaryDirectory(prefix="asyncrl-self-check-") as folder:
+        try:
+            save_small_copy(config, Path(folder))
+        except Exception as error:  # the architecture's own code, with sizes that it may refuse in any way
+            logger.info("no small copy of %s can be made for the self-check: %r", config.model_type, error)
+            return
+        check_saved_copy(Path(folder))
+
+
+def check_saved_copy(path: Path) -> TrainEngine:
+    """Check a small copy that is in this folder. Returns its trainer. Raises SelfCheckError or ConfigError."""
+    train = TrainConfig(dtype="float32", max_tokens_per_mb=256)
+    engine = TrainEngine(ModelConfig("actor", str(path), "d1", [0]), train)
+    texts = texts_of(engine.vocab_size)
+    expected, bound = plain_logprobs(path, texts)
+    check_packing(engine)
+    packed = compute(engine, texts)
+    assert packed is not None
+    if (worst := Difference.between(packed, expected)).nats > bound:
+        raise SelfCheckError(
+            f"the trainer's logprobs differ from those of plain transformers by {worst.nats:.3g} (bound: {bound:.0e}), at token "
+            f"{worst.token} of a text of {len(texts[worst.text])} tokens, in a small copy of the architecture; asyncrl's "
+            "attention does not compute what this architecture defines. Use another model"
+        )
+    return engine
+
+
+def plain_logprobs(path: Path, texts: Sequence[Sequence[int]]) -> tuple[list[Logprobs], float]:
+    """Logprobs by plain transformers, each text alone, and the bound for another computation of them.
+
+    Raises SelfCheckError if the logprob of a token depends on later tokens.
+    """
+    found = []
+    for implementation in ("eager", "sdpa"):
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                path, dtype=torch.float32, attn_implementation=implementation, use_safetensors=True
+            )
+        except ValueError:  # this architecture has no such implementation
+            continue
+        found.append((model.eval(), [_plain(model, text) for text in texts]))
+    (model, expected), *others = found
+    again = Difference.between([_plain(model, text) for text in texts], expected).nats
+    if again > 1e-3:
+        raise SelfCheckError(not_repeatable(type(model).__name__, again))
+    short = [_plain(model, text[: len(text) // 2]) for text in texts]
+    prefixes = [logprobs[: len(part)] for part, logprobs in zip(short, expected, strict=True)]
+    ahead = Difference.between(short, prefixes).nats
+    if ahead > 1e-3:
+        raise SelfCheckError(
+            f"the logprob of a token depends on the tokens behind it (by {ahead:.3g} nats): {type(model).__name__} is not a causal "
+            "language model with this config.json, so it cannot be sampled token by token. Use a decoder"
+        )
+    noise = max([ahead, *(Difference.between(other, expected).nats for _, other in others)])
+    return expected, bound_of(32, noise)
+
+
+@torch.no_grad()
+def _plain(model: nn.Module, text: Sequence[int]) -> Logprobs:
+    ids = torch.tensor([list(text)], device=next(model.parameters()).device)
+    logits = model(input_ids=ids, use_cache=False).logits[0].float()
+    logprobs = torch.log_softmax(logits[:-1], -1).gather(1, ids[0, 1:, None])[:, 0]
+    return np.concatenate([np.zeros(1, np.float32), logprobs.cpu().numpy()])
+
+
+def compute(engine: TrainEngine, texts: Sequence[Sequence[int]]) -> list[Logprobs] | None:
+    """The outputs of these texts, packed; for a model without logprobs, its values or scores. None on a rank without outputs."""
+    groups = [{"packed_input_ids": [np.array(text)]} for text in texts]
+    sample = SequenceSample.from_groups([str(index) for index in range(len(texts))], groups)
+    outputs = {
+        "lm": lambda: engine.logprobs(sample, temperature=1.0),
+        "value": lambda: engine.values(sample),
+        "reward": lambda: engine.scores(sample),
+    }[engine.kind]()
+    if outputs is None:
+        return None
+    lengths = [1 if engine.kind == "reward" else len(text) for text in texts]
+    return np.split(outputs, np.cumsum(lengths)[:-1])
+
+
+# -------------------------------------------------------------------------------------------------------- what went wrong
+
+
+@contextlib.contextmanager
+def _attention_calls(model: PreTrainedModel) -> Iterator[list[str]]:
+    """Yield a list that has, after the block, the names of the attention layers that ran without the registered attention."""
+    ran: dict[nn.Module, str] = {}
+    called: set[nn.Module] = set()
+    silent: list[str] = []
+
+    def attention(module: nn.Module, *arguments: Any, **options: Any) -> Any:
+        called.add(module)
+        return packed_attention(module, *arguments, **options)
+
+    with contextlib.ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if _has_heads(module):
+                hook = module.register_forward_pre_hook(lambda layer, _, name=name: ran.update({layer: name}))
+                hooks.callback(hook.remove)
+        AttentionInterface.register(ATTENTION, attention)
+        hooks.callback(AttentionInterface.register, ATTENTION, packed_attention)
+        yield silent
+    silent += [f"{name} ({type(module).__name__})" for module, name in ran.items() if module not in called]
+
+
+def _has_heads(module: nn.Module) -> bool:
+    """Whether this is an attention layer: by its name, and by its own weight matrices."""
+    weights = [getattr(child, "weight", None) for child in module.children()]
+    return "Attention" in type(module).__name__ and any(isinstance(one, Tensor) and one.dim() == 2 for one in weights)
+
+
+def _bypassed(silent: Sequence[str]) -> str:
+    more = f" and {len(silent) - 1} more layers" if len(silent) > 1 else ""
+    return (
+        f"{silent[0]}{more} did not call asyncrl's attention, so nothing keeps the sequences of a packed row apart there. "
+        "transformers has no replaceable attention for this architecture. Use another model"
+    )
+
+
+def _mixed(worst: Difference, bound: float, layer: str) -> str:
+    where = f" The first difference is in {layer}." if layer else ""
+    return (
+        f"a sequence in a packed row has other outputs than the same sequence alone: they differ by {worst.nats:.3g} (bound: "
+        f"{bound:.0e}).{where} This layer mixes the sequences of a row, for example by a state that runs on from one sequence "
+        "into the next. asyncrl cannot train this architecture. Use one in which only attention mixes tokens"
+    )
+
+
+def _first_difference(engine: TrainEngine, texts: Sequence[Sequence[int]]) -> str:
+    """The first layer of the last text in a packed row whose output is not that of the text alone; "": none was found."""
+    outputs: list[list[tuple[str, Tensor]]] = []
+
+    def note(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, _: Any, output: Any) -> None:
+            value = output[0] if isinstance(output, tuple) and output else output
+            if isinstance(value, Tensor) and value.dim() == 3:
+                outputs[-1].append((f"{name} ({type(module).__name__})", value[0].detach().float()))
+
+        return hook
+
+    with contextlib.ExitStack() as hooks:
+        for name, module in engine.model.named_modules():
+            parent = engine.model.get_submodule(name.rpartition(".")[0])
+            if not isinstance(parent, nn.ModuleList) and name.count(".") and _in_layers(engine.model, name):
+                hooks.callback(module.register_forward_hook(note(name)).remove)
+        for group in (texts, texts[-1:]):
+            outputs.append([])
+            compute(engine, group)
+    packed, alone = outputs
+    length = len(texts[-1])
+    for (name, row), (_, own) in zip(packed, alone, strict=False):
+        start = sum(len(text) for text in texts[:-1])
+        if row.shape[0] >= start + length and own.shape[0] >= length:
+            gap = (row[start : start + length] - own[:length]).abs().max()
+            if float(gap) > 1e-3 * max(1.0, float(own.abs().max())):
+                return name
+    return ""
+
+
+def _in_layers(model: nn.Module, name: str) -> bool:
+    """Whether this module is a part of a layer, one level below it: layers are the items of lists of modules."""
+    owner = name.rpartition(".")[0]
+    return isinstance(model.get_submodule(owner.rpartition(".")[0]), nn.ModuleList)

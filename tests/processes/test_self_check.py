@@ -1,0 +1,358 @@
+"""The self-check of a model finds each planted fault before a token is trained or sampled, with ten times its bound or more."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.llama import modeling_llama
+
+from asyncrl.architectures.agreement import BOUND, SelfCheckError
+from asyncrl.architectures.attention import Pattern
+from asyncrl.architectures.small_copy import WINDOW, longest_window, save_small_copy, small_config
+from asyncrl.cli.architecture_check import Task, check_architecture, judge_architecture
+from asyncrl.config.processes import ModelConfig
+from asyncrl.config.schema import ConfigError, ExperimentConfig, GenerationConfig, TrainConfig
+from asyncrl.generation import transformers as engine_module
+from asyncrl.generation.queueing import EngineArguments
+from asyncrl.generation.transformers import TransformersEngine
+from asyncrl.model import attention, self_check
+from asyncrl.model.packing import Packed
+
+LIMIT_S = 60.0
+SMALL = GenerationConfig(page_size=8, num_blocks=64, max_batch_tokens=64, max_running_requests=8)
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def make(path: Path, family: str, **settings: Any) -> Path:
+    save_small_copy(CONFIG_MAPPING[family](**settings), path)
+    return path
+
+
+def train(path: Path, **settings: Any) -> None:
+    """Load and check a model as a model worker does."""
+    model = ModelConfig("actor", str(path), "d1", [0], trainable=True)
+    settings = TrainConfig(dtype="float32", **settings)
+    self_check.load_checked(model, settings, mesh=None, device=torch.device("cpu"))
+
+
+async def sample(path: Path, config: GenerationConfig = SMALL) -> TransformersEngine:
+    """Start and close the embedded engine."""
+    engine = TransformersEngine(EngineArguments(str(path), config), device="cpu")
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            await engine.start()
+    finally:
+        await engine.close()
+    return engine
+
+
+def figure(error: pytest.ExceptionInfo[Any]) -> float:
+    found = re.search(r"by (\d[\d.]*(?:e[+-]\d+)?)", str(error.value))
+    assert found is not None, error.value
+    return float(found[1])
+
+
+# ------------------------------------------------------------------------------------------------------------- the trainer
+
+
+def state_across_rows(patch: pytest.MonkeyPatch) -> None:
+    forward = modeling_llama.LlamaMLP.forward
+
+    def stateful(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return forward(self, x) + 0.1 * x.cumsum(1)
+
+    patch.setattr(modeling_llama.LlamaMLP, "forward", stateful)
+
+
+def positions_shifted(patch: pytest.MonkeyPatch) -> None:
+    of = Packed.of.__func__  # type: ignore[attr-defined]
+
+    def shifted(cls: type[Packed], *arguments: Any, **options: Any) -> Packed:
+        packed: Packed = of(cls, *arguments, **options)
+        at = packed.position_ids
+        return replace(packed, position_ids=at + 3 * (torch.arange(at.shape[1]) - at > 0))
+
+    patch.setattr(Packed, "of", classmethod(shifted))
+
+
+def rope_by_neighbour(patch: pytest.MonkeyPatch) -> None:
+    forward = modeling_llama.LlamaRotaryEmbedding.forward
+
+    def stretched(self: nn.Module, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return forward(self, x, position_ids / (1 + position_ids.max() / 64))
+
+    patch.setattr(modeling_llama.LlamaRotaryEmbedding, "forward", stretched)
+
+
+def dropout_left_on(patch: pytest.MonkeyPatch) -> None:
+    forward = modeling_llama.LlamaMLP.forward
+
+    def dropped(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(forward(self, x), 0.1, training=True)
+
+    patch.setattr(modeling_llama.LlamaMLP, "forward", dropped)
+
+
+@pytest.mark.parametrize(
+    ("family", "fault"),
+    [
+        ("llama", state_across_rows),
+        ("gpt2", positions_shifted),
+        ("llama", rope_by_neighbour),
+        ("llama", dropout_left_on),
+    ],
+)
+def test_the_trainer_finds_a_sequence_that_depends_on_its_neighbours(
+    family: str, fault: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make(tmp_path, family)
+    train(path)
+    fault(monkeypatch)
+    with pytest.raises(ConfigError, match=re.escape(f"model_path={str(path)!r}")) as error:
+        train(path)
+    assert figure(error) > 10 * BOUND
+
+
+def test_the_error_names_the_first_layer_that_mixes_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make(tmp_path, "llama")
+    state_across_rows(monkeypatch)
+    with pytest.raises(ConfigError, match=r"first difference is in model\.layers\.0\.mlp \(LlamaMLP\)"):
+        train(path)
+
+
+def test_recurrent_layers_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"linear_attn \(Qwen3NextGatedDeltaNet\)") as error:
+        train(make(tmp_path, "qwen3_next"))
+    assert figure(error) > 10 * BOUND
+
+
+def test_attention_that_is_not_replaceable_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"BloomAttention.*did not call asyncrl's attention"):
+        train(make(tmp_path, "bloom"))
+
+
+def test_a_layer_that_bypasses_the_registered_attention_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layer computes the same, so no figure shows the bypass."""
+    path = make(tmp_path, "llama")
+    train(path)
+    found = modeling_llama.ALL_ATTENTION_FUNCTIONS.get_interface
+    monkeypatch.setattr(
+        modeling_llama.ALL_ATTENTION_FUNCTIONS,
+        "get_interface",
+        lambda name, default: attention.packed_attention if name == attention.NAME else found(name, default),
+    )
+    with pytest.raises(
+        ConfigError, match=r"model\.layers\.0\.self_attn \(LlamaAttention\) and 1 more layers did not call"
+    ):
+        train(path)
+
+
+def test_a_window_that_is_off_by_one_differs_from_plain_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make(tmp_path, "mistral")
+    train(path)
+    off_by_one(monkeypatch)
+    with pytest.raises(ConfigError, match="plain transformers") as error:
+        train(path)
+    assert figure(error) > 10 * BOUND
+
+
+def off_by_one(patch: pytest.MonkeyPatch) -> None:
+    causal = attention._causal
+
+    def wider(query: Any, key: Any, value: Any, terms: Any) -> Any:
+        window = terms.pattern.window
+        return causal(query, key, value, replace(terms, pattern=Pattern(window=window + 1 if window else 0)))
+
+    patch.setattr(attention, "_causal", wider)
+
+
+def test_a_model_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SelfCheckError, match="depends on the tokens behind it"):
+        self_check.plain_logprobs(make(tmp_path, "xlnet"), [list(range(5, 25))])
+
+
+# -------------------------------------------------------------------------------------------------------------- the engine
+
+
+def stale_blocks(patch: pytest.MonkeyPatch) -> None:
+    """Decoding reads the keys that a page had before it was written again."""
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
+    update = PagedAttentionCache.update
+
+    def stale(self: Any, key_states: Any, value_states: Any, **options: Any) -> Any:
+        is_decoding = key_states.shape[2] <= 4
+        return update(self, key_states * (0.0 if is_decoding else 1.0), value_states, **options)
+
+    patch.setattr(PagedAttentionCache, "update", stale)
+
+
+def decoding_positions_shifted(patch: pytest.MonkeyPatch) -> None:
+    forward = modeling_llama.LlamaRotaryEmbedding.forward
+
+    def shifted(self: nn.Module, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        is_decoding = position_ids.shape[1] <= 4
+        return forward(self, x, position_ids + is_decoding * 2)
+
+    patch.setattr(modeling_llama.LlamaRotaryEmbedding, "forward", shifted)
+
+
+def temperature_not_applied(patch: pytest.MonkeyPatch) -> None:
+    plain = engine_module.sample_tokens
+    patch.setattr(
+        engine_module,
+        "sample_tokens",
+        lambda logits, temperature, *rest, **options: plain(logits, temperature * 1.1, *rest, **options),
+    )
+
+
+@pytest.mark.parametrize("fault", [stale_blocks, decoding_positions_shifted, temperature_not_applied])
+async def test_the_engine_finds_decoding_that_is_not_the_forward_pass(
+    fault: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make(tmp_path, "llama")
+    await sample(path)
+    fault(monkeypatch)
+    with pytest.raises(ConfigError, match=re.escape(f"model_path={str(path)!r}")) as error:
+        await sample(path)
+    assert figure(error) > 10 * BOUND
+
+
+async def test_the_engine_refuses_layers_for_which_it_has_no_cache(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'mamba2'.*Use another model, or SGLang"):
+        await sample(make(tmp_path, "mamba2"))
+
+
+async def test_a_fault_beyond_a_length_of_the_original_shows_in_the_small_copy(tmp_path: Path) -> None:
+    """Llama 4 scales queries by their position in the batch, from floor_scale positions on (8,192 in its models)."""
+    config = CONFIG_MAPPING["llama4_text"]()
+    small = small_config(config)
+    small.floor_scale = small.attention_chunk_size = config.floor_scale
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(small).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="cannot sample from an architecture of type 'llama4_text'"):
+        await sample(tmp_path)
+
+
+async def test_the_check_leaves_no_trace_in_a_fresh_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make(tmp_path, "llama")
+    tokens: list[int] = []
+    arguments = EngineArguments(str(path), SMALL, on_tokens=lambda number, _: tokens.append(number))
+
+    async def started() -> tuple[object, torch.Tensor]:
+        torch.manual_seed(7)
+        engine = TransformersEngine(arguments, device="cpu")
+        await engine.start()
+        try:
+            return engine.stats(), torch.rand(3)
+        finally:
+            await engine.close()
+
+    async def unchecked(*_: object, **__: object) -> None: ...
+
+    stats, drawn = await started()
+    monkeypatch.setattr(engine_module, "check_decoding", unchecked)
+    assert stats == (await started())[0]
+    assert torch.equal(drawn, (await started())[1])
+    assert tokens == []
+
+
+async def test_a_window_beyond_the_texts_is_checked_on_a_small_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make(tmp_path, "llama")
+    checked: list[str] = []
+
+    async def note(config: Any, settings: Any, make: Any) -> None:
+        checked.append(config.model_type)
+
+    monkeypatch.setattr(engine_module, "check_small_copy", note)
+    await sample(path)
+    monkeypatch.setattr(engine_module, "longest_window", lambda _: 4096)
+    await sample(path)
+    assert checked == ["llama"]
+
+
+# ----------------------------------------------------------------------------------------------------------- small copies
+
+
+def test_a_small_copy_keeps_each_kind_of_layer_and_shortens_windows() -> None:
+    original = CONFIG_MAPPING["gemma3_text"]()
+    small = small_config(original)
+    assert set(small.layer_types) == set(original.layer_types)
+    assert len(small.layer_types) == small.num_hidden_layers < original.num_hidden_layers
+    assert (longest_window(original), longest_window(small)) == (4096, WINDOW)
+    assert longest_window(CONFIG_MAPPING["llama"]()) == 0
+
+
+def test_the_same_config_gives_the_same_small_copy(tmp_path: Path) -> None:
+    random = torch.get_rng_state()
+    files = [make(tmp_path / name, "qwen3_moe") / "model.safetensors" for name in ("a", "b")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+# --------------------------------------------------------------------------------------------------------------- the check
+
+
+def save_config(path: Path, family: str) -> str:
+    CONFIG_MAPPING[family]().save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.parametrize(("family", "state"), [("llama", "ok"), ("qwen3_next", "fail")])
+def test_check_judges_a_large_architecture_in_a_process_of_its_own(family: str, state: str, tmp_path: Path) -> None:
+    config = ExperimentConfig(model_path=save_config(tmp_path, family))
+    (finding,) = judge_architecture(config)
+    assert (finding.name, finding.state) == ("architecture", state)
+    if state == "fail":
+        assert "Qwen3NextGatedDeltaNet" in finding.value
+
+
+def test_an_export_whose_tensors_mean_something_else_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from asyncrl.model import export
+
+    def swapped(model: Any) -> dict[str, torch.Tensor]:
+        tensors = share(model)
+        first, second = (f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1))
+        tensors[first], tensors[second] = tensors[second], tensors[first]
+        return tensors
+
+    share = export.take_share
+    task = Task(save_config(tmp_path, "llama"), True, GenerationConfig())
+    assert check_architecture(task).problem == ""
+    monkeypatch.setattr(export, "take_share", swapped)
+    assert "after an export and a load" in check_architecture(task).problem
+
+
+def test_an_architecture_of_which_no_small_copy_can_be_made_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("an odd size")
+
+    path = make(tmp_path, "llama")
+    monkeypatch.setattr(self_check, "save_small_copy", refuse)
+    with caplog.at_level(logging.INFO):
+        train(path)
+    assert "no small copy of llama can be made" in caplog.text
