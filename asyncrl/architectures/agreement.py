@@ -83,15 +83,19 @@ _CODE_ERRORS = (ValueError, KeyError, AttributeError, TypeError, IndexError, Ass
 
 
 @contextlib.contextmanager
-def architecture_errors(path: str | Path) -> Iterator[None]:
-    """Turn what the code of an architecture raises into a ConfigError that names the model."""
+def architecture_errors(path: str | Path, *, alone: bool = True) -> Iterator[None]:
+    """Turn what the code of an architecture raises into a ConfigError that names the model. alone: the code runs on one rank, so a
+    RuntimeError does not mean that another rank is lost."""
     try:
         yield
     except ConfigError:
         raise
     except SelfCheckError as error:
         raise ConfigError(f"model_path={str(path)!r}: {error}") from error
-    except _CODE_ERRORS as error:
+    except (*_CODE_ERRORS, RuntimeError) as error:
+        is_of_code = isinstance(error, _CODE_ERRORS) or (alone and "memory" not in str(error).lower())
+        if not is_of_code:
+            raise
         place = traceback.extract_tb(error.__traceback__)[-1]
         told = f"{error if isinstance(error, ValueError) else repr(error)} ({Path(place.filename).name}:{place.lineno})"
         raise ConfigError(

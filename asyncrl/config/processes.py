@@ -100,7 +100,7 @@ class MismatchConfig:
     action: str  # stop | warn
     temperature: float  # at which the behaviour logprobs were computed
     kl: float  # of |mean(behaviour - trainer)|, in nats per token
-    token: float  # of |behaviour - trainer| of a token ...
+    bound: float  # of |behaviour - trainer| of a token ...
     share: float  # ... which this share of the tokens may exceed
 
 

@@ -126,7 +126,7 @@ def verdict(found: Compared, config: MismatchConfig) -> str:
             "the generation servers' logprobs are not the trainer's in the first train step, although the same weights sampled and"
             " train this data:",
             f"  behav_approx_kl is {found.approx_kl:.3g} nats per token (allowed: {config.kl:g}); {found.share:.2%} of"
-            f" {found.num_tokens} tokens differ by more than {config.token:g} (allowed: {config.share:.2%}), the largest by"
+            f" {found.num_tokens} tokens differ by more than {config.bound:g} (allowed: {config.share:.2%}), the largest by"
             f" {found.largest:.3g}",
             "the worst sequences, with the worst token of each, counted from 0 with the prompt:",
             *worst,
@@ -160,7 +160,7 @@ class FirstStep:
         computed their proximal_logprobs; None: they have none."""
         trainer_T = self._logprobs(engine, sample, proximal_at)
         if sample is not None and trainer_T is not None and engine.is_head:
-            self._found += compare(sample, trainer_T, self.config.token)
+            self._found += compare(sample, trainer_T, self.config.bound)
         if not last:
             return {}
         workers = workers_of(engine)

@@ -51,7 +51,9 @@ class Logits:
         factors = [factor for scale in scales if scale for factor in (float(scale), 1.0 / float(scale))]
         cap = float(getattr(text, "final_logit_softcapping", None) or 0.0)
         candidates = [cls(), *map(cls, factors), *([cls(cap=cap)] if cap else [])]
-        distances = [float((logits(found) - expected).abs().max()) for logits in candidates]
+        made = [logits(found) for logits in candidates]
+        # Broken weights may make infinite logits, which equal themselves
+        distances = [float((one - expected).abs().where(one != expected, 0.0).max()) for one in made]
         best = min(range(len(candidates)), key=distances.__getitem__)
         return candidates[best] if distances[best] <= 1e-2 * float(expected.abs().max()) else None
 

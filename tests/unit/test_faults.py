@@ -70,7 +70,10 @@ def test_weights_set_how_often_a_target_is_chosen():
     [
         ({"every": (9.0, 3.0)}, "every is 9-3"),
         ({"every": (0.0, 3.0)}, "every is 0-3"),
-        ({"targets": ["rolout_worker"]}, "'rolout_worker' is not a target; use one of master"),
+        (
+            {"targets": ["rolout_worker"]},
+            r"'rolout_worker' is not a target; did you mean 'rollout_worker'\? use one of master",
+        ),
         ({"targets": ["rollout_worker/x"]}, "'rollout_worker/x' is not a target"),
         ({"targets": []}, "targets is empty"),
         ({"kinds": ["murder"]}, "'murder' is unknown; use kill, stop, restart"),

@@ -19,7 +19,7 @@ from asyncrl.master.on_policy import OnPolicy
 from asyncrl.model.first_step import Compared, FirstStep, MismatchError, compare, verdict
 from asyncrl.protocol.messages import Locator, TrajectoryMeta, WeightVersion
 
-BOUNDS = MismatchConfig(action="stop", temperature=0.7, kl=1e-4, token=1e-3, share=0.01)
+BOUNDS = MismatchConfig(action="stop", temperature=0.7, kl=1e-4, bound=1e-3, share=0.01)
 
 
 # ------------------------------------------------------------------------------------------- which step is on-policy
@@ -202,7 +202,7 @@ def test_the_bounds_depend_on_dtypes_engine_and_mode(tmp_path: Path) -> None:
     def of(*overrides: str, **more: Any) -> tuple[float, float, float]:
         found = bounds(tmp_path, *overrides, **more)
         assert found is not None
-        return found.kl, found.token, found.share
+        return found.kl, found.bound, found.share
 
     assert of() == of("mode=sync", "allocation=d1") == tight
     assert of("generation.dtype=bfloat16") == of("train.dtype=bfloat16") == of("allocation=sglang.d1+d1") == wide

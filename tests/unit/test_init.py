@@ -99,7 +99,10 @@ def test_a_missing_name_and_an_unknown_example_are_reported(capsys: pytest.Captu
     assert "NAME is missing; name the folder to write" in capsys.readouterr().out
     assert main(["init", "x", "--example", "maths"]) == 2
     told = capsys.readouterr().out
-    assert "--example maths: no such example; choose one of bad_batch, code, grpo, long_tail, math" in told
+    assert (
+        "--example maths: no such example; did you mean 'math'? choose one of bad_batch, code, grpo, long_tail, math"
+        in told
+    )
     assert not Path("x").exists()
 
 

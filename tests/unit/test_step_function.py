@@ -316,7 +316,7 @@ async def test_the_error_of_a_call_is_not_taken_for_one_of_the_function(tmp_path
     [
         ("nowhere.py:step", "nowhere.py"),
         ("asyncrl.master.handles:Batch", "name a function `async def step"),
-        ("asyncrl.master.step_function:StepFunction.run", "has no 'StepFunction.run'"),
+        ("asyncrl.master.step_function:StepFunction.run", "is called as step"),
     ],
 )
 def test_a_spec_that_is_no_step_function_is_refused(spec, message):

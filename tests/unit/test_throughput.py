@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from asyncrl.config.schema import PPOConfig, TrainConfig
+from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.master.executor import StepResult
+from asyncrl.master.handles import Call
 from asyncrl.master.report import throughput_metrics
 from asyncrl.runtime.devices import peak_flops, peak_memory_bytes
 
@@ -62,10 +65,19 @@ def test_a_cpu_has_no_mfu_and_a_run_without_servers_no_generation() -> None:
 
 
 def test_the_flops_of_all_parts_of_a_batch_count() -> None:
-    whole = StepResult(seconds={"actor_train": 2.0}, peak_s={"actor_train": 0.5})
-    whole.add(StepResult(seconds={"actor_train": 1.0, "ref_inf": 1.0}, peak_s={"actor_train": 0.25}))
-    assert whole.peak_s == {"actor_train": 0.75}
-    assert whole.seconds == {"actor_train": 3.0, "ref_inf": 1.0}
+    mfcs = build_dataflow(TrainConfig(ppo=PPOConfig(kl_coef=0.1))).mfcs
+
+    def call(name: str, number: int, seconds: float, peak_s: float | None) -> Call:
+        made = Call(mfcs[name], (), frozenset({f"group {number}"}), "step.py:1", number=number)
+        made.seconds, made.peak_s = seconds, peak_s
+        return made
+
+    step = StepResult()
+    step.count([call("actor_train", 1, 2.0, 0.5)])
+    step.count([call("actor_train", 2, 1.0, 0.25), call("ref_inf", 3, 1.0, None)])
+    assert step.peak_s == {"actor_train": 0.75}
+    assert step.seconds == {"actor_train": 3.0, "ref_inf": 1.0}
+    assert step.trained == {"group 1", "group 2"}
 
 
 def test_a_process_without_a_gpu_reports_its_resident_memory() -> None:
