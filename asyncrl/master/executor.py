@@ -92,7 +92,7 @@ class ParameterHooks:
 
     def on_missing(self, mfc: MFCDef) -> str:
         """What a step does without the detached group of this MFC: wait | continue | stop."""
-        return on_missing(self._train, mfc.role)
+        return on_missing(self._train, mfc.role) if mfc.has_model else "wait"  # no step can do without advantages
 
     def is_arriving(self, mfc: MFCDef) -> bool:
         """Whether this MFC of a detached model also runs on groups before their step. Its function must compute each sequence
@@ -281,7 +281,7 @@ class _Step:
         else:
             parts = self._dispatched(mfc, ids, batches)
         if not self._is_detached(mfc.model):
-            self._send(self._plan_for(self._workers_of(mfc.model, parts), mfc.input_keys))
+            self._send(self._plan_for(self._workers_of(mfc.model, parts), self._read_by(mfc)))
         return parts
 
     def _dispatched(self, mfc: MFCDef, ids: list[str], batches: Sequence[Batch]) -> list[list[str]]:
@@ -300,7 +300,11 @@ class _Step:
         """Return the fetches from the trainer group by which the workers of a detached model get the MFC's missing input keys of
         their parts."""
         needed = self._workers_of(mfc.model, parts)
-        return plan_fetches(needed, mfc.input_keys, self.tracker.there, self._trainer_group)
+        return plan_fetches(needed, self._read_by(mfc), self.tracker.there, self._trainer_group)
+
+    def _read_by(self, mfc: MFCDef) -> list[str]:
+        """The input keys of an MFC that exist in this step."""
+        return [key for key in mfc.input_keys if key not in self.missing]
 
     def outputs(self, mfc: MFCDef, ids: Collection[str]) -> list[Transfer]:
         """Return the fetches by which the trainer group gets the output keys that an MFC of a detached model made for these groups.

@@ -344,7 +344,8 @@ class BatchStats:
         self._groups |= {
             group: dict(zip(columns, row, strict=True)) for group, row in zip(local.position, rows, strict=True)
         }
-        self._names |= dict.fromkeys(columns)
+        if batch_ids or not self._names:  # a part without groups reports nothing
+            self._names |= dict.fromkeys(columns)
 
     def totals(self, engine: Ranks) -> Stats:
         """Sums over all groups of all ranks, and the maxima. Two collective calls."""
