@@ -97,7 +97,8 @@ def architecture_errors(path: str | Path, *, alone: bool = True) -> Iterator[Non
         if not is_of_code:
             raise
         place = traceback.extract_tb(error.__traceback__)[-1]
-        told = f"{error if isinstance(error, ValueError) else repr(error)} ({Path(place.filename).name}:{place.lineno})"
+        text = str(error).rstrip(".") if isinstance(error, ValueError) else repr(error)
+        told = f"{text} ({Path(place.filename).name}:{place.lineno})"
         raise ConfigError(
             f"model_path={str(path)!r}: asyncrl cannot train this architecture: {told}. Use another model"
         ) from error

@@ -359,9 +359,10 @@ class TransformersEngine(QueueingEngine[_Pending]):
         return TransformersEngine(EngineArguments(path, config), device=self._device)
 
     def _cannot_run(self, error: Exception) -> ConfigError:
+        why = (str(error) or repr(error)).rstrip(".")
         return ConfigError(
             f"model_path={str(self._initial_path)!r}: the embedded engine cannot sample from an architecture of type "
-            f"{self._model.config.model_type!r}: {str(error) or repr(error)}. Use another model, or SGLang (allocation=sglang...)"
+            f"{self._model.config.model_type!r}: {why}. Use another model, or SGLang (allocation=sglang...)"
         )
 
     def _start(self) -> None:

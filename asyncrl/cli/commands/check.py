@@ -41,10 +41,10 @@ _DESCRIPTION = """Check whether a config can run on this machine, and list its p
 
 Without CONFIG it examines only the machine: cores, memory, disk, shared memory, open files, ports, GPUs, versions,
 etcd, SGLang. With CONFIG it first validates every field and the files that it names, reports all problems at once, and
-lists the processes. It also
-imports each agent and environment, and calls each reward function once: on the first training prompt of its task, with
-the answer as the response, in a process with the run's limits (rollout.reward_timeout_s, rollout.reward_memory_bytes).
-Secrets (passwords in URLs, tokens, API keys) are shown as ***."""
+lists the processes. It also checks a small copy of the model's architecture (60 s and 4 GiB at most), imports each agent
+and environment, and calls each reward function once: on the first training prompt of its task, with the answer as the
+response, in a process with the run's limits (rollout.reward_timeout_s, rollout.reward_memory_bytes). Secrets (passwords
+in URLs, tokens, API keys) are shown as ***."""
 
 _EPILOG = """
 
@@ -114,7 +114,7 @@ def check(arguments: argparse.Namespace, console: Console) -> int:
             console.print(process_table(f"{run_directory(config)}{escape(title)}", view.specs))
             _print_findings("this machine", view.machine, console)
         _print_findings("files", report.warnings, console)
-        _print_findings("tasks", tasks, console)
+        _print_findings("model and tasks", tasks, console)
         console.print(sizes_text(config, num_prompts), highlight=False)
         console.print(_verdict(findings, "this config"), highlight=False)
     return FAILED if _failed(findings) else 0
@@ -144,7 +144,7 @@ def _refuse(report: Report, tasks: Sequence[Finding], arguments: argparse.Namesp
         return CONFIG_ERROR
     _print_findings("this machine", [finding for finding in machine if finding.state != "ok"], console)
     _print_findings("files", report.warnings, console)
-    _print_findings("tasks", tasks, console)
+    _print_findings("model and tasks", tasks, console)
     console.print("[bold red]config:[/]")
     for text in message.splitlines():
         console.print(f"  {text}", markup=False, highlight=False, soft_wrap=True)
