@@ -59,7 +59,7 @@ def judge_architecture(config: ExperimentConfig) -> list[Finding]:
     """One finding about the architecture of model_path. waits for: its process, for LIMIT_S at most."""
     embedded = config.mode in ("async", "rollout_only") and allocation_of(config).engine == "transformers"
     generation = config.generation if embedded else None
-    task = Task(config.model_path, config.mode != "rollout_only", generation)
+    task = Task(str(Path(config.model_path).expanduser()), config.mode != "rollout_only", generation)
     command = [sys.executable, "-P", "-m", "asyncrl.cli.architecture_check"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
     try:
@@ -69,7 +69,9 @@ def judge_architecture(config: ExperimentConfig) -> list[Finding]:
         result = msgspec.json.decode(done.stdout, type=Result)
     except subprocess.TimeoutExpired:
         result = Result(not_checked=f"it took more than {LIMIT_S:g} s")
-    except (OSError, msgspec.MsgspecError):
+    except OSError as error:
+        result = Result(not_checked=f"its process cannot be started: {error}")
+    except msgspec.MsgspecError:
         result = Result(not_checked=f"its process ended: {done.stderr.decode(errors='replace').strip()[-300:]}")
     if result.problem:
         return [
