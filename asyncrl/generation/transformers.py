@@ -23,6 +23,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -716,13 +717,21 @@ class TransformersEngine(QueueingEngine[_Pending]):
             raise RequestRefused(f"input_ids to score must be one or more tokens from 0 to {self._vocab_size - 1}")
         return await self._in_control(lambda: self._score(input_ids))  # type: ignore[no-any-return]
 
-    def _score(self, input_ids: list[int]) -> list[float]:
-        """In the control thread, between two passes: score with the model in memory, without the manager's cache."""
+    async def scoring_noise(self, input_ids: list[int]) -> float:
+        found = []
+        for attention in ("eager", "sdpa"):
+            with contextlib.suppress(ValueError):  # the architecture does not have it
+                found.append(await self._in_control(partial(self._score, input_ids, attention)))
+        return max(abs(a - b) for a, b in zip(*found, strict=True)) if len(found) == 2 else 0.0
+
+    def _score(self, input_ids: list[int], implementation: str = "") -> list[float]:
+        """In the control thread, between two passes: score with the model in memory, without the manager's cache.
+
+        implementation: of the attention, because that of generation needs the manager's pages; "": the one that fits.
+        """
         attention = self._model.config._attn_implementation
         with self._manager.pause(), torch.inference_mode():
-            self._model.set_attn_implementation(
-                self._scoring
-            )  # the generation implementation needs the manager's pages
+            self._model.set_attn_implementation(implementation or self._scoring)
             try:
                 ids_T = torch.tensor(input_ids, device=self._device)
                 logits_TV = self._model(input_ids=ids_T[None], use_cache=False).logits[0].float()

@@ -72,7 +72,7 @@ def check_packing(engine: TrainEngine) -> None:
     worst = max(found, key=lambda one: one.nats)
     bits, is_whole = torch.finfo(engine.dtype).bits, len(workers_of(engine)) == 1
     bound = bound_of(bits) if is_whole else max(bound_of(bits), BOUND_SHARDED)
-    if worst.nats > bound and is_whole and bits == 32:
+    if worst.nats > bound and is_whole:
         bound = bound_of(bits, _noise(engine, texts))
     if worst.nats > bound:
         raise SelfCheckError(_mixed(worst, bound, _first_difference(engine, texts) if is_whole else ""))
@@ -82,7 +82,7 @@ def _noise(engine: TrainEngine, texts: Sequence[Sequence[int]]) -> float:
     """The difference between two of transformers' own attention implementations on the loaded model; 0 if it has only one."""
     found, before = [], engine.model.config._attn_implementation
     for name in ("eager", "sdpa"):
-        with contextlib.suppress(ValueError):  # the architecture does not have it
+        with contextlib.suppress(ValueError), engine.module.autocast():  # ValueError: the architecture does not have it
             engine.model.set_attn_implementation(name)
             found.append([_plain(engine.model, text) for text in texts])
     engine.model.set_attn_implementation(before)

@@ -28,6 +28,7 @@ from asyncrl.generation.queueing import EngineArguments
 from asyncrl.generation.transformers import TransformersEngine
 from asyncrl.model import attention, self_check
 from asyncrl.model.packing import Packed
+from asyncrl.testing.tiny import make_tiny_model
 
 LIMIT_S = 60.0
 SMALL = GenerationConfig(page_size=8, num_blocks=64, max_batch_tokens=64, max_running_requests=8)
@@ -125,6 +126,21 @@ def test_the_trainer_finds_a_sequence_that_depends_on_its_neighbours(
     fault(monkeypatch)
     with pytest.raises(ConfigError, match=re.escape(f"model_path={str(path)!r}")) as error:
         train(path)
+    assert figure(error) > 10 * BOUND
+
+
+def test_dropout_of_training_is_no_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gradient checkpointing the model is in training mode. Plain transformers and the small copy do not see this dropout."""
+    path = make(tmp_path, "llama")
+    forward = modeling_llama.LlamaMLP.forward
+
+    def dropped(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(forward(self, x), 0.1, training=self.training)
+
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", dropped)
+    train(path)
+    with pytest.raises(ConfigError, match="packed row has other outputs") as error:
+        train(path, gradient_checkpointing=True)
     assert figure(error) > 10 * BOUND
 
 
@@ -275,6 +291,15 @@ async def test_the_check_leaves_no_trace_in_a_fresh_engine(tmp_path: Path, monke
     assert stats == (await started())[0]
     assert torch.equal(drawn, (await started())[1])
     assert tokens == []
+
+
+async def test_rounding_of_a_deep_model_is_no_fault(tmp_path: Path) -> None:
+    """In float32 its decoded tokens differ by more than the bound for exact computations, like transformers' own attentions."""
+    make_tiny_model(
+        tmp_path, hidden_size=512, intermediate_size=2048, num_layers=12, num_heads=8, initializer_range=0.08
+    )
+    await sample(tmp_path, GenerationConfig())
+    train(tmp_path)
 
 
 async def test_a_window_beyond_the_texts_is_checked_on_a_small_copy(
