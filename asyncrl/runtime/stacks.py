@@ -48,7 +48,7 @@ _loop: asyncio.AbstractEventLoop | None = None  # of the main thread
 def answer_requests(path: Path, name: str) -> None:
     """Make this process answer requests from now on. Call it on the main thread; in a forked process, after the fork."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    thread = threading.Thread(target=_answer, args=(fd, name), name="stacks", daemon=True)
+    thread = threading.Thread(target=_answer, args=(fd,), name="stacks", daemon=True)
 
     def pass_on(_number: int, _frame: FrameType | None) -> None:
         # The signal was sent to the whole process: by a person, or because this system has no tgkill.
@@ -56,7 +56,12 @@ def answer_requests(path: Path, name: str) -> None:
             signal.pthread_kill(thread.ident, _REQUEST)  # type: ignore[arg-type]
 
     signal.signal(_REQUEST, pass_on)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {_REQUEST})  # a thread begins with its starter's mask
     thread.start()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    # A process that reads this line may send signals. It is written here, so that the file of a process that ends at once has it.
+    process = f"process {os.getpid()}, thread {thread.native_id}, started {_stat_of(os.getpid())[1]}"
+    _write(fd, f"{_HEADER} {name}, {process}\n")
 
 
 def tell_tasks_of(loop: asyncio.AbstractEventLoop) -> None:
@@ -65,14 +70,14 @@ def tell_tasks_of(loop: asyncio.AbstractEventLoop) -> None:
     _loop = loop
 
 
-def _answer(fd: int, name: str) -> None:
+def _write(fd: int, text: str) -> None:
+    with contextlib.suppress(OSError):  # the disk is full
+        os.write(fd, text.encode(errors="replace"))
+
+
+def _answer(fd: int) -> None:
     """waits for: the next request. unblocked by: a signal to this thread."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {_REQUEST})
-    process = f"process {os.getpid()}, thread {threading.get_native_id()}, started {_stat_of(os.getpid())[1]}"
-    told = f"{_HEADER} {name}, {process}\n"  # a process that reads this line may send signals
     while True:
-        with contextlib.suppress(OSError):  # the disk is full
-            os.write(fd, told.encode(errors="replace"))
         signal.sigwait({_REQUEST})
         parts = []
         for mark, read in ((_BEGIN, thread_stacks), (_TASKS, task_lines)):
@@ -80,7 +85,7 @@ def _answer(fd: int, name: str) -> None:
                 parts += [mark, *(f"{line}\n" for line in read())]
             except Exception as error:  # the thread must survive to answer the next request
                 parts += [mark, f"cannot be read: {error!r}\n"]
-        told = "".join([*parts, _END])
+        _write(fd, "".join([*parts, _END]))
 
 
 def thread_stacks() -> list[str]:

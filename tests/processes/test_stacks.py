@@ -218,3 +218,19 @@ while True:
             assert process.poll() is None
         finally:
             process.kill()
+
+
+def test_a_process_that_ends_at_once_is_known(tmp_path: Path) -> None:
+    """answer_requests returns after the file has the process's name, whatever its thread does then."""
+    program = """
+import os, sys, threading
+from pathlib import Path
+from asyncrl.runtime.stacks import answer_requests
+
+threading.Thread.run = lambda thread: None
+answer_requests(Path(sys.argv[1]), "master/0")
+os._exit(0)
+"""
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / f"master_0{SUFFIX}")], check=True)
+    (stacks,) = ask_all([tmp_path], 1.0)
+    assert (stacks.name, stacks.state) == ("master/0", "gone")
