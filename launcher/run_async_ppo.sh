@@ -11,6 +11,7 @@ case "${1:-}" in
     exit 0
     ;;
 esac
+unset PYTHONDONTWRITEBYTECODE # each process would compile all of its modules again
 asyncrl_setup "plot${ASYNCRL_EXTRAS:+,$ASYNCRL_EXTRAS}" # plot: the requirements of `asyncrl-launch plot`
 config=configs/quickstart_cpu.yaml
 if [ $# -gt 0 ] && [[ "$1" != *=* ]]; then

@@ -14,6 +14,7 @@ case "${1:-}" in
     ;;
 esac
 began=$SECONDS
+unset PYTHONDONTWRITEBYTECODE # each process would compile all of its modules again
 case "${1:-}" in
 --ci | --all)
     # tests/sglang run against the real server, which has a separate environment. Both environments are made at the same time.

@@ -12,8 +12,12 @@ ASYNCRL_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 # between them by NCCL, which refuses a peer of another version.
 ASYNCRL_CUDA_TORCH=2.14.1
 
+_asyncrl_has_gpu() {
+    command -v nvidia-smi >/dev/null 2>&1 || compgen -G "/dev/nvidia[0-9]*" >/dev/null
+}
+
 asyncrl_torch() {
-    if command -v nvidia-smi >/dev/null 2>&1 || compgen -G "/dev/nvidia[0-9]*" >/dev/null; then
+    if _asyncrl_has_gpu; then
         echo "$ASYNCRL_CUDA_TORCH"
     else
         echo 2.13.0 # as in requirements.lock
@@ -34,17 +38,20 @@ asyncrl_setup() {
 
 # Uses the variables of asyncrl_setup. Durations were measured on a machine with 2 cores and a fast network.
 _asyncrl_install() {
-    local log step=0 steps=2 seconds=150 pip=("$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off)
+    local log step=0 steps=1
     _asyncrl_check_python || return 1
-    "$venv/bin/python" -m pip --version >/dev/null 2>&1 || steps=3
+    "$venv/bin/python" -m pip --version >/dev/null 2>&1 || steps=2
     log="$(mktemp "${TMPDIR:-/tmp}/asyncrl-setup.XXXXXX")" || log=/dev/null
-    echo "== setting up asyncrl${extras:+[$extras]} in $venv: $steps steps, some $((seconds / 60)) minutes the first time"
-    if [ $steps = 3 ]; then
-        _asyncrl_step 10 "making the virtual environment" "$python" -m venv --clear "$venv" || return 1
+    echo "== setting up asyncrl${extras:+[$extras]} in $venv: $steps step$([ $steps = 1 ] || echo s), a minute or two the first time"
+    [ $steps = 1 ] || _asyncrl_step 5 "making the virtual environment" "$python" -m venv --clear "$venv" || return 1
+    if ! _asyncrl_has_gpu && [ "$(uname)" = Linux ] && ! [[ "$("$venv/bin/python" -m pip config list)" =~ (index-url|find-links)= ]]; then
+        echo "== there is no GPU here, and PyPI's torch brings 5.8 GB for GPUs. To do without, stop and start again with"
+        echo "==   export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"
     fi
-    _asyncrl_step 90 "installing torch $torch, the largest part" "${pip[@]}" "torch==$torch" || return 1
-    _asyncrl_step 50 "installing asyncrl and all else that it needs" "${pip[@]}" -e "$ASYNCRL_ROOT${extras:+[$extras]}" \
-        -c <(grep -v "^torch==" "$ASYNCRL_ROOT/launcher/requirements.lock") || return 1 # the tested versions; torch is installed already
+    # The tested versions. torch is a requirement of its own, since a machine with GPUs has another one.
+    grep -v "^torch==" "$ASYNCRL_ROOT/launcher/requirements.lock" >"$venv/.asyncrl-constraints" || return 1
+    _asyncrl_step 20 "installing torch $torch, asyncrl and all that they need" "$venv/bin/python" "$ASYNCRL_ROOT/launcher/install_packages.py" \
+        "torch==$torch" -e "$ASYNCRL_ROOT${extras:+[$extras]}" -c "$venv/.asyncrl-constraints" || return 1
     touch "$stamp"
     [ "$log" = /dev/null ] || rm -f "$log"
 }
@@ -69,6 +76,7 @@ _asyncrl_step() {
     wait "$ticker" 2>/dev/null || true
     [ ! -t 1 ] || printf '\r\033[K'
     if [ $code = 0 ]; then
+        sed -n 's/^asyncrl: /   /p' "$log" # why launcher/install_packages.py took pip
         echo "   done in $((SECONDS - start)) s"
         return 0
     fi
@@ -97,7 +105,7 @@ _asyncrl_tick() {
 _asyncrl_remedy() {
     local version option="${ASYNCRL_VENV_OPTION:-ASYNCRL_VENV=}"
     if grep -q 'No space left on device\|Disk quota exceeded' "$log"; then
-        echo "the disk is full: make room, or ${option}/larger/disk/venv (pip's own files: TMPDIR=... PIP_CACHE_DIR=...)"
+        echo "the disk is full: make room, or ${option}/larger/disk/venv (pip's and uv's own files: TMPDIR=... PIP_CACHE_DIR=... UV_CACHE_DIR=...)"
     elif grep -q 'name resolution\|new connection\|unreachable\|timed out\|Max retries\|ProxyError\|not known\|SSLError' "$log"; then
         echo "the package index cannot be reached: check the network, set https_proxy, or PIP_INDEX_URL to a mirror; then start again"
     elif grep -q 'Permission denied\|Read-only file system' "$log"; then
