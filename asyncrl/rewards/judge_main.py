@@ -138,16 +138,20 @@ def _obey(control: socket.socket, judges: set[int], function: Any, memory_bytes:
 def _reap(control: socket.socket, judges: set[int]) -> None:
     while True:
         try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return
-        if pid == 0:
+        if ended is None:
             return
+        pid = ended.si_pid
+        if pid in judges:
+            _kill(
+                pid
+            )  # the processes left in its group; before the wait below frees the number, which the system may reuse
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if pid not in judges:  # a process that a judge started, or a judge whose guard has ended
             continue
         judges.discard(pid)
-        _kill(pid)  # kill the processes that are left in its process group
-        code = os.waitstatus_to_exitcode(status)
         how = f"it ended with exit code {code}" if code >= 0 else f"it was killed by {signal.Signals(-code).name}"
         control.send(json.dumps({"died": pid, "how": how}).encode())
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -379,6 +381,57 @@ async def test_processes_that_a_judge_started_end_with_it(dangerous: Callable[..
     with pytest.raises(RolloutRejected):
         await ask(reward, "exit")
     await wait_until_gone(daemon, judge)
+
+
+ENDS_IN_A_GROUP = """
+import os, socket, sys, time
+from asyncrl.rewards import judge_main
+
+def start_time(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[19]
+    except FileNotFoundError:
+        return "it has ended"
+
+told, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+judge_main._adopt_orphans()
+told_by_judge, tell = os.pipe()
+judge = os.fork()
+if judge == 0:
+    os.setsid()
+    member = os.fork()
+    if member == 0:
+        os.closerange(0, 3)
+        time.sleep(600)
+    os.write(tell, b"%d" % member)
+    os._exit(3)
+member = int(os.read(told_by_judge, 100))
+os.waitid(os.P_PID, judge, os.WEXITED | os.WNOWAIT)
+began, kill = start_time(judge), os.killpg
+
+def killpg(group, number):
+    print("the group's number belongs to the judge:", group == judge and start_time(judge) == began)
+    kill(group, number)
+
+os.killpg = killpg
+judges = {judge}
+while start_time(member) != "it has ended":
+    judge_main._reap(control, judges)
+print(told.recv(1000).decode())
+"""
+
+
+def test_the_group_of_a_judge_is_killed_while_its_number_belongs_to_the_judge() -> None:
+    """When a process is reaped, the system may give its number to another process, and a kill would end that one. The processes
+    that are left in the group end in any case."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_IN_A_GROUP], capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    belongs, died = done.stdout.splitlines()
+    assert belongs == "the group's number belongs to the judge: True"
+    assert json.loads(died)["how"] == "it ended with exit code 3"
 
 
 async def test_judges_and_the_processes_they_started_end_with_the_worker(
