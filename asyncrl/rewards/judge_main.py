@@ -152,8 +152,16 @@ def _reap(control: socket.socket, judges: set[int]) -> None:
         if pid not in judges:  # a process that a judge started, or a judge whose guard has ended
             continue
         judges.discard(pid)
-        how = f"it ended with exit code {code}" if code >= 0 else f"it was killed by {signal.Signals(-code).name}"
-        control.send(json.dumps({"died": pid, "how": how}).encode())
+        control.send(json.dumps({"died": pid, "how": _how(code)}).encode())
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"it ended with exit code {code}"
+    try:
+        return f"it was killed by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal
+        return f"it was killed by signal {-code}"
 
 
 def _kill(pid: int) -> None:

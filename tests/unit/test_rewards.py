@@ -277,6 +277,7 @@ def dangerous(prompt, completion, answer):
     if completion == "exit": os._exit(3)
     if completion == "sys.exit": sys.exit(4)
     if completion == "abort": os.abort()
+    if completion == "real-time signal": os.kill(os.getpid(), 40)
     if completion == "segfault": ctypes.string_at(0)
     if completion == "allocate":
         hoard = []
@@ -327,6 +328,7 @@ async def ask(reward: Reward, what: str) -> float:
     [
         ("exit", "reward_died", "has ended its process: it ended with exit code 3"),
         ("abort", "reward_died", "has ended its process: it was killed by SIGABRT"),
+        ("real-time signal", "reward_died", "has ended its process: it was killed by signal 40"),
         ("segfault", "reward_died", "has ended its process: it was killed by SIGSEGV"),
         ("sys.exit", "reward_error", "raised SystemExit(4)"),
         ("allocate", "reward_error", "raised MemoryError()"),
