@@ -58,6 +58,7 @@ MAX_REFUSED = 100  # after this many refused system calls on one input the progr
 _OUTCOMES: tuple[Outcome, ...] = ("ended", "cpu_time", "wall_time", "memory", "processes", "output")
 _SCRATCH = "/tmp"  # in the sandbox
 _SHM_BYTES = 8 << 20
+_MAX_SIGNALS = 1024  # signals that wait, and timers: the kernel counts both together
 _AS_SLACK = 64 << 20  # for the interpreter itself
 _MAX_PROGRAM = 64_000_000
 _PROC_COUNTED_APART = (5, 14)  # the first Linux version in which RLIMIT_NPROC counts each user namespace separately
@@ -401,6 +402,7 @@ class Sandbox:
             "RLIMIT_CORE": 0,
             "RLIMIT_MSGQUEUE": 0,
             "RLIMIT_MEMLOCK": 0,
+            "RLIMIT_SIGPENDING": _MAX_SIGNALS,
         }
         if self._recipe.alone and (os.getuid() == 0 or _kernel() >= _PROC_COUNTED_APART):
             # The sandbox's first process counts, too. main.py notices a program that reaches the limit, and kills it.
@@ -638,6 +640,9 @@ def _bwrap(limits: Limits, folders: Sequence[str]) -> list[str]:
             for above in reversed(Path(folder).parents[:-1]):  # bwrap would create them readable by their owner only
                 command += ["--perms", "0755", "--dir", str(above)]
             command += ["--ro-bind", folder, folder]
-    command += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(_SHM_BYTES), "--tmpfs", "/dev/shm"]
+    command += ["--proc", "/proc", "--dev", "/dev"]
+    # Memory that processes share through /dev/zero is counted by no limit. /dev/full reads as zeros, too, but cannot be mapped
+    command += ["--dev-bind", "/dev/full", "/dev/zero"]
+    command += ["--perms", "1777", "--size", str(_SHM_BYTES), "--tmpfs", "/dev/shm"]
     command += ["--perms", "1777", "--size", str(limits.scratch_bytes), "--tmpfs", _SCRATCH, "--chdir", _SCRATCH]
     return [*command, "--remount-ro", "/dev", "--remount-ro", "/"]

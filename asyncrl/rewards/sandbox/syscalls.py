@@ -3,13 +3,16 @@
 The filter refuses
 - calls that isolation depends on (mounts, namespaces, keys, tracing),
 - access to the network,
-- memory that no limit counts (memfd, System V segments, larger buffers of sockets and pipes),
+- memory that no limit counts: memfd, System V segments, shared anonymous memory (it stays where no process maps it any more), huge
+  pages (a mapping of 4 kB keeps 2 MB), larger buffers of sockets and pipes, pages of files in them (sendfile, splice), inotify's
+  queues, contexts of asynchronous I/O,
 - changes to the limits or the priority of the watching process,
 - everything newer than this list: system calls from number 424 on have the same number on all architectures, and only the named
   ones pass.
 
-A refused call fails with "not permitted", a newer one with "not implemented". With `told`, the listener is notified of refused
-calls that are not newer. A call through the interface of another architecture kills the process.
+A refused call fails with "not permitted". A newer one fails with "not implemented", as do the calls that copy between files and
+pipes or sockets: programs then copy in another way. With `told`, the listener is notified of the calls that are not permitted. A
+call through the interface of another architecture kills the process.
 """
 
 from __future__ import annotations
@@ -68,6 +71,9 @@ _REFUSED: Mapping[str, tuple[int | None, int | None]] = {
     "migrate_pages": (256, 238),
     "nfsservctl": (180, 42),
     "fanotify_init": (300, 262),
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
+    "io_setup": (206, 0),
     "iopl": (172, None),
     "ioperm": (173, None),
     "modify_ldt": (154, None),
@@ -76,6 +82,11 @@ _REFUSED: Mapping[str, tuple[int | None, int | None]] = {
     "socket": (41, 198),  # except for AF_UNIX
     "setsockopt": (54, 208),  # refused only if it sets the size of a send buffer
     "fcntl": (72, 25),  # refused only if it sets the size of a pipe
+    "mmap": (9, 222),  # refused only for shared anonymous memory
+    "prctl": (
+        157,
+        167,
+    ),  # refused only if it changes whether the process gets huge pages; main.py has switched them off
     "clone": (56, 220),  # refused only if it creates a user namespace
     "prlimit64": (302, 261),  # from here to ioprio_set: refused only if the call is for another process
     "setpriority": (141, 140),
@@ -86,6 +97,8 @@ _REFUSED: Mapping[str, tuple[int | None, int | None]] = {
     "ioprio_set": (251, 30),
     "ioctl": (16, 29),  # refused only if it types characters into a terminal
 }
+# These calls put pages of files or of memory into pipes and sockets, which count the bytes only: one byte can hold a page
+_MISSING: Mapping[str, tuple[int, int]] = {"sendfile": (40, 71), "splice": (275, 76), "vmsplice": (278, 75)}
 _FIRST_OF_ALL = 424  # from here on the numbers are the same on all architectures
 _NEWER_THAT_PASS = {434: "pidfd_open", 436: "close_range", 437: "openat2", 439: "faccessat2", 441: "epoll_pwait2"} | {
     449: "futex_waitv",
@@ -94,6 +107,8 @@ _NEWER_THAT_PASS = {434: "pidfd_open", 436: "close_range", 437: "openat2", 439: 
 _AF_UNIX = 1
 _SOL_SOCKET, _SO_SNDBUF, _SO_SNDBUFFORCE = 1, 7, 32
 _F_SETPIPE_SZ = 1031
+_MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
+_PR_SET_THP_DISABLE = 41
 _CLONE_NEWUSER = 0x10000000
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 _X32 = 0x40000000
@@ -137,6 +152,10 @@ def build_filter(*, told: bool) -> bytes:
     level = [_argument(1), *_unless(_EQUAL, _SOL_SOCKET, _allow())]
     code += _on(number.pop("setsockopt"), [*level, _argument(2), *resizing, _allow()])
     code += _on(number.pop("fcntl"), [_argument(1), *_when(_EQUAL, _F_SETPIPE_SZ, _op(_RETURN, refuse)), _allow()])
+    kinds = [op for bit in (_MAP_SHARED, _MAP_ANONYMOUS) for op in _unless(_ANY_BIT, bit, _allow())]
+    code += _on(number.pop("mmap"), [_argument(3), *kinds, _op(_RETURN, refuse)])
+    huge_pages = _when(_EQUAL, _PR_SET_THP_DISABLE, _op(_RETURN, refuse))
+    code += _on(number.pop("prctl"), [_argument(0), *huge_pages, _allow()])
     code += _on(number.pop("clone"), [_argument(0), *_when(_ANY_BIT, _CLONE_NEWUSER, _op(_RETURN, refuse)), _allow()])
     for name in ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"):
         code += _on(number.pop(name), _argument_unless(0, 0, refuse))
@@ -154,10 +173,13 @@ def build_filter(*, told: bool) -> bytes:
     )
     for refused in number.values():
         code += _when(_EQUAL, refused or 0, _op(_RETURN, refuse))
+    not_implemented = _op(_RETURN, _ERRNO | errno.ENOSYS)
+    for numbers in _MISSING.values():
+        code += _when(_EQUAL, numbers[column], not_implemented)
     for newer in _NEWER_THAT_PASS:
         code += _when(_EQUAL, newer, _allow())
     # ENOSYS instead of EPERM: the C library then uses an older call. Needed for clone3, whose flags a filter cannot see.
-    code += _when(_AT_LEAST, _FIRST_OF_ALL, _op(_RETURN, _ERRNO | errno.ENOSYS))
+    code += _when(_AT_LEAST, _FIRST_OF_ALL, not_implemented)
     code.append(_allow())
     return b"".join(code)
 
