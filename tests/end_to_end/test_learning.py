@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from whole_runs import assert_each_prompt_trained_once, assert_nobody_left_behind, launch_sorter, trained_prompts
 
+from asyncrl.cli.commands.logs import LogFiles, stream_logs
 from asyncrl.protocol.messages import WeightVersion
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, evaluations, metrics, train_steps
 from asyncrl.weights.versions import verify_version
@@ -71,6 +72,14 @@ def test_staleness_is_bounded_and_no_prompt_is_lost(run: RunHandle) -> None:
     assert summary["rejected"] == {}
     assert summary["sequences"] == STEPS * BATCH * GROUP == len(trained_prompts(run.run_dir)) * GROUP
     assert summary["head_offpolicyness_max"] <= ETA
+
+
+def test_the_logs_of_a_clean_run_have_no_warnings(run: RunHandle) -> None:
+    files = LogFiles(run.run_dir / "logs" / "attempt_1", lambda _: True)
+    entries = [entry for entry in stream_logs(files) if entry is not None]
+    files.close()
+    assert {entry.worker for entry in entries} >= {"master/0", "rollout_worker/0"}
+    assert [entry for entry in entries if entry.at_least("WARNING")] == []
 
 
 def test_what_is_left_on_disk(run: RunHandle) -> None:

@@ -22,7 +22,7 @@ from asyncrl.runtime.names.interface import NameEntryExists, NameResolveError, N
 from asyncrl.runtime.names.open import open_name_resolver
 
 pytestmark = pytest.mark.timeout(120)
-FAST = ["--unsafe-no-fsync"]
+FAST = ["--unsafe-no-fsync", "--auth-token", "simple"]
 
 
 @dataclass(frozen=True)

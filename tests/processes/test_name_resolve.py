@@ -521,6 +521,17 @@ def test_server_says_why_it_does_not_start(tmp_path: Path) -> None:
         find_etcd("no/such/etcd")
 
 
+@pytest.mark.parametrize("on_sockets", [True, False])
+def test_the_log_of_a_server_that_starts_and_stops_is_empty(tmp_path: Path, on_sockets: bool) -> None:
+    """A clean run shows no warnings."""
+    log = tmp_path / "log"
+    with EtcdServer(tmp_path / "data", log, socket_dir=str(tmp_path) if on_sockets else "") as server:
+        with open_name_resolver(NameResolveConfig(endpoints=[server.endpoint])) as resolver:
+            resolver.add("key", "value")
+        assert server.answers(LIMIT_S)
+    assert log.read_text() == ""
+
+
 def test_server_stops_and_changes_port_if_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from asyncrl.runtime.names.etcd import server as etcd_server
 

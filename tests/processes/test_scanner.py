@@ -24,7 +24,7 @@ def test_an_etcd_gives_strangers_nothing_where_it_asks_for_a_certificate(tmp_pat
     with EtcdServer(tmp_path / "one", tmp_path / "log", tls=EtcdTls.of_run(tmp_path)) as guarded:
         assert scan([guarded.endpoint]) == {guarded.endpoint: []}
     monkeypatch.setattr(scanner, "LIMIT_S", PATIENT_S)
-    with EtcdServer(tmp_path / "two", tmp_path / "log") as unguarded:
+    with EtcdServer(tmp_path / "two", tmp_path / "log", extra_args=["--enable-grpc-gateway"]) as unguarded:
         assert "HTTP /v3/kv/range: 200" in scan([unguarded.endpoint])[unguarded.endpoint]
 
 

@@ -128,7 +128,7 @@ class EtcdServer:
     def answers(self, limit_s: float) -> bool:
         """Return whether the server answers at all within limit_s, even with an error. A frozen server does not."""
         try:
-            self._ask("GET", "/health", limit_s)
+            self._ask("/health", limit_s)
         except (OSError, http.client.HTTPException):
             return False
         return True
@@ -201,6 +201,9 @@ class EtcdServer:
         command += ["--initial-cluster", f"{self._name}={peer}", "--initial-cluster-token", self._name]
         command += ["--heartbeat-interval", "50", "--election-timeout", "250"]
         command += ["--log-level", "warn"]
+        # Without these two, a warning would begin and another one end the log of each run: tokens, for passwords that this server
+        # does not have, and an HTTP gateway to gRPC, which looks for the server again when it ends
+        command += ["--auth-token", "", "--enable-grpc-gateway=false"]
         # Bound etcd's memory, which holds uncompacted revisions and the log since its last snapshot: each process
         # writes its status every second
         command += ["--auto-compaction-mode", "periodic", "--auto-compaction-retention", "10m"]
@@ -257,28 +260,31 @@ class EtcdServer:
                 return False
         return False
 
-    def _ask(self, method: str, path: str, limit_s: float, body: str | None = None) -> bytes:
-        """Return the body of the response, even of an error. Raises OSError or HTTPException."""
+    def _ask(self, path: str, limit_s: float, *, as_peer: bool = False) -> bytes:
+        """Return the body of the response, even of an error. as_peer: ask at the socket for peers. Raises OSError or
+        HTTPException."""
         connection: http.client.HTTPConnection
         if self._socket_dir:
-            connection = unix_sockets.Connection(f"{self._socket_dir}/{_CLIENT_SOCKET}", limit_s)
+            connection = unix_sockets.Connection(
+                f"{self._socket_dir}/{_PEER_SOCKET if as_peer else _CLIENT_SOCKET}", limit_s
+            )
         else:
-            at = (self._host, self._bound_ports()[0])
+            at = (self._host, self._bound_ports()[as_peer])
             if self._tls is None:
                 connection = http.client.HTTPConnection(*at, timeout=limit_s)
             else:
                 connection = http.client.HTTPSConnection(*at, timeout=limit_s, context=self._tls.context())
         with contextlib.closing(connection):
-            connection.request(method, path, body)
+            connection.request("GET", path)
             return connection.getresponse().read()
 
     def _is_healthy(self, limit_s: float) -> bool:
         """Return whether the server answers, has a leader, and is the one we started."""
         limit_s = max(limit_s, 0.01)
         try:
-            if json.loads(self._ask("GET", "/health", limit_s)).get("health") != "true":
+            if json.loads(self._ask("/health", limit_s)).get("health") != "true":
                 return False
-            members = json.loads(self._ask("POST", "/v3/cluster/member/list", limit_s, "{}")).get("members", [])
+            members = json.loads(self._ask("/members", limit_s, as_peer=True))
             return self._name in [member.get("name") for member in members]
         except (OSError, http.client.HTTPException, ValueError):
             return False
