@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import platform
 import signal
 import sys
@@ -148,20 +147,20 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """argv: replaces the arguments of the command line."""
-    if argv is None:
-        use_any_streams()
+    files = use_any_streams() if argv is None else []
     words = sys.argv[1:] if argv is None else list(argv)
     as_json = "--json" in words
     console = make_console(stderr=as_json)  # with --json, stdout is for JSON alone
     try:
         arguments = parse(words)
+        for file in files:
+            file.ends_with_reader = arguments.ends_with_reader or getattr(arguments, "watch", False)
         supervises = getattr(arguments, "supervises", False) and not getattr(arguments, "dry_run", False)
         with never_waiting(as_json=as_json) if supervises else contextlib.nullcontext():
             return _execute(arguments, console, as_json)
     except UsageError as error:
         return _refuse(str(error), "usage", CONFIG_ERROR, console, as_json)
-    except BrokenPipeError:  # the reader of stdout has ended, as in `asyncrl-launch logs RUN | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more at exit
+    except BrokenPipeError:  # the reader of stdout has ended, as in `asyncrl-launch logs RUN -f | head`
         return _BROKEN_PIPE
     except KeyboardInterrupt:  # a launcher handles Ctrl-C itself while its run exists
         return _INTERRUPTED

@@ -6,7 +6,6 @@ Also the progress line of scripts that make a model or data.
 from __future__ import annotations
 
 import math
-import os
 import re
 import sys
 import time
@@ -580,13 +579,10 @@ def _shares(counts: Mapping[str, int]) -> str:
 
 
 class RunConsole(Console):
-    """A console that stops printing when the reader of its output ends. The command goes on to its end."""
+    """A console whose writer decides what happens when the reader of its output has ended (cli/streams.py)."""
 
     def on_broken_pipe(self) -> None:
-        self.quiet = True
-        devnull = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(devnull, self.file.fileno())
-        os.close(devnull)
+        raise  # rich calls this while it handles the BrokenPipeError
 
 
 def make_console(*, stderr: bool = False) -> Console:

@@ -296,20 +296,6 @@ def test_on_a_terminal_the_line_of_the_start_is_erased_at_the_end(tmp_path):
     assert console.file.getvalue().rstrip().endswith("\x1b[?25h\r\x1b[1A\x1b[2K")  # cursor shown, line erased
 
 
-def test_a_view_goes_quiet_when_its_output_is_closed(tmp_path, monkeypatch):
-    class Gone(io.StringIO):
-        def write(self, text):
-            raise BrokenPipeError
-
-    monkeypatch.setattr(RunConsole, "on_broken_pipe", lambda self: setattr(self, "quiet", True))
-    console = RunConsole(file=Gone())
-    view = RunView(tmp_path, 60, console)
-    view.notice("unheard")
-    assert console.quiet
-    view.turn([status("master/0", "starting")])
-    view.close()
-
-
 def test_the_summary(tmp_path):
     summary = {
         "steps": 60,

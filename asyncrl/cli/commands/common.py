@@ -59,7 +59,7 @@ def add_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print JSON on stdout, for programs")
-    parser.set_defaults(command=function, clock=SYSTEM_CLOCK)
+    parser.set_defaults(command=function, clock=SYSTEM_CLOCK, ends_with_reader=False)
     return parser
 
 

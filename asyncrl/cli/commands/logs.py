@@ -275,6 +275,7 @@ def add_to(commands: Commands) -> None:
     )
     parser.add_argument("--attempt", type=_positive, metavar="N", help="number of the attempt (default: the newest)")
     parser.add_argument("--tail", type=_positive, metavar="N", help="of the existing log entries, show only the last N")
+    parser.set_defaults(ends_with_reader=True)
 
 
 def logs(arguments: argparse.Namespace, console: Console) -> int:
