@@ -4,7 +4,7 @@ training.
     python benchmarks/arriving.py [--rounds 3] [--write-baseline]
 
 Whole runs by the real launcher, with real manager, master, rollout workers, streams, etcd and weight versions. Only the
-computing parts keep a fixed pace (asyncrl/testing/paced_workers.py): generation emits tokens at a fixed rate, the trainer sleeps
+computing parts keep a fixed pace (tests/support/paced_workers.py): generation emits tokens at a fixed rate, the trainer sleeps
 for --step-s, and a detached reference sleeps for --step-s for a batch, or for a part's share of it. It fetches no data, so the cost
 of moving data between worker groups is not part of the figures. All three need --step-s for a batch.
 
@@ -23,9 +23,9 @@ from statistics import fmean
 
 from common import alternate, finish, parser, table
 
-from asyncrl.testing.paced_run import PROMPT_TOKENS, launch_paced, make_paced_run, response_lengths
-from asyncrl.testing.paced_workers import Pace
 from asyncrl.testing.runs import train_steps
+from tests.support.paced_run import PROMPT_TOKENS, launch_paced, make_paced_run, response_lengths
+from tests.support.paced_workers import Pace
 
 ETA = 4
 _FIRST = 2 + ETA  # steps at the start that are not measured: the pipeline fills

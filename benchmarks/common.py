@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from asyncrl.config.processes import GserverManagerConfig
     from asyncrl.manager.worker import ManagerFiles
 
+sys.path.append(str(Path(__file__).parents[1]))  # benchmarks import tests.support
+
 BASELINES = Path(__file__).parent / "baselines"
 PART = "--part"  # first argument of a process that the benchmark itself started
 _PR_SET_PDEATHSIG = 1

@@ -4,7 +4,7 @@
     python benchmarks/overlap.py --rounds 1 --etas 0 1 2 4 8 --scenarios balanced generation training abort default
 
 Whole runs by the real launcher, with real manager, master, rollout workers, streams, etcd and weight versions. Only the computing
-parts keep a fixed pace instead (asyncrl/testing/paced_workers.py): generation servers emit tokens at a fixed rate in a fixed
+parts keep a fixed pace instead (tests/support/paced_workers.py): generation servers emit tokens at a fixed rate in a fixed
 number of slots, and a trainer sleeps for the duration of a train step. Lengths are those of the long-tail task, drawn by a seeded
 hash of prompt and member: the same at every eta, different in every round. Thus a busy machine has little influence. `cpu_share`
 is the share of the machine's CPU that the run used.
@@ -42,9 +42,9 @@ from typing import Any
 import psutil
 from common import Rounds, alternate, finish, parser, table
 
-from asyncrl.testing.paced_run import PROMPT_TOKENS, launch_paced, make_paced_run, response_lengths
-from asyncrl.testing.paced_workers import Pace
 from asyncrl.testing.runs import journal, processes_of, train_steps
+from tests.support.paced_run import PROMPT_TOKENS, launch_paced, make_paced_run, response_lengths
+from tests.support.paced_workers import Pace
 
 ETAS = (0, 4)
 QUOTED_ETA = 4

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -27,8 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from common import finish, parser, say
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 LAYOUTS = ("d1", "d2", "d4", "m2", "p2", "d2m2", "d2p2", "p2m2", "d2p2m2")
 LARGE_LAYOUTS = ("d1", "d2", "m2", "p2")

@@ -32,7 +32,7 @@ from asyncrl.dataflow.graph import DataflowGraph, build_dataflow
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.protocol.messages import ExecuteMFC, Locator, TrajectoryMeta, WeightVersion
 from asyncrl.testing.tiny import make_tiny_model
-from asyncrl.testing.training_side import TrainingSide, training_side
+from tests.support.training_side import TrainingSide, training_side
 
 GRIDS = {"actor": ("d2p1m1", [0, 1]), "critic": ("d1p1m2", [2, 3]), "ref": ("d1p1m1", [4])}
 _PROMPT = 16  # prompt tokens

@@ -3,7 +3,7 @@
     python benchmarks/streaming.py [--rounds 3] [--write-baseline]
 
 Whole runs by the real launcher, with real manager, master, rollout workers, streams, etcd and weight versions. Only generation and
-training keep a fixed pace (asyncrl/testing/paced_workers.py). All responses of a batch run at once, so that groups arrive one after
+training keep a fixed pace (tests/support/paced_workers.py). All responses of a batch run at once, so that groups arrive one after
 another, the longest last. A train step on a whole batch takes --step-s, and on a part of a batch its share by groups. Lengths are
 those of the long-tail task: the same on all sides, different in every round. That the updates are equal is not measured here but
 asserted (tests/end_to_end/test_streaming.py).
@@ -23,9 +23,9 @@ from statistics import fmean
 
 from common import alternate, finish, parser, table
 
-from asyncrl.testing.paced_run import PROMPT_TOKENS, launch_paced, make_paced_run, response_lengths
-from asyncrl.testing.paced_workers import Pace
 from asyncrl.testing.runs import train_steps
+from tests.support.paced_run import PROMPT_TOKENS, launch_paced, make_paced_run, response_lengths
+from tests.support.paced_workers import Pace
 
 _FILL_STEPS = 1  # steps at the start that are not measured
 _LIMIT_S = 300.0  # of a run, in addition to 20 times its serial time

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from whole_runs import ROOT, assert_each_prompt_trained_once, busy_buckets, trained_events
 
-from asyncrl.testing.paced_run import response_lengths
 from asyncrl.testing.runs import assert_nothing_left, processes_of, train_steps
+from tests.support.paced_run import response_lengths
 
 BATCH, GROUP, STEPS, SEED = 4, 2, 3, 1
 FILL, SPARE = 2, 1  # steps before and after the measured ones

@@ -12,9 +12,9 @@ import pytest
 from whole_runs import Gate, assert_each_prompt_trained_once
 
 from asyncrl.runtime.names.etcd.server import EtcdServer
-from asyncrl.testing.paced_run import PROMPT_TOKENS, launch_paced, make_paced_run
-from asyncrl.testing.paced_workers import Pace
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, train_steps
+from tests.support.paced_run import PROMPT_TOKENS, launch_paced, make_paced_run
+from tests.support.paced_workers import Pace
 
 STEPS, BATCH, ETA = 60, 4, 2
 AHEAD = 14  # steps that the run may make before it waits for the test's next action

@@ -65,7 +65,7 @@ from asyncrl.runtime.request_reply import (
     request_stream,
 )
 from asyncrl.runtime.transport import MemoryTransport, PullSocket
-from asyncrl.testing.paced_engine import LongTail, PacedEngine
+from tests.support.paced_engine import LongTail, PacedEngine
 
 MAX_BYTES = 1 << 20  # size limit of a message here
 LIMIT_S = 20.0  # for one wait for a message in memory

@@ -19,7 +19,7 @@ from asyncrl.data.trajectories import Trajectory, list_recording, read_trajector
 from asyncrl.master.skipped import SkippedSteps
 from asyncrl.protocol.messages import CommitWeights, WriteWeights
 from asyncrl.testing.tiny import make_tiny_model
-from asyncrl.testing.training_side import TrainingSide, training_side
+from tests.support.training_side import TrainingSide, training_side
 
 EXAMINE = import_object(f"{Path(__file__).parents[2]}/examples/bad_batch/examine.py:examine", "the script")
 LOGGER = logging.getLogger("test_bad_batches")

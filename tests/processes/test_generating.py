@@ -33,8 +33,8 @@ from asyncrl.model.generating import Sampler
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.protocol.messages import Locator, WeightVersion
 from asyncrl.testing.tiny import make_tiny_model
-from asyncrl.testing.training_side import training_side
 from tests.support.rank_processes import RankProcesses
+from tests.support.training_side import training_side
 
 EOS = 0
 TRAIN = TrainConfig(

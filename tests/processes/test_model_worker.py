@@ -79,8 +79,8 @@ from asyncrl.runtime.push_pull import MetaPuller, NameResolvingZmqPusher
 from asyncrl.runtime.request_reply import NameResolvingReplyServer, NameResolvingRequestClient, RemoteCallError
 from asyncrl.runtime.system import System
 from asyncrl.testing.tiny import make_tiny_model
-from asyncrl.testing.training_side import TrainingSide, training_side
 from asyncrl.weights.versions import MANIFEST, tensor_files, verify_version
+from tests.support.training_side import TrainingSide, training_side
 
 RUNTIME = RuntimeConfig(start_timeout_s=60.0, stop_timeout_s=5.0, log_level="WARNING")
 TRAIN = TrainConfig(

@@ -36,8 +36,8 @@ from asyncrl.model.export import take_share
 from asyncrl.model.interfaces import make_interface
 from asyncrl.protocol.messages import CommitWeights, Locator, TrajectoryMeta, WriteWeights
 from asyncrl.testing.tiny import make_tiny_model
-from asyncrl.testing.training_side import TrainingSide, training_side
 from asyncrl.weights.versions import tensor_files, verify_version
+from tests.support.training_side import TrainingSide, training_side
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.oracle]
 

@@ -47,9 +47,9 @@ from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
 from asyncrl.runtime.system import System
 from asyncrl.runtime.worker import Worker
-from asyncrl.testing.paced_engine import LongTail, PacedEngine
 from tests.simulation.disk import Folder
 from tests.simulation.world import here
+from tests.support.paced_engine import LongTail, PacedEngine
 
 PROMPT_TOKENS = 3
 _LAST_WORDS_S = 0.2

@@ -23,7 +23,6 @@ import asyncrl.generation.http
 import asyncrl.master.buffer
 import asyncrl.rollout.rollouts
 import asyncrl.runtime.push_pull
-import asyncrl.testing.paced_engine
 from asyncrl.config.processes import GserverManagerConfig, MasterWorkerConfig, RolloutWorkerConfig
 from asyncrl.config.schema import PromptSourceConfig
 from asyncrl.manager.http import ManagerService

@@ -46,9 +46,6 @@ TORCHLESS = [
     "asyncrl.launch.worker_main",
     "asyncrl.testing.chaos",
     "asyncrl.testing.faults",
-    "asyncrl.testing.paced_agent",
-    "asyncrl.testing.paced_run",
-    "asyncrl.testing.paced_workers",
     "asyncrl.testing.runs",
     "asyncrl.testing.tiny",
 ]

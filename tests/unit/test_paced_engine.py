@@ -14,9 +14,9 @@ from asyncrl.config.schema import GenerationConfig
 from asyncrl.generation.engine import EngineRequest, EngineUnavailable, Generated, RequestRefused, WeightsRefused
 from asyncrl.generation.http import GenerationHTTP
 from asyncrl.protocol.messages import GenerateRequest, SamplingParams, WeightVersion
-from asyncrl.testing.paced_engine import EOS, LongTail, PacedEngine
-from asyncrl.testing.paced_run import make_paced_run, response_lengths
 from asyncrl.weights.versions import publish_folder, version_dir
+from tests.support.paced_engine import EOS, LongTail, PacedEngine
+from tests.support.paced_run import make_paced_run, response_lengths
 
 V0, V1 = WeightVersion(1, 0), WeightVersion(1, 1)
 TAIL = LongTail(seed=1, prompt_tokens=3)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,13 +23,13 @@ import numpy as np
 from asyncrl.dataflow.topology import Allocation
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.rundir import configs_dir, logs_dir
-from asyncrl.runtime.process import python_module
-from asyncrl.testing.paced_agent import FIRST_MEMBER
-from asyncrl.testing.paced_engine import LongTail
-from asyncrl.testing.paced_workers import Pace
 from asyncrl.testing.runs import RunHandle, launch
 from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer
+from tests.support.paced_agent import FIRST_MEMBER
+from tests.support.paced_engine import LongTail
+from tests.support.paced_workers import Pace
 
+_ROOT = Path(__file__).parents[2]  # of the repository
 PROMPT_DIGITS = 6
 PROMPT_TOKENS = PROMPT_DIGITS + 1  # including the member's token
 _START_LIMIT_S = 180.0  # limit for the start of each process, on a busy machine
@@ -48,8 +49,8 @@ rollout:
   sampling: {{max_new_tokens: 256}}
   tasks:
     default:
-      agent: asyncrl.testing.paced_agent:MemberAgent
-      reward: asyncrl.testing.paced_agent:reward
+      agent: {support}/paced_agent.py:MemberAgent
+      reward: {support}/paced_agent.py:reward
 generation: {{max_running_requests: {slots}}}
 weights: {{verify_logprobs: false}}
 train: {{batch_size: {batch_size}}}
@@ -81,6 +82,7 @@ def make_paced_run(
     config = folder / "paced.yaml"
     text = _CONFIG.format(
         folder=folder,
+        support=_ROOT / "tests" / "support",
         servers=servers,
         slots=slots,
         rollout_workers=rollout_workers,
@@ -134,10 +136,7 @@ def launch_paced(config_path: Path, pace: Pace, *overrides: str) -> Iterator[Run
 
 def _start(run_dir: Path, name: str, pace: Pace) -> subprocess.Popen[bytes]:
     stem = name.replace("/", "_")
-    command = python_module(
-        "asyncrl.testing.paced_workers",
-        str(configs_dir(run_dir, 1) / f"{stem}.yaml"),
-        msgspec.json.encode(pace).decode(),
-    )
+    config = str(configs_dir(run_dir, 1) / f"{stem}.yaml")
+    command = [sys.executable, "-m", "tests.support.paced_workers", config, msgspec.json.encode(pace).decode()]
     with (logs_dir(run_dir, 1) / f"{stem}.log").open("ab") as log:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+        return subprocess.Popen(command, cwd=_ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)

@@ -1,6 +1,6 @@
 """Stand-ins for generation server and trainer that keep a fixed pace and compute nothing, for timing the rest of a run.
 
-    python -m asyncrl.testing.paced_workers CONFIG_OF_PROCESS PACE_AS_JSON
+    python -m tests.support.paced_workers CONFIG_OF_PROCESS PACE_AS_JSON
 
 The rest of the run is real: launcher, name resolve, manager, master, rollout workers, both streams, the HTTP protocol of the
 servers, weight versions on disk and their verification. paced_run.py starts these two in a run with debug.leave_out.
@@ -32,8 +32,8 @@ from asyncrl.runtime.process import die_with_parent
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
 from asyncrl.runtime.system import System
 from asyncrl.runtime.worker import Worker, configure_logging, run_worker
-from asyncrl.testing.paced_engine import LongTail, PacedEngine
 from asyncrl.weights.versions import publish_folder
+from tests.support.paced_engine import LongTail, PacedEngine
 
 _FLUSH_EVERY = 10  # buckets of the journal
 _LAST_WORDS_S = 0.2  # between the error reply to a call and the end of the worker
