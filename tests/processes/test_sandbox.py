@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -659,6 +660,35 @@ def test_nothing_outlives_its_maker(tmp_path: Path) -> None:
             time.sleep(0.05)
         maker.send_signal(signal.SIGKILL)
     assert_gone(found)
+
+
+def test_without_isolation_the_next_pool_removes_what_a_killed_maker_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It removes nothing else: no folder in use, no copy, none with such a name only."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    harm = f"import os, time\nos.makedirs('a/b')\nos.chmod('a', 0)\nos.symlink({str(tmp_path)!r}, 'link')\n{SLEEPER}"
+    code = f"from asyncrl.rewards.sandbox.pool import *\nSandboxPool(isolation='limits').run(Program({{'main.py': {harm!r}}}))"
+    with subprocess.Popen([sys.executable, "-c", code]) as maker:
+        deadline = time.monotonic() + GONE_LIMIT_S
+        while len(list(tmp_path.glob("*/files/link"))) < 1 or len(list(tmp_path.iterdir())) < 2:  # one is prepared
+            assert time.monotonic() < deadline
+            assert maker.poll() is None
+            time.sleep(0.05)
+        (folder,) = (link.parents[1] for link in tmp_path.glob("*/files/link"))
+        SandboxPool(isolation="limits").close()
+        assert folder.is_dir()  # its maker lives
+        found = processes_below(maker.pid)
+        maker.send_signal(signal.SIGKILL)
+    assert_gone(found)
+    own = tmp_path / "asyncrl-sandbox-results"
+    own.mkdir()
+    (own / "owner").write_text("me")
+    copy = tmp_path / "asyncrl-sandbox-copy"
+    shutil.copytree(folder, copy, symlinks=True)
+    SandboxPool(isolation="limits").close()
+    assert sorted(tmp_path.iterdir()) == [copy, own]
 
 
 def test_a_closed_pool_leaves_nothing() -> None:

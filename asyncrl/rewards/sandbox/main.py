@@ -131,7 +131,8 @@ def run(control: int, program: Job, given: bytes, alone: bool) -> tuple[tuple[fl
         for fd, event in watch.poll(_POLL_S * 1000):
             if fd == control:
                 if event & (select.POLLHUP | select.POLLERR):
-                    os._exit(0)  # the pool has closed the socket: end the whole sandbox
+                    end_all(child, alone)  # the pool has closed the socket: end the whole sandbox
+                    os._exit(0)
             elif fd == exited:
                 alive = False
             elif fd == in_write:

@@ -57,6 +57,8 @@ MAX_REFUSED = 100  # after this many refused system calls on one input the progr
 
 _OUTCOMES: tuple[Outcome, ...] = ("ended", "cpu_time", "wall_time", "memory", "processes", "output")
 _SCRATCH = "/tmp"  # in the sandbox
+_OUTSIDE_PREFIX = "asyncrl-sandbox-"  # of scratch folders without isolation, in the folder for temporary files
+_OWNER = "owner"
 _SHM_BYTES = 8 << 20
 _MAX_SIGNALS = 1024  # signals that wait, and timers: the kernel counts both together
 _AS_SLACK = 64 << 20  # for the interpreter itself
@@ -211,6 +213,8 @@ class SandboxPool:
         folders = [str(Path(folder).resolve()) for folder in read_only] + self._packages
         self._recipe = _Recipe.make(isolation == "required", self.limits, folders)
         self._renew()
+        if isolation == "limits":
+            _remove_leftovers()
         reports_refusals = self._try()
         if isolation == "limits":
             self._logger.warning(
@@ -337,7 +341,7 @@ class Sandbox:
         self._listener = -1
         self._closed = False
         self._used = False
-        self._scratch = "" if recipe.alone else tempfile.mkdtemp(prefix="asyncrl-sandbox-")
+        self._scratch = None if recipe.alone else _OutsideScratch()
         self._control, theirs = socket.socketpair()
         info, info_theirs = os.pipe()
         errors, errors_theirs = os.pipe()
@@ -393,7 +397,7 @@ class Sandbox:
         }
         if sum(map(len, files.values())) > min(_MAX_PROGRAM, self._recipe.limits.scratch_bytes):
             raise SandboxError("the program's files are larger than Limits.scratch_bytes")
-        limits, scratch = self._recipe.limits, self._scratch or _SCRATCH
+        limits, scratch = self._recipe.limits, self._scratch.path if self._scratch is not None else _SCRATCH
         rlimits = {
             "RLIMIT_AS": (limits.address_bytes or limits.memory_bytes) + _AS_SLACK,
             "RLIMIT_CPU": int(limits.cpu_s) + 1,
@@ -481,11 +485,9 @@ class Sandbox:
         else:
             self._process.kill()
         self._process.wait()
+        if self._scratch is not None:
+            self._scratch.remove()
         self.forget()
-        if self._scratch:
-            with contextlib.suppress(OSError):
-                main.empty(self._scratch)
-                os.rmdir(self._scratch)
 
     def forget(self) -> None:
         """Release this process's descriptors: the sandbox has ended, or belongs to the process this one was forked from."""
@@ -494,6 +496,8 @@ class Sandbox:
         for fd in (self._inner, self._listener, self._info):
             if fd >= 0:
                 os.close(fd)
+        if self._scratch is not None:
+            self._scratch.forget()
         self._errors.close()
         self._process.returncode = self._process.returncode or 0
 
@@ -584,6 +588,50 @@ class Sandbox:
         self.close()
         text = said.decode("utf-8", "replace").strip()
         return SandboxError(f"a sandbox did not start within {START_LIMIT_S:g} s: {text or why}")
+
+
+class _OutsideScratch:
+    """The scratch folder of a program without isolation. Its maker holds a lock on its owner file. So a later pool recognises the
+    folders of makers that were killed."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix=_OUTSIDE_PREFIX)
+        self._lock = os.open(f"{self._folder}/{_OWNER}", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)  # a pool that looks for leftovers holds it for a moment
+        os.write(self._lock, _proof(self._folder))
+        self.path = f"{self._folder}/files"
+        os.mkdir(self.path, 0o700)
+
+    def remove(self) -> None:
+        with contextlib.suppress(OSError):
+            main.empty(self._folder)
+            os.rmdir(self._folder)
+
+    def forget(self) -> None:
+        """Close this process's descriptor. The lock ends when the last process has closed its own."""
+        os.close(self._lock)
+
+
+def _remove_leftovers() -> None:
+    """Remove the scratch folders of processes that were killed. The owner file proves that a folder is one: a copy or another
+    folder with such a name has another number or no such file."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_OUTSIDE_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if folder.lstat().st_uid != os.getuid():
+                continue
+            lock = os.open(folder / _OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                proof = _proof(str(folder))
+                if os.read(lock, len(proof) + 1) == proof:
+                    main.empty(str(folder))
+                    os.rmdir(folder)
+            finally:
+                os.close(lock)
+
+
+def _proof(folder: str) -> bytes:
+    return f"scratch folder of a program: {os.path.realpath(folder)} {os.lstat(folder).st_ino}\n".encode()
 
 
 class _Forbidden(Exception):
