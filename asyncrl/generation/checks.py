@@ -119,7 +119,9 @@ class VersionFence:
         newest = self._loaded.newest
         if newest is not None and self._loaded.is_over(version):
             over = f"; attempt {version.attempt} is over" if version.attempt < newest.attempt else ""
-            raise WeightsRefused(f"version {version} is older than {newest}, which was loaded here{over}")
+            raise WeightsRefused(
+                f"version {version} is older than {newest}, which was loaded here{over}", ErrorClass.PERMANENT
+            )
 
     async def check_published(self, version: WeightVersion) -> None:
         """Call this before weights are taken from a source other than the run's folder, which only the trainer writes.
@@ -132,7 +134,9 @@ class VersionFence:
         self._highest = await self._published()
         if self._highest is None or version > self._highest:
             newest = f"the newest is {self._highest}" if self._highest is not None else "there is none yet"
-            raise WeightsRefused(f"weight_version is {version}, which the trainer has not published; {newest}")
+            raise WeightsRefused(
+                f"weight_version is {version}, which the trainer has not published; {newest}", ErrorClass.PASSING
+            )
 
     def loaded(self, version: WeightVersion) -> None:
         self._loaded.adopt(version)
@@ -294,7 +298,10 @@ def _tied_names(names: Mapping[str, object]) -> tuple[str, str]:
 
 
 class LogprobMismatch(WeightsRefused):
-    """The engine computes with weights that are not the version's."""
+    """The engine computes with weights that are not the version's. Another load may go right; the manager counts mismatches."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, ErrorClass.PASSING)
 
 
 @dataclass(frozen=True)
@@ -469,7 +476,11 @@ class VerifiedLoads:
         except (TimeoutError, EngineFailed, EngineUnavailable, RequestRefused) as error:
             await self._refuse(version)
             why = f"not within {self._limit_s:g} s" if isinstance(error, asyncio.TimeoutError) else str(error)
-            raise WeightsRefused(f"weights {version}: the check's text could not be scored: {why}") from error
+            refused = isinstance(error, RequestRefused)
+            raise WeightsRefused(
+                f"weights {version}: the check's text could not be scored: {why}",
+                ErrorClass.PERMANENT if refused else ErrorClass.PASSING,
+            ) from error
         except BaseException:
             self._refused, self._num_refused = str(version), self._num_refused + 1
             self._engine.forget_version()

@@ -51,8 +51,9 @@ class RequestRefused(ValueError):
 class WeightsRefused(ValueError):
     """These weights cannot be loaded (HTTP 400). The engine keeps its version, unless its weights may have changed."""
 
-    def __init__(self, text: str, error_class: ErrorClass = ErrorClass.UNKNOWN) -> None:
-        """error_class: permanent if the engine refuses this version however often it is sent."""
+    def __init__(self, text: str, error_class: ErrorClass) -> None:
+        """error_class: permanent if the engine refuses this version however often it is sent; passing if the same version may be
+        accepted later, for example after another call."""
         super().__init__(text)
         self.error_class = error_class
 

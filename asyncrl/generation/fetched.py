@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 from asyncrl.generation.engine import WeightsRefused
-from asyncrl.protocol.errors import classify
+from asyncrl.protocol.errors import ErrorClass, classify
 from asyncrl.protocol.messages import FetchWeightsRequest, WeightVersion
 from asyncrl.weights.fetch import WeightFetcher
 from asyncrl.weights.versions import WeightsError
@@ -36,7 +36,8 @@ class FetchedWeights:
         """Fetch a version within the request's limit; returns its directory. Raises WeightsRefused if it cannot be fetched."""
         if wanted.source != (source := await self._source()):
             raise WeightsRefused(
-                f"source is {wanted.source!r}; the run's weights are at {source or 'no known address'}"
+                f"source is {wanted.source!r}; the run's weights are at {source or 'no known address'}",
+                ErrorClass.PASSING,  # the server may learn the new address of a manager later than the manager itself
             )
         try:
             version = WeightVersion.parse(wanted.weight_version)

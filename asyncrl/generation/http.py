@@ -51,7 +51,7 @@ from asyncrl.generation.engine import (
 )
 from asyncrl.generation.fetched import FetchedWeights
 from asyncrl.generation.receive import ReceivingHTTP
-from asyncrl.protocol.errors import classify
+from asyncrl.protocol.errors import ErrorClass, classify
 from asyncrl.protocol.messages import (
     DECODE_ERRORS,
     FetchWeightsRequest,
@@ -331,7 +331,9 @@ class GenerationHTTP:
         every path is allowed."""
         own = version_dir(self._run_dir, ACTOR, version)
         if self._run_dir and name_of(self._run_dir, Path(model_path)) != name_of(self._run_dir, own):
-            raise WeightsRefused(f"model_path is {model_path!r}, but this run stores {version} only in {own}")
+            raise WeightsRefused(
+                f"model_path is {model_path!r}, but this run stores {version} only in {own}", ErrorClass.PERMANENT
+            )
 
     async def _load(self, wanted: UpdateWeightsRequest, version: WeightVersion) -> int:
         with contextlib.ExitStack() as stack:

@@ -28,6 +28,7 @@ from asyncrl.generation.engine import (
     RequestRefused,
     WeightsRefused,
 )
+from asyncrl.protocol.errors import ErrorClass
 from asyncrl.protocol.messages import FinishReason, VersionSpan, WeightVersion
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.trace import OFF, Tracer
@@ -237,14 +238,16 @@ class QueueingEngine(GenerationEngine, Generic[P]):
         except TimeoutError:
             raise WeightsRefused(
                 f"{len(self._running)} requests still run after {self._config.load_timeout_s} s (generation.load_timeout_s); "
-                "pause with mode abort, or set abort_all_requests"
+                "pause with mode abort, or set abort_all_requests",
+                ErrorClass.PASSING,
             ) from None
 
     def check_version(self, version: WeightVersion) -> None:
         """Raises WeightsRefused if the version is older than the served one."""
         if self._version is not None and version < self._version:
             raise WeightsRefused(
-                f"version {version} is older than {self._version}, which is served; versions only increase"
+                f"version {version} is older than {self._version}, which is served; versions only increase",
+                ErrorClass.PERMANENT,
             )
 
     def forget_version(self) -> None:

@@ -30,6 +30,7 @@ from aiohttp import web
 
 from asyncrl.generation.checks import LogprobMismatch, VerifiedLoads, VersionFence
 from asyncrl.generation.engine import WeightReceiver, WeightsRefused
+from asyncrl.protocol.errors import ErrorClass
 from asyncrl.protocol.messages import (
     BeginWeightUpdate,
     EndWeightUpdate,
@@ -107,11 +108,11 @@ class StagedReceiver(WeightReceiver):
 
         name = group.group_name
         if name in self._groups:
-            raise WeightsRefused(f"group {name!r} already exists")
+            raise WeightsRefused(f"group {name!r} already exists", ErrorClass.PASSING)
         try:
             member = GroupMember(name, group.backend, self._clock)
         except ValueError as error:
-            raise WeightsRefused(str(error)) from error
+            raise WeightsRefused(str(error), ErrorClass.PERMANENT) from error
         try:
             async with asyncio.timeout(group.limit_s):
                 await member.join(
@@ -124,7 +125,7 @@ class StagedReceiver(WeightReceiver):
                 )
         except (TimeoutError, RuntimeError, ValueError, OSError) as error:
             member.leave()
-            raise WeightsRefused(f"group {name!r} could not be joined: {_reason(error)}") from error
+            raise WeightsRefused(f"group {name!r} could not be joined: {_reason(error)}", ErrorClass.PASSING) from error
         except asyncio.CancelledError:
             member.leave()
             raise
@@ -149,16 +150,24 @@ class StagedReceiver(WeightReceiver):
 
         update, member = self._update, self._groups.get(bucket.group_name)
         if update is None:
-            raise WeightsRefused("update_weights_from_distributed must come between begin_ and end_weight_update")
+            raise WeightsRefused(
+                "update_weights_from_distributed must come between begin_ and end_weight_update", ErrorClass.PASSING
+            )
         if member is None:
-            raise WeightsRefused(f"there is no group {bucket.group_name!r}; call init_weights_update_group first")
+            raise WeightsRefused(
+                f"there is no group {bucket.group_name!r}; call init_weights_update_group first", ErrorClass.PASSING
+            )
         if bucket.load_format != "flattened_bucket":
-            raise WeightsRefused(f"load_format is {bucket.load_format!r}; this engine accepts only flattened_bucket")
+            raise WeightsRefused(
+                f"load_format is {bucket.load_format!r}; this engine accepts only flattened_bucket",
+                ErrorClass.PERMANENT,
+            )
         self._engine.check_tensors(bucket, complete=False)
         # Otherwise a sender that repeats tensors would fill the memory
         if again := update.tensors.keys() & set(bucket.names):
             raise WeightsRefused(
-                f"{min(again)} was already received in this update; call begin_weight_update for a new one"
+                f"{min(again)} was already received in this update; call begin_weight_update for a new one",
+                ErrorClass.PASSING,
             )
         update.group = bucket.group_name
         try:
@@ -170,7 +179,7 @@ class StagedReceiver(WeightReceiver):
             await self._until(member.broadcast(flat, bucket.limit_s), bucket.limit_s)
         except (TimeoutError, RuntimeError, ValueError) as error:
             await self.leave(bucket.group_name)  # its connections, or the data in transit on them, are broken
-            raise WeightsRefused(f"the bucket did not arrive: {_reason(error)}") from error
+            raise WeightsRefused(f"the bucket did not arrive: {_reason(error)}", ErrorClass.PASSING) from error
         if self._update is update:
             update.tensors.update(zip(bucket.names, tensors, strict=True))
             update.flats.append(flat)
@@ -181,10 +190,12 @@ class StagedReceiver(WeightReceiver):
     async def end(self, ended: EndWeightUpdate) -> None:
         update, self._update = self._update, None
         if update is None:
-            raise WeightsRefused("no weight update is open; call begin_weight_update first")
+            raise WeightsRefused("no weight update is open; call begin_weight_update first", ErrorClass.PASSING)
         digests = await asyncio.gather(*update.digests)
         if ended.xxh3 and digests and list(digests) != ended.xxh3:
-            raise WeightsRefused("checksums of the received buckets differ from those of the sent ones")
+            raise WeightsRefused(
+                "checksums of the received buckets differ from those of the sent ones", ErrorClass.PASSING
+            )
         await self._engine.load_tensors(update.tensors, _parse(update.version))
         self._flats += update.flats
 
@@ -236,7 +247,9 @@ class ReceivingHTTP:
     @property
     def _engines(self) -> WeightReceiver:
         if self._receiver is None:
-            raise WeightsRefused("this engine takes no weights over the network; use update_weights_from_disk")
+            raise WeightsRefused(
+                "this engine takes no weights over the network; use update_weights_from_disk", ErrorClass.PERMANENT
+            )
         return self._receiver
 
     async def _join(self, group: JoinUpdateGroup) -> str:
@@ -305,7 +318,12 @@ def _typed(
             reply, status = UpdateWeightsReply(success=True, message=await handler(message)), 200
         except WeightsRefused as refusal:
             reply, status = (
-                UpdateWeightsReply(success=False, message=str(refusal), mismatch=isinstance(refusal, LogprobMismatch)),
+                UpdateWeightsReply(
+                    success=False,
+                    message=str(refusal),
+                    mismatch=isinstance(refusal, LogprobMismatch),
+                    error_class=refusal.error_class,
+                ),
                 400,
             )
         return web.Response(body=msgspec.json.encode(reply), status=status, content_type="application/json")
@@ -317,7 +335,7 @@ def _parse(version: str) -> WeightVersion:
     try:
         return WeightVersion.parse(version)
     except ValueError as error:
-        raise WeightsRefused(str(error)) from error
+        raise WeightsRefused(str(error), ErrorClass.PERMANENT) from error
 
 
 def _reason(error: BaseException) -> str:

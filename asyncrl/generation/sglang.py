@@ -49,7 +49,7 @@ from asyncrl.generation.engine import (
 from asyncrl.generation.queueing import EngineArguments, Pending, QueueingEngine
 from asyncrl.generation.sglang_http import Piece, SGLangClient, SGLangError, sglang_params
 from asyncrl.generation.sglang_process import ServerLink
-from asyncrl.protocol.errors import ErrorClass, class_of_status, refuses_content
+from asyncrl.protocol.errors import ErrorClass, class_of_status, classify, refuses_content
 from asyncrl.protocol.messages import (
     BeginWeightUpdate,
     EndWeightUpdate,
@@ -72,10 +72,10 @@ _FLUSH_PAUSE_S = 0.05
 _WATCH_S = 0.5
 _ENDS_TOO_S = 5.0  # after a child has ended: the server itself was killed, or ends because of it
 _SILENT_LIMIT_S = 60.0  # a server that answers nothing for this long counts as dead
-_NOT_CHANGED = (
-    "Failed to get weights iterator",
-    "Failed to get model loader",
-)  # SGLang's messages when it has changed nothing
+_NOT_CHANGED = {  # SGLang's messages when it has changed nothing
+    "Failed to get weights iterator": ErrorClass.PASSING,  # it could not read the files
+    "Failed to get model loader": ErrorClass.PERMANENT,
+}
 _NOT_FLUSHED = "Weights were updated, but the cache was not flushed"
 _LOAD_LIMIT_S = 60.0
 # Time that SGLang gets beyond a step's limit: if a group fails at the sender at that limit, SGLang reports it a moment later
@@ -587,8 +587,9 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
                 break
             except SGLangError as error:
                 said = str(error)
-                if any(words in said for words in _NOT_CHANGED):
-                    raise WeightsRefused(f"{path}: {said}") from error
+                for words, error_class in _NOT_CHANGED.items():
+                    if words in said:
+                        raise WeightsRefused(f"{path}: {said}", error_class) from error
                 if _NOT_FLUSHED not in said or not tries_left:
                     self._die(f"SGLang did not load {version}: {said}; {self._server.told()}")
                     raise EngineFailed(f"SGLang did not load {version}: {said}") from error
@@ -611,7 +612,9 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         self._check_alive()
         self.check_version(version)
         if not self._paused or (self._running and not self._held):
-            raise WeightsRefused("pause generation before an update over the network, and continue after it")
+            raise WeightsRefused(
+                "pause generation before an update over the network, and continue after it", ErrorClass.PASSING
+            )
         return self._keeps_prefixes and not self._held
 
     def network_updated(self, version: WeightVersion) -> None:
@@ -684,7 +687,7 @@ class SGLangReceiver(WeightReceiver):
         try:
             version = WeightVersion.parse(update.weight_version)
         except ValueError as error:
-            raise WeightsRefused(str(error)) from error
+            raise WeightsRefused(str(error), ErrorClass.PERMANENT) from error
         if update.specs.names:
             self._engine.check_tensors(update.specs, complete=True)
         self._flush = self._engine.check_network_update(version)
@@ -694,7 +697,9 @@ class SGLangReceiver(WeightReceiver):
 
     async def receive(self, bucket: ReceiveWeights) -> None:
         if self._version is None:
-            raise WeightsRefused("update_weights_from_distributed must come between begin_ and end_weight_update")
+            raise WeightsRefused(
+                "update_weights_from_distributed must come between begin_ and end_weight_update", ErrorClass.PASSING
+            )
         self._engine.check_tensors(bucket, complete=False)
         self._engine.forget_version()
         body: dict[str, Any] = {
@@ -714,16 +719,16 @@ class SGLangReceiver(WeightReceiver):
     async def end(self, update: EndWeightUpdate) -> None:
         version, self._version = self._version, None
         if version is None:
-            raise WeightsRefused("no weight update is open; call begin_weight_update first")
+            raise WeightsRefused("no weight update is open; call begin_weight_update first", ErrorClass.PASSING)
         await self._call("/end_weight_update", {}, _LOAD_LIMIT_S)
         if self._flush:
             await self._flush_prefixes()
         try:
             served = (await self._client.info(limit_s=_ASK_LIMIT_S)).weight_version
         except SGLangError as error:
-            raise WeightsRefused(str(error)) from error
+            raise WeightsRefused(str(error), classify(error)) from error
         if served != str(version):
-            raise WeightsRefused(f"SGLang received {version} but reports {served!r}")
+            raise WeightsRefused(f"SGLang received {version} but reports {served!r}", ErrorClass.PASSING)
         self._engine.network_updated(version)
 
     async def leave(self, group_name: str) -> None:
@@ -740,9 +745,12 @@ class SGLangReceiver(WeightReceiver):
         try:
             flushed = await _flushed(self._client, _UPDATE_FLUSH_TRIES)
         except SGLangError as error:
-            raise WeightsRefused(str(error)) from error
+            raise WeightsRefused(str(error), classify(error)) from error
         if not flushed:
-            raise WeightsRefused("SGLang did not flush its prefix cache after the update: it reports running requests")
+            raise WeightsRefused(
+                "SGLang did not flush its prefix cache after the update: it reports running requests",
+                ErrorClass.PASSING,
+            )
 
     async def _call(self, path: str, body: dict[str, Any], limit_s: float) -> None:
         """POST to SGLang. Raises WeightsRefused if SGLang refuses or does not answer.
@@ -754,4 +762,4 @@ class SGLangReceiver(WeightReceiver):
         except SGLangError as error:
             if error.status == 0:
                 self._engine.fail(f"SGLang did not answer {path}: {error}")
-            raise WeightsRefused(f"SGLang: {error}") from error
+            raise WeightsRefused(f"SGLang: {error}", classify(error)) from error

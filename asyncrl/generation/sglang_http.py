@@ -12,6 +12,7 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
+from asyncrl.protocol.errors import ErrorClass, class_of_status
 from asyncrl.protocol.messages import DECODE_ERRORS, FinishReason, LoadsReply, SamplingParams, VersionSpan
 from asyncrl.runtime.http_client import MAX_ANSWER_BYTES, BoundedResponse
 
@@ -27,6 +28,7 @@ class SGLangError(RuntimeError):
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
         self.status = status
+        self.error_class = class_of_status(status) if status else ErrorClass.PASSING
 
 
 class Finish(Struct, frozen=True):

@@ -337,7 +337,7 @@ async def test_the_protocol_refuses_what_comes_in_another_order(model_path: Path
         assert (await client.post("/begin_weight_update", {"weight_version": "v1"}))[0] == 400
         assert (await client.post("/begin_weight_update", BeginWeightUpdate()))[0] == 200
         status, reply = await client.post("/update_weights_from_distributed", bucket)
-        assert (status, "there is no group" in reply["message"]) == (400, True)
+        assert (status, "there is no group" in reply["message"], reply["error_class"]) == (400, True, "passing")
         status, reply = await client.post("/end_weight_update", {})  # no tensor came
         assert (status, reply["success"]) == (400, False)
         join = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "limit_s": 0.5}
@@ -353,11 +353,11 @@ async def test_a_version_that_the_trainer_has_not_published_is_refused(model_pat
     why = f"weight_version is {ahead}, which the trainer has not published; the newest is {V2}"
     async with served(model_path) as client:
         status, reply = await client.post("/begin_weight_update", BeginWeightUpdate(weight_version=str(ahead)))
-        assert (status, reply["message"]) == (400, why)
+        assert (status, reply["message"], reply["error_class"]) == (400, why, "passing")
         assert (await client.post("/begin_weight_update", BeginWeightUpdate()))[0] == 200
         bucket = ReceiveWeights(weight_version=str(ahead), load_format="flattened_bucket", limit_s=1.0)
         status, reply = await client.post("/update_weights_from_distributed", bucket)
-        assert (status, reply["message"]) == (400, why)
+        assert (status, reply["message"], reply["error_class"]) == (400, why, "passing")
         await client.load(V1)
         assert await client.version() == str(V1)
 

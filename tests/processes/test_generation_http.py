@@ -248,7 +248,7 @@ async def test_no_version_of_a_lower_attempt_and_none_that_is_older_is_loaded(mo
     successor."""
     async with served(model_path, tmp_path, V1) as client:
         status, reply = await client.update(V0)
-        assert (status, reply.success) == (400, False)
+        assert (status, reply.success, reply.error_class) == (400, False, "permanent")
         assert reply.message == f"version {V0} is older than {V1}, which was loaded here"
         assert (await client.update(V1))[0] == 200  # the same version again
         new = WeightVersion(2, 0)
@@ -257,10 +257,10 @@ async def test_no_version_of_a_lower_attempt_and_none_that_is_older_is_loaded(mo
         write_version(path, ((n, p.detach()) for n, p in tensors), source_dir=model_path, version=new, fsync=False)
         assert (await client.update(new, path))[0] == 200  # a later attempt may begin at a lower version number
         status, reply = await client.update(V1)
-        assert (status, reply.success) == (400, False)
+        assert (status, reply.success, reply.error_class) == (400, False, "permanent")
         assert reply.message == f"version {V1} is older than {new}, which was loaded here; attempt 1 is over"
         status, begun = await client.post("/begin_weight_update", {"weight_version": str(V1)})
-        assert (status, begun["success"]) == (400, False)
+        assert (status, begun["success"], begun["error_class"]) == (400, False, "permanent")
         assert "attempt 1 is over" in begun["message"]
         _, info = await client.get("/get_model_info")
         assert (info["weight_version"], info["paused"]) == (str(new), False)

@@ -30,6 +30,7 @@ from asyncrl.generation.engine import (
     WeightsRefused,
 )
 from asyncrl.generation.queueing import EngineArguments, Pending, QueueingEngine
+from asyncrl.protocol.errors import classify
 from asyncrl.protocol.messages import FinishReason, VersionSpan, WeightVersion
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.weights.versions import WeightsError, verify_version
@@ -248,7 +249,7 @@ class PacedEngine(QueueingEngine[_Paced]):
                 try:
                     await asyncio.to_thread(self._verify, path, version)
                 except (WeightsError, OSError) as error:
-                    raise WeightsRefused(str(error)) from error
+                    raise WeightsRefused(str(error), classify(error)) from error
                 await asyncio.sleep(self._load_s)
                 for pending in self._running.values():
                     self._close_span(pending)
