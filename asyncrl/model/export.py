@@ -34,7 +34,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from asyncrl.architectures.checkpoint_names import places_of
 from asyncrl.config.processes import ModelConfig, ModelWorkerConfig
 from asyncrl.config.schema import ConfigError
-from asyncrl.data.prompts import load_tokenizer
 from asyncrl.model import checkpoint
 from asyncrl.model.broadcast import WeightSender
 from asyncrl.model.compute import Compute
@@ -83,10 +82,11 @@ from asyncrl.weights.versions import (
     commit_folder,
     commit_version,
     name_shards,
+    side_files,
     write_part,
 )
 
-GENERATION_CONFIG = "generation_config.json"
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 _MAX_BYTES = 256_000_000  # in transit at one rank at any time
 
 
@@ -138,14 +138,13 @@ def commit_model(
     *,
     config: PreTrainedConfig,
     dtype: torch.dtype,
-    source_dir: Path,
-    tokenizer_path: str | Path,
+    sides: Mapping[str, bytes],
     fsync: bool = True,
 ) -> None:
     """Make a model that `from_pretrained` loads, from files that weights.write_part wrote for `path` on all ranks.
 
     Afterwards path is complete or absent; its previous content is replaced. config: of the model. dtype: of its files.
-    source_dir: folder of the model that training started from, which has its generation config.
+    sides: the contents of its generation config and of its tokenizer's files, by name. A config.json among them is not used.
     """
 
     def finish(writer: FileWriter) -> None:
@@ -153,10 +152,9 @@ def commit_model(
         about = type(config).from_dict(config.to_dict())
         about.dtype = dtype
         writer.when_there_is_room(lambda: about.save_pretrained(writer.directory))
-        if (source_dir / GENERATION_CONFIG).is_file():
-            writer.write(GENERATION_CONFIG, [(source_dir / GENERATION_CONFIG).read_bytes()])
-        tokenizer = load_tokenizer(tokenizer_path)
-        writer.when_there_is_room(lambda: tokenizer.save_pretrained(writer.directory))
+        for name, content in sides.items():
+            if name != CONFIG:  # that of the files' weights is written above
+                writer.write(name, [content])
 
     commit_folder(path, files, finish, fsync=fsync, replace=True)
 
@@ -283,6 +281,14 @@ class Exporter:
         # weights.full_every > 1: this rank's share of the actor's last version, and the number of deltas since the last full one
         self._base: dict[str, torch.Tensor] | None = None
         self._num_deltas = 0
+        # The side files of exported models are read once: a folder that is removed or edited later changes no export
+        self._sides = {
+            model.name: side_files(Path(model.path))
+            for model in config.models
+            if config.worker.index == model.workers[0] and model.kind != "none"
+        }
+        of_tokenizer = side_files(Path(config.tokenizer_path or config.model_path)) if self._sides else {}
+        self._tokenizer = {name: of_tokenizer[name] for name in of_tokenizer.keys() - {CONFIG, GENERATION_CONFIG}}
         self._committed: Manifest | None = None  # of the last version, on the first rank
         self._held_version = ""  # version of which all ranks hold their shares
         self._weights, self._checkpoints = (
@@ -440,13 +446,13 @@ class Exporter:
     def _commit(
         self, path: Path, body: CommitWeights, engine: TrainEngine, model: ModelConfig, scored_text: ScoredText | None
     ) -> list[WrittenFile]:
-        fsync, source_dir = self._config.weights.fsync, Path(model.path)
+        fsync, sides = self._config.weights.fsync, self._sides[model.name]
         if body.weight_version:
             version = WeightVersion.parse(body.weight_version)
             self._committed = commit_version(
                 path,
                 body.files,
-                source_dir=source_dir,
+                sides=sides,
                 version=version,
                 fsync=fsync,
                 scored_text=scored_text,
@@ -459,8 +465,7 @@ class Exporter:
                 body.files,
                 config=engine.config,
                 dtype=engine.dtype,
-                source_dir=source_dir,
-                tokenizer_path=self._config.tokenizer_path or self._config.model_path,
+                sides={**self._tokenizer, **{name: sides[name] for name in (GENERATION_CONFIG,) if name in sides}},
                 fsync=fsync,
             )
         return []

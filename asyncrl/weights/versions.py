@@ -154,6 +154,20 @@ def version_dir(run_dir: str | Path, role: str, version: WeightVersion) -> Path:
     return role_dir(run_dir, role) / str(version)
 
 
+def side_files(folder: Path) -> dict[str, bytes]:
+    """Return the content of the files in a model's folder, besides the weights, that a reader of a version needs, by name."""
+    return {file.name: file.read_bytes() for file in _side_files_in(folder)}
+
+
+def model_files(folder: Path) -> list[Path]:
+    """Return the paths of all files in a model's folder that a reader of the model needs."""
+    return [*_side_files_in(folder), *folder.glob(INDEX), *tensor_files(folder)]
+
+
+def _side_files_in(folder: Path) -> list[Path]:
+    return [file for pattern in _SIDE_FILES for file in sorted(folder.glob(pattern)) if file.is_file()]
+
+
 def publish_folder(path: Path, *, source_dir: Path, version: WeightVersion, fsync: bool = True) -> Manifest:
     """Make a version from a model's folder, without torch. The folder's safetensors are hard-linked, or copied if that fails.
 
@@ -168,7 +182,7 @@ def publish_folder(path: Path, *, source_dir: Path, version: WeightVersion, fsyn
     def fill(writer: FileWriter) -> Manifest:
         for file in (*shards, *source_dir.glob(INDEX)):
             writer.link(file)
-        return _finish_version(writer, source_dir, version, None, None)
+        return _finish_version(writer, side_files(source_dir), version, None, None)
 
     _temporary(path).mkdir(parents=True, exist_ok=True)
     return commit_folder(path, [], fill, fsync=fsync)
@@ -191,7 +205,8 @@ def write_version(
     """
     _check_absent(path)
     files = write_part(path, tensors, shard_bytes=shard_bytes, fsync=fsync)
-    return commit_version(path, files, source_dir=source_dir, version=version, fsync=fsync, scored_text=scored_text)
+    sides = side_files(source_dir)
+    return commit_version(path, files, sides=sides, version=version, fsync=fsync, scored_text=scored_text)
 
 
 def write_part(
@@ -238,30 +253,30 @@ def commit_version(
     path: Path,
     files: Sequence[WrittenFile],
     *,
-    source_dir: Path,
+    sides: Mapping[str, bytes],
     version: WeightVersion,
     fsync: bool = True,
     scored_text: ScoredText | None = None,
     base: Manifest | None = None,
     replace: bool = False,
 ) -> Manifest:
-    """The second step, at one process that sees the files of all ranks: give the files Hugging Face's names, add side files
-    (config, tokenizer) from source_dir and the manifest, and rename the directory to its final name. If files have changed elements
-    only (DELTA), the version is a delta to `base`, and gets no side files.
+    """The second step, at one process that sees the files of all ranks: give the files Hugging Face's names, add the side files and
+    the manifest, and rename the directory to its final name. If files have changed elements only (DELTA), the version is a delta to
+    `base`, and gets no side files.
 
-    replace: remove a (damaged) version that is at path. Raises FileExistsError if path exists and `replace` is not set, OSError
-    (disk full, ...), ValueError if the files have no tensors or have a tensor twice, and WeightsError if a file differs from its
-    report. After an error nothing is left behind.
+    sides: as `side_files` returns them. replace: remove a (damaged) version that is at path. Raises FileExistsError if path exists
+    and `replace` is not set, OSError (disk full, ...), ValueError if the files have no tensors or have a tensor twice, and
+    WeightsError if a file differs from its report. After an error nothing is left behind.
     """
 
     def finish(writer: FileWriter) -> Manifest:
         whole = [file for file in files if not file.name.endswith(DELTA)]
         if len(whole) == len(files):
             name_shards(writer, whole)
-            return _finish_version(writer, source_dir, version, None, scored_text)
+            return _finish_version(writer, sides, version, None, scored_text)
         if base is None:
             raise ValueError(f"{version} holds changed elements, but its base is not known")
-        return _finish_version(writer, source_dir, version, base.as_base(), scored_text)
+        return _finish_version(writer, sides, version, base.as_base(), scored_text)
 
     return commit_folder(path, files, finish, fsync=fsync, replace=replace)
 
@@ -318,11 +333,14 @@ def name_shards(writer: FileWriter, files: Sequence[WrittenFile]) -> None:
 
 
 def _finish_version(
-    writer: FileWriter, source_dir: Path, version: WeightVersion, base: Base | None, scored_text: ScoredText | None
+    writer: FileWriter,
+    sides: Mapping[str, bytes],
+    version: WeightVersion,
+    base: Base | None,
+    scored_text: ScoredText | None,
 ) -> Manifest:
-    for pattern in _SIDE_FILES if base is None else ():
-        for side in sorted(source_dir.glob(pattern)):
-            writer.write(side.name, [side.read_bytes()])
+    for name, content in sides.items() if base is None else ():
+        writer.write(name, [content])
     files = dict(sorted(writer.files.items()))
     manifest = Manifest(
         attempt=version.attempt,

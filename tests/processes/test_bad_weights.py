@@ -26,7 +26,7 @@ from asyncrl.protocol.messages import WeightVersion
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.worker import told
 from asyncrl.testing.tiny import make_tiny_model
-from asyncrl.weights.versions import commit_version, list_versions, write_part
+from asyncrl.weights.versions import commit_version, list_versions, side_files, write_part
 
 LIMIT_S = 30.0
 V1, V2 = WeightVersion(1, 1), WeightVersion(1, 2)
@@ -150,7 +150,7 @@ class Published:
     def write(self, version: WeightVersion, *, rewrite: bool = False) -> Path:
         path = self.path_of(version)
         files = write_part(path, [("w", torch.ones(3))])
-        commit_version(path, files, source_dir=self.source, version=version, replace=rewrite)
+        commit_version(path, files, sides=side_files(self.source), version=version, replace=rewrite)
         return path
 
 

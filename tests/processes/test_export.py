@@ -22,7 +22,7 @@ from asyncrl.model.export import checkpoint_tensors, commit_model, take_buckets,
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.protocol.messages import TensorSpecs, WeightVersion, WrittenFile
 from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer, make_tiny_model
-from asyncrl.weights.versions import commit_version, tensor_files, verify_version, write_part
+from asyncrl.weights.versions import commit_version, side_files, tensor_files, verify_version, write_part
 from tests.support.families import make_family
 from tests.support.rank_processes import RankProcesses
 
@@ -167,7 +167,7 @@ def test_files_are_bit_equal_to_the_parameters(ranks, tmp_path, model_path, grid
     size = placement("actor", grid).grid.size
     assert all(answers[:size])  # every rank has written a part
     files = [file for answer in answers for file in answer]
-    commit_version(path, files, source_dir=model_path, version=V1, fsync=False)
+    commit_version(path, files, sides=side_files(model_path), version=V1, fsync=False)
     manifest = verify_version(path, V1)
     assert (
         len(tensor_files(path))
@@ -226,8 +226,7 @@ def test_a_model_for_the_user(ranks, tmp_path, model_path):
         files,
         config=config,
         dtype=torch.bfloat16,
-        source_dir=model_path,
-        tokenizer_path=model_path,
+        sides=side_files(model_path),
     )
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["final"]
     assert not (path / "of an earlier save").exists()

@@ -24,7 +24,7 @@ from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share
 from asyncrl.protocol.messages import SamplingParams, WeightVersion
 from asyncrl.weights import delta
-from asyncrl.weights.versions import commit_version, version_dir, write_part, write_version
+from asyncrl.weights.versions import commit_version, side_files, version_dir, write_part, write_version
 from tests.support.families import FAMILIES, WINDOW, make_family
 
 BOUND = 1e-5  # nats, and of the largest element of a gradient
@@ -126,7 +126,7 @@ async def test_exported_weights_reach_the_engine_under_the_names_of_the_checkpoi
             assert await difference() > 0.01
             changes = {delta.file_name(0): delta.encode(first, take_share(trainer))}
             files = write_part(path(V1), (), part=0, fsync=False, others=changes)
-            commit_version(path(V1), files, source_dir=tmp_path, version=V1, fsync=False, base=base)
+            commit_version(path(V1), files, sides=side_files(tmp_path), version=V1, fsync=False, base=base)
             await engine.load_weights(path(V1), V1)
             assert await difference() <= BOUND
             trained(trainer)

@@ -23,7 +23,7 @@ from asyncrl.model.export import commit_model, take_share
 from asyncrl.model.process_group import choose_device
 from asyncrl.model.reallocate import reallocate
 from asyncrl.testing.tiny import make_tiny_model
-from asyncrl.weights.versions import write_part
+from asyncrl.weights.versions import side_files, write_part
 
 TRAIN = TrainConfig(max_tokens_per_mb=64, logprob_chunk_tokens=16, optimizer=OptimizerConfig(lr=1e-3, warmup_steps=0))
 
@@ -412,8 +412,7 @@ def test_saved_models_load_in_transformers_and_hold_shared_weights_once(tmp_path
         files,
         config=engine.config,
         dtype=engine.dtype,
-        source_dir=tmp_path / "in",
-        tokenizer_path=str(tmp_path / "in"),
+        sides=side_files(tmp_path / "in"),
         fsync=False,
     )
     again = make_engine(tmp_path / "out", TRAIN, trainable=False)
