@@ -32,6 +32,7 @@ from asyncrl.dataflow.topology import allocation_of
 from asyncrl.launch.checks.gpus import too_few_gpus
 from asyncrl.launch.hosts.addresses import address_of, own_host
 from asyncrl.launch.hosts.remote_pool import RemoteProcessPool
+from asyncrl.launch.inputs import Inputs, changes, read_inputs, save_inputs
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.program import (
     ProcessSpec,
@@ -95,6 +96,7 @@ T = TypeVar("T")
 
 _TURN_S = 0.1
 _PUBLISH_STATUS_S = 1.0
+_LOOK_LIMIT_S = 60.0  # for a look at the user's files, before a process starts again without it
 _ASK_SHARE = 0.6  # share of runtime.stop_timeout_s in which processes may stop by themselves; then they are killed
 
 # How long to wait for an earlier launcher to end when Slurm has given up that launcher's node and has requeued the job
@@ -178,6 +180,7 @@ class LocalLauncher:
         self._view, self._clock = view, clock
         self._stop = StopRequest(view, clock)
         self._started = clock.time()
+        self._inputs: Inputs | None = None  # the user's files, as they were when the launch began
 
     def run(self) -> int:
         """Start everything, wait for the master to be done, stop everything. Returns the exit code.
@@ -192,6 +195,7 @@ class LocalLauncher:
             lock.acquire(take_over_s=_TAKE_OVER_S if queued_again else 0.0)
             closing.callback(lock.release)
             with self._explained(lock):
+                self._inputs = read_inputs(self.config)
                 found = self._starting_point()
             while self._stop.signal is None:
                 phase = phase_after(self.config, found.step if found else 0)
@@ -266,6 +270,9 @@ class LocalLauncher:
             raise LaunchError(f"allocation={asked.allocation}: this machine has {len(devices)} GPUs: {remedy}")
         self._write_config(devices)
         save_config(with_absolute_paths(self.config), configs_dir(run_dir, attempt) / EXPERIMENT_FILE)
+        inputs = self._inputs
+        assert inputs is not None, "`run` has read them"
+        save_inputs(inputs, configs_dir(run_dir, attempt))
         config = self._with_sockets(going_on(asked, checkpoint, self._num_prompts), last)
         runtime, host = config.runtime, ""
 
@@ -312,7 +319,17 @@ class LocalLauncher:
             pool.place_all(list(specs_by_name.values()))
         closing.callback(external.ask_to_stop)
         launch = Launch(
-            plans, specs_by_name, pool, external, service, record, lock, self._stop, self._view, self._clock
+            plans,
+            specs_by_name,
+            pool,
+            external,
+            service,
+            record,
+            lock,
+            self._stop,
+            self._view,
+            self._clock,
+            changed_inputs=lambda: changes(inputs, read_inputs(self.config)),
         )
         traces.callback(launch.merge_timelines)
         return launch
@@ -398,8 +415,11 @@ class Launch:
         stop: StopRequest,
         view: View,
         clock: Clock,
+        *,
+        changed_inputs: Callable[[], list[str]],
     ) -> None:
-        """specs: those of the first attempt, by name. record: this launch's record in the run's folder."""
+        """specs: those of the first attempt, by name. record: this launch's record in the run's folder. changed_inputs: returns how
+        the user's files differ from when the launch began."""
         config = plans.config
         runtime = config.runtime
         self._plans, self._specs, self._record = plans, specs, record
@@ -409,6 +429,9 @@ class Launch:
         self._attempt = self._first_attempt = record.attempt
         self._num_starts = 0  # process starts in this launch
         self._next_publish = 0.0
+        self._changed_inputs = changed_inputs
+        self._look: tuple[Future[list[str]], float] | None = None  # at the user's files, and when it began
+        self._looked_for: set[object] = set()  # processes, before their start and after it
         self._search: Future[Checkpoint | None] | None = None  # for the checkpoint that the next attempt resumes from
         detached, dispensable = (
             [[f"model_worker/{worker}" for worker in group] for group in groups]
@@ -469,7 +492,11 @@ class Launch:
                 self._scale()
             self._supervise()
             if not self._supervisor.is_listening:
-                self._restarts.turn()
+                changed = self._look_at_inputs()
+                if changed:
+                    return self._end_for(changed)
+                if changed is not None:
+                    self._restarts.turn()
 
     def merge_timelines(self) -> None:
         """With trace=true, merge the processes' recordings into one file per attempt. A failure here must not hide the result of
@@ -526,6 +553,30 @@ class Launch:
 
     def _is_wanted(self, name: str) -> bool:
         return self._scaling is None or not name.startswith(f"{SERVER_KIND}/") or self._scaling.includes(name)
+
+    def _look_at_inputs(self) -> list[str] | None:
+        """Return how the user's files have changed since the launch began; None: a look at them has not ended.
+
+        A process reads these files while it starts. A look begins before a process starts again, and after each process has
+        completed its start. So no process goes on with content that other processes do not have.
+
+        Waits for: the disk, at most _LOOK_LIMIT_S. Unblocked by: the end of the look.
+        """
+        if self._look is not None:
+            look, since = self._look
+            if not look.done() and self._clock.monotonic() - since < _LOOK_LIMIT_S:
+                return None
+            self._look = None
+            # If a file system does not answer, the process that reads the file from it reports that
+            if look.done() and not isinstance(look.exception(), OSError) and (changed := look.result()):
+                return changed
+        due = {*self._restarts.names(), *(child.lease.id for child in self._pool.children if child.could_run)}
+        self._looked_for &= due
+        if due == self._looked_for:
+            return []
+        self._looked_for = due
+        self._look = on_thread(self._changed_inputs), self._clock.monotonic()
+        return None
 
     # ------------------------------------------------------------------------------------------------------------ decisions
 
@@ -605,8 +656,25 @@ class Launch:
         return text
 
     def _leave(self, number: int) -> int:
-        """Stop after a signal. First let the master write a checkpoint, if the run writes checkpoints and can write one now.
-        Returns the exit code: 128 + number, or 0 if the run became complete meanwhile.
+        """Stop after a signal. Returns the exit code: 128 + number, or 0 if the run became complete meanwhile."""
+        return 0 if self._completes(f"told to stop ({signal.Signals(number).name})") else 128 + number
+
+    def _end_for(self, changed: Sequence[str]) -> int:
+        """End the run because the user's files have changed. Returns 0 if the run became complete meanwhile; otherwise raises
+        LaunchError."""
+        text = "files that the run reads have changed since it began"
+        if self._completes(text):
+            return 0
+        files = "".join(f"\n  {line}" for line in changed)
+        cause = (
+            f"{text}, and a process that starts would read them as they are now:{files}\n\nPut them back as they were. `resume` "
+            "names those that still differ"
+        )
+        raise LaunchError(self._told(EndRun(cause, ())))
+
+    def _completes(self, why: str) -> bool:
+        """Before the run ends, let the master write a checkpoint, if the run writes checkpoints and can write one now. Returns
+        whether the run became complete meanwhile.
 
         Waits for: the master's checkpoint, at most checkpoint.on_stop_s. Unblocked by: the checkpoint, a failure, another signal.
         """
@@ -614,9 +682,9 @@ class Launch:
         masters = [child for child in self._pool.alive if child.spec.kind == "master" and child.was_running]
         is_possible = masters and limit_s and not self._supervisor.begins_attempt and writes_checkpoints(self._config)
         if self._stop.impatient or not is_possible:
-            return 128 + number
+            return False
         self._view.say(
-            f"told to stop ({signal.Signals(number).name}): finishing the train step and writing a checkpoint first, within "
+            f"{why}: finishing the train step and writing a checkpoint first, within "
             f"{limit_s:g} s (checkpoint.on_stop_s); a second signal kills all processes at once"
         )
         asked = on_thread(lambda: self._service.ask_for_last_checkpoint(attempt))
@@ -624,7 +692,7 @@ class Launch:
         while not self._stop.impatient and self._clock.monotonic() < deadline:
             self._turn()
             if masters[0].is_done:
-                return 0
+                return True
             failed = any(child.in_trouble for child in self._pool.children if child.spec.kind in TRAINER_KINDS)
             if failed or (asked.done() and asked.exception() is not None):
                 break
@@ -633,7 +701,7 @@ class Launch:
             self._view.say(
                 f"checkpoint of step {there[-1][1]} is the newest; asyncrl-launch resume {self._run_dir} resumes from it"
             )
-        return 128 + number
+        return False
 
 
 def _record_of(config: ExperimentConfig, attempt: int, num_prompts: int, started: float, *, host: str) -> RunRecord:

@@ -18,6 +18,7 @@ from asyncrl.data.model_folder import read_shapes
 from asyncrl.data.prompts import PromptSource
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.launch.experiment import draft_experiment
+from asyncrl.launch.inputs import changes, read_inputs, saved_inputs
 from asyncrl.launch.program import with_absolute_paths
 from asyncrl.launch.rundir import SUMMARY_FILE, newest_experiment, next_attempt, read_record
 from asyncrl.master.schedule import ended_by
@@ -76,7 +77,11 @@ def starting_point(
         if newest_experiment(run_dir) is not None:
             say("the run in this folder has no checkpoint yet: it starts anew")
         return None
+    kept = newest_experiment(run_dir)
+    before, inputs = saved_inputs(kept.parent) if kept is not None else None, read_inputs(config)
     problems = [*_of_data(config, found), *_of_models(config, found)]
+    if before is not None and inputs.tokenizer != before.tokenizer:
+        problems.append(_other_tokenizer(config, found))
     if problems:
         raise ConfigError("\n".join(problems))
     if complete and (finished := _finished(config, found)):
@@ -84,6 +89,11 @@ def starting_point(
     changed = changed_fields(config, run_dir)
     others = f", with other values than before: {', '.join(changed)}" if changed else ""
     say(f"going on from step {found.step} of attempt {found.attempt}{others} (recover=off starts anew)")
+    if before is not None and (files := changes(before, inputs)):
+        notice(
+            "files that the run reads have changed since its last launch. From here on it uses them as they are now:"
+            + "".join(f"\n  {line}" for line in files)
+        )
     return found
 
 
@@ -181,6 +191,15 @@ def _of_data(config: ExperimentConfig, found: Checkpoint) -> Iterator[str]:
         yield (
             f"train.num_epochs={now.num_epochs}: {where} is in epoch {last.epoch + 1}; use {last.epoch + 1} or more, or {_ANEW}"
         )
+
+
+def _other_tokenizer(config: ExperimentConfig, found: Checkpoint) -> str:
+    field = "tokenizer_path" if config.tokenizer_path else "model_path"
+    return (
+        f"{field}={getattr(config, field)!r}: the vocabulary of its tokenizer is not that of the run that wrote the checkpoint of "
+        f"step {found.step} (attempt {found.attempt}), so the trained tokens would mean other texts; use the original tokenizer, "
+        f"or {_ANEW}"
+    )
 
 
 def _of_models(config: ExperimentConfig, found: Checkpoint) -> Iterator[str]:

@@ -4,7 +4,8 @@
   config.yaml          the user's config, merged, with the resolved values of `auto`
   launcher.lock        locked while a launcher lives, and contains its pid
   run.json             the newest launch: its pid, its newest attempt, when it began, how to reach its name resolve
-  configs/attempt_N/   each process's resolved config; experiment.yaml: the run's config, which `resume` uses
+  configs/attempt_N/   each process's resolved config; experiment.yaml: the run's config, which `resume` uses;
+                       inputs.json: the state of the user's files when the launch began
   logs/attempt_N/      each process's output; logs/latest links to the newest attempt
   ticket.key           key with which the gserver manager seals tickets and the master verifies them
   metrics.jsonl  tensorboard/  summary.json  journal/  weights/  checkpoints/  trajectories/  etcd/

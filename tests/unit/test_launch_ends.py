@@ -51,7 +51,8 @@ def launch(world: World, pool: Pool, stop: StopRequest) -> Launch:
     lock.lost.return_value = ""
     lock.is_challenged.return_value = False
     plans = Plans(world.config, 100, ())
-    return Launch(plans, world.specs, pool, external, MagicMock(), record, lock, stop, MagicMock(), world.clock)  # type: ignore[arg-type]
+    parts = (plans, world.specs, pool, external, MagicMock(), record, lock, stop, MagicMock(), world.clock)
+    return Launch(*parts, changed_inputs=list)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("meanwhile", ["signal", "master done"])

@@ -9,16 +9,14 @@ class.
 from __future__ import annotations
 
 import ast
-import os
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config.nearest import did_you_mean
 from asyncrl.config.schema import ConfigError, TaskConfig
+from asyncrl.config.sources import module_file
 from asyncrl.launch.checks.bound_names import BoundNames
 
 # By role: names of the arguments that the rollout worker passes itself; the class that is used if the task names none
@@ -113,30 +111,6 @@ def _classes(spec: str) -> Iterator[tuple[str, ast.ClassDef]]:
         if len(found.bases) != 1 or not isinstance(found.bases[0], ast.Name):
             return
         name = found.bases[0].id
-
-
-def module_file(module: str, folder: str = "") -> Path | None:
-    """Return the source file of a module; None if there is none. Finds it as an import would, but does not run its parent packages.
-    folder: the folder of the file that imports it."""
-    path: list[str] | None = [*sys.path, *filter(None, [folder]), os.getcwd()]
-    name = ""
-    for part in module.split("."):
-        name = f"{name}.{part}" if name else part
-        try:
-            spec = PathFinder.find_spec(name, path)
-        except (ImportError, ValueError):
-            return None
-        if spec is None:
-            return _loaded_file(module)
-        path = list(spec.submodule_search_locations or [])
-    return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
-
-
-def _loaded_file(module: str) -> Path | None:
-    """Return the source file of a module that is already imported; None for any other. Needed for asyncrl's own modules in an
-    editable installation, because PathFinder does not find them there."""
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return Path(file) if file and file.endswith(".py") else None
 
 
 def _parse(file: Path) -> ast.Module | None:
