@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from asyncrl.config.schema import ConfigError
+from asyncrl.config.sources import code_of
 from asyncrl.protocol.errors import MAX_UNKNOWN
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.user_output import MAX_BYTES, Pump
@@ -61,6 +62,11 @@ class JudgesLost(RuntimeError):
 
 class JudgesGone(RuntimeError):
     """No judge will be available: the nursery did not start, several times in a row. The message has the last reason."""
+
+
+class CodeChangedError(RuntimeError):
+    """The function's source has changed since the first nursery imported it, so another nursery would run other code. The worker
+    ends with this error."""
 
 
 class RestartPace:
@@ -158,6 +164,7 @@ class Judges:
         self._restart: asyncio.Task[None] | None = None  # shared by all calls that wait for it
         self._num_failed_starts = 0  # in a row
         self._closed = False
+        self._code = code_of(spec)
         self.num_started = 0
         self.num_nurseries = 0
         self._nursery, control = self._spawn()
@@ -178,8 +185,8 @@ class Judges:
     async def ask(self, calls: Calls, limit_s: float) -> dict[str, Any]:
         """Run the calls in a judge and return its answer. limit_s: limit of one try.
 
-        Raises TimeoutError (the judge is killed), JudgeDied, JudgesLost, or pickle's error if the arguments cannot be pickled.
-        Cancelling it kills the judge.
+        Raises TimeoutError (the judge is killed), JudgeDied, JudgesLost, CodeChangedError, or pickle's error if the arguments
+        cannot be pickled. Cancelling it kills the judge.
         """
         question = pickle.dumps(calls, pickle.HIGHEST_PROTOCOL)
         num_deaths = num_losses = 0
@@ -342,7 +349,9 @@ class Judges:
             await asyncio.wait({restart})  # at most a restart delay plus _START_LIMIT_S
             if restart.cancelled():
                 raise JudgesLost("the worker has ended")
-            if (error := restart.exception()) is not None and self._num_failed_starts >= _MAX_FAILED_STARTS:
+            if isinstance(error := restart.exception(), CodeChangedError):
+                raise error
+            if error is not None and self._num_failed_starts >= _MAX_FAILED_STARTS:
                 last_line = str(error).strip().rpartition("\n")[2]
                 raise JudgesGone(f"it did not start {self._num_failed_starts} times in a row: {last_line}") from error
             if error is not None:
@@ -357,8 +366,10 @@ class Judges:
                 "the process that starts the judges of %s has died; starting another after %g s", self.spec, pause_s
             )
             await asyncio.sleep(pause_s)
+            await self._check_code()
             nursery, control = self._spawn()  # on this thread, because the nursery dies with the thread that started it
             await asyncio.to_thread(self._greet, nursery, control)
+            await self._check_code()  # again: the import may have read what was written meanwhile
             self._nursery, self._control, self._num_failed_starts = nursery, control, 0
         except BaseException as error:
             self._num_failed_starts += isinstance(error, Exception)
@@ -367,6 +378,10 @@ class Judges:
             raise
         finally:
             self._restart = None
+
+    async def _check_code(self) -> None:
+        if await asyncio.to_thread(code_of, self.spec) != self._code:
+            raise CodeChangedError(f"the source of {self.spec} has changed since this process imported it")
 
     def _hear(self, control: socket.socket) -> None:
         try:

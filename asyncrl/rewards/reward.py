@@ -24,7 +24,7 @@ from typing import Any
 
 from asyncrl.config.schema import RolloutConfig
 from asyncrl.data.prompts import Prompt
-from asyncrl.rewards.judges import Call, Calls, JudgeDied, Judges, JudgesGone, JudgesLost
+from asyncrl.rewards.judges import Call, Calls, CodeChangedError, JudgeDied, Judges, JudgesGone, JudgesLost
 from asyncrl.rewards.outcome import REWARD_LOST, RolloutEnded, RolloutRejected, RolloutReleased
 from asyncrl.rewards.reward_function import RewardFunction, as_reward, shown
 from asyncrl.runtime.board import StatusBoard
@@ -120,7 +120,7 @@ class Reward:
                 return await self._score(calls)
             except TimeoutError:
                 raise self._rejected("reward_timeout", f"{self.spec} took more than {self._timeout_s:g} s") from None
-            except RolloutEnded:
+            except (RolloutEnded, CodeChangedError):
                 raise
             except JudgesLost as error:
                 raise RolloutReleased(REWARD_LOST, f"{self.spec} cannot be called: {error}") from error

@@ -19,6 +19,7 @@ from asyncrl.config.schema import ConfigError, RolloutConfig, SamplingConfig, Ta
 from asyncrl.data.prompts import Prompt, PromptError
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.protocol.messages import RolloutResult, Ticket, TrajectoryMeta, WeightVersion
+from asyncrl.rewards.judges import CodeChangedError
 from asyncrl.rewards.outcome import RolloutEnded, RolloutRejected, RolloutReleased, objection_to
 from asyncrl.rewards.reward import Reward
 from asyncrl.rewards.reward_function import shown
@@ -394,7 +395,7 @@ class Rollouts:
 
 def _agent_result(ended: asyncio.Future[Any]) -> Any:
     """Return the return value of a finished agent, unchecked. Raises its errors as RolloutRejected (`agent_error`), except
-    RolloutEnded and a lack of file descriptors, which pass through.
+    RolloutEnded, CodeChangedError and a lack of file descriptors, which pass through.
 
     The same holds for errors of the asyncio task that answers the agent, because invalid requests of the agent cause them.
     """
@@ -405,7 +406,9 @@ def _agent_result(ended: asyncio.Future[Any]) -> Any:
     except RolloutEnded:
         raise
     except Exception as error:
-        if out_of_files(error) is not None:  # an error of the process, which would affect all its rollouts
+        if out_of_files(error) is not None or isinstance(
+            error, CodeChangedError
+        ):  # an error of the process, not of one rollout
             raise
         raise RolloutRejected("agent_error", f"the agent raised {shown(error)}") from error
 

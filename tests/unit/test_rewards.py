@@ -22,7 +22,7 @@ from asyncrl.config.import_object import import_object
 from asyncrl.config.processes import WorkerInfo
 from asyncrl.config.schema import NameResolveConfig, RuntimeConfig
 from asyncrl.data.prompts import Prompt
-from asyncrl.rewards.judges import Judges, RestartPace
+from asyncrl.rewards.judges import CodeChangedError, Judges, RestartPace
 from asyncrl.rewards.outcome import REWARD_LOST, RolloutRejected, RolloutReleased
 from asyncrl.rewards.reward import Completion, Reward
 from asyncrl.runtime.board import StatusBoard
@@ -269,7 +269,10 @@ def test_an_object_that_is_not_callable_is_refused(make: Callable[..., Any]) -> 
 # ---------------------------------------------------------------------------------------------------------------- processes
 
 DANGEROUS = """
-import ctypes, os, re, signal, subprocess, sys, time
+import ctypes, os, pathlib, re, signal, subprocess, sys, time
+
+if (fault := pathlib.Path(__file__).with_suffix(".fault")).exists():
+    raise RuntimeError(fault.read_text())
 
 def dangerous(prompt, completion, answer):
     if completion == "spin":  # one C call that never releases the GIL
@@ -300,9 +303,11 @@ def dangerous(prompt, completion, answer):
 @pytest.fixture
 def dangerous(path: Path, make_in_process: Callable[..., Reward]) -> Callable[..., tuple[Reward, Judges]]:
     """Returns a function that makes the reward and its judges, with limits that are long enough for a busy machine."""
-    path.write_text(DANGEROUS)
 
-    def make_one(memory_bytes: int = 0, pace: RestartPace | None = None) -> tuple[Reward, Judges]:
+    def make_one(
+        memory_bytes: int = 0, pace: RestartPace | None = None, source: str = DANGEROUS
+    ) -> tuple[Reward, Judges]:
+        path.write_text(source)
         judges = Judges(
             f"{path}:dangerous",
             memory_bytes=memory_bytes,
@@ -523,14 +528,14 @@ async def test_a_rollout_is_released_when_no_nursery_starts(
     dangerous: Callable[..., tuple[Reward, Judges]], path: Path
 ) -> None:
     reward, judges = dangerous(pace=RestartPace(first_s=0.01, longest_s=0.02))
-    with_source(path, "raise RuntimeError('not now')")
+    path.with_suffix(".fault").write_text("not now")
     nursery = nursery_of(judges)
     nursery.kill()
     await wait_until_gone(nursery.pid)
     with pytest.raises(RolloutReleased, match="not now") as caught:
         await ask(reward, "")
     assert caught.value.reason == REWARD_LOST
-    with_source(path, DANGEROUS)
+    path.with_suffix(".fault").unlink()
     assert await ask(reward, "") == 0.5
 
 
@@ -539,7 +544,7 @@ async def test_rollouts_are_rejected_when_no_nursery_starts_again_and_again(
 ) -> None:
     """The first call tries 3 times, and gives its ticket back. The second one ends the series of 5."""
     reward, judges = dangerous(pace=RestartPace(first_s=0.01, longest_s=0.02))
-    with_source(path, "raise RuntimeError('never again')")
+    path.with_suffix(".fault").write_text("never again")
     nursery = nursery_of(judges)
     nursery.kill()
     await wait_until_gone(nursery.pid)
@@ -548,12 +553,34 @@ async def test_rollouts_are_rejected_when_no_nursery_starts_again_and_again(
     with pytest.raises(RolloutRejected, match=r"any more: it did not start 5 times in a row: .*never again") as caught:
         await ask(reward, "")
     assert caught.value.reason == "reward_gone"
-    with_source(path, DANGEROUS)
+    path.with_suffix(".fault").unlink()
     assert await ask(reward, "") == 0.5
 
 
-def with_source(path: Path, source: str) -> None:
-    path.write_text(source)
+def edit(path: Path) -> None:
+    path.write_text(path.read_text().replace("return 0.5", "return 0.7"))
+
+
+def edit_beside(path: Path) -> None:
+    (path.parent / "helper_of_rewards.py").write_text("WORTH = 3.0\n")
+
+
+@pytest.mark.parametrize("change", [edit, edit_beside, Path.unlink])
+async def test_another_nursery_never_runs_other_code(
+    dangerous: Callable[..., tuple[Reward, Judges]], path: Path, change: Callable[[Path], None]
+) -> None:
+    """The judges of a worker would run old and new code in one batch. The worker ends instead."""
+    source = f"from helper_of_rewards import WORTH\n{DANGEROUS}"
+    reward, judges = dangerous(pace=RestartPace(first_s=0.01, longest_s=0.02), source=source)
+    assert await ask(reward, "") == 0.5
+    change(path)
+    assert await ask(reward, "") == 0.5  # the judges that are there have the old code
+    nursery = nursery_of(judges)
+    nursery.kill()
+    await wait_until_gone(nursery.pid)
+    for _ in range(2):
+        with pytest.raises(CodeChangedError, match=r"rewards_of_test\.py:dangerous has changed"):
+            await ask(reward, "")
 
 
 async def test_judges_of_an_async_function_run_concurrently(make_in_process: Callable[..., Reward]) -> None:
