@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -422,7 +422,7 @@ def with_absolute_paths(config: ExperimentConfig) -> ExperimentConfig:
 def save_config(config: ExperimentConfig | ProcessConfig, path: Path, *, redacted: bool = False) -> None:
     """Write a config as YAML. redacted: replace secrets with ***, for people to read. Otherwise a config with secrets is readable
     only by its owner."""
-    whole = OmegaConf.to_container(OmegaConf.structured(config))
+    whole = asdict(config)
     shown = redact(whole)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)  # an existing file would keep its mode, which others may be able to read
@@ -443,7 +443,7 @@ def load_process_config(path: Path) -> ProcessConfig:
 
 def config_text(config: ProcessConfig) -> str:
     """Return a process's config as YAML text, the form in which it is sent to its host."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
 
 
 def parse_process_config(text: str) -> ProcessConfig:
