@@ -26,6 +26,7 @@ from rich.text import Text
 from asyncrl.cli.advice import Advice, AdviceNews
 from asyncrl.cli.curves import number, read_runs
 from asyncrl.data.trajectories import recording_dir
+from asyncrl.protocol.errors import same_cause
 from asyncrl.protocol.messages import Wait, WorkerStatus
 from asyncrl.runtime.board import LONG_WAIT_S
 from asyncrl.runtime.metrics import METRICS_FILE, JsonLinesReader
@@ -195,7 +196,7 @@ class RunView:
         self._metrics = JsonLinesReader(run_dir / METRICS_FILE, broken=self.notice, newest_bytes=0)
         self._began = clock()
         self._training = TrainingProgress(total_steps)
-        self._long_waits = LongWaits()
+        self._long_waits, self._notes = LongWaits(), Notes()
         self._advice = AdviceNews()
         self._skipped = SkippedSteps(run_dir)
         self._starting = True
@@ -223,6 +224,8 @@ class RunView:
                 self.notice(skipped)
         if statuses:
             self._show(statuses, now)
+        for text in self._notes.new(statuses):
+            self.notice(text)
         for text in self._long_waits.new(statuses):
             self._print(f"[yellow]{escape(text)}[/]")
 
@@ -382,6 +385,22 @@ class LongWaits:
             for_what = wait.what if wait.on == status.worker else _wait_text(wait)
             limit = "no limit" if wait.limit_s is None else f"limit {wait.limit_s:g} s"
             lines.append(f"{who} waited {since_s:.0f} s so far for {for_what} ({limit})")
+        return lines
+
+
+class Notes:
+    """Selects the notes of workers to report: each once, however its numbers change."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def new(self, statuses: Sequence[WorkerStatus]) -> list[str]:
+        """The lines to print now."""
+        lines = []
+        for note in (note for status in statuses for note in status.notes):
+            if (cause := same_cause(note)) not in self._said:
+                self._said.add(cause)
+                lines.append(note)
         return lines
 
 

@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -137,14 +137,19 @@ class Wave:
         return await self._send(self._ready)
 
 
+def _by_cause(reasons: Mapping[str, str]) -> list[str]:
+    """reasons: by server. Return a text for each reason, after the servers that share it."""
+    causes: dict[str, list[str]] = {}
+    for server, reason in sorted(reasons.items()):
+        causes.setdefault(reason, []).append(server)
+    return [f"{', '.join(servers)}: {reason}" for reason, servers in causes.items()]
+
+
 def _no_server_loads(given_up: GivenUp) -> str:
     """Return the text about a version that every live server has given up."""
-    causes: dict[str, list[str]] = {}
-    for server, reason in given_up.reasons.items():
-        causes.setdefault(reason, []).append(server)
-    reasons = "; ".join(f"{', '.join(servers)}: {reason}" for reason, servers in causes.items())
     return (
-        f"no generation server can load the weights {given_up.version}, so the run ends. {reasons}. The logs of these servers have "
+        f"no generation server can load the weights {given_up.version}, so the run ends. "
+        f"{'; '.join(_by_cause(given_up.reasons))}. The logs of these servers have "
         "the whole error. If tensors do not fit, trainer and servers need the same model: set model_path to one that both support, "
         "or choose another engine in the allocation"
     )
@@ -214,6 +219,7 @@ class Fleet:
         # Servers whose broadcast failed, and that were named in a warning; none of their broadcasts has succeeded since
         self._from_disk: set[str] = set()
         self._mismatches: Counter[str] = Counter()  # by server: consecutive mismatches
+        self._refusals: dict[str, str] = {}  # by server: why it has refused the last version that it was to load
         self._fatal: RunEndedError | None = None
         self._refusing_probes: set[str] = set()  # servers whose last health probe was refused for a permanent reason
 
@@ -282,6 +288,7 @@ class Fleet:
         self._logger.warning("%s has left name resolve: its process has ended", name)
         self.table.withdraw(name)
         self.plan.silent(name)
+        self._refusals.pop(name, None)
         self._changed()
 
     def members_changed(self) -> None:
@@ -302,6 +309,10 @@ class Fleet:
     def devices_free(self) -> bool:
         """It is training's turn, and no server holds a shared device."""
         return self._shares_devices and self.plan.training and self.table.devices_free
+
+    def refusals(self) -> list[str]:
+        """The servers that serve nothing because they have refused a version, with the cause."""
+        return [f"out of service: {text}" for text in _by_cause(self._refusals)]
 
     def all_refuse_probes(self) -> bool:
         """Whether every listed server has answered its last health probe with a permanent error, such as that of a wrong key."""
@@ -530,6 +541,7 @@ class Fleet:
             if self.plan.succeeded(update, now):
                 self.counters["succeeded" if served is None else "found", update.server] += 1
                 self._mismatches.pop(update.server, None)
+                self._refusals.pop(update.server, None)
                 self.update_seconds[update.server] += now - began
                 self._logger.info("%s serves %s (%.2f s)", update.server, update.version, now - began)
                 if self.table.awaits_companions(now):
@@ -543,6 +555,8 @@ class Fleet:
         damaged = isinstance(error, RefusedError) and self._failing is not None
         error_class = ErrorClass.PASSING if damaged else classify(error)
         reason = f"loading {update.version} failed: {why}"
+        if isinstance(error, (RefusedError, MismatchError)) and not damaged:
+            self._refusals[update.server] = reason
         pause_s = self.plan.failed(update, reason, self._clock.monotonic(), error_class)
         self.counters["failed", update.server] += 1
         if isinstance(error, MismatchError):

@@ -382,6 +382,7 @@ class Management:
         board.set_queue("running", ledger.num_running)
         board.set_queue("stored", ledger.num_stored)
         board.set_queue("waiting_requests", self.service.num_waiting)
+        board.notes = self.fleet.refusals()
         self._show_missing()
         board.progress()
 

@@ -843,6 +843,7 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     version: str = ""
     error: str = ""
     fatal: bool = False  # the cause lies in the user's input (config, data) or the disk: it would recur after a restart
+    notes: list[str] = []  # what the user should know as long as it holds; the terminal shows each once
     restarts: int = 0  # how often the launcher has restarted this worker
     host: str = ""  # host of this worker, in a run with several hosts; the launcher fills it in
     memory_bytes: int = 0  # peak memory so far (runtime/devices.py)

@@ -49,6 +49,7 @@ class StatusBoard:
         self.version = ""
         self.error = ""
         self.fatal = False
+        self.notes: list[str] = []  # as in WorkerStatus
 
     def enter(self, state: State) -> None:
         """Enter this state. The worker reports the change at once."""
@@ -117,6 +118,7 @@ class StatusBoard:
             version=self.version,
             error=self.error,
             fatal=self.fatal,
+            notes=self.notes,
             memory_bytes=peak_memory_bytes(),
             collectives=self.collectives(),
         )

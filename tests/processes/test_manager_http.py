@@ -700,6 +700,19 @@ async def test_a_server_that_refuses_is_tried_again(tmp_path: Path) -> None:
         await setup.all_serve(0)
 
 
+async def test_a_server_that_refuses_a_version_is_named_until_it_loads_one(tmp_path: Path) -> None:
+    async with running(tmp_path) as setup:
+        _, refusing = await setup.add_server(), await setup.add_server()
+        refusing.broken = "permanent"
+        setup.publish(0)
+        note = "out of service: generation_server/1: loading a0001-v00000000 failed: refused: broken a0001-v00000000"
+        await setup.poll(lambda: setup.manager.board.snapshot().notes == [note])
+        refusing.broken = ""
+        setup.publish(1)
+        await setup.all_serve(1)
+        await setup.poll(lambda: setup.manager.board.snapshot().notes == [])
+
+
 @pytest.mark.parametrize(("error_class", "num_loads"), [("permanent", 3), ("unknown", 5)])
 async def test_a_version_that_every_server_refuses_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error_class: str, num_loads: int

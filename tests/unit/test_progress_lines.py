@@ -1,6 +1,7 @@
 """Output of `asyncrl-launch run`: lines of train steps and evaluations, starting processes, long waits, the summary."""
 
 import io
+import json
 import re
 
 import msgspec
@@ -8,6 +9,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
+from asyncrl.cli.commands.run import JsonView
 from asyncrl.cli.progress import (
     LongWaits,
     RunConsole,
@@ -166,6 +168,22 @@ def test_equal_long_waits_of_several_processes_are_one_line():
     assert LongWaits().new(statuses) == [
         "rollout_worker/0 and 2 more like it waited 25 s so far for the next piece from generation_server/1 (limit 600 s)"
     ]
+
+
+def test_a_note_of_a_worker_is_one_warning(tmp_path, capsys):
+    def note(version):
+        text = f"out of service: generation_server/1: loading a0001-v{version:08d} failed: refused"
+        return [msgspec.structs.replace(status("gserver_manager/0"), notes=[text])]
+
+    console = make_console()
+    for view in (RunView(tmp_path, 60, console), JsonView(tmp_path)):
+        view.turn(note(3))
+        view.turn(note(4))
+        view.turn([status("gserver_manager/0")])
+    told = "out of service: generation_server/1: loading a0001-v00000003 failed: refused"
+    assert console.file.getvalue().count("out of service") == console.file.getvalue().count(f"warning: {told}") == 1
+    notices = [event for event in map(json.loads, capsys.readouterr().out.splitlines()) if event["event"] == "notice"]
+    assert [event["text"] for event in notices] == [told]
 
 
 def test_without_a_terminal_each_change_is_one_line(tmp_path):

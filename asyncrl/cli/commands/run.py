@@ -37,7 +37,7 @@ from asyncrl.cli.commands.common import (
 )
 from asyncrl.cli.hub import find_local_models
 from asyncrl.cli.planning import refuse_too_large
-from asyncrl.cli.progress import LongWaits, RunView, is_evaluation, print_summary
+from asyncrl.cli.progress import LongWaits, Notes, RunView, is_evaluation, print_summary
 from asyncrl.config.schema import ConfigError, ExperimentConfig, resolve_auto
 from asyncrl.data.trajectories import FOLDER as TRAJECTORIES
 from asyncrl.dataflow.phases import phases
@@ -89,7 +89,7 @@ class JsonView:
         self._clock = clock
         self._metrics = JsonLinesReader(run_dir / METRICS_FILE, broken=self.notice, newest_bytes=0)
         self._states: dict[str, str] = {}
-        self._long_waits = LongWaits()
+        self._long_waits, self._notes = LongWaits(), Notes()
         self._advice = AdviceNews()
         self._lock = threading.Lock()  # notices may come from other threads
 
@@ -114,7 +114,7 @@ class JsonView:
             self._emit("metrics", at, _without_own_names(record))
             for text in [] if is_evaluation(record) else self._advice.new(record):
                 self.notice(text)
-        for text in self._long_waits.new(statuses):
+        for text in [*self._notes.new(statuses), *self._long_waits.new(statuses)]:
             self.notice(text)
 
     def notice(self, text: str) -> None:

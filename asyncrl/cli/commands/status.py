@@ -176,7 +176,8 @@ def _view(run_dir: Path, record: RunRecord, seen: _Seen) -> Group:
     for entry in seen.statuses:
         table.add_row(*map(escape, _status_row(entry, seen.at)))
     training = seen.training.text() if seen.training.step else f"no train step yet in attempt {record.attempt}"
-    return Group(f"[bold]{escape(training)}[/]", table)
+    notes = [f"[yellow]{escape(note)}[/]" for status in seen.statuses for note in status.notes]
+    return Group(f"[bold]{escape(training)}[/]", table, *notes)
 
 
 def _status_row(status: WorkerStatus, now: float) -> tuple[str, ...]:
