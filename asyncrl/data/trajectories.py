@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -23,14 +24,17 @@ from msgspec import Struct
 
 from asyncrl.data.sample_files import FileFormat
 from asyncrl.data.sequence import SequenceSample
+from asyncrl.protocol.errors import Failures
 from asyncrl.protocol.messages import DECODE_ERRORS, TrajectoryMeta
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
+from asyncrl.runtime.disk import write_when_there_is_room
 
 FORMAT = 1
 FOLDER = "trajectories"  # of a run
 SUFFIX = ".safetensors"
 _NAME = re.compile(r"step_(\d{8,})-group_(\d{4,})-\w+\.safetensors")
 _ATTEMPT = re.compile(r"attempt_(\d+)")
+_FULL_LIMIT_S = 5.0  # a full disk delays the files of a step for at most this long
 _SAY_AGAIN_S = 60.0  # minimum time between two warnings about trajectories that were not recorded
 
 logger = logging.getLogger(__name__)
@@ -185,13 +189,14 @@ class TrajectoryStore:
         self._prune = prune
         self._tokenizer = tokenizer
         self._clock = clock
+        self._failures = Failures(_FULL_LIMIT_S)
         self._steps: deque[tuple[list[Path], int]] = deque()  # (files of a step, their size in bytes)
         self.num_bytes = 0
         self.num_files = 0
 
     def write(self, step: int, batch: int, entries: Sequence[Entry]) -> None:
         """Write this worker's groups of a step. Raises OSError, and RecordingFullError if the store is full and must not prune."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        write_when_there_is_room(self.folder, lambda: self.folder.mkdir(parents=True, exist_ok=True), self._failures)
         paths: list[Path] = []
         try:
             for entry in entries:
@@ -217,7 +222,8 @@ class TrajectoryStore:
             time=self._clock.time(),
             tokenizer=self._tokenizer,
         )
-        path = write_trajectory(self.folder, header, entry.sample)
+        write = partial(write_trajectory, self.folder, header, entry.sample)
+        path = write_when_there_is_room(self.folder, write, self._failures)
         self.num_bytes += path.stat().st_size
         self.num_files += 1
         return path

@@ -54,6 +54,7 @@ from asyncrl.dataflow.topology import Allocation, ModelPlacement, allocation_of
 from asyncrl.dataflow.worker_groups import WorkerGroups, dispensable, worker_groups_of
 from asyncrl.launch.redact import redact
 from asyncrl.protocol.names import ACTOR
+from asyncrl.runtime.disk import write_when_there_is_room
 
 ProcessConfig = (
     MasterWorkerConfig
@@ -424,12 +425,16 @@ def save_config(config: ExperimentConfig | ProcessConfig, path: Path, *, redacte
     only by its owner."""
     whole = asdict(config)
     shown = redact(whole)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)  # an existing file would keep its mode, which others may be able to read
-    with open(
-        os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if redacted or shown == whole else 0o600), "w"
-    ) as file:
-        file.write(OmegaConf.to_yaml(OmegaConf.create(shown if redacted else whole)))
+    text = OmegaConf.to_yaml(OmegaConf.create(shown if redacted else whole))
+    mode = 0o666 if redacted or shown == whole else 0o600
+
+    def write() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # an existing file would keep its mode, which others may be able to read
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
+            file.write(text)
+
+    write_when_there_is_room(path, write)
 
 
 def load_process_config(path: Path) -> ProcessConfig:

@@ -19,6 +19,7 @@ import grp
 import os
 import re
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -27,7 +28,7 @@ from asyncrl import __version__
 from asyncrl.config.schema import NameResolveConfig
 from asyncrl.protocol.messages import DECODE_ERRORS
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
-from asyncrl.runtime.disk import explain
+from asyncrl.runtime.disk import explain, write_file, write_when_there_is_room
 
 LOCK_FILE = "launcher.lock"
 RUN_FILE = "run.json"
@@ -272,17 +273,19 @@ def begin_attempt(run_dir: Path, after: int = 0) -> int:
     after: number of the previous attempt of the same launch. So numbers grow even if files were removed from the folder.
     """
     check_folder(run_dir)
-    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    logs = run_dir / "logs"
+    write_when_there_is_room(logs, lambda: logs.mkdir(parents=True, exist_ok=True))
     attempt = max(next_attempt(run_dir), after + 1)
     while True:
         try:
-            logs_dir(run_dir, attempt).mkdir()
+            folder = logs_dir(run_dir, attempt)
+            write_when_there_is_room(folder, folder.mkdir)
         except FileExistsError:
             attempt += 1
             continue
         latest = _latest_logs(run_dir)
         latest.unlink(missing_ok=True)
-        latest.symlink_to(f"attempt_{attempt}")
+        write_when_there_is_room(latest, partial(latest.symlink_to, f"attempt_{attempt}"))
         summary = run_dir / SUMMARY_FILE
         if summary.exists():  # move an earlier attempt's summary away, so that it is not mistaken for this attempt's
             logs_dir(run_dir, attempt - 1).mkdir(exist_ok=True)
@@ -332,9 +335,7 @@ def _latest_logs(run_dir: Path) -> Path:
 
 
 def write_record(run_dir: Path, record: RunRecord) -> None:
-    temporary = run_dir / f".{RUN_FILE}"
-    temporary.write_bytes(msgspec.json.encode(record))
-    temporary.rename(run_dir / RUN_FILE)
+    write_file(run_dir / RUN_FILE, msgspec.json.encode(record))
 
 
 def read_record(run_dir: Path) -> RunRecord | None:

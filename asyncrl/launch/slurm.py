@@ -27,6 +27,7 @@ import msgspec
 from asyncrl.config.schema import ConfigError, ExperimentConfig, SlurmConfig
 from asyncrl.launch.rundir import LaunchError, is_folder
 from asyncrl.protocol.messages import DECODE_ERRORS
+from asyncrl.runtime.disk import write_file
 
 _COMMAND_LIMIT_S = 60.0  # a busy slurmctld may take that long
 _SPARE_S = 60.0  # margin between the limit of the last checkpoint and the job's time limit
@@ -213,10 +214,7 @@ def submit(script: Path) -> str:
 
 
 def write_job(run_dir: Path, record: JobRecord) -> None:
-    path = slurm_dir(run_dir) / "job.json"
-    temporary = path.with_name(".job.json")
-    temporary.write_bytes(msgspec.json.encode(record))
-    temporary.rename(path)
+    write_file(slurm_dir(run_dir) / "job.json", msgspec.json.encode(record))
 
 
 def read_job(run_dir: Path) -> JobRecord | None:

@@ -15,7 +15,7 @@ from asyncrl.master.report import generation_idle_share
 from asyncrl.protocol.messages import WeightVersion
 from asyncrl.protocol.names import ACTOR
 from asyncrl.protocol.tickets import read_key
-from asyncrl.runtime.disk import writing
+from asyncrl.runtime.disk import write_file
 from asyncrl.runtime.metrics import JsonLinesWriter, MetricsWriter
 from asyncrl.runtime.wandb_writer import WandbWriter
 from asyncrl.weights.checkpoints import DataIdentity, MasterState, prune, read_state
@@ -74,8 +74,4 @@ class MasterFiles:
 
     def write_summary(self, summary: dict[str, object]) -> None:
         """Write summary.json atomically: the file is complete or absent."""
-        path = self._run_dir / "summary.json"
-        with writing(path):
-            temporary = path.with_name(".summary.json")
-            temporary.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=1))
-            temporary.rename(path)
+        write_file(self._run_dir / "summary.json", msgspec.json.format(msgspec.json.encode(summary), indent=1))

@@ -130,8 +130,7 @@ class Recorder(Worker):
             Entry(receiver.store.whole(ticket), receiver.metas[ticket], position) for position, ticket in enumerate(ids)
         ]
         try:
-            with writing(self._files.folder):
-                self._files.write(number, len(ids), entries)
+            self._files.write(number, len(ids), entries)
         except RecordingFullError as error:
             raise RunEndedError(str(error)) from error
 

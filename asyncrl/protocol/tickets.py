@@ -17,7 +17,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from asyncrl.protocol.messages import Locator
-from asyncrl.runtime.disk import write_private, writing
+from asyncrl.runtime.disk import write_private, write_when_there_is_room
 
 KEY_FILE = "ticket.key"  # in the run's folder, readable only by its owner
 _KEY_BYTES = 32
@@ -76,13 +76,16 @@ class TicketSeal:
 def make_key(run_dir: Path) -> bytes:
     """Return the run's ticket key, creating it if it does not exist. Raises StorageError. Only the gserver manager calls it."""
     path = run_dir / KEY_FILE
-    with writing(path):
+
+    def make() -> bytes:
         if (key := read_key(run_dir)) is not None:
             return key
         run_dir.mkdir(parents=True, exist_ok=True)
         key = secrets.token_bytes(_KEY_BYTES)
         write_private(path, key)
-    return key
+        return key
+
+    return write_when_there_is_room(path, make)
 
 
 def read_key(run_dir: Path) -> bytes | None:

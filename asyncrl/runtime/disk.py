@@ -1,7 +1,9 @@
 """Explains to the user why a file of a run cannot be written: the path, the reason, the free space and the remedy.
 
 The operating system reports `No space left on device`, usually without the path. Processes of a run
-write metrics, journals, weights and checkpoints inside `writing(path)`, which adds the rest.
+write metrics, journals, weights and checkpoints inside `writing(path)`, which adds the rest. `write_when_there_is_room` repeats a
+write while the disk is full. A failed fsync is never repeated: the kernel may have dropped the data, and a second fsync would
+report success.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+FULL_LIMIT_S = 2.0  # for a single write: an event loop may wait meanwhile, and with it the heartbeats
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0  # between two tries on a full disk
 
 _EXPLAINED = {
@@ -71,17 +74,21 @@ def writing(path: Path) -> Iterator[None]:
         raise explained from error
 
 
-def write_when_there_is_room(write: Callable[[], T], failures: Failures, *, clock: Clock = SYSTEM_CLOCK) -> T:
-    """Call a function that writes and raises StorageError. While the disk is full, call it again: other files may be removed
-    meanwhile. Blocks for at most the limit of `failures`. Raises the first error.
+def write_when_there_is_room(
+    path: Path, write: Callable[[], T], failures: Failures | None = None, *, clock: Clock = SYSTEM_CLOCK
+) -> T:
+    """Call a function that writes `path`. While the disk is full, call it again: other files may be removed meanwhile. Blocks for
+    at most the limit of `failures`. Raises StorageError about the first error, and other exceptions as they are.
 
     write: may be called again after it has failed. failures: of this file; a later write has no time of its own after a write that
-    has used up the limit.
+    has used up the limit. None: FULL_LIMIT_S for this write.
     """
+    failures = failures or Failures(FULL_LIMIT_S)
     pause_s, first = _FIRST_PAUSE_S, None
     while True:
         try:
-            written = write()
+            with writing(path):
+                written = write()
             failures.worked()
             return written
         except StorageError as error:
@@ -98,6 +105,22 @@ def write_when_there_is_room(write: Callable[[], T], failures: Failures, *, cloc
             raise first from error  # a consequence of the first one
         clock.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file, completely or not at all, and replace an older one. Waits for a moment while the disk is full. One process at a
+    time may write to a path. Raises StorageError."""
+    temporary = path.with_name(f".{path.name}")
+
+    def write() -> None:
+        try:
+            temporary.write_bytes(content)
+            temporary.rename(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+    write_when_there_is_room(path, write)
 
 
 def write_private(path: Path, content: bytes) -> None:

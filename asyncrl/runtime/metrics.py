@@ -15,16 +15,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
+from typing import Literal
 
 import msgspec
 
 from asyncrl.protocol.errors import Failures
 from asyncrl.protocol.messages import DECODE_ERRORS
-from asyncrl.runtime.disk import write_when_there_is_room, writing
+from asyncrl.runtime.disk import FULL_LIMIT_S, write_when_there_is_room, writing
 from asyncrl.runtime.wandb_writer import WandbWriter
 
 METRICS_FILE = "metrics.jsonl"
-_FULL_LIMIT_S = 2.0  # the event loop waits meanwhile, and with it the heartbeats
 _LAST_WORDS_S = 2.0  # limit for W&B to finish if the run ends early
 _NUM_BUCKETS = 30  # of a histogram
 _BLOCK_BYTES = 1 << 16
@@ -41,10 +41,9 @@ class JsonLinesWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._failures = path, Failures(_FULL_LIMIT_S)
+        self._path, self._failures = path, Failures(FULL_LIMIT_S)
+        self._file = write_when_there_is_room(path, lambda: _open(path, "a+b"), self._failures)
         with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a+b", buffering=0)
             whole, size = _end_of_lines(self._file.fileno()), path.stat().st_size
             if whole < size:
                 logger.warning(
@@ -55,7 +54,7 @@ class JsonLinesWriter:
     def write(self, record: Mapping[str, object]) -> None:
         """Write a record. Waits for a moment while the disk is full."""
         line = msgspec.json.encode(record) + b"\n"
-        write_when_there_is_room(lambda: self.write_lines([line]), self._failures)
+        write_when_there_is_room(self._path, lambda: self.write_lines([line]), self._failures)
 
     def sync(self) -> None:
         """When this returns, the written lines are on disk and survive a power failure."""
@@ -123,11 +122,9 @@ class EventFile:
     """Writes TensorBoard events immediately: a full disk raises StorageError here, not unseen in a library's thread."""
 
     def __init__(self, folder: Path) -> None:
-        self._failures = Failures(_FULL_LIMIT_S)
+        self._failures = Failures(FULL_LIMIT_S)
         self._path = folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
-        with writing(self._path):
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("ab", buffering=0)
+        self._file = write_when_there_is_room(self._path, lambda: _open(self._path, "ab"), self._failures)
         self._append(_double(1, time.time()) + _bytes(3, b"brain.Event:2"))
 
     def write(
@@ -154,17 +151,21 @@ class EventFile:
         length = struct.pack("<Q", len(event))
         ends = [struct.pack("<I", _masked_crc32c(part)) for part in (length, event)]
         data = length + ends[0] + event + ends[1]
-        write_when_there_is_room(lambda: self._write(data), self._failures)
+        write_when_there_is_room(self._path, lambda: self._write(data), self._failures)
 
     def _write(self, data: bytes) -> None:
         before = os.fstat(self._file.fileno()).st_size
         try:
-            with writing(self._path):
-                _write_all(self._file, data)
+            _write_all(self._file, data)
         except OSError:
             with contextlib.suppress(OSError):
                 self._file.truncate(before)
             raise
+
+
+def _open(path: Path, mode: Literal["ab", "a+b"]) -> io.FileIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open(mode, buffering=0)
 
 
 # An Event is a protocol buffer: wall_time = 1 (double), step = 2, file_version = 3, summary = 5. A summary repeats

@@ -18,6 +18,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ import msgspec
 
 from asyncrl import __version__
 from asyncrl.protocol.messages import DECODE_ERRORS, Locator
+from asyncrl.runtime.disk import write_file, write_when_there_is_room
 from asyncrl.weights.versions import FileEntry, WeightsError, check_files
 
 if TYPE_CHECKING:
@@ -269,9 +271,7 @@ def begin_anew(run_dir: str | Path, attempt: int) -> None:
     folder = recover_dir(run_dir)
     if not list_checkpoints(run_dir):
         return
-    temporary = folder / f".{_ANEW_FILE}"
-    temporary.write_bytes(msgspec.json.encode(_Anew(attempt)))
-    temporary.rename(folder / _ANEW_FILE)
+    write_file(folder / _ANEW_FILE, msgspec.json.encode(_Anew(attempt)))
 
 
 def prune(run_dir: str | Path, keep_last: int) -> list[Path]:
@@ -295,7 +295,7 @@ def prune(run_dir: str | Path, keep_last: int) -> list[Path]:
         path = checkpoint_dir(run_dir, attempt, step)
         grave = folder / f".{path.name}.removing"
         with contextlib.suppress(FileNotFoundError):
-            path.rename(grave)
+            write_when_there_is_room(path, partial(path.rename, grave))
         shutil.rmtree(grave, ignore_errors=True)
         removed.append(path)
     if _first_attempt(run_dir) <= kept[0][0]:

@@ -20,6 +20,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -30,7 +31,7 @@ import xxhash
 from asyncrl.data.model_folder import is_plain_name
 from asyncrl.protocol.errors import ErrorClass, Failures
 from asyncrl.protocol.messages import DECODE_ERRORS, WeightVersion, WrittenFile
-from asyncrl.runtime.disk import write_when_there_is_room, writing
+from asyncrl.runtime.disk import write_when_there_is_room
 
 if TYPE_CHECKING:
     import torch
@@ -184,7 +185,6 @@ def publish_folder(path: Path, *, source_dir: Path, version: WeightVersion, fsyn
             writer.link(file)
         return _finish_version(writer, side_files(source_dir), version, None, None)
 
-    _temporary(path).mkdir(parents=True, exist_ok=True)
     return commit_folder(path, [], fill, fsync=fsync)
 
 
@@ -228,10 +228,9 @@ def write_part(
     ...) with nothing of this part left behind.
     """
     temporary = _temporary(path)
-    temporary.mkdir(parents=True, exist_ok=True)  # the commit removes files that an earlier attempt left in it
     written: list[WrittenFile] = []
     try:
-        with FileWriter(temporary, fsync) as writer:
+        with FileWriter(temporary, fsync) as writer:  # the commit removes files that an earlier attempt left in it
             for number, shard in enumerate(_shards(tensors, shard_bytes)):
                 name = f"part-{part:05d}-{number:05d}.safetensors"
                 written.append(WrittenFile(name, 0, "", list(shard)))
@@ -301,8 +300,9 @@ def commit_folder(
         if fsync:
             _sync(temporary)
         if replace and path.exists():
-            old = path.rename(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-        temporary.rename(path)
+            grave = writer.when_there_is_room(lambda: tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+            old = writer.when_there_is_room(lambda: path.rename(grave))
+        writer.when_there_is_room(lambda: temporary.rename(path))
         if fsync:
             _sync(path.parent)
     except BaseException:
@@ -502,7 +502,8 @@ def prune_versions(directory: Path, *, keep: int, in_use: Iterable[WeightVersion
     removed = [version for version in versions if version not in kept]
     for version in removed:
         grave = directory / f".{version}.removing"
-        (directory / str(version)).rename(grave)
+        path = directory / str(version)
+        write_when_there_is_room(path, partial(path.rename, grave))
         shutil.rmtree(grave, ignore_errors=True)
     return removed
 
@@ -519,13 +520,14 @@ class FileWriter:
         self.files: dict[str, FileEntry] = {}
         self.directory, self._fsync = directory, fsync
         self._failures = Failures(_FULL_LIMIT_S)
+        self.when_there_is_room(lambda: directory.mkdir(parents=True, exist_ok=True))
         self._closes: list[Future[None]] = []
         self._pool = ThreadPoolExecutor(_NUM_SYNCERS, thread_name_prefix="sync_weights")
 
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
         """Write a file. Reads the buffers without copying, in pieces that fit into a core's cache."""
         digest, size = xxhash.xxh3_64(), 0
-        file = (self.directory / name).open("wb", buffering=0)
+        file = self.when_there_is_room(lambda: (self.directory / name).open("wb", buffering=0))
         try:
             for part in parts:
                 view = memoryview(part)
@@ -553,12 +555,7 @@ class FileWriter:
     def when_there_is_room(self, write: Callable[[], T]) -> T:
         """Call a function that writes to the folder, again while the disk is full. Raises StorageError."""
         final = self.directory.with_name(self.directory.name.removesuffix(_TMP_SUFFIX))
-
-        def once() -> T:
-            with writing(final):
-                return write()
-
-        return write_when_there_is_room(once, self._failures)
+        return write_when_there_is_room(final, write, self._failures)
 
     def adopt(self, files: Sequence[WrittenFile]) -> None:
         """Take over files that other processes wrote to this folder, and remove all others. Raises WeightsError if a file is
@@ -580,7 +577,7 @@ class FileWriter:
             return self.files[name].bytes - 8 - int.from_bytes(file.read(8), "little")
 
     def rename(self, old: str, new: str) -> None:
-        (self.directory / old).rename(self.directory / new)
+        self.when_there_is_room(lambda: (self.directory / old).rename(self.directory / new))
         self.files[new] = self.files.pop(old)
 
     def __enter__(self) -> FileWriter:

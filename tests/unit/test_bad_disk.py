@@ -8,17 +8,35 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
+from recordings import make_group, make_store
 
+from asyncrl.config.schema import ExperimentConfig
+from asyncrl.data.trajectories import Entry, list_recording, recording_dir
+from asyncrl.launch.program import save_config
+from asyncrl.launch.rundir import RunRecord, begin_attempt, logs_dir, read_record, write_record
+from asyncrl.master.files import MasterFiles
 from asyncrl.protocol.errors import Failures
 from asyncrl.protocol.messages import WeightVersion
+from asyncrl.protocol.tickets import make_key, read_key
 from asyncrl.runtime import disk
 from asyncrl.runtime.disk import StorageError, explain, nearly_full, write_when_there_is_room, writing
 from asyncrl.runtime.metrics import EventFile, JsonLinesWriter, MetricsWriter, read_json_lines
 from asyncrl.runtime.worker import told
-from asyncrl.weights.versions import list_versions, verify_version, version_dir, write_version
+from asyncrl.testing.tiny import make_tiny_model
+from asyncrl.weights.versions import (
+    commit_folder,
+    list_versions,
+    publish_folder,
+    verify_version,
+    version_dir,
+    write_part,
+    write_version,
+)
 from tests.support.clock import ManualClock
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -237,18 +255,19 @@ class Disk:
 
     def write(self):
         if self.errors:
-            with writing(Path("/file")):
-                raise self.errors.pop(0)
+            raise self.errors.pop(0)
         return "written"
 
 
 def test_a_write_is_repeated_while_the_disk_is_full():
     clock = ManualClock(0.0)
     quota = OSError(errno.EDQUOT, "?")
-    assert write_when_there_is_room(Disk(FULL, quota, FULL).write, Failures(30.0), clock=clock) == "written"
+    assert (
+        write_when_there_is_room(Path("/file"), Disk(FULL, quota, FULL).write, Failures(30.0), clock=clock) == "written"
+    )
     assert 0.5 < clock.now < 2.0
     with pytest.raises(StorageError, match="No space left on device"):
-        write_when_there_is_room(Disk(*[FULL] * 1000).write, Failures(30.0), clock=clock)
+        write_when_there_is_room(Path("/file"), Disk(*[FULL] * 1000).write, Failures(30.0), clock=clock)
     assert 30.0 < clock.now < 34.0
 
 
@@ -258,11 +277,13 @@ def test_a_write_is_repeated_while_the_disk_is_full():
 def test_a_write_that_fails_for_another_reason_is_not_repeated(error):
     clock = ManualClock(0.0)
     with pytest.raises(StorageError):
-        write_when_there_is_room(Disk(error).write, Failures(30.0), clock=clock)
+        write_when_there_is_room(Path("/file"), Disk(error).write, Failures(30.0), clock=clock)
     with pytest.raises(StorageError, match="No space left"):  # the first error, not its consequence
-        write_when_there_is_room(Disk(FULL, FileNotFoundError("half a version")).write, Failures(30.0), clock=clock)
+        write_when_there_is_room(
+            Path("/file"), Disk(FULL, FileNotFoundError("half a version")).write, Failures(30.0), clock=clock
+        )
     with pytest.raises(ValueError, match="no disk"):
-        write_when_there_is_room(Disk(ValueError("no disk")).write, Failures(30.0), clock=clock)
+        write_when_there_is_room(Path("/file"), Disk(ValueError("no disk")).write, Failures(30.0), clock=clock)
     assert clock.now < 1.0
 
 
@@ -304,3 +325,128 @@ def test_a_version_survives_a_disk_that_is_full_for_a_moment(small_disk, source)
     write(path, 100_000, source)
     removal.join()
     verify_version(path)
+
+
+def record(folder):
+    meta, sample = make_group(0)
+    store = make_store(folder, trained=False, prune=False)
+    store.write(0, 1, [Entry(sample, meta, 0)])
+    assert store.num_files == len(list_recording(recording_dir(folder, 1))) == 1
+
+
+def record_initial_weights(folder):
+    model = folder.parent / "a_model"
+    make_tiny_model(model)
+    path = version_dir(folder, "actor", WeightVersion(1, 0))
+    publish_folder(path, source_dir=model, version=WeightVersion(1, 0))
+    verify_version(path)
+
+
+def write_a_checkpoint(folder):
+    path = folder / "checkpoints" / "one"
+    files = write_part(path, [("w", torch.ones(1000))], others={"state": b"{}"})
+
+    def finish(writer):
+        writer.rename(files[0].name, "renamed")
+        writer.write("last", [b"x"])
+
+    commit_folder(path, files, finish, fsync=True)
+    assert sorted(entry.name for entry in path.iterdir()) == ["last", "renamed", "state"]
+
+
+def write_again(folder):
+    """Replace a damaged version."""
+    path = folder / "weights" / "one"
+    for number in range(2):
+        files = write_part(path, [("w", torch.full((1000,), float(number)))])
+        commit_folder(path, files, lambda writer: None, fsync=False, replace=True)
+    assert [entry.name for entry in path.parent.iterdir()] == ["one"]
+
+
+def summarise(folder):
+    MasterFiles(SimpleNamespace(worker=SimpleNamespace(run_dir=str(folder)))).write_summary({"steps": 3})
+    assert msgspec.json.decode((folder / "summary.json").read_bytes()) == {"steps": 3}
+
+
+def begin_an_attempt(folder):
+    attempt = begin_attempt(folder)
+    assert (attempt, logs_dir(folder, attempt).is_dir()) == (1, True)
+    assert (folder / "logs" / "latest").readlink() == Path("attempt_1")
+    run_record = RunRecord(pid=4, attempt=1, experiment="e", trial="t", endpoints=["h:1"], started=3.0)
+    write_record(folder, run_record)
+    assert read_record(folder) == run_record
+
+
+def write_a_config(folder):
+    save_config(ExperimentConfig(), folder / "configs" / "attempt_1" / "master.yaml")
+    assert (folder / "configs" / "attempt_1" / "master.yaml").stat().st_size > 100
+
+
+def begin_journals_and_metrics(folder):
+    JsonLinesWriter(folder / "journal" / "master.jsonl").close()
+    EventFile(folder / "tensorboard").close()
+    assert (folder / "journal" / "master.jsonl").is_file()
+
+
+def make_the_ticket_key(folder):
+    assert make_key(folder / "run") == read_key(folder / "run")
+
+
+WRITERS = (
+    record,
+    record_initial_weights,
+    write_a_checkpoint,
+    write_again,
+    summarise,
+    begin_an_attempt,
+    write_a_config,
+    begin_journals_and_metrics,
+    make_the_ticket_key,
+)
+
+
+@pytest.mark.parametrize("write_files", WRITERS)
+def test_what_a_run_writes_survives_a_disk_that_is_full_for_a_moment(mount, write_files):
+    """Full of bytes and of files: neither a folder nor a file can be made."""
+    disk = mount("size=8m,nr_inodes=100")
+    ballast = disk / "ballast"
+    ballast.mkdir()
+    with contextlib.suppress(OSError):
+        for number in range(1000):
+            (ballast / str(number)).touch()
+    with (ballast / "0").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    removal = threading.Timer(0.3, shutil.rmtree, [ballast])
+    removal.start()
+    try:
+        write_files(disk)
+    finally:
+        removal.join()
+
+
+@pytest.mark.parametrize("write_files", WRITERS)
+@pytest.mark.parametrize("call", ["rename", "mkdir"])
+def test_renames_and_folders_survive_a_disk_that_is_full_for_a_moment(tmp_path, monkeypatch, write_files, call):
+    """On file systems that need room for a rename. Each one fails once."""
+    done, failed = getattr(Path, call), set()
+
+    def full_at_first(path, *arguments, **options):
+        if str(path).startswith(str(folder)) and path not in failed:
+            failed.add(path)
+            raise FULL
+        return done(path, *arguments, **options)
+
+    folder = tmp_path / "run"
+    folder.mkdir()
+    monkeypatch.setattr(Path, call, full_at_first)
+    write_files(folder)
+
+
+def test_a_disk_that_stays_full_ends_a_recording_with_its_cause(mount, monkeypatch):
+    disk = mount("size=8m,nr_inodes=3")
+    (disk / "file").touch()
+    monkeypatch.setattr("asyncrl.data.trajectories._FULL_LIMIT_S", 0.3)
+    (disk / "another").touch()
+    with pytest.raises(StorageError, match="attempt_1 could not be written: No space left on device"):
+        record(disk)

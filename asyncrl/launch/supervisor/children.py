@@ -12,6 +12,7 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -24,6 +25,7 @@ from asyncrl.launch.supervisor.oom import OomCounters
 from asyncrl.launch.worker_main import PARENT_ENV
 from asyncrl.protocol.messages import DECODE_ERRORS, Wait, WorkerStatus
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
+from asyncrl.runtime.disk import write_when_there_is_room
 from asyncrl.runtime.names.interface import Lease
 from asyncrl.runtime.process import python_module, tail_of
 from asyncrl.runtime.stacks import cpu_s
@@ -254,7 +256,7 @@ def start_process(child: Child, run_dir: Path, run_env: Mapping[str, str], fork_
     os.set_blocking(reader, False)
     env = {**spec.env, LEASE_ENV: str(child.lease.id), PARENT_ENV: str(os.getpid()), **run_env}
     try:
-        with child.log.open("ab") as output:
+        with write_when_there_is_room(child.log, partial(child.log.open, "ab")) as output:
             if fork_server is not None:
                 fork_server.ask(config, env, log=output.fileno(), status=writer)
             else:
