@@ -41,6 +41,7 @@ from asyncrl.cli.doctor import installed_version
 from asyncrl.cli.output import never_waiting
 from asyncrl.cli.progress import make_console
 from asyncrl.cli.streams import use_any_streams
+from asyncrl.cli.tables import HelpFormatter
 from asyncrl.config.fields import find_field
 from asyncrl.config.nearest import nearest
 from asyncrl.config.schema import ConfigError
@@ -231,7 +232,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="asyncrl-launch",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument(
         "--version", action="version", version=_version(), help="show the versions of asyncrl, Python and torch"

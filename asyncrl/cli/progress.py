@@ -20,11 +20,11 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
-from rich.table import Table
 from rich.text import Text
 
 from asyncrl.cli.advice import Advice, AdviceNews
 from asyncrl.cli.curves import number, read_runs
+from asyncrl.cli.tables import FittedTable
 from asyncrl.data.trajectories import recording_dir
 from asyncrl.protocol.errors import same_cause
 from asyncrl.protocol.messages import Wait, WorkerStatus
@@ -492,10 +492,12 @@ def print_summary(run_dir: Path, console: Console) -> None:
     """Print the summary of a complete run."""
     summary = msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=dict)
     recorded = summary.get("mode") == "rollout_only"
-    table = Table(title="Summary", show_header=False, title_justify="left")
+    table = FittedTable("Summary", show_header=False)
+    table.add_column("")
+    table.add_column("", "text")
     advice = [line for run in read_runs([run_dir], lambda _: False)[-1:] for line in Advice(run.steps).lines()]
     for label, text in recording_rows(summary) if recorded else _summary_rows(summary, advice):
-        table.add_row(label, text)
+        table.add_row(label, escape(text))
     console.print(table)
     model = f"AutoModelForCausalLM.from_pretrained('{run_dir / 'checkpoints' / 'final'}')"
     made = recording_lines(summary, run_dir) if recorded else [f"The trained model: {model}"]

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from asyncrl.cli.architecture_check import judge_architecture
 from asyncrl.cli.commands.common import (
@@ -26,6 +25,7 @@ from asyncrl.cli.commands.common import (
 from asyncrl.cli.doctor import examine, package_versions
 from asyncrl.cli.hub import find_local_models
 from asyncrl.cli.planning import judge_memory_of_gpus
+from asyncrl.cli.tables import FittedTable
 from asyncrl.cli.task_trial import judge_step, try_tasks
 from asyncrl.config.fields import Wrong, overlap
 from asyncrl.config.schema import ExperimentConfig
@@ -184,7 +184,9 @@ def _verdict(findings: Sequence[Finding], what: str) -> str:
 def _print_findings(title: str, findings: Sequence[Finding], console: Console) -> None:
     if not findings:
         return
-    table = Table(title=title, title_justify="left", show_header=False)
+    table = FittedTable(title, show_header=False)
+    for kind in ("whole", "whole", "text"):
+        table.add_column("", kind)  # type: ignore[arg-type]
     for finding in findings:
         found = escape(finding.value)
         if finding.remedy:

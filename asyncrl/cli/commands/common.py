@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import msgspec
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from asyncrl.cli.tables import FittedTable, HelpFormatter
 from asyncrl.config.processes import ModelWorkerConfig
 from asyncrl.config.schema import ExperimentConfig, max_head_offpolicyness
 from asyncrl.launch.hosts.addresses import refuses
@@ -56,7 +56,7 @@ def add_command(
         help=function.__doc__,
         description=description or function.__doc__,
         epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print JSON on stdout, for programs")
     parser.set_defaults(command=function, clock=SYSTEM_CLOCK, ends_with_reader=False)
@@ -103,11 +103,11 @@ def process_objects(specs: Sequence[ProcessSpec]) -> list[dict[str, Any]]:
     ]
 
 
-def process_table(title: str, specs: Sequence[ProcessSpec]) -> Table:
+def process_table(title: str, specs: Sequence[ProcessSpec]) -> FittedTable:
     """The processes of a run, as a table."""
-    table = Table(title=title, title_justify="left")
+    table = FittedTable(title)
     for column in ("process", "uses", "environment"):
-        table.add_column(column)
+        table.add_column(column, "text")
     rows: dict[tuple[str, str, str], list[str]] = {}  # processes of a kind that differ only in their number share a row
     for spec in specs:
         env = " ".join(f"{key}={value}" for key, value in sorted(redact(spec.env).items()))

@@ -19,14 +19,13 @@ import numpy as np
 from msgspec import Struct
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from yaml import YAMLError
 
 from asyncrl.cli.commands.common import Commands, add_command, print_json
 from asyncrl.cli.commands.which_run import run_dir_of
+from asyncrl.cli.tables import FittedTable
 from asyncrl.config.processes import MasterWorkerConfig, RolloutWorkerConfig
 from asyncrl.config.schema import ConfigError
 from asyncrl.data.sequence import Array, SequenceSample
@@ -498,10 +497,10 @@ def _print_list(listed: list[tuple[Path, TrajectoryHeader]], total: int, console
         f", the newest {len(listed)}" if len(listed) < total else ""
     )
     console.print(Text(title, "italic"), highlight=False, soft_wrap=True)
-    table = Table()
+    table = FittedTable()
     step = "step" if listed[0][1].trained else "batch"
     for column in ("", step, "ticket", "reward (mean, of each)", "response tokens", "versions", "recorded"):
-        table.add_column(column)
+        table.add_column(column, "text" if column.startswith("reward") else "whole")
     for index, (_, header) in enumerate(listed):
         meta = header.meta
         rewards = " ".join(f"{reward:g}" for reward in meta.rewards[:8]) + (" ..." if len(meta.rewards) > 8 else "")
@@ -542,7 +541,7 @@ def print_view(view: View, console: Console, *, limit: int, with_prompt: bool) -
         line = Text(f"{label:<9}", "bold").append(visible(text), "yellow" if label == "note" else "not bold")
         console.print(line, highlight=False, soft_wrap=True)
     _print_text("prompt", view.prompt_text, console)
-    console.print(_sequence_table(view, console.width))
+    console.print(_sequence_table(view))
     chosen = view.sequences[view.sequence]
     _print_text(f"response {view.sequence}", chosen.text, console)
     rows = [row for row in view.tokens if with_prompt or not row.prompt]
@@ -562,31 +561,16 @@ def _print_text(label: str, text: str | None, console: Console) -> None:
     console.print(Text(shown), highlight=False, soft_wrap=True)
 
 
-_SEQUENCE_COLUMNS = ("", "reward", "end", "tokens", "versions", "off-policy")
-_ALWAYS_SHOWN = 4  # of these columns, also on the narrowest terminal
-_LEAST_RESPONSE = 12  # characters of the response for which a further column is left out
-_FRAME = 3  # characters around a cell
-
-
-def _sequence_table(view: View, width: int) -> Table:
-    """The responses of the group. Only the response is cropped; columns that do not fit the width are left out, from the right."""
-    rows = [_sequence_cells(row) for row in view.sequences]
-    needed = [
-        max(cell_len(name), *(cell_len(str(row[at])) for row in rows)) + _FRAME
-        for at, name in enumerate(_SEQUENCE_COLUMNS)
-    ]
-    shown = _ALWAYS_SHOWN
-    while shown < len(needed) and 1 + sum(needed[: shown + 1]) + _LEAST_RESPONSE + _FRAME <= width:
-        shown += 1
-    room = width - 1 - sum(needed[:shown]) - _FRAME
-    table = Table(title="the group", title_justify="left")
-    for name in _SEQUENCE_COLUMNS[:shown]:
-        table.add_column(name, no_wrap=True)
-    if room >= len("..."):
-        table.add_column("response", no_wrap=True, overflow="ellipsis", max_width=room)
-    for row, cells in zip(view.sequences, rows, strict=True):
-        visible_cells = [*cells[:shown], *(cells[-1:] if room >= len("...") else [])]
-        table.add_row(*visible_cells, style="bold" if row.index == view.sequence else None)
+def _sequence_table(view: View) -> FittedTable:
+    """The responses of the group. Only the response is cropped; columns that do not fit are left out, from the right."""
+    table = FittedTable("the group")
+    for name in ("", "reward", "end", "tokens"):
+        table.add_column(name)
+    for name in ("versions", "off-policy"):
+        table.add_column(name, "optional")
+    table.add_column("response", "free")
+    for row in view.sequences:
+        table.add_row(*_sequence_cells(row), style="bold" if row.index == view.sequence else None)
     return table
 
 
@@ -603,11 +587,11 @@ def _sequence_cells(row: SequenceRow) -> list[str | Text]:
     ]
 
 
-def _token_table(rows: list[TokenRow], title: str) -> Table:
+def _token_table(rows: list[TokenRow], title: str) -> FittedTable:
     columns = ["", "text", "id", "version", "behaviour", "proximal", "reference", "trained", "reward", "advantage"]
     cells = [_token_cells(row) for row in rows]
     there = [index for index, name in enumerate(columns) if name in ("", "id") or any(str(row[index]) for row in cells)]
-    table = Table(title=title, title_justify="left")
+    table = FittedTable(title)
     for index in there:
         table.add_column(columns[index], justify="left" if columns[index] == "text" else "right")
     for row in cells:

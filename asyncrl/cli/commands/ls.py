@@ -14,10 +14,10 @@ from statistics import fmean
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from asyncrl.cli.commands.common import Commands, add_command, print_json
 from asyncrl.cli.curves import number, read_records
+from asyncrl.cli.tables import FittedTable
 from asyncrl.config.schema import ConfigError
 from asyncrl.launch.rundir import LOCK_FILE, RUN_FILE, LaunchError, is_running, read_record
 from asyncrl.runtime.metrics import METRICS_FILE
@@ -118,10 +118,10 @@ def newest_step(metrics: Path) -> tuple[int, float | None]:
     return step, fmean(rewards[-_REWARD_STEPS:]) if rewards else None
 
 
-def _table(folder: Path, entries: list[RunEntry], now: float) -> Table:
-    table = Table(title=str(folder), title_justify="left")
+def _table(folder: Path, entries: list[RunEntry], now: float) -> FittedTable:
+    table = FittedTable(escape(str(folder)))
     for column in ("run", "state", "step", f"reward, mean of {_REWARD_STEPS} steps", "started"):
-        table.add_column(column)
+        table.add_column(column, "text" if column in ("state", "started") else "whole")
     for entry in entries:
         began = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.started)) if entry.started else ""
         table.add_row(

@@ -8,11 +8,11 @@ from functools import partial
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from asyncrl.cli.commands.common import FAILED, Commands, add_config_command, print_json
 from asyncrl.cli.hub import with_local_models
 from asyncrl.cli.planning import choose_device
+from asyncrl.cli.tables import FittedTable
 from asyncrl.config.schema import ConfigError, resolve_auto
 from asyncrl.dataflow.phases import phases
 from asyncrl.launch.experiment import load_experiment
@@ -116,9 +116,9 @@ def _print_plan(plan: RunPlan, remedies: Sequence[Remedy], console: Console) -> 
         say(f"fits: the fullest GPU needs at least {gib(plan.peak)}")
 
 
-def _memory_table(plan: RunPlan) -> Table:
+def _memory_table(plan: RunPlan) -> FittedTable:
     kinds = [kind for kind in KINDS if any(rank.at_peak.get(kind) for rank in plan.ranks)]
-    table = Table(title="model workers: GiB at the peak of the step", title_justify="left")
+    table = FittedTable("model workers: GiB at the peak of the step")
     for column in ("worker", "holds", "needs", "peak", *kinds, "libraries", "load", "export"):
         table.add_column(column, justify="left" if column in ("worker", "holds") else "right")
     for rank in plan.ranks:
@@ -129,10 +129,11 @@ def _memory_table(plan: RunPlan) -> Table:
     return table
 
 
-def _work_table(ranks: Sequence[RankPlan]) -> Table:
-    table = Table(title="model workers: work in a train step", title_justify="left")
-    for column in ("worker", "MFC", "tokens", "TFLOP", "collectives: calls, payload in GiB"):
+def _work_table(ranks: Sequence[RankPlan]) -> FittedTable:
+    table = FittedTable("model workers: work in a train step")
+    for column in ("worker", "MFC", "tokens", "TFLOP"):
         table.add_column(column, justify="right" if column in ("tokens", "TFLOP") else "left")
+    table.add_column("collectives: calls, payload in GiB", "text")
     for rank in ranks:
         for step in rank.steps:
             moved = ", ".join(
@@ -157,7 +158,7 @@ def _print_server(plan: RunPlan, console: Console) -> None:
 
 
 def _print_layouts(layouts: Sequence[Layout], console: Console) -> None:
-    table = Table(title="layouts; times are lower bounds", title_justify="left")
+    table = FittedTable("layouts; times are lower bounds")
     for column in ("allocation", "fits", "step s", "training s", "receiving s", "generation s", "fullest GPU"):
         table.add_column(column, justify="left" if column in ("allocation", "fits") else "right")
     for layout in layouts[:_SHOWN_LAYOUTS]:

@@ -11,7 +11,6 @@ import msgspec
 from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
-from rich.table import Table
 
 from asyncrl.cli.commands.common import (
     NOT_RUNNING,
@@ -24,6 +23,7 @@ from asyncrl.cli.commands.common import (
 from asyncrl.cli.commands.which_run import run_dir_of
 from asyncrl.cli.curves import read_records
 from asyncrl.cli.progress import TrainingProgress
+from asyncrl.cli.tables import FittedTable
 from asyncrl.launch.rundir import LaunchError, RunRecord, all_logs_dirs, read_record
 from asyncrl.launch.standstill import wait_texts
 from asyncrl.protocol.messages import WorkerStatus
@@ -170,9 +170,9 @@ def _view(run_dir: Path, record: RunRecord, seen: _Seen) -> Group:
     num_running = sum(status.state == "running" for status in servers)
     if seen.desired not in (None, num_running):
         title += f"; {seen.desired} generation servers desired, {num_running} running"
-    table = Table(title=title, title_justify="left")
+    table = FittedTable(escape(title))
     for column in ("worker", "state", "heartbeat", "version", "peak memory", "waits for", "queues"):
-        table.add_column(column)
+        table.add_column(column, "text" if column in ("state", "waits for", "queues") else "whole")
     for entry in seen.statuses:
         table.add_row(*map(escape, _status_row(entry, seen.at)))
     training = seen.training.text() if seen.training.step else f"no train step yet in attempt {record.attempt}"
