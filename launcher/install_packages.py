@@ -1,11 +1,9 @@
 """Install packages into the environment of this interpreter: with uv where it is present or pip can install it, else with pip.
 
-    .venv/bin/python launcher/install_packages.py [--copy] ARGUMENTS OF `pip install`
+    .venv/bin/python launcher/install_packages.py ARGUMENTS OF `pip install`
 
 uv needs a fifth of pip's CPU time. It gets pip's settings (indexes, links, constraints, certificates) as options, so both
 choose the same packages. Where uv fails, or pip has a setting that this file does not know, pip installs, and one line says why.
-
---copy: for packages whose installed files are changed later. By default uv links them to its cache, and other environments too.
 """
 
 from __future__ import annotations
@@ -26,8 +24,6 @@ PIP = (sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "-
 
 # pip's settings that say which packages are chosen or how they are fetched -> uv's option, given once for each value.
 _OPTIONS = {
-    "index-url": "--default-index",
-    "extra-index-url": "--index",
     "find-links": "--find-links",
     "constraint": "--constraints",
     "trusted-host": "--allow-insecure-host",
@@ -63,14 +59,21 @@ def pip_settings(listed: str) -> dict[str, str]:
 
 def uv_settings(settings: Mapping[str, str], environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
     """Return uv's options and further variables of its environment that do what pip's settings do. Raises UvUnusable."""
-    known = {*_OPTIONS, *_VARIABLES, *_HARMLESS}
+    known = {"index-url", "extra-index-url", *_OPTIONS, *_VARIABLES, *_HARMLESS}
     unknown = sorted(name for name, value in settings.items() if value and name not in known)
     if unknown:
         raise UvUnusable(f"it has no counterpart of pip's setting {', '.join(unknown)}")
     options = ["--index-strategy", "unsafe-best-match"]  # like pip: the best version of all indexes
     has_own = any(environ.get(name) for name in _UV_INDEXES)
+    if not has_own:
+        # Of a version that several indexes have, pip takes the most fitting wheel and uv the first index's. Another index may
+        # have a wheel without the compiled parts, so pip's main index comes first.
+        first = settings.get("index-url") or "https://pypi.org/simple"
+        *indexes, last = first, *settings.get("extra-index-url", "").split()
+        options += [part for index in indexes for part in ("--index", index)]
+        options += ["--default-index", last]  # has the lowest priority
     for name, option in _OPTIONS.items():
-        if not (has_own and name in ("index-url", "extra-index-url", "find-links")):
+        if not (has_own and name == "find-links"):
             options += [part for value in settings.get(name, "").split() for part in (option, value)]
     variables = {name: settings[key] for key, names in _VARIABLES.items() if settings.get(key) for name in names}
     return options, variables
@@ -118,10 +121,8 @@ def main(arguments: list[str]) -> int:
     unfinished = prefix / ".asyncrl-unfinished"
     is_anew = unfinished.exists()
     unfinished.touch()
-    copied = ["--link-mode", "copy"] if "--copy" in arguments else []
-    arguments = [argument for argument in arguments if argument != "--copy"]
     try:
-        install_with_uv([*copied, *(["--reinstall"] if is_anew else []), *arguments], prefix)
+        install_with_uv([*(["--reinstall"] if is_anew else []), *arguments], prefix)
         code = 0
     except UvUnusable as error:
         print(f"asyncrl: pip instead of uv, which is faster: {error}", flush=True)

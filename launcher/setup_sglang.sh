@@ -33,8 +33,7 @@ done
 # Uses venv, python, kind and stamp. Durations were measured on a machine with 2 cores and a fast network.
 install_sglang() {
     local log step=0 steps=3 cpu="$ASYNCRL_ROOT/launcher/sglang_cpu"
-    local pip=("$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off) # for GPUs, whose versions no lock has
-    local install=("$venv/bin/python" "$ASYNCRL_ROOT/launcher/install_packages.py")
+    local pip=("$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off) # not uv: no lock has all versions
     _asyncrl_check_python || return 1
     [ $kind = gpu ] || steps=4
     "$venv/bin/python" -m pip --version >/dev/null 2>&1 || steps=$((steps + 1))
@@ -48,9 +47,8 @@ install_sglang() {
         _asyncrl_step 600 "installing SGLang and all that it needs" "${pip[@]}" "torch==$ASYNCRL_CUDA_TORCH" \
             "sglang==$SGLANG_VERSION" || return 1
     else
-        _asyncrl_step 20 "installing what SGLang needs" "${install[@]}" -r "$cpu/requirements.txt" || return 1
-        # install.py below changes an installed file, which must not be a link to uv's cache
-        _asyncrl_step 10 "installing SGLang itself" "${install[@]}" --copy --no-deps -r "$cpu/requirements_without_dependencies.txt" || return 1
+        _asyncrl_step 120 "installing what SGLang needs" "${pip[@]}" -r "$cpu/requirements.txt" || return 1
+        _asyncrl_step 20 "installing SGLang itself" "${pip[@]}" --no-deps -r "$cpu/requirements_without_dependencies.txt" || return 1
         _asyncrl_step 2 "putting stand-ins for kernels in their place" "$venv/bin/python" "$cpu/install.py" || return 1
     fi
     _asyncrl_step 5 "seeing that it can be imported" import_sglang || return 1

@@ -64,7 +64,8 @@ def install(tmp_path):
     return call
 
 
-UV_INSTALL = "uv pip install --python VENV/bin/python --index-strategy unsafe-best-match"
+UV_OPTIONS = "uv pip install --python VENV/bin/python --index-strategy unsafe-best-match"
+UV_INSTALL = f"{UV_OPTIONS} --default-index https://pypi.org/simple"
 PIP_INSTALL = "pip install --disable-pip-version-check --progress-bar off"
 PIP_SETTINGS = """:env:.cert='/certs.pem'
 :env:.find-links='/my wheels'
@@ -80,10 +81,16 @@ install.trusted_host='a'"""
 def test_uv_installs_with_pips_settings(install):
     assert install("torch==2", "-e", "x[y]") == ["pip config list", f"{UV_INSTALL} torch==2 -e x[y] cert= proxy="]
     assert install("x", PIP_SETTINGS=PIP_SETTINGS)[1] == (
-        f"{UV_INSTALL} --default-index https://mirror --index https://a --index https://b --find-links /my "
+        f"{UV_OPTIONS} --index https://mirror --index https://a --default-index https://b --find-links /my "
         "--find-links wheels --constraints /constraints.txt --allow-insecure-host a x cert=/certs.pem proxy=http://proxy"
     )
     assert "asyncrl: " not in install.output
+
+
+def test_pips_main_index_comes_first(install):
+    """uv takes the wheel of the first index that has a version, even if another index has one that fits better."""
+    called = install("x", PIP_SETTINGS="global.extra-index-url='https://a'")[1]
+    assert called == f"{UV_OPTIONS} --index https://pypi.org/simple --default-index https://a x cert= proxy="
 
 
 def test_indexes_that_uv_has_of_its_own_stay(install):
@@ -145,11 +152,6 @@ def test_after_a_kill_the_next_start_writes_all_anew(install, uv_in_path):
     again = install("x", uv_in_path=uv_in_path)[-1]
     assert again == (f"{UV_INSTALL} --reinstall x cert= proxy=" if uv_in_path else f"{PIP_INSTALL} --force-reinstall x")
     assert "reinstall" not in install("x")[-1]
-
-
-def test_files_that_are_changed_later_are_copies(install):
-    assert install("--copy", "x")[-1] == f"{UV_INSTALL} --link-mode copy x cert= proxy="
-    assert install("--copy", "x", UV_FAILS="no")[-1] == f"{PIP_INSTALL} --force-reinstall x"
 
 
 def test_modules_are_compiled_where_no_later_process_would_keep_the_result(install):
