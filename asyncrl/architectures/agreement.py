@@ -22,13 +22,11 @@ from asyncrl.config.schema import ConfigError
 
 Logprobs = npt.NDArray[np.float32]
 
-# Nats in float32, where transformers' own attention implementations agree to that; otherwise _NOISE_SHARE times their difference,
-# and at most _MOST: code that is not repeatable, such as dropout, is no noise
+# Nats in float32, where the model's own rounding is below that; otherwise _NOISE_SHARE times the rounding, and at most _MOST: code
+# that is not repeatable, such as dropout, is no noise
 BOUND = 1e-5
 _NOISE_SHARE = 4.0
 _MOST = {32: 1e-3, 16: 1.0}
-# Nats in float32, for a model on several ranks, where transformers' own implementations cannot be asked
-BOUND_SHARDED = 1e-4
 # Nats in 16 bits, the limit of a single token as in the logprob check of a version. docs/lab-notebook.md measures 0.14
 BOUND_16_BITS = 0.3
 
@@ -42,7 +40,8 @@ def texts_of(vocab_size: int) -> list[list[int]]:
 
 
 def bound_of(bits: int, noise: float = 0.0) -> float:
-    """bits: width of the floating-point numbers, 16 or 32. noise: difference between two of transformers' own computations."""
+    """bits: width of the floating-point numbers, 16 or 32. noise: the model's own rounding, the
+    difference between two computations that are equal but for it."""
     return min(max(BOUND_16_BITS if bits == 16 else BOUND, _NOISE_SHARE * noise), _MOST[bits])
 
 

@@ -21,11 +21,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from asyncrl.architectures.agreement import BOUND, SelfCheckError
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import OptimizerConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
-from asyncrl.model import sharding
+from asyncrl.model import self_check, sharding
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer, make_tiny_model
@@ -168,6 +169,18 @@ def run_cell(rank: int, grid: str, cell: Cell) -> Outcome:
     at = (0, 0, 0) if mesh is None else (mesh.pipe, mesh.data, mesh.tensor)
     ids = part.ids if part is not None else []
     return Outcome(before, steps, infer(engine, part), whole_parameters(engine), at, list(ids))
+
+
+def check_packing(rank: int, grid: str, path: str, fault: float) -> str:
+    """The message of the self-check of packing, or "". fault: share of the sum over the row so far that each MLP adds."""
+    engine = make_engine(grid, path)
+    for layer in engine.model.model.layers if fault else ():
+        layer.mlp.register_forward_hook(lambda _, arguments, output: output + fault * arguments[0].cumsum(1))
+    try:
+        self_check.check_packing(engine)
+    except SelfCheckError as error:
+        return str(error)
+    return ""
 
 
 PARTS = (slice(0, 2), slice(2, 3), slice(3, None))  # of the groups of a sample
@@ -670,6 +683,26 @@ def test_an_architecture_that_cannot_be_split_is_refused(ranks, tmp_path, archit
     ranks.run(make_meshes)
     for told in ranks.run(refusal, grid, str(tmp_path), num_ranks=2):
         assert re.search(reason, told), told
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    """In float32, a sequence alone and in a packed row differ by more than BOUND here, by rounding."""
+    path = tmp_path_factory.mktemp("deep")
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_layers": 12, "num_heads": 8}
+    make_tiny_model(path, **sizes, initializer_range=0.08)
+    return str(path)
+
+
+@pytest.mark.parametrize("grid", ["d2", "m2", "p2"])
+def test_rounding_of_a_deep_model_is_no_fault_on_several_ranks(ranks, deep, grid):
+    ranks.run(make_meshes)
+    size = ParallelGrid.parse(grid).size
+    assert ranks.run(check_packing, grid, deep, 0.0, num_ranks=size) == [""] * size
+    told = "".join(ranks.run(check_packing, grid, deep, 0.1, num_ranks=size))
+    figure, bound = map(float, re.search(r"differ by ([\d.e+-]+) \(bound: ([\d.e+-]+)\)", told).groups())
+    assert figure > 10 * bound
+    assert bound > BOUND
 
 
 def test_workers_are_listed_in_the_order_of_the_world():
