@@ -47,7 +47,6 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0  # delay before a nursery restarts:
 _CALM_S = 60.0
 _MAX_MESSAGE = 200_000
 _LENGTH_BYTES = 8
-_STDOUT = 1
 _OUTPUT_LIMIT_S = 1.0  # for the last output of a nursery that has ended
 _MAX_ANSWER = 64_000_000
 
@@ -292,9 +291,7 @@ class Judges:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         program = str(Path(__file__).with_name("judge_main.py"))
         # A pipe bounds what users' code prints, also below Python and in processes that it starts
-        pump = self._pump = Pump(
-            _STDOUT if self._output is None else self._output, f"the reward {self.spec}", self._max_output_bytes
-        )
+        pump = self._pump = Pump(self._output, f"the reward {self.spec}", self._max_output_bytes)
         with theirs, contextlib.closing(pump):
             nursery = subprocess.Popen(
                 [

@@ -4,6 +4,8 @@ import logging
 import subprocess
 import sys
 
+import pytest
+
 from asyncrl.rewards.judges import Judges
 from asyncrl.runtime.user_output import Budget
 
@@ -76,3 +78,46 @@ def test_users_code_in_a_worker_is_bounded_and_the_workers_log_is_not():
     assert 1_000_000 < len(done.stdout) < 1_010_000
     assert 1_000_000 < len(done.stderr) < 1_010_000
     assert done.stderr.endswith("log: the worker's own line\n")
+
+
+BELOW = """
+import ctypes, logging, os, subprocess, sys, time
+from asyncrl.runtime.user_output import limit_streams
+logging.basicConfig(stream=sys.stderr, format="log: %(message)s", force=True)
+limit_streams("rollout_worker/0", 1_000_000)
+for _ in range(50):
+    logging.getLogger("a").warning("the worker's own line " + "o" * 100_000)  # 5 MB, which do not count
+print("printed")
+os.write(1, b"first line\\n")
+libc = ctypes.CDLL(None)
+ways = {
+    "os.write": lambda: os.write(1, bytes(100_000)),
+    "C": lambda: libc.write(2, bytes(100_000), 100_000),
+    "process": lambda: subprocess.run(["head", "-c", "100000", "/dev/zero"], check=True),
+}
+null, written = os.stat(os.devnull), 0
+while not os.path.samestat(os.fstat(1), null):
+    ways[sys.argv[1]]()
+    written += 100_000
+    time.sleep(0.001)
+assert written >= 1_000_000, written
+for _ in range(100):
+    ways[sys.argv[1]]()
+logging.getLogger("a").warning("the last line")
+print("printed, too")
+"""
+
+
+@pytest.mark.parametrize("way", ["os.write", "C", "process"])
+def test_what_is_written_below_python_does_not_fill_the_disk(tmp_path, way):
+    log = tmp_path / "log"
+    with log.open("ab") as file:
+        subprocess.run(
+            [sys.executable, "-c", BELOW, way], stdout=file, stderr=subprocess.STDOUT, check=True, timeout=LIMIT_S
+        )
+    text = log.read_text()
+    lines = [line for line in text.replace("\0", "").splitlines() if line]
+    assert "first line" in lines
+    assert len([line for line in lines if line.startswith("log: the worker's own line")]) == 50
+    assert "rollout_worker/0 has written more than 1 MB to its output below Python's streams" in text
+    assert lines[-2:] == ["log: the last line", "printed, too"]
