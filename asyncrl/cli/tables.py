@@ -24,7 +24,7 @@ from rich.text import Text
 Kind = Literal["whole", "text", "optional", "free"]
 
 _FRAME = 3  # characters around a cell
-_LEAST_TEXT, _LONGEST_WORD, _LEAST_FREE = 16, 44, 12
+_LEAST_TEXT, _LONGEST_WORD, _LEAST_FREE = 16, 20, 12
 _INDENT = 2  # of a row's paragraph, after its first line
 
 
@@ -91,23 +91,28 @@ class FittedTable:
         return [table]
 
     def _widen(self, widths: dict[int, int], left: int) -> None:
-        """Give wrapped columns the characters that are left, the narrowest first, up to their longest line."""
-        natural = {at: self._longest_line(at) for at in widths if self._columns[at].kind == "text"}
-        while left > 0 and (narrow := [at for at in natural if widths[at] < natural[at]]):
-            widths[min(narrow, key=widths.__getitem__)] += 1
-            left -= 1
+        """Give wrapped columns the characters that are left, the narrowest first: up to their longest word, then up to their
+        longest line."""
+        texts = [at for at in widths if self._columns[at].kind == "text"]
+        for longest in (self._longest_word, self._longest_line):
+            goals = {at: longest(at) for at in texts}
+            while left > 0 and (narrow := [at for at in texts if widths[at] < goals[at]]):
+                widths[min(narrow, key=widths.__getitem__)] += 1
+                left -= 1
+
+    def _longest_word(self, at: int) -> int:
+        return max((cell_len(word) for row, _ in self._rows for word in row[at].plain.split()), default=0)
 
     def _longest_line(self, at: int) -> int:
         return max((cell_len(line) for row, _ in self._rows for line in row[at].plain.splitlines()), default=0)
 
     def _needed(self, at: int) -> int:
         """The smallest width of a column, with its frame."""
-        column, cells = self._columns[at], [row[at].plain for row, _ in self._rows]
+        column = self._columns[at]
         heads = column.name.split() if self._show_header else []
         least = self._longest_line(at)
         if column.kind == "text":
-            words = [min(cell_len(word), _LONGEST_WORD) for cell in cells for word in cell.split()]
-            least = max([*words, min(least, _LEAST_TEXT)])
+            least = max(min(self._longest_word(at), _LONGEST_WORD), min(least, _LEAST_TEXT))
         return max([least, *map(cell_len, heads)]) + _FRAME
 
     def _paragraphs(self, width: int) -> list[RenderableType]:

@@ -186,7 +186,7 @@ def _print_findings(title: str, findings: Sequence[Finding], console: Console) -
         return
     table = FittedTable(title, show_header=False)
     for kind in ("whole", "whole", "text"):
-        table.add_column("", kind)  # type: ignore[arg-type]
+        table.add_column("", kind)
     for finding in findings:
         found = escape(finding.value)
         if finding.remedy:
