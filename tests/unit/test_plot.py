@@ -156,6 +156,13 @@ def test_a_run_without_a_step_is_an_error(tmp_path, capsys):
     assert "nothing to draw: no metrics.jsonl with a train step" in out
 
 
+def test_an_unknown_metric_alone_names_the_nearest(run, capsys):
+    assert plot(capsys, run, "--metric", "rewrd/mean") == (
+        1,
+        "failed: nothing to draw: rewrd/mean: no step or evaluation has it; did you mean 'reward/mean'?\n",
+    )
+
+
 def test_the_data_of_the_panels_are_printed_as_json(run, capsys):
     code, out = plot(capsys, run, "--json")
     answer = json.loads(out)

@@ -62,6 +62,8 @@ def plot(arguments: argparse.Namespace, console: Console) -> int:
     targets = [target for target in arguments.runs if target not in overrides]
     run_dirs = [run_dir_of(target, overrides) for target in targets or [None]]
     shown = picture(read_runs(run_dirs, is_running), arguments.metric)
+    if not shown.panels and shown.runs and arguments.metric:
+        raise LaunchError(f"nothing to draw: {'; '.join(shown.missing)}")
     if not shown.panels:
         raise LaunchError(
             f"{', '.join(map(str, run_dirs)) or 'no run'}: nothing to draw: no {METRICS_FILE} with a train step or an "
