@@ -87,11 +87,13 @@ def test_arriving_inference_without_a_detached_model_is_refused():
     for role, training in (("ref_inf", train), ("teacher_inf", replace(train, teacher=TeacherConfig(path="/t")))):
         placed = ExperimentConfig(model_path="/m", allocation=f"transformers.d1+d1+{role}:d1", train=training)
         assert list(problems_of_layout(placed)) == []
-    ((field, _, remedy),) = problems_of_layout(ExperimentConfig(model_path="/m", train=train))
-    assert (field, remedy.partition(",")[0]) == (
-        "train.arriving_inference",
-        "needs a reference",
-    )
+    for allocation in ("transformers.d1+d1", "transformers.d1+d1+advantages:cpu1"):
+        refused = ExperimentConfig(model_path="/m", allocation=allocation, train=train)
+        ((field, _, remedy),) = problems_of_layout(refused)
+        assert (field, remedy.partition(",")[0]) == (
+            "train.arriving_inference",
+            "needs a reference",
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------------ steps
