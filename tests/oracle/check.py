@@ -39,6 +39,11 @@ PLANTED_BUGS = {
     "readmitted_without_load",
     "done_after_checkpoint",
     "waiter_granted_twice",
+    "empty_part_is_processed",
+    "last_part_begins_anew",
+    "taken_again",
+    "devices_stay_taken",
+    "base_pruned",
 }
 JOBS = os.cpu_count() or 1
 MAX_SHOWN = 20  # printed differences of a section

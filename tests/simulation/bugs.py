@@ -17,12 +17,15 @@ from asyncrl.manager.routing import ServerState, ServerTable
 from asyncrl.master.batch import BatchFormer, NotReady, Ready
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.checkpointing import Checkpointer
+from asyncrl.master.device_turns import DeviceTurns
+from asyncrl.master.executor import DetachedFunctionCall, FunctionExecutor, StepResult
 from asyncrl.master.model_workers import ModelWorkers
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver
 from asyncrl.protocol.messages import StoreVerdict, TrajectoryMeta, WeightVersion, WriteWeights
 from asyncrl.protocol.names import ACTOR
 from asyncrl.runtime.push_pull import Pulled
 from asyncrl.weights.checkpoints import MasterState
+from tests.simulation.disk import Disk
 from tests.simulation.world import here
 
 Wrap = Callable[[Any], Any]  # takes the right method, and returns the wrong one
@@ -139,6 +142,52 @@ def _forget_answers(real: Any) -> Any:
     return staticmethod(lambda holder, request_id, tickets: None)
 
 
+def _run_without_groups(real: Any) -> Any:
+    async def run(self: DetachedFunctionCall, step: Any, batch: Any, call: Any) -> None:
+        if batch.ids:
+            await real(self, step, batch, call)
+            return
+        await self._work(step, call, await self._ready(step, batch, call))
+        call.made.set()
+
+    return run
+
+
+def _share_of_nothing(real: Any) -> Any:
+    def add_share(self: StepResult, name: str, part: int, whole: int) -> None:
+        real(self, name, part, whole)
+        self.stats[name] = part / whole
+
+    return add_share
+
+
+def _last_part_is_whole(real: Any) -> Any:
+    async def run(self: FunctionExecutor, tickets: Any, version: int, part: Any, batch: Any = ()) -> None:
+        await real(self, tickets, version, "whole" if part == "last" else part)
+
+    return run
+
+
+def _take_nothing(real: Any) -> Any:
+    def take(self: BatchFormer, groups: Any) -> None:
+        real(self, groups)
+        self._taken.clear()
+
+    return take
+
+
+def _devices_stay_taken(real: Any) -> Any:
+    async def generation(self: DeviceTurns) -> None:
+        self._reports.turn = "generation"
+        await self._reports.report()
+
+    return generation
+
+
+def _no_base(real: Any) -> Any:
+    return lambda self, directory, versions: versions
+
+
 BUGS: dict[str, tuple[Patch, ...]] = {
     "gate_forgets_transit": ((Gate, "room", _gate_forgets),),
     "acknowledge_before_storing": ((TrajectoryReceiver, "_judge", _acknowledge_first),),
@@ -156,4 +205,12 @@ BUGS: dict[str, tuple[Patch, ...]] = {
         (Checkpointer, "_commit", _done_at_the_end),
     ),
     "waiter_granted_twice": ((Ledger, "_remember", _forget_answers),),
+    "empty_part_is_processed": (
+        (DetachedFunctionCall, "run", _run_without_groups),
+        (StepResult, "add_share", _share_of_nothing),
+    ),
+    "last_part_begins_anew": ((FunctionExecutor, "_run", _last_part_is_whole),),
+    "taken_again": ((BatchFormer, "take", _take_nothing),),
+    "devices_stay_taken": ((DeviceTurns, "generation", _devices_stay_taken),),
+    "base_pruned": ((Disk, "with_bases", _no_base),),
 }

@@ -39,6 +39,8 @@ class Invariants:
         self.echoed: dict[str, dict[int, int]] = {}  # server's incarnation -> attempt -> newest version it reported
         self.loaded: dict[str, WeightVersion] = {}  # server's incarnation -> version that it loaded last
         self.published: WeightVersion | None = None
+        self.parts: dict[tuple[int, int], list[str]] = {}  # attempt, version -> the groups in the parts of its batch
+        self.holders: set[str] = set()  # processes with models on devices that they share
         self.answers: dict[
             tuple[str, str, str], frozenset[str]
         ] = {}  # manager, worker, request -> the tickets of the first answer
@@ -77,7 +79,14 @@ class Invariants:
         if not first.issuperset(tickets) and self._run.live_tickets(event.process) & first:
             self.broken("granted twice", f"request {request} of {to} got {sorted(first)}, and later {sorted(tickets)}")
 
-    def _on_trained(self, event: Event, attempt: int, version: int, tickets: list[str]) -> None:
+    def _on_trained(
+        self, event: Event, attempt: int, version: int, tickets: list[str], batch: list[str], weights: int
+    ) -> None:
+        if weights != version:
+            self.broken("step", f"the step from version {version} was taken with weights of version {weights}")
+        if sorted(tickets) != sorted(batch):
+            odd = sorted(set(batch) ^ set(tickets)) or "some groups twice"
+            self.broken("batch", f"the step from version {version} was not taken on its batch of {len(batch)}: {odd}")
         prompts = self._run.lineage
         for ticket in tickets:
             name = TicketId.parse(ticket)
@@ -96,6 +105,14 @@ class Invariants:
             if prompt in prompts:
                 self.broken("exactly once", f"prompt {prompt} was trained as {prompts[prompt]}, and again as {ticket}")
             prompts[prompt] = ticket
+
+    def _on_part(self, event: Event, attempt: int, version: int, tickets: list[str], last: bool) -> None:
+        earlier = self.parts.setdefault((attempt, version), [])
+        if twice := set(earlier).intersection(tickets):
+            self.broken("part", f"{sorted(twice)} were in two parts of the batch of version {version}")
+        if last and not earlier:
+            self.broken("part", f"the last part of the batch of version {version} is the first one")
+        earlier += tickets
 
     # ------------------------------------------------------------------------------------------------ exactly once
 
@@ -135,6 +152,30 @@ class Invariants:
         if self.published is not None and new < self.published:
             self.broken("weights", f"model_version went back from {self.published} to {version}")
         self.published = new
+        self._check_chain(new)
+
+    def _on_pruned(self, event: Event, kept: list[WeightVersion]) -> None:
+        for version in kept:
+            self._check_chain(version)
+
+    def _check_chain(self, version: WeightVersion) -> None:
+        """A delta applies only to its base, so all of its chain must be on disk."""
+        disk = self._run.disk
+        for place, folder in disk.chain(self._run.path_of(version)):
+            if disk.folders.get(place) is not folder:
+                self.broken("delta", f"{version} needs {folder.version}, which is not on disk any more")
+            if folder.version is None or folder.version.attempt != version.attempt:
+                self.broken("delta", f"{version} needs {folder.version} of another attempt")
+
+    # ------------------------------------------------------------------------------------------------------ shared devices
+
+    def _on_devices(self, event: Event, taken: bool) -> None:
+        (self.holders.add if taken else self.holders.discard)(event.process)
+        if len({label.startswith("generation_server/") for label in self.holders}) > 1:
+            self.broken("devices", f"generation and training have them at the same time: {sorted(self.holders)}")
+
+    def _on_killed(self, event: Event) -> None:
+        self.holders.discard(event.process)
 
     def _on_loaded(self, event: Event, version: str, path: str) -> None:
         new = WeightVersion.parse(version)
@@ -153,6 +194,7 @@ class Invariants:
     # --------------------------------------------------------------------------------------------------- unexpected ends
 
     def _on_ended(self, event: Event, error: str) -> None:
+        self.holders.discard(event.process)
         if error:  # no fault excuses one
             self.broken("failed", f"{event.process}: {error}")
 

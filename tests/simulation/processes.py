@@ -10,11 +10,16 @@ import asyncio
 import contextlib
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp import web
 
 from asyncrl.config.processes import GenerationServerConfig, ModelWorkerConfig
 from asyncrl.data.prompts import Prompt
@@ -23,6 +28,7 @@ from asyncrl.dataflow.redistribution import transfers
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.generation.engine import GenerationEngine
 from asyncrl.generation.engines import Engines
+from asyncrl.model.fetching import LIMIT_S, PATH
 from asyncrl.model.store import DataStore
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver
 from asyncrl.protocol.messages import (
@@ -31,9 +37,13 @@ from asyncrl.protocol.messages import (
     CommitCheckpoint,
     CommitWeights,
     ExecuteMFC,
+    FetchData,
+    FetchPart,
     LoadCheckpoint,
     Locator,
+    ReadValues,
     Redistribute,
+    ReleaseDevices,
     SaveCheckpoint,
     SaveModel,
     WeightVersion,
@@ -44,6 +54,8 @@ from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
 from asyncrl.rewards.trajectory import Response
 from asyncrl.rollout.agent import ActQueue, Agent, Env, ObsQueue
 from asyncrl.runtime.directory import Directory
+from asyncrl.runtime.http_client import open_session
+from asyncrl.runtime.names.interface import NameResolveError
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
 from asyncrl.runtime.system import System
 from asyncrl.runtime.worker import Worker
@@ -169,7 +181,22 @@ class _Tail(LongTail):
 
 
 class SimEngine(PacedEngine):
-    """Notes each version that it loads."""
+    """Notes each version that it loads. Beside model workers on the same devices it begins asleep."""
+
+    def __init__(self, *args: Any, asleep: bool, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._asleep = asleep
+
+    async def _acquire_devices(self) -> None:
+        await self.start()  # the first wake is the start
+        process = here()
+        process.world.note(process, "devices", taken=True)
+        await asyncio.sleep(process.world.scenario.load_s)
+
+    async def _release_devices(self) -> None:
+        process = here()
+        await asyncio.sleep(process.world.scenario.load_s * process.world.network.random())
+        process.world.note(process, "devices", taken=False)
 
     async def load_weights(self, path: Path, version: WeightVersion, *, abort_running: bool = False) -> int:
         count = await super().load_weights(path, version, abort_running=abort_running)
@@ -206,6 +233,7 @@ class SimEngines(Engines):
             tokens_per_s=scenario.tokens_per_s,
             load_s=scenario.load_s,
             verify=verify_version,
+            asleep=self._config.shares_devices,
         )
 
     @contextlib.contextmanager
@@ -240,11 +268,23 @@ class Weights:
     version: int = 0
 
 
-class SimModelWorker(Worker):
-    """A rank that computes nothing. Its receiver, its store and its calls are real. It notes the groups that it would train on.
+async def in_halves(models: Any, batch: Any) -> None:
+    """The step of a user: inference on halves of the batch, and a key that it reads."""
+    await batch.read("rewards")
+    for function in models.functions:
+        halves = batch.chunk(2) if function.mfc.kind == "inference" and len(batch) > 1 else [batch]
+        made = [function(half) for half in halves]
+        batch = batch.union(made[0] if len(made) == 1 else batch.concat(made))
+    await batch
 
-    consumes: trajectories, calls.  produces: metadata, replies, versions and checkpoints on the simulated disk.
-    waits for: the next call.  unblocked by: the master.
+
+class SimModelWorker(Worker):
+    """A rank that computes nothing. Its receiver, its store and its calls are real. It notes the groups that it would train on,
+    and which keys it has of which groups.
+
+    consumes: trajectories, calls, data of other worker groups.  produces: metadata, replies, data for other worker groups, versions
+    and checkpoints on the simulated disk.
+    waits for: free devices at its start; the next call.  unblocked by: the master.
     """
 
     def __init__(self, config: ModelWorkerConfig, system: System | None = None) -> None:
@@ -254,8 +294,11 @@ class SimModelWorker(Worker):
         self._placements = {model.name: ModelPlacement.of(model) for model in config.models}
         self._first = next(iter(self._placements.values()))
         self.store = DataStore(config.store_capacity)
-        self._copies: set[str] = set()
+        self._keys: defaultdict[str, set[str]] = defaultdict(set)  # made here, or copied from other workers, by group
         self.weights = Weights()
+        self._earlier: list[str] = []  # groups whose gradients are added up, but not in the weights yet
+        self._num_deltas = -1  # since the last full version; -1: there is none yet
+        self._committed: Folder | None = None  # the last version that this worker has committed
         self.receiver: TrajectoryReceiver | None = None
 
     async def run(self, directory: Directory, opened: AsyncExitStack) -> None:
@@ -285,9 +328,17 @@ class SimModelWorker(Worker):
             lease=directory.lease,
             worker=self.name,
             attempt=self.info.attempt,
+            group_incarnation=self.info.group_incarnation,
         )
         opened.push_async_callback(server.close)
+        self._directory, self._session = directory, await opened.enter_async_context(open_session(max_connections=8))
+        if self.config.detached:
+            url = await opened.enter_async_context(self.system.listen(self._held, "", max_body_bytes=1 << 20))
+            await directory.publish(self.names.held_data(index, self.info.attempt, self.info.group_incarnation), url)
         await server.start()
+        if self.config.shares_devices:
+            await directory.wait_for_key(self.names.devices_free(self.info.attempt), "devices free")
+            self._take_devices()
         if self.receiver is not None:
             self.tasks.spawn(self.receiver.run(), "take in")
         self.began()
@@ -301,7 +352,7 @@ class SimModelWorker(Worker):
             body = call.body
             if isinstance(body, WriteWeights | SaveModel | SaveCheckpoint | CommitWeights | CommitCheckpoint):
                 snapshot = Weights(list(self.weights.trained), self.weights.version)
-                self.tasks.spawn(self._write(call, snapshot), "write")
+                self.tasks.spawn(self._write(call, snapshot, self._is_delta(body)), "write")
                 continue
             try:
                 call.reply(await self._execute(body))
@@ -317,16 +368,28 @@ class SimModelWorker(Worker):
         if isinstance(body, ClearData):
             if self.receiver is not None:
                 self.receiver.discard(body.ids)
-            self._copies.difference_update(body.ids)
+            for ticket in body.ids:
+                self._keys.pop(ticket, None)
         elif isinstance(body, Redistribute):
             for step in body.steps:
                 for transfer in transfers(step):
                     if self.info.index in transfer.targets:
-                        self._copies.update(transfer.ids)
+                        self._keep(transfer.ids, transfer.keys)
+        elif isinstance(body, FetchData):
+            try:
+                await asyncio.gather(*map(self._fetch, body.parts))
+            except (aiohttp.ClientError, TimeoutError, NameResolveError) as error:
+                return CallResult(unfetched=repr(error))
+        elif isinstance(body, ReadValues):
+            self._check_keys("ReadValues", body.ids, [body.key])
+            return CallResult(values=[[[0.0]] for _ in body.ids])
+        elif isinstance(body, ReleaseDevices):
+            here().world.note(here(), "devices", taken=False)
         elif isinstance(body, LoadCheckpoint):
             path = self._path(body.folder)
             loaded: Weights = here().world.disk.folders[path].content
             self.weights = Weights(list(loaded.trained), loaded.version)
+            self._take_devices()
             here().world.note(here(), "restored", path=path, version=loaded.version)
         return CallResult(seconds=time.monotonic() - start)
 
@@ -335,35 +398,95 @@ class SimModelWorker(Worker):
         placement = self._placements[mfc.model]
         data = placement.shard_of(self.info.index).data
         ids = body.parts[data]
-        missing = [ticket for ticket in ids if ticket not in self.store and ticket not in self._copies]
-        if missing:
-            raise RuntimeError(f"MFC {mfc.name!r}: {missing[:5]} are not here; master and workers disagree")
+        self._check_keys(f"MFC {mfc.name!r}", ids, [key for key in mfc.input_keys if key not in body.missing])
+        self._take_devices()
         if mfc.kind == "train_step":
             await asyncio.sleep(process.world.scenario.step_s)
             self._train(body)
         if self.info.index != placement.head(data):
             return CallResult(seconds=time.monotonic() - start)
+        self._keep(ids, mfc.output_keys)
         return CallResult(ids=list(ids), keys=list(mfc.output_keys), seconds=time.monotonic() - start)
 
     def _train(self, body: ExecuteMFC) -> None:
         from asyncrl.protocol.tickets import TicketId
 
-        process = here()
-        for ticket in body.ids:
+        process, is_first = here(), self.info.index == self._first.workers[0]
+        about: dict[str, Any] = {"attempt": self.info.attempt, "version": body.version}
+        if body.part != "whole" and is_first:
+            process.world.note(process, "part", **about, tickets=list(body.ids), last=body.part == "last")
+        if body.part == "open":
+            self._earlier += body.ids
+            return
+        if body.part == "whole":  # the gradients of earlier calls are cleared
+            self._earlier = []
+        batch, self._earlier = [*self._earlier, *body.ids], []
+        for ticket in batch:
             name = TicketId.parse(ticket)
             assert name is not None, "a ticket of a ledger"
             self.weights.trained.append((name.locator, ticket, body.version))
-        self.weights.version = body.version + 1
-        if self.info.index == self._first.workers[0]:
+        if is_first:
             process.world.note(
-                process, "trained", attempt=self.info.attempt, version=body.version, tickets=list(body.ids)
+                process,
+                "trained",
+                **about,
+                tickets=batch,
+                batch=list(body.batch or body.ids),
+                weights=self.weights.version,
             )
+        self.weights.version = body.version + 1
+
+    # ------------------------------------------------------------------------------------------------------ data, devices
+
+    def _take_devices(self) -> None:
+        if self.config.shares_devices:
+            here().world.note(here(), "devices", taken=True)
+
+    def _keep(self, ids: Sequence[str], keys: Sequence[str]) -> None:
+        for ticket in ids:
+            self._keys[ticket].update(keys)
+
+    def _check_keys(self, what: str, ids: Sequence[str], keys: Sequence[str]) -> None:
+        """Raises RuntimeError if this worker lacks one of these keys of these groups."""
+        for ticket in ids:
+            came = TRAJECTORY_KEYS if ticket in self.store else ()
+            if lacking := set(keys).difference(came, self._keys.get(ticket, ())):
+                raise RuntimeError(f"{what}: {sorted(lacking)} of {ticket} are not here; master and workers disagree")
+
+    async def _held(self, request: Any) -> web.Response:
+        """Like fetching.HeldData: deliver keys of groups to another worker group."""
+        part = msgspec.json.decode(await request.read(), type=FetchPart)
+        try:
+            self._check_keys("fetch", part.ids, part.keys)
+        except RuntimeError as error:
+            return web.Response(status=404, text=str(error))
+        return web.Response(body=b"{}")
+
+    async def _fetch(self, part: FetchPart) -> None:
+        """Like fetching.DataFetcher, with a single try."""
+        async with asyncio.timeout(LIMIT_S):
+            key = self.names.held_data(part.source, self.info.attempt, part.group_incarnation)
+            url = await asyncio.to_thread(self._directory.resolver.get, key)
+            async with self._session.post(url + PATH, data=msgspec.json.encode(part)) as response:
+                response.raise_for_status()
+        self._keep(part.ids, part.keys)
+
+    # ------------------------------------------------------------------------------------------------------------- writing
+
+    def _is_delta(self, body: Any) -> bool:
+        """Like export.Exporter._base_of."""
+        full_every = self.config.weights.full_every
+        if not isinstance(body, WriteWeights) or full_every == 1:
+            return False
+        is_full = self._num_deltas < 0 or body.rewrite or self._num_deltas + 1 >= full_every
+        self._num_deltas = 0 if is_full else self._num_deltas + 1
+        return not is_full
 
     def _path(self, folder: str) -> str:
         """Path on the simulated disk."""
         return f"{self.info.run_dir}/{folder}"
 
-    async def _write(self, call: Call, weights: Weights) -> None:
+    async def _write(self, call: Call, weights: Weights, is_delta: bool) -> None:
         """Like the exporter: write files beside the path; then the first worker renames the folder."""
         world, process = here().world, here()
         body: Any = call.body
@@ -372,10 +495,10 @@ class SimModelWorker(Worker):
         await asyncio.sleep(world.scenario.write_s * (0.5 + world.network.random()) + slow_s * world.network.random())
         if isinstance(body, WriteWeights | SaveModel | SaveCheckpoint):
             # a later call commits the weights as they were when this call came
-            world.snapshots[path] = weights
+            world.snapshots[path] = weights, is_delta
             call.reply(CallResult(files=[WrittenFile(f"part-{self.info.index}", 1, "", [])]))
             return
-        content = world.snapshots.pop(path, weights)
+        content, is_delta = world.snapshots.pop(path, (weights, False))
         version = (
             WeightVersion.parse(body.weight_version)
             if isinstance(body, CommitWeights) and body.weight_version
@@ -387,6 +510,8 @@ class SimModelWorker(Worker):
             world.masters[path] = body.master
         else:
             rewrite = isinstance(body, CommitWeights) and body.rewrite
-            world.disk.rename(path, Folder(version, content), replace=version is None or rewrite)
+            folder = Folder(version, content, base=self._committed if is_delta else None)
+            world.disk.rename(path, folder, replace=version is None or rewrite)
+            self._committed = folder if version is not None else self._committed
         world.note(process, "committed", path=path, trained=len(content.trained))
         call.reply(CallResult())

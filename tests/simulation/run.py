@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -72,6 +73,7 @@ class SimulatedRun(SimulatedWorld):
         self._torn: set[str] = set()  # torn checkpoints
         self.committed: set[str] = set()  # folders that are or were complete
         self._num_starts = 0
+        self.group_incarnations: Counter[str] = Counter()  # by process: restarts of its detached group in this attempt
         self.died_at: dict[str, float] = {}  # a worker's incarnation -> time of its death
         self.num_dropped = 0
         self.quiet_since = 0.0  # end of the last fault
@@ -108,7 +110,8 @@ class SimulatedRun(SimulatedWorld):
         if isinstance(config, MasterWorkerConfig | ModelWorkerConfig) and self.scenario.one_mfc:
             config = replace(config, mfcs=[replace(config.mfcs[-1], input_keys=["packed_input_ids"])])
         self._num_starts += 1
-        config = replace(config, worker=replace(config.worker, start=self._num_starts))
+        worker = replace(config.worker, start=self._num_starts, group_incarnation=self.group_incarnations[name])
+        config = replace(config, worker=worker)
         make = _MAKERS[spec.kind]
         self.start(name, config, lambda process: make(process.config, seams.system_of(process)))
 
@@ -117,6 +120,7 @@ class SimulatedRun(SimulatedWorld):
     def begin_attempt(self) -> None:
         """Begin the next attempt, from the newest checkpoint. Everything after that checkpoint is void."""
         self.attempt += 1
+        self.group_incarnations.clear()
         path = self._newest_checkpoint()
         self.specs = self._plan(path)
         content: Weights = self.disk.folders[path].content if path else Weights()
@@ -141,7 +145,7 @@ class SimulatedRun(SimulatedWorld):
     def damage_newest_weights(self) -> None:
         """Damage the published version: its files do not match their manifest any more."""
         if self.invariants.published is not None:
-            self.disk.damaged.add(str(version_dir(self.run_dir, ACTOR, self.invariants.published)))
+            self.disk.damaged.add(self.path_of(self.invariants.published))
 
     def prune_checkpoints(self, keep_last: int) -> None:
         """Like checkpoints.prune: keep the newest checkpoints of the newest one's lineage."""
@@ -170,7 +174,10 @@ class SimulatedRun(SimulatedWorld):
         return process.ledger._live.keys() | process.ledger._evals.keys() if process.ledger is not None else set()
 
     def version_on_disk(self, version: WeightVersion) -> Folder | None:
-        return self.disk.folders.get(str(version_dir(self.run_dir, ACTOR, version)))
+        return self.disk.folders.get(self.path_of(version))
+
+    def path_of(self, version: WeightVersion) -> str:
+        return str(version_dir(self.run_dir, ACTOR, version))
 
     def final_weights(self) -> Weights | None:
         folder = self.disk.folders.get(f"{self.run_dir}/checkpoints/final")

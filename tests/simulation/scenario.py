@@ -8,6 +8,7 @@ from typing import Any
 
 from asyncrl.config.schema import (
     CheckpointConfig,
+    ConfigError,
     EvalConfig,
     ExperimentConfig,
     GenerationConfig,
@@ -15,6 +16,7 @@ from asyncrl.config.schema import (
     NameResolveConfig,
     PPOConfig,
     PromptSourceConfig,
+    RefConfig,
     RolloutConfig,
     RuntimeConfig,
     SamplingConfig,
@@ -22,6 +24,8 @@ from asyncrl.config.schema import (
     TrainConfig,
     WeightsConfig,
 )
+from asyncrl.launch.experiment import validate
+from asyncrl.launch.program import worker_groups_of_run
 
 NUM_STEPS = 50  # least number of train steps of a simulated run
 _HERE = "tests.simulation.processes"
@@ -80,12 +84,42 @@ class Scenario:
     slow_share: float = 0.0
     slow_s: float = 0.0
     checkpoint_steps: int = 0
+    streaming: str = ""  # train.streaming_order; "": train.streaming is off
+    reference: str = ""  # train.ref.on_missing of a reference on workers of its own; "": no reference
+    arriving: bool = False
+    has_cpu_worker: bool = False
+    shares_devices: bool = False
+    full_every: int = 1
+    has_step: bool = False  # the step is a user's function
     faults: tuple[Fault, ...] = field(default=())
 
     @property
     def num_steps(self) -> int:
         """Train steps without rejections."""
         return -(-self.num_prompts * self.num_epochs // self.batch_size)
+
+    @property
+    def allocation(self) -> str:
+        servers, heads = f"transformers.d{self.num_servers}p1m1", f"d{self.num_heads}p1m1"
+        if self.shares_devices:
+            servers, heads = f"{servers}@0-{self.num_servers - 1}", f"{heads}@0-{self.num_heads - 1}"
+        sets = [servers, heads]
+        if self.reference:
+            sets.append("ref_inf:d1p1m1" + f"@{max(self.num_servers, self.num_heads)}" * self.shares_devices)
+        if self.has_cpu_worker:
+            sets.append("advantages:cpu1")
+        return "+".join(sets)
+
+    @property
+    def detached(self) -> list[str]:
+        """Model workers that restart alone."""
+        if self.num_model_workers == self.num_heads:
+            return []
+        return [f"model_worker/{worker}" for worker in worker_groups_of_run(self.config()).all_detached]
+
+    @property
+    def num_model_workers(self) -> int:
+        return self.num_heads + bool(self.reference) + self.has_cpu_worker
 
     @property
     def limit_s(self) -> float:
@@ -99,7 +133,7 @@ class Scenario:
             trial=f"s{self.seed}",
             fileroot="/simulated",
             seed=self.seed,
-            allocation=f"transformers.d{self.num_servers}p1m1+d{self.num_heads}p1m1",
+            allocation=self.allocation,
             model_path="/simulated/model",
             prompts=PromptSourceConfig(path="/simulated/prompts"),
             rollout=RolloutConfig(
@@ -128,12 +162,22 @@ class Scenario:
             train=TrainConfig(
                 batch_size=self.batch_size,
                 num_epochs=self.num_epochs,
-                ppo=PPOConfig(use_decoupled_loss=False),
+                ppo=PPOConfig(
+                    use_decoupled_loss=False, minibatches=1, advantage_norm="none", kl_coef=0.1 * bool(self.reference)
+                ),
+                ref=RefConfig(on_missing=self.reference or "wait"),
+                missing_after_s=5.0,
+                streaming=bool(self.streaming),
+                streaming_order=self.streaming or "groups",
+                streaming_tokens=40,
+                arriving_inference=self.arriving,
+                step=f"{_HERE}:in_halves" if self.has_step else "",
                 call_timeout_s=60.0,
                 data_timeout_s=300.0,
             ),
             eval=EvalConfig(),
-            weights=WeightsConfig(keep=3, verify_logprobs=False),  # simulated weights have no text to score
+            # simulated weights have no text to score
+            weights=WeightsConfig(keep=3, verify_logprobs=False, full_every=self.full_every),
             checkpoint=CheckpointConfig(every_steps=self.checkpoint_steps, every_s=0.0),
             name_resolve=NameResolveConfig(endpoints=["memory://"]),
             runtime=RuntimeConfig(resend_after_s=1.0, start_timeout_s=60.0, stop_timeout_s=5.0, max_restarts=100),
@@ -177,9 +221,40 @@ def scenario_of(seed: int, *, faults: bool = True, **changes: Any) -> Scenario:
         one_mfc=draw.random() < 0.8,
         checkpoint_steps=draw.choice((1, 3, 10, 10, 25)),
     )
+    scenario = _with_features(scenario)
     if faults:
         scenario = _with_faults(scenario, draw)
     return replace(scenario, **changes)
+
+
+def _with_features(scenario: Scenario) -> Scenario:
+    """Switch on features in a random order, each unless the checks of a config refuse it beside those before it."""
+    draw = random.Random(f"features {scenario.seed}")
+    features: list[dict[str, Any]] = [
+        {"streaming": draw.choice(("", "", "", "groups", "balanced", "tokens"))},
+        {"reference": draw.choice(("", "", "", "", "wait", "continue"))},
+        {"arriving": draw.random() < 0.7},
+        {"has_cpu_worker": draw.random() < 0.2},
+        {"shares_devices": draw.random() < 0.6},
+        {"full_every": draw.choice((1, 1, 2, 4))},
+        {"has_step": draw.random() < 0.3},
+    ]
+    draw.shuffle(features)
+    for feature in [*features, *features]:  # twice, because one may need a later one
+        changed = replace(scenario, **feature)
+        if changed.reference or changed.has_cpu_worker:
+            changed = replace(changed, one_mfc=False)
+        if changed != scenario and not _problem(changed):
+            scenario = changed
+    return scenario
+
+
+def _problem(scenario: Scenario) -> str:
+    try:
+        validate(scenario.config())
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 _EVENTS = ("granted", "pushed", "stored", "acked", "trained", "committed", "published", "loaded", "echoed", "snapshot")
@@ -224,8 +299,10 @@ def _draw_fault(scenario: Scenario, draw: random.Random) -> Fault:
         "gserver_manager/0",
         *(f"rollout_worker/{i}" for i in range(scenario.num_rollout_workers)),
         *(f"generation_server/{i}" for i in range(scenario.num_servers)),
+        *scenario.detached,
     ]
-    training = ["master/0", *(f"model_worker/{i}" for i in range(scenario.num_heads))]
+    workers = [f"model_worker/{i}" for i in range(scenario.num_model_workers)]
+    training = ["master/0", *(name for name in workers if name not in scenario.detached)]
     target, lasts_s, strength = "", 0.0, 0.0
     if kind == "trainer_group":
         kind, target = "kill", draw.choice(training)

@@ -21,6 +21,9 @@ import msgspec
 
 import asyncrl.generation.http
 import asyncrl.master.buffer
+import asyncrl.master.checkpointing
+import asyncrl.master.model_workers
+import asyncrl.master.publishing
 import asyncrl.rollout.rollouts
 import asyncrl.runtime.push_pull
 from asyncrl.config.processes import GserverManagerConfig, MasterWorkerConfig, RolloutWorkerConfig
@@ -31,6 +34,7 @@ from asyncrl.manager.worker import ManagerFiles
 from asyncrl.master.files import MasterFiles
 from asyncrl.protocol.messages import AllocateReply, AllocateRequest, StoreVerdict, TrajectoryMeta, WeightVersion
 from asyncrl.protocol.names import ACTOR
+from asyncrl.protocol.run_folder import name_of
 from asyncrl.rollout.rollout_data import RolloutData
 from asyncrl.runtime import http_client
 from asyncrl.runtime.board import StatusBoard
@@ -65,6 +69,7 @@ def _session(max_connections: int, options: dict[str, Any]) -> SimSession:
 
 
 _version_dir = functools.lru_cache(512)(version_dir)  # cached, because the same few calls repeat often
+_name_of = functools.lru_cache(512)(name_of)  # cached, because it looks at the real disk
 
 
 def _ticket_key(run_dir: Path) -> bytes:
@@ -134,8 +139,9 @@ class SimMasterFiles(MasterFiles):
         return None
 
     def prune_versions(self, served: Iterable[WeightVersion]) -> None:
-        folder = role_dir(self._config.worker.run_dir, ACTOR)
-        here().world.disk.prune(folder, keep=self._config.weights.keep, in_use=served)
+        folder, process = role_dir(self._config.worker.run_dir, ACTOR), here()
+        if kept := process.world.disk.prune(folder, keep=self._config.weights.keep, in_use=served):
+            process.world.note(process, "pruned", kept=kept)
 
     def prune_checkpoints(self) -> None:
         here().world.prune_checkpoints(self._config.checkpoint.keep_last)
@@ -306,6 +312,10 @@ def _patches() -> list[tuple[Any, str, Any]]:
         (time, "time", time.time),
         (time, "time_ns", time.time_ns),
         (asyncio, "wait", _wait),
+        (asyncrl.generation.http, "name_of", _name_of),
+        (asyncrl.master.publishing, "name_of", _name_of),
+        (asyncrl.master.model_workers, "name_of", _name_of),
+        (asyncrl.master.checkpointing, "name_of", _name_of),
         (ManagerService, "allocate", _noting_allocate(ManagerService.allocate)),
         (Ledger, "_grant_one", _noting_grant(Ledger._grant_one)),
         (

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asyncrl.config.schema import RuntimeConfig
+from asyncrl.launch.program import dispensable_groups, worker_groups_of_run
 from asyncrl.launch.supervisor.policy import EVERYTHING, TRAINER_KINDS, End, EndRun, FreezeWatch, Supervision
 from tests.simulation.world import Event, Process
 
@@ -24,12 +25,19 @@ class Supervisor:
 
     def __init__(self, run: SimulatedRun, runtime: RuntimeConfig) -> None:
         self._run, self._runtime = run, runtime
-        self._supervision = Supervision(runtime.max_restarts)
+        self._supervision = self._new_supervision()
         self._freezes = FreezeWatch(runtime.frozen_after_s, runtime.start_timeout_s)
         self._renewing = ""  # unit that is restarting as a whole; "" if none is
         self._launch = 1
         self._coming: set[str] = set()
         run.scheduler.at(_TURN_S, self._turn)
+
+    def _new_supervision(self) -> Supervision:
+        detached, dispensable = (
+            [[f"model_worker/{worker}" for worker in group] for group in groups]
+            for groups in (worker_groups_of_run(self._run.config).detached, dispensable_groups(self._run.config))
+        )
+        return Supervision(self._runtime.max_restarts, detached=detached, dispensable=dispensable)
 
     def start_everything(self) -> None:
         for name in self._run.specs:
@@ -83,6 +91,7 @@ class Supervisor:
             run.invariants.broken("failed", f"the run ended: {decision.cause}")
             return
         if decision.unit == process.name:
+            run.group_incarnations[process.name] += 1
             run.scheduler.at(run.now + decision.pause_s + 0.3 * run.network.random(), self._start, process.name, launch)
             return
         self._renew(decision.unit, decision.pause_s)
@@ -115,7 +124,7 @@ class Supervisor:
             if not process.dead:
                 run.kill(process)
         run.names.forget()
-        self._supervision = Supervision(self._runtime.max_restarts)
+        self._supervision = self._new_supervision()
         self._coming.clear()
         run.scheduler.at(run.now + pause_s, self._next_attempt, self._launch)
 

@@ -3,11 +3,13 @@
 Simulations run in separate interpreters (tests/simulation/campaign.py), so nothing is replaced in this one.
 """
 
+import itertools
 import os
 from pathlib import Path
 
 import pytest
 
+from asyncrl.launch.experiment import validate
 from tests.simulation.bugs import BUGS
 from tests.simulation.campaign import campaign, explain
 from tests.simulation.scenario import NUM_STEPS, Fault, scenario_of
@@ -119,3 +121,19 @@ def test_the_seed_determines_the_scenario():
         "torn",
     }
     assert scenario_of(11, faults=False).faults == ()
+
+
+def test_scenarios_have_all_features_in_combinations_that_the_checks_accept():
+    found = set()
+    for scenario in map(scenario_of, range(60)):
+        validate(scenario.config())
+        names = ("streaming", "reference", "arriving", "has_cpu_worker", "shares_devices", "has_step")
+        features = [name for name in names if getattr(scenario, name)] + ["full_every"] * (scenario.full_every > 1)
+        found |= {*features, *itertools.combinations(features, 2)}
+    assert {
+        *names,
+        "full_every",
+        ("streaming", "arriving"),
+        ("arriving", "has_step"),
+        ("streaming", "full_every"),
+    } <= found
