@@ -1,5 +1,9 @@
 """Features of the training side, and steps with any two of them: the master's executor, interfaces and engines in one process.
 
+How a version travels meets no step here: deltas (weights.full_every) and broadcast (weights.transport) read the weights that a step
+has made. tests/processes/test_delta_versions.py and tests/processes/test_broadcast.py compare such versions with full ones on disk,
+and tests/simulation draws deltas together with streaming, arriving inference and the others.
+
 A feature has two halves. `what` defines the update. `how` must not change it: the same update in parts, on other workers, computed
 again. A pair of features is run twice, with both halves and with `what` only, and the results are compared.
 """
@@ -43,7 +47,7 @@ from asyncrl.dataflow.graph import build_dataflow, without_generation
 from asyncrl.dataflow.mfc import MFCDef, mfc
 from asyncrl.dataflow.placed_models import models_of, place
 from asyncrl.dataflow.redistribution import transfers
-from asyncrl.dataflow.topology import Allocation, ModelPlacement
+from asyncrl.dataflow.topology import ModelPlacement, allocation_of
 from asyncrl.dataflow.worker_groups import worker_groups_of
 from asyncrl.master.calls import GroupMissingError
 from asyncrl.master.executor import FunctionExecutor, ParameterHooks
@@ -105,6 +109,7 @@ FEATURES: dict[str, Feature] = {
     "advantages on a CPU worker": Feature(places=("advantages:cpu1",)),
     "shared devices": Feature(experiment={"allocation": "transformers.d1@0+d1@0"}),
     "mode=train_only": Feature(experiment={"mode": "train_only", "replay": ReplayConfig(path="/run")}),
+    "mode=sync": Feature(experiment={"mode": "sync"}),
     "small micro-batches": Feature(how={"max_tokens_per_mb": 16, "logprob_chunk_tokens": 3}),
     "gradient_checkpointing": Feature(how={"gradient_checkpointing": True}),
     "accumulate_unsharded": Feature(how={"accumulate_unsharded": True}),
@@ -275,7 +280,7 @@ def config_of(features: list[Feature], models: Path, *, plain: bool) -> Experime
     config = base(models)
     train = _with_models(set_fields(config.train, wanted), models)
     config = replace(config, **{"train": train, **whole})
-    if config.mode == "train_only":
+    if config.mode == "sync":
         config = replace(config, allocation="d1")
     if "@" in config.allocation:
         config = replace(config, manager=replace(config.manager, max_head_offpolicyness=0))
@@ -456,7 +461,7 @@ async def outcome_of(config: ExperimentConfig, features: list[Feature], folder: 
     """folder: exists."""
     train = config.train
     graph = without_generation(list(build_dataflow(train, config.mode).mfcs.values()))
-    allocation = Allocation.parse(config.allocation)
+    allocation = allocation_of(config)
     placements, placed = place(allocation, graph)
     models = models_of(placements, placed, train, config.model_path)
     mfcs = [MFCDef.of(mfc) for mfc in placed]

@@ -13,7 +13,7 @@ import feature_pairs
 import pytest
 from feature_pairs import FEATURES, LEFT_OUT, Contradiction, Outcome, config_of, fields_of_features, fields_of_schema
 
-from asyncrl.config.schema import ConfigError
+from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.launch.experiment import validate
 
 PAIRS = list(itertools.combinations(FEATURES, 2))
@@ -48,8 +48,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 _PLAIN: dict[tuple[str, ...], Outcome] = {}
 
 
-async def check_pair(pair: tuple[str, str], models: Path, folder: Path) -> str:
-    """Run a pair and compare it. Returns why it was not run, or ""."""
+def configs_of(pair: tuple[str, str], models: Path) -> tuple[ExperimentConfig, ExperimentConfig] | str:
+    """The configs of a pair: with both halves, and plain. Returns why it is not run, if it is not."""
     features = [FEATURES[name] for name in pair]
     try:
         config, plain = (config_of(features, models, plain=plain) for plain in (False, True))
@@ -62,6 +62,15 @@ async def check_pair(pair: tuple[str, str], models: Path, folder: Path) -> str:
     except ConfigError as error:
         return f"refused: {error}"
     validate(plain)
+    return config, plain
+
+
+async def check_pair(pair: tuple[str, str], models: Path, folder: Path) -> str:
+    """Run a pair and compare it. Returns why it was not run, or ""."""
+    features, configs = [FEATURES[name] for name in pair], configs_of(pair, models)
+    if isinstance(configs, str):
+        return configs
+    config, plain = configs
     folders = [folder / "pair", folder / "plain"]
     for each in folders:
         each.mkdir(parents=True)
@@ -98,6 +107,13 @@ async def test_all_pairs_of_features(first: str, models: Path, tmp_path: Path) -
         except Exception as error:  # all pairs are reported
             wrong[second] = f"{type(error).__name__}: {error}"
     assert not wrong, "\n".join(f"{first} and {name}: {text[:600]}" for name, text in wrong.items())
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_each_feature_is_run_with_others(name: str) -> None:
+    """A feature that is refused with every other one would test nothing."""
+    found = [configs_of(pair, Path("/models")) for pair in PAIRS if name in pair]
+    assert sum(not isinstance(configs, str) for configs in found) >= 5, found
 
 
 def test_each_field_of_the_training_side_belongs_to_a_feature_or_is_left_out_for_a_reason() -> None:
