@@ -26,8 +26,22 @@ BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 EQUAL = "equal"
 UNDECIDED = "no small copy of its default config can be made; a model is checked when it is loaded"
 
+_QWEN4_EXP = {
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 64,
+    "indexer_compress_ratio": 4,
+}
+
 # Fields of the published models of a family, where the default config of transformers makes no model.
 _PUBLISHED: Mapping[str, Mapping[str, Any]] = {
+    "cohere_compass_text": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+        }
+    },
     "deepseek_v2": {"num_experts_per_tok": 6, "n_group": 1, "topk_group": 1},
     "dots1": {
         "n_routed_experts": 128,
@@ -43,6 +57,10 @@ _PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"] * 10 + ["conv", "conv"]},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
+    "qwen4_exp": {"text_config": _QWEN4_EXP},
+    "qwen4_exp_text": _QWEN4_EXP,
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "xmod": {"is_decoder": True, "default_language": "en_XX"},
 }
 
 
