@@ -128,7 +128,7 @@ def test_a_replay_trains_on_the_recorded_batches_and_counts_their_age(rolled_out
         ]
         assert [record["offpolicy/head_max"] for record in train_steps(run_dir)] == [0.0, 1.0, 2.0]
         configs = {file.stem for file in (run_dir / "configs" / "attempt_1").iterdir()}
-        assert configs == {"experiment", "master_0", "model_worker_0", "replayer_0"}
+        assert configs == {"experiment", "inputs", "master_0", "model_worker_0", "replayer_0"}
         assert_nothing_left(run_dir)
 
 

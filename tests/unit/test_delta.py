@@ -31,6 +31,7 @@ from asyncrl.weights.versions import (
     list_versions,
     prune_versions,
     read_manifest,
+    side_files,
     verify_version,
     write_part,
 )
@@ -178,7 +179,13 @@ class Trainer:
             )
         version = WeightVersion(1, number)
         return commit_version(
-            self.path(number), files, source_dir=self.source, version=version, fsync=False, base=base, replace=replace
+            self.path(number),
+            files,
+            sides=side_files(self.source),
+            version=version,
+            fsync=False,
+            base=base,
+            replace=replace,
         )
 
 
@@ -388,7 +395,7 @@ def test_changed_elements_without_a_base_are_not_committed(tmp_path):
     path = tmp_path / "actor" / str(WeightVersion(1, 1))
     files = write_part(path, (), fsync=False, others={delta.file_name(0): b""})
     with pytest.raises(ValueError, match="its base is not known"):
-        commit_version(path, files, source_dir=tmp_path, version=WeightVersion(1, 1))
+        commit_version(path, files, sides=side_files(tmp_path), version=WeightVersion(1, 1))
     assert not path.parent.exists() or not list(path.parent.iterdir())
 
 

@@ -16,6 +16,7 @@ from asyncrl.weights.versions import (
     prune_versions,
     publish_folder,
     read_manifest,
+    side_files,
     tensor_files,
     verify_version,
     version_dir,
@@ -73,7 +74,7 @@ def test_ranks_write_parts_and_one_rank_commits(tmp_path, source):
     early = write_part(path, [TENSORS[0], ("c", torch.ones(3))], part=0, shard_bytes=24)
     assert [len(late), len(none), len(early)] == [1, 0, 2]
     assert not path.exists()
-    commit_version(path, [*late, *early], source_dir=source, version=V1)
+    commit_version(path, [*late, *early], sides=side_files(source), version=V1)
     verify_version(path, V1)
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
     assert [sorted(load_file(file)) for file in tensor_files(path)] == [["a.weight"], ["c"], ["b.bias"]]
@@ -87,7 +88,7 @@ def test_files_that_differ_from_their_report_are_not_committed(tmp_path, source)
 
     def commit(files):
         with pytest.raises((WeightsError, ValueError)) as caught:
-            commit_version(path, files, source_dir=source, version=V1)
+            commit_version(path, files, sides=side_files(source), version=V1)
         assert list(path.parent.iterdir()) == []
         return str(caught.value)
 
@@ -110,7 +111,7 @@ def test_a_part_that_fails_leaves_other_parts_intact(tmp_path, source):
     files = write_part(path, [TENSORS[0]], part=0)
     with pytest.raises(OSError, match="No space left"):
         write_part(path, torn(), part=1)
-    commit_version(path, files, source_dir=source, version=V1)
+    commit_version(path, files, sides=side_files(source), version=V1)
     verify_version(path, V1)
 
 
