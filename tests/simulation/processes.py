@@ -331,7 +331,8 @@ class SimModelWorker(Worker):
             group_incarnation=self.info.group_incarnation,
         )
         opened.push_async_callback(server.close)
-        self._directory, self._session = directory, await opened.enter_async_context(open_session(max_connections=8))
+        self._resolver = directory.resolver
+        self._session = await opened.enter_async_context(open_session(max_connections=8))
         if self.config.detached:
             url = await opened.enter_async_context(self.system.listen(self._held, "", max_body_bytes=1 << 20))
             await directory.publish(self.names.held_data(index, self.info.attempt, self.info.group_incarnation), url)
@@ -466,7 +467,7 @@ class SimModelWorker(Worker):
         """Like fetching.DataFetcher, with a single try."""
         async with asyncio.timeout(LIMIT_S):
             key = self.names.held_data(part.source, self.info.attempt, part.group_incarnation)
-            url = await asyncio.to_thread(self._directory.resolver.get, key)
+            url = await asyncio.to_thread(self._resolver.get, key)
             async with self._session.post(url + PATH, data=msgspec.json.encode(part)) as response:
                 response.raise_for_status()
         self._keep(part.ids, part.keys)

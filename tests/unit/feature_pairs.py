@@ -280,6 +280,8 @@ def config_of(features: list[Feature], models: Path, *, plain: bool) -> Experime
     config = base(models)
     train = _with_models(set_fields(config.train, wanted), models)
     config = replace(config, **{"train": train, **whole})
+    if config.mode != "async" and any(feature.lost for feature in features):
+        raise Contradiction("mode")  # only mode=async has detached groups, so none can be missing
     if config.mode == "sync":
         config = replace(config, allocation="d1")
     if "@" in config.allocation:
