@@ -64,14 +64,15 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def load_config(path: str | Path, kind: str) -> PreTrainedConfig:
-    """Load the config with all dropout disabled: logprobs must be deterministic."""
+    """Load the config with all dropout of values and of layers disabled: logprobs must be deterministic."""
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise _cannot_be_loaded(path, error) from error
-    for name, value in config.to_dict().items():
-        if isinstance(value, float) and (name.endswith(("dropout", "_pdrop")) or "dropout_" in name):
-            setattr(config, name, 0.0)
+    for part in (config, config.get_text_config()):
+        for name, value in part.to_dict().items():
+            if isinstance(value, float) and (name.endswith(("dropout", "_pdrop", "layerdrop")) or "dropout_" in name):
+                setattr(part, name, 0.0)
     if kind != "lm":
         config.num_labels = 1
     return config

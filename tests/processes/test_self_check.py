@@ -28,6 +28,7 @@ from asyncrl.generation.queueing import EngineArguments
 from asyncrl.generation.transformers import TransformersEngine
 from asyncrl.model import attention, self_check
 from asyncrl.model.packing import Packed
+from asyncrl.model.sharding import load_config
 from asyncrl.testing.tiny import make_tiny_model
 
 LIMIT_S = 60.0
@@ -142,6 +143,16 @@ def test_dropout_of_training_is_no_noise(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(ConfigError, match="packed row has other outputs") as error:
         train(path, gradient_checkpointing=True)
     assert figure(error) > 10 * BOUND
+
+
+def test_layers_are_not_left_out_in_training(tmp_path: Path) -> None:
+    """With gradient checkpointing the model is in training mode, in which OPT leaves out each layer with this probability."""
+    train(make(tmp_path, "opt", layerdrop=0.5), gradient_checkpointing=True)
+
+
+def test_dropout_of_a_text_config_is_disabled(tmp_path: Path) -> None:
+    CONFIG_MAPPING["gemma3"](text_config={"attention_dropout": 0.1}).save_pretrained(tmp_path)
+    assert load_config(tmp_path, "lm").get_text_config().attention_dropout == 0
 
 
 def test_the_error_names_the_first_layer_that_mixes_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
+    "apertus": {},
+    "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
 }
 
 
