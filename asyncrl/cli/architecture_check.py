@@ -57,7 +57,7 @@ class Result(msgspec.Struct, frozen=True):
 
 def judge_architecture(config: ExperimentConfig) -> list[Finding]:
     """One finding about the architecture of model_path. waits for: its process, for LIMIT_S at most."""
-    embedded = config.mode in ("async", "rollout_only") and allocation_of(config).engine == "transformers"
+    embedded = config.mode in ("async", "rollout_only") and allocation_of(config).traits.is_embedded
     generation = config.generation if embedded else None
     task = Task(str(Path(config.model_path).expanduser()), config.mode != "rollout_only", generation)
     command = [sys.executable, "-P", "-m", "asyncrl.cli.architecture_check"]

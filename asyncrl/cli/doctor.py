@@ -29,6 +29,7 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
+from asyncrl.config.engines import traits_of
 from asyncrl.config.processes import ModelWorkerConfig
 from asyncrl.config.schema import (
     ExperimentConfig,
@@ -68,7 +69,6 @@ GIB = 1 << 30
 # Memory of a process before it loads a model or data: measured in the quickstart, rounded up
 COMPUTING_BYTES = 600 << 20  # with torch and transformers
 OTHER_BYTES = 130 << 20
-SGLANG_BYTES = 2 << 30  # a SGLang server, front end included; counted once for each tensor parallel rank
 FIXED_BYTES = 200 << 20  # launcher and etcd
 LOGS_BYTES = 200 << 20  # on disk: logs, and the data of a private etcd
 _FROZEN_PARAMETER_BYTES = 4
@@ -212,8 +212,7 @@ class Need:
         computing = sum(spec.computes for spec in specs)
         memory = FIXED_BYTES + computing * COMPUTING_BYTES + (len(specs) - computing) * OTHER_BYTES
         allocation = allocation_of(config)
-        if allocation.engine == "sglang":
-            memory += count["generation_server"] * allocation.generation.tensor * SGLANG_BYTES
+        memory += count["generation_server"] * allocation.generation.tensor * allocation.traits.rank_bytes
         if not on_gpu:
             value = DTYPE_BYTES.get(generation.dtype, 4)
             cache = generation.num_blocks * generation.page_size * model.kv_values_per_token
@@ -400,7 +399,7 @@ def judge_num_gpus(found: int, config: ExperimentConfig) -> Finding:
     shared = ", which share them" if allocation.shared_workers else ""
     asked = f"allocation={config.allocation} asks for GPUs"
     value = f"{asked}: {generation} for generation, {training} for training{shared}; {found} found"
-    if not found and allocation.engine != "sglang":
+    if not found and not allocation.traits.needs_gpu:
         return Finding(name, "ok", f"{value}: {generation + training} processes compute on cores")
     if not found:
         remedy = (
@@ -520,7 +519,7 @@ def judge_sglang(engine: str, found: SGLangEnvironment | None, python: str = "")
         value = f"not installed{where}"
     else:
         value = f"{found.version}{where}{f', with {found.torch_versions}' if found.torch else ''}"
-    if engine != "sglang":
+    if not traits_of(engine).runs_sglang:
         return Finding("SGLang", "ok", f"{value}; not used by this config (engine {engine})" if engine else value)
     if found is None:
         return Finding("SGLang", "fail", value, f"{SETUP_HINT}; or allocation=transformers....")

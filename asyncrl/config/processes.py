@@ -186,7 +186,7 @@ class ReplayerConfig:
 @dataclass(frozen=True)
 class GenerationServerConfig:
     worker: WorkerInfo
-    engine: str  # one of topology.ENGINES
+    engine: str  # one of config.engines.ENGINES
     model_path: str
     tokenizer_path: str
     generation: GenerationConfig

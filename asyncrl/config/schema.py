@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from asyncrl.config.engines import scores_in_place
 from asyncrl.config.limits import limited
 
 T = TypeVar("T")
@@ -737,8 +738,9 @@ def fetches_weights(config: ExperimentConfig) -> bool:
 
 def verifies_logprobs(config: ExperimentConfig) -> bool:
     """Whether servers check their logprobs after each update: weights.verify_logprobs with null resolved."""
-    theirs = config.allocation.startswith(("sglang.", "external."))
-    possible = config.mode == "async" and not (theirs and config.generation.interrupt == "in_place")
+    possible = config.mode == "async" and (
+        config.generation.interrupt != "in_place" or scores_in_place(config.allocation)
+    )
     chosen = config.weights.verify_logprobs
     return possible if chosen is None else chosen
 

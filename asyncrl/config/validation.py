@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import Field
 from typing import Any
 
+from asyncrl.config.engines import scores_in_place
 from asyncrl.config.fields import leaf_values
 from asyncrl.config.limits import Limits
 from asyncrl.config.nearest import did_you_mean
@@ -504,8 +505,8 @@ def _bad_modes(config: ExperimentConfig) -> Iterator[Problem]:
             True,
             f"compares servers with a trainer, and mode={config.mode} has only one of them; set it to false",
         )
-    theirs = config.allocation.startswith(("sglang.", "external."))
-    if config.weights.verify_logprobs and theirs and config.generation.interrupt == "in_place":
+    is_in_place = config.generation.interrupt == "in_place"
+    if config.weights.verify_logprobs and is_in_place and not scores_in_place(config.allocation):
         yield (
             "weights.verify_logprobs",
             True,

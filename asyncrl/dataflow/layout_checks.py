@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from asyncrl.config.engines import ENGINES
 from asyncrl.config.schema import CRITIC, EMA, REF, REWARD, TEACHER, ExperimentConfig, model_settings, reward_models
 from asyncrl.config.validation import Problem
 from asyncrl.dataflow.graph import GENERATE_MFC, DataflowGraph, build_dataflow
@@ -222,7 +223,7 @@ def _bad_sharing(config: ExperimentConfig, allocation: Allocation) -> Iterator[P
         )
     if config.train.streaming:
         yield "train.streaming", True, f"{shared}: training cannot begin before generation has ended; set it to false"
-    if allocation.engine == "external":
+    if not allocation.traits.starts_servers:
         yield (
             "allocation",
             config.allocation,
@@ -233,16 +234,11 @@ def _bad_sharing(config: ExperimentConfig, allocation: Allocation) -> Iterator[P
 def _bad_generation(config: ExperimentConfig, allocation: Allocation) -> Iterator[Problem]:
     """Yield the problems of the generation settings: settings that the allocation's engine needs but that are missing, settings
     that it cannot use, and settings that only another engine uses."""
-    generation, engine, grid = config.generation, allocation.engine, allocation.generation
-    if grid.pipe != 1 or (grid.tensor != 1 and engine != "sglang"):
-        fitting = f"d{grid.data}p1m{grid.tensor if engine == 'sglang' else 1}"
-        why = {"sglang": "has no pipeline stages", "external": "keeps the parallelism that it was started with"}
-        yield (
-            "allocation",
-            config.allocation,
-            f"the engine {engine} {why.get(engine, 'runs data parallel only')}: use {fitting}",
-        )
-    if engine == "external" and len(generation.urls) != grid.data:
+    generation, traits, grid = config.generation, allocation.traits, allocation.generation
+    fitting = ParallelGrid(grid.data, tensor=grid.tensor if traits.is_tensor_parallel else 1)
+    if (grid.pipe, grid.tensor) != (fitting.pipe, fitting.tensor):
+        yield "allocation", config.allocation, f"the engine {allocation.engine} {traits.grid_limit}: use {fitting}"
+    if "urls" in traits.settings and len(generation.urls) != grid.data:
         yield (
             "generation.urls",
             generation.urls,
@@ -251,21 +247,11 @@ def _bad_generation(config: ExperimentConfig, allocation: Allocation) -> Iterato
     for url in generation.urls:
         if not url.startswith(("http://", "https://")):
             yield "generation.urls", url, "write it as http://host:port"
-    if generation.urls and engine != "external":
-        yield "generation.urls", generation.urls, f"is for the engine external; this is allocation={config.allocation}"
-    if generation.api_key_file and engine != "external":
-        yield (
-            "generation.api_key_file",
-            generation.api_key_file,
-            f"is for the engine external; this is allocation={config.allocation}",
-        )
-    # generation.python is not checked: it only says where SGLang is installed, if the run uses SGLang
-    if generation.server_args and engine != "sglang":
-        yield (
-            "generation.server_args",
-            generation.server_args,
-            f"is for the engine sglang; this is allocation={config.allocation}",
-        )
+    # generation.python is no such setting: it only says where SGLang is installed, if the run uses SGLang
+    for name in sorted({name for other in ENGINES.values() for name in other.settings} - {*traits.settings}):
+        if value := getattr(generation, name):
+            users = " or ".join(engine for engine, other in ENGINES.items() if name in other.settings)
+            yield f"generation.{name}", value, f"is for the engine {users}; this is allocation={config.allocation}"
     for name in generation.server_args:
         if name.startswith("--") or "_" in name or not name:
             shown = name.removeprefix("--").replace("_", "-")
@@ -276,13 +262,9 @@ def _bad_generation(config: ExperimentConfig, allocation: Allocation) -> Iterato
             )
         if name in OWN_SERVER_ARGS:
             yield f"generation.server_args.{name}", generation.server_args[name], OWN_SERVER_ARGS[name]
-    if config.weights.full_every > 1 and engine == "external":
-        yield (
-            "weights.full_every",
-            config.weights.full_every,
-            "an external SGLang server may not see this host's folders, to which deltas would be written in full; set it to 1",
-        )
-    if generation.interrupt == "in_place" and config.weights.verify_logprobs and engine != "transformers":
+    if config.weights.full_every > 1 and traits.delta_limit:
+        yield "weights.full_every", config.weights.full_every, f"{traits.delta_limit}; set it to 1"
+    if generation.interrupt == "in_place" and config.weights.verify_logprobs and not traits.scores_in_place:
         yield (
             "weights.verify_logprobs",
             True,

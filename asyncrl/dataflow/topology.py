@@ -13,6 +13,7 @@ import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
+from asyncrl.config.engines import DEFAULT_ENGINE, ENGINES, EngineTraits, traits_of
 from asyncrl.config.nearest import did_you_mean
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import ExperimentConfig
@@ -25,9 +26,6 @@ Handler = Hashable
 _GRID = re.compile(r"(?:[dpm][1-9]\d*){1,3}")
 _CPU = re.compile(r"cpu([1-9]\d*)")
 _DEVICES = re.compile(r"(\d+)(?:-(\d+))?")
-# transformers: the model runs in the generation server's own process. sglang: each generation server starts and owns a SGLang
-# server with m GPUs. external: the SGLang servers at generation.urls run independently of asyncrl.
-ENGINES = ("transformers", "sglang", "external")
 
 
 @dataclass(frozen=True)
@@ -299,6 +297,10 @@ class Allocation:
     until: int = 0  # last step; 0: that of the run
 
     @property
+    def traits(self) -> EngineTraits:
+        return traits_of(self.engine)
+
+    @property
     def num_servers(self) -> int:
         """The number of generation servers. Each holds one whole replica, including all its pipe and tensor ranks."""
         return self.generation.data
@@ -332,8 +334,12 @@ class Allocation:
         named = [devices for devices in (self.generation_devices, *(part.devices for part in self.training)) if devices]
         if named:
             return 1 + max(devices.last for devices in named)
-        generation = self.generation.size if self.engine not in ("", "external") else 0
-        return generation + self.num_training_devices
+        return self.num_generation_devices + self.num_training_devices
+
+    @property
+    def num_generation_devices(self) -> int:
+        """The number of ranks of the generation servers that asyncrl starts."""
+        return self.generation.size if self.traits.starts_servers else 0
 
     @property
     def num_training_devices(self) -> int:
@@ -356,7 +362,7 @@ class Allocation:
         generation, plus, training = grids.partition("+")
         if not dot or not plus:
             raise ValueError(
-                f"{text!r} is not an allocation; write <engine>.<generation>+<training>, such as {ENGINES[0]}.d2p1m1+d2p1m1"
+                f"{text!r} is not an allocation; write <engine>.<generation>+<training>, such as {DEFAULT_ENGINE}.d2p1m1+d2p1m1"
             )
         if engine not in ENGINES:
             hint = did_you_mean(engine, ENGINES)
@@ -398,7 +404,7 @@ class Allocation:
     def parse_training(cls, text: str) -> Allocation:
         """Parse the allocation of a run whose model workers generate (mode=sync): the sets alone, as in `d2p1m1`, or a whole
         allocation, whose generation servers are then ignored."""
-        whole = cls.parse(text if "." in text else f"{ENGINES[0]}.d1p1m1+{text.removeprefix('+')}")
+        whole = cls.parse(text if "." in text else f"{DEFAULT_ENGINE}.d1p1m1+{text.removeprefix('+')}")
         return cls("", _NO_SERVERS, whole.training)
 
     def __str__(self) -> str:

@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 from asyncrl.config.processes import GenerationServerConfig
 from asyncrl.generation.checks import VerifiedLoads
 from asyncrl.generation.engine import EngineUnavailable, GenerationEngine
-from asyncrl.generation.engines import Engines
+from asyncrl.generation.engines import Engines, engines_of
 from asyncrl.generation.fetched import FetchedWeights
 from asyncrl.generation.http import GenerationHTTP
 from asyncrl.generation.journal import FLUSH_INTERVAL_S, TokenJournal
@@ -37,7 +37,7 @@ class GenerationServer(Worker):
     ) -> None:
         super().__init__(config.worker, system)
         self._config = config
-        self._engines = engines if engines is not None else Engines(config, self.trace, self.system.clock)
+        self._engines = engines if engines is not None else engines_of(config, self.trace, self.system.clock)
 
     async def run(self, directory: Directory, opened: AsyncExitStack) -> None:
         config, engines = self._config, self._engines

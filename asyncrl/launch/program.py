@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from asyncrl.config.engines import traits_of
 from asyncrl.config.loading import merge_into
 from asyncrl.config.nearest import did_you_mean
 from asyncrl.config.processes import (
@@ -343,9 +344,8 @@ def writes_checkpoints(config: ExperimentConfig) -> bool:
 def can_scale(config: ExperimentConfig) -> bool:
     """Whether the run starts its generation servers itself, and on devices of their own, so that their number can change."""
     allocation = allocation_of(config)
-    return (
-        config.mode in ("async", "rollout_only") and allocation.engine != "external" and not allocation.shared_workers
-    )
+    starts = config.mode in ("async", "rollout_only") and allocation.traits.starts_servers
+    return starts and not allocation.shared_workers
 
 
 def server_spec(
@@ -501,7 +501,8 @@ def _take(slots: Iterator[str], count: int) -> list[str]:
 
 def _spec(process: ProcessConfig, torch_threads: int) -> ProcessSpec:
     kind = process.worker.kind
-    computes = kind in {"model_worker", "generation_server"} and getattr(process, "engine", "") != "external"
+    engine = process.engine if isinstance(process, GenerationServerConfig) else ""
+    computes = kind == "model_worker" or traits_of(engine).starts_servers
     env = {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     threads = torch_threads if computes else 1
     if threads:
@@ -539,7 +540,7 @@ def _mismatch(config: ExperimentConfig, train: TrainConfig, engine: str) -> Mism
         return None
     sampling, own = config.rollout.sampling, config.mode == "sync"
     temperature = train.ppo.temperature if own else 1.0 if sampling.greedy else sampling.temperature
-    is_tight = _is_exact(config) and config.mode != "train_only" and (own or engine == "transformers")
+    is_tight = _is_exact(config) and config.mode != "train_only" and (own or traits_of(engine).is_embedded)
     kl, token, share = (1e-4, 1e-3, 0.01) if is_tight else (0.05, 0.5, 0.05)
     return MismatchConfig(action, temperature, kl, token, share)
 

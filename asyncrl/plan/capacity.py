@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
+from asyncrl.config.engines import traits_of
 from asyncrl.config.schema import ExperimentConfig, max_head_offpolicyness
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.dataflow.topology import Allocation, allocation_of
@@ -61,7 +62,7 @@ class RunPlan(msgspec.Struct, frozen=True):
         """Bytes of the fullest GPU. GPUs of SGLang count only in a run without training, because its cache takes all that is
         free."""
         needed = [self.needed(rank) for rank in self.ranks]
-        if self.server is not None and (self.server.engine != "sglang" or not needed):
+        if self.server is not None and (not traits_of(self.server.engine).sizes_own_cache or not needed):
             needed.append(self.server.memory)
         return max(needed, default=0)
 
@@ -100,8 +101,7 @@ def placed_models(config: ExperimentConfig, allocation: Allocation) -> dict[str,
     the allocation names them."""
     if config.mode == "rollout_only":
         return {}
-    first = allocation.generation.size if allocation.engine not in ("", "external") else 0
-    named = allocation.generation_devices is not None
+    first, named = allocation.num_generation_devices, allocation.generation_devices is not None
     placements, _ = allocation.place(build_dataflow(config.train, config.mode))
     placed = {}
     for placement in placements:
@@ -133,11 +133,11 @@ def _shortages(plan: RunPlan) -> Iterator[Shortage]:
     server = plan.server
     if server is None:
         return
-    # SGLang's cache takes all that is free
-    limit = plan.memory if server.engine == "sglang" else TIGHT_SHARE * plan.memory
+    takes_all = traits_of(server.engine).sizes_own_cache
+    limit = plan.memory if takes_all else TIGHT_SHARE * plan.memory
     if server.memory > limit:
         names = [f"generation_server/{index}" for index in range(server.count)]
-        beside = "reserve" if server.engine == "sglang" else "libraries"
+        beside = "reserve" if takes_all else "libraries"
         parts = {"weights": server.weights, "KV cache": server.cache}
         parts[beside] = server.memory - server.weights - server.cache
         yield Shortage(names[0], names, server.memory, plan.memory, parts_text(list(parts.items())))

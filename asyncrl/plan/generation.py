@@ -65,7 +65,7 @@ class ServerPlan(msgspec.Struct, frozen=True):
 def plan_server(config: ExperimentConfig, shape: ModelShape, device: Device) -> ServerPlan | None:
     """Plan the run's generation servers on this kind of GPU. config: without `auto`. None: the run starts none."""
     allocation = allocation_of(config)
-    if config.mode in ("sync", "train_only") or allocation.engine == "external":
+    if config.mode in ("sync", "train_only") or not allocation.traits.starts_servers:
         return None
     generation, tensor = config.generation, allocation.generation.tensor
     value = DTYPE_BYTES[generation.dtype]
@@ -73,7 +73,7 @@ def plan_server(config: ExperimentConfig, shape: ModelShape, device: Device) -> 
     kv_token = shape.kv_values_per_token(tensor) * value
     libraries = library_bytes(communicates=tensor > 1)
     tokens = request_tokens(config, shape)
-    if allocation.engine == "sglang":
+    if allocation.traits.sizes_own_cache:
         block = _number(generation.server_args, "page-size", 1)
         share = sglang_memory_fraction(device.memory, tensor, generation.server_args)
         static = int((device.memory - libraries) * share)

@@ -80,7 +80,7 @@ def _allocations(config: ExperimentConfig, num_gpus: int) -> Iterator[Allocation
     """The allocations of exactly num_gpus GPUs that the model can be split into. No tensor group spans two hosts."""
     allocation, shape = allocation_of(config), ModelShape.of(config.model_path)
     model = read_config(config.model_path, "give a folder in Hugging Face format")
-    serves = config.mode not in ("sync", "train_only") and allocation.engine != "external"
+    serves = config.mode not in ("sync", "train_only") and allocation.traits.starts_servers
     for training in range(1, num_gpus + (not serves)) if serves else (num_gpus,):
         grids = [grid for grid in _grids(training) if not problem_of_grid(grid, model)]
         if not serves:
@@ -88,7 +88,7 @@ def _allocations(config: ExperimentConfig, num_gpus: int) -> Iterator[Allocation
                 yield replace(allocation, training=(DeviceSet((("", grid),)),), generation_devices=None)
             continue
         left = num_gpus - training
-        widest = GPUS_PER_HOST if allocation.engine == "sglang" else 1
+        widest = GPUS_PER_HOST if allocation.traits.is_tensor_parallel else 1
         for tensor in range(1, min(left, widest) + 1):
             if left % tensor or not shape.serves_on(tensor):
                 continue

@@ -193,13 +193,13 @@ def _changes_of_servers(config: ExperimentConfig, server: ServerPlan, shortage: 
     """Fewer blocks of the embedded engine; more tensor ranks of SGLang's servers, first with fewer servers; bfloat16."""
     allocation, shape = allocation_of(config), ModelShape.of(config.model_path)
     found: list[tuple[Change, ...]] = []
-    if server.engine != "sglang":
+    if not allocation.traits.sizes_own_cache:
         room = server.blocks - -(-(shortage.needed - shortage.memory) // server.block_bytes)
         if room * server.block_tokens >= server.request_tokens:
             found.append((("generation.num_blocks", room),))
     if config.generation.dtype == "float32":
         found.append((("generation.dtype", "bfloat16"),))
-    if server.engine == "sglang" and allocation.generation_devices is None:
+    if allocation.traits.is_tensor_parallel and allocation.generation_devices is None:
         grid = allocation.generation
         for times in (2, 4, 8):
             tensor = grid.tensor * times

@@ -28,6 +28,7 @@ from asyncrl.dataflow.redistribution import transfers
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.generation.engine import GenerationEngine
 from asyncrl.generation.engines import Engines
+from asyncrl.generation.queueing import EngineArguments
 from asyncrl.model.fetching import LIMIT_S, PATH
 from asyncrl.model.store import DataStore
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver
@@ -53,11 +54,13 @@ from asyncrl.protocol.messages import (
 from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
 from asyncrl.rewards.trajectory import Response
 from asyncrl.rollout.agent import ActQueue, Agent, Env, ObsQueue
+from asyncrl.runtime.clock import SYSTEM_CLOCK
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.names.interface import NameResolveError
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
 from asyncrl.runtime.system import System
+from asyncrl.runtime.trace import OFF
 from asyncrl.runtime.worker import Worker
 from tests.simulation.disk import Folder
 from tests.simulation.world import here
@@ -217,7 +220,7 @@ class SimEngines(Engines):
     """Makes one paced engine."""
 
     def __init__(self, config: GenerationServerConfig) -> None:
-        self._config = config
+        self._config, self._trace, self._clock = config, OFF, SYSTEM_CLOCK
 
     def journal(self) -> Any:
         return NoJournal()
@@ -225,7 +228,7 @@ class SimEngines(Engines):
     def tokenizer(self) -> SimTokenizer:
         return SimTokenizer()
 
-    def make(self, journal: Any, eos_token_id: int | None) -> GenerationEngine:
+    def _make(self, arguments: EngineArguments) -> GenerationEngine:
         scenario = here().world.scenario
         return SimEngine(
             _Tail(scenario.seed % 2**32, PROMPT_TOKENS),

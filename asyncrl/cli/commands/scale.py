@@ -143,7 +143,7 @@ def _allocation_of(run_dir: Path, count: int) -> Allocation:
     allocation = allocation_of(
         phase_after(allocations, max((step for _, step in list_checkpoints(run_dir)), default=0))
     )
-    if allocation.engine == "external":
+    if not allocation.traits.starts_servers:
         raise ConfigError(
             f"allocation={config.allocation}: asyncrl does not start the servers of this run; start or stop them yourself"
         )

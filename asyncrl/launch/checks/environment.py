@@ -43,7 +43,7 @@ def judge_environment(
 
 def _communicates(config: ExperimentConfig) -> bool:
     """Whether a torch.distributed process group is formed. A SGLang server forms one even for itself."""
-    if config.mode != "train_only" and allocation_of(config).engine == "sglang":
+    if config.mode != "train_only" and allocation_of(config).traits.runs_sglang:
         return True
     groups, _ = placed_groups(config)
     return any(len(members) > 1 for members in (groups.trainer, *groups.detached))

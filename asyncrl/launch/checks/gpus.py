@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncrl.config.engines import DEFAULT_ENGINE
 from asyncrl.config.schema import ExperimentConfig
 from asyncrl.dataflow.topology import Allocation, ParallelGrid, allocation_of
 
@@ -9,9 +10,8 @@ from asyncrl.dataflow.topology import Allocation, ParallelGrid, allocation_of
 def needed_gpus(config: ExperimentConfig) -> tuple[int, int]:
     """The GPUs of generation and those of training, also where both are the same ones."""
     allocation = allocation_of(config)
-    generates = config.mode != "train_only" and allocation.engine != "external"
-    trains = config.mode != "rollout_only"
-    return allocation.generation.size if generates else 0, allocation.num_training_devices if trains else 0
+    generates, trains = config.mode != "train_only", config.mode != "rollout_only"
+    return allocation.num_generation_devices if generates else 0, allocation.num_training_devices if trains else 0
 
 
 def too_few_gpus(config: ExperimentConfig, found: int) -> str:
@@ -28,7 +28,7 @@ def _fitting(allocation: Allocation, found: int) -> str:
     grids = [grid for devices in allocation.training for _, grid in devices.grids]
     if allocation.names or any(grid != ParallelGrid(grid.data) for grid in (allocation.generation, *grids)):
         return ""
-    engine, numbers = allocation.engine or "transformers", f"@0-{found - 1}" if found > 1 else "@0"
+    engine, numbers = allocation.engine or DEFAULT_ENGINE, f"@0-{found - 1}" if found > 1 else "@0"
     shared = (
         f"allocation={engine}.d{found}p1m1{numbers}+d{found}p1m1{numbers} with manager.max_head_offpolicyness=0, or "
     )

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from asyncrl.config.engines import traits_of
 from asyncrl.config.processes import GenerationServerConfig, ModelWorkerConfig
 from asyncrl.config.schema import ConfigError
 from asyncrl.data.model_folder import read_object
@@ -114,7 +115,7 @@ def _parts_of(spec: ProcessSpec, sizes: Mapping[str, ModelSize]) -> Iterator[_Pa
             remedy = f"use a smaller model than {model.path}" + (", or more GPUs in allocation=..." if on_gpu else "")
             side = "training" if config.shares_devices else ""
             yield _Part(f"{model.name} ({held})", devices[0], share, remedy, side)
-    elif isinstance(config, GenerationServerConfig) and config.engine != "external":
+    elif isinstance(config, GenerationServerConfig) and traits_of(config.engine).starts_servers:
         size, generation = sizes[config.model_path], config.generation
         value = DTYPE_BYTES.get(generation.dtype, 4)
         side = "generation" if config.shares_devices else ""
@@ -122,7 +123,7 @@ def _parts_of(spec: ProcessSpec, sizes: Mapping[str, ModelSize]) -> Iterator[_Pa
             weights = size.num_parameters * value // len(devices)
             remedy = "use fewer generation servers in allocation=..., or a smaller model_path=..."
             yield _Part("weights of generation servers", device, weights, remedy, side)
-            if device and config.engine == "sglang":  # SGLang sizes its own cache
+            if device and traits_of(config.engine).sizes_own_cache:
                 continue
             tokens = generation.num_blocks * generation.page_size
             cache = tokens * size.kv_values_per_token * value // len(devices)

@@ -383,8 +383,8 @@ def _check_length(case: Case) -> Iterator[ConfigError]:
 def _check_attention(case: Case) -> Iterator[ConfigError]:
     config, text = case.config, case.model.get("text_config") or case.model
     kinds = text.get("layer_types") if isinstance(text, Mapping) else None
-    by_transformers = any(allocation_of(phase).engine == "transformers" for phase in phases(config))
-    if by_transformers and config.generation.attention == "padded" and "sliding_attention" in (kinds or ()):
+    is_embedded = any(allocation_of(phase).traits.is_embedded for phase in phases(config))
+    if is_embedded and config.generation.attention == "padded" and "sliding_attention" in (kinds or ()):
         yield ConfigError(
             f"generation.attention=padded does not support sliding windows, which model_path={config.model_path!r} uses; use sdpa"
         )
@@ -480,7 +480,7 @@ def _check_engines(case: Case) -> Iterator[ConfigError]:
 def _check_engine(config: ExperimentConfig) -> None:
     """Check that the environment of the interpreter generation.python has SGLang, and that its NCCL fits the trainer's. Reads the
     files of that environment and does not start the interpreter, because a start takes a second."""
-    if config.mode == "train_only" or allocation_of(config).engine != "sglang":
+    if config.mode == "train_only" or not allocation_of(config).traits.runs_sglang:
         return
     python = config.generation.python
     found = find_sglang(python)

@@ -1,0 +1,62 @@
+"""The engines of generation servers: everything that code outside `asyncrl/generation` needs to know about them (pure).
+
+That code asks for a trait and never compares the name of an engine. `asyncrl/generation/engines.py` has a row for each engine, too:
+the class that makes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class EngineTraits:
+    """The defaults are the traits of a run without generation servers."""
+
+    starts_servers: bool = False  # False: other programs run its servers, and asyncrl only connects to them
+    # It computes in the generation server's process, with the trainer's code for the model: in float32 both compute the same
+    is_embedded: bool = False
+    runs_sglang: bool = False  # each server starts a SGLang server, from the environment of generation.python
+    needs_gpu: bool = False
+    is_tensor_parallel: bool = False  # a server may have several ranks
+    sizes_own_cache: bool = False  # its KV cache takes the memory that is free on the GPU; False: generation.num_blocks
+    scores_in_place: bool = True  # it scores texts while its requests are paused in place
+    rank_bytes: int = 0  # main memory of the processes that it starts for each of its ranks
+    settings: tuple[str, ...] = ()  # fields of `generation` that other engines refuse
+    grid_limit: str = ""  # why it refuses other grids
+    delta_limit: str = ""  # why it cannot load deltas; "": it can
+
+
+DEFAULT_ENGINE = "transformers"
+# Allocations name the engine, as in `sglang.d2p1m1+d2p1m1`
+ENGINES = {
+    "transformers": EngineTraits(starts_servers=True, is_embedded=True, grid_limit="runs data parallel only"),
+    "sglang": EngineTraits(
+        starts_servers=True,
+        runs_sglang=True,
+        needs_gpu=True,
+        is_tensor_parallel=True,
+        sizes_own_cache=True,
+        scores_in_place=False,
+        rank_bytes=2 << 30,  # measured, front end included, rounded up
+        settings=("server_args",),
+        grid_limit="has no pipeline stages",
+    ),
+    "external": EngineTraits(
+        scores_in_place=False,
+        settings=("urls", "api_key_file"),
+        grid_limit="keeps the parallelism that it was started with",
+        delta_limit="an external SGLang server may not see this host's folders, to which deltas would be written in full",
+    ),
+}
+
+
+def traits_of(engine: str) -> EngineTraits:
+    """The traits of an engine, also of `""`: the run has no generation servers."""
+    return ENGINES[engine] if engine else EngineTraits()
+
+
+def scores_in_place(allocation: str) -> bool:
+    """Whether the engine that an allocation names scores texts while its requests are paused in place. True for an unknown engine,
+    which another check refuses."""
+    return ENGINES.get(allocation.partition(".")[0], EngineTraits()).scores_in_place
