@@ -117,7 +117,7 @@ def test_weights_that_every_server_refuses_end_the_run_with_the_cause_on_top(con
         output = run.output()
         log = (run.run_dir / "logs" / "latest" / "gserver_manager_0.log").read_text()
         assert_nothing_left(run.run_dir)
-    text = output.partition("failed: ")[2]
+    text = output.partition("\nfailed: ")[2]
     assert re.match(
         r"gserver_manager/0 failed\s+no generation server can load the weights a0001-v00000000, so the run ends\. .*"
         r"generation_server/0, generation_server/1: loading a0001-v00000000 failed: .*the tensors do not fit the model: "
