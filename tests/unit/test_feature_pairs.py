@@ -97,7 +97,7 @@ async def test_pairs_of_features(pair: tuple[str, str], models: Path, tmp_path: 
 
 
 @pytest.mark.release
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("first", FEATURES)
 async def test_all_pairs_of_features(first: str, models: Path, tmp_path: Path) -> None:
     wrong = {}
