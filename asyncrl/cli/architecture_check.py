@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from asyncrl.config.schema import ConfigError, ExperimentConfig, GenerationConfig
+from asyncrl.data.model_limits import ModelLimits
 from asyncrl.dataflow.topology import allocation_of
 from asyncrl.generation.engine import WeightsRefused
 from asyncrl.launch.checks.checklist import Finding
@@ -30,6 +31,8 @@ from asyncrl.runtime.process import die_with_parent
 from asyncrl.weights.versions import version_dir, write_version
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from asyncrl.generation.transformers import TransformersEngine
     from asyncrl.model.engine import TrainEngine
 
@@ -41,11 +44,12 @@ _NOISE = 1e-5  # nats between two attention implementations in a small copy of a
 
 class Task(msgspec.Struct, frozen=True):
     """path: folder of a causal language model. trains: a trainer loads it. generation: config of the embedded engine; None: no
-    embedded engine samples from it."""
+    embedded engine samples from it. by_folder: servers take weights under the names in the model's folder, as SGLang's do."""
 
     path: str
     trains: bool
     generation: GenerationConfig | None
+    by_folder: bool = False
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -57,9 +61,10 @@ class Result(msgspec.Struct, frozen=True):
 
 def judge_architecture(config: ExperimentConfig) -> list[Finding]:
     """One finding about the architecture of model_path. waits for: its process, for LIMIT_S at most."""
-    embedded = config.mode in ("async", "rollout_only") and allocation_of(config).traits.is_embedded
-    generation = config.generation if embedded else None
-    task = Task(str(Path(config.model_path).expanduser()), config.mode != "rollout_only", generation)
+    is_embedded = config.mode in ("async", "rollout_only") and allocation_of(config).traits.is_embedded
+    generation = config.generation if is_embedded else None
+    by_folder = config.mode == "async" and not is_embedded
+    task = Task(str(Path(config.model_path).expanduser()), config.mode != "rollout_only", generation, by_folder)
     command = [sys.executable, "-P", "-m", "asyncrl.cli.architecture_check"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
     try:
@@ -93,7 +98,10 @@ def check_architecture(task: Task) -> Result:
     with TemporaryDirectory(prefix="asyncrl-self-check-") as folder:
         model = Path(folder) / "model"
         try:
-            save_small_copy(load_config(task.path, "lm"), model)
+            config = load_config(task.path, "lm")
+            if task.by_folder:
+                _check_names(task.path, config)
+            save_small_copy(config, model)
         except ConfigError as error:
             return Result(problem=str(error))
         except Exception as error:  # the architecture's own code, with sizes that it may refuse in any way
@@ -103,6 +111,25 @@ def check_architecture(task: Task) -> Result:
         except ConfigError as error:
             return Result(problem=str(error).replace(str(model), task.path))
     return Result()
+
+
+def _check_names(path: str, config: PreTrainedConfig) -> None:
+    """Check that a trainer exports the tensors that are in the model's folder, by the headers of its files. Raises ConfigError."""
+    import torch
+
+    from asyncrl.generation.checks import ModelTensors
+    from asyncrl.model.export import exported_specs
+    from asyncrl.model.sharding import Skeleton
+
+    specs = exported_specs(Skeleton.of(config, "lm", torch.float32).model)
+    try:
+        ModelTensors(path, tied=ModelLimits.of(path).tied).check_sent(specs, complete=True)
+    except WeightsRefused as error:
+        raise ConfigError(
+            f"model_path={path!r}: its tensors have other names than those that the trainer exports, as transformers saves this "
+            f"architecture, so the generation servers would refuse every version: {error}. Use the folder that the model's authors "
+            "published, or copy the weights into a new model of transformers (from_config, load_state_dict) and save that"
+        ) from error
 
 
 def _compare(task: Task, model: Path, run_dir: Path) -> None:

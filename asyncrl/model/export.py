@@ -28,7 +28,7 @@ from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from asyncrl.architectures.checkpoint_names import places_of
@@ -165,9 +165,7 @@ def checkpoint_tensors(model: ExportedModel) -> dict[str, Tensor]:
     Raises ConfigError if the checkpoint's tensors differ from the module's and the model is on several ranks.
     """
     model.onload()
-    tensors = {name: tensor.detach() for name, tensor in model.named_parameters().items()}
-    persistent = model.model.state_dict(keep_vars=True)
-    tensors |= {name: tensor.detach() for name, tensor in model.model.named_buffers() if name in persistent}
+    tensors = _stored(model.model, model.named_parameters())
     places = places_of(model.model, {name: tensor.shape for name, tensor in tensors.items()})
     parts = [place.name for place in places.values() if not place.is_whole]
     if parts and len(workers_of(model)) > 1:
@@ -176,6 +174,21 @@ def checkpoint_tensors(model: ExportedModel) -> dict[str, Tensor]:
             "several; weights of such a model cannot be exported from more than one rank: train it on d1p1m1"
         )
     return {name: place.within(tensors[place.name]) for name, place in places.items()}
+
+
+def exported_specs(model: PreTrainedModel) -> TensorSpecs:
+    """Names, dtypes and shapes of what a trainer of this model exports. The model may be on the meta device."""
+    tensors = _stored(model, dict(model.named_parameters()))
+    places = places_of(model, {name: tensor.shape for name, tensor in tensors.items()})
+    dtypes = [str(tensors[place.name].dtype).removeprefix("torch.") for place in places.values()]
+    return TensorSpecs(names=list(places), dtypes=dtypes, shapes=[list(place.shape) for place in places.values()])
+
+
+def _stored(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """These parameters, and the model's persistent buffers."""
+    persistent = model.state_dict(keep_vars=True)
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    return {name: tensor.detach() for name, tensor in {**parameters, **buffers}.items()}
 
 
 @dataclass(frozen=True)

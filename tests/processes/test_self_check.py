@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -379,6 +382,33 @@ def test_an_export_whose_tensors_mean_something_else_is_found(tmp_path: Path, mo
     assert check_architecture(task).problem == ""
     monkeypatch.setattr(export, "take_share", swapped)
     assert "after an export and a load" in check_architecture(task).problem
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_neox"])
+def test_a_folder_with_other_names_than_an_export_is_refused_where_servers_need_its_names(
+    family: str, tmp_path: Path
+) -> None:
+    """transformers loads both folders, and asyncrl's own engine loads what the trainer exports from both."""
+    saved = make(tmp_path / "saved", family)
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    own = tmp_path / "own"
+    shutil.copytree(saved, own)
+    save_file(
+        {name: tensor.clone() for name, tensor in model.state_dict().items()},
+        own / "model.safetensors",
+        {"format": "pt"},
+    )
+    by_folder = Task(str(saved), True, None, by_folder=True)
+    assert check_architecture(by_folder).problem == ""
+    assert check_architecture(msgspec.structs.replace(by_folder, path=str(own), by_folder=False)).problem == ""
+    problem = check_architecture(msgspec.structs.replace(by_folder, path=str(own))).problem
+    assert re.match(
+        f"model_path='{own}': its tensors have other names .* does not belong to this model.*from_config", problem
+    )
+    copied = AutoModelForCausalLM.from_config(model.config)  # the remedy
+    copied.load_state_dict(AutoModelForCausalLM.from_pretrained(own).state_dict())
+    copied.save_pretrained(tmp_path / "again")
+    assert check_architecture(msgspec.structs.replace(by_folder, path=str(tmp_path / "again"))).problem == ""
 
 
 def test_an_architecture_of_which_no_small_copy_can_be_made_is_told(
