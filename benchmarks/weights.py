@@ -262,7 +262,14 @@ class Publisher:
         """Write the next version as model/export.py does, and have it served. old: the tensors of the version before."""
         from asyncrl.protocol.messages import WeightVersion
         from asyncrl.weights import delta
-        from asyncrl.weights.versions import commit_version, prune_versions, role_dir, version_dir, write_part
+        from asyncrl.weights.versions import (
+            commit_version,
+            prune_versions,
+            role_dir,
+            side_files,
+            version_dir,
+            write_part,
+        )
 
         version = WeightVersion(1, self._version)
         start = time.monotonic()
@@ -270,7 +277,9 @@ class Publisher:
         changes = delta.encode(old, tensors) if old is not None else None
         others = {delta.file_name(0): changes} if changes is not None else None
         files = write_part(path, tensors.items() if changes is None else (), others=others)
-        self._manifest = commit_version(path, files, source_dir=self._model, version=version, base=self._manifest)
+        self._manifest = commit_version(
+            path, files, sides=side_files(self._model), version=version, base=self._manifest
+        )
         written = time.monotonic()
         self._manager.send(version=version.version, in_memory=False)
         told = self._manager.receive(_PUBLISH_LIMIT_S)

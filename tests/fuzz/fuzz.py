@@ -24,6 +24,8 @@ import time
 import traceback
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[2]))  # targets.py imports tests.support
+
 
 def _watched_imports() -> contextlib.AbstractContextManager[None]:
     """atheris instruments modules imported inside this context: asyncrl's. Instrumenting their dependencies would take hours."""
