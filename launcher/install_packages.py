@@ -16,9 +16,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-UV = (
-    "uv==0.13.9"  # installed where no uv is in PATH; with it, uv and pip chose the same packages from requirements.lock
-)
+# Installed where no uv is in PATH. This version and pip chose the same packages from requirements.lock
+UV = "uv==0.13.9"
 
 PIP = (sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off")
 

@@ -40,8 +40,8 @@ def texts_of(vocab_size: int) -> list[list[int]]:
 
 
 def bound_of(bits: int, noise: float = 0.0) -> float:
-    """bits: width of the floating-point numbers, 16 or 32. noise: the model's own rounding, the
-    difference between two computations that are equal but for it."""
+    """bits: width of the floating-point numbers, 16 or 32. noise: the model's own rounding, as the difference between two
+    computations that are equal but for it."""
     return min(max(BOUND_16_BITS if bits == 16 else BOUND, _NOISE_SHARE * noise), _MOST[bits])
 
 

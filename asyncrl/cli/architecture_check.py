@@ -126,8 +126,8 @@ def _check_names(path: str, config: PreTrainedConfig) -> None:
         ModelTensors(path, tied=ModelLimits.of(path).tied).check_sent(specs, complete=True)
     except WeightsRefused as error:
         raise ConfigError(
-            f"model_path={path!r}: its tensors have other names than those that the trainer exports, as transformers saves this "
-            f"architecture, so the generation servers would refuse every version: {error}. Use the folder that the model's authors "
+            f"model_path={path!r}: its tensors are not those that the trainer exports, as transformers saves this architecture, "
+            f"so the generation servers would refuse every version: {error}. Use the folder that the model's authors "
             "published, or copy the weights into a new model of transformers (from_config, load_state_dict) and save that"
         ) from error
 

@@ -23,6 +23,7 @@ from asyncrl.data.prompts import is_file_name
 from asyncrl.data.trajectories import tokenizer_fingerprint
 from asyncrl.launch.program import with_absolute_paths
 from asyncrl.protocol.messages import DECODE_ERRORS
+from asyncrl.runtime.disk import write_file
 from asyncrl.weights.versions import model_files
 
 INPUTS_FILE = "inputs.json"  # beside experiment.yaml
@@ -72,7 +73,7 @@ def changes(before: Inputs, now: Inputs) -> list[str]:
 
 
 def save_inputs(inputs: Inputs, folder: Path) -> None:
-    (folder / INPUTS_FILE).write_bytes(msgspec.json.encode(inputs))
+    write_file(folder / INPUTS_FILE, msgspec.json.encode(inputs))
 
 
 def saved_inputs(folder: Path) -> Inputs | None:

@@ -144,10 +144,8 @@ def _reap(control: socket.socket, judges: set[int]) -> None:
         if ended is None:
             return
         pid = ended.si_pid
-        if pid in judges:
-            _kill(
-                pid
-            )  # the processes left in its group; before the wait below frees the number, which the system may reuse
+        if pid in judges:  # kill what is left in its group before the wait frees the number, which the system may reuse
+            _kill(pid)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if pid not in judges:  # a process that a judge started, or a judge whose guard has ended
             continue

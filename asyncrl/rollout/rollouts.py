@@ -406,9 +406,8 @@ def _agent_result(ended: asyncio.Future[Any]) -> Any:
     except RolloutEnded:
         raise
     except Exception as error:
-        if out_of_files(error) is not None or isinstance(
-            error, CodeChangedError
-        ):  # an error of the process, not of one rollout
+        # These are errors of the process, not of one rollout
+        if out_of_files(error) is not None or isinstance(error, CodeChangedError):
             raise
         raise RolloutRejected("agent_error", f"the agent raised {shown(error)}") from error
 

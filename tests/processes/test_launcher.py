@@ -231,6 +231,7 @@ def test_a_killed_launcher_leaves_nothing(start, with_grandchildren):
     reaper.kill()
     run.wait_until(lambda: reapers(run) and reaper not in reapers(run), "there was another reaper", LIMIT_S)
     endpoint, last = read_record(run.run_dir).endpoints[0], reapers(run)
+    assert last, "the new reaper is not among the run's processes"
     assert is_open(endpoint)
     run.signal(signal.SIGKILL)
     assert run.wait(LIMIT_S) == -signal.SIGKILL

@@ -403,7 +403,8 @@ def test_a_folder_with_other_names_than_an_export_is_refused_where_servers_need_
     assert check_architecture(msgspec.structs.replace(by_folder, path=str(own), by_folder=False)).problem == ""
     problem = check_architecture(msgspec.structs.replace(by_folder, path=str(own))).problem
     assert re.match(
-        f"model_path='{own}': its tensors have other names .* does not belong to this model.*from_config", problem
+        f"model_path='{own}': its tensors are not those that the trainer exports.* does not belong to this model.*from_config",
+        problem,
     )
     copied = AutoModelForCausalLM.from_config(model.config)  # the remedy
     copied.load_state_dict(AutoModelForCausalLM.from_pretrained(own).state_dict())

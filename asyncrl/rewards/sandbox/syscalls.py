@@ -83,10 +83,8 @@ _REFUSED: Mapping[str, tuple[int | None, int | None]] = {
     "setsockopt": (54, 208),  # refused only if it sets the size of a send buffer
     "fcntl": (72, 25),  # refused only if it sets the size of a pipe
     "mmap": (9, 222),  # refused only for shared anonymous memory
-    "prctl": (
-        157,
-        167,
-    ),  # refused only if it changes whether the process gets huge pages; main.py has switched them off
+    # refused only if it changes whether the process gets huge pages, which main.py has switched off
+    "prctl": (157, 167),
     "clone": (56, 220),  # refused only if it creates a user namespace
     "prlimit64": (302, 261),  # from here to ioprio_set: refused only if the call is for another process
     "setpriority": (141, 140),
