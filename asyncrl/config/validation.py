@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import Field
 from typing import Any
 
-from asyncrl.config.engines import scores_in_place
 from asyncrl.config.fields import leaf_values
 from asyncrl.config.limits import Limits
 from asyncrl.config.nearest import did_you_mean
@@ -504,13 +503,6 @@ def _bad_modes(config: ExperimentConfig) -> Iterator[Problem]:
             "weights.verify_logprobs",
             True,
             f"compares servers with a trainer, and mode={config.mode} has only one of them; set it to false",
-        )
-    is_in_place = config.generation.interrupt == "in_place"
-    if config.weights.verify_logprobs and is_in_place and not scores_in_place(config.allocation):
-        yield (
-            "weights.verify_logprobs",
-            True,
-            "SGLang cannot score text while its requests are paused; use another generation.interrupt than in_place",
         )
     if config.mode == "rollout_only" and config.train.target_reward is not None:
         yield (

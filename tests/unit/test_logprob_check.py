@@ -148,7 +148,7 @@ def test_the_check_is_on_wherever_it_is_possible(tmp_path: Path, overrides: list
         (["mode=rollout_only"], "weights.verify_logprobs=True: compares servers with a trainer, and mode=rollout_only"),
         (
             ["allocation=sglang.d1+d1", "generation.interrupt=in_place"],
-            "weights.verify_logprobs=True: SGLang cannot score text while its requests are paused",
+            "weights.verify_logprobs=True: SGLang scores nothing while it is paused in place",
         ),
         (["weights.verify_tolerance=-1"], "weights.verify_tolerance=-1.0: must not be negative"),
         (["runtime.max_restarts=-1"], "runtime.max_restarts=-1: must not be negative"),
