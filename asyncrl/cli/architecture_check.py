@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import ConfigError, ExperimentConfig, GenerationConfig
 from asyncrl.data.model_limits import ModelLimits
 from asyncrl.dataflow.topology import allocation_of
@@ -61,10 +62,11 @@ class Result(msgspec.Struct, frozen=True):
 
 def judge_architecture(config: ExperimentConfig) -> list[Finding]:
     """One finding about the architecture of model_path. waits for: its process, for LIMIT_S at most."""
-    is_embedded = config.mode in ("async", "rollout_only") and allocation_of(config).traits.is_embedded
+    mode = mode_of(config.mode)
+    is_embedded = mode.has_servers and allocation_of(config).traits.is_embedded
     generation = config.generation if is_embedded else None
-    by_folder = config.mode == "async" and not is_embedded
-    task = Task(str(Path(config.model_path).expanduser()), config.mode != "rollout_only", generation, by_folder)
+    by_folder = mode.updates_servers and not is_embedded
+    task = Task(str(Path(config.model_path).expanduser()), mode.trains, generation, by_folder)
     command = [sys.executable, "-P", "-m", "asyncrl.cli.architecture_check"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
     try:

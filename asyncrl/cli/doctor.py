@@ -30,6 +30,7 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from asyncrl.config.engines import traits_of
+from asyncrl.config.modes import mode_of
 from asyncrl.config.processes import ModelWorkerConfig
 from asyncrl.config.schema import (
     ExperimentConfig,
@@ -216,7 +217,7 @@ class Need:
         if not on_gpu:
             value = DTYPE_BYTES.get(generation.dtype, 4)
             cache = generation.num_blocks * generation.page_size * model.kv_values_per_token
-            sampling = count["model_worker" if config.mode == "sync" else "generation_server"]
+            sampling = count["model_worker" if mode_of(config.mode).workers_generate else "generation_server"]
             memory += sampling * (model.num_parameters + cache) * value
             # the estimate assumes that all models are as large as model_path
             memory += model.num_parameters * _training_bytes(specs)

@@ -25,6 +25,7 @@ from rich.text import Text
 from asyncrl.cli.advice import Advice, AdviceNews
 from asyncrl.cli.curves import number, read_runs
 from asyncrl.cli.tables import FittedTable
+from asyncrl.config.modes import mode_of
 from asyncrl.data.trajectories import recording_dir
 from asyncrl.protocol.errors import same_cause
 from asyncrl.protocol.messages import Wait, WorkerStatus
@@ -491,7 +492,7 @@ _STEP_PARTS = (
 def print_summary(run_dir: Path, console: Console) -> None:
     """Print the summary of a complete run."""
     summary = msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=dict)
-    recorded = summary.get("mode") == "rollout_only"
+    recorded = not mode_of(str(summary.get("mode"))).trains
     table = FittedTable("Summary", show_header=False)
     table.add_column("")
     table.add_column("", "text")
@@ -533,7 +534,7 @@ def _summary_rows(summary: Mapping[str, object], advice: Sequence[str]) -> list[
         ]
         rows.append((f"evaluation at step {evaluation['step']}", ", ".join(scores)))
     idle = summary["generation_idle_share"]
-    if summary.get("mode") == "sync":
+    if mode_of(str(summary.get("mode"))).workers_generate:
         rows.append(("generation", f"{number('trainer_waits_data_share'):.0%} of the time, alternating with training"))
     else:
         rows += [

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import asyncrl
+from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import ConfigError, ExperimentConfig, RolloutConfig, TaskConfig
 from asyncrl.data.prompts import Prompt, PromptError, PromptSource, load_tokenizer
 from asyncrl.launch.checks.checklist import Finding
@@ -46,7 +47,7 @@ class _TrialFailed(Exception):
 
 def try_tasks(config: ExperimentConfig) -> list[Finding]:
     """One finding per task. waits for: the user's code, within the limits of the run."""
-    if config.mode == "train_only":  # there is nothing to judge
+    if mode_of(config.mode).replays:  # there is nothing to judge
         return []
     prompts = _first_prompts(config)
     return [

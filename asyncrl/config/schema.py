@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from asyncrl.config.engines import scores_in_place
 from asyncrl.config.limits import limited
+from asyncrl.config.modes import mode_of
 
 T = TypeVar("T")
 
@@ -702,8 +703,6 @@ INTERRUPT_MODES = ("abort", "retract", "wait", "in_place")
 ATTENTIONS = ("padded", "sdpa", "eager", "flash_attention_2", "flash_attention_3")
 CRITIC, REF, REWARD, TEACHER = "critic", "ref", "reward", "teacher"  # roles besides names.ACTOR
 EMA = "ema"  # name of the model that is the actor's moving average; no MFC runs on it
-MODES = ("async", "sync", "rollout_only", "train_only")
-RECOVERABLE_MODES = ("async", "sync")  # modes that write checkpoints
 
 
 class ConfigError(ValueError):
@@ -738,7 +737,7 @@ def fetches_weights(config: ExperimentConfig) -> bool:
 
 def verifies_logprobs(config: ExperimentConfig) -> bool:
     """Whether servers check their logprobs after each update: weights.verify_logprobs with null resolved."""
-    possible = config.mode == "async" and (
+    possible = mode_of(config.mode).updates_servers and (
         config.generation.interrupt != "in_place" or scores_in_place(config.allocation)
     )
     chosen = config.weights.verify_logprobs
@@ -777,8 +776,8 @@ def _chosen(asked: T, found: T) -> T:
 
 
 def max_head_offpolicyness(config: ExperimentConfig) -> int:
-    """eta; 0 with mode=sync, where the model workers generate with the newest weights."""
-    return 0 if config.mode == "sync" else config.manager.max_head_offpolicyness
+    """eta; 0 if the model workers generate, with the newest weights."""
+    return 0 if mode_of(config.mode).workers_generate else config.manager.max_head_offpolicyness
 
 
 ModelSettings = CriticConfig | RefConfig | TeacherConfig | RewardModelConfig | RoleConfig

@@ -14,14 +14,13 @@ from typing import Any
 
 from asyncrl.config.fields import leaf_values
 from asyncrl.config.limits import Limits
+from asyncrl.config.modes import MODES, mode_of
 from asyncrl.config.nearest import did_you_mean
 from asyncrl.config.presets import ALGORITHMS, CORRECTIONS
 from asyncrl.config.schema import (
     ATTENTIONS,
     AUTO,
     INTERRUPT_MODES,
-    MODES,
-    RECOVERABLE_MODES,
     ExperimentConfig,
     PPOConfig,
     authenticates,
@@ -78,7 +77,7 @@ def problems_of_fields(config: ExperimentConfig) -> Iterator[Problem]:
         if not value or "/" in value or value in {".", ".."}:
             yield name, value, "must be a non-empty name without '/' (it names a folder and a key)"
     yield from _bad_roles(config)
-    replays = config.mode == "train_only"  # the run trains on a recording and needs no prompts
+    replays = mode_of(config.mode).replays  # the run needs no prompts
     for name, value in (("model_path", config.model_path), ("prompts.path", config.prompts.path)):
         if not value and not (replays and name == "prompts.path"):
             yield name, value, "is required"
@@ -262,7 +261,7 @@ def _choices(config: ExperimentConfig) -> Sequence[tuple[str, Any, Sequence[str]
         ("weights.fetch", config.weights.fetch, ("auto", "on", "off")),
         ("weights.broadcast_backend", config.weights.broadcast_backend, BROADCAST_BACKENDS),
         ("runtime.log_level", config.runtime.log_level, ("DEBUG", "INFO", "WARNING", "ERROR")),
-        ("mode", config.mode, MODES),
+        ("mode", config.mode, tuple(MODES)),
         ("recover", config.recover, RECOVER),
         ("cluster", config.cluster, CLUSTERS),
         ("network.authenticate", config.network.authenticate, AUTHENTICATE),
@@ -429,7 +428,8 @@ def _bad_streaming(config: ExperimentConfig) -> Iterator[Problem]:
     needs = "with train.streaming"
     if train.streaming_order == "tokens" and train.streaming_tokens < 1:
         yield "train.streaming_tokens", train.streaming_tokens, "must be at least 1 with train.streaming_order=tokens"
-    if config.mode not in ("async", "train_only"):
+    mode = mode_of(config.mode)
+    if mode.workers_generate or not mode.trains:
         yield (
             "train.streaming",
             True,
@@ -465,12 +465,12 @@ def _bad_streaming(config: ExperimentConfig) -> Iterator[Problem]:
 
 def _bad_modes(config: ExperimentConfig) -> Iterator[Problem]:
     """Fields that the mode requires or does not support."""
-    replay = config.replay
-    if config.mode == "sync":
+    mode, replay = mode_of(config.mode), config.replay
+    if mode.workers_generate:
         yield from _bad_sync(config)
-    if config.recover == "required" and config.mode not in RECOVERABLE_MODES:
+    if config.recover == "required" and not mode.is_recoverable:
         yield "recover", config.recover, f"mode={config.mode} writes no checkpoints; use auto, which begins anew"
-    if config.mode == "train_only":
+    if mode.replays:
         if not replay.path:
             yield "replay.path", "", "is required with mode=train_only: a run that recorded trajectories"
         if config.eval.prompts is not None:
@@ -482,13 +482,13 @@ def _bad_modes(config: ExperimentConfig) -> Iterator[Problem]:
     elif replay.path or replay.first_step:
         name, value = ("replay.path", replay.path) if replay.path else ("replay.first_step", replay.first_step)
         yield name, value, f"is used with mode=train_only only; this is mode={config.mode}"
-    if config.mode != "async" and config.weights.transport == "broadcast":
+    if not mode.updates_servers and config.weights.transport == "broadcast":
         yield (
             "weights.transport",
             "broadcast",
             f"sends weights from a trainer to servers, and mode={config.mode} has only one of them; use disk",
         )
-    if config.mode != "async" and config.train.actor_inf_on_missing:
+    if not mode.has_detached_groups and config.train.actor_inf_on_missing:
         remedy = f"with mode={config.mode} no worker restarts alone; leave it empty"
         yield "train.actor_inf_on_missing", config.train.actor_inf_on_missing, remedy
     if config.weights.transport == "broadcast" and config.weights.full_every > 1:
@@ -498,13 +498,13 @@ def _bad_modes(config: ExperimentConfig) -> Iterator[Problem]:
     if config.weights.transport == "broadcast" and limit_s >= whole_s:
         remedy = f"must be below manager.update_timeout_s={whole_s:g}, the limit of a whole update"
         yield "weights.broadcast_timeout_s", limit_s, remedy
-    if config.mode != "async" and config.weights.verify_logprobs:
+    if not mode.updates_servers and config.weights.verify_logprobs:
         yield (
             "weights.verify_logprobs",
             True,
             f"compares servers with a trainer, and mode={config.mode} has only one of them; set it to false",
         )
-    if config.mode == "rollout_only" and config.train.target_reward is not None:
+    if not mode.trains and config.train.target_reward is not None:
         yield (
             "train.target_reward",
             config.train.target_reward,
@@ -566,7 +566,7 @@ def _deadlocks(config: ExperimentConfig) -> Iterator[Problem]:
     """Settings under which batches fill never or slowly: too few prompts in flight, leases shorter than two heartbeat intervals,
     or a KV cache smaller than a sequence."""
     manager, batch_size = config.manager, config.train.batch_size
-    has_manager = config.mode != "sync"
+    has_manager = not mode_of(config.mode).workers_generate
     if has_manager and 0 < manager.max_concurrent_rollouts < batch_size and manager.max_head_offpolicyness == 0:
         # This is no deadlock: when a rollout finishes, another prompt is admitted. But training is slow, and no user intends this.
         yield (

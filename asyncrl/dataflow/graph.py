@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from graphlib import CycleError, TopologicalSorter
 
+from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import REF, REWARD, TEACHER, TrainConfig, model_settings, reward_models
 from asyncrl.dataflow.mfc import ADVANTAGES, LOGPROBS, PPO_ACTOR, PPO_CRITIC, SCORES, VALUES, MFCDef, declared
 
@@ -81,7 +82,7 @@ def build_dataflow(train: TrainConfig, mode: str = "async") -> DataflowGraph:
     Trajectories come from outside the graph. The exception is mode=sync: the first node generates them, and the other nodes
     read its output keys.
     """
-    if mode != "sync":
+    if not mode_of(mode).workers_generate:
         return DataflowGraph(training_mfcs(train), trajectory_keys(train))
     generate = MFCDef(GENERATE_MFC, "actor", "generate", "", (), TRAJECTORY_KEYS)
     return DataflowGraph([generate, *training_mfcs(train)], dataset_keys=())

@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from asyncrl.config.engines import ENGINES
+from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import CRITIC, EMA, REF, REWARD, TEACHER, ExperimentConfig, model_settings, reward_models
 from asyncrl.config.validation import Problem
 from asyncrl.dataflow.graph import GENERATE_MFC, DataflowGraph, build_dataflow
 from asyncrl.dataflow.topology import Allocation, ModelPlacement, ParallelGrid, allocation_of, unknown_name
-from asyncrl.dataflow.worker_groups import MODES, is_stateless, on_missing, worker_groups_of
+from asyncrl.dataflow.worker_groups import is_stateless, on_missing, worker_groups_of
 from asyncrl.protocol.names import ACTOR
 
 _MOST_PROCESSES = 65_536  # limit on the ranks of all generation servers, and on the model workers
@@ -70,7 +71,7 @@ def problems_of_layout(config: ExperimentConfig) -> Iterator[Problem]:
                 f"at most {_MOST_PROCESSES:,} model workers",
             )
             return
-        if config.mode != "sync":
+        if not mode_of(config.mode).workers_generate:
             yield from _bad_generation(config, allocation)
         if allocation.shared_workers:
             yield from _bad_sharing(config, allocation)
@@ -126,7 +127,7 @@ def _bad_layout(config: ExperimentConfig, allocation: Allocation) -> Iterator[Pr
         else:
             if any(devices.on_cpu for devices in allocation.training):
                 yield from _bad_cpu_workers(config)
-            if config.mode in MODES:  # the other modes have no detached groups
+            if mode_of(config.mode).has_detached_groups:
                 yield from _bad_detached(config, allocation, graph, placements, model_of)
             grid = {placement.name: placement.grid for placement in placements}.get(model_of.get(GENERATE_MFC, ""))
             if grid is not None and grid.size != grid.data:
@@ -148,7 +149,7 @@ def _bad_layout(config: ExperimentConfig, allocation: Allocation) -> Iterator[Pr
 
 
 def _bad_cpu_workers(config: ExperimentConfig) -> Iterator[Problem]:
-    if config.mode not in MODES:
+    if not mode_of(config.mode).has_detached_groups:
         yield "mode", config.mode, f"allocation={config.allocation} has CPU workers, which need async; leave them out"
     if config.train.streaming:
         remedy = (
@@ -209,7 +210,7 @@ def _bad_sharing(config: ExperimentConfig, allocation: Allocation) -> Iterator[P
     """Yield settings that contradict shared devices, where generation and training take turns."""
     eta, cluster, transport = config.manager.max_head_offpolicyness, config.cluster, config.weights.transport
     shared = f"allocation={config.allocation} shares devices"
-    if config.mode != "async":
+    if not mode_of(config.mode).updates_servers:
         yield "mode", config.mode, f"{shared}, which needs async; leave the devices out"
     if eta:
         yield "manager.max_head_offpolicyness", eta, f"{shared}, so generation cannot run ahead: set it to 0"

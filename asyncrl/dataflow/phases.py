@@ -12,6 +12,7 @@ import itertools
 import re
 from dataclasses import replace
 
+from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import ExperimentConfig
 from asyncrl.dataflow.topology import Allocation
 
@@ -28,7 +29,7 @@ def phases(config: ExperimentConfig) -> tuple[ExperimentConfig, ...]:
     texts = _THEN.split(config.allocation)
     if len(texts) == 1 and " until " not in config.allocation:
         return (config,)
-    if config.mode != "async" or config.cluster != "local":
+    if not mode_of(config.mode).updates_servers or config.cluster != "local":
         raise ValueError("has several phases, which needs mode=async and cluster=local: give one allocation")
     allocations = [Allocation.parse(text) for text in texts]
     *ends, last = [allocation.until for allocation in allocations]

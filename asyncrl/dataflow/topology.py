@@ -14,6 +14,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl.config.engines import DEFAULT_ENGINE, ENGINES, EngineTraits, traits_of
+from asyncrl.config.modes import mode_of
 from asyncrl.config.nearest import did_you_mean
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import ExperimentConfig
@@ -510,9 +511,8 @@ class _Named:
 
 def allocation_of(config: ExperimentConfig) -> Allocation:
     """Parse the config's allocation; with mode=sync it has no generation servers. Raises ValueError with the expected form."""
-    return (
-        Allocation.parse_training(config.allocation) if config.mode == "sync" else Allocation.parse(config.allocation)
-    )
+    parse = Allocation.parse_training if mode_of(config.mode).workers_generate else Allocation.parse
+    return parse(config.allocation)
 
 
 def unknown_name(name: str, graph: DataflowGraph) -> str:

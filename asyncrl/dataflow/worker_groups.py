@@ -21,14 +21,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import REF, REWARD, TEACHER, TrainConfig, reward_models
 from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.names import ACTOR
 
 if TYPE_CHECKING:
     from asyncrl.dataflow.topology import ModelPlacement
-
-MODES = ("async",)  # modes with detached groups
 
 
 def is_stateless(role: str) -> bool:
@@ -84,7 +83,7 @@ def worker_groups_of(
 ) -> WorkerGroups:
     """Return the worker groups for the run's placements and MFCs."""
     everyone = tuple(range(num_workers))
-    if mode not in MODES:
+    if not mode_of(mode).has_detached_groups:
         return WorkerGroups(everyone)
     moving = {mfc.model for mfc in mfcs if mfc.kind != "inference"}
     together = [set(placement.workers) for placement in placements]

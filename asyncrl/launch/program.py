@@ -19,6 +19,7 @@ from yaml import YAMLError
 
 from asyncrl.config.engines import traits_of
 from asyncrl.config.loading import merge_into
+from asyncrl.config.modes import mode_of
 from asyncrl.config.nearest import did_you_mean
 from asyncrl.config.processes import (
     GenerationServerConfig,
@@ -34,7 +35,6 @@ from asyncrl.config.processes import (
     WorkerInfo,
 )
 from asyncrl.config.schema import (
-    RECOVERABLE_MODES,
     CheckpointConfig,
     ConfigError,
     EvalConfig,
@@ -102,7 +102,7 @@ def run_directory(config: ExperimentConfig) -> Path:
 def total_steps(config: ExperimentConfig, num_prompts: int) -> int:
     """Return the number of train steps (mode=rollout_only: of batches) of the complete run if no prompt is rejected.
     mode=train_only: the number of the last step, because the steps are numbered from replay.first_step."""
-    epochs, first = (1, config.replay.first_step) if config.mode == "train_only" else (config.train.num_epochs, 0)
+    epochs, first = (1, config.replay.first_step) if mode_of(config.mode).replays else (config.train.num_epochs, 0)
     by_epochs = first + math.ceil(num_prompts * epochs / config.train.batch_size)
     return min(by_epochs, config.train.max_steps) if config.train.max_steps else by_epochs
 
@@ -136,26 +136,28 @@ class _Run:
     def __init__(self, config: ExperimentConfig, attempt: int, num_prompts: int, resume: str) -> None:
         """config: resolved, with absolute paths."""
         self.config, self.attempt, self.num_prompts, self.resume = config, attempt, num_prompts, resume
-        self.trains = config.mode != "rollout_only"
+        self.mode = mode_of(config.mode)
         self.allocation = allocation_of(config)
         self.eta = max_head_offpolicyness(config)
         self.train = _resolve_train(config, num_prompts)
         self.tokenizer_path = config.tokenizer_path or config.model_path
         self.placements, self.mfcs = (
-            place(self.allocation, build_dataflow(self.train, config.mode)) if self.trains else ([], _recording())
+            place(self.allocation, build_dataflow(self.train, config.mode)) if self.mode.trains else ([], _recording())
         )
         self.models = models_of(self.placements, self.mfcs, self.train, config.model_path)
-        self.heads = self.placements[0].heads if self.trains else (0,)  # model workers that receive trajectories
+        self.heads = self.placements[0].heads if self.mode.trains else (0,)  # model workers that receive trajectories
         self.store_capacity = (1 + self.eta) * self.train.batch_size
         self.detached = [list(group) for group in worker_groups_of_run(config).detached]
 
     def processes(self) -> list[ProcessConfig]:
         """Return the configs of all processes, in start order."""
         config, allocation = self.config, self.allocation
-        trainers = map(self.model_worker, range(allocation.num_model_workers)) if self.trains else [self.recorder()]
-        if config.mode == "sync":
+        trainers = (
+            map(self.model_worker, range(allocation.num_model_workers)) if self.mode.trains else [self.recorder()]
+        )
+        if self.mode.workers_generate:
             return [*trainers, self.master()]
-        if config.mode == "train_only":
+        if self.mode.replays:
             return [*trainers, self.master(), self.replayer()]
         servers = map(self.generation_server, range(allocation.num_servers))
         rollout_workers = map(self.rollout_worker, range(config.rollout.num_workers))
@@ -196,7 +198,7 @@ class _Run:
                 trajectories=record.trajectories and index in self.heads,  # only heads have the MFCs' results
                 max_bytes=record.max_bytes // len(self.heads),
             ),
-            groups=groups if config.mode == "sync" else None,
+            groups=groups if self.mode.workers_generate else None,
             detached=self.detached,
             shares_devices=index in self.allocation.shared_workers,
             mismatch=_mismatch(config, self.train, self.allocation.engine),
@@ -215,7 +217,7 @@ class _Run:
         )
 
     def master(self) -> MasterWorkerConfig:
-        config, manager, trains = self.config, self.config.manager, self.trains
+        config, manager, trains = self.config, self.config.manager, self.mode.trains
         return MasterWorkerConfig(
             worker=self._info("master", 0, 1),
             num_model_workers=self.allocation.num_model_workers if trains else 1,
@@ -237,7 +239,7 @@ class _Run:
             resume=self.resume,
             first_step=config.replay.first_step,
             records=config.record.trajectories and trains,
-            num_replayed=self.num_prompts if config.mode == "train_only" else 0,
+            num_replayed=self.num_prompts if self.mode.replays else 0,
             detached=self.detached,
             shared_workers=list(self.allocation.shared_workers),
             leave_after=self.allocation.until,
@@ -322,7 +324,7 @@ def dispensable_groups(config: ExperimentConfig) -> list[tuple[int, ...]]:
 def placed_groups(config: ExperimentConfig) -> tuple[WorkerGroups, list[ModelPlacement]]:
     """Return the worker groups of the run, and where its models are placed."""
     allocation = allocation_of(config)
-    if config.mode == "rollout_only":
+    if not mode_of(config.mode).trains:
         return WorkerGroups((0,)), []
     placements, mfcs = place(allocation, build_dataflow(config.train, config.mode))
     groups = worker_groups_of(
@@ -336,15 +338,15 @@ def placed_groups(config: ExperimentConfig) -> tuple[WorkerGroups, list[ModelPla
 
 
 def writes_checkpoints(config: ExperimentConfig) -> bool:
-    """Whether the run writes checkpoints to resume from. Only runs of RECOVERABLE_MODES can: in the other modes, doing the work
+    """Whether the run writes checkpoints to resume from. Only recoverable modes do: in the others, doing the work
     again is as fast as restoring its results."""
-    return config.checkpoint.enabled and config.mode in RECOVERABLE_MODES
+    return config.checkpoint.enabled and mode_of(config.mode).is_recoverable
 
 
 def can_scale(config: ExperimentConfig) -> bool:
     """Whether the run starts its generation servers itself, and on devices of their own, so that their number can change."""
     allocation = allocation_of(config)
-    starts = config.mode in ("async", "rollout_only") and allocation.traits.starts_servers
+    starts = mode_of(config.mode).has_servers and allocation.traits.starts_servers
     return starts and not allocation.shared_workers
 
 
@@ -535,12 +537,13 @@ def _mismatch(config: ExperimentConfig, train: TrainConfig, engine: str) -> Mism
     A recording may come from any engine, and from another model on purpose, so with mode=train_only the check only warns. With
     mode=sync the trainer itself computes the behaviour logprobs, at its own temperature.
     """
-    action = "warn" if config.mode == "train_only" and train.mismatch == "stop" else train.mismatch
+    mode = mode_of(config.mode)
+    action = "warn" if mode.replays and train.mismatch == "stop" else train.mismatch
     if action == "off":
         return None
-    sampling, own = config.rollout.sampling, config.mode == "sync"
+    sampling, own = config.rollout.sampling, mode.workers_generate
     temperature = train.ppo.temperature if own else 1.0 if sampling.greedy else sampling.temperature
-    is_tight = _is_exact(config) and config.mode != "train_only" and (own or traits_of(engine).is_embedded)
+    is_tight = _is_exact(config) and not mode.replays and (own or traits_of(engine).is_embedded)
     kl, token, share = (1e-4, 1e-3, 0.01) if is_tight else (0.05, 0.5, 0.05)
     return MismatchConfig(action, temperature, kl, token, share)
 

@@ -13,7 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.config.fields import leaf_values
-from asyncrl.config.schema import RECOVERABLE_MODES, ConfigError, ExperimentConfig, model_settings
+from asyncrl.config.modes import mode_of
+from asyncrl.config.schema import ConfigError, ExperimentConfig, model_settings
 from asyncrl.data.model_folder import read_shapes
 from asyncrl.data.prompts import PromptSource
 from asyncrl.dataflow.graph import build_dataflow
@@ -55,7 +56,7 @@ def starting_point(
     """
     say = say or notice
     refuse_to_replace(config, run_dir)
-    if config.mode not in RECOVERABLE_MODES:
+    if not mode_of(config.mode).is_recoverable:
         return None
     if config.recover == "off":
         begin_anew(run_dir, next_attempt(run_dir))
@@ -107,7 +108,7 @@ def refuse_to_replace(config: ExperimentConfig, run_dir: Path) -> None:
     more = f"continue it with more steps: `asyncrl-launch resume {run_dir} train.max_steps={steps}`; "
     raise ConfigError(
         f"trial={config.trial!r}: the run in {run_dir} is complete, and this one would replace its final model. Choose another "
-        f"folder: trial=NAME; {more if config.mode in RECOVERABLE_MODES else ''}or replace it: recover=off"
+        f"folder: trial=NAME; {more if mode_of(config.mode).is_recoverable else ''}or replace it: recover=off"
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from asyncrl.config.modes import mode_of
 from asyncrl.config.processes import MasterWorkerConfig
 from asyncrl.config.schema import CheckpointConfig, EvalConfig
 from asyncrl.master.buffer import PromptProgress
@@ -47,7 +48,7 @@ class Books:
         self._config, self._data = config, data
         self._journal, self._metrics, self._board, self._logger, self._clock = journal, metrics, board, logger, clock
         self.attempt = config.worker.attempt
-        self.trains = config.mode != "rollout_only"
+        self.trains = mode_of(config.mode).trains
         self.step = config.first_step  # batches done
         self.progress = (
             PromptProgress(data.num_prompts, data.num_epochs) if data else PromptProgress(config.num_replayed, 1)
@@ -149,7 +150,7 @@ class Books:
     def rejections(self) -> str:
         """Describe the rejections: number and remedy by reason, and the log with more details."""
         lines = rejection_lines(self.progress.rejected, self._first_details)
-        process = "model_worker" if self._config.mode == "sync" else "rollout_worker"
+        process = "model_worker" if mode_of(self._config.mode).workers_generate else "rollout_worker"
         folder = Path(self._config.worker.run_dir, "logs", "latest")
         return "\n  ".join(["", *lines, f"{folder}/{process}_*.log has the full first rejection of each kind"])
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from asyncrl.config.modes import mode_of
 from asyncrl.config.processes import MasterWorkerConfig
 from asyncrl.data.bad_batches import WEIGHTS, folder_of
 from asyncrl.dataflow.graph import TRAIN_MFC
@@ -198,7 +199,7 @@ class Trainer:
         config, models = self._config, self._workers.models
         on = {mfc.name: models[mfc.model].grid.size for mfc in config.mfcs if mfc.model in models}
         before, self._num_generated = self._num_generated, self._books.summary.num_finished_tokens
-        if config.mode == "sync":
+        if mode_of(config.mode).workers_generate:
             generation_devices = sum(on[mfc.name] for mfc in config.mfcs if mfc.kind == "generate")
         else:  # train_only has no servers
             servers = [server for server in self._source.servers if server.state != "dead"]

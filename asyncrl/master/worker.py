@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from asyncrl.config.modes import mode_of
 from asyncrl.config.processes import MasterWorkerConfig
 from asyncrl.dataflow.topology import build_handler_routing
 from asyncrl.dataflow.worker_groups import WorkerGroups
@@ -51,6 +52,7 @@ class MasterWorker(Worker):
 
     async def run(self, directory: Directory, opened: AsyncExitStack) -> None:
         config, info, files, clock = self.config, self.info, self._files, self.system.clock
+        mode = mode_of(config.mode)
         wandb = files.wandb()
         metrics = files.metrics(wandb)
         opened.callback(metrics.close)
@@ -71,7 +73,7 @@ class MasterWorker(Worker):
         capacity = (1 + config.max_head_offpolicyness) * config.train.batch_size
         buffer = AsyncIOSequenceBuffer(books.progress, capacity=capacity, attempt=info.attempt)
         tracker = StorageTracker(WorkerGroups.of_config(config.num_model_workers, config.detached).all_detached)
-        if config.mode != "sync":
+        if not mode.workers_generate:
             await self._open_intake(directory, opened, books, buffer, tracker)
         caller, workers = await self._meet_workers(directory, opened, books, buffer, tracker)
         leaving = asyncio.Event()
@@ -108,7 +110,7 @@ class MasterWorker(Worker):
             trace=self.trace,
             clock=clock,
         )
-        if config.mode != "rollout_only":
+        if mode.trains:
             self.tasks.spawn(profiles.watch(), "watch for profile requests")
         self.tasks.spawn(self._hear_of_the_end(directory, leaving), "watch for the stop request")
         await directory.publish(self.names.experiment_status(), "RUNNING")
@@ -148,7 +150,7 @@ class MasterWorker(Worker):
         opened.push_async_callback(metas.close)
         await metas.start()
         # train_only: the replayer has no manager
-        grants = Grants(self._files.ticket_key, self.logger) if self.config.mode != "train_only" else None
+        grants = Grants(self._files.ticket_key, self.logger) if mode_of(self.config.mode).has_servers else None
         heads = next(iter(placements_of(self.config).values())).heads
         accepting = accept_trajectories(
             metas,
@@ -211,7 +213,7 @@ class MasterWorker(Worker):
         num_eval_prompts = 0
         if config.eval.prompts is not None:
             num_eval_prompts = config.eval.num_prompts or self._files.num_prompts(config.eval.prompts)
-        if config.mode == "sync":
+        if mode_of(config.mode).workers_generate:
             generation = Generation(
                 config, books, buffer, workers, num_eval_prompts=num_eval_prompts, leaving=leaving, board=board
             )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from asyncrl.config.engines import traits_of
+from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import ExperimentConfig, max_head_offpolicyness
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.dataflow.topology import Allocation, allocation_of
@@ -76,7 +77,7 @@ def plan_run(config: ExperimentConfig, device: Device, plan_ranks: RankPlanner) 
     allocation = allocation_of(config)
     shape = ModelShape.of(config.model_path)
     server = plan_server(config, shape, device)
-    ranks = plan_ranks(config) if config.mode != "rollout_only" else []
+    ranks = plan_ranks(config) if mode_of(config.mode).trains else []
     shared = bool(allocation.shared_workers)
     # On shared devices the server's process keeps its context during training's turn
     libraries = library_bytes(communicates=allocation.num_training_devices > 1) * (2 if shared else 1)
@@ -99,7 +100,7 @@ def plan_run(config: ExperimentConfig, device: Device, plan_ranks: RankPlanner) 
 def placed_models(config: ExperimentConfig, allocation: Allocation) -> dict[str, Placed]:
     """The grid and the hosts of each model of training, by name. The GPUs of the servers come before those of training, unless
     the allocation names them."""
-    if config.mode == "rollout_only":
+    if not mode_of(config.mode).trains:
         return {}
     first, named = allocation.num_generation_devices, allocation.generation_devices is not None
     placements, _ = allocation.place(build_dataflow(config.train, config.mode))

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
+from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import ExperimentConfig
 from asyncrl.dataflow.topology import allocation_of
 from asyncrl.launch.checks.memory_floor import DTYPE_BYTES
@@ -65,7 +66,7 @@ class ServerPlan(msgspec.Struct, frozen=True):
 def plan_server(config: ExperimentConfig, shape: ModelShape, device: Device) -> ServerPlan | None:
     """Plan the run's generation servers on this kind of GPU. config: without `auto`. None: the run starts none."""
     allocation = allocation_of(config)
-    if config.mode in ("sync", "train_only") or not allocation.traits.starts_servers:
+    if not mode_of(config.mode).has_servers or not allocation.traits.starts_servers:
         return None
     generation, tensor = config.generation, allocation.generation.tensor
     value = DTYPE_BYTES[generation.dtype]

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import msgspec
 
+from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.dataflow.layout_checks import problem_of_grid
 from asyncrl.dataflow.topology import Allocation, DeviceSet, ParallelGrid, allocation_of
@@ -80,7 +81,7 @@ def _allocations(config: ExperimentConfig, num_gpus: int) -> Iterator[Allocation
     """The allocations of exactly num_gpus GPUs that the model can be split into. No tensor group spans two hosts."""
     allocation, shape = allocation_of(config), ModelShape.of(config.model_path)
     model = read_config(config.model_path, "give a folder in Hugging Face format")
-    serves = config.mode not in ("sync", "train_only") and allocation.traits.starts_servers
+    serves = mode_of(config.mode).has_servers and allocation.traits.starts_servers
     for training in range(1, num_gpus + (not serves)) if serves else (num_gpus,):
         grids = [grid for grid in _grids(training) if not problem_of_grid(grid, model)]
         if not serves:

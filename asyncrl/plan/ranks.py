@@ -14,6 +14,7 @@ from typing import Literal
 
 import msgspec
 
+from asyncrl.config.modes import mode_of
 from asyncrl.config.processes import ModelConfig, PlacedMFC
 from asyncrl.config.schema import ExperimentConfig, TrainConfig, resolve_auto
 from asyncrl.dataflow.graph import build_dataflow
@@ -92,7 +93,8 @@ def plan_training(
 
 def _placed(config: ExperimentConfig) -> tuple[list[ModelConfig], list[PlacedMFC]]:
     """The models and MFCs of a run, the latter in the order of the dataflow. Raises PlanError."""
-    if config.mode in ("sync", "rollout_only"):
+    mode = mode_of(config.mode)
+    if mode.workers_generate or not mode.trains:
         raise PlanError(f"mode={config.mode}: a plan covers training without generation; use mode async or train_only")
     if config.train.mfcs:
         raise PlanError(f"train.mfcs={config.train.mfcs}: a plan runs no functions of yours; plan without them")

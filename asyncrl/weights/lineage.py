@@ -22,6 +22,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from asyncrl.config.modes import mode_of
 from asyncrl.runtime.metrics import read_json_lines
 
 Event = Mapping[str, Any]
@@ -287,7 +288,7 @@ def _check_ways(
     verdicts: dict[str, list[str]] = defaultdict(list)
     for event in pushed:
         verdicts[event["ticket"]].append(event["verdict"])
-    rolled_out = {attempt for attempt, _ in kept if known[attempt].begun.get("mode", "async") == "async"}
+    rolled_out = {attempt for attempt, _ in kept if mode_of(known[attempt].begun.get("mode", "")).updates_servers}
     for attempt, event in kept:
         for group in event["groups"] if event["event"] == "trained" else ():
             ticket = group["ticket"]

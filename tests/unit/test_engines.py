@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from fake_engine import TRAITS, FakeEngines
 
-import asyncrl
 from asyncrl.config.engines import ENGINES
 from asyncrl.config.processes import GenerationServerConfig, WorkerInfo
 from asyncrl.config.schema import ExperimentConfig, GenerationConfig, NameResolveConfig, RuntimeConfig
@@ -25,8 +24,8 @@ from asyncrl.runtime.clock import SYSTEM_CLOCK
 from asyncrl.runtime.trace import OFF
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import version_dir, write_version
+from tests.support.decisions import PACKAGE, comparisons, decisions
 
-PACKAGE = Path(asyncrl.__file__).parent
 V0, V1 = WeightVersion(1, 0), WeightVersion(1, 1)
 PROMPT = [5, 6, 7]
 LIMIT_S = 60.0  # for one wait, on a busy machine
@@ -157,28 +156,6 @@ def test_a_new_engine_is_a_row(fake: None) -> None:
     assert told.startswith("is for the engine sglang or fake;")
 
 
-def comparisons(tree: ast.AST, names: set[str]) -> Iterator[int]:
-    """Yield the lines that decide by an engine's name: ==, !=, in, match, startswith, and dicts with such keys."""
-
-    def named(node: ast.AST | None) -> bool:
-        texts = (part.value for part in ast.walk(node) if isinstance(part, ast.Constant)) if node is not None else ()
-        return any(isinstance(text, str) and text.removesuffix(".") in names for text in texts)
-
-    for node in ast.walk(tree):
-        if (
-            (isinstance(node, ast.Compare) and any(map(named, (node.left, *node.comparators))))
-            or (isinstance(node, ast.MatchValue) and named(node))
-            or (isinstance(node, ast.Dict) and any(map(named, node.keys)))
-            or (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Attribute)
-                and node.func.attr in ("startswith", "endswith")
-                and any(map(named, node.args))
-            )
-        ):
-            yield node.lineno
-
-
 @pytest.mark.parametrize(
     "code",
     [
@@ -196,9 +173,4 @@ def test_the_scan_finds_a_comparison(code: str) -> None:
 def test_no_other_code_compares_the_name_of_an_engine() -> None:
     """A decision that depends on the engine reads a trait, so that a new engine needs no change there."""
     tables = {PACKAGE / "config" / "engines.py", PACKAGE / "generation" / "engines.py"}
-    found = {
-        f"{file.relative_to(PACKAGE)}:{line}"
-        for file in {*PACKAGE.rglob("*.py")} - tables
-        for line in comparisons(ast.parse(file.read_text()), {*ENGINES})
-    }
-    assert found == set()
+    assert decisions({*ENGINES}, tables) == set()

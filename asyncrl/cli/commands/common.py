@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from asyncrl.cli.tables import FittedTable, HelpFormatter
+from asyncrl.config.modes import mode_of
 from asyncrl.config.processes import ModelWorkerConfig
 from asyncrl.config.schema import ExperimentConfig, max_head_offpolicyness
 from asyncrl.launch.hosts.addresses import refuses
@@ -151,11 +152,11 @@ def sizes_text(config: ExperimentConfig, num_prompts: int) -> str:
         f"{num_prompts} prompts x {size['num_epochs']} epochs, {size['total_steps']} steps of {size['batch_size']} "
         f"prompts x {size['group_size']} responses"
     )
-    if config.mode != "sync":
+    if not mode_of(config.mode).workers_generate:
         return f"{steps}; eta = {size['max_head_offpolicyness']}: at most {size['max_live_prompts']} prompts live"
     servers = config.allocation.partition("+")[0] if "." in config.allocation else ""
     unused = f"; {servers} of the allocation stays unused" if servers else ""
-    return f"{steps}; mode=sync: each step generates its batch on the model workers{unused}"
+    return f"{steps}; mode={config.mode}: each step generates its batch on the model workers{unused}"
 
 
 def goes_on(run_dir: Path, record: RunRecord | None) -> bool:

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from asyncrl.cli.commands.common import Commands, add_config_command, print_json
 from asyncrl.cli.hub import is_hub_name, with_local_models
+from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.data.prompts import is_file_name
 from asyncrl.launch.experiment import load_experiment
@@ -71,7 +72,7 @@ def _lacking(config: ExperimentConfig) -> list[str]:
     lacking = []
     if not is_hub_name(config.model_path) and not (Path(config.model_path).expanduser() / "config.json").is_file():
         lacking.append(f"model in {config.model_path}")
-    read = config.prepare and config.mode != "train_only"
+    read = config.prepare and not mode_of(config.mode).replays
     for prompts in (config.prompts, config.eval.prompts) if read else ():
         if prompts is not None and is_file_name(prompts.path) and not Path(prompts.path).expanduser().is_file():
             lacking.append(prompts.path)

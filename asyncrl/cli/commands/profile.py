@@ -20,6 +20,7 @@ from asyncrl.cli.commands.common import (
     record_of_running,
 )
 from asyncrl.cli.commands.which_run import run_dir_of
+from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import ConfigError
 from asyncrl.launch.rundir import LaunchError, RunRecord
 from asyncrl.protocol.messages import DECODE_ERRORS, MOST_PROFILED_STEPS, ProfileAnswer, ProfileRequest
@@ -64,8 +65,9 @@ def profile(arguments: argparse.Namespace, console: Console) -> int:
     record = record_of_running(run_dir, console, as_json=arguments.json)
     if record is None:
         return NOT_RUNNING
-    if OmegaConf.load(run_dir / "config.yaml").mode == "rollout_only":
-        raise ConfigError(f"mode=rollout_only: {run_dir} trains nothing, so there is no step to record")
+    mode = OmegaConf.load(run_dir / "config.yaml").mode
+    if not mode_of(mode).trains:
+        raise ConfigError(f"mode={mode}: {run_dir} trains nothing, so there is no step to record")
     answer = _recorded(run_dir, record, arguments, console)
     if len(answer.failed) == answer.num_workers:
         raise LaunchError(f"no worker could record: {run_dir}/logs/latest/model_worker_*.log has the reason")

@@ -19,6 +19,7 @@ from asyncrl.cli.commands.common import (
     record_of_running,
 )
 from asyncrl.cli.commands.which_run import run_dir_of
+from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.dataflow.phases import phase_after
 from asyncrl.dataflow.topology import Allocation, allocation_of
@@ -132,11 +133,12 @@ def _read_words(words: Sequence[str]) -> tuple[int, str, list[str]]:
 def _allocation_of(run_dir: Path, count: int) -> Allocation:
     """The run's allocation. Raises ConfigError if the run cannot have that many servers."""
     config = OmegaConf.load(run_dir / "config.yaml")
-    if config.mode == "train_only":
-        raise ConfigError(f"mode=train_only: {run_dir} trains on recorded trajectories and has no servers to scale")
-    if config.mode == "sync":
+    mode = mode_of(config.mode)
+    if mode.replays:
+        raise ConfigError(f"mode={config.mode}: {run_dir} trains on recorded trajectories and has no servers to scale")
+    if mode.workers_generate:
         raise ConfigError(
-            f"mode=sync: in this run the model workers generate, so there are no servers to scale ({run_dir})"
+            f"mode={config.mode}: in this run the model workers generate, so there are no servers to scale ({run_dir})"
         )
     allocations = replace(ExperimentConfig(), allocation=str(config.allocation))
     # Each phase but the first begins from a checkpoint

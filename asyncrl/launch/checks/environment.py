@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.dataflow.phases import phases
 from asyncrl.dataflow.topology import allocation_of
@@ -43,7 +44,7 @@ def judge_environment(
 
 def _communicates(config: ExperimentConfig) -> bool:
     """Whether a torch.distributed process group is formed. A SGLang server forms one even for itself."""
-    if config.mode != "train_only" and allocation_of(config).traits.runs_sglang:
+    if not mode_of(config.mode).replays and allocation_of(config).traits.runs_sglang:
         return True
     groups, _ = placed_groups(config)
     return any(len(members) > 1 for members in (groups.trainer, *groups.detached))

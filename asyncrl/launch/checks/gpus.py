@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from asyncrl.config.engines import DEFAULT_ENGINE
+from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import ExperimentConfig
 from asyncrl.dataflow.topology import Allocation, ParallelGrid, allocation_of
 
 
 def needed_gpus(config: ExperimentConfig) -> tuple[int, int]:
     """The GPUs of generation and those of training, also where both are the same ones."""
-    allocation = allocation_of(config)
-    generates, trains = config.mode != "train_only", config.mode != "rollout_only"
-    return allocation.num_generation_devices if generates else 0, allocation.num_training_devices if trains else 0
+    allocation, mode = allocation_of(config), mode_of(config.mode)
+    return (
+        0 if mode.replays else allocation.num_generation_devices,
+        allocation.num_training_devices if mode.trains else 0,
+    )
 
 
 def too_few_gpus(config: ExperimentConfig, found: int) -> str:

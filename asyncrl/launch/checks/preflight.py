@@ -13,6 +13,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from asyncrl.config.fields import Wrong
+from asyncrl.config.modes import mode_of
 from asyncrl.config.nearest import did_you_mean
 from asyncrl.config.schema import (
     REF,
@@ -128,7 +129,7 @@ def _check_models(case: Case) -> Iterator[ConfigError]:
             f"train.ref.update_interval={train.ref.update_interval}: the actor's weights do not fit the model of train.ref.path: "
             f"its config.json has a different {others[0]}; use 0, or a reference with the actor's architecture"
         )
-    if case.config.mode != "rollout_only":
+    if mode_of(case.config.mode).trains:
         for phase in phases(case.config):
             yield from _check_grids(phase, models)
 
@@ -480,7 +481,7 @@ def _check_engines(case: Case) -> Iterator[ConfigError]:
 def _check_engine(config: ExperimentConfig) -> None:
     """Check that the environment of the interpreter generation.python has SGLang, and that its NCCL fits the trainer's. Reads the
     files of that environment and does not start the interpreter, because a start takes a second."""
-    if config.mode == "train_only" or not allocation_of(config).traits.runs_sglang:
+    if mode_of(config.mode).replays or not allocation_of(config).traits.runs_sglang:
         return
     python = config.generation.python
     found = find_sglang(python)
@@ -506,19 +507,19 @@ def _check_nccl(config: ExperimentConfig, trainer: TorchVersions, sglang: TorchV
 
 
 def _rolls_out(config: ExperimentConfig) -> bool:
-    return config.mode != "train_only"
+    return not mode_of(config.mode).replays
 
 
 def _replays(config: ExperimentConfig) -> bool:
-    return config.mode == "train_only"
+    return mode_of(config.mode).replays
 
 
 def _trains(config: ExperimentConfig) -> bool:
-    return config.mode != "rollout_only"
+    return mode_of(config.mode).trains
 
 
 def _only_rolls_out(config: ExperimentConfig) -> bool:
-    return config.mode == "rollout_only"
+    return not mode_of(config.mode).trains
 
 
 def _has_own_tokenizer(config: ExperimentConfig) -> bool:

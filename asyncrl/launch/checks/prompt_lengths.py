@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.data.model_limits import UNLIMITED
 from asyncrl.data.prompts import PromptSource, load_tokenizer
@@ -26,7 +27,8 @@ def judge_prompt_lengths(
     positions = int(
         text.get("max_position_embeddings") or UNLIMITED
     )  # validation ensures that the KV cache is large enough
-    wanted = 1 if config.mode == "sync" else config.rollout.sampling.max_new_tokens  # sync cuts the response
+    # The model workers cut a response that reaches the last position
+    wanted = 1 if mode_of(config.mode).workers_generate else config.rollout.sampling.max_new_tokens
     own_agents = any(task.agent for task in config.rollout.tasks.values())
     for field, prompts in (("prompts", config.prompts), ("eval.prompts", config.eval.prompts)):
         if prompts is None:

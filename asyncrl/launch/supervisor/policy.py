@@ -24,12 +24,13 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
+from asyncrl.config.modes import mode_of
+
 WINDOW_S = 3600.0
 TRAINER_GROUP = "the trainer group"
 EVERYTHING = "everything"
 TRAINER_KINDS = frozenset({"master", "model_worker"})
 _ALONE_KINDS = frozenset({"rollout_worker", "generation_server", "gserver_manager"})
-_MODES_WITH_TRAINER_GROUP = frozenset({"async", "sync"})  # the other modes write no checkpoint to resume from
 
 # Delay if a unit ends within CALM_S of its restart; doubled with each further such end, up to _LONGEST_PAUSE_S. After any other end
 # the restart is immediate
@@ -142,7 +143,7 @@ class Supervision:
         self.limit = limit
         self._detached = {name: tuple(sorted(group)) for group in detached for name in group}
         self._dispensable = frozenset(group_unit(group) for group in dispensable)
-        self._has_trainer_group = mode in _MODES_WITH_TRAINER_GROUP
+        self._has_trainer_group = mode_of(mode).is_recoverable
         self._by_hand = frozenset(by_hand)
         self._budget = RestartBudget(limit)
         self._ran: set[str] = set()
