@@ -89,7 +89,7 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def compare_all(args: argparse.Namespace) -> None:
-    from asyncrl.dataflow.topology import ParallelGrid
+    from asyncrl.dataflow.axes import ParallelGrid
     from asyncrl.testing.tiny import make_tiny_model
     from tests.support.plan_accuracy import compare
     from tests.support.rank_processes import RankProcesses

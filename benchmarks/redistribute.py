@@ -110,14 +110,14 @@ class Account:
         mfc = self.graph.mfcs[call.mfc]
         placement = self.placements[mfc.model]
         for rank, part in enumerate(call.parts):
-            for worker in placement.replica(rank):
+            for worker in placement.replicas[rank]:
                 for group, key in ((group, key) for group in part for key in mfc.input_keys):
                     num_bytes = self._num_bytes(group, key)
                     self.unpruned += num_bytes
                     if (worker, group, key) not in self.holds:
                         self.minimum += num_bytes
                         self.holds.add((worker, group, key))
-            head = placement.head(rank)
+            head = placement.heads[rank]
             self.holds |= {(head, group, key) for group in part for key in mfc.output_keys}
 
     def _num_bytes(self, group: str, key: str) -> int:

@@ -213,7 +213,7 @@ class Need:
         computing = sum(spec.computes for spec in specs)
         memory = FIXED_BYTES + computing * COMPUTING_BYTES + (len(specs) - computing) * OTHER_BYTES
         allocation = allocation_of(config)
-        memory += count["generation_server"] * allocation.generation.tensor * allocation.traits.rank_bytes
+        memory += count["generation_server"] * allocation.generation.replica_size * allocation.traits.rank_bytes
         if not on_gpu:
             value = DTYPE_BYTES.get(generation.dtype, 4)
             cache = generation.num_blocks * generation.page_size * model.kv_values_per_token

@@ -11,8 +11,9 @@ from asyncrl.config.engines import ENGINES
 from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import CRITIC, EMA, REF, REWARD, TEACHER, ExperimentConfig, model_settings, reward_models
 from asyncrl.config.validation import Problem
+from asyncrl.dataflow.axes import MATRICES, SAMPLES, ParallelGrid
 from asyncrl.dataflow.graph import GENERATE_MFC, DataflowGraph, build_dataflow
-from asyncrl.dataflow.topology import Allocation, ModelPlacement, ParallelGrid, allocation_of, unknown_name
+from asyncrl.dataflow.topology import Allocation, ModelPlacement, allocation_of, unknown_name
 from asyncrl.dataflow.worker_groups import is_stateless, on_missing, worker_groups_of
 from asyncrl.protocol.names import ACTOR
 
@@ -87,7 +88,7 @@ def problem_of_grid(grid: ParallelGrid, config: Mapping[str, object]) -> str:
     experts = [f"{name}={model[name]}" for name in _EXPERT_FIELDS if model.get(name)]
     if experts and grid.size > 1:
         return f"config.json has {experts[0]}: a mixture of experts can only be trained by one rank; use d1p1m1, or a dense model"
-    if isinstance(layers, int) and grid.pipe > layers:
+    if isinstance(layers, int) and grid.num_stages > layers:
         return f"{layers} layers: use at most p{layers}"
     split = {
         "attention heads": heads,
@@ -95,7 +96,7 @@ def problem_of_grid(grid: ParallelGrid, config: Mapping[str, object]) -> str:
         "wide MLPs": model.get("intermediate_size"),
     }
     sizes = {name: size for name, size in split.items() if isinstance(size, int)}
-    uneven = [f"{size} {name}" for name, size in sizes.items() if size % grid.tensor]
+    uneven = [f"{size} {name}" for name, size in sizes.items() if size % grid.parts(MATRICES)]
     if not uneven:
         return ""
     common = math.gcd(*sizes.values())
@@ -130,7 +131,7 @@ def _bad_layout(config: ExperimentConfig, allocation: Allocation) -> Iterator[Pr
             if mode_of(config.mode).has_detached_groups:
                 yield from _bad_detached(config, allocation, graph, placements, model_of)
             grid = {placement.name: placement.grid for placement in placements}.get(model_of.get(GENERATE_MFC, ""))
-            if grid is not None and grid.size != grid.data:
+            if grid is not None and grid.replica_size > 1:
                 remedy = f"give {GENERATE_MFC} workers of its own, e.g. {allocation}+{GENERATE_MFC}:d1p1m1"
                 remedy += f", or all of them d{grid.size}p1m1" if not allocation.names else ""
                 whole = f"{GENERATE_MFC} needs the whole model on each worker, and {grid} cuts it: {remedy}"
@@ -236,14 +237,14 @@ def _bad_generation(config: ExperimentConfig, allocation: Allocation) -> Iterato
     """Yield the problems of the generation settings: settings that the allocation's engine needs but that are missing, settings
     that it cannot use, and settings that only another engine uses."""
     generation, traits, grid = config.generation, allocation.traits, allocation.generation
-    fitting = ParallelGrid(grid.data, tensor=grid.tensor if traits.is_tensor_parallel else 1)
-    if (grid.pipe, grid.tensor) != (fitting.pipe, fitting.tensor):
+    fitting = grid.only(SAMPLES, MATRICES) if traits.is_tensor_parallel else grid.only(SAMPLES)
+    if grid != fitting:
         yield "allocation", config.allocation, f"the engine {allocation.engine} {traits.grid_limit}: use {fitting}"
-    if "urls" in traits.settings and len(generation.urls) != grid.data:
+    if "urls" in traits.settings and len(generation.urls) != grid.num_replicas:
         yield (
             "generation.urls",
             generation.urls,
-            f"give {grid.data} URLs, one for each server of allocation={config.allocation}",
+            f"give {grid.num_replicas} URLs, one for each server of allocation={config.allocation}",
         )
     for url in generation.urls:
         if not url.startswith(("http://", "https://")):

@@ -18,49 +18,14 @@ from asyncrl.config.modes import mode_of
 from asyncrl.config.nearest import did_you_mean
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import ExperimentConfig
+from asyncrl.dataflow.axes import AXES, SAMPLES, Axis, ParallelGrid
 from asyncrl.dataflow.graph import DataflowGraph
 from asyncrl.dataflow.mfc import ON_CPU
 from asyncrl.protocol.names import ACTOR
 
 Handler = Hashable
 
-_GRID = re.compile(r"(?:[dpm][1-9]\d*){1,3}")
-_CPU = re.compile(r"cpu([1-9]\d*)")
 _DEVICES = re.compile(r"(\d+)(?:-(\d+))?")
-
-
-@dataclass(frozen=True)
-class ParallelGrid:
-    """Sizes of a mesh: data, pipe and tensor (written m, for model parallel, as in `d2p1m1`). `cpu2` is a data axis of two workers
-    that have no GPU and no model."""
-
-    data: int = 1
-    pipe: int = 1
-    tensor: int = 1
-    on_cpu: bool = False
-
-    @property
-    def size(self) -> int:
-        return self.data * self.pipe * self.tensor
-
-    @classmethod
-    def parse(cls, text: str) -> ParallelGrid:
-        """Parse e.g. `d2p1m1` or `cpu2`. Axes may come in any order; omitted sizes are 1. Raises ValueError with the expected
-        form."""
-        if found := _CPU.fullmatch(text):
-            return cls(data=int(found[1]), on_cpu=True)
-        if not _GRID.fullmatch(text):
-            raise ValueError(
-                f"{text!r} is not a grid such as d2p1m1 (d: data, p: pipe, m: tensor, each at most once, >= 1)"
-            )
-        sizes = re.findall(r"([dpm])(\d+)", text)
-        if len({axis for axis, _ in sizes}) != len(sizes):
-            raise ValueError(f"{text!r} names an axis twice; write a grid such as d2p1m1")
-        given = {axis: int(size) for axis, size in sizes}
-        return cls(data=given.get("d", 1), pipe=given.get("p", 1), tensor=given.get("m", 1))
-
-    def __str__(self) -> str:
-        return f"cpu{self.data}" if self.on_cpu else f"d{self.data}p{self.pipe}m{self.tensor}"
 
 
 class ProcessTopology:
@@ -106,27 +71,26 @@ class ProcessTopology:
 @functools.cache
 def training_topology(grid: ParallelGrid) -> ProcessTopology:
     """Training order: pipe, data, tensor."""
-    return ProcessTopology(("pipe", "data", "tensor"), (grid.pipe, grid.data, grid.tensor))
+    axes = sorted(zip(grid.axes, grid.sizes, strict=True), key=lambda entry: entry[0].order)
+    return ProcessTopology([axis.name for axis, _ in axes], [size for _, size in axes])
 
 
 def inference_topology(grid: ParallelGrid) -> ProcessTopology:
-    """Inference order: data, pipe, tensor. Generation servers get GPUs in this order: each server has the GPUs of one data rank."""
-    return ProcessTopology(("data", "pipe", "tensor"), (grid.data, grid.pipe, grid.tensor))
+    """Inference order: data, pipe, tensor. Generation servers get GPUs in this order: each server has the GPUs of one replica."""
+    return ProcessTopology([axis.name for axis in grid.axes], grid.sizes)
 
 
 @dataclass(frozen=True)
 class ModelShardID:
-    """One rank of a model."""
+    """One rank of a model, with its coordinates in the order of its layout's axes."""
 
     model: str
-    data: int
-    pipe: int
-    tensor: int
+    coordinates: tuple[int, ...]
+    axes: tuple[Axis, ...] = AXES
 
-    @classmethod
-    def from_rank(cls, model: str, topology: ProcessTopology, rank: int) -> ModelShardID:
-        coordinates = topology.get_coord(rank)
-        return cls(model, coordinates["data"], coordinates["pipe"], coordinates["tensor"])
+    def __str__(self) -> str:
+        coordinates = zip(self.axes, self.coordinates, strict=True)
+        return f"{self.model}:{''.join(f'{axis.letter}{at}' for axis, at in coordinates)}"
 
 
 @dataclass(frozen=True)
@@ -157,25 +121,51 @@ class ModelPlacement:
     def topology(self) -> ProcessTopology:
         return training_topology(self.grid)
 
-    def worker_of(self, *, data: int, pipe: int, tensor: int) -> int:
-        return self.workers[self.topology.get_rank(data=data, pipe=pipe, tensor=tensor)]
+    @functools.cached_property
+    def shards(self) -> tuple[ModelShardID, ...]:
+        """All ranks of the model, in training order."""
+        axes = self.grid.axes
+        found = map(self.topology.get_coord, range(self.grid.size))
+        return tuple(ModelShardID(self.name, tuple(at[axis.name] for axis in axes), axes) for at in found)
 
     def shard_of(self, worker: int) -> ModelShardID:
         """Return the rank of this model that the worker holds. Raises ValueError if it holds none."""
-        return ModelShardID.from_rank(self.name, self.topology, self.workers.index(worker))
+        return self.shards[self.workers.index(worker)]
 
-    def replica(self, data: int) -> tuple[int, ...]:
-        """Return the workers of a data-parallel replica. All of them need the replica's part of a batch."""
-        coordinates = map(self.topology.get_coord, range(self.grid.size))
-        return tuple(worker for worker, at in zip(self.workers, coordinates, strict=True) if at["data"] == data)
+    def groups(self, *names: str) -> tuple[tuple[int, ...], ...]:
+        """Return the groups of workers whose coordinates differ along these axes only, in training order. Each worker is in one
+        group."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for worker, shard in zip(self.workers, self.shards, strict=True):
+            rest = zip(self.grid.axes, shard.coordinates, strict=True)
+            found.setdefault(tuple(at for axis, at in rest if axis.name not in names), []).append(worker)
+        return tuple(map(tuple, found.values()))
 
-    def head(self, data: int) -> int:
-        """Return the worker that holds the outputs of a replica: the one with tensor rank 0 on the last pipeline stage."""
-        return self.worker_of(data=data, pipe=self.grid.pipe - 1, tensor=0)
+    def parts(self, what: str) -> tuple[tuple[int, ...], ...]:
+        """Return the workers that have each part of the samples, layers or matrices."""
+        return self.groups(*(axis.name for axis in self.grid.axes if axis.splits != what))
 
-    @property
+    def part_of(self, worker: int, what: str) -> int:
+        """Return which part of the samples, layers or matrices the worker has. Raises ValueError if it holds no rank."""
+        return [worker in part for part in self.parts(what)].index(True)
+
+    @functools.cached_property
+    def replicas(self) -> tuple[tuple[int, ...], ...]:
+        """The workers of each data-parallel replica. All of them need the replica's part of a batch."""
+        return self.parts(SAMPLES)
+
+    @functools.cached_property
     def heads(self) -> tuple[int, ...]:
-        return tuple(self.head(data) for data in range(self.grid.data))
+        """For each replica, the worker that holds its outputs: the one with tensor rank 0 on the last pipeline stage."""
+        axes = list(zip(self.grid.axes, self.grid.sizes, strict=True))
+        return tuple(
+            worker
+            for worker, shard in zip(self.workers, self.shards, strict=True)
+            if all(
+                axis.splits == SAMPLES or at == axis.head % size
+                for (axis, size), at in zip(axes, shard.coordinates, strict=True)
+            )
+        )
 
     @classmethod
     def of(cls, model: ModelConfig) -> ModelPlacement:
@@ -183,7 +173,7 @@ class ModelPlacement:
         return cls(model.name, ParallelGrid.parse(model.grid), tuple(model.workers))
 
 
-_NO_SERVERS = ParallelGrid(data=0)
+_NO_SERVERS = ParallelGrid().with_parts({SAMPLES: 0})
 
 
 @dataclass(frozen=True)
@@ -304,7 +294,7 @@ class Allocation:
     @property
     def num_servers(self) -> int:
         """The number of generation servers. Each holds one whole replica, including all its pipe and tensor ranks."""
-        return self.generation.data
+        return self.generation.num_replicas
 
     @property
     def num_model_workers(self) -> int:
@@ -538,7 +528,7 @@ def build_handler_routing(models: Sequence[ModelPlacement]) -> dict[Handler, int
         return {data_head(0): 0, 0: 0}
     routing: dict[Handler, int] = {}
     for model in models:
-        routing |= {ModelShardID.from_rank(model.name, model.topology, rank): w for rank, w in enumerate(model.workers)}
+        routing |= dict(zip(model.shards, model.workers, strict=True))
     routing |= {data_head(index): worker for index, worker in enumerate(models[0].heads)}
     routing |= {worker: worker for worker in sorted({worker for model in models for worker in model.workers})}
     return routing

@@ -49,6 +49,7 @@ from asyncrl.config.schema import (
     resolve_auto,
     with_model_paths,
 )
+from asyncrl.dataflow.axes import SAMPLES
 from asyncrl.dataflow.graph import build_dataflow, build_recording_dataflow
 from asyncrl.dataflow.placed_models import models_of, place
 from asyncrl.dataflow.topology import Allocation, ModelPlacement, allocation_of
@@ -173,7 +174,7 @@ class _Run:
             generation=config.generation,
             torch_threads=config.train.torch_threads,
             verify_tolerance=_verify_tolerance(config),
-            tensor_parallel=allocation.generation.tensor,
+            tensor_parallel=allocation.generation.replica_size,
             fetch=fetches_weights(config),
             fetch_dir=config.weights.fetch_dir,
             full_every=config.weights.full_every,
@@ -243,7 +244,7 @@ class _Run:
             detached=self.detached,
             shared_workers=list(self.allocation.shared_workers),
             leave_after=self.allocation.until,
-            devices_per_server=self.allocation.generation.tensor * self.allocation.generation.pipe,
+            devices_per_server=self.allocation.generation.replica_size,
         )
 
     def gserver_manager(self) -> GserverManagerConfig:
@@ -361,7 +362,7 @@ def server_spec(
     allocation = Allocation.parse(config.allocation)
     if index < allocation.num_servers:
         return next(spec for spec in planned if spec.name == f"generation_server/{index}")
-    wide = replace(allocation, generation=replace(allocation.generation, data=index + 1))
+    wide = replace(allocation, generation=allocation.generation.with_parts({SAMPLES: index + 1}))
     more = plan(replace(config, allocation=str(wide)), attempt=attempt, num_prompts=num_prompts, devices=devices)
     spec = next(spec for spec in more if spec.name == f"generation_server/{index}")
     if not devices:

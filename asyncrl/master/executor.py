@@ -31,7 +31,7 @@ from asyncrl.dataflow.graph import TRAIN_MFC, DataflowGraph
 from asyncrl.dataflow.mfc import LOGPROBS, SCORES, MFCDef
 from asyncrl.dataflow.redistribution import Transfer, assign, members, plan_fetches, plan_redistribution
 from asyncrl.dataflow.statistics import merge_stats
-from asyncrl.dataflow.topology import Handler, ModelPlacement, ModelShardID
+from asyncrl.dataflow.topology import Handler, ModelPlacement
 from asyncrl.dataflow.worker_groups import is_stateless, on_missing
 from asyncrl.master.arriving import ArrivingGroups
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
@@ -285,7 +285,7 @@ class _Step:
         return parts
 
     def _dispatched(self, mfc: MFCDef, ids: list[str], batches: Sequence[Batch]) -> list[list[str]]:
-        data = self._placements[mfc.model].grid.data
+        data = self._placements[mfc.model].grid.num_replicas
         if mfc.dispatch == "one_to_all":
             return [ids] * data
         return [ids, *[[]] * (data - 1)] if mfc.dispatch == "rank_zero" else [list(batch.ids) for batch in batches]
@@ -293,7 +293,7 @@ class _Step:
     def _assign(self, model: str, ids: Sequence[str], keys: Sequence[str]) -> None:
         placement = self._placements[model]
         homes = {group: self._homes(group, placement, keys) for group in ids}
-        parts = assign(ids, self._tokens, homes, placement.grid.data, BALANCE_TOLERANCE)
+        parts = assign(ids, self._tokens, homes, placement.grid.num_replicas, BALANCE_TOLERANCE)
         self._parts[model, frozenset(ids)] = parts
 
     def inputs(self, mfc: MFCDef, parts: Sequence[list[str]]) -> list[Transfer]:
@@ -352,8 +352,8 @@ class _Step:
 
     def _homes(self, group: str, placement: ModelPlacement, keys: Sequence[str]) -> list[int]:
         """Return the data ranks whose workers lack the fewest of these keys of a group."""
-        ranks = range(placement.grid.data)
-        missing = [self.tracker.num_missing(group, placement.replica(rank), keys) for rank in ranks]
+        ranks = range(placement.grid.num_replicas)
+        missing = [self.tracker.num_missing(group, placement.replicas[rank], keys) for rank in ranks]
         return [rank for rank in ranks if missing[rank] == min(missing)]
 
     def _plan(self, model: str, keys: Sequence[str], groups: frozenset[str]) -> list[RedistribStep]:
@@ -369,7 +369,7 @@ class _Step:
 
     def _workers_of(self, model: str, parts: Sequence[list[str]]) -> dict[int, list[str]]:
         """Return the part of each worker of a model. parts: by data rank."""
-        return {worker: part for rank, part in enumerate(parts) for worker in self._placements[model].replica(rank)}
+        return {worker: part for rank, part in enumerate(parts) for worker in self._placements[model].replicas[rank]}
 
     def _only(self, needed: Mapping[int, list[str]], groups: frozenset[str]) -> Mapping[int, list[str]]:
         """Of the ids that each worker needs, those of these groups."""
@@ -431,7 +431,7 @@ def start_copies(
 
 def shard_handlers(placement: ModelPlacement) -> list[Handler]:
     """Return the handlers (addresses for calls) of all workers of a model, in rank order."""
-    return [ModelShardID.from_rank(placement.name, placement.topology, rank) for rank in range(placement.grid.size)]
+    return list(placement.shards)
 
 
 def _those_in(reads: Iterable[str], keys: Collection[str]) -> list[str]:
@@ -451,7 +451,7 @@ class ModelFunctionCall:
         self._caller = caller
         self._hooks = hooks
         self._handlers = shard_handlers(placement)
-        self.num_ranks = placement.grid.data
+        self.num_ranks = placement.grid.num_replicas
         self.state: dict[str, float] | None = None  # of its function after the newest call; None: before the first one
         self._turn = asyncio.Lock()
 
@@ -635,7 +635,7 @@ class ArrivingFunctionCall(DetachedFunctionCall):
     ) -> None:
         super().__init__(mfc, placement, caller, hooks, detached, tracker)
         self._buffer = buffer
-        self._arriving = hooks.arriving(mfc, placement.grid.data)
+        self._arriving = hooks.arriving(mfc, placement.grid.num_replicas)
         self._lock = asyncio.Lock()
         self._version, self._num_left = 0, 0
 
@@ -702,8 +702,8 @@ class ArrivingFunctionCall(DetachedFunctionCall):
         """Run the MFC on these groups. Returns the seconds at the slowest worker."""
         mfc, placement, tracker = self.mfc, self._placement, self._tracker
         ids, tokens = [meta.ticket_id for meta in metas], {meta.ticket_id: sum(meta.seqlens) for meta in metas}
-        parts = assign(ids, tokens, {}, placement.grid.data, BALANCE_TOLERANCE)
-        needed = {worker: part for rank, part in enumerate(parts) for worker in placement.replica(rank)}
+        parts = assign(ids, tokens, {}, placement.grid.num_replicas, BALANCE_TOLERANCE)
+        needed = {worker: part for rank, part in enumerate(parts) for worker in placement.replicas[rank]}
         fetches = plan_fetches(needed, mfc.input_keys, tracker.there, self._detached.worker_groups.trainer)
         body = ExecuteMFC(mfc=mfc.name, version=version, ids=ids, parts=parts)
         _, replies = await self._execute(body, fetches, incarnation)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from asyncrl.config.processes import MasterWorkerConfig
 from asyncrl.config.schema import EMA, REF
+from asyncrl.dataflow.axes import ParallelGrid
 from asyncrl.dataflow.graph import without_generation
 from asyncrl.dataflow.mfc import MFCDef
-from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
+from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.dataflow.worker_groups import WorkerGroups
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
 from asyncrl.master.calls import DetachedGroups, WorkerCaller

@@ -126,7 +126,7 @@ class Generation:
         """Send the calls at once, so that they use the current weights. The ids are dealt to the data ranks in turn."""
         workers = self._workers
         copied = start_copies(workers.hooks.before(self._mfc), workers.models, workers.caller)
-        num_ranks = self._makers.grid.data
+        num_ranks = self._makers.grid.num_replicas
         body = ExecuteMFC(
             mfc=self._mfc.name,
             version=self._books.version.version,

@@ -16,6 +16,7 @@ from asyncrl.config.processes import ModelWorkerConfig
 from asyncrl.config.schema import EMA, REF
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.data.trajectories import BackgroundRecorder, Entry, TrajectoryStore, tokenizer_fingerprint
+from asyncrl.dataflow.axes import SAMPLES
 from asyncrl.dataflow.graph import TRAIN_MFC
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.topology import ModelPlacement
@@ -218,15 +219,15 @@ class Calls:
         mfc = self._mfcs[body.mfc]
         placement = self._placements[mfc.model]
         self._board.version = str(WeightVersion(self._info.attempt, body.version))
-        data = placement.shard_of(self._info.index).data
-        ids = body.parts[data]
+        replica = placement.part_of(self._info.index, SAMPLES)
+        ids = body.parts[replica]
         if mfc.kind == "generate":
             return self._make_groups(body, ids)
         sample = self.store.select(ids, [key for key in mfc.input_keys if key not in body.missing])
         made, stats = self._compute_on(mfc.model, sample, body)
         if self._models[mfc.model].offload:
             self.engines[mfc.model].offload()
-        if self._info.index != placement.head(data):
+        if self._info.index != placement.heads[replica]:
             return CallResult(seconds=self._clock.monotonic() - start)
         if made is not None:
             self.store.amend(made.select_keys(mfc.output_keys))

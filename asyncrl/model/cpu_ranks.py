@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from asyncrl.dataflow.axes import LOSSES, SAMPLES
 from asyncrl.model.mesh import ModelMesh
 
 
@@ -20,14 +21,14 @@ class CpuRanks:
     def __init__(self, name: str, mesh: ModelMesh | None) -> None:
         """name: of the placement. mesh: None if this is the only rank."""
         self._name, self._mesh = name, mesh
-        self.dp_rank = mesh.data if mesh is not None else 0
-        self.dp_size = mesh.placement.grid.data if mesh is not None else 1
+        self.replica = mesh.parts[SAMPLES] if mesh is not None else 0
+        self.num_replicas = mesh.placement.grid.num_replicas if mesh is not None else 1
 
     def all_reduce_sum(self, values: list[float]) -> npt.NDArray[np.float64]:
         """Sums over data-parallel ranks; collective."""
         total = torch.tensor(values, dtype=torch.float64)
-        if self._mesh is not None and self.dp_size > 1:
-            dist.all_reduce(total, group=self._mesh.data_group)
+        if self._mesh is not None and self.num_replicas > 1:
+            dist.all_reduce(total, group=self._mesh.group_that_sums(LOSSES))
         return total.numpy()
 
     def __getattr__(self, name: str) -> Any:

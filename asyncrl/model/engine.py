@@ -36,6 +36,7 @@ from asyncrl.architectures.attention import backbone_name, backbone_of, read_att
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import ConfigError, OptimizerConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
+from asyncrl.dataflow.axes import LAYERS, LOSSES, MATRICES, NORMS, PARTIALS, SAMPLES
 from asyncrl.model import sharding
 from asyncrl.model.flops import ModelFlops
 from asyncrl.model.interfaces import LossFn
@@ -91,9 +92,9 @@ class TrainEngine:
         self.dtype = DTYPES[train.dtype]
         self.mesh = mesh
         self._mesh = mesh if mesh is not None and mesh.placement.grid.size > 1 else None
-        self.dp_rank = self._mesh.data if self._mesh is not None else 0
-        self.dp_size = self._mesh.placement.grid.data if self._mesh is not None else 1
-        self.num_stages = self._mesh.placement.grid.pipe if self._mesh is not None else 1
+        self.replica = self._mesh.parts[SAMPLES] if self._mesh is not None else 0
+        self.num_replicas = self._mesh.placement.grid.num_replicas if self._mesh is not None else 1
+        self.num_stages = self._mesh.placement.grid.num_stages if self._mesh is not None else 1
         self.is_last_stage = self._mesh is None or self._mesh.is_last_stage
         self.is_head = self._mesh is None or self._mesh.is_head
 
@@ -174,12 +175,12 @@ class TrainEngine:
         self.flops = ModelFlops.of(skeleton.model)
         read = weights.open_weights(model.path, skeleton, config, dtype)
         logits = _logits_without_weights(skeleton.model, model.path) if model.kind == "lm" else Logits()
-        if grid.pipe > 1 and (mesh.is_first_stage or mesh.is_last_stage):
+        if grid.num_stages > 1 and (mesh.is_first_stage or mesh.is_last_stage):
             self._tied = skeleton.tied_name
-        vocab = sharding.apply_tensor_parallel(skeleton, mesh, model.path) if grid.tensor > 1 else None
-        if grid.pipe > 1:
+        vocab = sharding.apply_tensor_parallel(skeleton, mesh, model.path) if grid.parts(MATRICES) > 1 else None
+        if grid.num_stages > 1:
             cut_to_stage(skeleton.model, mesh, model.path)
-        by_fsdp = grid.data > 1  # FSDP casts by itself
+        by_fsdp = grid.num_replicas > 1  # FSDP casts by itself
         stage = Stage(
             skeleton.model,
             model.kind,
@@ -275,10 +276,10 @@ class TrainEngine:
 
     def _largest(self, count: int) -> int:
         """Maximum over data ranks."""
-        if self._mesh is None or self.dp_size == 1:
+        if self._mesh is None or self.num_replicas == 1:
             return count
         counts = torch.tensor([count], device=self.device)
-        dist.all_reduce(counts, dist.ReduceOp.MAX, self._mesh.data_group)
+        dist.all_reduce(counts, dist.ReduceOp.MAX, self._mesh.group_that_splits(SAMPLES))
         return int(self._values_of(counts, np.array([count]))[0])
 
     # ----------------------------------------------------------------------------------------------------------- training
@@ -422,7 +423,7 @@ class TrainEngine:
         if self._mesh is not None and self._partial:
             parts = [grads[name] for name in sorted(self._partial)]
             flat = torch.cat([part.flatten() for part in parts])
-            dist.all_reduce(flat, group=self._mesh.tensor_group)
+            dist.all_reduce(flat, group=self._mesh.group_that_sums(PARTIALS))
             for part, summed in zip(parts, torch.split(flat, [part.numel() for part in parts]), strict=True):
                 part.copy_(summed.view_as(part))
         if self._mesh is not None and self._tied:
@@ -433,10 +434,11 @@ class TrainEngine:
         """Sum a tied embedding's gradients over its copies on the first and last stage, so that the copies stay equal."""
         other = self.num_stages - 1 if mesh.is_first_stage else 0
         mine, theirs = grad.contiguous(), torch.empty_like(grad, memory_format=torch.contiguous_format)
+        stages = mesh.group_that_splits(LAYERS)
         for work in dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, mine, group=mesh.pipe_group, group_peer=other),
-                dist.P2POp(dist.irecv, theirs, group=mesh.pipe_group, group_peer=other),
+                dist.P2POp(dist.isend, mine, group=stages, group_peer=other),
+                dist.P2POp(dist.irecv, theirs, group=stages, group_peer=other),
             ]
         ):
             work.wait()
@@ -448,7 +450,7 @@ class TrainEngine:
         first of these ranks counts them."""
         counted = list(grads)
         if self._mesh is not None:
-            if self._mesh.tensor > 0:
+            if self._mesh.parts[MATRICES] > 0:
                 counted = [name for name in counted if name in self._split]
             if not self._mesh.is_first_stage:
                 counted = [name for name in counted if name != self._tied]
@@ -462,10 +464,10 @@ class TrainEngine:
     def all_reduce_sum(self, values: npt.NDArray[Any] | Sequence[float]) -> npt.NDArray[np.float64]:
         """Sums over the data ranks of this stage and tensor rank, in float64. Collective."""
         array = np.array(values, dtype=np.float64)
-        if self._mesh is None or self.dp_size == 1:
+        if self._mesh is None or self.num_replicas == 1:
             return array
         tensor = self._tensor(array)
-        dist.all_reduce(tensor, group=self._mesh.data_group)
+        dist.all_reduce(tensor, group=self._mesh.group_that_sums(LOSSES))
         return self._values_of(tensor, array)
 
     def _all_reduce_model(self, values: list[float]) -> list[float]:
@@ -473,7 +475,7 @@ class TrainEngine:
         if self._mesh is None:
             return values
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, group=self._mesh.model_group)
+        dist.all_reduce(tensor, group=self._mesh.group_that_sums(NORMS))
         summed: list[float] = self._values_of(tensor, np.array(values)).tolist()
         return summed
 
@@ -484,17 +486,17 @@ class TrainEngine:
 
     def _reduce_stats(self, local: dict[str, float]) -> dict[str, float]:
         """Reduce statistics over data ranks. Names travel with the values: a rank without groups does not know them."""
-        if self._mesh is None or self.dp_size == 1:
+        if self._mesh is None or self.num_replicas == 1:
             return local
-        group = self._mesh.data_group
+        group = self._mesh.group_that_splits(SAMPLES)
         payload = np.frombuffer(msgspec.msgpack.encode(local), np.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.dp_size)]
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.num_replicas)]
         dist.all_gather(sizes, self._tensor(np.array([len(payload)])), group=group)
-        lengths = self._values_of(torch.cat(sizes), np.full(self.dp_size, len(payload))).tolist()
+        lengths = self._values_of(torch.cat(sizes), np.full(self.num_replicas, len(payload))).tolist()
         longest = max(lengths)
         padded = np.zeros(longest, np.uint8)
         padded[: len(payload)] = payload
-        payloads = [torch.zeros(longest, dtype=torch.uint8, device=self.device) for _ in range(self.dp_size)]
+        payloads = [torch.zeros(longest, dtype=torch.uint8, device=self.device) for _ in range(self.num_replicas)]
         dist.all_gather(payloads, self._tensor(padded), group=group)
         result: dict[str, float] = {}
         for length, buffer in zip(lengths, payloads, strict=True):

@@ -121,7 +121,7 @@ class GroupMaker:
         seed = (
             self._info.seed,
             body.version,
-            self._engine.dp_rank,
+            self._engine.replica,
             _MODES.index(body.eval_mode),
             first.epoch,
             first.position,
@@ -226,7 +226,7 @@ class GroupMaker:
             ticket_id=group.group_id,
             locator=group.locator,
             attempt=self._info.attempt,
-            head=self._engine.dp_rank,
+            head=self._engine.replica,
             keys=list(sample.keys),
             seqlens=summary.seqlens,
             response_lengths=summary.response_lengths,

@@ -67,10 +67,10 @@ class Ranks(Protocol):
     """The data-parallel ranks that compute together."""
 
     @property
-    def dp_rank(self) -> int: ...
+    def replica(self) -> int: ...
 
     @property
-    def dp_size(self) -> int: ...
+    def num_replicas(self) -> int: ...
 
     def all_reduce_sum(self, values: list[float]) -> npt.NDArray[np.float64]:
         """Sums over data-parallel ranks; collective."""
@@ -119,8 +119,8 @@ class Engine(Ranks, Protocol):
 class OneRank:
     """Ranks for computing without an engine (`asyncrl-launch inspect`)."""
 
-    dp_rank = 0
-    dp_size = 1
+    replica = 0
+    num_replicas = 1
 
     def all_reduce_sum(self, values: list[float]) -> npt.NDArray[np.float64]:
         return np.asarray(values, np.float64)
@@ -461,8 +461,8 @@ def _std(total: float, squares: float, count: float) -> float:
 
 def _max_over_ranks(engine: Ranks, values: list[float]) -> list[float]:
     """Compute maxima with a sum: every rank fills its own row."""
-    rows = np.zeros((engine.dp_size, len(values)))
-    rows[engine.dp_rank] = values
+    rows = np.zeros((engine.num_replicas, len(values)))
+    rows[engine.replica] = values
     return engine.all_reduce_sum(rows.ravel().tolist()).reshape(rows.shape).max(axis=0).tolist()  # type: ignore[no-any-return]
 
 
@@ -725,7 +725,7 @@ def train_minibatches(
         part = sample.select_ids(mine) if sample is not None and mine else None
         loss_fn = loss_of(num_tokens, num_sequences)
         if texts is not None:
-            ranks = {"dp_rank": engine.dp_rank, "dp_size": engine.dp_size}
+            ranks = {"replica": engine.replica, "num_replicas": engine.num_replicas}
             part, loss_fn = texts.mix(supervised[number], part, loss_fn, **ranks)
         steps.add(engine.train_step(part, loss_fn, temperature=temperature, lr_step=lr_step), num_tokens)
     return steps

@@ -9,6 +9,7 @@ placement's workers are ranks.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from asyncrl.dataflow.axes import LAYERS, SUMS
 from asyncrl.dataflow.topology import ModelPlacement
-
-DIMS = ("pipe", "data", "tensor")
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,10 @@ class ModelMesh:
     """The mesh of one model, from the point of view of one rank."""
 
     placement: ModelPlacement
-    device_mesh: DeviceMesh  # dims: pipe, data, tensor
-    pipe: int
-    data: int
-    tensor: int
-    pipe_group: dist.ProcessGroup  # the stages with the same data and tensor coordinates
-    data_group: dist.ProcessGroup
-    tensor_group: dist.ProcessGroup
-    model_group: dist.ProcessGroup  # all ranks of the model
+    device_mesh: DeviceMesh  # its dims are the axes, in training order
+    rank: int
+    parts: Mapping[str, int]  # which part of the samples, layers and matrices this rank has
+    groups: Mapping[frozenset[str], dist.ProcessGroup]  # by the axes along which the group's ranks differ
 
     @classmethod
     def make(cls, placement: ModelPlacement, device_type: str) -> ModelMesh | None:
@@ -44,50 +40,66 @@ class ModelMesh:
             raise ValueError(
                 f"model {placement.name!r}: its workers are {list(placement.workers)}; list them in ascending order"
             )
-        grid = placement.grid
-        ranks = torch.tensor(placement.workers).reshape(grid.pipe, grid.data, grid.tensor)
-        device_mesh = DeviceMesh(device_type, ranks, mesh_dim_names=DIMS)
-        model_group = dist.new_group(list(placement.workers))
-        if dist.get_rank() not in placement.workers:
-            return None
-        at = placement.shard_of(dist.get_rank())
-        pipe_group, data_group, tensor_group = (device_mesh.get_group(dim) for dim in DIMS)
-        return cls(
-            placement,
-            device_mesh,
-            at.pipe,
-            at.data,
-            at.tensor,
-            pipe_group,
-            data_group,
-            tensor_group,
-            model_group,
+        topology, rank = placement.topology, dist.get_rank()
+        device_mesh = DeviceMesh(
+            device_type, torch.tensor(placement.workers).reshape(topology.dims), mesh_dim_names=topology.axes
         )
+        groups: dict[frozenset[str], dist.ProcessGroup] = {}
+        wanted = [frozenset(topology.axes), *(frozenset(placement.grid.summed(what)) for what in SUMS)]
+        for names in (names for names in dict.fromkeys(wanted) if len(names) > 1):
+            for ranks in placement.groups(*names):
+                group = dist.new_group(list(ranks))
+                if rank in ranks:
+                    groups[names] = group
+        if rank not in placement.workers:
+            return None
+        groups |= {frozenset({name}): device_mesh.get_group(name) for name in topology.axes}
+        parts = {axis.splits: placement.part_of(rank, axis.splits) for axis in placement.grid.axes}
+        return cls(placement, device_mesh, rank, parts, groups)
+
+    def group(self, *names: str) -> dist.ProcessGroup:
+        """The ranks that differ from this one along these axes only. There is one for each axis, for all axes, and for those over
+        which something is summed. Raises KeyError for others."""
+        return self.groups[frozenset(names)]
+
+    def group_that_sums(self, what: str) -> dist.ProcessGroup:
+        """The ranks over which losses, gradients, partials or norms are summed."""
+        return self.group(*self.placement.grid.summed(what))
+
+    def group_that_splits(self, what: str) -> dist.ProcessGroup:
+        """The ranks that share out the samples, layers or matrices that this rank has a part of."""
+        return self.group(*(axis.name for axis in self.placement.grid.axes if axis.splits == what))
+
+    def submesh(self, what: str) -> DeviceMesh:
+        """The mesh of group_that_sums(what)."""
+        return self.device_mesh[self.placement.grid.summed(what)]
 
     def collectives(self) -> dict[str, int]:
         """The number of collectives that this rank has entered in each of its groups, except pipe groups: those send and receive.
         Any thread may call it."""
-        groups = {"data": self.data_group, "tensor": self.tensor_group, "model": self.model_group}
+        summed = dict.fromkeys(self.placement.grid.summed(what) for what in SUMS)
         device = torch.device(self.device_mesh.device_type)
         entered = {}
-        for dim, group in groups.items():
+        for names in summed:
+            group = self.group(*names)
             if group.size() > 1:
                 first = dist.get_process_group_ranks(group)[0]
                 with contextlib.suppress(RuntimeError):  # a backend that does not number its collectives
                     backend: Any = group._get_backend(device)  # torch's type stubs lack the next method
                     number = backend._get_sequence_number_for_group()
-                    entered[f"{self.placement.name} {dim} group {first}"] = number
+                    label = "model" if len(names) == len(self.placement.grid.axes) else "_".join(names)
+                    entered[f"{self.placement.name} {label} group {first}"] = number
         return entered
 
     @property
     def is_first_stage(self) -> bool:
-        return self.pipe == 0
+        return self.parts[LAYERS] == 0
 
     @property
     def is_last_stage(self) -> bool:
-        return self.pipe == self.placement.grid.pipe - 1
+        return self.parts[LAYERS] == self.placement.grid.num_stages - 1
 
     @property
     def is_head(self) -> bool:
         """Whether this rank stores and reports the outputs of its replica."""
-        return self.is_last_stage and self.tensor == 0
+        return self.rank in self.placement.heads

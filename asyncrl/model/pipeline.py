@@ -26,6 +26,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from asyncrl.architectures.attention import backbone_of
 from asyncrl.config.schema import ConfigError
+from asyncrl.dataflow.axes import LAYERS
 from asyncrl.model.logprobs import token_logprobs
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.packing import Packed
@@ -169,9 +170,9 @@ def cut_to_stage(model: PreTrainedModel, mesh: ModelMesh, path: str | Path) -> N
     if set(plan) != set(_PARTS) or not isinstance(backbone.layers, nn.ModuleList):
         raise ConfigError(f"{what} has no plan for pipeline stages in a supported form; {remedy}")
     num_layers = len(backbone.layers)
-    if num_layers < grid.pipe:
+    if num_layers < grid.num_stages:
         raise ConfigError(f"{what} has {num_layers} layers, fewer than the stages of {grid}; use at most p{num_layers}")
-    own = layers_of_stage(num_layers, grid.pipe, mesh.pipe)
+    own = layers_of_stage(num_layers, grid.num_stages, mesh.parts[LAYERS])
     _own_config(model, own)
     if not mesh.is_first_stage:
         _check_that_embeddings_pass(model, what, remedy)
@@ -236,13 +237,13 @@ def train_micro_batches(stage: Stage, mesh: ModelMesh, loss_of: Callable[[Output
     schedule = Schedule1F1B(
         PipelineStage(
             stage,
-            mesh.pipe,
-            mesh.placement.grid.pipe,
+            mesh.parts[LAYERS],
+            mesh.placement.grid.num_stages,
             stage.device,
             input_args=number if stage.is_first else hidden,
             output_args=(hidden,)
             * (2 if stage.is_last and stage.kind == "lm" else 1),  # one per output; only the count matters
-            group=mesh.pipe_group,
+            group=mesh.group_that_splits(LAYERS),
         ),
         count,
         loss_fn=lambda outputs, target: loss_of(outputs, int(target)),
@@ -260,6 +261,7 @@ def train_micro_batches(stage: Stage, mesh: ModelMesh, loss_of: Callable[[Output
 def run_micro_batches(stage: Stage, mesh: ModelMesh | None) -> list[Outputs]:
     """Run forward only. Returns the outputs of each micro-batch on the last stage, else nothing. Collective over the stages."""
     results: list[Outputs] = []
+    stages, at = (mesh.group_that_splits(LAYERS), mesh.parts[LAYERS]) if mesh is not None else (None, 0)
     sent: list[tuple[dist.Work | None, Tensor]] = []  # a tensor must stay alive until it is sent
     for i in range(len(stage.micro_batches)):
         number = torch.tensor([[i]])
@@ -267,12 +269,12 @@ def run_micro_batches(stage: Stage, mesh: ModelMesh | None) -> list[Outputs]:
             outputs = stage(number)
         else:
             hidden = _hidden(stage, stage.device)
-            dist.recv(hidden, group=mesh.pipe_group, group_src=mesh.pipe - 1)
+            dist.recv(hidden, group=stages, group_src=at - 1)
             outputs = stage(hidden, number)
         if mesh is None or stage.is_last:
             results.append(outputs)
         else:
-            sent.append((dist.isend(outputs, group=mesh.pipe_group, group_dst=mesh.pipe + 1), outputs))
+            sent.append((dist.isend(outputs, group=stages, group_dst=at + 1), outputs))
     for work, _ in sent:
         assert work is not None
         work.wait()

@@ -38,6 +38,7 @@ from transformers.distributed.parallel_utils import replace_layer_number_by_wild
 
 from asyncrl.config.schema import ConfigError
 from asyncrl.data.model_folder import check_shards, shard_path, weight_map
+from asyncrl.dataflow.axes import GRADIENTS, MATRICES, PARTIALS
 from asyncrl.model.attention import NAME as ATTENTION
 from asyncrl.model.mesh import ModelMesh
 
@@ -289,7 +290,7 @@ class Filler:
         self.device = device
         self.trainable = trainable
         self.path = path
-        self._tensor_mesh = mesh.device_mesh["tensor"]
+        self._tensor_mesh = mesh.submesh(PARTIALS)
         self._meta: list[nn.Parameter] = []  # parameters already replaced; kept alive, so that Python reuses no id
         self.slots: Slots = {}
         self.split: set[str] = set()  # parameters that are split over tensor ranks
@@ -368,7 +369,7 @@ class Filler:
         return nn.Parameter(value, requires_grad=self.trainable)
 
     def _part(self, size: int) -> tuple[int, int]:
-        return split_evenly(size, self.mesh.placement.grid.tensor, self.mesh.tensor)
+        return split_evenly(size, self.mesh.placement.grid.parts(MATRICES), self.mesh.parts[MATRICES])
 
 
 def split_evenly(size: int, parts: int, part: int) -> tuple[int, int]:
@@ -393,7 +394,7 @@ def apply_tensor_parallel(skeleton: Skeleton, mesh: ModelMesh, path: str | Path)
     """Split embedding, layers and output layer over the tensor group. Raises ConfigError if they cannot be split."""
     model = skeleton.model
     plan: Mapping[str, str] = model._tp_plan or {}
-    size = mesh.placement.grid.tensor
+    size, group = mesh.placement.grid.parts(MATRICES), mesh.group_that_sums(PARTIALS)
     output_layer = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     embedding = model.get_input_embeddings()
     what = f"model_path={str(path)!r}: architecture {model.config.model_type!r}"
@@ -419,13 +420,13 @@ def apply_tensor_parallel(skeleton: Skeleton, mesh: ModelMesh, path: str | Path)
                 skeleton.split[id(parameter)] = 0
             parent = name.rpartition(".")[0]
             if parent not in shares:
-                shares[parent] = _SharedInput(mesh.tensor_group)
+                shares[parent] = _SharedInput(group)
                 # always_call: forget after an incomplete forward, too. Checkpointing's recomputation stops once it has all it needs
                 model.get_submodule(parent).register_forward_hook(shares[parent].forget, always_call=True)
             _install_colwise(module, shares[parent])
         elif style == "rowwise" and isinstance(module, nn.Linear):
             skeleton.split[id(module.weight)] = 1
-            _install_rowwise(module, mesh.tensor_group)
+            _install_rowwise(module, group)
         elif style == "replicated_with_grad_allreduce":
             skeleton.partial |= {skeleton.names[id(parameter)] for parameter in module.parameters()}
         else:
@@ -436,7 +437,7 @@ def apply_tensor_parallel(skeleton: Skeleton, mesh: ModelMesh, path: str | Path)
             raise ConfigError(
                 f"{what} splits {name} {tuple(parameter.shape)} as {style!r}, which is not supported; {remedy}"
             )
-    return VocabPart(split_evenly(model.config.get_text_config().vocab_size, size, mesh.tensor)[0], mesh.tensor_group)
+    return VocabPart(split_evenly(model.config.get_text_config().vocab_size, size, mesh.parts[MATRICES])[0], group)
 
 
 def _check_sizes(model: PreTrainedModel, plan: Mapping[str, str], tensor_size: int, what: str) -> None:
@@ -530,7 +531,10 @@ class _VocabParallelEmbedding:
 
     @staticmethod
     def install(embedding: nn.Embedding, mesh: ModelMesh) -> None:
-        start, length = split_evenly(embedding.num_embeddings, mesh.placement.grid.tensor, mesh.tensor)
+        start, length = split_evenly(
+            embedding.num_embeddings, mesh.placement.grid.parts(MATRICES), mesh.parts[MATRICES]
+        )
+        group = mesh.group_that_sums(PARTIALS)
         padding = embedding.padding_idx  # its row gets no gradient
         own_padding = padding - start if padding is not None and start <= padding < start + length else None
 
@@ -540,7 +544,7 @@ class _VocabParallelEmbedding:
             weight = local_tensor(embedding.weight)
             found = functional.embedding(torch.where(inside, local_ids, 0), weight, own_padding)
             found = torch.where(inside[..., None], found, 0.0)
-            return _Sum.apply(found, mesh.tensor_group)  # type: ignore[no-untyped-call, no-any-return]
+            return _Sum.apply(found, group)  # type: ignore[no-untyped-call, no-any-return]
 
         _replace_forward(embedding, forward)
 
@@ -567,7 +571,7 @@ def shard_units(model: PreTrainedModel) -> list[list[nn.Module]]:
 def apply_data_parallel(modules: nn.Module | list[nn.Module], mesh: ModelMesh, dtype: torch.dtype | None) -> None:
     """Apply fully_shard with summed gradients. dtype: of the computation; None: that of the parameters."""
     policy = MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
-    fully_shard(modules, mesh=mesh.device_mesh["data"], mp_policy=policy)
+    fully_shard(modules, mesh=mesh.submesh(GRADIENTS), mp_policy=policy)
     first = modules[0] if isinstance(modules, list) else modules
     assert isinstance(first, FSDPModule)
     # Losses are already divided by the global denominator. A plain sum is also the only reduction that gloo supports.

@@ -55,7 +55,7 @@ class SupervisedTexts:
         return [[self._text(int(n)) for n in part] for part in np.array_split(numbers, num_parts)]
 
     def mix(
-        self, texts: Sequence[Text], sample: SequenceSample | None, loss: Loss, *, dp_rank: int, dp_size: int
+        self, texts: Sequence[Text], sample: SequenceSample | None, loss: Loss, *, replica: int, num_replicas: int
     ) -> tuple[SequenceSample | None, Loss]:
         """A minibatch's responses on this data rank joined by the rank's share of the minibatch's texts, and the loss of both.
 
@@ -68,7 +68,7 @@ class SupervisedTexts:
         if sample is not None:
             mask = np.zeros(len(sample.data["packed_input_ids"]), np.bool_)
             parts.append(sample.union(sample.derive({SUPERVISED_MASK: mask})))
-        mine = list(enumerate(texts))[dp_rank::dp_size]
+        mine = list(enumerate(texts))[replica::num_replicas]
         parts += [_as_sample(f"text {number}", text, self._keys) for number, text in mine]
         return SequenceSample.gather(parts) if parts else None, SupervisedLoss(loss, self._coef, num_supervised)
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from asyncrl.dataflow.axes import LAYERS
 from asyncrl.model.shards import Box, Holding, Move, Piece
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def local_part(tensor: Tensor) -> tuple[Box, Tensor]:
 def holding_of(model: ShardedModel, tensors: Mapping[str, Tensor]) -> Holding:
     """This worker's holding, given its tensors."""
     return Holding(
-        model.mesh.pipe if model.mesh is not None else 0,
+        model.mesh.parts[LAYERS] if model.mesh is not None else 0,
         {
             name: Piece(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), local_part(tensor)[0])
             for name, tensor in tensors.items()

@@ -13,6 +13,7 @@ import math
 import msgspec
 
 from asyncrl.config.schema import CRITIC, ExperimentConfig
+from asyncrl.dataflow.axes import ParallelGrid
 from asyncrl.dataflow.graph import TRAIN_MFC
 from asyncrl.dataflow.mfc import MFCDef
 
@@ -33,7 +34,7 @@ class Load(msgspec.Struct, frozen=True):
         return self.minibatches * sum(self.lengths) * (self.micro_batches if self.full else 1)
 
 
-def load_of(config: ExperimentConfig, mfc: MFCDef, *, data_size: int, num_stages: int) -> Load:
+def load_of(config: ExperimentConfig, mfc: MFCDef, grid: ParallelGrid) -> Load:
     """config: resolved (resolve_auto)."""
     train, most = config.train, config.train.max_tokens_per_mb
     minibatches = passes = 1
@@ -42,13 +43,13 @@ def load_of(config: ExperimentConfig, mfc: MFCDef, *, data_size: int, num_stages
         passes = train.ppo.epochs
         minibatches = passes * (critic.minibatches if critic is not None else train.ppo.minibatches)
     length = min(config.rollout.sampling.max_new_tokens + min(config.prompts.max_prompt_length, PROMPT_TOKENS), most)
-    num_sequences = math.ceil(train.batch_size * config.rollout.group_size * passes / minibatches / data_size)
+    num_sequences = math.ceil(train.batch_size * config.rollout.group_size * passes / minibatches / grid.num_replicas)
     lengths = [length] * num_sequences
     if train.ptx is not None and mfc.name == TRAIN_MFC:
-        texts = math.ceil(train.ptx.batch_size / minibatches / data_size)
+        texts = math.ceil(train.ptx.batch_size / minibatches / grid.num_replicas)
         lengths += [min(train.ptx.max_length, most)] * texts
     count = math.ceil(sum(lengths) / most)
-    if count <= num_stages:
-        return Load(minibatches, num_stages, lengths, full=False)
+    if count <= grid.num_stages:
+        return Load(minibatches, grid.num_stages, lengths, full=False)
     whole, rest = divmod(most, length)
     return Load(minibatches, count, [length] * whole + ([rest] if rest else []))

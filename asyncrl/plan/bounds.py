@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import msgspec
 
 from asyncrl.config.schema import ExperimentConfig
+from asyncrl.dataflow.axes import MATRICES, ParallelGrid
 from asyncrl.dataflow.graph import build_dataflow
-from asyncrl.dataflow.topology import ParallelGrid
 from asyncrl.plan.batches import PROMPT_TOKENS, load_of
 from asyncrl.plan.devices import GPUS_PER_HOST, Device
 from asyncrl.plan.generation import ServerPlan
@@ -59,7 +59,7 @@ def time_bound(
         times = []
         for step in rank.steps:
             grid = placed[step.model].grid
-            load = load_of(config, mfcs[step.mfc], data_size=grid.data, num_stages=grid.pipe)
+            load = load_of(config, mfcs[step.mfc], grid)
             times.append(step_times(step, placed[step.model], load.micro_batches, device))
         of_ranks.append((sum(map(max, times)), sum(receives for _, receives in times)))
     training, receiving = max(of_ranks, default=(0.0, 0.0))
@@ -77,7 +77,7 @@ def time_bound(
 
 def step_times(step: ModelStep, placed: Placed, micro_batches: int, device: Device) -> tuple[float, float]:
     """Seconds in which a rank computes and receives in one MFC, each with the time in which the pipeline fills and empties."""
-    factor = (micro_batches + placed.grid.pipe - 1) / micro_batches
+    factor = (micro_batches + placed.grid.num_stages - 1) / micro_batches
     receives = sum(receive_time(name, calls, placed, device) for name, calls in step.collectives.items())
     return step.flops / device.flops * factor, receives * factor
 
@@ -85,15 +85,15 @@ def step_times(step: ModelStep, placed: Placed, micro_batches: int, device: Devi
 def receive_time(name: str, calls: Collective, placed: Placed, device: Device) -> float:
     """Seconds in which a rank receives the bytes of a collective, over the links of its host and over its share of the network."""
     grid = placed.grid
-    members = grid.data if grid.data > 1 else grid.tensor
+    members = grid.num_replicas if grid.num_replicas > 1 else grid.parts(MATRICES)
     share = (members - 1) / members if name in _SHARED_OUT else 1.0
     if name == "send":  # it receives nothing
         return 0.0
     time = calls.bytes * share / device.link
-    if name in _SHARED_OUT and placed.num_hosts > 1 and grid.data > 1:
+    if name in _SHARED_OUT and placed.num_hosts > 1 and grid.num_replicas > 1:
         # Each tensor group of a host receives the parts of other hosts once, through the adapters of all its GPUs
         elsewhere = calls.bytes * (placed.num_hosts - 1) / placed.num_hosts
-        time = max(time, elsewhere * grid.tensor / (min(GPUS_PER_HOST, grid.size) * device.network))
+        time = max(time, elsewhere * grid.parts(MATRICES) / (min(GPUS_PER_HOST, grid.size) * device.network))
     return time
 
 

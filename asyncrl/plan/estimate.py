@@ -9,10 +9,11 @@ import math
 
 from asyncrl.config.processes import ModelConfig, PlacedMFC
 from asyncrl.config.schema import EMA, ExperimentConfig
+from asyncrl.dataflow.axes import MATRICES, ParallelGrid
 from asyncrl.dataflow.graph import ADVANTAGES_MFC, build_dataflow
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.placed_models import models_of, place
-from asyncrl.dataflow.topology import ParallelGrid, allocation_of
+from asyncrl.dataflow.topology import allocation_of
 from asyncrl.launch.checks.memory_floor import DTYPE_BYTES
 from asyncrl.plan.batches import load_of
 from asyncrl.plan.result import Collective, ModelStep, RankPlan
@@ -75,35 +76,39 @@ def _rank(
 def _step(config: ExperimentConfig, model: ModelConfig, mfc: PlacedMFC, value: int) -> ModelStep:
     """One MFC: its FLOPs, traffic, and memory beside what is resident."""
     train, shape, grid = config.train, ModelShape.of(model.path), ParallelGrid.parse(model.grid)
-    trains = mfc.kind == "train_step"
-    load = load_of(config, MFCDef.of(mfc), data_size=grid.data, num_stages=grid.pipe)
+    split, trains = grid.parts(MATRICES), mfc.kind == "train_step"
+    load = load_of(config, MFCDef.of(mfc), grid)
     micro_batches, length = load.minibatches * load.micro_batches, load.lengths[0]
     budget = math.ceil(sum(load.lengths) / (1 if load.full else load.micro_batches))
-    forward = shape.forward_flops(load.tokens, length) / (grid.pipe * grid.tensor)
-    layers = math.ceil(shape.num_layers / grid.pipe)
-    whole = shape.parameters // (grid.pipe * grid.tensor)  # parameters, gathered from the data ranks
+    forward = shape.forward_flops(load.tokens, length) / grid.replica_size
+    layers = math.ceil(shape.num_layers / grid.num_stages)
+    whole = shape.parameters // grid.replica_size  # parameters, gathered from the data ranks
     collectives = {}
-    if grid.data > 1:
+    if grid.num_replicas > 1:
         gathers = 2 if trains else 1
         calls = micro_batches * layers
         collectives["all_gather"] = Collective(gathers * calls, gathers * micro_batches * whole * value)
         if trains:
             collectives["reduce_scatter"] = Collective(calls, micro_batches * whole * _FLOAT)
-    if grid.tensor > 1:
+    if split > 1:
         passes = 2 * (3 if train.gradient_checkpointing and trains else 2 if trains else 1)
         payload = passes * layers * load.tokens * shape.hidden * value
         collectives["all_reduce"] = Collective(passes * layers * micro_batches, payload)
-    if grid.pipe > 1:
+    if grid.num_stages > 1:
         collectives["recv"] = Collective(micro_batches, (1 + trains) * load.tokens * shape.hidden * value)
     of_layer = budget * value * (_SAVED_HIDDEN * shape.hidden + _SAVED_MLP * shape.mlp_width * shape.experts_per_token)
-    of_layer //= grid.tensor
+    of_layer //= split
     entries = budget * shape.hidden * value
-    kept = layers * (entries if train.gradient_checkpointing else of_layer) * grid.pipe
-    unsharded = grid.data > 1 and (train.accumulate_unsharded or grid.pipe > 1)
+    kept = layers * (entries if train.gradient_checkpointing else of_layer) * grid.num_stages
+    unsharded = grid.num_replicas > 1 and (train.accumulate_unsharded or grid.num_stages > 1)
     parts = {
         "activations": kept * trains + of_layer,
-        "logits": min(train.logprob_chunk_tokens, budget) * shape.vocab * _LOGIT_BYTES // grid.tensor,
-        "gathered": 2 * value * (shape.layer_parameters + shape.vocab * shape.hidden) // grid.tensor * (grid.data > 1),
+        "logits": min(train.logprob_chunk_tokens, budget) * shape.vocab * _LOGIT_BYTES // split,
+        "gathered": 2
+        * value
+        * (shape.layer_parameters + shape.vocab * shape.hidden)
+        // split
+        * (grid.num_replicas > 1),
         "other": _FLOAT * whole * (trains and unsharded),
     }
     return ModelStep(

@@ -68,7 +68,7 @@ def plan_server(config: ExperimentConfig, shape: ModelShape, device: Device) -> 
     allocation = allocation_of(config)
     if not mode_of(config.mode).has_servers or not allocation.traits.starts_servers:
         return None
-    generation, tensor = config.generation, allocation.generation.tensor
+    generation, tensor = config.generation, allocation.generation.replica_size
     value = DTYPE_BYTES[generation.dtype]
     weights = shape.parameters_of_rank(tensor) * value
     kv_token = shape.kv_values_per_token(tensor) * value

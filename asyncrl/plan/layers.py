@@ -28,8 +28,8 @@ def sampled_layers(task: ShardTask, model: PreTrainedModel) -> tuple[int, int, i
     """
     grid = ModelPlacement.of(task.model).grid
     layers = list(getattr(model.base_model, "layers", ()))
-    own = len(layers_of_stage(len(layers), grid.pipe, task.pipe))
-    units = shard_units(model) if grid.data > 1 else []
+    own = len(layers_of_stage(len(layers), grid.num_stages, task.stage))
+    units = shard_units(model) if grid.num_replicas > 1 else []
     each = len(units[0]) if units and len(units[0]) < own else 1
     first = _LEAST_UNITS * each + own % each
     second = first + each

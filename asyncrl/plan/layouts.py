@@ -9,8 +9,9 @@ import msgspec
 
 from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import ConfigError, ExperimentConfig
+from asyncrl.dataflow.axes import MATRICES, ParallelGrid
 from asyncrl.dataflow.layout_checks import problem_of_grid
-from asyncrl.dataflow.topology import Allocation, DeviceSet, ParallelGrid, allocation_of
+from asyncrl.dataflow.topology import Allocation, DeviceSet, allocation_of
 from asyncrl.launch.checks.model_files import read_config
 from asyncrl.launch.experiment import validate
 from asyncrl.plan.capacity import RunPlan, plan_run
@@ -90,18 +91,16 @@ def _allocations(config: ExperimentConfig, num_gpus: int) -> Iterator[Allocation
             continue
         left = num_gpus - training
         widest = GPUS_PER_HOST if allocation.traits.is_tensor_parallel else 1
-        for tensor in range(1, min(left, widest) + 1):
-            if left % tensor or not shape.serves_on(tensor):
+        for servers in ParallelGrid.of_size(left):
+            width = servers.replica_size
+            if servers.num_stages > 1 or width > widest or not shape.serves_on(width):
                 continue
-            servers = ParallelGrid(data=left // tensor, tensor=tensor)
             for grid in grids:
                 yield Allocation(allocation.engine, servers, (DeviceSet((("", grid),)),))
 
 
 def _grids(size: int) -> Iterator[ParallelGrid]:
-    for tensor in (number for number in range(1, min(size, GPUS_PER_HOST) + 1) if size % number == 0):
-        for pipe in (number for number in range(1, size // tensor + 1) if size // tensor % number == 0):
-            yield ParallelGrid(data=size // tensor // pipe, pipe=pipe, tensor=tensor)
+    return (grid for grid in ParallelGrid.of_size(size) if grid.parts(MATRICES) <= GPUS_PER_HOST)
 
 
 def _layout(plan: RunPlan, *, planned: bool) -> Layout:

@@ -120,7 +120,7 @@ def _count(connection: Connection, task: ShardTask, layers_of_stage: int) -> Non
     from asyncrl.plan.shard import count_shard
 
     try:
-        counts = count_shard(task, layers_of_stage * ModelPlacement.of(task.model).grid.pipe)
+        counts = count_shard(task, layers_of_stage * ModelPlacement.of(task.model).grid.num_stages)
         connection.send((msgspec.json.encode(counts), ""))
     except Exception as error:
         connection.send((None, _last_line(error)))

@@ -17,6 +17,7 @@ import msgspec
 from asyncrl.config.modes import mode_of
 from asyncrl.config.processes import ModelConfig, PlacedMFC
 from asyncrl.config.schema import ExperimentConfig, TrainConfig, resolve_auto
+from asyncrl.dataflow.axes import LAYERS
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.placed_models import models_of, place
@@ -33,7 +34,7 @@ class ShardTask(msgspec.Struct, frozen=True):
     """One rank of one model, with all MFCs that run on the model."""
 
     model: ModelConfig
-    pipe: int  # stage; the data and tensor ranks are 0
+    stage: int  # of pipeline parallelism; the rank is the first one of its stage
     mfcs: list[PlacedMFC]  # in the order of the dataflow
     loads: dict[str, Load]  # by MFC
     train: TrainConfig
@@ -41,7 +42,7 @@ class ShardTask(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        return f"{self.model.name}, stage {self.pipe}"
+        return f"{self.model.name}, stage {self.stage}"
 
 
 class ShardPlan(msgspec.Struct, frozen=True):
@@ -116,22 +117,22 @@ def _shards_by_worker(models: Sequence[ModelConfig]) -> dict[int, list[tuple[str
     found: dict[int, list[tuple[str, int]]] = {}
     for model in models:
         placement = ModelPlacement.of(model)
-        for worker in model.workers:
-            found.setdefault(worker, []).append((model.name, placement.shard_of(worker).pipe))
+        for stage, workers in enumerate(placement.parts(LAYERS)):
+            for worker in workers:
+                found.setdefault(worker, []).append((model.name, stage))
     return found
 
 
 def _shard_name(placement: ModelPlacement, worker: int) -> str:
-    at = placement.shard_of(worker)
-    return f"{at.model}:d{at.data}p{at.pipe}m{at.tensor}"
+    return str(placement.shard_of(worker))
 
 
 def _task(
-    config: ExperimentConfig, model: ModelConfig, pipe: int, mfcs: Sequence[PlacedMFC], device_type: str
+    config: ExperimentConfig, model: ModelConfig, stage: int, mfcs: Sequence[PlacedMFC], device_type: str
 ) -> ShardTask:
     grid, own = ModelPlacement.of(model).grid, [mfc for mfc in mfcs if mfc.model == model.name]
-    loads = {mfc.name: load_of(config, MFCDef.of(mfc), data_size=grid.data, num_stages=grid.pipe) for mfc in own}
-    return ShardTask(model, pipe, own, loads, config.train, device_type)
+    loads = {mfc.name: load_of(config, MFCDef.of(mfc), grid) for mfc in own}
+    return ShardTask(model, stage, own, loads, config.train, device_type)
 
 
 def run_tasks(tasks: Sequence[ShardTask]) -> list[ShardPlan]:

@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 
 from asyncrl.config.schema import ConfigError, ExperimentConfig
+from asyncrl.dataflow.axes import MATRICES, SAMPLES, ParallelGrid
 from asyncrl.dataflow.layout_checks import problem_of_grid
-from asyncrl.dataflow.topology import Allocation, DeviceSet, ParallelGrid, allocation_of
+from asyncrl.dataflow.topology import Allocation, DeviceSet, allocation_of
 from asyncrl.launch.checks.model_files import read_config
 from asyncrl.launch.experiment import validate
 from asyncrl.plan.capacity import RunPlan, Shortage
@@ -175,8 +176,8 @@ def _layouts(config: ExperimentConfig, rank: RankPlan, static: int, rest: int, r
             continue
         grids = []
         for name, grid in allocation.training[at].grids:
-            scaled = replace(grid, data=int(grid.data * data), tensor=grid.tensor * tensor)
-            if not scaled.data or scaled.data != grid.data * data or problem_of_grid(scaled, model):
+            scaled = grid.with_parts({SAMPLES: int(grid.num_replicas * data), MATRICES: grid.parts(MATRICES) * tensor})
+            if scaled.num_replicas != grid.num_replicas * data or problem_of_grid(scaled, model):
                 break
             grids.append((name, scaled))
         else:
@@ -202,11 +203,11 @@ def _changes_of_servers(config: ExperimentConfig, server: ServerPlan, shortage: 
     if allocation.traits.is_tensor_parallel and allocation.generation_devices is None:
         grid = allocation.generation
         for times in (2, 4, 8):
-            tensor = grid.tensor * times
-            if tensor > GPUS_PER_HOST or not shape.serves_on(tensor):
+            width = grid.replica_size * times
+            if width > GPUS_PER_HOST or not shape.serves_on(width):
                 continue
-            for data in sorted({grid.data // times, grid.data} - {0}):
-                wide = replace(allocation, generation=replace(grid, data=data, tensor=tensor))
+            for count in sorted({grid.num_replicas // times, grid.num_replicas} - {0}):
+                wide = replace(allocation, generation=grid.with_parts({SAMPLES: count, MATRICES: width}))
                 found.append((("allocation", str(wide)),))
     return found
 

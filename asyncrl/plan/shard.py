@@ -30,9 +30,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import TrainConfig
 from asyncrl.data.sequence import SequenceSample, spec_of
+from asyncrl.dataflow.axes import LAYERS, ParallelGrid
 from asyncrl.dataflow.graph import ADVANTAGES_MFC
 from asyncrl.dataflow.mfc import MFCDef
-from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
+from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.model import kernels
 from asyncrl.model.attention import NAME as ATTENTION
 from asyncrl.model.engine import TrainEngine
@@ -62,7 +63,7 @@ def count_shard(task: ShardTask, num_layers: int = 0) -> ShardCounts:
     kernels.plan_for(task.device_type)
     world = FakeWorld(task.device_type, num_layers)
     grid = ModelPlacement.of(task.model).grid
-    mesh = world.mesh(grid, task.pipe) if grid.size > 1 else None
+    mesh = world.mesh(grid, task.stage) if grid.size > 1 else None
     engine = PlannedEngine(world, task.model, task.train, mesh)
     memory = world.tracker.memory
     gc.collect()
@@ -102,7 +103,7 @@ def _model_step(task: ShardTask, mfc: MFCDef, counts: StepCounts, model_flops: M
         kinds={kind: num_bytes for kind, num_bytes in kinds.items() if num_bytes},
         flops=cost.flops,
         collectives={name: Collective(count, cost.bytes[name]) for name, count in sorted(cost.counts.items()) if count},
-        model_flops=flops // (grid.pipe * grid.tensor),
+        model_flops=flops // grid.replica_size,
         tokens=load.tokens,
     )
 
@@ -117,10 +118,10 @@ class FakeWorld:
         fake_tensor.CONSTANT_NUMEL_LIMIT = _CONSTANT_ELEMENTS
         _patch_torch(self.tracker)
 
-    def mesh(self, grid: ParallelGrid, pipe: int) -> ModelMesh:
-        """The mesh of data rank 0 and tensor rank 0 of this stage. The world has the ranks of this grid only."""
+    def mesh(self, grid: ParallelGrid, stage: int) -> ModelMesh:
+        """The mesh of the first rank of this stage. The world has the ranks of this grid only."""
         placement = ModelPlacement("planned", grid, tuple(range(grid.size)))
-        rank = placement.worker_of(data=0, pipe=pipe, tensor=0)
+        rank = placement.parts(LAYERS)[stage][0]
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=grid.size)
         mesh = ModelMesh.make(placement, "cpu")
         assert mesh is not None

@@ -34,13 +34,13 @@ def note(**what):
 @mfc(input_keys=["packed_input_ids"], output_keys=["my_weights"])
 def weigh(engine, sample, train):
     """The key `my_weights`: for each token its id times ten."""
-    note(mfc="weigh", rank=engine.dp_rank, ids=list(sample.ids), keys=sorted(sample.keys), checksum=checksum(engine))
+    note(mfc="weigh", rank=engine.replica, ids=list(sample.ids), keys=sorted(sample.keys), checksum=checksum(engine))
     return sample.derive({"my_weights": sample.data["packed_input_ids"].astype(np.float32) * 10})
 
 @mfc(input_keys=["packed_input_ids", "my_weights"], output_keys=["my_checks"], dispatch="rank_zero")
 def check(engine, sample, train):
     right = np.array_equal(sample.data["my_weights"], sample.data["packed_input_ids"] * 10)
-    note(mfc="check", rank=engine.dp_rank, ids=list(sample.ids), keys=sorted(sample.keys), right=right)
+    note(mfc="check", rank=engine.replica, ids=list(sample.ids), keys=sorted(sample.keys), right=right)
     return sample.derive({"my_checks": sample.data["my_weights"] + 1})
 
 def checksum(engine):

@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import TrainConfig
-from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
+from asyncrl.dataflow.axes import ParallelGrid
+from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.mesh import ModelMesh
 

@@ -25,8 +25,9 @@ from asyncrl.config.schema import (
     TrainConfig,
 )
 from asyncrl.data.trajectories import list_recording, read_trajectory, recording_dir
+from asyncrl.dataflow.axes import ParallelGrid
 from asyncrl.dataflow.graph import build_dataflow
-from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
+from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share
 from asyncrl.model.generating import Sampler

@@ -26,8 +26,9 @@ from asyncrl.config.schema import (
     TrainConfig,
 )
 from asyncrl.data.sequence import SequenceSample
+from asyncrl.dataflow.axes import NORMS, SAMPLES, ParallelGrid
 from asyncrl.dataflow.graph import build_dataflow
-from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
+from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.interfaces import make_interface
 from asyncrl.model.mesh import ModelMesh
@@ -195,7 +196,7 @@ def run_in_layout(
     made_here: dict[str, np.ndarray] = {}
     for version in range(steps):
         batch = make_batch(version, num_groups=3, size=5)
-        here = batch.ids[mesh.data :: parsed.data]
+        here = batch.ids[mesh.parts[SAMPLES] :: parsed.num_replicas]
         sample = batch.select_ids(here) if here else None
         stats: dict[str, float] = {}
         for name in graph.order:
@@ -204,8 +205,8 @@ def run_in_layout(
             made, mfc_stats = interfaces[name].run(engines[mfc.role], reads, batch_ids=batch.ids, version=version)
             stats |= mfc_stats
             given: list[SequenceSample | None] = [None] * parsed.size  # a data manager would move these
-            dist.all_gather_object(given, made, group=mesh.model_group)
-            found = given[mesh.placement.head(mesh.data)]
+            dist.all_gather_object(given, made, group=mesh.group_that_sums(NORMS))
+            found = given[mesh.placement.heads[mesh.parts[SAMPLES]]]
             assert (found is None) == (sample is None or not mfc.output_keys)
             sample = sample.update(found) if sample is not None and found is not None else sample
         all_stats.append(stats)
@@ -231,7 +232,7 @@ def test_all_mfcs_in_any_layout(grid: str, tiny: Path, ranks: RankProcesses) -> 
     for key, array in expected.items():
         np.testing.assert_allclose(found[key], array, atol=2e-4, err_msg=key)
     heads = [stats for _, stats, _ in results if stats]
-    assert len(heads) == ParallelGrid.parse(grid).data
+    assert len(heads) == ParallelGrid.parse(grid).num_replicas
     for stats in heads:
         for step, expected_step in zip(stats, expected_stats, strict=True):
             # Rounding decides whether an unchanged value is just inside or just outside the clip range. One state of 51 differs.

@@ -16,6 +16,7 @@ from sharded_models import placement, shard
 from asyncrl.config.processes import MismatchConfig
 from asyncrl.config.schema import GenerationConfig
 from asyncrl.data.sequence import SequenceSample
+from asyncrl.dataflow.axes import SAMPLES
 from asyncrl.generation import transformers as engine_module
 from asyncrl.generation.engine import EngineRequest
 from asyncrl.generation.queueing import EngineArguments
@@ -181,7 +182,7 @@ def judged(rank: int, path: str, grid: str, groups: list[SequenceSample], error:
     if mesh is None:
         return {}
     engine = shard(path, mesh)
-    mine = groups[mesh.data :: mesh.placement.grid.data]
+    mine = groups[mesh.parts[SAMPLES] :: mesh.placement.grid.num_replicas]
     sample = SequenceSample.gather(mine) if mine else None
     if sample is not None and "g2" in sample.ids:
         sample.data["packed_logprobs"][-1] += error

@@ -25,7 +25,8 @@ from asyncrl.architectures.agreement import BOUND, SelfCheckError
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import OptimizerConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
+from asyncrl.dataflow.axes import LAYERS, MATRICES, SAMPLES, ParallelGrid
+from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.model import self_check, sharding
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.mesh import ModelMesh
@@ -124,7 +125,7 @@ def make_engine(grid: str, path: str, kind: str = "lm", train: TrainConfig = TRA
 
 
 def part_of(engine: TrainEngine, sample: SequenceSample) -> SequenceSample | None:
-    ids = sample.ids[engine.dp_rank :: engine.dp_size]
+    ids = sample.ids[engine.replica :: engine.num_replicas]
     return sample.select_ids(ids) if ids else None
 
 
@@ -166,7 +167,7 @@ def run_cell(rank: int, grid: str, cell: Cell) -> Outcome:
         for step in range(STEPS)
     ]
     mesh = engine.mesh
-    at = (0, 0, 0) if mesh is None else (mesh.pipe, mesh.data, mesh.tensor)
+    at = (0, 0, 0) if mesh is None else (mesh.parts[LAYERS], mesh.parts[SAMPLES], mesh.parts[MATRICES])
     ids = part.ids if part is not None else []
     return Outcome(before, steps, infer(engine, part), whole_parameters(engine), at, list(ids))
 
@@ -207,7 +208,7 @@ def run_in_parts(rank: int, grid: str, cell: Cell) -> Outcome:
                 )
         steps.append(engine.step_accumulated(total, loss, denominator=denominator, lr_step=step))
     mesh = engine.mesh
-    at = (0, 0, 0) if mesh is None else (mesh.pipe, mesh.data, mesh.tensor)
+    at = (0, 0, 0) if mesh is None else (mesh.parts[LAYERS], mesh.parts[SAMPLES], mesh.parts[MATRICES])
     ids = part.ids if part is not None else []
     return Outcome(before, steps, infer(engine, part), whole_parameters(engine), at, list(ids))
 
@@ -269,7 +270,7 @@ def assert_same_outcome(found: list[Outcome], expected: Outcome, grid: str) -> N
     seen = set()
     for outcome in found:
         pipe = outcome.coordinates[0]
-        is_last = pipe == size.pipe - 1
+        is_last = pipe == size.num_stages - 1
         for ours, theirs in zip(outcome.steps, expected.steps, strict=True):
             everywhere = {"grad_norm", "lr", "skipped_steps", "stopped_steps"}
             assert set(ours) == (set(theirs) if is_last else everywhere)

@@ -29,8 +29,8 @@ from transformers import AutoModelForTokenClassification
 from asyncrl.config.processes import ModelConfig, PlacedMFC
 from asyncrl.config.schema import CriticConfig, OptimizerConfig, PPOConfig, PromptSourceConfig, PtxConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
+from asyncrl.dataflow.axes import ParallelGrid
 from asyncrl.dataflow.graph import DataflowGraph, training_mfcs
-from asyncrl.dataflow.topology import ParallelGrid
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share
 from asyncrl.model.interfaces import make_interface

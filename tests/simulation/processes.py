@@ -23,6 +23,7 @@ from aiohttp import web
 
 from asyncrl.config.processes import GenerationServerConfig, ModelWorkerConfig
 from asyncrl.data.prompts import Prompt
+from asyncrl.dataflow.axes import SAMPLES
 from asyncrl.dataflow.graph import TRAJECTORY_KEYS
 from asyncrl.dataflow.redistribution import transfers
 from asyncrl.dataflow.topology import ModelPlacement
@@ -400,14 +401,14 @@ class SimModelWorker(Worker):
     async def _run_mfc(self, body: ExecuteMFC, start: float) -> CallResult:
         process, mfc = here(), self._mfcs[body.mfc]
         placement = self._placements[mfc.model]
-        data = placement.shard_of(self.info.index).data
+        data = placement.part_of(self.info.index, SAMPLES)
         ids = body.parts[data]
         self._check_keys(f"MFC {mfc.name!r}", ids, [key for key in mfc.input_keys if key not in body.missing])
         self._take_devices()
         if mfc.kind == "train_step":
             await asyncio.sleep(process.world.scenario.step_s)
             self._train(body)
-        if self.info.index != placement.head(data):
+        if self.info.index != placement.heads[data]:
             return CallResult(seconds=time.monotonic() - start)
         self._keep(ids, mfc.output_keys)
         return CallResult(ids=list(ids), keys=list(mfc.output_keys), seconds=time.monotonic() - start)

@@ -19,9 +19,10 @@ import msgspec
 
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import CriticConfig, PPOConfig, TrainConfig
+from asyncrl.dataflow.axes import LAYERS, ParallelGrid
 from asyncrl.dataflow.graph import ADVANTAGES_MFC, training_mfcs
 from asyncrl.dataflow.mfc import MFCDef
-from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
+from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.plan.batches import Load
 from asyncrl.plan.ranks import ShardPlan, ShardTask, run_tasks
 from asyncrl.plan.result import Collective
@@ -88,7 +89,7 @@ def tasks_of(case: Case, path: Path) -> list[ShardTask]:
     for mfc in mfcs:
         minibatches = case.minibatches if mfc.kind == "train_step" else 1
         loads[mfc.name] = Load(minibatches, case.minibatches * case.micro_batches // minibatches, list(case.lengths))
-    return [ShardTask(model, stage, mfcs, loads, train, "cpu") for stage in range(grid.pipe)]
+    return [ShardTask(model, stage, mfcs, loads, train, "cpu") for stage in range(grid.num_stages)]
 
 
 def compare(case: Case, path: Path, ranks: RankProcesses, *, rounds: int = 1) -> list[Found]:
@@ -101,7 +102,7 @@ def compare(case: Case, path: Path, ranks: RankProcesses, *, rounds: int = 1) ->
 
 
 def _compare_stage(plan: ShardPlan, stage: int, placement: ModelPlacement, measured: Sequence[Any]) -> list[Found]:
-    of_stage = [measured[rank] for rank in placement.workers if placement.shard_of(rank).pipe == stage]
+    of_stage = [measured[rank] for rank in placement.parts(LAYERS)[stage]]
     return [
         Found(
             step.mfc,

@@ -117,7 +117,7 @@ class TrainingSide:
         assert self.generation is not None, "there is no MFC of kind generate"
         makers = self._placements[self.generation.model]
         ids = [f"e{at.epoch}-p{at.position}" for at in locators]
-        parts = [ids[rank :: makers.grid.data] for rank in range(makers.grid.data)]
+        parts = [ids[rank :: makers.grid.num_replicas] for rank in range(makers.grid.num_replicas)]
         mfc = self.generation.name
         body = ExecuteMFC(mfc=mfc, version=version, ids=ids, parts=parts, locators=list(locators), eval_mode=eval_mode)
         replies = await self.caller.call(f"MFC {mfc}", makers.workers, body)

@@ -15,7 +15,8 @@ from asyncrl.cli.commands.plan import PlanReport
 from asyncrl.cli.doctor import Gpu
 from asyncrl.cli.main import main
 from asyncrl.config.schema import ConfigError, resolve_auto
-from asyncrl.dataflow.topology import Allocation, ParallelGrid, allocation_of
+from asyncrl.dataflow.axes import MATRICES, ParallelGrid
+from asyncrl.dataflow.topology import Allocation, allocation_of
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.plan import ranks
 from asyncrl.plan.bounds import Placed, generation_time, receive_time, step_times
@@ -220,23 +221,23 @@ def test_requests_of_the_embedded_engine(load):
 
 
 def test_the_time_in_which_a_rank_receives():
-    d4, m4 = Placed(ParallelGrid(data=4)), Placed(ParallelGrid(tensor=4))
+    d4, m4 = Placed(ParallelGrid.parse("d4")), Placed(ParallelGrid.parse("m4"))
     assert receive_time("all_gather", Collective(9, 10**11), d4, TOY) == pytest.approx(0.75)  # all but its own quarter
     assert receive_time("all_reduce", Collective(9, 10**11), m4, TOY) == pytest.approx(1.0)
-    assert receive_time("recv", Collective(9, 10**11), Placed(ParallelGrid(pipe=2)), TOY) == pytest.approx(1.0)
+    assert receive_time("recv", Collective(9, 10**11), Placed(ParallelGrid.parse("p2")), TOY) == pytest.approx(1.0)
     assert receive_time("send", Collective(9, 10**11), d4, TOY) == 0
-    d16 = Placed(ParallelGrid(data=16), num_hosts=2)  # a host receives half, through eight adapters
+    d16 = Placed(ParallelGrid.parse("d16"), num_hosts=2)  # a host receives half, through eight adapters
     assert receive_time("all_gather", Collective(9, 16 * 10**10), d16, TOY) == pytest.approx(15 / 10)
     slow = replace(TOY, link=1e13)
     assert receive_time("all_gather", Collective(9, 16 * 10**10), d16, slow) == pytest.approx(1.0)
-    wide = Placed(ParallelGrid(data=8, tensor=2), num_hosts=2)  # two tensor groups of the host receive
+    wide = Placed(ParallelGrid.parse("d8m2"), num_hosts=2)  # two tensor groups of the host receive
     assert receive_time("all_gather", Collective(9, 16 * 10**10), wide, slow) == pytest.approx(2.0)
 
 
 def test_a_pipeline_waits_until_it_is_full():
-    times = step_times(step(10**15, recv=10**11), Placed(ParallelGrid(data=2, pipe=4)), 16, TOY)
+    times = step_times(step(10**15, recv=10**11), Placed(ParallelGrid.parse("d2p4")), 16, TOY)
     assert times == (pytest.approx(19 / 16), pytest.approx(19 / 16))
-    assert step_times(step(10**15), Placed(ParallelGrid(data=4)), 16, TOY) == (1, 0)
+    assert step_times(step(10**15), Placed(ParallelGrid.parse("d4")), 16, TOY) == (1, 0)
 
 
 def test_the_time_of_a_step(load):
@@ -315,7 +316,13 @@ def paced(config, *, static=40, of_tokens=1.0, frozen=0):
     """Ranks whose memory follows the config: GiB of static bytes for 4 ranks, and of activations for 16,384 tokens."""
     grid = allocation_of(config).training[0].grids[0][1]
     train = config.train
-    kept = of_tokens * train.max_tokens_per_mb / 16384 / grid.tensor * (0.25 if train.gradient_checkpointing else 1)
+    kept = (
+        of_tokens
+        * train.max_tokens_per_mb
+        / 16384
+        / grid.parts(MATRICES)
+        * (0.25 if train.gradient_checkpointing else 1)
+    )
     sizes = {
         "optimizer": int(static * GIB * 4 / grid.size),
         "activations": int(kept * GIB),
@@ -406,8 +413,8 @@ def test_layouts_use_all_gpus_and_are_sorted_by_time(load):
         allocation = Allocation.parse(layout.allocation)
         assert allocation.num_devices == 8
         (devices,) = allocation.training
-        assert devices.grids[0][1].tensor in (1, 2, 4)  # 28 heads, 4 of keys and values
-        assert allocation.generation.tensor in (1, 2, 4)
+        assert devices.grids[0][1].parts(MATRICES) in (1, 2, 4)  # 28 heads, 4 of keys and values
+        assert allocation.generation.replica_size in (1, 2, 4)
     with pytest.raises(PlanError, match="--gpus 1: no layout with the engine of allocation=sglang"):
         search_layouts(load(), 1, TOY, planner)
 

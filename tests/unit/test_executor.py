@@ -13,10 +13,11 @@ import pytest
 
 from asyncrl.config.processes import WorkerInfo
 from asyncrl.config.schema import NameResolveConfig, RefConfig, RuntimeConfig, TrainConfig
+from asyncrl.dataflow.axes import SAMPLES, ParallelGrid
 from asyncrl.dataflow.graph import DataflowGraph
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.redistribution import transfers
-from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid, build_handler_routing
+from asyncrl.dataflow.topology import ModelPlacement, build_handler_routing
 from asyncrl.master.batch import BatchFormer, Ready
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, PromptProgress, StorageTracker
 from asyncrl.master.calls import WorkerCaller
@@ -130,7 +131,7 @@ class World:
     async def run(self, body, me):
         function = self.graph.mfcs[body.mfc]
         where = self.placements[function.model]
-        part = body.parts[where.shard_of(me).data]
+        part = body.parts[where.part_of(me, SAMPLES)]
         assert self.held[me].issuperset((group, key) for group in part for key in function.input_keys)
         for gate in self.gates[body.mfc]:
             await gate.wait()
@@ -285,7 +286,7 @@ async def test_any_graph_on_any_meshes_completes_and_sends_each_key_once(seed):
         for step in range(2):
             tickets = [f"s{step}t{i}" for i in range(rng.randint(1, 7))]
             for i, ticket in enumerate(tickets):
-                master.store(ticket, 10 * step + i, rng.randrange(models[0].grid.data), rng.randint(1, 50))
+                master.store(ticket, 10 * step + i, rng.randrange(models[0].grid.num_replicas), rng.randint(1, 50))
             await master.step(tickets, step)
         assert len(set(world.sent)) == len(world.sent)
         assert world.held == [set()] * num_workers

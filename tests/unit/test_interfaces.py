@@ -40,12 +40,12 @@ class FakeEngine:
     def __init__(
         self,
         kind: str = "lm",
-        dp_rank: int = 0,
-        dp_size: int = 1,
+        replica: int = 0,
+        num_replicas: int = 1,
         exchange: Exchange | None = None,
         is_last_stage: bool = True,
     ) -> None:
-        self.kind, self.dp_rank, self.dp_size, self.is_head = kind, dp_rank, dp_size, is_last_stage
+        self.kind, self.replica, self.num_replicas, self.is_head = kind, replica, num_replicas, is_last_stage
         self._exchange = exchange or (lambda _, value: [value])
         self.table = torch.linspace(-1, 1, VOCABULARY, dtype=torch.float32).requires_grad_()
         self.calls: list[str] = []  # collective calls, in order

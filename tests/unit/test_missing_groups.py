@@ -13,6 +13,7 @@ from test_executor import DATASET, NAMES, mfc, placement
 from test_interfaces import FakeEngine, fake_ranks, interfaces, make_batch, run_mfcs, train_config
 
 from asyncrl.config.schema import ConfigError, ExperimentConfig, RefConfig, RewardModelConfig, TrainConfig
+from asyncrl.dataflow.axes import SAMPLES
 from asyncrl.dataflow.graph import DataflowGraph
 from asyncrl.dataflow.worker_groups import WorkerGroups, dispensable
 from asyncrl.launch.experiment import validate
@@ -218,7 +219,7 @@ class LosingWorld(WorldOfGroups):
 
     async def run(self, body, me):
         function = self.graph.mfcs[body.mfc]
-        part = body.parts[self.placements[function.model].shard_of(me).data]
+        part = body.parts[self.placements[function.model].part_of(me, SAMPLES)]
         self.held[me].update(
             (group, key) for group in part for key in body.missing
         )  # so that the check below accepts it

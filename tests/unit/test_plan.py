@@ -23,8 +23,8 @@ from asyncrl.config.schema import (
     SamplingConfig,
     TrainConfig,
 )
+from asyncrl.dataflow.axes import ParallelGrid
 from asyncrl.dataflow.graph import training_mfcs
-from asyncrl.dataflow.topology import ParallelGrid
 from asyncrl.model.flops import ModelFlops
 from asyncrl.model.sharding import Skeleton
 from asyncrl.plan.batches import Load, load_of
@@ -168,22 +168,22 @@ def config_of(**train) -> ExperimentConfig:
 
 
 @pytest.mark.parametrize(
-    ("train", "data_size", "num_stages", "expected"),
+    ("train", "grid", "expected"),
     [
         # 16 sequences of 1000 + 512 tokens, in 2 minibatches, on 2 data ranks: 4 sequences in one micro-batch
-        ({"batch_size": 4, "max_tokens_per_mb": 16384}, 2, 1, Load(2, 1, [1512] * 4, full=False)),
+        ({"batch_size": 4, "max_tokens_per_mb": 16384}, "d2", Load(2, 1, [1512] * 4, full=False)),
         # the same tokens in micro-batches of 4000: two sequences and a shorter one
-        ({"batch_size": 4, "max_tokens_per_mb": 4000}, 2, 1, Load(2, 2, [1512, 1512, 976])),
+        ({"batch_size": 4, "max_tokens_per_mb": 4000}, "d2", Load(2, 2, [1512, 1512, 976])),
         # fewer micro-batches than stages: the pipeline splits the sequences
-        ({"batch_size": 4, "max_tokens_per_mb": 4000}, 2, 4, Load(2, 4, [1512] * 4, full=False)),
+        ({"batch_size": 4, "max_tokens_per_mb": 4000}, "d2p4", Load(2, 4, [1512] * 4, full=False)),
         # a sequence that is longer than a micro-batch
-        ({"batch_size": 4, "max_tokens_per_mb": 1000}, 4, 1, Load(2, 2, [1000])),
+        ({"batch_size": 4, "max_tokens_per_mb": 1000}, "d4", Load(2, 2, [1000])),
     ],
 )
-def test_a_batch_is_spread_over_ranks_and_minibatches(train, data_size, num_stages, expected):
+def test_a_batch_is_spread_over_ranks_and_minibatches(train, grid, expected):
     config = config_of(**train)
     (mfc,) = [mfc for mfc in training_mfcs(config.train) if mfc.name == "actor_train"]
-    assert load_of(config, mfc, data_size=data_size, num_stages=num_stages) == expected
+    assert load_of(config, mfc, ParallelGrid.parse(grid)) == expected
 
 
 @pytest.mark.parametrize(("mfc", "minibatches"), [("actor_train", 4), ("critic_train", 2)])
@@ -196,7 +196,7 @@ def test_actor_and_critic_pass_over_the_batch_as_often(mfc, minibatches):
     )
     config = replace(config_of(), train=train)
     (node,) = [node for node in training_mfcs(train) if node.name == mfc]
-    load = load_of(config, node, data_size=1, num_stages=1)
+    load = load_of(config, node, ParallelGrid())
     assert load.minibatches == 3 * minibatches
     assert load.tokens == 3 * 16 * 1512
 

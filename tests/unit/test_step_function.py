@@ -10,8 +10,8 @@ import pytest
 from test_executor import DATASET, Master, mfc, placement, ppo_graph, running, trajectory
 
 from asyncrl.config.schema import ConfigError, TrainConfig
+from asyncrl.dataflow.axes import ParallelGrid
 from asyncrl.dataflow.graph import DataflowGraph, build_dataflow
-from asyncrl.dataflow.topology import ParallelGrid
 from asyncrl.master.executor import FunctionExecutor, ParameterHooks
 from asyncrl.master.handles import Batch
 from asyncrl.master.step_function import StepFunction, StepFunctionError

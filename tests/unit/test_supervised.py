@@ -156,7 +156,7 @@ def test_ranks_share_the_texts_and_the_denominator(texts_file: Path, layout: Seq
     found = []
     for rank, num in enumerate(layout):
         sample = responses(num) if num else None
-        mixed, loss = texts.mix(part, sample, policy_loss, dp_rank=rank, dp_size=len(layout))
+        mixed, loss = texts.mix(part, sample, policy_loss, replica=rank, num_replicas=len(layout))
         assert isinstance(loss, SupervisedLoss)
         assert loss.denominator == sum(text.num_supervised for text in part)
         if mixed is None:
@@ -176,4 +176,4 @@ def test_without_a_supervised_token_nothing_changes(texts_file: Path) -> None:
     """All prompts are longer than max_length."""
     texts = texts_of(texts_file, max_length=2)
     sample = responses()
-    assert texts.mix(texts.parts(0, 1)[0], sample, policy_loss, dp_rank=0, dp_size=1) == (sample, policy_loss)
+    assert texts.mix(texts.parts(0, 1)[0], sample, policy_loss, replica=0, num_replicas=1) == (sample, policy_loss)

@@ -5,13 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.schema import TrainConfig
+from asyncrl.dataflow.axes import LAYERS, MATRICES, ParallelGrid
 from asyncrl.dataflow.graph import DataflowGraph, training_mfcs
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.topology import (
     Allocation,
     ModelPlacement,
     ModelShardID,
-    ParallelGrid,
     ProcessTopology,
     build_handler_routing,
     inference_topology,
@@ -23,6 +23,11 @@ from asyncrl.dataflow.worker_groups import worker_groups_of
 def model(name: str, grid: str, first: int = 0) -> ModelPlacement:
     parsed = ParallelGrid.parse(grid)
     return ModelPlacement(name, parsed, tuple(range(first, first + parsed.size)))
+
+
+def shard(model: str, at: str) -> ModelShardID:
+    """at: such as d0p1m0."""
+    return ModelShardID(model, tuple(int(number) for number in at[1::2]))
 
 
 def mfc(name: str, role: str, kind: str = "inference") -> MFCDef:
@@ -51,26 +56,28 @@ def place(text: str, graph: DataflowGraph = GRAPH) -> tuple[dict[str, tuple[str,
 
 
 def test_training_order_is_pipe_data_tensor():
-    topology = training_topology(ParallelGrid(data=2, pipe=2, tensor=2))
+    topology = training_topology(ParallelGrid.parse("d2p2m2"))
     coordinates = [tuple(topology.get_coord(rank).values()) for rank in range(8)]
     assert coordinates == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 0, 1), (1, 1, 0), (1, 1, 1)]
 
 
 def test_inference_order_is_data_pipe_tensor():
-    topology = inference_topology(ParallelGrid(data=2, pipe=2, tensor=2))
+    topology = inference_topology(ParallelGrid.parse("d2p2m2"))
     assert topology.get_coord(2) == {"data": 0, "pipe": 1, "tensor": 0}
     assert topology.get_rank(data=1, pipe=0, tensor=1) == 5
 
 
-@pytest.mark.parametrize("grid", [ParallelGrid(2, 3, 5), ParallelGrid(5, 2, 3), ParallelGrid(3, 1, 2)], ids=str)
-def test_rank_formulas(grid):
+@pytest.mark.parametrize("text", ["d2p3m5", "d5p2m3", "d3p1m2"])
+def test_rank_formulas(text):
+    grid = ParallelGrid.parse(text)
     training, inference = training_topology(grid), inference_topology(grid)
-    for data in range(grid.data):
-        for pipe in range(grid.pipe):
-            for tensor in range(grid.tensor):
+    num_data, num_pipe, num_tensor = grid.sizes
+    for data in range(num_data):
+        for pipe in range(num_pipe):
+            for tensor in range(num_tensor):
                 at = {"data": data, "pipe": pipe, "tensor": tensor}
-                assert training.get_rank(**at) == pipe * (grid.data * grid.tensor) + data * grid.tensor + tensor
-                assert inference.get_rank(**at) == data * (grid.pipe * grid.tensor) + pipe * grid.tensor + tensor
+                assert training.get_rank(**at) == pipe * (num_data * num_tensor) + data * num_tensor + tensor
+                assert inference.get_rank(**at) == data * (num_pipe * num_tensor) + pipe * num_tensor + tensor
 
 
 @pytest.mark.parametrize("rank", range(12))
@@ -85,8 +92,8 @@ def test_rank_and_coordinates_are_inverse(rank):
 def test_routing_of_data_parallel_workers():
     """Scenario 1 of the seed documents: DP=2."""
     assert build_handler_routing([model("actor", "d2")]) == {
-        ModelShardID("actor", data=0, tensor=0, pipe=0): 0,
-        ModelShardID("actor", data=1, tensor=0, pipe=0): 1,
+        shard("actor", "d0p0m0"): 0,
+        shard("actor", "d1p0m0"): 1,
         "__data0__": 0,
         "__data1__": 1,
         0: 0,
@@ -97,10 +104,10 @@ def test_routing_of_data_parallel_workers():
 def test_routing_of_data_and_tensor_ranks():
     """Scenario 2 of the seed documents: DP=2, TP=2. The head of a replica is its tensor rank 0."""
     assert build_handler_routing([model("actor", "d2m2")]) == {
-        ModelShardID("actor", data=0, tensor=0, pipe=0): 0,
-        ModelShardID("actor", data=0, tensor=1, pipe=0): 1,
-        ModelShardID("actor", data=1, tensor=0, pipe=0): 2,
-        ModelShardID("actor", data=1, tensor=1, pipe=0): 3,
+        shard("actor", "d0p0m0"): 0,
+        shard("actor", "d0p0m1"): 1,
+        shard("actor", "d1p0m0"): 2,
+        shard("actor", "d1p0m1"): 3,
         "__data0__": 0,
         "__data1__": 2,
         0: 0,
@@ -113,14 +120,14 @@ def test_routing_of_data_and_tensor_ranks():
 def test_routing_of_data_tensor_and_pipeline_ranks():
     """Scenario 3 of the seed documents: DP=2, TP=2, PP=2. The heads are on the last stage."""
     assert build_handler_routing([model("actor", "d2p2m2")]) == {
-        ModelShardID("actor", data=0, tensor=0, pipe=0): 0,
-        ModelShardID("actor", data=0, tensor=1, pipe=0): 1,
-        ModelShardID("actor", data=1, tensor=0, pipe=0): 2,
-        ModelShardID("actor", data=1, tensor=1, pipe=0): 3,
-        ModelShardID("actor", data=0, tensor=0, pipe=1): 4,
-        ModelShardID("actor", data=0, tensor=1, pipe=1): 5,
-        ModelShardID("actor", data=1, tensor=0, pipe=1): 6,
-        ModelShardID("actor", data=1, tensor=1, pipe=1): 7,
+        shard("actor", "d0p0m0"): 0,
+        shard("actor", "d0p0m1"): 1,
+        shard("actor", "d1p0m0"): 2,
+        shard("actor", "d1p0m1"): 3,
+        shard("actor", "d0p1m0"): 4,
+        shard("actor", "d0p1m1"): 5,
+        shard("actor", "d1p1m0"): 6,
+        shard("actor", "d1p1m1"): 7,
         "__data0__": 4,
         "__data1__": 6,
         0: 0,
@@ -137,10 +144,10 @@ def test_routing_of_data_tensor_and_pipeline_ranks():
 def test_routing_of_actor_and_critic_on_the_same_workers():
     """Scenario 4 of the seed documents: actor and critic, DP=2."""
     assert build_handler_routing([model("actor", "d2"), model("critic", "d2")]) == {
-        ModelShardID("actor", data=0, tensor=0, pipe=0): 0,
-        ModelShardID("actor", data=1, tensor=0, pipe=0): 1,
-        ModelShardID("critic", data=0, tensor=0, pipe=0): 0,
-        ModelShardID("critic", data=1, tensor=0, pipe=0): 1,
+        shard("actor", "d0p0m0"): 0,
+        shard("actor", "d1p0m0"): 1,
+        shard("critic", "d0p0m0"): 0,
+        shard("critic", "d1p0m0"): 1,
         "__data0__": 0,
         "__data1__": 1,
         0: 0,
@@ -151,10 +158,10 @@ def test_routing_of_actor_and_critic_on_the_same_workers():
 def test_routing_of_models_on_disjoint_workers_uses_the_heads_of_the_first_model():
     routing = build_handler_routing([model("actor", "p2"), model("ref", "d2", first=2)])
     assert routing == {
-        ModelShardID("actor", data=0, pipe=0, tensor=0): 0,
-        ModelShardID("actor", data=0, pipe=1, tensor=0): 1,
-        ModelShardID("ref", data=0, pipe=0, tensor=0): 2,
-        ModelShardID("ref", data=1, pipe=0, tensor=0): 3,
+        shard("actor", "d0p0m0"): 0,
+        shard("actor", "d0p1m0"): 1,
+        shard("ref", "d0p0m0"): 2,
+        shard("ref", "d1p0m0"): 3,
         "__data0__": 1,
         0: 0,
         1: 1,
@@ -170,16 +177,17 @@ def test_routing_without_models_goes_to_a_recorder():
 def test_replicas_and_heads_of_a_placement():
     placed = model("actor@1", "d2p2m2", first=3)
     assert placed.role == "actor"
-    assert (placed.replica(0), placed.replica(1)) == ((3, 4, 7, 8), (5, 6, 9, 10))
+    assert placed.replicas == ((3, 4, 7, 8), (5, 6, 9, 10))
     assert placed.heads == (7, 9)
-    assert placed.shard_of(10) == ModelShardID("actor@1", data=1, pipe=1, tensor=1)
-    assert placed.worker_of(data=1, pipe=1, tensor=1) == 10
+    assert placed.shard_of(10) == shard("actor@1", "d1p1m1")
+    assert placed.parts(MATRICES)[1] == (4, 6, 8, 10)
+    assert placed.part_of(8, LAYERS) == 1
 
 
 @pytest.mark.parametrize("workers", [(0,), (0, 1, 2), (1, 1)])
 def test_a_placement_needs_one_worker_per_rank(workers):
     with pytest.raises(ValueError, match="one worker a rank"):
-        ModelPlacement("actor", ParallelGrid(data=2), workers)
+        ModelPlacement("actor", ParallelGrid.parse("d2"), workers)
 
 
 # ---------------------------------------------------------------------------------------------------------- allocations
@@ -187,7 +195,7 @@ def test_a_placement_needs_one_worker_per_rank(workers):
 
 @pytest.mark.parametrize("text", ["d2p1m1", "m1d2p1", "d2", "p1d2"])
 def test_the_parts_of_a_grid_may_be_in_any_order(text):
-    assert ParallelGrid.parse(text) == ParallelGrid(data=2)
+    assert ParallelGrid.parse(text) == ParallelGrid.parse("d2")
 
 
 @pytest.mark.parametrize("text", ["", "d0", "d2d2", "x2", "d", "d2p1m1q1", "2"])
@@ -366,7 +374,7 @@ def test_the_error_for_an_impossible_placement_names_the_remedy(text, message):
 def runs(draw):
     """A graph with some of the MFCs, and an allocation that fits it. The named MFCs and roles are divided among sets of workers."""
     graph = DataflowGraph([entry for entry in ALL if entry.name == "actor_train" or draw(st.booleans())])
-    grids = st.builds(ParallelGrid, *[st.integers(1, 3)] * 3)
+    grids = st.builds(ParallelGrid, st.tuples(*[st.integers(1, 3)] * 3))
     names, covered = [], set()
     for role in graph.roles:
         of_role = [entry.name for entry in graph.mfcs.values() if entry.role == role]
@@ -418,7 +426,7 @@ def test_every_mfc_has_one_place_and_every_worker_a_model(run):
 
     routing = build_handler_routing(models)
     assert {routing[worker] for worker in used} == used
-    assert [routing[f"__data{index}__"] for index in range(models[0].grid.data)] == list(models[0].heads)
+    assert [routing[f"__data{index}__"] for index in range(models[0].grid.num_replicas)] == list(models[0].heads)
 
 
 def test_devices_of_an_allocation():
@@ -442,8 +450,8 @@ def test_generation_shares_the_devices_that_a_set_names_in_part():
 def test_sets_on_the_same_devices_are_one_set():
     apart = Allocation.parse("sglang.d2@0-1+d2@2-3+ref_inf:d1p2@2-3+critic:d1@4+reward:d1@4")
     assert [part.grids for part in apart.training] == [
-        (("", ParallelGrid(2)), ("ref_inf", ParallelGrid(1, 2))),
-        (("critic", ParallelGrid(1)), ("reward", ParallelGrid(1))),
+        (("", ParallelGrid.parse("d2")), ("ref_inf", ParallelGrid.parse("d1p2"))),
+        (("critic", ParallelGrid.parse("d1")), ("reward", ParallelGrid.parse("d1"))),
     ]
     assert apart.num_model_workers == 3
     assert apart.shared_workers == ()

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.schema import ConfigError, ExperimentConfig, TrainConfig
+from asyncrl.dataflow.axes import ParallelGrid
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.redistribution import plan_fetches
-from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
+from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.dataflow.worker_groups import GroupIncarnations, WorkerGroups, worker_groups_of
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import plan, worker_groups_of_run
@@ -21,7 +22,7 @@ from asyncrl.protocol.messages import RedistribStep
 
 
 def placement(name: str, *workers: int) -> ModelPlacement:
-    return ModelPlacement(name, ParallelGrid(data=len(workers)), workers)
+    return ModelPlacement(name, ParallelGrid.parse(f"d{len(workers)}"), workers)
 
 
 def node(model: str, kind: str = "inference") -> MFCDef:

@@ -100,7 +100,7 @@ def scale(arguments: argparse.Namespace, console: Console) -> int:
 def crowding(allocation: Allocation, count: int, num_devices: int, num_cores: int) -> list[str]:
     """One warning if the servers and the trainer need more GPUs than this machine has (on a machine without GPUs: more cores); else
     an empty list."""
-    each = allocation.generation.tensor * allocation.generation.pipe
+    each = allocation.generation.replica_size
     needed = count * each + allocation.num_training_devices
     if num_devices and needed > num_devices:
         return [f"{count} servers and the trainer need {needed} GPUs, there are {num_devices}: some will be shared"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from asyncrl.config.engines import DEFAULT_ENGINE
 from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import ExperimentConfig
-from asyncrl.dataflow.topology import Allocation, ParallelGrid, allocation_of
+from asyncrl.dataflow.axes import SAMPLES
+from asyncrl.dataflow.topology import Allocation, allocation_of
 
 
 def needed_gpus(config: ExperimentConfig) -> tuple[int, int]:
@@ -29,7 +30,7 @@ def too_few_gpus(config: ExperimentConfig, found: int) -> str:
 def _fitting(allocation: Allocation, found: int) -> str:
     """The allocations that use the GPUs found, if the user's gives only the numbers of servers and model workers."""
     grids = [grid for devices in allocation.training for _, grid in devices.grids]
-    if allocation.names or any(grid != ParallelGrid(grid.data) for grid in (allocation.generation, *grids)):
+    if allocation.names or any(grid != grid.only(SAMPLES) for grid in (allocation.generation, *grids)):
         return ""
     engine, numbers = allocation.engine or DEFAULT_ENGINE, f"@0-{found - 1}" if found > 1 else "@0"
     shared = (

@@ -1,0 +1,174 @@
+"""The table of axes: the contract of layouts, ranks and groups, with the table's axes and with one more, and that no other code
+names an axis."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+from fake_axis import CONTEXT, TOKENS
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from asyncrl.dataflow.axes import (
+    AXES,
+    GRADIENTS,
+    LAYERS,
+    LOSSES,
+    MATRICES,
+    NORMS,
+    PARTIALS,
+    SAMPLES,
+    Axis,
+    ParallelGrid,
+)
+from asyncrl.dataflow.topology import ModelPlacement, inference_topology, training_topology
+from asyncrl.model.mesh import ModelMesh
+from tests.support.decisions import PACKAGE
+
+WITH_CONTEXT = (*AXES, CONTEXT)
+TABLES = pytest.mark.parametrize("axes", [AXES, WITH_CONTEXT], ids=["the table", "with a fourth axis"])
+SIZES = (2, 3, 1, 2)
+
+
+def placed(axes: tuple[Axis, ...], sizes: tuple[int, ...] = SIZES) -> ModelPlacement:
+    grid = ParallelGrid(sizes[: len(axes)], axes=axes)
+    return ModelPlacement("actor", grid, tuple(range(10, 10 + grid.size)))
+
+
+@TABLES
+def test_a_layout_is_parsed_and_written(axes: tuple[Axis, ...]) -> None:
+    grids = list(ParallelGrid.of_size(12, axes))
+    assert len({grid.sizes for grid in grids}) == len(grids)
+    for grid in grids:
+        assert grid.size == 12
+        assert ParallelGrid.parse(str(grid), axes) == grid
+    letters = "".join(axis.letter for axis in axes)
+    assert ParallelGrid.parse(f"{letters[-1]}3{letters[0]}2", axes).sizes == (2, *[1] * (len(axes) - 2), 3)
+    assert ParallelGrid.parse("cpu2", axes).num_replicas == 2
+    with pytest.raises(ValueError, match=f"{axes[-1].letter}: {axes[-1].name}"):
+        ParallelGrid.parse("x2", axes)
+
+
+@TABLES
+def test_ranks_and_coordinates_are_inverse(axes: tuple[Axis, ...]) -> None:
+    grid = placed(axes).grid
+    for topology in (training_topology(grid), inference_topology(grid)):
+        assert [topology.get_rank(**topology.get_coord(rank)) for rank in range(grid.size)] == list(range(grid.size))
+        assert {axis.name: topology.get_dim(axis.name) for axis in axes} == dict(
+            zip((axis.name for axis in axes), grid.sizes, strict=True)
+        )
+    shards = placed(axes).shards
+    assert len({*shards}) == len({*map(str, shards)}) == grid.size
+
+
+@TABLES
+def test_groups_partition_the_workers(axes: tuple[Axis, ...]) -> None:
+    placement = placed(axes)
+    for axis, size in zip(axes, placement.grid.sizes, strict=True):
+        groups = placement.groups(axis.name)
+        assert sorted(worker for group in groups for worker in group) == list(placement.workers)
+        assert {len(group) for group in groups} == {size}
+    assert placement.groups(*(axis.name for axis in axes)) == (placement.workers,)
+
+
+@TABLES
+def test_each_part_of_the_samples_has_one_head(axes: tuple[Axis, ...]) -> None:
+    placement = placed(axes)
+    assert len(placement.replicas) == len(placement.heads) == placement.grid.num_replicas == 2
+    assert {len(replica) for replica in placement.replicas} == {placement.grid.replica_size}
+    for number, (replica, head) in enumerate(zip(placement.replicas, placement.heads, strict=True)):
+        assert head in replica
+        assert {placement.part_of(worker, SAMPLES) for worker in replica} == {number}
+        assert placement.part_of(head, LAYERS) == placement.grid.num_stages - 1
+
+
+@pytest.fixture
+def fake_world() -> Iterator[int]:
+    """Rank 7 of a process group of 24 ranks that exchange nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=7, world_size=24)
+    yield 7
+    dist.destroy_process_group()
+
+
+def test_a_sum_is_over_all_axes_whose_rows_name_it(fake_world: int) -> None:
+    grid = ParallelGrid.parse("d2p3m2c2", WITH_CONTEXT)
+    placement = ModelPlacement("actor", grid, tuple(range(24)))
+    mesh = ModelMesh.make(placement, "cpu")
+    assert mesh is not None
+    own = {axis.name: at for axis, at in zip(WITH_CONTEXT, placement.shards[fake_world].coordinates, strict=True)}
+    assert own == {"data": 1, "pipe": 0, "tensor": 1, "context": 1}
+    over = {LOSSES: {"data", "context"}, GRADIENTS: {"data", "context"}, PARTIALS: {"tensor"}, NORMS: {*own}}
+    for what, names in over.items():
+        found = dist.get_process_group_ranks(mesh.group_that_sums(what))
+        assert mesh.group_that_sums(what) is mesh.group(*names)
+        assert fake_world in found
+        assert len(found) == math.prod(grid.parts(axis.splits) for axis in WITH_CONTEXT if axis.name in names)
+        for rank in found:  # differs along these axes only
+            other = zip(WITH_CONTEXT, placement.shards[rank].coordinates, strict=True)
+            assert {axis.name for axis, at in other if at != own[axis.name]} <= names
+    for what in (SAMPLES, LAYERS, MATRICES, TOKENS):
+        members = dist.get_process_group_ranks(mesh.group_that_splits(what))
+        assert [placement.part_of(rank, what) for rank in members] == list(range(grid.parts(what)))
+    assert mesh.parts == {SAMPLES: 1, LAYERS: 0, MATRICES: 1, TOKENS: 1}
+    assert mesh.submesh(PARTIALS).get_group() is mesh.group("tensor")
+    with pytest.raises(KeyError):
+        mesh.group("data", "pipe")
+
+
+NAMES = {"data", "pipe", "tensor"}
+OWNERS = {"grid", "mesh", "placement", "generation", "shard", "topology", "at", "servers"}
+MAKERS = {"ParallelGrid", "get_rank", "get_dim", "group", "groups", "device_mesh", "worker_of"}
+
+
+def axes_read(tree: ast.AST) -> Iterator[int]:
+    """Yield the lines that read an axis by its name: `grid.tensor`, `mesh.group("data")`, `get_rank(pipe=0)`, `engine.dp_rank`."""
+
+    def last(node: ast.AST) -> str:
+        return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+    def is_name(node: ast.AST) -> bool:
+        return isinstance(node, ast.Constant) and node.value in NAMES
+
+    for node in ast.walk(tree):
+        if (
+            (isinstance(node, ast.Attribute) and node.attr in NAMES and last(node.value).lstrip("_") in OWNERS)
+            or (isinstance(node, ast.Attribute) and node.attr in ("dp_rank", "dp_size", "tp_rank", "pp_rank"))
+            or (isinstance(node, ast.Subscript) and last(node.value) in MAKERS and is_name(node.slice))
+            or (
+                isinstance(node, ast.Call)
+                and last(node.func) in MAKERS
+                and (any(map(is_name, node.args)) or any(keyword.arg in NAMES for keyword in node.keywords))
+            )
+        ):
+            yield node.lineno
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "self._mesh.tensor",
+        "allocation.generation.pipe",
+        "engine.dp_size",
+        "mesh.device_mesh['data']",
+        "mesh.group('data', 'pipe')",
+        "topology.get_rank(data=0, pipe=1, tensor=0)",
+    ],
+)
+def test_the_scan_finds_an_axis(code: str) -> None:
+    assert list(axes_read(ast.parse(code)))
+
+
+def test_no_other_code_names_an_axis() -> None:
+    """Other code asks for parts, replicas, heads and groups, so that a further axis needs no change there."""
+    tables = {PACKAGE / "dataflow" / "axes.py", PACKAGE / "dataflow" / "topology.py", PACKAGE / "model" / "mesh.py"}
+    servers = PACKAGE / "generation"  # the settings of SGLang's own servers, such as dp_size
+    found = {
+        f"{file.relative_to(PACKAGE)}:{line}"
+        for file in {*PACKAGE.rglob("*.py")} - tables
+        if servers not in file.parents
+        for line in axes_read(ast.parse(file.read_text()))
+    }
+    assert found == set()
