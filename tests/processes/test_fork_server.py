@@ -10,8 +10,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.launch.supervisor.children import Forked
-from asyncrl.launch.supervisor.fork_server import PRELOADS, ForkServer, ForkServerEnded, adopt_orphans, is_supported
+from asyncrl.launch.supervisor.fork_server import (
+    PRELOADS,
+    Forked,
+    ForkServer,
+    ForkServerEnded,
+    adopt_orphans,
+    is_supported,
+)
 from asyncrl.testing.runs import assert_nothing_left, launch, make_tiny_run, processes_of, train_steps
 
 LIMIT_S = 100.0  # for one wait, on a busy machine
@@ -25,10 +31,10 @@ pytestmark = [
 class Workers:
     """A fork server. Each worker runs a line of Python and writes its findings into a file."""
 
-    def __init__(self, folder: Path, kind: str) -> None:
+    def __init__(self, folder: Path, kind: str, origin: ForkServer | None = None) -> None:
         self.folder = folder
         env = {"PYTHONPATH": str(Path(__file__).parent), "OF_THE_SERVER": "kept"}
-        self.server = ForkServer(kind, folder / "server.log", env, folder / "longest.yaml", "forked_program")
+        self.server = ForkServer(kind, folder / "server.log", env, folder / "longest.yaml", "forked_program", origin)
         self.num_asked = 0
 
     def ask(self, line: str, **env: str | None) -> Path:
@@ -134,10 +140,10 @@ def test_they_draw_different_random_numbers(workers):
 
 
 @pytest.mark.parametrize("kind", list(PRELOADS))
-def test_what_must_not_be_there_before_a_fork(subreaper, tmp_path, kind):
+def test_what_must_not_be_there_before_a_fork(workers, tmp_path, kind):
     """Before it forks, the server has one thread, no gRPC, no socket context and no CUDA, and has imported the workers' modules.
-    Then the test closes the server."""
-    workers = Workers(tmp_path, kind)
+    Then the test closes the server. As in a run, the light one has its own interpreter and forks the computing one."""
+    workers = Workers(tmp_path, kind, workers.server if kind == "computing" else None)
     found = workers.find_out(
         "{'threads': int(open('/proc/self/stat').read().rpartition(')')[2].split()[17]),"
         " 'grpc': 'grpc' in sys.modules,"
@@ -159,6 +165,35 @@ def test_what_must_not_be_there_before_a_fork(subreaper, tmp_path, kind):
 
 
 # ------------------------------------------------------------------------------------------------------------------ its own end
+
+
+def test_one_that_another_fork_server_forks(workers, tmp_path):
+    """It is a child of the launcher, has its own environment, log and command line, and ends by itself."""
+    server = ForkServer("computing", tmp_path / "server.log", {}, tmp_path / "x.yaml", origin=workers.server)
+    assert server.pid is None
+    assert select.select([server], [], [], LIMIT_S)[0]
+    assert server.forked() == {}
+    process = psutil.Process(server.pid)
+    assert process.ppid() == os.getpid()
+    assert process.cmdline()[1:5] == ["-P", "-m", "asyncrl.launch.supervisor.fork_server", "computing"]
+    process.kill()
+    assert select.select([server], [], [], LIMIT_S)[0]
+    with pytest.raises(ForkServerEnded) as caught:
+        server.forked()
+    assert caught.value.code == -signal.SIGKILL
+    assert server.close() == {}
+    assert workers.fork("pass").wait() == 0  # the other one works
+
+
+def test_one_whose_origin_has_ended_before_the_fork(subreaper, tmp_path):
+    origin = Workers(tmp_path, "light").server
+    server = ForkServer("computing", tmp_path / "second.log", {}, tmp_path / "x.yaml", origin=origin)
+    os.kill(origin.pid, signal.SIGKILL)
+    assert select.select([server], [], [], LIMIT_S)[0]
+    with pytest.raises(ForkServerEnded) as caught:
+        server.forked()
+    assert caught.value.code == -signal.SIGKILL
+    assert origin.close() == server.close() == {}
 
 
 def test_one_that_cannot_import_says_so(tmp_path):

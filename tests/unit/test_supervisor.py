@@ -12,7 +12,8 @@ import pytest
 
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import ProcessSpec, plan
-from asyncrl.launch.supervisor.children import KILL_LIMIT_S, Child, Forked
+from asyncrl.launch.supervisor.children import KILL_LIMIT_S, Child
+from asyncrl.launch.supervisor.fork_server import Forked
 from asyncrl.launch.supervisor.policy import EVERYTHING, TRAINER_GROUP, EndRun, FreezeWatch, Supervision
 from asyncrl.launch.supervisor.state_machine import (
     LAST_WORDS_S,

@@ -57,16 +57,6 @@ class Process(Protocol):
         """Return the exit code, or minus the number of the signal that killed the process."""
 
 
-@dataclass(frozen=True)
-class Forked:
-    """A child of this process that a fork server has forked, so it has no Popen object."""
-
-    pid: int
-
-    def wait(self) -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
-
 @dataclass(eq=False)
 class Child:
     """A process in its own process group, or one that was requested from a fork server and is not forked yet."""

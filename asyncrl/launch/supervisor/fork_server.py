@@ -1,6 +1,7 @@
 """Forks workers from a process that has already imported their modules, so that a run imports torch once and not once per process.
 
-The launcher starts one fork server for each set of imports (`PRELOADS`), before it starts etcd. It requests workers one after
+The launcher starts one fork server for each set of imports (`PRELOADS`), before it starts etcd. The first one has its own
+interpreter and forks the second one after its own imports, so both need these only once. The launcher requests workers one after
 another over a socket pair. Each request carries two file descriptors: the worker's log and the write end of its status pipe. A
 forked worker behaves like a process with its own interpreter:
 - It is a child of the launcher, which sees its exit with waitpid. The parent-death signal ends it with the launcher.
@@ -27,6 +28,7 @@ import gc
 import importlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -42,18 +44,17 @@ from asyncrl.runtime.process import die_with_parent, python_module
 from asyncrl.runtime.system import STATUS_FD_ENV
 
 # Modules that workers import, including those that torch and transformers import lazily at first use.
-_NAME_RESOLVE = ("asyncrl.runtime.names.etcd.resolver", "google.protobuf.internal.builder", "tenacity")  # without gRPC
-_TOKENIZERS = "transformers.tokenization_utils_tokenizers"
 PRELOADS: Mapping[str, Sequence[str]] = {
     "light": (
-        *_NAME_RESOLVE,
+        "asyncrl.runtime.names.etcd.resolver",  # with the next two: name resolve without gRPC
+        "google.protobuf.internal.builder",
+        "tenacity",
         "asyncrl.rollout.worker",
         "asyncrl.manager.worker",
         "asyncrl.master.worker",
-        _TOKENIZERS,
+        "transformers.tokenization_utils_tokenizers",
     ),
-    "computing": (
-        *_NAME_RESOLVE,
+    "computing": (  # in addition to the imports of "light"
         "asyncrl.generation.worker",
         "asyncrl.generation.transformers",
         "asyncrl.model.worker",
@@ -62,16 +63,17 @@ PRELOADS: Mapping[str, Sequence[str]] = {
         "transformers.masking_utils",
         "transformers.modeling_layers",
         "transformers.processing_utils",
-        _TOKENIZERS,
     ),
 }
 
 Env: TypeAlias = "Mapping[str, str | None]"  # None: remove the variable
 
+_PROGRAM = "asyncrl.launch.supervisor.fork_server"  # this module, which is __main__ in the fork server
 _MAX_MESSAGE_BYTES = 100_000
 _REPARENT_LIMIT_S = 10.0
 _REPARENT_TURN_S = 0.0005  # short, because the intermediate process is already exiting
 _CLOSE_LIMIT_S = 5.0
+_END_TURN_S = 0.02
 _PR_SET_CHILD_SUBREAPER = 36
 _STDOUT, _STDERR = 1, 2
 
@@ -88,20 +90,61 @@ class ForkServerEnded(Exception):
         self.code = code
 
 
+@dataclass
+class Forked:
+    """A child of this process that a fork server has forked, so it has no Popen object."""
+
+    pid: int
+    _code: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code, or minus the number of the signal that killed the process. Raises subprocess.TimeoutExpired."""
+
+        def has_ended() -> bool:
+            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+        if self._code is None:
+            if timeout is not None and not wait_until(has_ended, limit_s=timeout, every_s=_END_TURN_S):
+                raise subprocess.TimeoutExpired("a forked process", timeout)
+            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._code
+
+    def kill(self) -> None:
+        """Send SIGKILL, unless `wait` has returned."""
+        if self._code is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
 class ForkServer:
     """The launcher's handle of a fork server. `ask` and `forked` raise ForkServerEnded."""
 
-    def __init__(self, kind: str, log: Path, env: Env, longest_config: Path, program: str = __name__) -> None:
+    def __init__(
+        self,
+        kind: str,
+        log: Path,
+        env: Env,
+        longest_config: Path,
+        program: str = _PROGRAM,
+        origin: ForkServer | None = None,
+    ) -> None:
         """env: changes to the launcher's environment for the fork server. longest_config: the longest path that a worker's config
-        can have. program: the module to run; tests pass their own, which calls this file's `main`."""
+        can have. program: the module to run; tests pass their own, which calls this file's `main`. origin: the fork server that
+        forks this one, which then has the imports of both; this process must adopt orphans until `pid` is known, and must close the
+        origin first. None: it gets its own interpreter."""
         self.kind = kind
         self.log = log
+        self._origin = origin
+        self._process: subprocess.Popen[bytes] | Forked | None = None  # None: the origin has not forked it yet
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # NumPy's BLAS starts threads on import, and a process should not fork while it has several threads
         self._restored: Env = {"OPENBLAS_NUM_THREADS": os.environ.get("OPENBLAS_NUM_THREADS")}
         # Reserves space for a worker's command line, see _show_as
         room = f"{longest_config.parent}/".ljust(len(str(longest_config)), "/")
         with theirs, log.open("ab") as output:
+            if origin is not None:
+                with contextlib.suppress(ForkServerEnded):  # `forked` then raises it, because `theirs` is closed
+                    origin._request({"kind": kind, "config": room, "env": env}, output.fileno(), theirs.fileno())
+                return
             self._process = subprocess.Popen(
                 python_module(program, kind, str(theirs.fileno()), room),
                 stdin=subprocess.DEVNULL,
@@ -113,8 +156,9 @@ class ForkServer:
             )
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
+    def pid(self) -> int | None:
+        """None: its origin has not forked it yet."""
+        return self._process.pid if self._process is not None else None
 
     def fileno(self) -> int:
         """A descriptor that becomes readable when a worker was forked, or when the fork server ended."""
@@ -123,9 +167,11 @@ class ForkServer:
     def ask(self, config: Path, env: Env, *, log: int, status: int) -> None:
         """Request a worker. env: changes to its environment. log, status: descriptors of its log and its status pipe, which the
         worker inherits. Does not wait for the fork."""
-        request = json.dumps({"config": str(config), "env": {**self._restored, **env}})
+        self._request({"kind": "", "config": str(config), "env": {**self._restored, **env}}, log, status)
+
+    def _request(self, request: Mapping[str, object], *fds: int) -> None:
         try:
-            socket.send_fds(self._socket, [request.encode()], [log, status])
+            socket.send_fds(self._socket, [json.dumps(request).encode()], fds)
         except ConnectionError:
             raise ForkServerEnded(self._reap()) from None
 
@@ -142,11 +188,14 @@ class ForkServer:
                 reply = b""
             if not reply:
                 raise ForkServerEnded(self._reap())
-            found |= _pid_by_config(reply)
+            found |= self._pid_by_config(reply)
 
     def _reap(self) -> int:
-        """Return the fork server's exit code. Called when its socket is closed, so it has ended or is about to end. Kills it if it
-        has not ended after _CLOSE_LIMIT_S."""
+        """Return the fork server's exit code; its origin's if that has not forked it. Called when its socket is closed, so it has
+        ended or is about to end. Kills it if it has not ended after _CLOSE_LIMIT_S."""
+        if self._process is None:
+            assert self._origin is not None
+            return self._origin._reap()
         try:
             return self._process.wait(_CLOSE_LIMIT_S)
         except subprocess.TimeoutExpired:
@@ -156,20 +205,26 @@ class ForkServer:
     def close(self) -> dict[Path, int]:
         """Kill the fork server. Returns, as `forked` does, the workers that were forked but that `forked` has not returned yet. No
         others will appear."""
-        self._process.kill()
-        self._process.wait()
         found: dict[Path, int] = {}
         self._socket.settimeout(_CLOSE_LIMIT_S)
         with self._socket, contextlib.suppress(TimeoutError, ConnectionError):
+            if self._process is None:
+                found |= self._pid_by_config(self._socket.recv(_MAX_MESSAGE_BYTES))
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
             # A worker that was forked a moment ago still holds the socket. It sends its pid before it closes the socket
             while reply := self._socket.recv(_MAX_MESSAGE_BYTES):
-                found |= _pid_by_config(reply)
+                found |= self._pid_by_config(reply)
         return found
 
-
-def _pid_by_config(reply: bytes) -> dict[Path, int]:
-    message = json.loads(reply)
-    return {Path(message["config"]): message["pid"]}
+    def _pid_by_config(self, reply: bytes) -> dict[Path, int]:
+        """Read a message of the fork server. Its first one, if it has an origin, has its own pid. b"": it has ended."""
+        message = json.loads(reply or "{}")
+        if self._process is None and reply:
+            self._process = Forked(message["pid"])
+            return {}
+        return {Path(message["config"]): message["pid"]} if reply else {}
 
 
 def _changed(environment: Mapping[str, str], changes: Env) -> dict[str, str]:
@@ -192,33 +247,37 @@ def adopt_orphans(on: bool) -> bool:
 
 @dataclass(frozen=True)
 class _Request:
-    """A requested worker."""
+    """A requested worker, or a requested fork server."""
 
-    config: str
+    kind: str  # of the fork server; "": a worker
+    config: str  # of the worker; of a fork server the last argument, which reserves space
     env: Env
     log: int
-    status: int
+    channel: int  # the worker's status pipe; the fork server's socket
 
 
 def main(kind: str, socket_fd: int, run: Callable[[Path], int]) -> int:
-    """Import the modules, then fork on request. Returns several times: in each worker the result of `run`; in the fork server 0,
-    when the launcher has closed the socket."""
+    """Import the modules, then fork on request. Returns several times: in each worker the result of `run`; in each fork server 0,
+    when the launcher has closed its socket."""
     launcher = os.getppid()
     die_with_parent()
-    requests = socket.socket(fileno=socket_fd)
-    requests.set_inheritable(False)
-    gc.disable()  # the imports create a million objects and no garbage: collecting would only cost time
-    for module in PRELOADS[kind]:
-        importlib.import_module(module)
-    gc.freeze()  # otherwise a collection in a worker would write to all shared pages, and so copy them
-    request = _serve(requests, launcher)
-    if request is None:
-        return 0
-    return run(Path(request.config))
+    while True:
+        requests = socket.socket(fileno=socket_fd)
+        requests.set_inheritable(False)
+        gc.disable()  # the imports create a million objects and no garbage: collecting would only cost time
+        for module in PRELOADS[kind]:
+            importlib.import_module(module)
+        gc.freeze()  # otherwise a collection in a worker would write to all shared pages, and so copy them
+        request = _serve(requests, launcher)
+        if request is None:
+            return 0
+        if not request.kind:
+            return run(Path(request.config))
+        kind, socket_fd = request.kind, request.channel
 
 
 def _serve(requests: socket.socket, launcher: int) -> _Request | None:
-    """Fork a worker for each request. Returns the request in the worker, and None in the fork server when the socket is closed.
+    """Fork a process for each request. Returns the request in that process, and None in the fork server when the socket is closed.
 
     waits for: the next request. unblocked by: the launcher; the launcher's death (the kernel then kills this process).
     """
@@ -226,7 +285,7 @@ def _serve(requests: socket.socket, launcher: int) -> _Request | None:
         data, fds, _, _ = socket.recv_fds(requests, _MAX_MESSAGE_BYTES, 2)
         if not data:
             return None
-        request = _Request(**json.loads(data), log=fds[0], status=fds[1])
+        request = _Request(**json.loads(data), log=fds[0], channel=fds[1])
         between = os.fork()
         if between == 0:
             between = os.getpid()
@@ -240,7 +299,7 @@ def _serve(requests: socket.socket, launcher: int) -> _Request | None:
 
 
 def _become(request: _Request, requests: socket.socket, between: int, launcher: int) -> None:
-    """Turn this newly forked process into a worker: give it the state that a new interpreter would start with."""
+    """Turn this newly forked process into a worker or a fork server: give it the state that a new interpreter would start with."""
     os.setsid()
     wait_until(lambda: os.getppid() != between, limit_s=_REPARENT_LIMIT_S, every_s=_REPARENT_TURN_S)
     die_with_parent()
@@ -249,11 +308,18 @@ def _become(request: _Request, requests: socket.socket, between: int, launcher: 
     for standard in (_STDOUT, _STDERR):
         os.dup2(request.log, standard)
     os.close(request.log)
-    for name, value in {**request.env, STATUS_FD_ENV: str(request.status)}.items():
+    status = {} if request.kind else {STATUS_FD_ENV: str(request.channel)}
+    for name, value in {**request.env, **status}.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+    message = json.dumps({"config": request.config, "pid": os.getpid()}).encode()
+    if request.kind:
+        _show_as(python_module(_PROGRAM, request.kind, str(request.channel), request.config))
+        os.write(request.channel, message)
+        requests.close()
+        return
     sys.argv = [worker_main.__file__, request.config]
     _show_as(python_module(worker_main.__name__, request.config))
     # Only NumPy's random generator needs a new seed: Python's reseeds itself after a fork, and torch's has the same seed at the
@@ -261,7 +327,7 @@ def _become(request: _Request, requests: socket.socket, between: int, launcher: 
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     gc.enable()
-    requests.send(json.dumps({"config": request.config, "pid": os.getpid()}).encode())
+    requests.send(message)
     requests.close()
 
 

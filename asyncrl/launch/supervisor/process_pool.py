@@ -17,13 +17,19 @@ from asyncrl.launch.rundir import LAUNCH_ENV, RUN_DIR_ENV, LaunchError, logs_dir
 from asyncrl.launch.supervisor.children import (
     KILL_LIMIT_S,
     Child,
-    Forked,
     config_file,
     how_it_ended,
     start_child,
     start_process,
 )
-from asyncrl.launch.supervisor.fork_server import ForkServer, ForkServerEnded, adopt_orphans, is_supported
+from asyncrl.launch.supervisor.fork_server import (
+    PRELOADS,
+    Forked,
+    ForkServer,
+    ForkServerEnded,
+    adopt_orphans,
+    is_supported,
+)
 from asyncrl.launch.supervisor.reaper import Reaper
 from asyncrl.protocol.names import incarnation
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
@@ -210,14 +216,17 @@ class _Starts:
         longest = max(
             (path.with_name(path.name + _ROOM_FOR_LATER) for path in configs), key=lambda path: len(path.name)
         )
-        for spec in specs:
-            kind = _preload_of(spec)
-            if kind not in self._servers:
-                log = logs_dir(run_dir, spec.config.worker.attempt) / f"fork_server_{kind}.log"
-                server_env = {**spec.env, **env}
-                server_env.pop("CUDA_VISIBLE_DEVICES", None)  # each worker has its own
-                self._servers[kind] = ForkServer(kind, log, server_env, longest)
-                selector.register(self._servers[kind], selectors.EVENT_READ)
+        origin: ForkServer | None = None
+        for kind in PRELOADS:
+            its = [spec for spec in specs if _preload_of(spec) == kind]
+            if not its and origin is not None:
+                break
+            log = logs_dir(run_dir, specs[0].config.worker.attempt) / f"fork_server_{kind}.log"
+            server_env = {**(its[0].env if its else {}), **env}
+            server_env.pop("CUDA_VISIBLE_DEVICES", None)  # each worker has its own
+            adopt_orphans(origin is not None)
+            self._servers[kind] = origin = ForkServer(kind, log, server_env, longest, origin=origin)
+            selector.register(origin, selectors.EVENT_READ)
 
     def start(self, spec: ProcessSpec, lease: Lease, *, restarts: int = 0) -> Child:
         """Start a process, or request its fork. Raises LaunchError."""
@@ -298,7 +307,7 @@ class _Starts:
             child.process = Forked(pid)
             self._answered[_preload_of(child.spec)] = self._clock.monotonic()
             started.append(child)
-        if forked and not self._pending:
+        if not self._pending and all(server.pid is not None for server in self._servers.values()):
             adopt_orphans(False)
         return started
 
