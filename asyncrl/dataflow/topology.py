@@ -44,9 +44,6 @@ class ProcessTopology:
             size *= dim
         return size
 
-    def get_dim(self, axis: str) -> int:
-        return self.dims[self.axes.index(axis)]
-
     def get_rank(self, **coordinates: int) -> int:
         """Return the rank at these coordinates. Each axis must have one."""
         if set(coordinates) != set(self.axes):

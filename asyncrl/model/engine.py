@@ -284,10 +284,6 @@ class TrainEngine:
 
     # ----------------------------------------------------------------------------------------------------------- training
 
-    def set_total_steps(self, total_steps: int) -> None:
-        """Set the lr_step at which the decay of the learning rate ends. 0: unknown, no decay."""
-        self._total_steps = total_steps
-
     def train_step(
         self, sample: SequenceSample | None, loss_fn: LossFn, *, temperature: float, lr_step: int
     ) -> dict[str, float]:

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from whole_runs import launch_sorter, trained_events, trained_prompts
 
 from asyncrl.testing.runs import (
@@ -123,3 +125,21 @@ def test_too_many_rejections_end_the_run(tmp_path: Path) -> None:
         assert "reward_not_finite" in run.output()
         assert "model_worker_*.log" in run.output()
         assert_nothing_left(run.run_dir)
+
+
+@pytest.mark.release
+def test_greedy_weights_are_those_of_eta_0_with_shared_devices(tmp_path: Path) -> None:
+    """With sampling the two runs draw other tokens: servers draw in the order in which requests come."""
+    config = make_tiny_run(tmp_path)
+    (tmp_path / "reward.py").write_text("def reward(prompt, completion, answer):\n    return float(int(prompt) % 5)\n")
+    greedy = ("rollout.sampling.greedy=true", "rollout.group_size=1", "train.ppo.advantage_norm=batch")
+    training = ("train.batch_size=4", "train.max_steps=4", "train.optimizer={lr: 2.0e-3, warmup_steps: 1, eps: 1.0e-5}")
+    shared = ("allocation=transformers.d1@0+d1@0", "manager.max_head_offpolicyness=0")
+    found = []
+    for trial, overrides in (("workers", ("mode=sync", "allocation=d1")), ("servers", shared)):
+        with launch(config, *greedy, *training, *overrides, f"trial={trial}") as run:
+            assert run.wait(200) == 0, run.output()
+            found.append(load_file(run.run_dir / "checkpoints" / "final" / "model.safetensors"))
+    start = load_file(tmp_path / "model" / "model.safetensors")
+    assert max(float((tensor - start[name]).abs().max()) for name, tensor in found[0].items()) > 1e-4
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-6)

@@ -57,9 +57,8 @@ def test_ranks_and_coordinates_are_inverse(axes: tuple[Axis, ...]) -> None:
     grid = placed(axes).grid
     for topology in (training_topology(grid), inference_topology(grid)):
         assert [topology.get_rank(**topology.get_coord(rank)) for rank in range(grid.size)] == list(range(grid.size))
-        assert {axis.name: topology.get_dim(axis.name) for axis in axes} == dict(
-            zip((axis.name for axis in axes), grid.sizes, strict=True)
-        )
+        sizes = dict(zip(topology.axes, topology.dims, strict=True))
+        assert tuple(sizes[axis.name] for axis in axes) == grid.sizes
     shards = placed(axes).shards
     assert len({*shards}) == len({*map(str, shards)}) == grid.size
 
@@ -120,7 +119,7 @@ def test_a_sum_is_over_all_axes_whose_rows_name_it(fake_world: int) -> None:
 
 NAMES = {"data", "pipe", "tensor"}
 OWNERS = {"grid", "mesh", "placement", "generation", "shard", "topology", "at", "servers"}
-MAKERS = {"ParallelGrid", "get_rank", "get_dim", "group", "groups", "device_mesh", "worker_of"}
+MAKERS = {"ParallelGrid", "get_rank", "group", "groups", "device_mesh", "worker_of"}
 
 
 def axes_read(tree: ast.AST) -> Iterator[int]:
