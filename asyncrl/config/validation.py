@@ -28,13 +28,13 @@ from asyncrl.config.schema import (
     judges_by_group,
     reward_models,
 )
+from asyncrl.config.transports import FILES, TRANSPORTS, transport_of
 
 Problem = tuple[str, object, str]  # field, value, remedy
 
 # Metrics of all tasks together are named reward/<one of these>. Each task has a metric reward/<task>, so no task may have one of
 # these names
 REWARD_METRICS = ("mean", "min", "max", "std", "shaped_mean", "dense_mean", "equal_group_share")
-TRANSPORTS = ("disk", "broadcast")
 BROADCAST_BACKENDS = ("auto", "gloo", "nccl")
 WANDB_MODES = ("disabled", "offline", "online")
 SCHEDULES = ("linear", "cosine", "constant")
@@ -172,11 +172,12 @@ def _bad_network(config: ExperimentConfig) -> Iterator[Problem]:
         yield "network.tls_cert", network.tls_cert, "needs network.authenticate=on"
     # The members of the process group meet at torch's TCPStore, the only rendezvous that SGLang's /init_weights_update_group
     # supports. It answers every client that reaches its port. Gloo and NCCL do not authenticate either.
-    if config.weights.transport == "broadcast" and authenticates(config) and can_be_reached(config):
+    transport = config.weights.transport
+    if transport_of(transport).forms_groups and authenticates(config) and can_be_reached(config):
         yield (
             "weights.transport",
-            "broadcast",
-            "cannot be authenticated, and other machines reach this run; use disk, or network.authenticate=off in a network "
+            transport,
+            f"cannot be authenticated, and other machines reach this run; use {FILES}, or network.authenticate=off in a network "
             "that you share with no one else",
         )
 
@@ -257,7 +258,7 @@ def _choices(config: ExperimentConfig) -> Sequence[tuple[str, Any, Sequence[str]
         ("generation.dtype", config.generation.dtype, dtypes),
         ("generation.attention", config.generation.attention, ATTENTIONS),
         ("generation.interrupt", config.generation.interrupt, INTERRUPT_MODES),
-        ("weights.transport", config.weights.transport, TRANSPORTS),
+        ("weights.transport", config.weights.transport, tuple(TRANSPORTS)),
         ("weights.fetch", config.weights.fetch, ("auto", "on", "off")),
         ("weights.broadcast_backend", config.weights.broadcast_backend, BROADCAST_BACKENDS),
         ("runtime.log_level", config.runtime.log_level, ("DEBUG", "INFO", "WARNING", "ERROR")),
@@ -482,20 +483,23 @@ def _bad_modes(config: ExperimentConfig) -> Iterator[Problem]:
     elif replay.path or replay.first_step:
         name, value = ("replay.path", replay.path) if replay.path else ("replay.first_step", replay.first_step)
         yield name, value, f"is used with mode=train_only only; this is mode={config.mode}"
-    if not mode.updates_servers and config.weights.transport == "broadcast":
+    transport = config.weights.transport
+    from_memory = transport_of(transport).from_memory
+    if not mode.updates_servers and from_memory:
         yield (
             "weights.transport",
-            "broadcast",
-            f"sends weights from a trainer to servers, and mode={config.mode} has only one of them; use disk",
+            transport,
+            f"sends weights from a trainer to servers, and mode={config.mode} has only one of them; use {FILES}",
         )
     if not mode.has_detached_groups and config.train.actor_inf_on_missing:
         remedy = f"with mode={config.mode} no worker restarts alone; leave it empty"
         yield "train.actor_inf_on_missing", config.train.actor_inf_on_missing, remedy
-    if config.weights.transport == "broadcast" and config.weights.full_every > 1:
-        remedy = "makes files smaller, and weights.transport=broadcast sends all tensors from memory; set it to 1, or use disk"
+    if from_memory and config.weights.full_every > 1:
+        sent = f"weights.transport={transport} sends all tensors from memory"
+        remedy = f"makes files smaller, and {sent}; set it to 1, or use {FILES}"
         yield "weights.full_every", config.weights.full_every, remedy
     limit_s, whole_s = config.weights.broadcast_timeout_s, config.manager.update_timeout_s
-    if config.weights.transport == "broadcast" and limit_s >= whole_s:
+    if from_memory and limit_s >= whole_s:
         remedy = f"must be below manager.update_timeout_s={whole_s:g}, the limit of a whole update"
         yield "weights.broadcast_timeout_s", limit_s, remedy
     if not mode.updates_servers and config.weights.verify_logprobs:

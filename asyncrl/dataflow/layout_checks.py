@@ -10,6 +10,7 @@ from dataclasses import replace
 from asyncrl.config.engines import ENGINES
 from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import CRITIC, EMA, REF, REWARD, TEACHER, ExperimentConfig, model_settings, reward_models
+from asyncrl.config.transports import FILES, transport_of
 from asyncrl.config.validation import Problem
 from asyncrl.dataflow.axes import MATRICES, SAMPLES, ParallelGrid
 from asyncrl.dataflow.graph import GENERATE_MFC, DataflowGraph, build_dataflow
@@ -217,11 +218,11 @@ def _bad_sharing(config: ExperimentConfig, allocation: Allocation) -> Iterator[P
         yield "manager.max_head_offpolicyness", eta, f"{shared}, so generation cannot run ahead: set it to 0"
     if cluster != "local":
         yield "cluster", cluster, f"{shared}, which one machine supports: set it to local, or leave the devices out"
-    if transport != "disk":
+    if transport_of(transport).from_memory:
         yield (
             "weights.transport",
             transport,
-            f"{shared}, and no server can receive weights while it sleeps: set it to disk",
+            f"{shared}, and no server can receive weights while it sleeps: set it to {FILES}",
         )
     if config.train.streaming:
         yield "train.streaming", True, f"{shared}: training cannot begin before generation has ended; set it to false"

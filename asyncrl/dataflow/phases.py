@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import ExperimentConfig
+from asyncrl.config.transports import FILES
 from asyncrl.dataflow.topology import Allocation
 
 _THEN = re.compile(r"\s+then\s+")
@@ -54,6 +55,6 @@ def _with(config: ExperimentConfig, text: str, allocation: Allocation) -> Experi
     return replace(
         config,
         manager=replace(config.manager, max_head_offpolicyness=0),
-        weights=replace(config.weights, transport="disk"),
+        weights=replace(config.weights, transport=FILES),
         train=replace(config.train, streaming=False),
     )

@@ -18,6 +18,7 @@ from typing import Literal
 import msgspec
 
 from asyncrl.config.processes import GserverManagerConfig
+from asyncrl.config.transports import transport_of
 from asyncrl.manager.fleet import Fleet
 from asyncrl.manager.http import MAX_BODY_BYTES, ManagerService
 from asyncrl.manager.ledger import Ledger
@@ -274,7 +275,7 @@ class Management:
         tasks.spawn(self._tell_drained(), "report drained servers")
         tasks.spawn(self._loads.run(), "poll server loads")
         tasks.spawn(self._watch_versions(), "watch model version")
-        if self.config.transport == "broadcast":
+        if transport_of(self.config.transport).from_memory:
             tasks.spawn(self._watch_sender(), "watch the sender of weights")
             tasks.spawn(self._watch_held(), "watch weights in the trainer's memory")
         tasks.spawn(self._watch_experiment(), "watch experiment status")

@@ -1,7 +1,7 @@
 """Exports weight versions and publishes them to the run, off the critical path.
 
 the workers write -> commit -> name resolve: model_version -> gserver manager -> generation servers
-weights.transport=broadcast: the workers hold them in memory -> name resolve: weights_held, before the files are complete
+transports from memory (config/transports.py): the workers hold them -> name resolve: weights_held, before the files are complete
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from asyncrl.config.processes import MasterWorkerConfig
 from asyncrl.config.schema import EMA
+from asyncrl.config.transports import transport_of
 from asyncrl.master.books import Books
 from asyncrl.master.device_turns import Turns
 from asyncrl.master.evaluations import Evaluations
@@ -89,11 +90,11 @@ class WeightPublisher:
             await self._board.bounded(self._publishing, what=what, on="weight writer", limit_s=limit_s)
 
     async def publish(self) -> None:
-        """Export the newest version, then publish it. With weights.transport=broadcast an earlier entry in name resolve announces
-        the weights in memory."""
+        """Export the newest version, then publish it. With a transport from memory an earlier entry in name resolve announces
+        the weights there."""
         version, names = self._books.version, self._directory.names
         began, held = self._clock.monotonic(), None
-        if self._books.trains and self._config.weights.transport == "broadcast":
+        if self._books.trains and transport_of(self._config.weights.transport).from_memory:
             hold = HoldWeights(role=ACTOR, weight_version=str(version))
             held = self._workers.start(ACTOR, f"weights {version} to be in memory", hold)
         write = self._write(version)

@@ -24,6 +24,7 @@ import torch
 import transformers
 
 from asyncrl.config.processes import ModelConfig, ModelWorkerConfig
+from asyncrl.config.transports import transport_of
 from asyncrl.data.model_limits import ModelLimits
 from asyncrl.data.trajectories import BackgroundRecorder, recording_dir
 from asyncrl.dataflow.graph import trajectory_keys
@@ -125,7 +126,7 @@ class ModelWorker(Worker):
         data = DataManager(store, worker=index, limit_s=limit_s, rank_of=process_group.rank_of)
         opened.callback(data.close)
         holder: WeightSender | ShareServer | None = None
-        if index in self._first.workers and config.weights.transport == "broadcast":
+        if index in self._first.workers and transport_of(config.weights.transport).from_memory:
             is_first = index == self._first.workers[0]
             holder = await (
                 self._open_sender(directory, opened, device) if is_first else self._open_shares(directory, opened)

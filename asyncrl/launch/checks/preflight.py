@@ -23,6 +23,7 @@ from asyncrl.config.schema import (
     model_settings,
     resolve_auto,
 )
+from asyncrl.config.transports import FILES, transport_of
 from asyncrl.data.model_folder import read_object
 from asyncrl.data.prompts import PromptSource, is_file_name, load_tokenizer
 from asyncrl.data.replay import check_replay, plan_replay
@@ -496,13 +497,13 @@ def _check_nccl(config: ExperimentConfig, trainer: TorchVersions, sglang: TorchV
     versions in their environments on this machine."""
     weights = config.weights
     by_nccl = weights.broadcast_backend == "nccl" or (weights.broadcast_backend == "auto" and bool(visible_devices()))
-    if weights.transport != "broadcast" or not by_nccl or trainer.joins(sglang):
+    if not transport_of(weights.transport).forms_groups or not by_nccl or trainer.joins(sglang):
         return
     raise ConfigError(
-        f"weights.transport='broadcast': the trainer has {trainer}, {where} has {sglang}: different versions of NCCL cannot form "
-        f"a group, so every update would go through the disk. Install the same torch on both sides (`pip install torch=="
-        f"{sglang.torch.partition('+')[0]}` beside the trainer, or ASYNCRL_TORCH=... for launcher/setup.sh), or set "
-        "weights.transport=disk"
+        f"weights.transport={weights.transport!r}: the trainer has {trainer}, {where} has {sglang}: different versions of NCCL "
+        "cannot form a group, so every update would go through the disk. Install the same torch on both sides (`pip install "
+        f"torch=={sglang.torch.partition('+')[0]}` beside the trainer, or ASYNCRL_TORCH=... for launcher/setup.sh), or set "
+        f"weights.transport={FILES}"
     )
 
 
