@@ -1,11 +1,13 @@
 """Marks of whole folders: tiers, tests that need a GPU. File systems: small or read-only ones, where root may mount them."""
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 TESTS = Path(__file__).parent
+LAUNCHERS = pytest.StashKey()  # of ForkedLaunchers
 # These files have the whole runs of the fast tier, which cover each mode: async; rollout_only and train_only; sync. All other whole
 # runs belong to the tiers --ci and --all, and those marked `release` only to --all.
 FAST_RUNS = ("test_layouts.py", "test_rollout_then_train.py", "test_mode_sync.py")
@@ -19,6 +21,25 @@ def pytest_collection_modifyitems(items):
             item.add_marker("full")
         if "gpu" in item.keywords and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="there is no GPU on this machine"))
+
+
+def pytest_runtest_setup(item):
+    """Forks the launchers of runs, unless the test has the mark `real_start`. Called before the fixtures that start runs."""
+    runs = sys.modules.get("asyncrl.testing.runs")  # tests without runs do not import it
+    if runs is None:
+        return
+    if item.config.stash.get(LAUNCHERS, None) is None:
+        from tests.support.forked_launchers import ForkedLaunchers
+
+        item.config.stash[LAUNCHERS] = ForkedLaunchers()
+    runs.start_launcher = (
+        subprocess.Popen if item.get_closest_marker("real_start") else item.config.stash[LAUNCHERS].start
+    )
+
+
+def pytest_unconfigure(config):
+    if LAUNCHERS in config.stash:
+        config.stash[LAUNCHERS].close()
 
 
 @pytest.fixture

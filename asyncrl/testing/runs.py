@@ -32,8 +32,10 @@ from asyncrl.runtime.process import python_module
 
 T = TypeVar("T")
 
-_LAUNCHED_ENV = "ASYNCRL_LAUNCHED_RUN_DIR"  # unlike RUN_DIR_ENV it is also set for the launcher of a test
+LAUNCHED_ENV = "ASYNCRL_LAUNCHED_RUN_DIR"  # unlike RUN_DIR_ENV it is also set for the launcher of a test
 _POLL_S = 0.05
+
+start_launcher: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen  # asyncrl's own tests fork launchers instead
 
 
 class RunHandle:
@@ -50,13 +52,13 @@ class RunHandle:
         self.run_dir, self._clock = run_dir, clock
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         self._printed = ""  # the whole output, after `_output` is closed
-        self.popen = subprocess.Popen(
+        self.popen = start_launcher(
             command,
             cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, _LAUNCHED_ENV: str(run_dir), **(env or {})},
+            env={**os.environ, LAUNCHED_ENV: str(run_dir), **(env or {})},
             start_new_session=True,
         )
 
@@ -251,7 +253,7 @@ def _environment_names(run_dir: Path, process: psutil.Process) -> bool:
         environment = process.environ()
     except (psutil.Error, OSError):  # the process has ended, or belongs to another user
         return False
-    return str(run_dir) in (environment.get(RUN_DIR_ENV), environment.get(_LAUNCHED_ENV))
+    return str(run_dir) in (environment.get(RUN_DIR_ENV), environment.get(LAUNCHED_ENV))
 
 
 def _cmdline(process: psutil.Process) -> list[str]:

@@ -40,6 +40,7 @@ def shadowing(tmp_path):
     return tmp_path
 
 
+@pytest.mark.real_start
 def test_files_in_the_current_folder_replace_no_module_in_any_process(tiny, shadowing):
     mine = shadowing / "mine"
     mine.mkdir()
@@ -55,7 +56,7 @@ def test_files_in_the_current_folder_replace_no_module_in_any_process(tiny, shad
     (shadowing / "of_the_user.py").write_text("raise SystemExit('imported')\n")
     overrides = (f"fileroot={shadowing}/runs", "rollout.tasks.default.reward=mine.scoring:reward", "train.max_steps=1")
     with launch(tiny, *overrides, cwd=shadowing) as run:
-        assert run.wait(LIMIT_S) == 0, run.failure()
+        assert run.wait(LIMIT_S) == 0, run.output()
         assert train_steps(run.run_dir)[0]["reward/mean"] == 2.0
 
 

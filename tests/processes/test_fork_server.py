@@ -34,7 +34,9 @@ class Workers:
     def __init__(self, folder: Path, kind: str, origin: ForkServer | None = None) -> None:
         self.folder = folder
         env = {"PYTHONPATH": str(Path(__file__).parent), "OF_THE_SERVER": "kept"}
-        self.server = ForkServer(kind, folder / "server.log", env, folder / "longest.yaml", "forked_program", origin)
+        self.server = ForkServer.start(
+            kind, folder / "server.log", env, folder / "longest.yaml", "forked_program", origin
+        )
         self.num_asked = 0
 
     def ask(self, line: str, **env: str | None) -> Path:
@@ -169,7 +171,7 @@ def test_what_must_not_be_there_before_a_fork(workers, tmp_path, kind):
 
 def test_one_that_another_fork_server_forks(workers, tmp_path):
     """It is a child of the launcher, has its own environment, log and command line, and ends by itself."""
-    server = ForkServer("computing", tmp_path / "server.log", {}, tmp_path / "x.yaml", origin=workers.server)
+    server = ForkServer.start("computing", tmp_path / "server.log", {}, tmp_path / "x.yaml", origin=workers.server)
     assert server.pid is None
     assert select.select([server], [], [], LIMIT_S)[0]
     assert server.forked() == {}
@@ -187,7 +189,7 @@ def test_one_that_another_fork_server_forks(workers, tmp_path):
 
 def test_one_whose_origin_has_ended_before_the_fork(subreaper, tmp_path):
     origin = Workers(tmp_path, "light").server
-    server = ForkServer("computing", tmp_path / "second.log", {}, tmp_path / "x.yaml", origin=origin)
+    server = ForkServer.start("computing", tmp_path / "second.log", {}, tmp_path / "x.yaml", origin=origin)
     os.kill(origin.pid, signal.SIGKILL)
     assert select.select([server], [], [], LIMIT_S)[0]
     with pytest.raises(ForkServerEnded) as caught:
@@ -197,7 +199,7 @@ def test_one_whose_origin_has_ended_before_the_fork(subreaper, tmp_path):
 
 
 def test_one_that_cannot_import_says_so(tmp_path):
-    server = ForkServer("no such kind", tmp_path / "server.log", {}, tmp_path / "x.yaml")
+    server = ForkServer.start("no such kind", tmp_path / "server.log", {}, tmp_path / "x.yaml")
     assert select.select([server], [], [], LIMIT_S)[0]
     with pytest.raises(ForkServerEnded) as caught:
         server.forked()
@@ -234,6 +236,7 @@ def fork_servers(run, *kinds):
     ]
 
 
+@pytest.mark.real_start
 def test_a_killed_fork_server_is_the_first_cause(config, tmp_path):
     with launch(config, f"fileroot={tmp_path}") as run:
         (server,) = run.wait_until(lambda: fork_servers(run, "computing"), "there was a fork server", LIMIT_S)
@@ -245,6 +248,7 @@ def test_a_killed_fork_server_is_the_first_cause(config, tmp_path):
         assert_nothing_left(run.run_dir)
 
 
+@pytest.mark.real_start
 @pytest.mark.release
 def test_they_live_as_long_as_the_run_and_are_not_needed(config, tmp_path):
     """Fork servers use no CPU time while idle. Without them, a restarted worker is an interpreter of its own."""
@@ -267,6 +271,7 @@ def test_they_live_as_long_as_the_run_and_are_not_needed(config, tmp_path):
         assert_nothing_left(run.run_dir)
 
 
+@pytest.mark.real_start
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
 def test_nothing_is_left_when_the_launcher_ends_while_they_import(config, tmp_path, number, code):
     with launch(config, f"fileroot={tmp_path}", *ENDLESS) as run:

@@ -158,6 +158,7 @@ def test_a_run_is_seen_from_outside_and_stopped(start, config, tmp_path, capsys)
     assert cli.main(["stop", str(run.run_dir)]) == 0
 
 
+@pytest.mark.real_start
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.release)])
 def test_a_signal_while_workers_are_still_importing(start, number):
     run = start(*ENDLESS)

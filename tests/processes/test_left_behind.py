@@ -141,8 +141,11 @@ def test_a_late_reaper_kills_only_what_belongs_to_its_launch(tmp_path):
 def test_the_processes_of_two_launches_of_a_run_have_different_markers(tmp_path):
     def marker():
         pool = ProcessPool([], tmp_path, fork=False, start_limit_s=LIMIT_S, notice=print)
-        (reaper,) = [child for child in psutil.Process().children() if "reaper.py" in " ".join(child.cmdline())]
-        arguments = reaper.cmdline()
+        def arguments_of_the_reaper():  # empty for a moment after the start of a process
+            return next((line for child in psutil.Process().children() if "reaper.py" in " ".join(line := child.cmdline())), [])
+
+        assert wait_until(arguments_of_the_reaper, limit_s=LIMIT_S, every_s=0.01)
+        arguments = arguments_of_the_reaper()
         pool.close()
         return arguments[-3]
 

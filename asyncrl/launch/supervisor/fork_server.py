@@ -32,7 +32,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -69,6 +69,9 @@ PRELOADS: Mapping[str, Sequence[str]] = {
 Env: TypeAlias = "Mapping[str, str | None]"  # None: remove the variable
 
 _PROGRAM = "asyncrl.launch.supervisor.fork_server"  # this module, which is __main__ in the fork server
+_BLAS_THREADS = (
+    "OPENBLAS_NUM_THREADS"  # NumPy's BLAS starts threads on import; a process should not fork while it has several
+)
 _MAX_MESSAGE_BYTES = 100_000
 _REPARENT_LIMIT_S = 10.0
 _REPARENT_TURN_S = 0.0005  # short, because the intermediate process is already exiting
@@ -122,38 +125,48 @@ class ForkServer:
         self,
         kind: str,
         log: Path,
+        connection: socket.socket,
+        process: subprocess.Popen[bytes] | Forked | None = None,
+        origin: ForkServer | None = None,
+    ) -> None:
+        """process: the fork server; None: `origin` has not forked it yet."""
+        self.kind = kind
+        self.log = log
+        self._socket, self._process, self._origin = connection, process, origin
+        self._restored: Env = {_BLAS_THREADS: os.environ.get(_BLAS_THREADS)}
+
+    @classmethod
+    def start(
+        cls,
+        kind: str,
+        log: Path,
         env: Env,
         longest_config: Path,
         program: str = _PROGRAM,
         origin: ForkServer | None = None,
-    ) -> None:
+    ) -> ForkServer:
         """env: changes to the launcher's environment for the fork server. longest_config: the longest path that a worker's config
         can have. program: the module to run; tests pass their own, which calls this file's `main`. origin: the fork server that
         forks this one, which then has the imports of both; this process must adopt orphans until `pid` is known, and must close the
         origin first. None: it gets its own interpreter."""
-        self.kind = kind
-        self.log = log
-        self._origin = origin
-        self._process: subprocess.Popen[bytes] | Forked | None = None  # None: the origin has not forked it yet
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # NumPy's BLAS starts threads on import, and a process should not fork while it has several threads
-        self._restored: Env = {"OPENBLAS_NUM_THREADS": os.environ.get("OPENBLAS_NUM_THREADS")}
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Reserves space for a worker's command line, see _show_as
         room = f"{longest_config.parent}/".ljust(len(str(longest_config)), "/")
         with theirs, log.open("ab") as output:
             if origin is not None:
                 with contextlib.suppress(ForkServerEnded):  # `forked` then raises it, because `theirs` is closed
                     origin._request({"kind": kind, "config": room, "env": env}, output.fileno(), theirs.fileno())
-                return
-            self._process = subprocess.Popen(
+                return cls(kind, log, ours, origin=origin)
+            process = subprocess.Popen(
                 python_module(program, kind, str(theirs.fileno()), room),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=_changed(os.environ, {**env, "OPENBLAS_NUM_THREADS": "1"}),
+                env=_changed(os.environ, {**env, _BLAS_THREADS: "1"}),
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
+            return cls(kind, log, ours, process)
 
     @property
     def pid(self) -> int | None:
@@ -225,6 +238,11 @@ class ForkServer:
             self._process = Forked(message["pid"])
             return {}
         return {Path(message["config"]): message["pid"]} if reply else {}
+
+
+inherited: ForkServer | None = (
+    None  # a fork server that this process had from its start, which forks the others (tests)
+)
 
 
 def _changed(environment: Mapping[str, str], changes: Env) -> dict[str, str]:
@@ -316,12 +334,12 @@ def _become(request: _Request, requests: socket.socket, between: int, launcher: 
             os.environ[name] = value
     message = json.dumps({"config": request.config, "pid": os.getpid()}).encode()
     if request.kind:
-        _show_as(python_module(_PROGRAM, request.kind, str(request.channel), request.config))
+        _show_as(python_module(_PROGRAM, request.kind, str(request.channel), request.config), request.env)
         os.write(request.channel, message)
         requests.close()
         return
     sys.argv = [worker_main.__file__, request.config]
-    _show_as(python_module(worker_main.__name__, request.config))
+    _show_as(python_module(worker_main.__name__, request.config), request.env)
     # Only NumPy's random generator needs a new seed: Python's reseeds itself after a fork, and torch's has the same seed at the
     # start of every process anyway
     if "numpy.random" in sys.modules:
@@ -331,13 +349,21 @@ def _become(request: _Request, requests: socket.socket, between: int, launcher: 
     requests.close()
 
 
-def _show_as(arguments: Sequence[str]) -> None:
-    """Change the command line that ps and py-spy show. It overwrites the original arguments and is cut off at their length."""
+def _show_as(arguments: Sequence[str], newest: Iterable[str]) -> None:
+    """Change the command line and the environment that ps, py-spy and the reaper see. They overwrite the original ones and are cut
+    off at their length. newest: the variables that come first."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = int(fields[45]), int(fields[46])
+    _overwrite(int(fields[45]), int(fields[46]), arguments)
+    for name, value in os.environ.items():
+        os.putenv(name, value)  # a copy elsewhere replaces the original, so that the C library no longer reads that
+    environment = {name: os.environ[name] for name in (*newest, *os.environ) if name in os.environ}
+    _overwrite(int(fields[47]), int(fields[48]), [f"{name}={value}" for name, value in environment.items()])
+
+
+def _overwrite(start: int, end: int, texts: Sequence[str]) -> None:
     if start == 0:  # the kernel hides the address
         return
-    text = "\0".join(arguments).encode(errors="surrogateescape")[: end - start - 1]
+    text = "\0".join(texts).encode(errors="surrogateescape")[: end - start - 1]
     ctypes.memset(start, 0, end - start)
     ctypes.memmove(start, text, len(text))
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from asyncrl.launch.program import ProcessSpec
 from asyncrl.launch.rundir import LAUNCH_ENV, RUN_DIR_ENV, LaunchError, logs_dir
+from asyncrl.launch.supervisor import fork_server
 from asyncrl.launch.supervisor.children import (
     KILL_LIMIT_S,
     Child,
@@ -216,16 +217,16 @@ class _Starts:
         longest = max(
             (path.with_name(path.name + _ROOM_FOR_LATER) for path in configs), key=lambda path: len(path.name)
         )
-        origin: ForkServer | None = None
+        origin = fork_server.inherited
         for kind in PRELOADS:
             its = [spec for spec in specs if _preload_of(spec) == kind]
             if not its and origin is not None:
-                break
+                continue
             log = logs_dir(run_dir, specs[0].config.worker.attempt) / f"fork_server_{kind}.log"
             server_env = {**(its[0].env if its else {}), **env}
             server_env.pop("CUDA_VISIBLE_DEVICES", None)  # each worker has its own
             adopt_orphans(origin is not None)
-            self._servers[kind] = origin = ForkServer(kind, log, server_env, longest, origin=origin)
+            self._servers[kind] = origin = ForkServer.start(kind, log, server_env, longest, origin=origin)
             selector.register(origin, selectors.EVENT_READ)
 
     def start(self, spec: ProcessSpec, lease: Lease, *, restarts: int = 0) -> Child:
