@@ -17,6 +17,7 @@ from asyncrl.launch.supervisor.process_pool import ProcessPool
 from asyncrl.launch.supervisor.reaper import Reaper
 from asyncrl.rewards.judges import Judges
 from asyncrl.runtime import unix_sockets
+from asyncrl.runtime.clock import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives orphans to subreapers")
 
@@ -141,11 +142,15 @@ def test_a_late_reaper_kills_only_what_belongs_to_its_launch(tmp_path):
 def test_the_processes_of_two_launches_of_a_run_have_different_markers(tmp_path):
     def marker():
         pool = ProcessPool([], tmp_path, fork=False, start_limit_s=LIMIT_S, notice=print)
-        def arguments_of_the_reaper():  # empty for a moment after the start of a process
-            return next((line for child in psutil.Process().children() if "reaper.py" in " ".join(line := child.cmdline())), [])
+        found = []
 
-        assert wait_until(arguments_of_the_reaper, limit_s=LIMIT_S, every_s=0.01)
-        arguments = arguments_of_the_reaper()
+        def has_reaper():  # not in the first moment: the command line of a process that has just started is empty
+            found[:] = [child for child in psutil.Process().children() if "reaper.py" in " ".join(child.cmdline())]
+            return found
+
+        assert wait_until(has_reaper, limit_s=LIMIT_S, every_s=0.01)
+        (reaper,) = found
+        arguments = reaper.cmdline()
         pool.close()
         return arguments[-3]
 
