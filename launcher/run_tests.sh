@@ -2,6 +2,7 @@
 # Set everything up, then lint, type-check and test:
 #   bash launcher/run_tests.sh                     unit tests, real processes, one whole run per mode
 #   bash launcher/run_tests.sh --ci                also SGLang, Slurm, hosts, chaos, fuzz, mutants, the oracle, benchmarks, more runs
+#   bash launcher/run_tests.sh --ci unit mypy      only these parts of it, as the jobs of .github/workflows/ci.yml do
 #   bash launcher/run_tests.sh --all               all tests: also the long ones (marked `release`), and all seeds of the oracle
 #   bash launcher/run_tests.sh tests/unit -k ppo   only pytest, with these arguments
 set -euo pipefail
@@ -9,13 +10,14 @@ set -euo pipefail
 
 case "${1:-}" in
 -h | --help)
-    sed -n '2,6s/^# \{0,1\}//p' "$ASYNCRL_ROOT/launcher/run_tests.sh"
+    sed -n '2,7s/^# \{0,1\}//p' "$ASYNCRL_ROOT/launcher/run_tests.sh"
     exit 0
     ;;
 esac
+tier="${1:-}"
 began=$SECONDS
 unset PYTHONDONTWRITEBYTECODE # each process would compile all of its modules again
-case "${1:-}" in
+case "$tier" in
 --ci | --all)
     # tests/sglang run against the real server, which has a separate environment. Both environments are made at the same time.
     environments=('. "$ASYNCRL_ROOT/launcher/setup.sh"; asyncrl_setup dev')
@@ -30,7 +32,7 @@ export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 # The parts, the longest first. Two run at a time. tests/processes has three parts, so that both cores stay busy until the end.
 processes=('processes/test_[a-f]*' 'processes/test_[g-m]*' 'processes/test_[n-z]*')
-case "${1:-}" in
+case "$tier" in
 "")
     parts=("${processes[@]}" unit end_to_end mypy)
     export ASYNCRL_TEST_MARKS="not full and not alone and not release"
@@ -40,7 +42,9 @@ case "${1:-}" in
     bash launcher/setup_slurm.sh || true # if it fails, tests/slurm fail and name what is missing
     parts=(end_to_end benchmarks "${processes[@]}" sglang oracle unit chaos slurm hosts fuzz mypy gpu)
     export ASYNCRL_TEST_MARKS="not alone and not oracle"
-    if [ "$1" = --ci ]; then
+    shift
+    [ $# = 0 ] || parts=("$@")
+    if [ "$tier" = --ci ]; then
         ASYNCRL_TEST_MARKS="$ASYNCRL_TEST_MARKS and not release"
         export ASYNCRL_ORACLE_SEEDS=100
         echo "== left out (--all has it): long tests (marked release), 900 seeds of the oracle"
@@ -74,7 +78,7 @@ status=0
 ASYNCRL_TEST_LOGS="$(mktemp -d)"
 export ASYNCRL_TEST_LOGS
 printf '%s\n' "${parts[@]}" | xargs -d '\n' -P 2 -I {} bash -c 'test_part "$1"' - {} || status=1
-if [ $# -gt 0 ]; then
+if [ -n "$tier" ] && [[ " ${parts[*]} " = *" end_to_end "* ]]; then
     python -m pytest -m alone tests/end_to_end || status=1
 fi
 for log in "$ASYNCRL_TEST_LOGS"/*; do

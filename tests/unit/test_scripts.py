@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -318,6 +319,21 @@ def test_the_larger_tiers_create_sglangs_environment(call, clone, tmp_path, tier
     parts = {f"{pytest_of_tier} tests/{name}" for name in (*(folders - {"processes"}), *PROCESSES)}
     assert {f"{clone}: {part}" for part in (*parts, "-m mypy", f"tests/oracle/check.py{oracle}")} <= set(lines)
     assert lines[-1] == f"{clone}: -m pytest -m alone tests/end_to_end"
+
+
+def test_only_the_named_parts_of_a_tier(call, clone, tmp_path):
+    lines = call("run_tests.sh", "--ci", "processes/test_[a-f]*", "mypy", cwd=tmp_path)
+    marks = "not alone and not oracle and not release"
+    ran = lines[lines.index(f"{clone}: -m ruff format --check .") + 1 :]
+    assert set(ran) == {f"{clone}: {PYTEST} -m {marks} tests/processes/test_[a-f]*", f"{clone}: -m mypy"}
+
+
+def test_the_jobs_of_the_workflow_have_each_part_once(call, clone, tmp_path):
+    jobs = yaml.safe_load((REPOSITORY / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    parts = " ".join(jobs["tests"]["strategy"]["matrix"]["parts"]).split()
+    by_hand, by_jobs = (call("run_tests.sh", "--ci", *words, cwd=tmp_path) for words in ([], parts))
+    last_of_setup = f"{clone}: -m ruff format --check ."
+    assert sorted(by_jobs[by_jobs.index(last_of_setup) :]) == sorted(by_hand[by_hand.index(last_of_setup) :])
 
 
 def test_each_file_of_tests_processes_is_in_one_part():
