@@ -60,13 +60,17 @@ class Result(msgspec.Struct, frozen=True):
     not_checked: str = ""
 
 
-def judge_architecture(config: ExperimentConfig) -> list[Finding]:
-    """One finding about the architecture of model_path. waits for: its process, for LIMIT_S at most."""
+def task_of(config: ExperimentConfig) -> Task:
     mode = mode_of(config.mode)
     is_embedded = mode.has_servers and allocation_of(config).traits.is_embedded
     generation = config.generation if is_embedded else None
     by_folder = mode.updates_servers and not is_embedded
-    task = Task(str(Path(config.model_path).expanduser()), mode.trains, generation, by_folder)
+    return Task(str(Path(config.model_path).expanduser()), mode.trains, generation, by_folder)
+
+
+def judge_architecture(config: ExperimentConfig) -> list[Finding]:
+    """One finding about the architecture of model_path. waits for: its process, for LIMIT_S at most."""
+    task = task_of(config)
     command = [sys.executable, "-P", "-m", "asyncrl.cli.architecture_check"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
     try:
