@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl.launch.rundir import LAUNCH_ENV
 from asyncrl.launch.supervisor.process_pool import ProcessPool
-from asyncrl.launch.supervisor.reaper import Reaper
+from asyncrl.launch.supervisor.reaper import Reaper, remove
 from asyncrl.rewards.judges import Judges
 from asyncrl.runtime import unix_sockets
 from asyncrl.runtime.clock import wait_until
@@ -137,6 +137,22 @@ def test_a_late_reaper_kills_only_what_belongs_to_its_launch(tmp_path):
             process.kill()
             process.wait()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_the_folder_of_sockets_goes_although_a_killed_process_still_finishes_a_system_call(tmp_path, monkeypatch):
+    folder, rmtree = tmp_path / "sockets", shutil.rmtree
+
+    def remove_while_another_writes(path, **options):
+        monkeypatch.setattr(shutil, "rmtree", rmtree)
+        for entry in folder.iterdir():
+            entry.unlink()
+        (folder / "late").touch()  # the folder is now not empty, so this try fails
+
+    folder.mkdir()
+    (folder / "owner").touch()
+    monkeypatch.setattr(shutil, "rmtree", remove_while_another_writes)
+    remove(str(folder))
+    assert not folder.exists()
 
 
 def test_the_processes_of_two_launches_of_a_run_have_different_markers(tmp_path):

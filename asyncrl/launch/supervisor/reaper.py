@@ -121,7 +121,16 @@ def main(marker: str, folder: str, owner: str) -> None:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(_ROUND_S)
     if folder and owner and owner_of(folder) == owner:
+        remove(folder)
+
+
+def remove(folder: str) -> None:
+    """Remove the folder. A process that is being killed may still create a socket in it, which lets a first try fail."""
+    for _ in range(_ROUNDS):
         shutil.rmtree(folder, ignore_errors=True)
+        if not os.path.exists(folder):
+            break
+        time.sleep(_ROUND_S)
 
 
 def started(pid: int) -> str:
