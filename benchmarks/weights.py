@@ -295,7 +295,7 @@ class Publisher:
 
     def broadcast(self) -> float:
         """Seconds until the next version is served, sent from memory."""
-        from asyncrl.model.held_weights import HeldShare
+        from asyncrl.model.trainer_side import HeldShare
         from asyncrl.protocol.messages import WeightVersion
 
         version = WeightVersion(1, self._version)
@@ -392,7 +392,7 @@ class Receivers:
 
     def broadcast(self, *, freeze: bool = False) -> float:
         """Seconds of the next version's broadcast. freeze: stop the last server first; it must be the only one that fails."""
-        from asyncrl.model.held_weights import HeldShare
+        from asyncrl.model.trainer_side import HeldShare
         from asyncrl.protocol.messages import BroadcastRequest, BroadcastTarget, WeightVersion
 
         self._version += 1

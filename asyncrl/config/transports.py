@@ -1,6 +1,15 @@
-"""The transports of weights: everything that code outside a transport's own files needs to know about them (pure).
+"""The transports of weights: how the bytes of a version get from the trainer to a generation server, and the traits of each (pure).
 
-That code asks for a trait and never compares the name of a transport.
+The life of a version:
+
+    trainer   every rank of the served model holds its share (`TrainerSide.hold`), and the master puts the version into name resolve
+              (only transports from memory); then the files are written and published
+    manager   `Offers` decides which servers get the version from memory, `UpdatePlan` which load it and when; `ManagerSide`
+              has a paused server load it
+    server    `ServerSide` receives the tensors, checks them and gives them to the engine
+
+Each side has a base class and a table of kinds, in `transports.py` of `model/`, `manager/` and `generation/`. Code outside a
+transport's own files asks for a trait and never compares the name of a transport.
 """
 
 from __future__ import annotations

@@ -15,36 +15,38 @@ import os
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 import msgspec
 
+from asyncrl.config.transports import FILES
 from asyncrl.manager import intervals
-from asyncrl.manager.routing import Server, ServerState, ServerTable
-from asyncrl.manager.update_plan import SLOW_BYTES_PER_S, GivenUp, Sleep, Update, UpdatePlan
-from asyncrl.protocol.errors import ErrorClass, RunEndedError, class_of_status, classify
-from asyncrl.protocol.fence import Fence
-from asyncrl.protocol.messages import (
-    BroadcastReply,
-    BroadcastRequest,
-    BroadcastTarget,
-    FetchWeightsRequest,
-    ModelInfo,
-    UpdateWeightsReply,
-    UpdateWeightsRequest,
-    WeightVersion,
+from asyncrl.manager.files import FilesInManager
+from asyncrl.manager.manager_side import (
+    FAILURES,
+    ManagerSide,
+    Means,
+    MismatchError,
+    OfferError,
+    RefusedError,
+    ServerCalls,
+    UpdateError,
 )
+from asyncrl.manager.routing import Server, ServerState, ServerTable
+from asyncrl.manager.transports import KINDS
+from asyncrl.manager.update_plan import SLOW_BYTES_PER_S, GivenUp, Sleep, Update, UpdatePlan
+from asyncrl.protocol.errors import ErrorClass, RunEndedError, classify
+from asyncrl.protocol.fence import Fence
+from asyncrl.protocol.messages import ModelInfo, WeightVersion
 from asyncrl.runtime.clock import Clock, SystemClock
 from asyncrl.runtime.trace import OFF, Tracer
 from asyncrl.weights.versions import Manifest, WeightsError, verify_version
-
-M = TypeVar("M", bound=msgspec.Struct)
 
 _FIRST_RETRY_S = 0.2
 _LONGEST_RETRY_S = 10.0
@@ -53,15 +55,8 @@ _DAMAGED_AFTER = 4  # a version that fails verification for verify_limit_s / _DA
 _PROBES_AT_ONCE = 16
 _VERIFY_NICENESS = 5
 _FETCH_SLACK_S = 1.0  # additional time that a fetch may take, compared with the fastest host's
-_SENDER_SLACK_S = 2.0  # the trainer answers within the limit in the request; the call waits this much longer
 # Consecutive mismatches of every live server after which the run ends: the weights or the servers must be wrong
 _MAX_MISMATCHES = 3
-_FAILURES = (
-    aiohttp.ClientError,
-    OSError,
-    asyncio.TimeoutError,
-    ValueError,
-)  # errors of an HTTP call to a server; msgspec's errors are ValueErrors
 
 
 def _give_way() -> None:
@@ -69,72 +64,6 @@ def _give_way() -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _VERIFY_NICENESS)
-
-
-class UpdateError(ValueError):
-    """A server did not carry out a request."""
-
-    def __init__(self, text: str, error_class: ErrorClass = ErrorClass.UNKNOWN) -> None:
-        super().__init__(text)
-        self.error_class = error_class
-
-
-class BroadcastError(UpdateError):
-    """A server did not get a version by broadcast. `_broadcast` has logged the cause."""
-
-
-class RefusedError(UpdateError):
-    """A server refuses a version. Its files may have been damaged after verification."""
-
-
-class MismatchError(UpdateError):
-    """A server has loaded a version, but its logprobs differ from the trainer's (weights.verify_logprobs)."""
-
-
-Send = Callable[[Sequence[Update]], Coroutine[Any, Any, BroadcastReply]]
-
-
-class Wave:
-    """Servers that get a version by one broadcast. Each is paused independently, then one request to the trainer covers them all.
-
-    The wave does not wait for a member that fails before it is ready. It waits for slow members (a pause waits for long requests)
-    for at most wait_s after the first member is ready. A member that becomes ready later requests a broadcast of its own. `send`
-    sends the request to the trainer and returns within its own limit.
-
-    consumes: members that are ready, or leave.  produces: one call of `send` for all members that are ready.
-    waits for: the other members, at most wait_s after the first.  unblocked by: the last of them.
-    """
-
-    def __init__(self, members: Sequence[Update], send: Send, *, wait_s: float) -> None:
-        self._awaited = {update.server for update in members}
-        self._ready: list[Update] = []
-        self._send, self._wait_s = send, wait_s
-        self._departed = asyncio.Event()
-        self._sending: asyncio.Task[BroadcastReply] | None = None
-
-    async def ready(self, update: Update) -> BroadcastReply:
-        """The server is paused. Returns the reply to its broadcast."""
-        if self._departed.is_set():
-            return await self._send([update])
-        self._ready.append(update)
-        if self._sending is None:
-            self._sending = asyncio.create_task(self._send_together(), name=f"broadcast {update.version}")
-        self.leave(update)
-        return await asyncio.shield(self._sending)  # shielded: the other members await it too
-
-    def leave(self, update: Update) -> None:
-        """Stop waiting for this server: it is ready, or never will be."""
-        self._awaited.discard(update.server)
-        if not self._awaited:
-            self._departed.set()
-
-    async def _send_together(self) -> BroadcastReply:
-        try:
-            async with asyncio.timeout(self._wait_s):
-                await self._departed.wait()
-        except TimeoutError:
-            self._departed.set()
-        return await self._send(self._ready)
 
 
 def _by_cause(reasons: Mapping[str, str]) -> list[str]:
@@ -155,15 +84,6 @@ def _no_server_loads(given_up: GivenUp) -> str:
     )
 
 
-def broadcast_request(updates: Sequence[Update], limit_s: float) -> BroadcastRequest:
-    """Build the broadcast request to the trainer. All updates must have the same version."""
-    return BroadcastRequest(
-        weight_version=str(updates[0].version),
-        targets=[BroadcastTarget(server=update.server, url=update.url) for update in updates],
-        limit_s=limit_s,
-    )
-
-
 class Fleet:
     """Runs three loops: `verify_loop` (newest publication), `update_loop` (waves), `probe_loop` (health)."""
 
@@ -181,20 +101,24 @@ class Fleet:
         verify_limit_s: float,
         logger: logging.Logger,
         interrupt: str = "abort",
-        broadcast_limit_s: float = 30.0,
+        transport: str = FILES,
+        transfer_limit_s: float = 30.0,
         replace_limit_s: float = 0.0,
         clock: Clock | None = None,
         trace: Tracer = OFF,
         files_url: str = "",
         shares_devices: bool = False,
     ) -> None:
-        """replace_limit_s: time for the trainer to replace the version in `damaged`.
+        """transport: of versions in the trainer's memory (weights.transport). transfer_limit_s: limit of one transfer from there.
+        replace_limit_s: time for the trainer to replace the version in `damaged`.
         files_url: URL prefix from which servers that do not see the run's folder fetch versions; "": all servers see the folder."""
         self.table = table
         self.plan = plan
         self.counters: Counter[tuple[str, str]] = Counter()
         self.update_seconds: defaultdict[str, float] = defaultdict(float)  # by server: seconds in successful updates
-        self._session, self._path_of, self._verify = session, path_of, verify
+        self._calls, self._path_of, self._verify = ServerCalls(session), path_of, verify
+        means = Means(self._calls, path_of, files_url, transfer_limit_s, self.counters, logger)
+        self._files, self._from_memory = FilesInManager(means), KINDS[transport](means)
         self._on_change = on_change
         self._probe_every_s = probe_every_s
         self._probe_limit_s = probe_limit_s
@@ -204,8 +128,6 @@ class Fleet:
         self.damaged: WeightVersion | None = None
         self._logger = logger
         self._pause_body = msgspec.json.encode({"mode": interrupt})
-        self._broadcast_limit_s = broadcast_limit_s
-        self._sender_url = ""
         self._files_url, self._shares_devices = files_url, shares_devices
         self._trace = trace
         self._clock = clock or SystemClock()
@@ -216,8 +138,6 @@ class Fleet:
         self._wake = asyncio.Event()
         self._updates: set[asyncio.Task[None]] = set()
         self._probes: dict[tuple[str, int], asyncio.Task[None]] = {}  # at most one at a time for each incarnation
-        # Servers whose broadcast failed, and that were named in a warning; none of their broadcasts has succeeded since
-        self._from_disk: set[str] = set()
         self._mismatches: Counter[str] = Counter()  # by server: consecutive mismatches
         self._refusals: dict[str, str] = {}  # by server: why it has refused the last version that it was to load
         self._fatal: RunEndedError | None = None
@@ -256,9 +176,9 @@ class Fleet:
         self._publication.set()
 
     def hold(self, text: str) -> None:
-        """The key `weights_held` has this new value: the trainer can broadcast this version from its memory.
+        """The key `weights_held` has this new value: the trainer has this version in memory.
 
-        No file needs verification: the sender knows which version it holds, and receivers check the data that they get.
+        No file needs verification: the trainer knows which version it holds, and servers check the data that they get.
         """
         try:
             version = WeightVersion.parse(text)
@@ -268,9 +188,9 @@ class Fleet:
         if self.plan.hold(version):
             self._changed()
 
-    def sender_at(self, url: str) -> None:
-        """Set the URL at which the trainer accepts broadcast requests."""
-        self._sender_url = url
+    def trainer_at(self, url: str) -> None:
+        """Set the URL at which the trainer accepts requests for versions in its memory."""
+        self._from_memory.trainer_at(url)
 
     def announce(self, name: str, url: str) -> None:
         """A server was announced in name resolve."""
@@ -390,7 +310,7 @@ class Fleet:
         alive = [server for server in servers if server.state is not ServerState.DEAD]
         began = self._clock.monotonic()
         limit_s = self._verify_limit_s / 2 + num_bytes / SLOW_BYTES_PER_S
-        tasks = {asyncio.create_task(self._fetch(server.url, version, limit_s), name="fetch") for server in alive}
+        tasks = {asyncio.create_task(self._files.fetch(server.url, version, limit_s), name="fetch") for server in alive}
         self._updates |= tasks
         for task in tasks:
             task.add_done_callback(self._fetched)
@@ -410,19 +330,6 @@ class Fleet:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._logger.warning("prefetching weights failed: %s", error or repr(error))
 
-    async def _fetch(self, url: str, version: WeightVersion, limit_s: float) -> None:
-        """Have the server verify the version, which it first fetches unless it sees the files. Raises any of _FAILURES."""
-        request = FetchWeightsRequest(
-            model_path=str(self._path_of(version)),
-            weight_version=str(version),
-            source=self._files_url,
-            limit_s=limit_s,
-        )
-        answer = await self._post(f"{url}/fetch_weights", msgspec.json.encode(request), also_ok=400)
-        reply = msgspec.json.decode(answer, type=UpdateWeightsReply)
-        if not reply.success:
-            raise RefusedError(f"not fetched: {reply.message}", reply.error_class)
-
     async def update_loop(self) -> None:
         """Begin the updates that the plan lists as due, each in its own task. Raises RunEndedError once every live server has given
         up the newest version, or has had _MAX_MISMATCHES consecutive mismatches."""
@@ -433,11 +340,11 @@ class Fleet:
             for sleep in self.plan.sleepers(now):
                 self._in_background(self._sleep(sleep), f"sleep of {sleep.server}")
             updates = self.plan.due(now)
-            together = [update for update in updates if update.broadcast]
-            wave = Wave(together, self._broadcast, wait_s=self._broadcast_limit_s / 4) if together else None
-            for update in updates:
-                load_with = wave if update.broadcast else None
-                self._in_background(self._update(update, load_with), f"update {update.server}")
+            for from_memory, side in ((True, self._from_memory), (False, self._files)):
+                together = [update for update in updates if update.from_memory is from_memory]
+                side.begin(together)
+                for update in together:
+                    self._in_background(self._update(update, side), f"update {update.server}")
             next_s = self.plan.next_change(now)
             with contextlib.suppress(asyncio.TimeoutError):
                 async with asyncio.timeout(_IDLE_S if next_s is None else next_s - now):
@@ -495,7 +402,7 @@ class Fleet:
                 self._changed()
             async with asyncio.timeout(max(0.0, give_up - self._clock.monotonic())):
                 info = await asking
-        except _FAILURES as error:
+        except FAILURES as error:
             if classify(error) is ErrorClass.PERMANENT:
                 self._refusing_probes.add(server.name)
             else:
@@ -516,25 +423,27 @@ class Fleet:
             self._changed()
 
     async def _ask(self, server: Server) -> ModelInfo:
-        info = await self._get(f"{server.url}/get_model_info", ModelInfo)
+        info = await self._calls.get(f"{server.url}/get_model_info", ModelInfo)
         if server.state is not ServerState.STALE:  # a stale server is paused, so /health may not answer
-            await self._request("GET", f"{server.url}/health")
+            await self._calls.request("GET", f"{server.url}/health")
         return info
 
-    async def _update(self, update: Update, wave: Wave | None) -> None:
+    async def _update(self, update: Update, side: ManagerSide) -> None:
         """Pause a server, have it load a version, check that it then reports this version, resume it. After a failure the server
         stays out of service until a load succeeds, because its weights are unknown."""
         began = self._clock.monotonic()
+        shown = self._trace.overlapping(f"update {update.server}", kind="update", version=str(update.version))
         try:
-            with self._trace.overlapping(f"update {update.server}", kind="update", version=str(update.version)):
+            with contextlib.ExitStack() as after, shown:
+                after.callback(side.end, update)
                 async with asyncio.timeout(update.limit_s):
                     served = await self._found(update) if update.is_new else None
                 if served is not None:
                     update = replace(update, version=served)
                 else:
                     async with asyncio.timeout(update.limit_s):
-                        await self._load(update, wave)
-        except _FAILURES as error:
+                        await self._load(update, side)
+        except FAILURES as error:
             self._failed(update, error)
         else:
             now = self._clock.monotonic()
@@ -563,7 +472,7 @@ class Fleet:
             self._count_mismatch(update, error)
         if isinstance(error, RefusedError) and self._published.is_current(update.version):
             self._publication.set()  # verify the version again
-        level = logging.DEBUG if isinstance(error, BroadcastError) else logging.WARNING
+        level = logging.DEBUG if isinstance(error, OfferError) else logging.WARNING
         then = "it serves nothing until a newer version" if pause_s is None else f"retrying in {pause_s:.1f} s"
         self._logger.log(
             level, "%s did not load %s: %s (%s); %s", update.server, update.version, why, error_class, then
@@ -575,8 +484,8 @@ class Fleet:
         """Have a server interrupt its requests and release the devices that it shares with training. Repeated after a failure."""
         try:
             async with asyncio.timeout(self.plan.limit_s):
-                await self._post(f"{sleep.url}/release_memory_occupation", b"{}")
-        except _FAILURES as error:
+                await self._calls.post(f"{sleep.url}/release_memory_occupation", b"{}")
+        except FAILURES as error:
             pause_s = self.plan.sleepless(sleep, self._clock.monotonic())
             self._logger.warning("%s did not sleep: %r; retrying in %.1f s", sleep.server, error, pause_s)
         else:
@@ -601,7 +510,7 @@ class Fleet:
         Returns None if the server must load: it serves an older version or another attempt's, or it is paused because the
         previous manager died during its update.
         """
-        info = await self._get(f"{update.url}/get_model_info", ModelInfo)
+        info = await self._calls.get(f"{update.url}/get_model_info", ModelInfo)
         try:
             serves = WeightVersion.parse(info.weight_version)
         except ValueError:
@@ -609,88 +518,15 @@ class Fleet:
         sound = serves.attempt == update.version.attempt and serves >= update.version and not info.paused
         return serves if sound else None
 
-    async def _load(self, update: Update, wave: Wave | None) -> None:
+    async def _load(self, update: Update, side: ManagerSide) -> None:
         url, version = update.url, str(update.version)
-        if wave is None and not self._shares_devices:
-            await self._fetch(url, update.version, update.limit_s)  # fetch and verify, while the server still generates
-        try:
-            if self._shares_devices:
-                await self._post(f"{url}/resume_memory_occupation", b"{}")
-            await self._post(f"{url}/pause_generation", self._pause_body)
-            if wave is not None:
-                await self._load_from_memory(update, wave)
-            else:
-                await self._load_from_disk(update)
-        finally:
-            if wave is not None:
-                wave.leave(update)
-        info = await self._get(f"{url}/get_model_info", ModelInfo)
+        if self._shares_devices:
+            await self._calls.post(f"{url}/resume_memory_occupation", b"{}")
+        else:
+            await side.prepare(update)
+        await self._calls.post(f"{url}/pause_generation", self._pause_body)
+        await side.load(update)
+        info = await self._calls.get(f"{url}/get_model_info", ModelInfo)
         if info.weight_version != version:
             raise UpdateError(f"echoes {info.weight_version!r} instead of {version!r}")
-        await self._post(f"{url}/continue_generation", b"{}")
-
-    async def _load_from_memory(self, update: Update, wave: Wave) -> None:
-        reply = await wave.ready(update)
-        if update.server in reply.errors:
-            mismatch = update.server in reply.mismatched
-            raise (MismatchError if mismatch else BroadcastError)(f"broadcast: {reply.errors[update.server]}")
-        self.counters["broadcast", update.server] += 1
-        self._from_disk.discard(update.server)
-
-    async def _broadcast(self, updates: Sequence[Update]) -> BroadcastReply:
-        """Request that the trainer sends a version to servers that are paused for it."""
-        request, limit_s = (
-            broadcast_request(updates, self._broadcast_limit_s),
-            self._broadcast_limit_s + _SENDER_SLACK_S,
-        )
-        try:
-            call = self._post(f"{self._sender_url}/broadcast_weights", msgspec.json.encode(request))
-            async with asyncio.timeout(limit_s):
-                reply = msgspec.json.decode(await call, type=BroadcastReply)
-        except _FAILURES as error:
-            reply = BroadcastReply(
-                errors={update.server: f"the trainer did not broadcast: {error!r}" for update in updates}
-            )
-        self._warn_of_disk(str(updates[0].version), reply)
-        return reply
-
-    def _warn_of_disk(self, version: str, reply: BroadcastReply) -> None:
-        """Warn that servers load from disk because a broadcast failed: once for each, until a broadcast to it has succeeded."""
-        told = self._from_disk.union(reply.mismatched)
-        new = {server: why for server, why in reply.errors.items() if server not in told}
-        if new:
-            self._from_disk.update(new)
-            causes = "; ".join(sorted(set(new.values())))
-            self._logger.warning(
-                "broadcast of weights %s to %s failed: %s. They load this version and the next ones from disk. This warning "
-                "appears once until a broadcast to them succeeds",
-                version,
-                ", ".join(sorted(new)),
-                causes,
-            )
-
-    async def _load_from_disk(self, update: Update) -> None:
-        url, version = update.url, str(update.version)
-        request = UpdateWeightsRequest(model_path=str(self._path_of(update.version)), weight_version=version)
-        answer = await self._post(f"{url}/update_weights_from_disk", msgspec.json.encode(request), also_ok=400)
-        reply = msgspec.json.decode(answer, type=UpdateWeightsReply)
-        if not reply.success:
-            if reply.mismatch:
-                raise MismatchError(f"refused: {reply.message}")
-            raise RefusedError(f"refused: {reply.message}", reply.error_class)
-
-    async def _get(self, url: str, kind: type[M]) -> M:
-        return msgspec.json.decode(await self._request("GET", url), type=kind)
-
-    async def _post(self, url: str, body: bytes, *, also_ok: int = 200) -> bytes:
-        return await self._request("POST", url, body, also_ok)
-
-    async def _request(self, method: str, url: str, body: bytes | None = None, also_ok: int = 200) -> bytes:
-        """Return the answer's body. Raises UpdateError for a status other than 200 and also_ok. The caller sets a time limit."""
-        headers = {"Content-Type": "application/json"}
-        async with self._session.request(method, url, data=body, headers=headers) as response:
-            answer = await response.read()
-            if response.status not in (200, also_ok):
-                told = answer[:500].decode(errors="replace")
-                raise UpdateError(f"{url} answered {response.status}: {told}", class_of_status(response.status))
-            return answer
+        await self._calls.post(f"{url}/continue_generation", b"{}")

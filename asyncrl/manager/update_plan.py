@@ -10,9 +10,8 @@ A server gives up a version after MAX_REFUSALS permanent refusals, after several
 loads have failed for patience_s. It stays out of service until a newer version is published, or until it is replaced or answers
 again after it had not answered. `given_up` tells when every live server has given up the newest version.
 
-Weights may come over the network (`hold`: the trainer has them in memory). Then serving servers get them by broadcast, and the
-others load the newest version on disk. After a failed broadcast a server loads that version or a newer one from disk. After 1, 2,
-3, ... consecutive failures, it loads 1, 3, 7, ... versions (at most 31) from disk before the next broadcast.
+The trainer may have a version in memory (`hold`). Then serving servers get it from there, as `Offers` decides, and the others load
+the newest version on disk.
 
 If servers share devices with training, they take turns (`take_turn`). In training's turn no server loads, and the servers that
 hold devices must sleep. In generation's turn servers load the version that training has reached, not an older one.
@@ -22,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from asyncrl.manager.offers import Offers
 from asyncrl.manager.routing import Server, ServerState, ServerTable
 from asyncrl.protocol.errors import ErrorClass, Failures
 from asyncrl.protocol.fence import Fence
@@ -32,7 +32,6 @@ SLOW_BYTES_PER_S = 100e6
 FIRST_RETRY_S = 0.5
 LONGEST_RETRY_S = 30.0
 MAX_REFUSALS = 3  # permanent refusals of a version by a server; a newer version may be published between them
-_MOST_FROM_DISK = 31  # maximum number of versions that a server loads from disk after failed broadcasts
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Update:
     incarnation: int
     version: WeightVersion
     limit_s: float
-    broadcast: bool = False  # from the trainer's memory, else from disk
+    from_memory: bool = False  # the trainer's; else from disk
     is_new: bool = False  # the server may serve the version already: the previous manager may have loaded it
 
 
@@ -82,15 +81,6 @@ class GivenUp:
     reasons: dict[str, str]  # by server
 
 
-@dataclass
-class _Distrust:
-    """A server with failed broadcasts, which loads from disk for a while."""
-
-    failures: int  # consecutive failed broadcasts
-    from_disk: int  # versions that it has yet to load from disk
-    not_below: WeightVersion  # the version of the failed broadcast, which it may hold in part; it loads this one or a newer one
-
-
 class UpdatePlan:
     """Takes events (published, succeeded, failed, ...) and returns the updates to begin. Changes the states of servers."""
 
@@ -103,6 +93,7 @@ class UpdatePlan:
         slow_after_s: float | None = None,
         shares_devices: bool = False,
         patience_s: float = 1860.0,
+        offers: Offers | None = None,
     ) -> None:
         """patience_s: time for which loads of a version at a server may fail for passing reasons."""
         if not 0.0 < update_fraction <= 1.0:
@@ -116,8 +107,7 @@ class UpdatePlan:
         self._num_bytes = 0  # size of the newest published version
         self.target: WeightVersion | None = None  # the newest version, on disk or in memory
         self._on_disk = Fence[WeightVersion | None](None)
-        self._in_memory = Fence[WeightVersion | None](None)
-        self._distrusted: dict[str, _Distrust] = {}
+        self._offers = offers if offers is not None else Offers()
         self._running: dict[str, _Running] = {}
         self._patience_s = patience_s
         self._failures: dict[str, _Failed] = {}
@@ -153,8 +143,8 @@ class UpdatePlan:
         self._failures.clear()
 
     def hold(self, version: WeightVersion) -> bool:
-        """The trainer has a version in memory and can broadcast it. Returns False as `publish` does."""
-        if self._table.attempts.is_over(version.attempt) or not self._in_memory.adopt(version):
+        """The trainer has a version in memory. Returns False as `publish` does."""
+        if self._table.attempts.is_over(version.attempt) or not self._offers.adopt(version):
             return False
         self._aim_at(version)
         return True
@@ -222,25 +212,23 @@ class UpdatePlan:
             serving = server.state is ServerState.HEALTHY and server.version is not None
             if server.state not in (ServerState.STALE, ServerState.HEALTHY) or (serving and room < 1):
                 continue
-            version, broadcast = self._source(server)
+            version, from_memory = self._source(server, self.target)
             if version is None or (server.version is not None and version <= server.version):
                 continue
             room -= serving
             is_new = server.is_new
             incarnation = self._table.begin_update(name, version)
             self._running[name] = _Running(incarnation, now, serving)
-            updates.append(Update(name, server.url, incarnation, version, self.limit_s, broadcast, is_new))
+            updates.append(Update(name, server.url, incarnation, version, self.limit_s, from_memory, is_new))
         return updates
 
-    def _source(self, server: Server) -> tuple[WeightVersion | None, bool]:
-        """Return the version that a server can load now, and whether by broadcast. Only a healthy server can get a broadcast."""
-        serves = server.state is ServerState.HEALTHY and server.version is not None
-        distrust = self._distrusted.get(server.name)
-        trusted = distrust is None or distrust.from_disk <= 0
-        on_disk, in_memory = self._on_disk.newest, self._in_memory.newest
-        if serves and trusted and in_memory is not None and in_memory == self.target:
-            return in_memory, True
-        least = distrust.not_below if distrust is not None else WeightVersion(self._table.attempt, 0)
+    def _source(self, server: Server, target: WeightVersion) -> tuple[WeightVersion | None, bool]:
+        """Return the version that a server can load now, and whether from the trainer's memory."""
+        if self._offers.may_get(server, target):
+            return target, True
+        on_disk, least = self._on_disk.newest, self._offers.least(server.name)
+        if least is None:
+            least = WeightVersion(self._table.attempt, 0)
         if on_disk is None or on_disk.attempt != self._table.attempt or on_disk < least:
             return None, False  # a suitable version will be published
         return on_disk, False
@@ -252,10 +240,7 @@ class UpdatePlan:
         self._end(update)
         self._failures.pop(update.server, None)
         self._loaded[update.server] = update.version
-        if (distrust := self._distrusted.get(update.server)) is not None:
-            distrust.from_disk -= 1
-            if update.broadcast:
-                del self._distrusted[update.server]
+        self._offers.loaded(update.server, from_memory=update.from_memory)
         return self._table.loaded(update.server, update.incarnation, update.version, now, took_s)
 
     def failed(
@@ -264,8 +249,11 @@ class UpdatePlan:
         """The server has not loaded the version (refused, silent, slow, wrong echo). Returns the seconds until the retry; None if
         the server gives the version up."""
         self._end(update)
-        if update.broadcast:
-            return self._failed_in_broadcast(update, reason)
+        if update.from_memory:
+            # It loads files without a retry pause, as soon as this version or a newer one is published
+            self._offers.failed(update.server, update.version)
+            self._table.load_failed(update.server, update.incarnation, reason)
+            return 0.0
         pause: float | None = self._back_off(update.server, now)
         failed = self._failures[update.server]
         if failed.causes.failed(error_class, reason, now) and update.version == self._on_disk.newest:
@@ -282,15 +270,6 @@ class UpdatePlan:
         pause = min(LONGEST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(failed.count - 1, 16))
         failed.not_before = now + pause
         return pause
-
-    def _failed_in_broadcast(self, update: Update, reason: str) -> float:
-        """Count a failed broadcast. The server then loads from disk, without a retry pause, as soon as this version or a newer one
-        is published."""
-        failures = self._distrusted[update.server].failures + 1 if update.server in self._distrusted else 1
-        from_disk = min(2 ** min(failures, 16) - 1, _MOST_FROM_DISK)
-        self._distrusted[update.server] = _Distrust(failures, from_disk, update.version)
-        self._table.load_failed(update.server, update.incarnation, reason)
-        return 0.0
 
     def silent(self, server: str) -> None:
         """The server did not answer a health probe, or its announcement is gone."""

@@ -25,6 +25,7 @@ from asyncrl.manager.ledger import Ledger
 from asyncrl.manager.load import LoadPoller
 from asyncrl.manager.routing import Members, ServerTable
 from asyncrl.manager.scaling import ServerTarget
+from asyncrl.manager.transports import KINDS
 from asyncrl.manager.update_plan import UpdatePlan
 from asyncrl.protocol.errors import RunEndedError
 from asyncrl.protocol.fence import Fence
@@ -126,6 +127,7 @@ class GserverManager(Worker):
                 update_timeout_s=options.update_timeout_s + config.wake_limit_s,
                 shares_devices=config.shares_devices,
                 patience_s=options.update_timeout_s + config.replace_timeout_s,
+                offers=KINDS[config.transport].offers(),
             ),
             session=await opened.enter_async_context(open_session(max_connections=0)),
             path_of=self._files.path_of,
@@ -136,7 +138,8 @@ class GserverManager(Worker):
             verify_limit_s=options.update_timeout_s,
             replace_limit_s=config.replace_timeout_s,
             interrupt=config.interrupt,
-            broadcast_limit_s=config.broadcast_timeout_s,
+            transport=config.transport,
+            transfer_limit_s=config.broadcast_timeout_s,
             logger=self.logger,
             trace=self.trace,
             files_url=await self._serve_files(directory, opened) if config.fetch else "",
@@ -353,7 +356,7 @@ class Management:
     async def _watch_sender(self) -> None:
         async for event in self._directory.watch(self._names.weight_sender(self.config.role)):
             if event.kind == "put":
-                self.fleet.sender_at(event.value)
+                self.fleet.trainer_at(event.value)
 
     async def _watch_held(self) -> None:
         async for event in self._directory.watch(self._names.weights_held(self.config.role)):

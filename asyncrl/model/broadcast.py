@@ -29,7 +29,8 @@ import torch
 from aiohttp import web
 
 from asyncrl.config.schema import ConfigError, WeightsConfig
-from asyncrl.model.held_weights import Answers, HeldShare, SentBucket, ShareReader
+from asyncrl.model.held_weights import Answers, SentBucket, ShareReader, ShareServer
+from asyncrl.model.trainer_side import HeldShare, Rank, TrainerSide
 from asyncrl.protocol.messages import (
     DECODE_ERRORS,
     BeginWeightUpdate,
@@ -44,7 +45,9 @@ from asyncrl.protocol.messages import (
     UpdateWeightsReply,
     WeightVersion,
 )
+from asyncrl.protocol.names import ACTOR
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
+from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.http_server import for_the_run, serve
 from asyncrl.runtime.trace import OFF, Tracer
 from asyncrl.weights.update_group import GroupMember, rank_offsets, serve_store
@@ -292,7 +295,7 @@ class Broadcast:
             raise errors[0]
 
 
-class WeightSender:
+class WeightSender(TrainerSide):
     """consumes: snapshots (`hold`), requests of the manager.  produces: weights in servers; replies that name failed servers.
 
     waits for: servers to join, accept and receive; a whole broadcast takes at most weights.broadcast_timeout_s.
@@ -304,6 +307,7 @@ class WeightSender:
         options: WeightsConfig, logger: logging.Logger, trace: Tracer = OFF, clock: Clock = SYSTEM_CLOCK,
     ) -> None:  # fmt: skip
         """client: sends the requests to the servers. reader: reads the other ranks' shares."""
+        super().__init__()
         self._name, self._host, self._device, self._options = name, host, device, options
         self._backend = options.broadcast_backend
         if self._backend == "auto":
@@ -312,7 +316,6 @@ class WeightSender:
             raise ConfigError("weights.broadcast_backend='nccl': the trainer has no GPU; use gloo, or auto")
         self._logger, self._trace, self._clock = logger, trace, clock
         self._groups: OrderedDict[tuple[str, ...], GroupMember] = OrderedDict()  # by the servers' URLs
-        self._held: HeldShare | None = None
         self._failing = False  # whether the last broadcast failed; its failure has been logged
         self._client, self._reader = client, reader
         self._goodbyes: set[asyncio.Task[None]] = set()
@@ -338,24 +341,15 @@ class WeightSender:
             task.cancel()
 
     def hold(self, held: HeldShare) -> None:
-        """Replace the held version. The old one stays in memory only while it is being broadcast or written."""
         held.begin_digests()
-        self._held = held
-
-    @property
-    def bucket_bytes(self) -> int:
-        return self._options.bucket_bytes
-
-    @property
-    def held(self) -> HeldShare | None:
-        return self._held
+        super().hold(held)
 
     # ---------------------------------------------------------------------------------------------------- one broadcast
 
     async def broadcast(self, request: BroadcastRequest) -> BroadcastReply:
         """Broadcast the version to all these servers together, at most _MAX_TRIES times: each time without the servers that were at
         fault before. Returns within the limit even if servers hang."""
-        held, targets = self._held, sorted(request.targets, key=lambda target: target.server)
+        held, targets = self.held, sorted(request.targets, key=lambda target: target.server)
         if held is None or str(held.version) != request.weight_version:
             here = "no weights" if held is None else f"weights {held.version}"
             return _all_failed(targets, f"the trainer holds {here}, not {request.weight_version}")
@@ -493,6 +487,40 @@ class WeightSender:
         except DECODE_ERRORS as error:
             return web.Response(status=400, text=f"{error}\n")
         return web.Response(body=msgspec.json.encode(await self.broadcast(wanted)), content_type="application/json")
+
+
+@contextlib.asynccontextmanager
+async def broadcasting(rank: Rank) -> AsyncIterator[TrainerSide]:
+    """The first rank has the sender. The others serve their shares to it."""
+    info, directory = rank.info, rank.directory
+    names = directory.names
+    if not rank.is_first:
+        shares = ShareServer(info.runtime.host, limit_s=rank.weights.broadcast_timeout_s)
+        async with shares.serving() as url:
+            await directory.publish(names.held_weights(info.index, info.attempt), url)
+            yield shares
+        return
+
+    async def url_of(worker: int) -> str:
+        return await directory.wait_for_key(
+            names.held_weights(worker, info.attempt), f"model_worker/{worker} to serve its share"
+        )
+
+    async with open_session(max_connections=0) as session:
+        sender = WeightSender(
+            ServerClient(session),
+            ShareReader(session, url_of),
+            name=f"{info.experiment}/{info.trial}/a{info.attempt}",
+            host=info.runtime.host,
+            device=rank.device,
+            options=rank.weights,
+            logger=rank.logger,
+            trace=rank.trace,
+            clock=rank.clock,
+        )
+        async with sender.serving() as url:
+            await directory.publish(names.weight_sender(ACTOR), url)
+            yield sender
 
 
 def _all_failed(targets: Sequence[BroadcastTarget], why: str) -> BroadcastReply:

@@ -1,4 +1,4 @@
-"""Exports weights: files of a version, of a model for the user, of a checkpoint; and an in-memory copy for the weight sender.
+"""Exports weights: files of a version, of a model for the user, of a checkpoint; and an in-memory copy for the transport.
 
     all ranks of the model   take_share: a call in the master's order, collective: each rank copies some whole tensors to the CPU
     each rank's writer       weights.write_part: writes its share's files, concurrently with later calls; the reply lists them
@@ -6,8 +6,8 @@
 
 With weights.full_every > 1 each rank also keeps its share of the last version. The next version may then be a delta (delta.py).
 
-Exports are in Hugging Face format from any layout. No rank gathers the whole model. For a broadcast (weights.transport=broadcast)
-each rank keeps its share in memory (held_weights.py), and the first rank, which has the sender, reads the others' shares.
+Exports are in Hugging Face format from any layout. No rank gathers the whole model. For a transport from
+memory (trainer_side.py) each rank keeps its share.
 
 The plan of an export (the owner of each tensor, the moves) is made at a model's first export and kept: layouts do not change.
 
@@ -35,10 +35,8 @@ from asyncrl.architectures.checkpoint_names import places_of
 from asyncrl.config.processes import ModelConfig, ModelWorkerConfig
 from asyncrl.config.schema import ConfigError
 from asyncrl.model import checkpoint
-from asyncrl.model.broadcast import WeightSender
 from asyncrl.model.compute import Compute
 from asyncrl.model.engine import TrainEngine
-from asyncrl.model.held_weights import HeldShare, ShareServer
 from asyncrl.model.logprob_check import EXACT, TextScorer
 from asyncrl.model.shards import Box, Move, Piece, plan_moves, plan_owners, plan_rounds, rounds_of, tensors_of
 from asyncrl.model.tensor_exchange import (
@@ -52,6 +50,7 @@ from asyncrl.model.tensor_exchange import (
     transport_device,
     workers_of,
 )
+from asyncrl.model.trainer_side import HeldShare, TrainerSide
 from asyncrl.protocol.messages import (
     CallResult,
     CommitCheckpoint,
@@ -277,14 +276,14 @@ class Exporter:
         self,
         config: ModelWorkerConfig,
         compute: Compute,
-        holder: WeightSender | ShareServer | None,
+        holder: TrainerSide,
         tasks: BackgroundTasks,
         *,
         board: StatusBoard,
         trace: Tracer,
         clock: Clock,
     ) -> None:
-        """holder: of this rank's share for a broadcast. The first rank of the served model has the sender, its others a server."""
+        """holder: of this rank's share, for a transport from memory."""
         self._config, self._info, self._compute, self._holder = config, config.worker, compute, holder
         self._tasks, self._board, self._trace, self._clock = tasks, board, trace, clock
         options = config.weights
@@ -327,15 +326,14 @@ class Exporter:
 
         held = await self._snapshot(snapshot, body.role)
         self._held_version, self._measured = body.weight_version, held.scored_text
-        if self._holder is not None:
-            self._holder.hold(held)
+        self._holder.hold(held)
 
     async def write(self, call: Call, body: WriteWeights | SaveModel, engine: TrainEngine) -> None:
         """Take a snapshot in the order of calls and write it while later calls run. Reply with the files once they are on disk."""
         path = self._path(body.folder)
         await self._end_of_writing(self._weights)
         if isinstance(body, WriteWeights) and body.weight_version == self._held_version:
-            held = self._holder.held if self._holder is not None else None
+            held = self._holder.held
             tensors = dict(held.tensors()) if held is not None else {}
         else:
 

@@ -18,7 +18,7 @@ import contextlib
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 import aiohttp
@@ -26,10 +26,10 @@ import torch
 from aiohttp import web
 from torch import Tensor
 
+from asyncrl.model.trainer_side import HeldShare, TrainerSide
 from asyncrl.protocol.messages import TensorSpecs, WeightVersion
 from asyncrl.runtime.http_server import for_the_run, serve
-from asyncrl.weights.update_group import Bucket, bytes_of, digest
-from asyncrl.weights.versions import ScoredText
+from asyncrl.weights.update_group import bytes_of
 
 _PART_BYTES = 1 << 20  # written or read at once; the event loop copies each part
 _DIGEST_CHARS = 16  # of an xxh3 in hexadecimal; it follows its bucket
@@ -42,32 +42,7 @@ class ShareError(RuntimeError):
     """Another rank did not deliver its share."""
 
 
-@dataclass(frozen=True)
-class HeldShare:
-    """One rank's share of one version, in CPU memory. On a single rank it is the whole model."""
-
-    version: WeightVersion
-    buckets: list[Bucket]
-    scored_text: ScoredText | None = None  # weights.verify_logprobs
-    others: Mapping[int, list[TensorSpecs]] = field(default_factory=dict)  # at the sender: buckets of other workers
-    digests: list[asyncio.Future[str]] = field(default_factory=list)  # of the buckets; see `begin_digests`
-
-    def tensors(self) -> list[tuple[str, Tensor]]:
-        return [named for bucket in self.buckets for named in bucket.tensors()]
-
-    @property
-    def specs(self) -> list[TensorSpecs]:
-        """All buckets of the version, in the order in which they are sent."""
-        return [bucket.specs for bucket in self.buckets] + [specs for part in self.others.values() for specs in part]
-
-    def begin_digests(self) -> None:
-        """Compute the digests on other threads, once."""
-        loop = asyncio.get_running_loop()
-        if not self.digests:
-            self.digests.extend(loop.run_in_executor(None, digest, bucket.flat) for bucket in self.buckets)
-
-
-class ShareServer:
+class ShareServer(TrainerSide):
     """Serves this rank's newest share to the sender: the bytes of each bucket, then its digest. The answer stays open after that.
 
     consumes: shares (`hold`).  produces: answers.
@@ -76,19 +51,16 @@ class ShareServer:
 
     def __init__(self, host: str, *, limit_s: float) -> None:
         """limit_s: of an answer (weights.broadcast_timeout_s)."""
+        super().__init__()
         self._host, self._limit_s = host, limit_s
-        self._held: HeldShare | None = None
         # The held share, and those being read, by version
         self._alive: WeakValueDictionary[str, HeldShare] = WeakValueDictionary()
 
     def hold(self, held: HeldShare) -> None:
         """Replace the held share. The old one stays in memory only while it is being read or written."""
         held.begin_digests()
-        self._held = self._alive[str(held.version)] = held
-
-    @property
-    def held(self) -> HeldShare | None:
-        return self._held
+        super().hold(held)
+        self._alive[str(held.version)] = held
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
@@ -105,7 +77,7 @@ class ShareServer:
         wanted = request.match_info["version"]
         held = self._alive.get(wanted)
         if held is None:
-            here = "no weights" if self._held is None else f"weights {self._held.version}"
+            here = "no weights" if self.held is None else f"weights {self.held.version}"
             return web.Response(status=409, text=f"this rank holds {here}, not {wanted}")
         response = web.StreamResponse()
         await response.prepare(request)

@@ -5,8 +5,7 @@
     master -- calls --> [reply server] -> compute thread: MFCs, data and weights in transit between workers, snapshots
                                           writer thread: snapshots to disk
     workers of other groups <-- data --> [held data, fetcher]      (if the run has detached groups: worker_groups.py)
-    gserver manager -- /broadcast_weights --> [sender, on the first model's first rank]: snapshots to generation servers
-    sender -- /held_weights --> [share server, on the first model's other ranks]: their shares of the snapshot
+    gserver manager -- requests --> [the transport's side, at the ranks of the first model]: snapshots to generation servers
 
 Sockets belong to the event loop. Everything that reads or changes models runs on one compute thread, one call after another in the
 master's order. That order is the same on all workers, so collectives match. Snapshots of weights are written on other threads.
@@ -24,14 +23,12 @@ import torch
 import transformers
 
 from asyncrl.config.processes import ModelConfig, ModelWorkerConfig
-from asyncrl.config.transports import transport_of
 from asyncrl.data.model_limits import ModelLimits
 from asyncrl.data.trajectories import BackgroundRecorder, recording_dir
 from asyncrl.dataflow.graph import trajectory_keys
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.dataflow.worker_groups import WorkerGroups
-from asyncrl.model.broadcast import ServerClient, WeightSender
 from asyncrl.model.calls import Calls, trajectory_files
 from asyncrl.model.compute import Compute
 from asyncrl.model.cpu_ranks import CpuRanks
@@ -40,14 +37,14 @@ from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import Exporter
 from asyncrl.model.fetching import DataFetcher, HeldData
 from asyncrl.model.group_maker import GroupMaker
-from asyncrl.model.held_weights import ShareReader, ShareServer
 from asyncrl.model.interfaces import make_interface
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.process_group import ProcessGroup, choose_device
 from asyncrl.model.self_check import load_checked
 from asyncrl.model.store import DataStore
+from asyncrl.model.trainer_side import Rank, TrainerSide
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver, trajectory_error
-from asyncrl.protocol.names import ACTOR
+from asyncrl.model.transports import KINDS
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.loading import LoadProgress
@@ -125,12 +122,11 @@ class ModelWorker(Worker):
                 group_makers[mfc.name] = group_maker
         data = DataManager(store, worker=index, limit_s=limit_s, rank_of=process_group.rank_of)
         opened.callback(data.close)
-        holder: WeightSender | ShareServer | None = None
-        if index in self._first.workers and transport_of(config.weights.transport).from_memory:
-            is_first = index == self._first.workers[0]
-            holder = await (
-                self._open_sender(directory, opened, device) if is_first else self._open_shares(directory, opened)
-            )
+        holder = TrainerSide()
+        if index in self._first.workers:
+            is_first, system = index == self._first.workers[0], self.system
+            rank = Rank(info, is_first, config.weights, device, directory, self.logger, self.trace, system.clock)
+            holder = await opened.enter_async_context(KINDS[config.weights.transport](rank))
         exporter = Exporter(
             config, compute, holder, self.tasks, board=self.board, trace=self.trace, clock=self.system.clock
         )
@@ -200,37 +196,6 @@ class ModelWorker(Worker):
             url = await opened.enter_async_context(held.serving())
             await directory.publish(self.names.held_data(info.index, info.attempt, info.group_incarnation), url)
         return DataFetcher(session, store, directory, self.board, attempt=info.attempt, max_bytes=max_bytes)
-
-    async def _open_sender(self, directory: Directory, opened: AsyncExitStack, device: torch.device) -> WeightSender:
-        info = self.info
-        session = await opened.enter_async_context(open_session(max_connections=0))
-
-        async def url_of(worker: int) -> str:
-            return await directory.wait_for_key(
-                self.names.held_weights(worker, info.attempt), f"model_worker/{worker} to serve its share"
-            )
-
-        sender = WeightSender(
-            ServerClient(session),
-            ShareReader(session, url_of),
-            name=f"{info.experiment}/{info.trial}/a{info.attempt}",
-            host=info.runtime.host,
-            device=device,
-            options=self.config.weights,
-            logger=self.logger,
-            trace=self.trace,
-            clock=self.system.clock,
-        )
-        url = await opened.enter_async_context(sender.serving())
-        await directory.publish(self.names.weight_sender(ACTOR), url)
-        return sender
-
-    async def _open_shares(self, directory: Directory, opened: AsyncExitStack) -> ShareServer:
-        info = self.info
-        shares = ShareServer(info.runtime.host, limit_s=self.config.weights.broadcast_timeout_s)
-        url = await opened.enter_async_context(shares.serving())
-        await directory.publish(self.names.held_weights(info.index, info.attempt), url)
-        return shares
 
     def _open_recorder(self, opened: AsyncExitStack) -> BackgroundRecorder | None:
         """Open the recorder; None without record.trajectories or if this worker is not a head."""

@@ -28,7 +28,8 @@ from asyncrl.config.processes import GenerationServerConfig, WorkerInfo
 from asyncrl.config.schema import ConfigError, GenerationConfig, NameResolveConfig, RuntimeConfig, WeightsConfig
 from asyncrl.generation.worker import GenerationServer
 from asyncrl.model.broadcast import ServerClient, WeightSender
-from asyncrl.model.held_weights import HeldShare, ShareReader, ShareServer
+from asyncrl.model.held_weights import ShareReader, ShareServer
+from asyncrl.model.trainer_side import HeldShare
 from asyncrl.protocol.messages import (
     BeginWeightUpdate,
     BroadcastReply,

@@ -120,10 +120,11 @@ async def managed(*names: str) -> AsyncIterator[Managed]:
             probe_every_s=LIMIT_S,
             probe_limit_s=LIMIT_S,
             verify_limit_s=LIMIT_S,
-            broadcast_limit_s=4 * LIMIT_S,  # servers wait for each other for a quarter of it
+            transport="broadcast",
+            transfer_limit_s=4 * LIMIT_S,  # servers wait for each other for a quarter of it
             logger=logging.getLogger("test"),
         )
-        fleet.sender_at(url)
+        fleet.trainer_at(url)
         loop = asyncio.create_task(fleet.update_loop())
         sockets = [listening(server.answer) for server in servers.values()]
         try:
@@ -164,7 +165,7 @@ async def test_what_a_broadcast_fails_with_loads_from_disk_when_that_is_there(ho
         elif how == "another echo":
             run.servers["b"].says = str(V0)
         else:
-            run.fleet.sender_at("http://127.0.0.1:9")
+            run.fleet.trainer_at("http://127.0.0.1:9")
             lost = {"a", "b"}
         run.fleet.hold(str(V1))
         await run.until(**{name: "stale" if name in lost else "healthy_1" for name in ("a", "b")})

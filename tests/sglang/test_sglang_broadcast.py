@@ -22,7 +22,8 @@ from asyncrl.generation.sglang_http import SGLangClient, SGLangError
 from asyncrl.generation.sglang_process import AttachedServer
 from asyncrl.generation.transformers import TransformersEngine
 from asyncrl.model.broadcast import ServerClient, WeightSender
-from asyncrl.model.held_weights import HeldShare, ShareReader
+from asyncrl.model.held_weights import ShareReader
+from asyncrl.model.trainer_side import HeldShare
 from asyncrl.protocol.messages import (
     BroadcastReply,
     BroadcastRequest,

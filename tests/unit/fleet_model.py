@@ -125,7 +125,13 @@ class Servers:
                 and not process.paused
             ):
                 work.update = Update(
-                    update.server, update.url, update.incarnation, serves, update.limit_s, update.broadcast, is_new=True
+                    update.server,
+                    update.url,
+                    update.incarnation,
+                    serves,
+                    update.limit_s,
+                    update.from_memory,
+                    is_new=True,
                 )
                 return self.succeed(work)
             work.stage = "pause"

@@ -10,7 +10,7 @@ from test_update_plan import Setup, v
 
 from asyncrl.config.schema import ConfigError, ExperimentConfig, WeightsConfig
 from asyncrl.launch.experiment import validate
-from asyncrl.manager.fleet import Wave
+from asyncrl.manager.broadcast import Wave
 from asyncrl.manager.update_plan import Update
 from asyncrl.protocol.messages import BroadcastReply
 
@@ -24,7 +24,7 @@ def test_serving_servers_load_from_memory_before_the_version_is_on_disk() -> Non
     setup = Setup(2)
     assert setup.plan.hold(v(1))
     first, second = setup.plan.due(1.0)
-    assert (first.broadcast, second.broadcast, first.version) == (True, True, v(1))
+    assert (first.from_memory, second.from_memory, first.version) == (True, True, v(1))
     assert setup.plan.due(1.0) == []
     for update in (first, second):
         assert setup.plan.succeeded(update, 2.0)
@@ -38,7 +38,7 @@ def test_the_first_version_is_loaded_only_from_disk() -> None:
     setup.plan.hold(v(0))
     assert setup.plan.due(0.0) == []
     setup.plan.publish(v(0))
-    assert [update.broadcast for update in setup.plan.due(0.0)] == [False, False]
+    assert [update.from_memory for update in setup.plan.due(0.0)] == [False, False]
 
 
 def test_a_new_server_loads_from_disk_and_then_the_newest_from_memory() -> None:
@@ -48,10 +48,10 @@ def test_a_new_server_loads_from_disk_and_then_the_newest_from_memory() -> None:
     setup.plan.succeeded(update, 0.0)
     setup.table.announce("generation_server/9", "http://new", 1.0)
     (late,) = setup.plan.due(1.0)
-    assert (late.server, late.version, late.broadcast) == ("generation_server/9", v(0), False)
+    assert (late.server, late.version, late.from_memory) == ("generation_server/9", v(0), False)
     setup.plan.succeeded(late, 2.0)
     (again,) = setup.plan.due(2.0)
-    assert (again.server, again.version, again.broadcast) == ("generation_server/9", v(1), True)
+    assert (again.server, again.version, again.from_memory) == ("generation_server/9", v(1), True)
 
 
 def test_a_server_whose_broadcast_failed_is_stale_until_that_version_is_on_disk() -> None:
@@ -64,7 +64,7 @@ def test_a_server_whose_broadcast_failed_is_stale_until_that_version_is_on_disk(
     assert setup.plan.due(0.0) == []  # v0 is on disk, but the server may hold parts of v1
     setup.plan.publish(v(1))
     (update,) = setup.plan.due(0.0)
-    assert (update.server, update.version, update.broadcast) == (bad.server, v(1), False)
+    assert (update.server, update.version, update.from_memory) == (bad.server, v(1), False)
     setup.plan.succeeded(update, 1.0)
     assert setup.versions() == [1, 1]
 
@@ -75,14 +75,14 @@ def test_broadcasts_that_keep_failing_are_tried_less_often() -> None:
     for number in range(1, 40):
         setup.plan.hold(v(number))
         for update in setup.plan.due(0.0):
-            if update.broadcast:
+            if update.from_memory:
                 tried.append(number)
                 setup.plan.failed(update, "hangs", 0.0)
             else:
                 setup.plan.succeeded(update, 0.0)
         setup.plan.publish(v(number))
         for update in setup.plan.due(0.0):
-            assert not update.broadcast
+            assert not update.from_memory
             setup.plan.succeeded(update, 0.0)
         assert setup.versions() == [number]
     assert tried == [1, 2, 5, 12, 27]  # from each failed version on, 1, 3, 7, 15 ... versions come from disk
@@ -93,7 +93,7 @@ def test_one_successful_broadcast_ends_the_back_off() -> None:
     for number, outcome in ((1, "fails"), (2, "succeeds"), (3, "fails"), (4, "succeeds")):
         setup.plan.hold(v(number))
         (update,) = setup.plan.due(0.0)
-        assert update.broadcast, number
+        assert update.from_memory, number
         if outcome == "succeeds":
             setup.plan.succeeded(update, 0.0)
         else:
@@ -113,7 +113,7 @@ def test_broadcasts_follow_waves_and_never_load_an_older_version() -> None:
     for update in (first, second):
         setup.plan.succeeded(update, 0.0)
     assert setup.versions() == [2, 2, 0, 0]
-    assert {(update.version, update.broadcast) for update in setup.plan.due(0.0)} == {(v(3), True)}
+    assert {(update.version, update.from_memory) for update in setup.plan.due(0.0)} == {(v(3), True)}
 
 
 def test_a_new_attempt_makes_all_servers_stale_and_begins_from_disk() -> None:
@@ -123,7 +123,7 @@ def test_a_new_attempt_makes_all_servers_stale_and_begins_from_disk() -> None:
     assert setup.plan.due(0.0) == []  # the servers cannot load the version on disk: it belongs to an earlier attempt
     setup.plan.publish(v(3, attempt=2))
     updates = setup.plan.due(0.0)
-    assert [(update.version, update.broadcast) for update in updates] == [(v(3, attempt=2), False)] * 2
+    assert [(update.version, update.from_memory) for update in updates] == [(v(3, attempt=2), False)] * 2
 
 
 # ----------------------------------------------------------------------------------------------------------------- wave

@@ -12,6 +12,7 @@ import pytest
 from test_ledger import Desk
 
 from asyncrl.manager import fleet
+from asyncrl.manager.files import FilesInManager
 from asyncrl.manager.fleet import Fleet
 from asyncrl.manager.routing import ServerTable
 from asyncrl.manager.update_plan import UpdatePlan
@@ -139,12 +140,12 @@ async def test_all_slow_hosts_together_are_waited_for_within_one_limit(
     for index in range(10):
         table.announce(f"generation_server/{index}", str(index), 0.0)
 
-    async def fetch(url: str, version: WeightVersion, limit_s: float) -> None:
+    async def fetch(self: FilesInManager, url: str, version: WeightVersion, limit_s: float) -> None:
         await asyncio.sleep(0.2 * int(url))
         if fails:
             raise OSError("no disk")
 
-    monkeypatch.setattr(made, "_fetch", fetch)
+    monkeypatch.setattr(FilesInManager, "fetch", fetch)
     await made._fetch_everywhere(WeightVersion(1, 0), 0)
     assert f"servers have not fetched {WeightVersion(1, 0)} yet; the others continue" in caplog.text
     assert made._updates
