@@ -2,10 +2,7 @@
 
     POST /generate                   GenerateRequest -> GenerateReply; a list of prompts in, a list of replies out
     POST /pause_generation           {"mode": "abort"}: new requests wait; the mode (engine.py) decides what happens to running ones
-    POST /fetch_weights              FetchWeightsRequest -> UpdateWeightsReply; fetches and verifies files while requests run
-    POST /update_weights_from_disk   UpdateWeightsRequest -> UpdateWeightsReply, 200 or 400 (nothing has changed; or the logprob
-                                     check failed, and the server has no version)
-    POST /init_weights_update_group  and the other steps of weights over the network: receive.py
+    POST /fetch_weights              and the other steps by which weights arrive: files.py, receive.py
     POST /continue_generation        {}
     POST /release_memory_occupation  {}: interrupt all requests and release the devices, until /resume_memory_occupation
     POST /resume_memory_occupation   {}: take the devices again, paused and without a version
@@ -25,9 +22,8 @@ import asyncio
 import contextlib
 import dataclasses
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -38,7 +34,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from asyncrl import __version__
-from asyncrl.generation.checks import LogprobMismatch, Published, VerifiedLoads, VersionFence
+from asyncrl.generation.checks import Published, VerifiedLoads, VersionFence
 from asyncrl.generation.engine import (
     EngineFailed,
     EngineRequest,
@@ -50,26 +46,19 @@ from asyncrl.generation.engine import (
     WeightsRefused,
 )
 from asyncrl.generation.fetched import FetchedWeights
-from asyncrl.generation.receive import ReceivingHTTP
-from asyncrl.protocol.errors import ErrorClass, classify
+from asyncrl.generation.server_side import Means, UnbrokenWork
+from asyncrl.generation.transports import KINDS
 from asyncrl.protocol.messages import (
     DECODE_ERRORS,
-    FetchWeightsRequest,
     GenerateMeta,
     GenerateReply,
     Load,
     LoadsReply,
     ModelInfo,
     SamplingParams,
-    UpdateWeightsReply,
-    UpdateWeightsRequest,
-    WeightVersion,
 )
-from asyncrl.protocol.names import ACTOR
-from asyncrl.protocol.run_folder import name_of
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.http_server import Listen, listen_http, refusal_of
-from asyncrl.weights.versions import version_dir
 
 MAX_BODY_BYTES = 64 << 20
 HEALTH_GENERATE_LIMIT_S = 10.0
@@ -134,24 +123,15 @@ class GenerationHTTP:
         published: Published | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """verified: loads versions and runs the logprob check (weights.verify_logprobs); None: no check.
-        receiver: receives weights over the network; None: this server loads from disk only.
-        fetched: fetches versions that are not in the run's folder on this host; None: this server fetches none.
-        run_dir: the run whose weights this server loads; "": it loads from any folder. published: as in VersionFence."""
-        self._engine = engine
-        self._load_weights = engine.load_weights if verified is None else verified.load
-        self._verified = verified
-        self._fence = VersionFence(published)
-        self._run_dir = run_dir
-        self._fetched = fetched
-        self._receiving = ReceivingHTTP(receiver, verified, self._fence, clock)
+        """verified, receiver, fetched, run_dir: as in Means. published: as in VersionFence."""
+        self._engine, self._verified, self._work = engine, verified, UnbrokenWork()
+        self._num_ranks = receiver.num_ranks if receiver is not None else 0
+        means = Means(engine, VersionFence(published), self._work, clock, verified, receiver, fetched, run_dir)
+        self._transports = [kind(means) for kind in KINDS.values()]
         self._engine_name, self._settings = engine_name, settings
         self._decode_text = decode_text or (lambda ids: "")
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(engine))
-        self._tasks: set[asyncio.Task[Any]] = set()
-        # Loads and fetches in progress. A second request with the same key waits for the first one's task
-        self._in_progress: dict[Hashable, asyncio.Task[Any]] = {}
         self._handlers: dict[tuple[str, str], Any] = {
             (route.method, route.path): route.handler for route in self.routes()
         }
@@ -163,9 +143,7 @@ class GenerationHTTP:
             async with listen(self.answer, host, max_body_bytes=MAX_BODY_BYTES) as url:
                 yield url
         finally:
-            self._receiving.close()
-            for task in self._tasks:
-                task.cancel()
+            self._work.cancel()
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer any request. An error becomes a status code with SGLang's body {"error": {"message": ...}}."""
@@ -202,9 +180,7 @@ class GenerationHTTP:
             web.post("/continue_generation", self._continue),
             web.post("/release_memory_occupation", self._sleep),
             web.post("/resume_memory_occupation", self._wake),
-            web.post("/fetch_weights", self._fetch_weights),
-            web.post("/update_weights_from_disk", self._update_weights),
-            *self._receiving.routes(),
+            *(route for transport in self._transports for route in transport.routes()),
             web.post("/abort_request", self._abort_request),
             web.post("/flush_cache", self._flush_cache),
             web.get("/flush_cache", self._flush_cache),
@@ -276,104 +252,33 @@ class GenerationHTTP:
 
     async def _pause(self, request: web.Request) -> web.Response:
         wanted = msgspec.json.decode(await request.read() or b"{}", type=_Pause)
-        count = await self._to_the_end(self._engine.pause(wanted.mode))
+        count = await self._work.run(self._engine.pause(wanted.mode))
         return _json({"success": True, "message": f"paused ({wanted.mode}); {count} requests were running"})
 
     async def _continue(self, request: web.Request) -> web.Response:
-        await self._to_the_end(self._engine.resume())
+        await self._work.run(self._engine.resume())
         return _json({"success": True, "message": "generation continues"})
 
     async def _sleep(self, request: web.Request) -> web.Response:
-        await self._to_the_end(self._engine.sleep())
+        await self._work.run(self._engine.sleep())
         return _json({"success": True, "message": "the devices are free"})
 
     async def _wake(self, request: web.Request) -> web.Response:
-        await self._to_the_end(self._engine.wake())
+        await self._work.run(self._engine.wake())
         return _json({"success": True, "message": "awake, paused and without weights"})
-
-    async def _update_weights(self, request: web.Request) -> web.Response:
-        wanted = msgspec.json.decode(await request.read(), type=UpdateWeightsRequest)
-        try:
-            version = WeightVersion.parse(wanted.weight_version)
-            self._fence.check(version)
-            self._check_place(wanted.model_path, version)
-            key = "load", wanted.model_path, str(version), wanted.abort_all_requests
-            count = await self._once(key, lambda: self._load(wanted, version))
-        except (WeightsRefused, ValueError) as error:
-            mismatch = isinstance(error, LogprobMismatch)
-            refusal = UpdateWeightsReply(
-                success=False, message=str(error), mismatch=mismatch, error_class=classify(error)
-            )
-            return _json(refusal, status=400)
-        return _json(UpdateWeightsReply(success=True, message=f"serving {version}", num_paused_requests=count))
-
-    async def _fetch_weights(self, request: web.Request) -> web.Response:
-        wanted = msgspec.json.decode(await request.read(), type=FetchWeightsRequest)
-        try:
-            key = "fetch", wanted.model_path, wanted.weight_version
-            where = await self._once(key, lambda: self._fetch(wanted))
-        except (WeightsRefused, ValueError) as error:
-            return _json(UpdateWeightsReply(success=False, message=str(error), error_class=classify(error)), status=400)
-        return _json(UpdateWeightsReply(success=True, message=f"{wanted.weight_version} is in {where}"))
-
-    async def _fetch(self, wanted: FetchWeightsRequest) -> str:
-        """Fetch and verify the version; returns its directory. After that, generation must pause only for the load."""
-        version, where = WeightVersion.parse(wanted.weight_version), wanted.model_path
-        self._check_place(where, version)
-        if self._fetched is not None and wanted.source:
-            await self._fence.check_published(version)
-            where = await self._fetched.fetch(wanted)
-        await self._engine.verify_ahead(Path(where), version)
-        return where
-
-    def _check_place(self, model_path: str, version: WeightVersion) -> None:
-        """Raises WeightsRefused or OutsideRunError unless model_path is the run's directory of this version. Without a run_dir
-        every path is allowed."""
-        own = version_dir(self._run_dir, ACTOR, version)
-        if self._run_dir and name_of(self._run_dir, Path(model_path)) != name_of(self._run_dir, own):
-            raise WeightsRefused(
-                f"model_path is {model_path!r}, but this run stores {version} only in {own}", ErrorClass.PERMANENT
-            )
-
-    async def _load(self, wanted: UpdateWeightsRequest, version: WeightVersion) -> int:
-        with contextlib.ExitStack() as stack:
-            path = Path(wanted.model_path)
-            if self._fetched is not None:
-                path = stack.enter_context(self._fetched.loading(wanted.model_path, version))
-            count = await self._load_weights(path, version, abort_running=wanted.abort_all_requests)
-        self._fence.loaded(version)
-        return count
-
-    async def _to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run work to its end even if the client disconnects."""
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)
-
-    async def _once(self, key: Hashable, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Like _to_the_end, but if work with the same key is in progress, wait for it instead of starting it again."""
-        task = self._in_progress.get(key)
-        if task is None:
-            task = self._in_progress[key] = asyncio.ensure_future(work())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-            task.add_done_callback(lambda _: self._in_progress.pop(key))
-        result: T = await asyncio.shield(task)
-        return result
 
     async def _abort_request(self, request: web.Request) -> web.Response:
         wanted = msgspec.json.decode(await request.read(), type=_Abort)
         if not wanted.rid and not wanted.abort_all:
             raise RequestRefused('no request is named; send {"rid": ...} or {"abort_all": true}')
         if wanted.abort_all:
-            count = await self._to_the_end(self._engine.abort_all())
+            count = await self._work.run(self._engine.abort_all())
         else:
-            count = int(await self._to_the_end(self._engine.abort(wanted.rid)))
+            count = int(await self._work.run(self._engine.abort(wanted.rid)))
         return _json({"success": True, "num_aborted": count})
 
     async def _flush_cache(self, request: web.Request) -> web.Response:
-        if await self._to_the_end(self._engine.flush_cache()):
+        if await self._work.run(self._engine.flush_cache()):
             return _json({"success": True, "message": "cache flushed"})
         return _json({"success": False, "message": "requests are running; the cache was not flushed"}, status=400)
 
@@ -408,7 +313,7 @@ class GenerationHTTP:
                 "settings": self._settings,
                 "state": dataclasses.asdict(self._engine.stats()),
                 "pause_modes": self._engine.pause_modes,
-                "num_weight_ranks": self._receiving.num_ranks,
+                "num_weight_ranks": self._num_ranks,
             }
         )
 

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import msgspec
 from aiohttp import web
 
-from asyncrl.generation.checks import LogprobMismatch, VerifiedLoads, VersionFence
 from asyncrl.generation.engine import WeightReceiver, WeightsRefused
+from asyncrl.generation.server_side import Means, ServerSide, refuse, reply_with
 from asyncrl.protocol.errors import ErrorClass
 from asyncrl.protocol.messages import (
     BeginWeightUpdate,
@@ -213,18 +213,12 @@ class StagedReceiver(WeightReceiver):
             await receiving
 
 
-class ReceivingHTTP:
-    """The HTTP routes by which a server receives weights over the network.
+class BroadcastInServer(ServerSide):
+    """The HTTP routes by which a server receives weights over the network."""
 
-    verified: compares logprobs after each update (weights.verify_logprobs); None: no comparison.
-    """
-
-    def __init__(
-        self, receiver: WeightReceiver | None, verified: VerifiedLoads | None, fence: VersionFence, clock: Clock
-    ) -> None:
-        self._receiver, self._verified, self._fence, self._clock = receiver, verified, fence, clock
+    def __init__(self, means: Means) -> None:
+        super().__init__(means)
         self._begun: BeginWeightUpdate | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -236,39 +230,30 @@ class ReceivingHTTP:
         ]
 
     @property
-    def num_ranks(self) -> int:
-        """Ranks of the server in a group; 0 if it takes no weights over the network."""
-        return self._receiver.num_ranks if self._receiver is not None else 0
-
-    def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-
-    @property
     def _engines(self) -> WeightReceiver:
-        if self._receiver is None:
+        if self._means.receiver is None:
             raise WeightsRefused(
                 "this engine takes no weights over the network; use update_weights_from_disk", ErrorClass.PERMANENT
             )
-        return self._receiver
+        return self._means.receiver
 
     async def _join(self, group: JoinUpdateGroup) -> str:
-        await self._to_the_end(self._engines.join(group))
+        await self._means.work.run(self._engines.join(group))
         return f"joined {group.group_name}"
 
     async def _begin(self, update: BeginWeightUpdate) -> str:
         if update.weight_version:
             await self._check(update.weight_version)
-        await self._to_the_end(self._engines.begin(update))
+        await self._means.work.run(self._engines.begin(update))
         self._begun = update
         return "begun"
 
     async def _receive(self, bucket: ReceiveWeights) -> str:
-        began = self._clock.monotonic()
+        began = self._means.clock.monotonic()
         if bucket.weight_version:  # it replaces the version that the update began with
             await self._check(bucket.weight_version)
-        await self._to_the_end(self._take(bucket))
-        return f"{len(bucket.names)} tensors received in {self._clock.monotonic() - began:.3f} s"
+        await self._means.work.run(self._take(bucket))
+        return f"{len(bucket.names)} tensors received in {self._means.clock.monotonic() - began:.3f} s"
 
     async def _take(self, bucket: ReceiveWeights) -> None:
         begun = self._begun
@@ -277,33 +262,26 @@ class ReceivingHTTP:
             self._begun = msgspec.structs.replace(begun, weight_version=bucket.weight_version)
 
     async def _end(self, ended: EndWeightUpdate) -> str:
-        await self._to_the_end(self._load(ended))
+        await self._means.work.run(self._load(ended))
         return "loaded"
 
     async def _load(self, ended: EndWeightUpdate) -> None:
         begun, self._begun = self._begun, None
         await self._engines.end(ended)
-        if self._verified is not None and begun is not None:
+        if self._means.verified is not None and begun is not None:
             scored_text = ScoredText(begun.probe_ids, begun.probe_logprobs) if begun.probe_ids else None
-            await self._verified.verify(_parse(begun.weight_version), scored_text, ",".join(ended.xxh3))
+            await self._means.verified.verify(_parse(begun.weight_version), scored_text, ",".join(ended.xxh3))
         if begun is not None and begun.weight_version:
-            self._fence.loaded(_parse(begun.weight_version))
+            self._means.fence.loaded(_parse(begun.weight_version))
 
     async def _check(self, weight_version: str) -> None:
         version = _parse(weight_version)
-        self._fence.check(version)
-        await self._fence.check_published(version)
+        self._means.fence.check(version)
+        await self._means.fence.check_published(version)
 
     async def _leave(self, left: LeaveUpdateGroup) -> str:
-        await self._to_the_end(self._engines.leave(left.group_name))
+        await self._means.work.run(self._engines.leave(left.group_name))
         return f"left {left.group_name}"
-
-    async def _to_the_end(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run work to its end even if the sender disconnects. All such work has limits of its own."""
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        await asyncio.shield(task)
 
 
 def _typed(
@@ -315,18 +293,9 @@ def _typed(
     async def answer(request: web.Request) -> web.Response:
         message = decode(await request.read() or b"{}")
         try:
-            reply, status = UpdateWeightsReply(success=True, message=await handler(message)), 200
+            return reply_with(UpdateWeightsReply(success=True, message=await handler(message)))
         except WeightsRefused as refusal:
-            reply, status = (
-                UpdateWeightsReply(
-                    success=False,
-                    message=str(refusal),
-                    mismatch=isinstance(refusal, LogprobMismatch),
-                    error_class=refusal.error_class,
-                ),
-                400,
-            )
-        return web.Response(body=msgspec.json.encode(reply), status=status, content_type="application/json")
+            return refuse(refusal)
 
     return answer
 

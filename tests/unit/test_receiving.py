@@ -10,7 +10,8 @@ from aiohttp import web
 
 from asyncrl.generation.checks import TensorSpec, VerifiedLoads, VersionFence, check_sent, check_tensors
 from asyncrl.generation.engine import WeightReceiver, WeightsRefused
-from asyncrl.generation.receive import ReceivingHTTP
+from asyncrl.generation.receive import BroadcastInServer
+from asyncrl.generation.server_side import Means, UnbrokenWork
 from asyncrl.protocol.messages import (
     BeginWeightUpdate,
     EndWeightUpdate,
@@ -75,7 +76,7 @@ class Request:
         return self._body
 
 
-async def post(http: ReceivingHTTP, path: str, message: Any) -> int:
+async def post(http: BroadcastInServer, path: str, message: Any) -> int:
     handler = cast(Any, next(route.handler for route in http.routes() if route.path == path))
     response: web.Response = await handler(Request(msgspec.json.encode(message)))
     return response.status
@@ -84,7 +85,15 @@ async def post(http: ReceivingHTTP, path: str, message: Any) -> int:
 async def versions_of_update(begun: str, *buckets: str | None) -> tuple[list[WeightVersion], list[WeightVersion]]:
     """Receive one update. Returns the versions that were verified, and those that were recorded as loaded."""
     verified, fence = Verified(), Fence()
-    http = ReceivingHTTP(Receiver(), cast(VerifiedLoads, verified), fence, SYSTEM_CLOCK)
+    means = Means(
+        cast(Any, None),
+        fence,
+        UnbrokenWork(),
+        SYSTEM_CLOCK,
+        verified=cast(VerifiedLoads, verified),
+        receiver=Receiver(),
+    )
+    http = BroadcastInServer(means)
     begin = BeginWeightUpdate(weight_version=begun, probe_ids=TEXT.input_ids, probe_logprobs=TEXT.logprobs)
     assert await post(http, "/begin_weight_update", begin) == 200
     for bucket in buckets:
