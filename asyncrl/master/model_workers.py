@@ -17,7 +17,8 @@ from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.dataflow.worker_groups import WorkerGroups
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
 from asyncrl.master.calls import DetachedGroups, WorkerCaller
-from asyncrl.master.executor import FunctionExecutor, ParameterHooks, start_copies
+from asyncrl.master.executor import FunctionExecutor, start_copies
+from asyncrl.master.parameter_hooks import ParameterHooks
 from asyncrl.master.refresh import Refresher
 from asyncrl.master.step_function import StepFunction
 from asyncrl.protocol.messages import (

@@ -17,13 +17,13 @@ from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.checkpointing import Checkpointer
 from asyncrl.master.device_turns import Turns
 from asyncrl.master.evaluations import Evaluations
-from asyncrl.master.executor import StepResult
 from asyncrl.master.model_workers import ModelWorkers
 from asyncrl.master.profiling import Profiles
 from asyncrl.master.publishing import WeightPublisher
 from asyncrl.master.report import StepTimes, UpdateSeconds, of_whole_batch, step_metrics, throughput_metrics
 from asyncrl.master.rollouts import unless
 from asyncrl.master.skipped import SkippedSteps
+from asyncrl.master.step_result import StepResult
 from asyncrl.protocol.messages import ServerView, TrajectoryMeta
 from asyncrl.protocol.names import ACTOR
 from asyncrl.runtime.background import BackgroundTasks

@@ -37,7 +37,7 @@ from asyncrl.data.model_limits import ModelLimits
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.launch.standstill import Watchdog, late_ranks
-from asyncrl.master.executor import StepResult
+from asyncrl.master.step_result import StepResult
 from asyncrl.model import export
 from asyncrl.model.calls import Calls
 from asyncrl.model.engine import TrainEngine

@@ -18,8 +18,9 @@ from asyncrl.master.batch import BatchFormer, NotReady, Ready
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.checkpointing import Checkpointer
 from asyncrl.master.device_turns import DeviceTurns
-from asyncrl.master.executor import DetachedFunctionCall, FunctionExecutor, StepResult
+from asyncrl.master.executor import DetachedFunctionCall, FunctionExecutor
 from asyncrl.master.model_workers import ModelWorkers
+from asyncrl.master.step_result import StepResult
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver
 from asyncrl.protocol.messages import StoreVerdict, TrajectoryMeta, WeightVersion, WriteWeights
 from asyncrl.protocol.names import ACTOR

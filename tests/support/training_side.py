@@ -32,7 +32,9 @@ from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.topology import ModelPlacement, build_handler_routing
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, PromptProgress, StorageTracker
 from asyncrl.master.calls import WorkerCaller
-from asyncrl.master.executor import FunctionExecutor, ParameterHooks, StepResult
+from asyncrl.master.executor import FunctionExecutor
+from asyncrl.master.parameter_hooks import ParameterHooks
+from asyncrl.master.step_result import StepResult
 from asyncrl.protocol.messages import CallResult, ClearData, ExecuteMFC, Locator, Ping, StoreVerdict, TrajectoryMeta
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.board import StatusBoard

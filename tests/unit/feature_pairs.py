@@ -50,7 +50,8 @@ from asyncrl.dataflow.redistribution import transfers
 from asyncrl.dataflow.topology import ModelPlacement, allocation_of
 from asyncrl.dataflow.worker_groups import worker_groups_of
 from asyncrl.master.calls import GroupMissingError
-from asyncrl.master.executor import FunctionExecutor, ParameterHooks
+from asyncrl.master.executor import FunctionExecutor
+from asyncrl.master.parameter_hooks import ParameterHooks
 from asyncrl.master.step_function import StepFunction
 from asyncrl.model.calls import Calls
 from asyncrl.model.cpu_ranks import CpuRanks

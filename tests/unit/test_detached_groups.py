@@ -18,7 +18,8 @@ from asyncrl.dataflow.topology import build_handler_routing
 from asyncrl.dataflow.worker_groups import WorkerGroups
 from asyncrl.master.buffer import StorageTracker
 from asyncrl.master.calls import DetachedGroups, GroupEndedError, GroupFailsError
-from asyncrl.master.executor import FunctionExecutor, ParameterHooks
+from asyncrl.master.executor import FunctionExecutor
+from asyncrl.master.parameter_hooks import ParameterHooks
 from asyncrl.master.refresh import Refresher
 from asyncrl.protocol.messages import (
     CallResult,

@@ -21,7 +21,8 @@ from asyncrl.dataflow.topology import ModelPlacement, build_handler_routing
 from asyncrl.master.batch import BatchFormer, Ready
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, PromptProgress, StorageTracker
 from asyncrl.master.calls import WorkerCaller
-from asyncrl.master.executor import FunctionExecutor, ParameterHooks
+from asyncrl.master.executor import FunctionExecutor
+from asyncrl.master.parameter_hooks import ParameterHooks
 from asyncrl.master.streaming import PartRunner, begins_part
 from asyncrl.protocol.messages import (
     CallResult,

@@ -12,8 +12,9 @@ from test_executor import DATASET, Master, mfc, placement, ppo_graph, running, t
 from asyncrl.config.schema import ConfigError, TrainConfig
 from asyncrl.dataflow.axes import ParallelGrid
 from asyncrl.dataflow.graph import DataflowGraph, build_dataflow
-from asyncrl.master.executor import FunctionExecutor, ParameterHooks
+from asyncrl.master.executor import FunctionExecutor
 from asyncrl.master.handles import Batch
+from asyncrl.master.parameter_hooks import ParameterHooks
 from asyncrl.master.step_function import StepFunction, StepFunctionError
 from asyncrl.protocol.messages import ExecuteMFC, Reallocate
 

@@ -6,9 +6,9 @@ import pytest
 
 from asyncrl.config.schema import PPOConfig, TrainConfig
 from asyncrl.dataflow.graph import build_dataflow
-from asyncrl.master.executor import StepResult
 from asyncrl.master.handles import Call
 from asyncrl.master.report import throughput_metrics
+from asyncrl.master.step_result import StepResult
 from asyncrl.runtime.devices import peak_flops, peak_memory_bytes
 
 
