@@ -1,10 +1,13 @@
-"""Limits of numeric config fields, declared with the fields in schema.py. config/validation.py rejects values outside them."""
+"""What a config field allows, declared with the field in schema.py: limits of a number, or the words that a text may be.
+
+config/validation.py rejects other values. config/reference.py and config/shapes.py read the same declarations.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import Field, dataclass, field
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -30,6 +33,9 @@ class Limits:
         return self.remedy or usual
 
 
+_NO_LIMITS = Limits()
+
+
 def limited(
     default: T,
     *,
@@ -45,3 +51,20 @@ def limited(
     """
     limits = Limits(at_least, above, math.inf if at_most is None else at_most, remedy)
     return field(default=default, metadata={"limits": limits})
+
+
+def choice(default: str, *allowed: str) -> str:
+    """A field that takes one of a few words. Messages leave out the empty word, with which nothing is chosen."""
+    return field(default=default, metadata={"allowed": allowed})
+
+
+def limits_of(entry: Field[Any]) -> Limits:
+    """The limits of a field. A field without `limited` has none."""
+    found: Limits = entry.metadata.get("limits", _NO_LIMITS)
+    return found
+
+
+def allowed_in(entry: Field[Any]) -> tuple[str, ...]:
+    """The words of a field, or of the elements of a list. Empty: any value of its type."""
+    found: tuple[str, ...] = entry.metadata.get("allowed", ())
+    return found

@@ -12,7 +12,7 @@ import io
 import math
 import tokenize
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType
@@ -21,12 +21,10 @@ from typing import Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from asyncrl.config import schema
-from asyncrl.config.limits import Limits
+from asyncrl.config.limits import allowed_in, limits_of
 from asyncrl.config.schema import ExperimentConfig
-from asyncrl.config.validation import allowed_values
 
 KEY = "<name>"  # in a path: a key that the user chooses
-_NO_LIMITS = Limits()
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", NoneType: "null"}
 
 
@@ -56,14 +54,13 @@ class _Declared:
 
 def all_fields() -> list[FieldReference]:
     """In the order of the schema."""
-    allowed = allowed_values(ExperimentConfig())
     return [
         FieldReference(
             path=declared.path,
             type=str(declared.entry.type),
             default=_shown(declared.default),
             limits=_limits_text(declared.entry),
-            allowed=tuple(allowed.get(declared.path, ())),
+            allowed=allowed_in(declared.entry),
             meaning=declared.meaning,
         )
         for declared in _declared(ExperimentConfig, ExperimentConfig(), "")
@@ -90,7 +87,7 @@ def select(path: str) -> list[FieldReference]:
 
 def json_schema() -> dict[str, Any]:
     """JSON Schema (2020-12) of a config file, for editors. Unknown fields are refused, as asyncrl refuses them."""
-    found = _object_schema(ExperimentConfig, ExperimentConfig(), "", allowed_values(ExperimentConfig()))
+    found = _object_schema(ExperimentConfig, ExperimentConfig(), "")
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "asyncrl", **found}
 
 
@@ -175,7 +172,7 @@ def _shown(value: Any) -> str:
 
 
 def _limits_text(entry: Field[Any]) -> str:
-    limits: Limits = entry.metadata.get("limits", _NO_LIMITS)
+    limits = limits_of(entry)
     texts = (
         ("above", limits.above),
         ("at least", limits.at_least),
@@ -222,17 +219,17 @@ def _comment_of(entry: ast.AnnAssign, comments: Mapping[int, tuple[str, bool]]) 
 # -------------------------------------------------------------------------------------------------------- JSON schema
 
 
-def _object_schema(section: type, value: Any, prefix: str, allowed: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+def _object_schema(section: type, value: Any, prefix: str) -> dict[str, Any]:
     properties: dict[str, Any] = {}
     for declared in _declared(section, value, prefix):
         name = declared.entry.name
         if declared.path.removesuffix(f".{KEY}") != f"{prefix}{name}":
             continue  # of a section below
         if declared.section is None:
-            properties[name] = _value_schema(declared, allowed)
+            properties[name] = _value_schema(declared)
             continue
         below = declared.default if is_dataclass(declared.default) else None
-        inner = _object_schema(declared.section, below, f"{declared.path}.", allowed)
+        inner = _object_schema(declared.section, below, f"{declared.path}.")
         if declared.path.endswith(KEY):
             inner = {"type": "object", "additionalProperties": inner}
         elif NoneType in get_args(declared.hint):
@@ -242,12 +239,13 @@ def _object_schema(section: type, value: Any, prefix: str, allowed: Mapping[str,
     return {"type": "object", "additionalProperties": False, **described, "properties": properties}
 
 
-def _value_schema(declared: _Declared, allowed: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+def _value_schema(declared: _Declared) -> dict[str, Any]:
     found: dict[str, Any] = {"description": declared.meaning} if declared.meaning else {}
     found |= _type_schema(declared.hint)
-    if choices := allowed.get(declared.path):
-        found["enum"] = list(choices)
-    limits: Limits = declared.entry.metadata.get("limits", _NO_LIMITS)
+    if words := allowed_in(declared.entry):
+        inner = found["items"] if found["type"] == "array" else found
+        inner["enum"] = list(words)
+    limits = limits_of(declared.entry)
     bounds = {"minimum": limits.at_least, "exclusiveMinimum": limits.above}
     bounds["maximum"] = None if math.isinf(limits.at_most) else limits.at_most
     found |= {name: bound for name, bound in bounds.items() if bound is not None}

@@ -4,8 +4,9 @@ Dataclasses only, no torch. `loading.read_experiment` merges YAML and dotted ove
 `asyncrl.launch.experiment.validate` rejects a config that cannot work; each error names field, value and remedy. After that no
 config changes. One pure function, `asyncrl.launch.program.plan`, derives the configs of the processes (processes.py).
 
-In the comments below `a | b` lists the allowed values, the field's name ends with its unit (`_s`: seconds, `_bytes`), and "step"
-means train step.
+Each field is declared once: its type, its default, its limits (`limited`) or allowed words (`choice`), and its meaning, in a
+comment. Validation, the reference page, the JSON schema and messages are made from that. In the comments `a: ... | b: ...`
+explains allowed values, a name ends with the field's unit (`_s`: seconds, `_bytes`), and "step" means train step.
 """
 
 from __future__ import annotations
@@ -16,12 +17,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from asyncrl.config.engines import scores_in_place
-from asyncrl.config.limits import limited
-from asyncrl.config.modes import mode_of
+from asyncrl.config.limits import choice, limited
+from asyncrl.config.modes import MODES, mode_of
+from asyncrl.config.presets import ALGORITHMS, CORRECTIONS
+from asyncrl.config.transports import FILES, TRANSPORTS
 
 T = TypeVar("T")
 
 AUTO = "auto"  # a value that resolve_auto chooses
+INTERRUPT_MODES = ("abort", "retract", "wait", "in_place")
+ATTENTIONS = ("padded", "sdpa", "eager", "flash_attention_2", "flash_attention_3")
+_SCHEDULES = ("linear", "cosine", "constant")
+_ON_MISSING = ("wait", "continue", "stop")
+_EVAL_MODES = ("sampled", "greedy")
 
 
 # -------------------------------------------------------------------------------------------------- the user's config
@@ -93,7 +101,7 @@ class RolloutConfig:
     # process: reward functions run in their own processes; one that hangs, crashes or exhausts its memory loses only its own
     # rollout | thread: they run in threads of the rollout worker, for a function that shares memory with an agent or cannot
     # be forked
-    reward_isolation: str = "process"
+    reward_isolation: str = choice("process", "process", "thread")
     # Memory limit of each process that runs reward functions; an allocation beyond it raises MemoryError. 0: no limit
     reward_memory_bytes: int = limited(8_000_000_000, at_least=0)
     # Limit of one HTTP request to a generation server; also of the wait until a sent trajectory is accepted or refused
@@ -106,7 +114,8 @@ class RolloutConfig:
 class GenerationConfig:
     """Generation servers and their engine."""
 
-    dtype: str = "float32"  # float32 | bfloat16 | float16 | auto: bfloat16 on a GPU, else float32
+    # auto: bfloat16 on a GPU, else float32
+    dtype: str = choice("float32", "float32", "bfloat16", "float16", AUTO)
     # Requests of a server that generate at the same time; further ones wait in its queue
     max_running_requests: int = limited(256, at_least=1, at_most=1_000_000)
     max_queue: int = 2048  # requests that may wait for a slot or the end of a pause; beyond it: 503 with Retry-After
@@ -118,13 +127,13 @@ class GenerationConfig:
     num_blocks: int = limited(1024, at_least=1, at_most=1_000_000_000)
     # Requests with the same prompt share full pages of the KV cache; every weight update flushes them
     prefix_sharing: bool = True
-    # padded (asyncrl's own, any device) | sdpa | eager | flash_attention_2 | flash_attention_3. sdpa and eager are slower and hold
-    # a mask of max_batch_tokens x (num_blocks * page_size): use a small max_batch_tokens with them.
-    attention: str = "padded"
+    # padded: asyncrl's own, for any device. sdpa and eager are slower and hold a mask of
+    # max_batch_tokens x (num_blocks * page_size): use a small max_batch_tokens with them
+    attention: str = choice("padded", *ATTENTIONS)
     # What a weight update does to running requests. abort: the server answers with the tokens so far, and rollout workers resume
     # the responses | retract: the server keeps the requests and recomputes their KV cache | wait: the update waits until they
     # finish | in_place: they continue with the old KV cache. That is approximate: their logprobs belong to no version.
-    interrupt: str = "abort"
+    interrupt: str = choice("abort", *INTERRUPT_MODES)
     # Limit of the start of the engine with its first load, of the wait until running requests finish (interrupt=wait), of one
     # logprob check, and of each load of weights by SGLang
     load_timeout_s: float = 120.0
@@ -147,12 +156,14 @@ class ManagerConfig:
     # Most prompts in flight; 0: (1 + eta) * batch_size. Best is about 1.5 times the number that keeps all slots of servers busy.
     # With more, prompts wait in the servers' queues, and their data is older when it is trained
     max_concurrent_rollouts: int = limited(0, at_least=0, at_most=10_000_000)
-    routing: str = "least_requests"  # round_robin | least_requests | least_token_usage: choice of the server
+    # Choice of the server
+    routing: str = choice("least_requests", "round_robin", "least_requests", "least_token_usage")
     # While every server works on this many groups or more, no further prompt is admitted (reason `servers_full`); 0: no limit
     max_groups_per_server: int = limited(0, at_least=0)
     # When a server leaves (`asyncrl-launch scale`), responses that it has not finished after this time move to other servers
     drain_timeout_s: float = limited(30.0, at_least=0, remedy="must be 0 (move what runs at once) or more")
-    head_policy: str = "balanced"  # balanced | grouping (fixed groups of rollout workers): choice of the head
+    # Choice of the head. grouping: by fixed groups of rollout workers
+    head_policy: str = choice("balanced", "balanced", "grouping")
     update_fraction: float = limited(1.0, above=0)  # share of the servers updated at the same time; at most 1
     # Limit of one server's update, plus the time that the version's bytes take at 100 MB/s
     update_timeout_s: float = 60.0
@@ -163,7 +174,7 @@ class ManagerConfig:
     # For an unfinished rollout that would be older than eta if the next train step started now. wait: the step waits, and
     # interrupts the rollout after overdue_wait_s | drop: it interrupts the rollout at once | train: it starts, so groups may be
     # older than eta
-    overdue: str = "wait"
+    overdue: str = choice("wait", "wait", "drop", "train")
     # See overdue=wait. With every value of overdue: rollouts that are needed to fill a batch are interrupted when no group has
     # arrived for this long. Prompts of interrupted rollouts are handed out next
     overdue_wait_s: float = 600.0
@@ -184,7 +195,7 @@ class OptimizerConfig:
     grad_clip: float = 1.0  # largest norm of the gradient; 0: no clipping
     warmup_steps: int = 5  # train steps of linear warm-up
     min_lr_ratio: float = 0.1  # the decay ends at min_lr_ratio * lr, at train.total_steps
-    schedule: str = "linear"  # linear | cosine | constant: decay after warm-up
+    schedule: str = choice("linear", *_SCHEDULES)  # decay after warm-up
 
 
 @dataclass(frozen=True)
@@ -196,14 +207,14 @@ class PPOConfig:
     eps_clip: float = 0.2  # lower clip range of the ratio; above 0, at most 1 (1: no lower bound)
     eps_clip_higher: float | None = None  # upper clip range (DAPO), above 0; null: eps_clip
     c_clip: float | None = None  # dual clip, above 1; null: off
-    # clip (PPO) | cispo: clips the ratio instead of the update, so that every token keeps its gradient
-    policy_loss: str = "clip"
-    importance_level: str = "token"  # token | sequence (GSPO): unit of ratios and behaviour weights
+    # clip: PPO | cispo: clips the ratio instead of the update, so that every token keeps its gradient
+    policy_loss: str = choice("clip", "clip", "cispo")
+    importance_level: str = choice("token", "token", "sequence")  # unit of ratios and behaviour weights; GSPO: sequence
     # Bounds of the decoupled loss's weight proximal / behaviour, above 0; null: no bound. A weight beyond a bound becomes 0 (mask)
     # or the bound (clamp)
     behav_imp_weight_cap: float | None = 5.0
     behav_imp_weight_floor: float | None = None  # lower bound of the weight proximal / behaviour; null: no bound
-    behav_imp_weight_mode: str = "mask"  # mask | clamp
+    behav_imp_weight_mode: str = choice("mask", "mask", "clamp")  # of a weight beyond a bound: see behav_imp_weight_cap
     # Skip the optimizer step of a minibatch whose mean importance ratio is above this (above 1); null: off
     early_stop_imp_ratio: float | None = None
     # Skip the optimizer step of a minibatch whose mean KL to the anchor is above this (nats per token); null: off. The anchor is
@@ -214,11 +225,11 @@ class PPOConfig:
     minibatches: int = limited(4, at_most=65_536)  # optimizer steps per pass; at least 1
     discount: float = 1.0  # discount factor of later rewards, per token; 1: none
     gae_lambda: float = 1.0  # lambda of GAE (arXiv:1506.02438), 0 to 1
-    # Subtracted from a response's reward. none | group_mean (Dr.GRPO) | leave_one_out (RLOO: mean of the others in the group).
+    # Subtracted from a response's reward. group_mean: Dr.GRPO | leave_one_out: RLOO, the mean of the others in the group.
     # advantage_norm=group always subtracts the mean of the group
-    baseline: str = "none"
-    # group | batch | none: over which advantages are normalized to mean 0 and standard deviation 1
-    advantage_norm: str = "group"
+    baseline: str = choice("none", "none", "group_mean", "leave_one_out")
+    # The set over which advantages are normalized to mean 0 and standard deviation 1
+    advantage_norm: str = choice("group", "group", "batch", "none")
     reward_scaling: float = 1.0  # rewards become (reward - reward_bias) * reward_scaling
     reward_bias: float = 0.0  # see reward_scaling
     max_reward_clip: float = 20.0  # after scaling, rewards are clipped to -max_reward_clip ... max_reward_clip
@@ -229,16 +240,17 @@ class PPOConfig:
     overlong_length: int = 0  # tokens at which the whole penalty applies
     overlong_buffer: float = 0.2  # share of overlong_length over which the penalty rises; above 0, at most 1
     kl_coef: float = 0.0  # coefficient of the KL penalty; above 0: ref_inf runs; 0: no penalty
-    kl_in: str = "reward"  # reward | loss (GRPO): where the KL penalty is added
+    kl_in: str = choice("reward", "reward", "loss")  # where the KL penalty is added; GRPO: loss
     kl_adaptive: bool = False  # kl_in=reward: adapt the coefficient towards kl_target
     kl_target: float = 6.0  # nats per sequence, with kl_adaptive
     kl_horizon: float = 10000.0  # sequences over which kl_adaptive adapts
-    kl_estimator: str = "k1"  # k1 | k2 | k3
+    kl_estimator: str = choice("k1", "k1", "k2", "k3")  # formula of the KL divergence (docs/algorithms.md)
     entropy_coef: float = limited(0.0, at_least=0)  # the loss of a token gets -entropy_coef * its entropy; 0: no bonus
     # Adapt the coefficient, beginning with entropy_coef, so that the entropy stays above this (nats per token); null: fixed
     entropy_target: float | None = None
     entropy_step: float = limited(0.005, above=0)  # change of the coefficient per train step, with entropy_target
-    loss_normalization: str = "token"  # token | sequence | constant (Dr.GRPO: divided by sequences * loss_length)
+    # The divisor of the loss. constant: Dr.GRPO, sequences * loss_length
+    loss_normalization: str = choice("token", "token", "sequence", "constant")
     loss_length: int = 0  # with loss_normalization=constant: tokens of the longest response, as a fixed divisor
     temperature: float = 0.0  # temperature of logprobs in training; 0: that of rollout.sampling (set by program.plan)
 
@@ -265,7 +277,7 @@ class RefConfig:
     update_share: float = 1.0
     # A reference in a detached group that has been down for train.missing_after_s. wait: the step waits, for up to
     # train.call_timeout_s | continue: train without the KL term until the group is back | stop: end the run
-    on_missing: str = "wait"
+    on_missing: str = choice("wait", *_ON_MISSING)
 
 
 @dataclass(frozen=True)
@@ -283,7 +295,7 @@ class RewardModelConfig:
     path: str = ""  # AutoModelForSequenceClassification with one label
     scale: float = 1.0  # rewards <- rewards + scale * score
     # As in train.ref. continue: train on the reward functions' rewards alone until the group is back
-    on_missing: str = "wait"
+    on_missing: str = choice("wait", *_ON_MISSING)
 
 
 @dataclass(frozen=True)
@@ -291,7 +303,9 @@ class RoleConfig:
     """A further model, for functions of train.mfcs. It is trained if one of them is a train step."""
 
     path: str = ""  # checkpoint; "": model_path
-    kind: str = "lm"  # lm: logprobs | value: a number per token | reward: a number per sequence
+    kind: str = choice(
+        "lm", "lm", "value", "reward"
+    )  # lm: logprobs | value: a number per token | reward: a number per sequence
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 
@@ -322,16 +336,17 @@ class EmaConfig:
 class TrainConfig:
     """The training side."""
 
-    # ppo | grpo | dr_grpo | rloo | reinforce_pp | dapo | gspo | cispo: sets the fields of a preset (config/presets.py) unless the
-    # user sets them; "": the defaults
-    algorithm: str = ""
-    correction: str = ""  # mask | tis | icepop: sets ppo.behav_imp_weight_* unless the user sets them; "": the defaults
+    # Sets the fields of a preset (config/presets.py) unless the user sets them; "": the defaults
+    algorithm: str = choice("", "", *ALGORITHMS)
+    # Sets ppo.behav_imp_weight_* unless the user sets them; "": the defaults
+    correction: str = choice("", "", *CORRECTIONS)
     batch_size: int = limited(64, at_least=1, at_most=10_000_000)  # prompts per step
     num_epochs: int = limited(1, at_least=1)  # passes over the prompts
     max_steps: int = limited(0, at_least=0)  # the run has at most this many steps; 0: as many as the epochs give
     total_steps: int = 0  # number of steps after which the learning rate has decayed; set by program.plan
     target_reward: float | None = None  # end the run when the mean reward of the last 5 steps reaches it; null: off
-    dtype: str = "float32"  # float32 | bfloat16 (trained weights stay float32) | auto: bfloat16 on a GPU, else float32
+    # bfloat16: trained weights stay float32 | auto: bfloat16 on a GPU, else float32
+    dtype: str = choice("float32", "float32", "bfloat16", AUTO)
     max_tokens_per_mb: int = limited(16384, at_least=1)  # tokens of a micro-batch
     logprob_chunk_tokens: int = limited(1024, at_least=1)  # number of tokens whose logits are in memory at a time
     tf32: bool | str = False  # float32 matmuls on a GPU use TF32 (10 bits of mantissa) | auto: true on a GPU
@@ -343,8 +358,8 @@ class TrainConfig:
     # Train on groups of a step's batch before the batch is complete: gradients add up over its parts, and the update is that of the
     # whole batch. It needs ppo.minibatches=1, and no normalisation over the batch
     streaming: bool = False
-    # Groups that begin a part. groups: any | balanced: as many as give all data ranks about the same tokens | tokens
-    streaming_order: str = "groups"
+    # Groups that begin a part. groups: any | balanced: as many as give all data ranks about the same tokens
+    streaming_order: str = choice("groups", "groups", "balanced", "tokens")
     streaming_tokens: int = limited(0, at_least=0)  # tokens that begin a part, with streaming_order=tokens
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
@@ -378,12 +393,12 @@ class TrainConfig:
     keep_bad_batches: int = limited(3, at_least=0)
     # The first step of each attempt trains on data that its own weights sampled. If the servers' logprobs of it are not the
     # trainer's, beyond rounding: stop: the run ends before the first update | warn: a warning | off: no comparison
-    mismatch: str = "stop"
+    mismatch: str = choice("stop", "stop", "warn", "off")
     max_skipped_steps: int = limited(10, at_least=0)  # skipped steps in a row after which the run fails; 0: no limit
     call_timeout_s: float = 1800.0  # limit of one call to the model workers
     # What a step does without actor_inf while its workers are down: wait | continue (with the servers' logprobs as proximal ones) |
     # stop (the run ends). "": its workers, if it has its own, are part of the trainer group and restart only with it
-    actor_inf_on_missing: str = ""
+    actor_inf_on_missing: str = choice("", "", *_ON_MISSING)
     missing_after_s: float = limited(60.0, at_least=0)  # time after which on_missing decides about a group that is down
     data_timeout_s: float = 3600.0  # without any trajectory for this long the run fails; the error names the cause
     # Write the model for the user every N steps, epochs or seconds; 0: only at the end
@@ -401,7 +416,8 @@ class EvalConfig:
     # null: no evaluation. chat_template, chat_template_args and system_prompt are those of `prompts` unless they are set here
     prompts: PromptSourceConfig | None = None
     num_prompts: int = limited(512, at_least=0, remedy="must be at least 1, or 0 for all")  # the first N; 0: all
-    modes: list[str] = field(default_factory=lambda: ["sampled", "greedy"])  # sampled, greedy or both
+    # sampled, greedy or both
+    modes: list[str] = field(default_factory=lambda: list(_EVAL_MODES), metadata={"allowed": _EVAL_MODES})
     at_start: bool = True  # evaluate the initial weights
     at_end: bool = True  # evaluate the final weights
     # Evaluate every N steps, epochs or seconds; 0: not by this count
@@ -423,13 +439,13 @@ class WeightsConfig:
     # disk: generation servers load each version's files | broadcast: rank 0 of training sends the tensors from memory over the
     # network. The files are still written, for servers that join later or fail in a broadcast. broadcast is rejected if other
     # machines reach the run and network.authenticate=on, because gloo and NCCL do not authenticate.
-    transport: str = "disk"
-    broadcast_backend: str = "auto"  # gloo | nccl | auto: nccl if the trainer has a GPU
+    transport: str = choice(FILES, *TRANSPORTS)
+    broadcast_backend: str = choice(AUTO, AUTO, "gloo", "nccl")  # auto: nccl if the trainer has a GPU, else gloo
     # Limit of one broadcast; after that its servers load the version from disk. Must be below manager.update_timeout_s
     broadcast_timeout_s: float = limited(30.0, above=0)
     # Generation servers on hosts that do not see the run's folder fetch each version over HTTP into memory, once per host.
     # on | off: all hosts share the folder | auto: on if the run has several hosts (a host that sees the folder fetches nothing)
-    fetch: str = "auto"
+    fetch: str = choice(AUTO, AUTO, "on", "off")
     # Folder for fetched versions, with room for two versions and their deltas, and for deltas written in full for SGLang (one
     # version); "": /dev/shm
     fetch_dir: str = ""
@@ -532,7 +548,7 @@ class RuntimeConfig:
     resend_after_s: float = limited(5.0, above=0)  # a sender asks about a message without an answer after this time
     # A larger message is rejected; a trajectory has about 22 bytes per token of its group
     max_message_bytes: int = limited(256_000_000, at_least=1)
-    log_level: str = "INFO"  # DEBUG | INFO | WARNING | ERROR
+    log_level: str = choice("INFO", "DEBUG", "INFO", "WARNING", "ERROR")  # least level of the messages that are logged
     group: str = ""  # Unix group whose members may read the run's files; "": only you can
     fork_server: bool = True  # import torch once and fork the workers (Linux); false: each has its own interpreter
 
@@ -543,11 +559,11 @@ class NetworkConfig:
 
     # unix: the processes use Unix sockets in a folder that only you can enter, for a run on one machine | tcp | auto: unix if the
     # whole run is on this machine. The agents' OpenAI API, SGLang and torch's process groups always use TCP
-    sockets: str = "auto"
+    sockets: str = choice(AUTO, AUTO, "unix", "tcp")
     socket_dir: str = ""  # folder of the Unix sockets; set by the launcher
     # on: every stream and HTTP endpoint accepts only the run's own processes, by keys and a token of each launch, and streams on
     # TCP are encrypted | off: any client that reaches a port can take part in the run; the launcher warns
-    authenticate: str = "on"
+    authenticate: str = choice("on", "on", "off")
     # HTTP over TLS: path of a PEM certificate that is valid for every host of the run. Every host reads this file and those of
     # tls_key and tls_ca. "": where the run uses TCP and authenticates, it makes a certificate of its own for its processes
     tls_cert: str = ""
@@ -622,14 +638,15 @@ class DebugConfig:
 class PlanConfig:
     """The plan of memory that `check` and `run` make on a machine with GPUs (docs/plan.md)."""
 
-    enforce: str = "on"  # a process that needs more memory than its GPU has. on: the run is refused | off: a warning
+    # A process that needs more memory than its GPU has. on: the run is refused | off: a warning
+    enforce: str = choice("on", "on", "off")
 
 
 @dataclass(frozen=True)
 class WandbConfig:
     """Weights & Biases, in addition to TensorBoard (extra `wandb`). Set the API key by `wandb login` or WANDB_API_KEY."""
 
-    mode: str = "disabled"  # disabled | offline (files in <run>/wandb, for `wandb sync`) | online
+    mode: str = choice("disabled", "disabled", "offline", "online")  # offline: files in <run>/wandb, for `wandb sync`
     project: str = ""  # "": the experiment's name
     entity: str = ""  # a user or team; "": that of the API key
     group: str = ""  # group of the run in W&B; "": none
@@ -668,12 +685,12 @@ class ExperimentConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     # The newest checkpoint in the run's folder. auto: continue from it; begin anew if there is none; refuse to replace the final
     # model of a complete run | required: continue from it, or fail if there is none | off: begin anew
-    recover: str = "auto"
+    recover: str = choice(AUTO, AUTO, "required", "off")
     name_resolve: NameResolveConfig = field(default_factory=NameResolveConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     # Where the processes run. local: on this machine | hosts: on `hosts`; start `asyncrl-launch host` on each of them | slurm: on
     # the nodes of a Slurm job
-    cluster: str = "local"
+    cluster: str = choice("local", "local", "hosts", "slurm")
     # cluster=hosts: the hosts of the run, including this one, each by a name or address that the other hosts can connect to
     hosts: list[str] = field(default_factory=list)
     network: NetworkConfig = field(default_factory=NetworkConfig)
@@ -681,7 +698,7 @@ class ExperimentConfig:
     # async: generation and training run at the same time | sync: no servers and no rollout workers; the model workers generate each
     # batch, then train on it | rollout_only: no trainer; servers keep the initial weights, and trajectories are written to disk; of
     # `train` only batch_size, num_epochs and max_steps apply | train_only: no generation; trains on recorded trajectories
-    mode: str = "async"
+    mode: str = choice("async", *MODES)
     record: RecordConfig = field(default_factory=RecordConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
@@ -693,14 +710,12 @@ class ExperimentConfig:
     prepare: str = ""
 
 
-# ------------------------------------------------------------------------------------ allowed values, and derived properties
+# ------------------------------------------------------------------------------------ derived properties
 
 _CHUNK_TOKENS = 1024
 _SENDS_OF_A_RESPONSE = 4
 # Assumed speed of one response on a full server. It is low, because a request's time includes its wait in the queue
 _SLOWEST_TOKENS_PER_S = 16
-INTERRUPT_MODES = ("abort", "retract", "wait", "in_place")
-ATTENTIONS = ("padded", "sdpa", "eager", "flash_attention_2", "flash_attention_3")
 CRITIC, REF, REWARD, TEACHER = "critic", "ref", "reward", "teacher"  # roles besides names.ACTOR
 EMA = "ema"  # name of the model that is the actor's moving average; no MFC runs on it
 

@@ -12,8 +12,8 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from asyncrl.config.fields import Wrong, find_field
+from asyncrl.config.limits import allowed_in
 from asyncrl.config.schema import ExperimentConfig
-from asyncrl.config.validation import allowed_values
 
 _REMOVED = {  # fields of earlier releases, with the remedy
     "name_resolve.backend": "names are always in etcd: leave this field out; the launcher starts a private etcd unless "
@@ -129,10 +129,11 @@ def _meant(path: str, value: object, section: type | None) -> str:
     if isinstance(value, list | Mapping):
         return ""
     words = {"on", "off"} & {_switch_word(value)} or {str(value)}
-    for field, choices in allowed_values(ExperimentConfig()).items():
-        if field.rpartition(".")[0] == path and words & set(choices):
-            return f"{field}={words.pop()}"
-    names = {entry.name for entry in fields(section)} if section is not None else set()
+    entries = fields(section) if section is not None else ()
+    for entry in entries:
+        if words & set(allowed_in(entry)):
+            return f"{path}.{entry.name}={words.pop()}"
+    names = {entry.name for entry in entries}
     if isinstance(value, bool):
         return f"{path}.{_SWITCHED[path][not value]}" if path in _SWITCHED else ""
     for kind in (type(value), float) if isinstance(value, int) else (type(value),):

@@ -1,7 +1,7 @@
 """Validation: find every field of a config that cannot work, with its value and the remedy.
 
-launch/experiment.py calls this once, before anything starts. Limits of single numbers are declared with the fields
-(schema.limited); dataflow/layout_checks.py checks layouts.
+launch/experiment.py calls this once, before anything starts. Limits of single numbers and allowed words are declared with
+the fields (schema.py); dataflow/layout_checks.py checks layouts.
 """
 
 from __future__ import annotations
@@ -9,18 +9,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import Field
-from typing import Any
 
 from asyncrl.config.fields import leaf_values
-from asyncrl.config.limits import Limits
-from asyncrl.config.modes import MODES, mode_of
+from asyncrl.config.limits import allowed_in, limits_of
+from asyncrl.config.modes import mode_of
 from asyncrl.config.nearest import did_you_mean
-from asyncrl.config.presets import ALGORITHMS, CORRECTIONS
 from asyncrl.config.schema import (
-    ATTENTIONS,
     AUTO,
-    INTERRUPT_MODES,
     ExperimentConfig,
     PPOConfig,
     authenticates,
@@ -28,25 +23,15 @@ from asyncrl.config.schema import (
     judges_by_group,
     reward_models,
 )
-from asyncrl.config.transports import FILES, TRANSPORTS, transport_of
+from asyncrl.config.transports import FILES, transport_of
 
 Problem = tuple[str, object, str]  # field, value, remedy
 
 # Metrics of all tasks together are named reward/<one of these>. Each task has a metric reward/<task>, so no task may have one of
 # these names
 REWARD_METRICS = ("mean", "min", "max", "std", "shaped_mean", "dense_mean", "equal_group_share")
-BROADCAST_BACKENDS = ("auto", "gloo", "nccl")
-WANDB_MODES = ("disabled", "offline", "online")
-SCHEDULES = ("linear", "cosine", "constant")
-STREAMING_ORDERS = ("groups", "balanced", "tokens")
-ON_MISSING = ("wait", "continue", "stop")
-RECOVER = ("auto", "required", "off")
-CLUSTERS = ("local", "hosts", "slurm")
-AUTHENTICATE = ("on", "off")
-SOCKETS = ("auto", "unix", "tcp")
 _LARGEST_INTEGER = 2**63 - 1  # the largest that messages and checkpoints can hold
 _LONGEST_S = 1_000_000_000  # 32 years: longer times overflow the system's clocks
-_NO_LIMITS = Limits()
 
 
 def problems_of_sizes(config: ExperimentConfig) -> Iterator[Problem]:
@@ -55,7 +40,7 @@ def problems_of_sizes(config: ExperimentConfig) -> Iterator[Problem]:
         if not isinstance(value, int | float):
             continue
         otherwise = _LONGEST_S if path.endswith("_s") else _LARGEST_INTEGER if isinstance(value, int) else math.inf
-        largest = min(_limits(entry).at_most, otherwise)
+        largest = min(limits_of(entry).at_most, otherwise)
         if isinstance(value, float) and not math.isfinite(value):
             example = f", such as {entry.default:g} (the default)" if isinstance(entry.default, float) else ""
             yield path, value, f"must be a finite number{example}"
@@ -66,6 +51,7 @@ def problems_of_sizes(config: ExperimentConfig) -> Iterator[Problem]:
 def problems_of_fields(config: ExperimentConfig) -> Iterator[Problem]:
     """All problems except those of sizes (`problems_of_sizes`) and layouts (dataflow/layout_checks.py)."""
     yield from _bad_choices(config)
+    yield from _bad_switches(config)
     yield from _bad_numbers(config)
     yield from _bad_algorithm(config)
     yield from _bad_streaming(config)
@@ -156,11 +142,6 @@ def _bad_ptx(config: ExperimentConfig) -> Iterator[Problem]:
         yield "train.ptx.batch_size", ptx.batch_size, remedy
 
 
-def _limits(entry: Field[Any]) -> Limits:
-    found: Limits = entry.metadata.get("limits", _NO_LIMITS)
-    return found
-
-
 def _bad_network(config: ExperimentConfig) -> Iterator[Problem]:
     network = config.network
     for name in ("tls_key", "tls_ca"):
@@ -213,70 +194,18 @@ def _bad_roles(config: ExperimentConfig) -> Iterator[Problem]:
         yield "train.ref.update_share", ref.update_share, "must be above 0 and at most 1 (1: a plain copy)"
 
 
-def allowed_values(config: ExperimentConfig) -> dict[str, Sequence[str]]:
-    """By path: the values of each field that takes one of a few words."""
-    return {name: allowed for name, _, allowed in _choices(config)}
+def _bad_choices(config: object) -> Iterator[Problem]:
+    """Words that are not among those of their field. config: any section, or the whole config."""
+    for path, value, entry in leaf_values(config):
+        if not (allowed := allowed_in(entry)):
+            continue
+        several = {f"{path}[{at}]": one for at, one in enumerate(value)} if isinstance(value, list) else {path: value}
+        for name, word in several.items():
+            if word not in allowed:
+                yield name, word, one_of(word, allowed)
 
 
-def _choices(config: ExperimentConfig) -> Sequence[tuple[str, Any, Sequence[str]]]:
-    """Path, value and allowed values."""
-    dtypes = ("float32", "bfloat16", "float16", AUTO)
-    return (
-        ("manager.routing", config.manager.routing, ("round_robin", "least_requests", "least_token_usage")),
-        ("manager.head_policy", config.manager.head_policy, ("balanced", "grouping")),
-        ("rollout.reward_isolation", config.rollout.reward_isolation, ("process", "thread")),
-        ("manager.overdue", config.manager.overdue, ("wait", "drop", "train")),
-        ("train.optimizer.schedule", config.train.optimizer.schedule, SCHEDULES),
-        *(
-            [("train.critic.optimizer.schedule", config.train.critic.optimizer.schedule, SCHEDULES)]
-            if config.train.critic
-            else []
-        ),
-        ("train.algorithm", config.train.algorithm, ("", *ALGORITHMS)),
-        ("train.streaming_order", config.train.streaming_order, STREAMING_ORDERS),
-        ("train.correction", config.train.correction, ("", *CORRECTIONS)),
-        ("train.dtype", config.train.dtype, ("float32", "bfloat16", AUTO)),
-        ("train.mismatch", config.train.mismatch, ("stop", "warn", "off")),
-        ("train.ref.on_missing", config.train.ref.on_missing, ON_MISSING),
-        ("train.actor_inf_on_missing", config.train.actor_inf_on_missing, ("", *ON_MISSING)),
-        *(
-            (f"train.{field}.on_missing", model.on_missing, ON_MISSING)
-            for field, model in (
-                ("reward_model", config.train.reward_model),
-                *((f"reward_models.{name}", model) for name, model in config.train.reward_models.items()),
-            )
-            if model is not None
-        ),
-        *(
-            choice
-            for name, model in config.train.roles.items()
-            for choice in (
-                (f"train.roles.{name}.kind", model.kind, ("lm", "value", "reward")),
-                (f"train.roles.{name}.optimizer.schedule", model.optimizer.schedule, SCHEDULES),
-            )
-        ),
-        ("generation.dtype", config.generation.dtype, dtypes),
-        ("generation.attention", config.generation.attention, ATTENTIONS),
-        ("generation.interrupt", config.generation.interrupt, INTERRUPT_MODES),
-        ("weights.transport", config.weights.transport, tuple(TRANSPORTS)),
-        ("weights.fetch", config.weights.fetch, ("auto", "on", "off")),
-        ("weights.broadcast_backend", config.weights.broadcast_backend, BROADCAST_BACKENDS),
-        ("runtime.log_level", config.runtime.log_level, ("DEBUG", "INFO", "WARNING", "ERROR")),
-        ("mode", config.mode, tuple(MODES)),
-        ("recover", config.recover, RECOVER),
-        ("cluster", config.cluster, CLUSTERS),
-        ("network.authenticate", config.network.authenticate, AUTHENTICATE),
-        ("plan.enforce", config.plan.enforce, ("on", "off")),
-        ("network.sockets", config.network.sockets, SOCKETS),
-        ("wandb.mode", config.wandb.mode, WANDB_MODES),
-        *((f"eval.modes[{index}]", mode, ("sampled", "greedy")) for index, mode in enumerate(config.eval.modes)),
-    )
-
-
-def _bad_choices(config: ExperimentConfig) -> Iterator[Problem]:
-    for name, value, allowed in _choices(config):
-        if value not in allowed:
-            yield name, value, one_of(value, allowed)
+def _bad_switches(config: ExperimentConfig) -> Iterator[Problem]:
     switches = (
         ("train.tf32", config.train.tf32),
         ("train.gradient_checkpointing", config.train.gradient_checkpointing),
@@ -292,7 +221,7 @@ def _bad_numbers(config: ExperimentConfig) -> Iterator[Problem]:
     if isinstance(chunk, str) and chunk != AUTO:
         yield "rollout.new_tokens_per_chunk", chunk, f"must be a number of tokens, or {AUTO}"
     for path, value, entry in leaf_values(config):
-        remedy = _limits(entry).problem(value) if isinstance(value, int | float) else ""
+        remedy = limits_of(entry).problem(value) if isinstance(value, int | float) else ""
         if remedy:
             yield path, value, remedy
     faults = config.runtime.faults
@@ -345,19 +274,12 @@ def one_of(value: object, allowed: Sequence[str]) -> str:
 
 def ppo_problems(ppo: PPOConfig) -> Iterator[Problem]:
     """Values for which the formulas of asyncrl/algorithms are undefined."""
-    for name, allowed in (
-        ("policy_loss", ("clip", "cispo")),
-        ("importance_level", ("token", "sequence")),
-        ("behav_imp_weight_mode", ("mask", "clamp")),
-        ("baseline", ("none", "group_mean", "leave_one_out")),
-        ("advantage_norm", ("group", "batch", "none")),
-        ("kl_in", ("reward", "loss")),
-        ("kl_estimator", ("k1", "k2", "k3")),
-        ("loss_normalization", ("token", "sequence", "constant")),
-    ):
-        value = getattr(ppo, name)
-        if value not in allowed:
-            yield name, value, one_of(value, allowed)
+    yield from _bad_choices(ppo)
+    yield from _bad_ppo(ppo)
+
+
+def _bad_ppo(ppo: PPOConfig) -> Iterator[Problem]:
+    """Problems of `ppo_problems` besides those of words."""
     if not 0 < ppo.eps_clip <= 1:
         yield "eps_clip", ppo.eps_clip, "must be above 0 and at most 1 (1: no lower bound)"
     for name, least, instead in (
@@ -400,7 +322,7 @@ def ppo_problems(ppo: PPOConfig) -> Iterator[Problem]:
 def _bad_algorithm(config: ExperimentConfig) -> Iterator[Problem]:
     """Problems of the loss, and of the fields that it depends on."""
     ppo = config.train.ppo
-    for name, value, remedy in ppo_problems(ppo):
+    for name, value, remedy in _bad_ppo(ppo):
         yield f"train.ppo.{name}", value, remedy
     name, choice = ("advantage_norm", "group") if ppo.advantage_norm == "group" else ("baseline", ppo.baseline)
     if judges_by_group(ppo) and config.rollout.group_size == 1:

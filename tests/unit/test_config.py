@@ -11,6 +11,7 @@ import pytest
 
 import asyncrl
 from asyncrl.config.fields import ALIASES, find_field
+from asyncrl.config.reference import select
 from asyncrl.config.schema import (
     ConfigError,
     ExperimentConfig,
@@ -780,3 +781,12 @@ def test_every_field_is_read():
     }
     unread = [name for name in names_of_fields(ExperimentConfig, set()) if name.partition(".")[2] not in read]
     assert set(unread) == within
+
+
+def test_messages_and_reference_list_the_words_of_a_field_in_any_section(config_file: Path) -> None:
+    """Also in sections that are absent by default, and in those whose name the user chooses."""
+    for path in ("train.ppo.kl_in", "train.critic.optimizer.schedule", "train.roles.judge.kind", "eval.modes"):
+        (field,) = select(path)
+        written = "[loud]" if field.type.startswith("list") else "loud"
+        with pytest.raises(ConfigError, match=f"one of {', '.join(field.allowed)}"):
+            load_experiment(config_file, [f"{path}={written}"])
