@@ -203,6 +203,8 @@ class Trainer:
         async def url_of(worker: int) -> str:
             raise ChildFailed("this trainer has one rank")
 
+        options = WeightsConfig(transport="broadcast")
+        self.bucket_bytes = options.bucket_bytes
         self.session = session = await self._opened.enter_async_context(open_session(max_connections=0))
         sender = WeightSender(
             ServerClient(session),
@@ -210,7 +212,7 @@ class Trainer:
             name="benchmark",
             host="127.0.0.1",
             device=device,
-            options=WeightsConfig(transport="broadcast"),
+            options=options,
             logger=logging.getLogger("benchmark"),
         )
         return sender, await self._opened.enter_async_context(sender.serving())
@@ -361,7 +363,7 @@ def snapshot_of(model: Path, trainer: Trainer) -> tuple[list[tuple[str, Any]], l
     from asyncrl.weights.update_group import pack
 
     tensors = [(name, tensor.clone()) for name, tensor in load_file(model / "model.safetensors").items()]
-    return tensors, pack(((name, tensor, tensor.dtype) for name, tensor in tensors), trainer.sender.bucket_bytes)
+    return tensors, pack(((name, tensor, tensor.dtype) for name, tensor in tensors), trainer.bucket_bytes)
 
 
 class Receivers:

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+import asyncrl.generation.files
 import asyncrl.generation.http
 import asyncrl.master.buffer
 import asyncrl.master.checkpointing
@@ -312,7 +313,7 @@ def _patches() -> list[tuple[Any, str, Any]]:
         (time, "time", time.time),
         (time, "time_ns", time.time_ns),
         (asyncio, "wait", _wait),
-        (asyncrl.generation.http, "name_of", _name_of),
+        (asyncrl.generation.files, "name_of", _name_of),
         (asyncrl.master.publishing, "name_of", _name_of),
         (asyncrl.master.model_workers, "name_of", _name_of),
         (asyncrl.master.checkpointing, "name_of", _name_of),

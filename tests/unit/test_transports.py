@@ -315,13 +315,14 @@ def test_each_transport_has_a_row_in_each_table() -> None:
 
 
 def test_the_checks_of_a_config_follow_the_traits() -> None:
-    def problems(transport: str, mode: str) -> set[str]:
+    def remedies(transport: str, mode: str) -> str:
         config = ExperimentConfig(mode=mode, weights=WeightsConfig(transport=transport))
-        return {name for name, _, _ in problems_of_fields(config)}
+        return "; ".join(remedy for name, _, remedy in problems_of_fields(config) if name == "weights.transport")
 
-    assert "weights.transport" not in problems("fake", "async")
-    assert "weights.transport" in problems("fake", "rollout_only")
-    assert "weights.transport" in problems("unknown", "async")
+    needs_both = "mode=rollout_only has only one of them; use disk"
+    assert needs_both in remedies("fake", "rollout_only")
+    assert needs_both not in remedies("fake", "async")
+    assert needs_both not in remedies("disk", "rollout_only")
 
 
 def test_no_other_code_compares_the_name_of_a_transport() -> None:
