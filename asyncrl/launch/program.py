@@ -12,13 +12,13 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from yaml import YAMLError, safe_load
 
 from asyncrl.config.engines import traits_of
-from asyncrl.config.loading import merge_into
 from asyncrl.config.modes import mode_of
 from asyncrl.config.nearest import did_you_mean
 from asyncrl.config.processes import (
@@ -55,6 +55,7 @@ from asyncrl.dataflow.placed_models import models_of, place
 from asyncrl.dataflow.topology import Allocation, ModelPlacement, allocation_of
 from asyncrl.dataflow.worker_groups import WorkerGroups, dispensable, worker_groups_of
 from asyncrl.launch.redact import redact
+from asyncrl.protocol.messages import DECODE_ERRORS
 from asyncrl.protocol.names import ACTOR
 from asyncrl.runtime.disk import write_when_there_is_room
 
@@ -77,6 +78,14 @@ CONFIG_CLASSES: Mapping[str, type[ProcessConfig]] = {
     "replayer": ReplayerConfig,
 }
 NO_CHECKPOINTS = CheckpointConfig(every_s=0.0)
+
+
+class _Kind(msgspec.Struct):
+    kind: str
+
+
+class _OfProcess(msgspec.Struct):
+    worker: _Kind
 
 
 @dataclass(frozen=True)
@@ -441,12 +450,8 @@ def save_config(config: ExperimentConfig | ProcessConfig, path: Path, *, redacte
 
 
 def load_process_config(path: Path) -> ProcessConfig:
-    """Load a process's config, written by save_config. `worker.kind` in the file selects its class. Raises ValueError."""
-    raw = OmegaConf.load(path)
-    kind = OmegaConf.select(raw, "worker.kind")
-    if kind not in CONFIG_CLASSES:
-        raise ValueError(f"{path}: worker.kind is {kind!r}, one of {', '.join(CONFIG_CLASSES)} is needed")
-    return _process_config(kind, raw)
+    """Load a process's config, written by save_config. Raises OSError, or ValueError as parse_process_config does."""
+    return parse_process_config(path.read_text())
 
 
 def config_text(config: ProcessConfig) -> str:
@@ -455,21 +460,32 @@ def config_text(config: ProcessConfig) -> str:
 
 
 def parse_process_config(text: str) -> ProcessConfig:
-    """Parse the text from config_text. Raises ValueError if it is not the config of a process."""
+    """Parse the YAML text of a process's config; `worker.kind` in it selects the class. The config is resolved, so nothing is
+    merged or looked up. Raises ValueError if the text is not the config of a process."""
     try:
-        raw = OmegaConf.create(text)
-        kind = OmegaConf.select(raw, "worker.kind")
+        raw = safe_load(text)
+        kind = msgspec.convert(raw, _OfProcess).worker.kind
         if kind not in CONFIG_CLASSES:
             raise ValueError(f"worker.kind is {kind!r}, one of {', '.join(CONFIG_CLASSES)} is needed")
-        return _process_config(kind, raw)
-    except (YAMLError, OmegaConfBaseException) as error:
+        config: ProcessConfig = msgspec.convert(raw, CONFIG_CLASSES[kind])
+    except (YAMLError, *DECODE_ERRORS) as error:
         raise ValueError(f"not a config of a process: {error}") from error
+    if unknown := list(_unknown(raw, asdict(config))):
+        raise ValueError(f"{config.worker.name} has no field {', '.join(unknown)}")
+    return config
 
 
-def _process_config(kind: str, raw: object) -> ProcessConfig:
-    loaded = OmegaConf.to_object(merge_into(CONFIG_CLASSES[kind], raw))
-    assert isinstance(loaded, ProcessConfig)
-    return loaded
+def _unknown(read: Any, known: Any, path: str = "") -> Iterator[str]:
+    """Yield the paths of the keys that were read, and are not in the config that was made of them."""
+    if isinstance(read, dict) and isinstance(known, dict):
+        for key, value in read.items():
+            if key in known:
+                yield from _unknown(value, known[key], f"{path}{key}.")
+            else:
+                yield f"{path}{key}"
+    elif isinstance(read, list):
+        for at, pair in enumerate(zip(read, known, strict=True)):
+            yield from _unknown(*pair, f"{path}{at}.")
 
 
 def _recording() -> list[PlacedMFC]:

@@ -23,7 +23,14 @@ from asyncrl.config.schema import (
 )
 from asyncrl.launch.checks.preflight import preflight
 from asyncrl.launch.experiment import load_experiment
-from asyncrl.launch.program import load_process_config, plan, save_config, total_steps
+from asyncrl.launch.program import (
+    config_text,
+    load_process_config,
+    parse_process_config,
+    plan,
+    save_config,
+    total_steps,
+)
 from asyncrl.runtime.devices import devices_of, visible_devices
 from asyncrl.testing.tiny import make_char_tokenizer
 from tests.support.mfcs import declare
@@ -329,6 +336,20 @@ def test_process_configs_are_read_back_unchanged(config_file, tmp_path):
         file = tmp_path / f"{spec.file_stem}.yaml"
         save_config(spec.config, file)
         assert load_process_config(file) == spec.config
+
+
+def test_a_process_looks_up_nothing_in_its_resolved_config(config_file):
+    """And it refuses fields that its release does not have, at any depth."""
+    (spec,) = (spec for spec in plan(load_experiment(config_file), attempt=1, num_prompts=64) if spec.kind == "master")
+    prompts = replace(spec.config.prompts, system_prompt="${oc.env:HOME}", chat_template_args={"any": [{"depth": 1}]})
+    text = config_text(replace(spec.config, prompts=prompts))
+    assert parse_process_config(text).prompts == prompts
+    for field, names in (
+        ("train.ppo.eps_clap", ("eps_clip:", "eps_clap:")),
+        ("models.0.trained", ("trainable:", "trained:")),
+    ):
+        with pytest.raises(ValueError, match=f"master/0 has no field {field}"):
+            parse_process_config(text.replace(*names, 1))
 
 
 def test_total_steps(config_file):

@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
-from yaml import YAMLError
 
 from asyncrl.cli.commands.common import Commands, add_command, print_json
 from asyncrl.config.processes import RolloutWorkerConfig
@@ -95,7 +93,7 @@ def _load(path: Path) -> ProcessConfig:
         return load_process_config(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    except (ValueError, YAMLError, OmegaConfBaseException) as error:
+    except ValueError as error:
         raise ConfigError(
             f"{path} is not the resolved config of a process: {str(error).splitlines()[0]}; a run has them in "
             "<run>/configs/attempt_N/, and `asyncrl-launch run CONFIG --dry-run` writes them too"

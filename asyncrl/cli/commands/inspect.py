@@ -169,7 +169,7 @@ def surroundings_of(path: Path) -> Surroundings:
 def _config(path: Path) -> ProcessConfig | None:
     try:
         return load_process_config(path) if path.is_file() else None
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException):  # for example of another release
+    except (OSError, ValueError):  # for example of another release
         return None
 
 
