@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import threading
 from collections.abc import Sequence
@@ -125,7 +126,10 @@ def _placed(source: str, text: str) -> str:
 def _merge(layers: list[tuple[str, Any]], wrong: list[Wrong]) -> Any:
     """Merge layers, each with its source, onto the defaults; later ones win. Values that cannot be converted are removed from their
     layers, and added to wrong."""
-    merged: Any = ExperimentConfig
+    try:
+        return merge_into(_defaults(), *(layer for _, layer in layers))
+    except OmegaConfBaseException:
+        merged = _defaults()  # find the layer and the field
     for at, (source, layer) in enumerate(layers):
         while True:
             try:
@@ -143,6 +147,11 @@ def _merge(layers: list[tuple[str, Any]], wrong: list[Wrong]) -> Any:
     return merged
 
 
+@functools.cache
+def _defaults() -> Any:
+    return merge_into(ExperimentConfig)
+
+
 def _remove(entries: dict[Any, Any], field: str) -> object:
     """Remove the field from nested entries. Returns its value, or _NOTHING if it is not there."""
     *sections, name = field.split(".")
@@ -153,7 +162,7 @@ def _remove(entries: dict[Any, Any], field: str) -> object:
     return entries.pop(name, _NOTHING)
 
 
-def merge_into(base: Any, layer: Any) -> Any:
+def merge_into(base: Any, *layers: Any) -> Any:
     """OmegaConf.merge onto a frozen dataclass, or onto a config that this function made from one.
 
     OmegaConf before 2.4 makes each node of a frozen dataclass read-only, including nodes that the merge itself adds, and then
@@ -161,12 +170,12 @@ def merge_into(base: Any, layer: Any) -> Any:
     such a version.
     """
     if _MERGES_INTO_FROZEN:
-        return OmegaConf.merge(base, layer)
+        return OmegaConf.merge(base, *layers)
     with _patching:
         module: Any = dictconfig
         is_frozen = module.is_structured_config_frozen
         module.is_structured_config_frozen = lambda _: False
         try:
-            return OmegaConf.merge(base, layer)
+            return OmegaConf.merge(base, *layers)
         finally:
             module.is_structured_config_frozen = is_frozen
