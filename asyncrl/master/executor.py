@@ -23,7 +23,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from asyncrl.dataflow.graph import TRAIN_MFC, DataflowGraph
 from asyncrl.dataflow.mfc import MFCDef
@@ -52,8 +52,6 @@ from asyncrl.protocol.messages import (
 logger = logging.getLogger(__name__)
 
 
-Part = Literal["whole", "open", "last"]  # as in ExecuteMFC
-
 MOVED_BYTES = "redistribution/bytes"  # statistic of a step: bytes that model workers have sent to each other
 # Statistic of a step: seconds of the moves in the trainer group, at the slowest worker of each
 TRANSFER_S = "time/transfer_s"
@@ -76,14 +74,14 @@ class _Step:
         detached: Collection[int] = (),
         *,
         result: StepResult,
-        part: Part = "whole",
-        batch: Sequence[str] = (),
+        ends_step: bool,
+        batch: Sequence[str],
     ) -> None:
         """recorders: by head, the worker that records the head's trajectories; empty: no recording. detached: workers that are not
-        in the trainer group. result: of the step, to which this part adds. part, batch: as in ExecuteMFC."""
+        in the trainer group. result: of the step, to which this part adds. ends_step, batch: as in ExecuteMFC."""
         self.version = version
         self.on_policy = False  # the first call of actor_train of the step gets on-policy data
-        self.part, self.batch = part, list(batch)
+        self.ends_step, self.batch = ends_step, list(batch)
         # (model, groups) -> the ids of each data rank
         self._parts: dict[tuple[str, frozenset[str]], list[list[str]]] = {}
         self.missing: set[str] = set()  # keys that no worker computes in this step, because a detached group is missing
@@ -336,7 +334,7 @@ class ModelFunctionCall:
         async with self._own_turn():
             body = await self._ready(step, batch, call)
             await self._work(step, call, body)
-            if self.mfc.kind == "train_step" and step.part != "open":
+            if self.mfc.kind == "train_step" and step.ends_step:
                 self._hooks.trained(self.mfc)
             moved = step.move(self.mfc.output_keys, body.ids)  # sent before other calls that read the keys are sent
         call.made.set()
@@ -368,7 +366,7 @@ class ModelFunctionCall:
             version=step.version,
             ids=list(batch.ids),
             parts=step.parts_for(mfc, call.batches),
-            part=step.part,
+            ends_step=step.ends_step,
             batch=step.batch,
             on_policy=on_policy,
             missing=missing,
@@ -639,24 +637,24 @@ class FunctionExecutor:
     async def execute_part(self, tickets: Sequence[str], version: int) -> None:
         """Run the MFCs on a part of the batch of the step from this version (train.streaming). `execute_step` then runs them on the
         rest of the batch."""
-        await self._run(tickets, version, "open")
+        await self._run(tickets, version, ends_step=False)
         self._result.add(NUM_PARTS, 1.0)
         self._buffer.end_part()
 
     async def execute_step(self, tickets: Sequence[str], version: int) -> StepResult:
         """Run the MFCs of the step from this version on a batch. If one fails, the others are cancelled and its error is raised."""
         earlier = set(self._buffer.earlier)
-        if not earlier:
-            await self._run(tickets, version, "whole")
-        else:
-            rest = [ticket for ticket in tickets if ticket not in earlier]
-            await self._run(rest, version, "last", tickets)
+        rest = [ticket for ticket in tickets if ticket not in earlier]
+        await self._run(rest, version, tickets if earlier else ())
+        if earlier:
             self._result.add(NUM_PARTS, 1.0)
         self._buffer.end_batch()
         result, self._result = self._result, StepResult()
         return result
 
-    async def _run(self, tickets: Sequence[str], version: int, part: Part, batch: Sequence[str] = ()) -> None:
+    async def _run(
+        self, tickets: Sequence[str], version: int, batch: Sequence[str] = (), *, ends_step: bool = True
+    ) -> None:
         left_out = self._hooks.left_out(version)
         step = _Step(
             version,
@@ -667,11 +665,11 @@ class FunctionExecutor:
             self._recorders,
             self._detached,
             result=self._result,
-            part=part,
+            ends_step=ends_step,
             batch=batch,
         )
         num_taken = len(self._buffer.earlier) + len(tickets)
-        self._at(version, num_left=max(0, self._hooks.batch_size - num_taken) if part == "open" else 0)
+        self._at(version, num_left=0 if ends_step else max(0, self._hooks.batch_size - num_taken))
         self._buffer.begin_batch(tickets)
         metas = self._buffer.metas(tickets)
         step.on_policy = self._on_policy.begin(version, metas)
@@ -697,16 +695,16 @@ class FunctionExecutor:
                 step.begin(metas, self._buffer.common_keys(tickets))
                 group.create_task(self._function.run(models, Batch(metas, step.read, version=version)))
             step.result.count(models.calls)
-            if part != "open" and TRAIN_MFC not in left_out:
+            if ends_step and TRAIN_MFC not in left_out:
                 self._on_policy.trained()
             await step.moved()
-            if part != "open":
+            if ends_step:
                 await self._refresh(step, version + 1)
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None  # the first one; the others follow from it
         finally:
             step.give_up()
-        if part != "open":
+        if ends_step:
             self._at(version + 1, num_left=self._hooks.batch_size)
 
     async def _refresh(self, step: _Step, version: int) -> None:

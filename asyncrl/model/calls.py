@@ -29,7 +29,7 @@ from asyncrl.model.export import LAST_WORDS_S, SHARED, Exporter
 from asyncrl.model.fetching import DataFetcher, FetchError
 from asyncrl.model.first_step import FirstStep
 from asyncrl.model.group_maker import GroupMaker
-from asyncrl.model.interfaces import Interface, Stats
+from asyncrl.model.interfaces import Interface, Stats, StepTotals
 from asyncrl.model.process_group import ProcessGroup
 from asyncrl.model.profiling import Profiler
 from asyncrl.model.reallocate import reallocate
@@ -112,6 +112,7 @@ class Calls:
         self._mfcs = {mfc.name: MFCDef.of(mfc) for mfc in config.mfcs if mfc.model in {**engines, **without_model}}
         self._interfaces = interfaces
         self._first_states = {mfc: interface.state() for mfc, interface in interfaces.items()}
+        self._totals: dict[str, StepTotals] = {}  # by MFC: of the newest step
         self._first_step = FirstStep(config.mismatch, logger) if config.mismatch is not None else None
         self._profiler = Profiler(self._info)
         self._metas: dict[str, TrajectoryMeta] = (
@@ -231,7 +232,7 @@ class Calls:
             return CallResult(seconds=self._clock.monotonic() - start)
         if made is not None:
             self.store.amend(made.select_keys(mfc.output_keys))
-        records = body.mfc == TRAIN_MFC and body.part != "open" and body.version % self._config.record.every == 0
+        records = body.mfc == TRAIN_MFC and body.ends_step and body.version % self._config.record.every == 0
         if self._recorder is not None and records:
             self._record(self._recorder, body)
         return CallResult(
@@ -252,19 +253,19 @@ class Calls:
         if body.missing:
             interface = interface.without(body.missing)
         first = self._check_first_step(engine, sample, body) if body.on_policy else {}
-        about: Any = {"batch_ids": body.ids, "version": body.version}
-        if body.part == "whole":
-            made, stats = interface.run(engine, sample, **about)
-        else:
-            made, stats = interface.run_part(engine, sample, **about, last=body.part == "last")
-        return made, interface.stats_of_step(stats, **about) | first
+        if body.mfc not in self._totals or self._totals[body.mfc].version != body.version:
+            self._totals[body.mfc] = interface.begin(body.version)
+        step = self._totals[body.mfc]
+        step.ends = body.ends_step
+        made, stats = interface.run(engine, sample, batch_ids=body.ids, step=step)
+        return made, interface.stats_of_step(stats, batch_ids=body.ids, step=step) | first
 
     def _check_first_step(self, engine: TrainEngine, sample: SequenceSample | None, body: ExecuteMFC) -> Stats:
         if self._first_step is None:
             return {}
         has_proximal = {"proximal_logprobs"} <= set(self._mfcs[body.mfc].input_keys) - set(body.missing)
         proximal_at = self._config.train.ppo.temperature if has_proximal else None
-        return self._first_step.check(engine, sample, proximal_at=proximal_at, last=body.part != "open")
+        return self._first_step.check(engine, sample, proximal_at=proximal_at, last=body.ends_step)
 
     def _make_groups(self, body: ExecuteMFC, ids: list[str]) -> CallResult:
         """Make the groups of this worker's replica. All are stored, except those of an evaluation."""

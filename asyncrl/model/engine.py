@@ -295,51 +295,41 @@ class TrainEngine:
         their connection. If the loss or gradient is not finite, all ranks skip the step and count it. If loss_fn.stop_reason
         returns a text on some rank, no rank steps.
         """
-        result = self._backward(sample, loss_fn, temperature)
-        return result | self._stop_or_step(result, loss_fn, lr_step)
+        stats = self.accumulate(sample, loss_fn, temperature=temperature)
+        return self.step(stats, loss_fn, lr_step=lr_step)
 
-    def accumulate(
-        self, sample: SequenceSample | None, loss_fn: LossFn, *, temperature: float, begins: bool
+    def step(
+        self, stats: Mapping[str, float], loss_fn: LossFn, *, lr_step: int, divisor: float = 1.0
     ) -> dict[str, float]:
-        """Add the gradients of one part of a batch to those of the parts before it; begins: this is the first part. Collective.
+        """Divide the accumulated gradients and take one optimizer step, unless loss_fn.stop_reason returns a text. Collective.
 
-        loss_fn returns sums that are not divided. Returns their statistics over all data ranks, on the last stage only.
-        """
-        return self._backward(sample, loss_fn, temperature, begins=begins)
-
-    def step_accumulated(
-        self, stats: Mapping[str, float], loss_fn: LossFn, *, denominator: float, lr_step: int
-    ) -> dict[str, float]:
-        """Divide the accumulated gradients by the denominator of the whole batch, and take one optimizer step. Collective.
-
-        stats: the statistics of all parts, added up. Returns the same statistics as train_step, and stops or skips like it.
+        stats: those of `accumulate`; those of several parts added up. divisor: the denominator of the whole batch, if the sums of
+        its parts are not divided. Returns the statistics of train_step.
         """
         result = dict(stats)
-        if "loss" in result:
-            result["loss"] /= denominator
-        grads = [local_tensor(p.grad) for p in self.named_parameters().values() if p.grad is not None]
-        torch._foreach_div_(grads, denominator)
-        return result | self._stop_or_step(result, loss_fn, lr_step)
+        if divisor != 1.0:
+            if "loss" in result:
+                result["loss"] /= divisor
+            grads = [local_tensor(p.grad) for p in self.named_parameters().values() if p.grad is not None]
+            torch._foreach_div_(grads, divisor)
+        stop = ""
+        if self.is_last_stage and (stop_reason := getattr(loss_fn, "stop_reason", None)):
+            stop = stop_reason(result)
+        return result | self._step(result.get("loss", 0.0), stop, lr_step)
 
     def try_step(self, sample: SequenceSample | None, loss_fn: LossFn, *, temperature: float) -> dict[str, float]:
         """Return the loss statistics and gradient norm that train_step would report, without stepping. Collective."""
-        result = self._backward(sample, loss_fn, temperature)
+        result = self.accumulate(sample, loss_fn, temperature=temperature)
         grad_norm, _, _ = self._gradient(result.get("loss", 0.0), "")
         return result | {"grad_norm": grad_norm}
 
-    def _stop_or_step(self, stats: dict[str, float], loss_fn: LossFn, lr_step: int) -> dict[str, float]:
-        """Step, unless loss_fn.stop_reason returns a text for these statistics."""
-        stop = ""
-        if self.is_last_stage and (stop_reason := getattr(loss_fn, "stop_reason", None)):
-            stop = stop_reason(stats)
-        return self._step(stats.get("loss", 0.0), stop, lr_step)
-
-    def _backward(
-        self, sample: SequenceSample | None, loss_fn: LossFn, temperature: float, *, begins: bool = True
+    def accumulate(
+        self, sample: SequenceSample | None, loss_fn: LossFn, *, temperature: float, begins: bool = True
     ) -> dict[str, float]:
-        """Compute gradients, and add them to those of earlier calls unless `begins`. FSDP sums them over data ranks;
-        `_finish_gradients` must still sum some over tensor ranks and stages. Returns the statistics of all data ranks, on the last
-        stage only."""
+        """Compute the gradients of one part of a batch, and add them to those of earlier parts unless `begins`. Collective.
+
+        FSDP sums gradients over data ranks; `_finish_gradients` must still sum some over tensor ranks and stages. Returns the
+        statistics of loss_fn over all data ranks, on the last stage only."""
         if self.optimizer is None:
             raise RuntimeError("train_step on a frozen model")
         self.onload()

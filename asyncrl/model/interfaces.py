@@ -4,7 +4,7 @@ This file has, in order: the protocols between interfaces and engines, and a ran
 interfaces for logprobs, values, scores and user functions; rewards -> advantages and returns; train steps of the policy and of the
 critic, and their minibatches; `make_interface`, which makes the interface of an MFC.
 
-The model worker calls `run` on its compute thread, on every rank of the MFC's model, with the same batch_ids and version. All ranks
+The model worker calls `run` on its compute thread, on every rank of the MFC's model, with the same batch_ids and step. All ranks
 of a data-parallel replica get the same sample; a rank without groups of the batch gets None and still takes part.
 Interfaces decide (rewards, advantages, minibatches, denominators: asyncrl/algorithms). The engine computes (forward, backward,
 optimizer step, sums over ranks: asyncrl/model/engine.py).
@@ -22,8 +22,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +57,8 @@ from asyncrl.model.supervised import SupervisedTexts
 # `stop_reason(statistics of all ranks) -> str` stops the engine from stepping if it returns a non-empty text.
 LossFn = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Tensor], tuple[Tensor, dict[str, Tensor]]]
 Stats = dict[str, float]
+# Adds supervised texts to a minibatch's groups of this rank, and to its loss
+Mix = Callable[[SequenceSample | None, LossFn], tuple[SequenceSample | None, LossFn]]
 
 # Infinite values of these keys become NaN, so that clipping does not turn them into rewards. The engine then skips the step
 _REWARDS = ("rewards", "model_rewards", "dense_rewards")  # and model_rewards_NAME
@@ -97,20 +100,14 @@ class Engine(Ranks, Protocol):
     def scores(self, sample: SequenceSample | None) -> npt.NDArray[np.float32] | None:
         """Scores from a reward model, one per sequence."""
 
-    def train_step(
-        self, sample: SequenceSample | None, loss_fn: LossFn, *, temperature: float, lr_step: int
-    ) -> dict[str, float]:
-        """Take one optimizer step. Returns statistics over all data ranks; those of loss_fn on the last stage only."""
-
     def accumulate(
         self, sample: SequenceSample | None, loss_fn: LossFn, *, temperature: float, begins: bool
     ) -> dict[str, float]:
-        """Add the gradients of a part of a batch. Returns the statistics of loss_fn."""
+        """Compute gradients, and add them to those of earlier parts of the batch unless `begins`. Returns statistics over all data
+        ranks, on the last stage only."""
 
-    def step_accumulated(
-        self, stats: Mapping[str, float], loss_fn: LossFn, *, denominator: float, lr_step: int
-    ) -> dict[str, float]:
-        """Divide the accumulated gradients and take one optimizer step. Returns the same statistics as train_step."""
+    def step(self, stats: Mapping[str, float], loss_fn: LossFn, *, lr_step: int, divisor: float) -> dict[str, float]:
+        """Divide the accumulated gradients and take one optimizer step. Returns the statistics of loss_fn and of the step."""
 
     def mean_over_ranks(self, value: float | None) -> float:
         """The mean over all ranks of the model that have a value, such as those of the last stage; nan if none has. Collective."""
@@ -126,57 +123,36 @@ class OneRank:
         return np.asarray(values, np.float64)
 
 
-T = TypeVar("T")
-
-
-class OfStep(Generic[T]):
-    """What an interface adds up over its calls in one step: those on the parts of a batch (train.streaming), and those of a user's
-    step function. It is made anew when a call belongs to another step. An interface shares it with its copies (`without`)."""
-
-    def __init__(self, make: Callable[[], T]) -> None:
-        self._make, self._version, self._value = make, -1, make()
-
-    def at(self, version: int) -> T:
-        """That of the step from this version."""
-        if version != self._version:
-            self._version, self._value = version, self._make()
-        return self._value
-
-
 class Interface(ABC):
     """One MFC on one rank."""
 
     def __init__(self, mfc: MFCDef, train: TrainConfig, *, seed: int = 1, tokenizer_path: str = "") -> None:
         """seed: of the experiment. tokenizer_path: folder of the actor's tokenizer."""
         self.mfc, self.train, self.seed, self.tokenizer_path = mfc, train, seed, tokenizer_path
-        self._reported = OfStep(dict[tuple[str, ...], Stats])  # by the ids of the call
+
+    def begin(self, version: int) -> StepTotals:
+        """Begin a train step. version: the number of train steps done before it."""
+        return StepTotals(version, self.state())
 
     @abstractmethod
     def run(
-        self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int
+        self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], step: StepTotals
     ) -> tuple[SequenceSample | None, Stats]:
         """Return new keys for the ids of `sample` (None: no groups here, or nothing to store), and statistics of all ranks.
 
-        `sample` holds the groups of this rank's replica, `batch_ids` the whole batch, both in canonical order. version is the
-        number of train steps done before this one. The head of the replica stores the keys.
+        `sample` holds the groups of this rank's replica. `batch_ids` are those of all ranks: of the whole batch, or of one part of
+        it (train.streaming). Both are in canonical order. The parts come one after another. step: from `begin`; the same object
+        for all calls of a step. The head of the replica stores the keys.
         """
 
-    def run_part(
-        self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int, last: bool
-    ) -> tuple[SequenceSample | None, Stats]:
-        """Like `run`, on one part of a step's batch (train.streaming). The parts come one after another; `batch_ids` are those of
-        the part. The train step comes with the last part."""
-        return self.run(engine, sample, batch_ids=batch_ids, version=version)
-
-    def stats_of_step(self, stats: Stats, *, batch_ids: Sequence[str], version: int) -> Stats:
+    def stats_of_step(self, stats: Stats, *, batch_ids: Sequence[str], step: StepTotals) -> Stats:
         """Return the statistics of all calls of the step so far, given those of the call that has just run (`merge_stats`)."""
-        reported = self._reported.at(version)
-        reported[tuple(batch_ids)] = stats  # a repeated call replaces its first result
-        return merge_stats([(found, len(ids)) for ids, found in reported.items()])
+        step.reported[tuple(batch_ids)] = stats  # a repeated call replaces its first result
+        return merge_stats([(found, len(ids)) for ids, found in step.reported.items()])
 
     def without(self, missing: Collection[str]) -> Interface:
-        """Return this interface for a call for which these input keys do not exist. Both have the same state, and add to the same
-        step. Raises ValueError if the MFC cannot run without them."""
+        """Return this interface for a call for which these input keys do not exist. Both have the same state. Raises ValueError if
+        the MFC cannot run without them."""
         raise ValueError(f"{type(self).__name__} cannot run without the keys {sorted(missing)}")
 
     def state(self) -> Stats:
@@ -430,13 +406,6 @@ class StepStats:
             tokens = num_tokens if isinstance(num_tokens, float | int) else num_tokens.get(name, 0.0)
             self._divisors[name] = self._divisors.get(name, 0.0) + (1.0 if name in self.MEANS else tokens)
 
-    def merge(self, later: StepStats) -> None:
-        """Add the minibatches of a later call in the same step."""
-        self.steps, self.empty = self.steps + later.steps, self.empty + later.empty
-        _add_stats(self._values, later._values)
-        for name, divisor in later._divisors.items():
-            self._divisors[name] = self._divisors.get(name, 0.0) + divisor
-
     def result(self, role: str) -> Stats:
         """Return the statistics by `<role>/<name>`: means over minibatches or tokens, maxima, counts."""
         result = {"optimizer_steps": float(self.steps), "empty_minibatches": float(self.empty)}
@@ -474,7 +443,7 @@ class LogprobsInterface(Interface):
         self.temperature = temperature_of(train)
 
     def run(
-        self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int
+        self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], step: StepTotals
     ) -> tuple[SequenceSample | None, Stats]:
         sample = groups_here(sample, batch_ids)
         logprobs = engine.logprobs(sample, temperature=self.temperature)
@@ -485,7 +454,7 @@ class ValuesInterface(Interface):
     """Values of the batch's states in the critic's own units (see ValueNorm)."""
 
     def run(
-        self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int
+        self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], step: StepTotals
     ) -> tuple[SequenceSample | None, Stats]:
         sample = groups_here(sample, batch_ids)
         return _made(sample, "values", engine.values(sample)), {}
@@ -495,7 +464,7 @@ class ScoresInterface(Interface):
     """Scores of each sequence from a reward model."""
 
     def run(
-        self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int
+        self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], step: StepTotals
     ) -> tuple[SequenceSample | None, Stats]:
         sample = groups_here(sample, batch_ids)
         return _made(sample, self.mfc.output_keys[0], engine.scores(sample)), {}
@@ -528,7 +497,7 @@ class FunctionInterface(Interface):
         self.function = function
 
     def run(
-        self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int
+        self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], step: StepTotals
     ) -> tuple[SequenceSample | None, Stats]:
         here = groups_here(sample, batch_ids)
         result = self.function(engine, here if here is not None else _nothing(self.mfc.input_keys), self.train)
@@ -581,8 +550,6 @@ class AdvantagesInterface(Interface):
         self.keys += self.model_scales
         self.keys += ["values"] if critic is not None or "values" in mfc.input_keys else []
         self.keys += [DENSE_REWARDS] if DENSE_REWARDS in mfc.input_keys else []
-        self._stats = OfStep(BatchStats)
-        self._kl_coef = OfStep(lambda: self.kl.coef)  # with which the step began
         check_input_keys(mfc, self.keys)
         if "values" in self.keys and judges_by_group(train.ppo):
             raise ValueError(
@@ -591,15 +558,14 @@ class AdvantagesInterface(Interface):
             )
 
     def run(
-        self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int
+        self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], step: StepTotals
     ) -> tuple[SequenceSample | None, Stats]:
         sample = groups_here(sample, batch_ids)
-        self.kl.coef = self._kl_coef.at(version)
+        self.kl.coef = step.began_with["kl_coef"]
         local = LocalBatch.make(sample, self.keys)
         made, columns = self.compute(engine, local)
-        of_step = self._stats.at(version)
-        of_step.add(batch_ids, local, columns)
-        total = of_step.totals(engine)
+        step.groups.add(batch_ids, local, columns)
+        total = step.groups.totals(engine)
         stats = batch_stats(total)
         if "kl" in total:
             stats["kl/coef"] = self.kl.coef
@@ -611,7 +577,7 @@ class AdvantagesInterface(Interface):
             returns_T = self.value_norm.normalise(returns_T).masked_fill(~made.states_T, 0.0)
         return self._targets(sample, made, returns_T), stats
 
-    def stats_of_step(self, stats: Stats, *, batch_ids: Sequence[str], version: int) -> Stats:
+    def stats_of_step(self, stats: Stats, *, batch_ids: Sequence[str], step: StepTotals) -> Stats:
         return stats
 
     def _targets(self, sample: SequenceSample | None, made: Advantages, returns_T: Tensor) -> SequenceSample | None:
@@ -697,40 +663,6 @@ def split_passes(batch_ids: Sequence[str], num: int, *, epochs: int, seed: int, 
     ]
 
 
-def train_minibatches(
-    engine: Engine,
-    sample: SequenceSample | None,
-    minibatches: Sequence[Sequence[str]],
-    loss_of: Callable[[float, float], LossFn],
-    *,
-    temperature: float,
-    lr_step: int,
-    texts: SupervisedTexts | None = None,
-) -> StepStats:
-    """Take one optimizer step per minibatch that has tokens to train on. Collective.
-
-    sample: the groups of this rank with the keys that the engine and the loss read. loss_of: makes a minibatch's loss from two
-    counts over all ranks: its tokens in `loss_mask`, and its sequences that have any. texts: those of train.ptx, divided among the
-    minibatches.
-    """
-    steps = StepStats()
-    here = set(sample.ids) if sample is not None else set()
-    counts = _count(engine, sample, minibatches)
-    supervised = texts.parts(lr_step, len(minibatches)) if texts is not None and minibatches else []
-    for number, (ids, (num_tokens, num_sequences)) in enumerate(zip(minibatches, counts, strict=True)):
-        if num_tokens == 0:
-            steps.empty += 1  # no rank has a token to train on (all truncated, with mask_too_long): no step
-            continue
-        mine = [group_id for group_id in ids if group_id in here]
-        part = sample.select_ids(mine) if sample is not None and mine else None
-        loss_fn = loss_of(num_tokens, num_sequences)
-        if texts is not None:
-            ranks = {"replica": engine.replica, "num_replicas": engine.num_replicas}
-            part, loss_fn = texts.mix(supervised[number], part, loss_fn, **ranks)
-        steps.add(engine.train_step(part, loss_fn, temperature=temperature, lr_step=lr_step), num_tokens)
-    return steps
-
-
 def _count(
     engine: Ranks, sample: SequenceSample | None, minibatches: Sequence[Sequence[str]]
 ) -> list[tuple[float, float]]:
@@ -746,52 +678,136 @@ def _count(
     return [(float(tokens), float(sequences)) for tokens, sequences in total]
 
 
-class AccumulatedStep:
-    """One optimizer step whose gradients add up over the parts of a batch (train.streaming).
+class OptimizerStep:
+    """One optimizer step, whose gradients add up over the parts of a batch (train.streaming).
 
-    The gradient is linear in 1 / denominator. So each part adds the gradient of its undivided sum, and the sums are divided once,
-    when the whole batch is known. The result is that of `train_minibatches` with one minibatch, up to the order of additions.
+    The loss of a whole batch is divided before the backward pass. Each of several parts adds the gradient of its undivided sum, and
+    the sums are divided once, when the whole batch is known. The gradient is linear in 1 / denominator, so the results are equal up
+    to rounding.
     """
 
     def __init__(self) -> None:
-        self.num_tokens = 0.0  # over all ranks, of all parts so far: tokens in loss_mask
-        self.num_sequences = 0.0  # ... and sequences that have any
+        self._counts = np.zeros(2)  # over all ranks, of all parts so far: tokens in loss_mask, sequences that have any
         self._stats: Stats = {}  # added up
         self._tokens: Stats = {}  # by statistic: tokens of the parts that report it
-        self._is_empty = True  # no part had a token to train on
+        self._loss_fn: LossFn | None = None  # of the newest part; None: no part had a token to train on
+        self._divisor = 1.0  # by which the sums are still to be divided
         self._is_taken = False
 
     def add(
         self,
         engine: Engine,
         sample: SequenceSample | None,
-        ids: Sequence[str],
-        loss_fn: LossFn,
+        counts: Sequence[float],
+        loss_of: Callable[[float, float], LossFn],
+        mix: Mix | None,
         *,
         temperature: float,
+        is_whole: bool,
     ) -> None:
-        """Add the gradients of the part with these ids. loss_fn: with denominator 1. Collective."""
+        """Add the gradients of a part. counts, over all ranks: its tokens in `loss_mask`, its sequences that have any. mix: adds
+        supervised texts. is_whole: there is no other part. Collective."""
         if self._is_taken:
             raise RuntimeError("the optimizer step has been taken: gradients of a further part would be lost")
-        ((num_tokens, num_sequences),) = _count(engine, sample, [ids])
-        self.num_tokens += num_tokens
-        self.num_sequences += num_sequences
-        if num_tokens == 0:
+        begins = self._loss_fn is None
+        self._counts += counts
+        if not self._counts[0]:  # all truncated, with mask_too_long
             return
-        stats = engine.accumulate(sample, loss_fn, temperature=temperature, begins=self._is_empty)
-        self._is_empty = False
+        self._loss_fn = loss_of(*self._counts.tolist())
+        if not is_whole:
+            assert isinstance(self._loss_fn, (PPOLoss, ValueLoss))
+            self._divisor = self._loss_fn.denominator
+            self._loss_fn = replace(self._loss_fn, denominator=1.0)
+        if not counts[0]:
+            return
+        if mix is not None:
+            sample, self._loss_fn = mix(sample, self._loss_fn)
+        stats = engine.accumulate(sample, self._loss_fn, temperature=temperature, begins=begins)
         _add_stats(self._stats, stats)
-        _add_stats(self._tokens, dict.fromkeys(stats, num_tokens))
+        _add_stats(self._tokens, dict.fromkeys(stats, counts[0]))
 
-    def finish(self, engine: Engine, loss_fn: LossFn, denominator: float, *, lr_step: int) -> StepStats:
-        """Take the step, unless no part had a token to train on. denominator: of the whole batch. Collective."""
-        steps, self._is_taken = StepStats(), True
-        if self._is_empty:
-            steps.empty = 1
+    def take(self, engine: Engine, totals: StepStats, *, lr_step: int) -> None:
+        """Take the step, unless no part had a token to train on, and add its statistics to the totals. Collective."""
+        self._is_taken = True
+        if self._loss_fn is None:
+            totals.empty += 1
+            return
+        stats = engine.step(self._stats, self._loss_fn, lr_step=lr_step, divisor=self._divisor)
+        totals.add(stats, self._tokens)
+
+
+@dataclass
+class StepTotals:
+    """What the calls of one MFC add up in one train step, on one rank: those on the parts of a batch (train.streaming), and those
+    of a user's step function.
+
+    The model worker makes it when the step begins (`Interface.begin`), gives it to each call of the step, and drops it when the
+    next step begins. A call that fails ends the worker, and its totals with it.
+    """
+
+    version: int  # the number of train steps done before this one
+    began_with: Stats  # the interface's state when the step began
+    ends: bool = True  # no further part of the batch follows the one of the current call
+    groups: BatchStats = field(default_factory=BatchStats)
+    optimizer_steps: StepStats = field(default_factory=StepStats)
+    open: OptimizerStep | None = None  # the one to which the parts of the batch add
+    reported: dict[tuple[str, ...], Stats] = field(default_factory=dict)  # by the ids of the call
+
+
+def train_on_part(
+    engine: Engine,
+    sample: SequenceSample | None,
+    minibatches: Sequence[Sequence[str]],
+    loss_of: Callable[[float, float], LossFn],
+    step: StepTotals,
+    *,
+    temperature: float,
+    texts: SupervisedTexts | None = None,
+) -> None:
+    """Train on a batch, or on one part of it: accumulate gradients, and take the optimizer step of each minibatch with the last
+    part. Statistics go to `step`. Collective. A batch of several parts has one minibatch.
+
+    sample: the groups of this rank with the keys that the engine and the loss read. loss_of: makes a minibatch's loss from two
+    counts over all ranks: its tokens in `loss_mask`, and its sequences that have any. texts: those of train.ptx, divided among the
+    minibatches.
+    """
+    is_whole = step.ends and step.open is None
+    if not is_whole:
+        minibatches = minibatches or [[]]  # the last part may have no groups
+    here = set(sample.ids) if sample is not None else set()
+    counts = _count(engine, sample, minibatches)
+    supervised = texts.parts(step.version, len(minibatches)) if texts is not None and minibatches else []
+    for number, ids in enumerate(minibatches):
+        mine = [group_id for group_id in ids if group_id in here]
+        part = sample.select_ids(mine) if sample is not None and mine else None
+        mix: Mix | None = None
+        if texts is not None:
+            mix = partial(texts.mix, supervised[number], replica=engine.replica, num_replicas=engine.num_replicas)
+        optimizer_step = step.open or OptimizerStep()
+        optimizer_step.add(engine, part, counts[number], loss_of, mix, temperature=temperature, is_whole=is_whole)
+        if step.ends:
+            optimizer_step.take(engine, step.optimizer_steps, lr_step=step.version)
         else:
-            stats = engine.step_accumulated(self._stats, loss_fn, denominator=denominator, lr_step=lr_step)
-            steps.add(stats, self._tokens)
-        return steps
+            step.open = optimizer_step
+
+
+def train_minibatches(
+    engine: Engine,
+    sample: SequenceSample | None,
+    minibatches: Sequence[Sequence[str]],
+    loss_of: Callable[[float, float], LossFn],
+    *,
+    temperature: float,
+    lr_step: int,
+) -> StepStats:
+    """Take one optimizer step per minibatch that has tokens to train on. Collective.
+
+    sample: the groups of this rank with the keys that the engine and the loss read. loss_of: makes a minibatch's loss from two
+    counts over all ranks: its tokens in `loss_mask`, and its sequences that have any.
+    """
+    step = StepTotals(lr_step, {})
+    train_on_part(engine, sample, minibatches, loss_of, step, temperature=temperature)
+    return step.optimizer_steps
 
 
 class PPOActorInterface(Interface):
@@ -814,49 +830,35 @@ class PPOActorInterface(Interface):
         )
         self.keys = ["packed_input_ids", "trained_mask"]  # the loss reads it as loss_mask
         self.keys += [key for key in loss_keys(train.ppo) if key != "loss_mask"]
-        self._accumulated, self._steps = OfStep(AccumulatedStep), OfStep(StepStats)
-        self._entropy_state = OfStep(self.state)  # with which the step began
         check_input_keys(mfc, self.keys)
         keys = ["loss_mask" if key == "trained_mask" else key for key in self.keys]
         self.texts = SupervisedTexts(train.ptx, tokenizer_path, seed=seed, keys=keys) if train.ptx is not None else None
 
     def run(
-        self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int
+        self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], step: StepTotals
     ) -> tuple[SequenceSample | None, Stats]:
         sample = groups_here(sample, batch_ids)
         if sample is not None:
             sample = sample.select_keys(self.keys).remap_keys({"trained_mask": "loss_mask"})
 
-        ppo = self._ppo_of_step(version)
+        self.restore(step.began_with)
+        ppo = self.ppo if self.entropy is None else replace(self.ppo, entropy_coef=self.entropy.coef)
 
         def loss_of(num_tokens: float, num_sequences: float) -> PPOLoss:
             return PPOLoss(ppo, loss_denominator(ppo, num_tokens, num_sequences))
 
-        minibatches = split_passes(batch_ids, ppo.minibatches, epochs=ppo.epochs, seed=self.seed, version=version)
-        steps = train_minibatches(
-            engine, sample, minibatches, loss_of, temperature=self.temperature, lr_step=version, texts=self.texts
-        )
-        return None, self._adapted(engine, steps, version)
+        minibatches = split_passes(batch_ids, ppo.minibatches, epochs=ppo.epochs, seed=self.seed, version=step.version)
+        train_on_part(engine, sample, minibatches, loss_of, step, temperature=self.temperature, texts=self.texts)
+        if not step.ends:
+            return None, {}
+        stats = step.optimizer_steps.result("actor")
+        if self.entropy is not None:
+            stats["actor/entropy_coef"] = self.entropy.coef
+            self.entropy.update(engine.mean_over_ranks(stats.get("actor/entropy")))
+        return None, stats
 
-    def stats_of_step(self, stats: Stats, *, batch_ids: Sequence[str], version: int) -> Stats:
+    def stats_of_step(self, stats: Stats, *, batch_ids: Sequence[str], step: StepTotals) -> Stats:
         return stats
-
-    def _ppo_of_step(self, version: int) -> PPOConfig:
-        """The settings of this step: train.ppo, with the entropy coefficient with which the step began."""
-        self.restore(self._entropy_state.at(version))
-        return self.ppo if self.entropy is None else replace(self.ppo, entropy_coef=self.entropy.coef)
-
-    def _adapted(self, engine: Engine, steps: StepStats, version: int) -> Stats:
-        """Return the statistics of all calls of the step, with the entropy coefficient of the step, and adapt the coefficient to
-        them. Collective."""
-        of_step = self._steps.at(version)
-        of_step.merge(steps)
-        stats = of_step.result("actor")
-        if self.entropy is None:
-            return stats
-        coef = self.entropy.coef
-        self.entropy.update(engine.mean_over_ranks(stats.get("actor/entropy")))
-        return stats | {"actor/entropy_coef": coef}
 
     def state(self) -> Stats:
         return self.entropy.state() if self.entropy is not None else {}
@@ -864,19 +866,6 @@ class PPOActorInterface(Interface):
     def restore(self, state: Mapping[str, float]) -> None:
         if self.entropy is not None and state:  # empty if the run has had no entropy_target so far
             self.entropy.restore(state)
-
-    def run_part(
-        self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int, last: bool
-    ) -> tuple[SequenceSample | None, Stats]:
-        sample = groups_here(sample, batch_ids)
-        if sample is not None:
-            sample = sample.select_keys(self.keys).remap_keys({"trained_mask": "loss_mask"})
-        loss_fn, step = PPOLoss(self._ppo_of_step(version), 1.0), self._accumulated.at(version)
-        step.add(engine, sample, batch_ids, loss_fn, temperature=self.temperature)
-        if not last:
-            return None, {}
-        denominator = loss_denominator(self.ppo, step.num_tokens, step.num_sequences)
-        return None, self._adapted(engine, step.finish(engine, loss_fn, denominator, lr_step=version), version)
 
     def without(self, missing: Collection[str]) -> Interface:
         """Without the reference's logprobs the loss has no KL term."""
@@ -920,11 +909,10 @@ class PPOCriticInterface(Interface):
             raise ValueError(f"MFC {mfc.name!r} trains a critic, but train.critic is null")
         self.critic = train.critic
         self.epochs = train.ppo.epochs
-        self._accumulated, self._steps = OfStep(AccumulatedStep), OfStep(StepStats)
         check_input_keys(mfc, self.KEYS)
 
     def run(
-        self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int
+        self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], step: StepTotals
     ) -> tuple[SequenceSample | None, Stats]:
         sample = groups_here(sample, batch_ids)
         if sample is not None:
@@ -934,27 +922,12 @@ class PPOCriticInterface(Interface):
             return ValueLoss(self.critic.eps_clip, num_tokens)
 
         num, epochs = self.critic.minibatches, self.epochs
-        minibatches = split_passes(batch_ids, num, epochs=epochs, seed=self.seed, version=version)
-        self._steps.at(version).merge(
-            train_minibatches(engine, sample, minibatches, loss_of, temperature=1.0, lr_step=version)
-        )
-        return None, self._steps.at(version).result("critic")
+        minibatches = split_passes(batch_ids, num, epochs=epochs, seed=self.seed, version=step.version)
+        train_on_part(engine, sample, minibatches, loss_of, step, temperature=1.0)
+        return None, step.optimizer_steps.result("critic") if step.ends else {}
 
-    def stats_of_step(self, stats: Stats, *, batch_ids: Sequence[str], version: int) -> Stats:
+    def stats_of_step(self, stats: Stats, *, batch_ids: Sequence[str], step: StepTotals) -> Stats:
         return stats
-
-    def run_part(
-        self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int, last: bool
-    ) -> tuple[SequenceSample | None, Stats]:
-        sample = groups_here(sample, batch_ids)
-        if sample is not None:
-            sample = sample.select_keys(self.KEYS).remap_keys({"value_mask": "loss_mask"})
-        loss_fn, step = ValueLoss(self.critic.eps_clip, 1.0), self._accumulated.at(version)
-        step.add(engine, sample, batch_ids, loss_fn, temperature=1.0)
-        if not last:
-            return None, {}
-        self._steps.at(version).merge(step.finish(engine, loss_fn, step.num_tokens, lr_step=version))
-        return None, self._steps.at(version).result("critic")
 
 
 def make_interface(mfc: MFCDef, train: TrainConfig, *, seed: int = 1, tokenizer_path: str = "") -> Interface:

@@ -38,7 +38,7 @@ from asyncrl.model import kernels
 from asyncrl.model.attention import NAME as ATTENTION
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.flops import ModelFlops
-from asyncrl.model.interfaces import Interface, LossFn, make_interface
+from asyncrl.model.interfaces import Interface, OptimizerStep, make_interface
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.sharding import AUTO_CLASSES, Read, Skeleton, WeightSource, load_config, local_tensor
 from asyncrl.plan.batches import Load
@@ -193,7 +193,8 @@ class PlannedEngine(TrainEngine):
 
     def __init__(self, world: FakeWorld, model: ModelConfig, train: TrainConfig, mesh: ModelMesh | None) -> None:
         self.world = world
-        self.train_steps: list[Cost] = []  # of each train step
+        self.train_steps: list[Cost] = []  # of each optimizer step
+        self._before_step = Cost()
         with world.tracker:
             super().__init__(model, train, mesh=mesh, weights=world.weights())
         tracker, parameters = world.tracker, list(self.named_parameters().values())
@@ -218,22 +219,16 @@ class PlannedEngine(TrainEngine):
         with self.world.computing():
             return super()._infer(*args, **kwargs)
 
-    def train_step(
-        self, sample: SequenceSample | None, loss_fn: LossFn, *, temperature: float, lr_step: int
-    ) -> dict[str, float]:
-        before = plus(Cost(), self.world.tracker.cost)
-        with self.world.computing():
-            result = super().train_step(sample, loss_fn, temperature=temperature, lr_step=lr_step)
-        self.train_steps.append(plus(self.world.tracker.cost, before, -1))
-        return result
-
     def accumulate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        self._before_step = plus(Cost(), self.world.tracker.cost)
         with self.world.computing():
             return super().accumulate(*args, **kwargs)
 
-    def step_accumulated(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+    def step(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         with self.world.computing():
-            return super().step_accumulated(*args, **kwargs)
+            result = super().step(*args, **kwargs)
+        self.train_steps.append(plus(self.world.tracker.cost, self._before_step, -1))
+        return result
 
     def all_reduce_sum(self, values: npt.NDArray[Any] | Sequence[float]) -> npt.NDArray[np.float64]:
         with self.world.tracker:
@@ -326,10 +321,10 @@ class _PlannedMFC:
         gc.collect()
         tracker.memory.restart()
         before = plus(Cost(), tracker.cost)
+        step = interface.begin(0)
         if self._train.streaming and self._trains:
-            interface.run_part(engine, sample, batch_ids=sample.ids, version=0, last=True)
-        else:
-            interface.run(engine, sample, batch_ids=sample.ids, version=0)
+            step.open = OptimizerStep()  # the gradients of several parts are divided after the last one
+        interface.run(engine, sample, batch_ids=sample.ids, step=step)
         total = plus(tracker.cost, before, -1)
         if not engine.train_steps:
             self._runs.append((total, Cost(), tracker.memory.moments))

@@ -567,8 +567,8 @@ class ExecuteMFC(Struct, frozen=True, kw_only=True, tag=True):
     mfc: str
     version: int
     ids: list[str]
-    part: Literal["whole", "open", "last"] = "whole"  # open: further parts of the batch follow; last: none does
-    batch: list[str] = []  # with the last part: the ids of all parts, in canonical order
+    ends_step: bool = True  # no further part of the batch follows
+    batch: list[str] = []  # with the last of several parts: the ids of all parts, in canonical order
     parts: list[
         list[str]
     ] = []  # the ids of each data-parallel rank, in canonical order; all workers of a rank hold the input keys

@@ -57,14 +57,14 @@ def reply(engine, sample, train):
 class Train(Interface):
     """REINFORCE: the replies that won become more likely."""
 
-    def run(self, engine, sample, *, batch_ids, version):
+    def run(self, engine, sample, *, batch_ids, step):
         if sample is not None:
             sample = sample.remap_keys({"game": "packed_input_ids", "game_mask": "loss_mask"})
 
         def loss_of(num, _):
             return lambda outputs, data, _: (-(data["game_won"] * outputs["logprobs"]).sum() / num, {})
 
-        steps = train_minibatches(engine, sample, [batch_ids], loss_of, temperature=1.0, lr_step=version)
+        steps = train_minibatches(engine, sample, [batch_ids], loss_of, temperature=1.0, lr_step=step.version)
         return None, steps.result("opponent")
 
 

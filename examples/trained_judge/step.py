@@ -34,7 +34,7 @@ def score(engine, sample, train):
 class Train(Interface):
     """Cross-entropy of the judge's probabilities with the true outcomes."""
 
-    def run(self, engine, sample, *, batch_ids, version):
+    def run(self, engine, sample, *, batch_ids, step):
         def loss_of(_, num_responses):
             def loss(outputs, data, cu_seqlens):
                 logits = outputs["values"][cu_seqlens[1:] - 1]
@@ -42,7 +42,7 @@ class Train(Interface):
 
             return loss
 
-        steps = train_minibatches(engine, sample, [batch_ids], loss_of, temperature=1.0, lr_step=version)
+        steps = train_minibatches(engine, sample, [batch_ids], loss_of, temperature=1.0, lr_step=step.version)
         return None, steps.result("judge")
 
 

@@ -101,7 +101,9 @@ def run_step(
     for name in graph.order:
         mfc = graph.mfcs[name]
         reads = batch.select_keys(mfc.input_keys)
-        made, mfc_stats = interfaces[name].run(engines[mfc.role], reads, batch_ids=batch.ids, version=version)
+        made, mfc_stats = interfaces[name].run(
+            engines[mfc.role], reads, batch_ids=batch.ids, step=interfaces[name].begin(version)
+        )
         stats |= mfc_stats
         batch = batch.update(made) if made is not None else batch
     return batch, stats
@@ -121,7 +123,9 @@ def test_a_critic_learns_what_is_to_come(tiny: Path) -> None:
         batch = make_batch(version, num_groups=16)
         for name in interfaces:
             mfc = graph.mfcs[name]
-            made, stats = interfaces[name].run(engines[mfc.role], batch, batch_ids=batch.ids, version=version)
+            made, stats = interfaces[name].run(
+                engines[mfc.role], batch, batch_ids=batch.ids, step=interfaces[name].begin(version)
+            )
             batch = batch.update(made) if made is not None else batch
             explained += [stats[key] for key in ("critic/explained_variance",) if key in stats]
     assert explained[0] == pytest.approx(0.0, abs=1e-6)  # its output layer begins with zeros
@@ -202,7 +206,9 @@ def run_in_layout(
         for name in graph.order:
             mfc = graph.mfcs[name]
             reads = sample.select_keys(mfc.input_keys) if sample is not None else None
-            made, mfc_stats = interfaces[name].run(engines[mfc.role], reads, batch_ids=batch.ids, version=version)
+            made, mfc_stats = interfaces[name].run(
+                engines[mfc.role], reads, batch_ids=batch.ids, step=interfaces[name].begin(version)
+            )
             stats |= mfc_stats
             given: list[SequenceSample | None] = [None] * parsed.size  # a data manager would move these
             dist.all_gather_object(given, made, group=mesh.group_that_sums(NORMS))

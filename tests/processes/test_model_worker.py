@@ -480,7 +480,9 @@ def in_one_process(model_path, train: TrainConfig, batches: list[list[str]]) -> 
             if name == "actor_train" and version < train.num_critic_only_steps:
                 continue
             part = sample.select_keys(graph.mfcs[name].input_keys)
-            made, _ = interfaces[name].run(engines[graph.mfcs[name].role], part, batch_ids=ids, version=version)
+            made, _ = interfaces[name].run(
+                engines[graph.mfcs[name].role], part, batch_ids=ids, step=interfaces[name].begin(version)
+            )
             sample = sample.update(made) if made is not None else sample
     return {role: take_share(engines[role]) for role in graph.trained_roles}
 

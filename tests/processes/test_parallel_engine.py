@@ -206,7 +206,7 @@ def run_in_parts(rank: int, grid: str, cell: Cell) -> Outcome:
                 total[name] = (
                     max(total.get(name, 0.0), value) if name.endswith("_max") else total.get(name, 0.0) + value
                 )
-        steps.append(engine.step_accumulated(total, loss, denominator=denominator, lr_step=step))
+        steps.append(engine.step(total, loss, lr_step=step, divisor=denominator))
     mesh = engine.mesh
     at = (0, 0, 0) if mesh is None else (mesh.parts[LAYERS], mesh.parts[SAMPLES], mesh.parts[MATRICES])
     ids = part.ids if part is not None else []

@@ -150,7 +150,7 @@ def expected(paths: dict[str, Path], train: TrainConfig) -> dict[tuple[str, bool
             mfc = graph.mfcs[name]
             interface = make_interface(mfc, train, seed=1, tokenizer_path=str(paths["ref"]))
             part = sample.select_keys(mfc.input_keys)
-            made, of_mfc = interface.run(engines[mfc.role], part, batch_ids=list(groups), version=0)
+            made, of_mfc = interface.run(engines[mfc.role], part, batch_ids=list(groups), step=interface.begin(0))
             sample = sample.update(made) if made is not None else sample
             stats |= of_mfc
         weights = {role: take_share(engines[role]) for role in ("actor", "critic")}

@@ -163,8 +163,10 @@ def _share_of_nothing(real: Any) -> Any:
 
 
 def _last_part_is_whole(real: Any) -> Any:
-    async def run(self: FunctionExecutor, tickets: Any, version: int, part: Any, batch: Any = ()) -> None:
-        await real(self, tickets, version, "whole" if part == "last" else part)
+    async def run(
+        self: FunctionExecutor, tickets: Any, version: int, batch: Any = (), *, ends_step: bool = True
+    ) -> None:
+        await real(self, tickets, version, ends_step=ends_step)
 
     return run
 

@@ -418,13 +418,11 @@ class SimModelWorker(Worker):
 
         process, is_first = here(), self.info.index == self._first.workers[0]
         about: dict[str, Any] = {"attempt": self.info.attempt, "version": body.version}
-        if body.part != "whole" and is_first:
-            process.world.note(process, "part", **about, tickets=list(body.ids), last=body.part == "last")
-        if body.part == "open":
+        if (body.batch or not body.ends_step) and is_first:
+            process.world.note(process, "part", **about, tickets=list(body.ids), last=body.ends_step)
+        if not body.ends_step:
             self._earlier += body.ids
             return
-        if body.part == "whole":  # the gradients of earlier calls are cleared
-            self._earlier = []
         batch, self._earlier = [*self._earlier, *body.ids], []
         for ticket in batch:
             name = TicketId.parse(ticket)

@@ -168,7 +168,7 @@ class PacedTrainer(Worker):
         if missing := [ticket for ticket in body.ids if ticket not in receiver.store]:
             raise RuntimeError(f"MFC {mfc.name!r}: this head does not have {missing[:5]}; master and head disagree")
         if mfc.kind == "train_step":
-            share = 1.0 if body.part == "whole" else len(body.ids) / self._config.train.batch_size
+            share = 1.0 if body.ends_step and not body.batch else len(body.ids) / self._config.train.batch_size
             await asyncio.sleep(self._step_s * share)
         return CallResult(ids=list(body.ids), keys=list(mfc.output_keys), seconds=self.system.clock.monotonic() - start)
 

@@ -155,7 +155,7 @@ def measure(rank: int, encoded: bytes, rounds: int) -> dict[str, tuple[int, dict
                 groups = [load.lengths * load.micro_batches] * load.minibatches
                 sample = sample_of(groups, mfc.input_keys)
                 with record_function(f"{_SPAN}{number}:{mfc.name}"), _Payloads() as payloads:
-                    interface.run(engine, sample, batch_ids=sample.ids, version=0)
+                    interface.run(engine, sample, batch_ids=sample.ids, step=interface.begin(0))
                 traffic[mfc.name] = payloads.collectives
     peaks = _peaks(profiled.profiler.kineto_results.events(), at_start)
     return {

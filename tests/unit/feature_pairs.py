@@ -220,13 +220,13 @@ def _imitate() -> Any:
     class Imitate(Interface):
         """Another model learns the responses."""
 
-        def run(self, engine: Any, sample: Any, *, batch_ids: Any, version: int) -> Any:
+        def run(self, engine: Any, sample: Any, *, batch_ids: Any, step: Any) -> Any:
             sample = sample.select_keys(["packed_input_ids", "loss_mask"]) if sample is not None else None
 
             def loss_of(num: float, _: float) -> Any:
                 return lambda outputs, data, _: (-(data["loss_mask"] * outputs["logprobs"]).sum() / num, {})
 
-            steps = train_minibatches(engine, sample, [batch_ids], loss_of, temperature=1.0, lr_step=version)
+            steps = train_minibatches(engine, sample, [batch_ids], loss_of, temperature=1.0, lr_step=step.version)
             return None, steps.result("judge")
 
     return mfc(role="judge", kind="train_step", input_keys=["packed_input_ids", "loss_mask"])(Imitate)
@@ -361,7 +361,7 @@ class EngineWorld(WorldOfGroups):
         cpu = {model.name: CpuRanks(model.name, None) for model in models if model.kind == "none"}
         first = {name: interface.state() for name, interface in self.interfaces.items()}
         self.calls_of = SimpleNamespace(
-            engines=self.engines, _without_model=cpu, _interfaces=self.interfaces, _first_states=first
+            engines=self.engines, _without_model=cpu, _interfaces=self.interfaces, _first_states=first, _totals={}
         )
         self.calls_of._check_first_step = lambda *_: {}  # it changes no weights
         self.lost, self.errors = False, list[Exception]()

@@ -355,10 +355,10 @@ async def test_a_batch_in_parts(last):
             ]
         result = await master.step(batch)
         calls = [body for me, body in world.calls(ExecuteMFC) if body.mfc == "actor_train" and me == 0]
-        assert [(body.part, body.ids, body.batch) for body in calls] == [
-            ("open", ["t1"], []),
-            ("open", ["t0", "t2", "t3"], []),
-            ("last", last, batch),
+        assert [(body.ends_step, body.ids, body.batch) for body in calls] == [
+            (False, ["t1"], []),
+            (False, ["t0", "t2", "t3"], []),
+            (True, last, batch),
         ]
         ran = [(body.mfc, ticket) for me, body in world.calls(ExecuteMFC) if me in (0, 2, 3) for ticket in body.ids]
         assert sorted(ran) == sorted((mfc, ticket) for mfc in ppo_graph().mfcs for ticket in batch)
@@ -369,7 +369,8 @@ async def test_a_batch_in_parts(last):
         assert (len(master.tracker), len(master.buffer), master.buffer.earlier) == (0, 0, ())
         master.store("u", 10, 0, 5)
         assert "streaming/parts" not in (await master.step(["u"], 1)).stats
-        assert world.calls(ExecuteMFC)[-1][1].part == "whole"
+        assert world.calls(ExecuteMFC)[-1][1].ends_step
+        assert world.calls(ExecuteMFC)[-1][1].batch == []
 
 
 def test_groups_that_are_enough_for_a_part():

@@ -26,7 +26,14 @@ from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.mfc import mfc as declare_mfc
 from asyncrl.dataflow.statistics import merge_stats
-from asyncrl.model.interfaces import AdvantagesInterface, Interface, LossFn, make_interface, split_minibatches
+from asyncrl.model.interfaces import (
+    AdvantagesInterface,
+    Interface,
+    LossFn,
+    StepTotals,
+    make_interface,
+    split_minibatches,
+)
 
 VOCABULARY = 11
 torch.set_num_threads(1)
@@ -93,12 +100,6 @@ class FakeEngine:
         values = [value for value in self._all("mean_over_ranks", value) if value is not None]
         return sum(values) / len(values) if values else math.nan
 
-    def train_step(
-        self, sample: SequenceSample | None, loss_fn: LossFn, *, temperature: float, lr_step: int
-    ) -> dict[str, float]:
-        grad, stats = self._gradient(f"train_step {lr_step}", sample, loss_fn, temperature)
-        return self._step(grad, stats, loss_fn)
-
     def accumulate(
         self, sample: SequenceSample | None, loss_fn: LossFn, *, temperature: float, begins: bool
     ) -> dict[str, float]:
@@ -106,12 +107,20 @@ class FakeEngine:
         self.accumulated = grad if begins else self.accumulated + grad
         return stats if self.is_head else {}
 
-    def step_accumulated(
-        self, stats: Mapping[str, float], loss_fn: LossFn, *, denominator: float, lr_step: int
-    ) -> dict[str, float]:
-        self._all(f"step_accumulated {lr_step}", None)
-        total = {name: value / denominator if name == "loss" else value for name, value in stats.items()}
-        return self._step(self.accumulated / denominator, total, loss_fn)
+    def step(self, stats: Mapping[str, float], loss_fn: LossFn, *, lr_step: int, divisor: float) -> dict[str, float]:
+        total = {name: value / divisor if name == "loss" else value for name, value in stats.items()}
+        stop_reason = getattr(loss_fn, "stop_reason", lambda stats: "")
+        stopped = any(self._all(f"step {lr_step}", self.is_head and bool(stop_reason(total))))
+        grad = self.accumulated / divisor
+        with torch.no_grad():
+            self.table -= 0.0 if stopped else 0.5 * grad
+        engine_stats = {
+            "grad_norm": float(grad.norm()),
+            "lr": 0.5,
+            "skipped_steps": 0.0,
+            "stopped_steps": float(stopped),
+        }
+        return total | engine_stats if self.is_head else {}
 
     def _gradient(
         self, what: str, sample: SequenceSample | None, loss_fn: LossFn, temperature: float
@@ -135,19 +144,6 @@ class FakeEngine:
             total += rank_grad
             _add(total_stats, rank_stats)
         return total, total_stats
-
-    def _step(self, total: torch.Tensor, total_stats: dict[str, float], loss_fn: LossFn) -> dict[str, float]:
-        stop_reason = getattr(loss_fn, "stop_reason", lambda stats: "")
-        stopped = bool(stop_reason(total_stats))
-        with torch.no_grad():
-            self.table -= 0.0 if stopped else 0.5 * total
-        engine_stats = {
-            "grad_norm": float(total.norm()),
-            "lr": 0.5,
-            "skipped_steps": 0.0,
-            "stopped_steps": float(stopped),
-        }
-        return total_stats | engine_stats if self.is_head else {}
 
 
 def _add(total: dict[str, float], stats: Mapping[str, float]) -> None:
@@ -235,7 +231,9 @@ def run_mfcs(
     """Run all MFCs on one rank. Return the rank's sample afterwards, and the statistics of the step."""
     graph, stats = build_dataflow(train), {}
     for name, interface in mfcs.items():
-        made, mfc_stats = interface.run(engines[graph.mfcs[name].role], sample, batch_ids=batch_ids, version=version)
+        made, mfc_stats = interface.run(
+            engines[graph.mfcs[name].role], sample, batch_ids=batch_ids, step=interface.begin(version)
+        )
         stats |= mfc_stats
         outputs = graph.mfcs[name].output_keys
         assert (made is None) == (sample is None or not outputs)
@@ -383,7 +381,7 @@ def test_ranks_before_the_last_stage_take_part_and_return_no_outputs() -> None:
     assert whole is not None
     for name, interface in interfaces(train).items():
         engine = first[graph.mfcs[name].role]
-        made, stats = interface.run(engine, whole, batch_ids=batch.ids, version=0)
+        made, stats = interface.run(engine, whole, batch_ids=batch.ids, step=interface.begin(0))
         if name.endswith("_inf"):
             assert made is None
         if name.endswith("_train"):
@@ -406,7 +404,9 @@ def test_all_stages_of_a_pipeline_have_the_same_entropy_coefficient() -> None:
     def run_rank(rank: int) -> list[Mapping[str, float]]:
         interface, states = interfaces(train)["actor_train"], []
         for version in range(2):
-            interface.run(ranks[rank]["actor"], whole if rank else None, batch_ids=batch.ids, version=version)
+            interface.run(
+                ranks[rank]["actor"], whole if rank else None, batch_ids=batch.ids, step=interface.begin(version)
+            )
             states.append(interface.state())
         return states
 
@@ -567,18 +567,21 @@ def test_a_teacher_adds_its_logprob_less_the_policys_to_the_advantage_of_each_to
     train = train_config(minibatches=1, teacher=TeacherConfig(coef=0.5))
     teacher = np.array([9, -0.1, -4, 9, -3.5] * 2, np.float32)
     batch = tiny_batch().update(tiny_batch().derive({"packed_teacher_logprobs": teacher}))
-    made, stats = interfaces(train)["advantages"].run(FakeEngine(), batch, batch_ids=batch.ids, version=0)
+    advantages = interfaces(train)["advantages"]
+    made, stats = advantages.run(FakeEngine(), batch, batch_ids=batch.ids, step=advantages.begin(0))
     assert made is not None
     expected = [0, 1.5, 0, 0, -1.25, 0, 0.5, -1, 0, -0.25]
     assert made.data["advantages"].tolist() == pytest.approx(expected, abs=1e-5)
     assert stats["distillation/token_mean"] == pytest.approx(1.5 / 3)
     assert stats["advantages/max"] == pytest.approx(1.5, abs=1e-5)
     naive = train_config(minibatches=1, teacher=TeacherConfig(coef=0.5), use_decoupled_loss=False)
-    made, stats = interfaces(naive)["advantages"].run(FakeEngine(), batch, batch_ids=batch.ids, version=0)
+    advantages = interfaces(naive)["advantages"]
+    made, stats = advantages.run(FakeEngine(), batch, batch_ids=batch.ids, step=advantages.begin(0))
     assert made is not None
     assert made.data["advantages"][1] == pytest.approx(1.45, abs=1e-5)  # the sampling policy's logprob is -1
     masked = train_config(minibatches=1, teacher=TeacherConfig(coef=0.5), mask_too_long=True)
-    made, stats = interfaces(masked)["advantages"].run(FakeEngine(), batch, batch_ids=batch.ids, version=0)
+    advantages = interfaces(masked)["advantages"]
+    made, stats = advantages.run(FakeEngine(), batch, batch_ids=batch.ids, step=advantages.begin(0))
     assert made is not None
     assert made.data["advantages"][4] == 0  # truncated, so not trained
     assert stats["distillation/token_mean"] == pytest.approx(0.5)
@@ -607,14 +610,14 @@ def test_the_adaptive_kl_coefficient_changes_once_per_step_and_is_restored() -> 
     interface = interfaces(train)["advantages"]
     assert isinstance(interface, AdvantagesInterface)
     assert isinstance(interface.kl, AdaptiveKLController)
-    _, stats = interface.run(FakeEngine(), tiny_batch(), batch_ids=("a", "b"), version=0)
+    _, stats = interface.run(FakeEngine(), tiny_batch(), batch_ids=("a", "b"), step=interface.begin(0))
     assert stats["kl/coef"] == 0.1
     after = interface.state()
-    _, stats = interface.run(FakeEngine(), tiny_batch(), batch_ids=("a", "b"), version=1)
+    _, stats = interface.run(FakeEngine(), tiny_batch(), batch_ids=("a", "b"), step=interface.begin(1))
     assert stats["kl/coef"] == pytest.approx(0.1 * (1 - 0.2 * 4 / 40))
     again = interfaces(train)["advantages"]
     again.restore(after)
-    assert again.run(FakeEngine(), tiny_batch(), batch_ids=("a", "b"), version=1)[1] == stats
+    assert again.run(FakeEngine(), tiny_batch(), batch_ids=("a", "b"), step=again.begin(1))[1] == stats
 
 
 def test_a_dense_reward_counts_at_its_token_and_earlier() -> None:
@@ -622,7 +625,7 @@ def test_a_dense_reward_counts_at_its_token_and_earlier() -> None:
     dense = np.array([0, 0.25, 0, 0, 0.5, 0, 0, 0, 0, 0], np.float32)
     batch = batch.update(batch.derive({"dense_rewards": dense}))
     interface = interfaces(train_config(advantage_norm="none"), ["dense_rewards"])["advantages"]
-    made, _ = interface.run(FakeEngine(), batch, batch_ids=batch.ids, version=0)
+    made, _ = interface.run(FakeEngine(), batch, batch_ids=batch.ids, step=interface.begin(0))
     assert made is not None
     assert made.data["advantages"].tolist() == pytest.approx([0, 1.25, 1, 0, 0.5, 0, 1, 1, 0, 1])
 
@@ -635,7 +638,11 @@ def test_groups_are_equal_only_if_dense_rewards_are_equal_too() -> None:
         dense = np.array([0, 0, 0, 0, 0, 0, 0, 0, 0, last], np.float32)
         batch = tiny_batch()
         batch = batch.update(batch.derive({"dense_rewards": dense}))
-        shares.append(interface.run(FakeEngine(), batch, batch_ids=batch.ids, version=0)[1]["reward/equal_group_share"])
+        shares.append(
+            interface.run(FakeEngine(), batch, batch_ids=batch.ids, step=interface.begin(0))[1][
+                "reward/equal_group_share"
+            ]
+        )
     assert shares == [0.5, 0.0]
 
 
@@ -645,7 +652,7 @@ def test_dense_rewards_of_trajectories_are_part_of_the_mean_reward() -> None:
     dense = np.array([0, 0.25, 0, 0, 0.5, 0, 0, 0, 0, 0], np.float32)
     batch = batch.update(batch.derive({"dense_rewards": dense}))
     interface = interfaces(train_config(advantage_norm="none", dense_rewards=True))["advantages"]
-    made, stats = interface.run(FakeEngine(), batch, batch_ids=batch.ids, version=0)
+    made, stats = interface.run(FakeEngine(), batch, batch_ids=batch.ids, step=interface.begin(0))
     assert made is not None
     assert made.data["advantages"].tolist() == pytest.approx([0, 1.25, 1, 0, 0.5, 0, 1, 1, 0, 1])
     assert stats["reward/dense_mean"] == pytest.approx(0.75 / 4)
@@ -664,7 +671,7 @@ def judged(train: TrainConfig, steps: int = 1, **keys: list[float]) -> tuple[Seq
         batch = batch.update(SequenceSample(batch.ids, {key: lengths}, {key: np.array(values, np.float32)}))
     interface = interfaces(train)["advantages"]
     for version in range(steps):
-        made, stats = interface.run(FakeEngine(), batch, batch_ids=batch.ids, version=version)
+        made, stats = interface.run(FakeEngine(), batch, batch_ids=batch.ids, step=interface.begin(version))
     assert made is not None
     return made, stats
 
@@ -746,11 +753,11 @@ def test_the_units_of_values_are_saved_and_restored() -> None:
     train = train_config(critic=CriticConfig(value_norm=True), advantage_norm="batch", kl_coef=0.1, kl_adaptive=True)
     batch, _ = run_mfcs(interfaces(train), train, fake_ranks(1)[0], make_batch(), make_batch().ids)
     one, other = interfaces(train)["advantages"], interfaces(train)["advantages"]
-    one.run(FakeEngine(), batch, batch_ids=make_batch().ids, version=0)
+    one.run(FakeEngine(), batch, batch_ids=make_batch().ids, step=one.begin(0))
     assert one.state().keys() == {"kl_coef", "value_norm.mean", "value_norm.mean_square", "value_norm.weight"}
     assert one.state() != other.state()
     other.restore(one.state())
-    ran = [mfc.run(FakeEngine(), batch, batch_ids=make_batch().ids, version=1) for mfc in (one, other)]
+    ran = [mfc.run(FakeEngine(), batch, batch_ids=make_batch().ids, step=mfc.begin(1)) for mfc in (one, other)]
     assert ran[0] == ran[1]
 
 
@@ -781,7 +788,11 @@ def test_two_critic_passes_equal_hand_written_ones(eps_clip: float, epochs: int)
         clipped_of_pass.append(float(clipped.float().mean()))
         (grad,) = torch.autograd.grad(losses.mean(), table)
         table = (table - 0.5 * grad).detach().requires_grad_()
-    made = [mfcs["critic_train"].run(engine, whole, batch_ids=batch.ids, version=1 + v)[1] for v in range(2 // epochs)]
+    critic_train = mfcs["critic_train"]
+    made = [
+        critic_train.run(engine, whole, batch_ids=batch.ids, step=critic_train.begin(1 + v))[1]
+        for v in range(2 // epochs)
+    ]
     torch.testing.assert_close(engine.table, table, rtol=0, atol=1e-6)
     for stats, losses, clipped in zip(
         made, np.reshape(loss_of_pass, (-1, epochs)), np.reshape(clipped_of_pass, (-1, epochs)), strict=True
@@ -801,7 +812,7 @@ def test_a_policy_that_moved_too_far_makes_no_optimizer_step() -> None:
     assert (first["actor/stopped_steps"], first["actor/approx_kl"]) == (0, 0)
     moved = engine.table.detach().clone()
     assert not torch.equal(moved, FakeEngine().table)
-    _, second = mfcs["actor_train"].run(engine, whole, batch_ids=batch.ids, version=1)
+    _, second = mfcs["actor_train"].run(engine, whole, batch_ids=batch.ids, step=mfcs["actor_train"].begin(1))
     assert second["actor/approx_kl"] > 1e-3
     assert second["actor/stopped_steps"] == second["actor/optimizer_steps"] == 1
     assert torch.equal(engine.table, moved)
@@ -909,31 +920,31 @@ def test_logprobs_interfaces() -> None:
         ("ref_inf", "packed_ref_logprobs"),
         ("teacher_inf", "packed_teacher_logprobs"),
     ):
-        made, stats = mfcs[name].run(engine, batch, batch_ids=batch.ids, version=0)
+        made, stats = mfcs[name].run(engine, batch, batch_ids=batch.ids, step=mfcs[name].begin(0))
         assert made is not None
         assert made.ids == batch.ids
         assert made.keys == (key,)
         assert made.data[key].tolist() == pytest.approx(expected)
         assert stats == {}
-        assert mfcs[name].run(engine, None, batch_ids=batch.ids, version=0) == (None, {})
+        assert mfcs[name].run(engine, None, batch_ids=batch.ids, step=mfcs[name].begin(0)) == (None, {})
 
 
 def test_values_and_scores() -> None:
     mfcs = interfaces(train_config(critic=CriticConfig(), reward_model=RewardModelConfig(), advantage_norm="none"))
     batch, critic, reward = make_batch(), FakeEngine("value"), FakeEngine("reward")
     tokens = batch.data["packed_input_ids"]
-    made, stats = mfcs["critic_inf"].run(critic, batch, batch_ids=batch.ids, version=0)
+    made, stats = mfcs["critic_inf"].run(critic, batch, batch_ids=batch.ids, step=mfcs["critic_inf"].begin(0))
     assert made is not None
     assert (made.keys, stats) == (("values",), {})
     assert made.data["values"].tolist() == critic.table.detach()[tokens].tolist()
-    made, stats = mfcs["rew_inf"].run(reward, batch, batch_ids=batch.ids, version=0)
+    made, stats = mfcs["rew_inf"].run(reward, batch, batch_ids=batch.ids, step=mfcs["rew_inf"].begin(0))
     assert made is not None
     assert (made.keys, stats) == (("model_rewards",), {})
     assert made.data["model_rewards"].tolist() == reward.table.detach()[tokens[batch.cu_seqlens()[1:] - 1]].tolist()
     assert batch.update(made).num_sequences("model_rewards") == batch.num_sequences()
     for name, engine in (("critic_inf", critic), ("rew_inf", reward)):
         before = list(engine.calls)
-        assert mfcs[name].run(engine, None, batch_ids=batch.ids, version=0) == (None, {})
+        assert mfcs[name].run(engine, None, batch_ids=batch.ids, step=mfcs[name].begin(0)) == (None, {})
         assert engine.calls == before * 2  # a rank without groups makes the same collective call
 
 
@@ -978,26 +989,29 @@ def extra(function: str, **fields: object) -> Interface:
 def test_a_user_function_named_in_the_config_is_an_interface() -> None:
     batch = make_batch()
     interface = extra("shout", output_keys=["loudness"])
-    made, _ = interface.run(FakeEngine(), batch, batch_ids=batch.ids, version=0)
+    made, _ = interface.run(FakeEngine(), batch, batch_ids=batch.ids, step=interface.begin(0))
     assert made is not None
     assert set(made.data["loudness"]) == {3.0}
     assert (
         batch.update(made).select_ids(["ticket1"]).data["loudness"].size
         == batch.select_ids(["ticket1"]).num_sequences()
     )
-    assert interface.run(FakeEngine(), None, batch_ids=batch.ids, version=0) == (None, {})
+    assert interface.run(FakeEngine(), None, batch_ids=batch.ids, step=interface.begin(0)) == (None, {})
     with pytest.raises(ValueError, match=r"'extra'.*:whisper must return .* missing \['loudness'\]"):
-        extra("whisper", output_keys=["loudness"]).run(FakeEngine(), batch, batch_ids=batch.ids, version=0)
+        extra("whisper", output_keys=["loudness"]).run(FakeEngine(), batch, batch_ids=batch.ids, step=StepTotals(0, {}))
 
 
 def test_a_user_function_may_return_statistics() -> None:
     batch = make_batch()
     interface = extra("counted", output_keys=["loudness"])
-    made, stats = interface.run(FakeEngine(), batch, batch_ids=batch.ids, version=0)
+    made, stats = interface.run(FakeEngine(), batch, batch_ids=batch.ids, step=interface.begin(0))
     assert made is not None
     assert made.keys == ("loudness",)
     assert stats == {"mine/groups": len(batch.ids)}
-    assert interface.run(FakeEngine(), None, batch_ids=batch.ids, version=0) == (None, {"mine/groups": 0.0})
+    assert interface.run(FakeEngine(), None, batch_ids=batch.ids, step=interface.begin(0)) == (
+        None,
+        {"mine/groups": 0.0},
+    )
 
 
 SEVERAL = {
@@ -1023,15 +1037,18 @@ def test_statistics_of_several_calls_in_a_step_are_those_of_the_batch(name: str)
         mfcs, graph, sample = interfaces(train), build_dataflow(train), batch
         for mfc in graph.order:
             if mfc.endswith("_inf"):
-                sample = sample.update(mfcs[mfc].run(alone[mfc], sample, batch_ids=batch.ids, version=0)[0])
+                sample = sample.update(
+                    mfcs[mfc].run(alone[mfc], sample, batch_ids=batch.ids, step=mfcs[mfc].begin(0))[0]
+                )
         advantages, stats = mfcs["advantages"], {}
+        step = advantages.begin(0)
         for number, ids in enumerate(chunks):
             mine = ids[(rank + number) % 2 :: 2]
             here = sample.select_ids(mine) if mine else None
-            _, stats = advantages.run(engines[rank]["actor"], here, batch_ids=ids, version=0)
+            _, stats = advantages.run(engines[rank]["actor"], here, batch_ids=ids, step=step)
         expected = interfaces(train)["advantages"]
         here = sample.select_ids(batch.ids[rank::2])
-        _, of_one = expected.run(engines[rank]["actor"], here, batch_ids=batch.ids, version=0)
+        _, of_one = expected.run(engines[rank]["actor"], here, batch_ids=batch.ids, step=expected.begin(0))
         assert advantages.state() == pytest.approx(expected.state())
         return stats, of_one
 
@@ -1052,21 +1069,20 @@ def test_several_calls_that_train_add_up() -> None:
         {name: mfcs[name] for name in ("actor_inf", "advantages")}, train, {"actor": engine}, batch, batch.ids
     )
     assert sample is not None
-    found, after_first = [], FakeEngine()
+    found, after_first, step = [], FakeEngine(), mfcs["actor_train"].begin(0)
     for ids in (batch.ids[:3], batch.ids[3:]):
         after_first.table.data.copy_(engine.table.data)
         part = sample.select_ids(ids)
-        _, stats = mfcs["actor_train"].run(engine, part, batch_ids=ids, version=0)
-        found.append(mfcs["actor_train"].stats_of_step(stats, batch_ids=ids, version=0))
+        _, stats = mfcs["actor_train"].run(engine, part, batch_ids=ids, step=step)
+        found.append(mfcs["actor_train"].stats_of_step(stats, batch_ids=ids, step=step))
     first, both = found
     assert (first["actor/optimizer_steps"], both["actor/optimizer_steps"]) == (2, 4)
     alone = interfaces(train)["actor_train"]
     ids = batch.ids[:3]
-    assert first == alone.run(FakeEngine(), sample.select_ids(ids), batch_ids=ids, version=0)[1]
+    assert first == alone.run(FakeEngine(), sample.select_ids(ids), batch_ids=ids, step=alone.begin(0))[1]
     assert mfcs["actor_train"].state() == alone.state()
-    second = interfaces(train)["actor_train"].run(
-        after_first, sample.select_ids(batch.ids[3:]), batch_ids=batch.ids[3:], version=0
-    )[1]
+    again = interfaces(train)["actor_train"]
+    second = again.run(after_first, sample.select_ids(batch.ids[3:]), batch_ids=batch.ids[3:], step=again.begin(0))[1]
     assert both["actor/loss"] == pytest.approx((first["actor/loss"] + second["actor/loss"]) / 2)
     weights = [float(sample.select_ids(ids).data["trained_mask"].sum()) for ids in (batch.ids[:3], batch.ids[3:])]
     for key in ("actor/importance_weight", "actor/entropy"):
@@ -1084,9 +1100,10 @@ def test_statistics_of_users_functions_and_of_several_mfcs_are_merged() -> None:
     assert merge_stats([({"x": 1.0}, 0), ({"x": 2.0}, 0)]) == {"x": 2.0}
     interface = extra("counted", output_keys=["loudness"])
     for version in range(2):
-        assert interface.stats_of_step({"mine/x": 1.0}, batch_ids=["a"], version=version) == {"mine/x": 1.0}
+        step = interface.begin(version)
+        assert interface.stats_of_step({"mine/x": 1.0}, batch_ids=["a"], step=step) == {"mine/x": 1.0}
         for _ in range(2):  # a call is repeated
-            assert interface.stats_of_step({"mine/x": 4.0}, batch_ids=["b", "c"], version=version) == {"mine/x": 3.0}
+            assert interface.stats_of_step({"mine/x": 4.0}, batch_ids=["b", "c"], step=step) == {"mine/x": 3.0}
 
 
 def test_a_function_that_runs_the_model_is_called_on_every_rank() -> None:
@@ -1094,7 +1111,7 @@ def test_a_function_that_runs_the_model_is_called_on_every_rank() -> None:
     engines = [FakeEngine(), FakeEngine(is_last_stage=False), FakeEngine()]
     interface = extra("surprise", output_keys=["surprise"])
     made = [
-        interface.run(engine, sample, batch_ids=batch.ids, version=0)[0]
+        interface.run(engine, sample, batch_ids=batch.ids, step=interface.begin(0))[0]
         for engine, sample in zip(engines, (batch, batch, None), strict=True)
     ]
     assert [engine.calls for engine in engines] == [["logprobs at 1.0"]] * 3
@@ -1109,9 +1126,9 @@ def test_a_function_on_a_rank_without_groups_receives_an_empty_sample() -> None:
     keys = ["packed_input_ids", "packed_prompts", "rewards", "birth_time", "of_a_user"]
     for sample in (batch, None):
         interface = extra("learn", kind="train_step")
-        assert interface.run(FakeEngine(), sample, batch_ids=batch.ids, version=0) == (None, {})
+        assert interface.run(FakeEngine(), sample, batch_ids=batch.ids, step=interface.begin(0)) == (None, {})
     declaration = MFCDef("m", "actor", "inference", f"{__name__}:learn", tuple(keys))
-    make_interface(declaration, train_config()).run(FakeEngine(), None, batch_ids=batch.ids, version=0)
+    make_interface(declaration, train_config()).run(FakeEngine(), None, batch_ids=batch.ids, step=StepTotals(0, {}))
     held, empty, of_all_layouts = SEEN
     assert held == batch
     assert (empty.ids, empty.keys) == ((), ("packed_input_ids",))
@@ -1179,7 +1196,7 @@ def test_a_reward_that_is_not_finite_makes_its_advantages_nan(key: str, value: f
     )
     whole = whole.update(batch.derive(scores))
     bad = SequenceSample(whole.ids, whole.seqlens, whole.data | {key: np.array([0, 1, value, 0], np.float32)})
-    made, _ = mfcs["advantages"].run(FakeEngine(), bad, batch_ids=batch.ids, version=0)
+    made, _ = mfcs["advantages"].run(FakeEngine(), bad, batch_ids=batch.ids, step=mfcs["advantages"].begin(0))
     assert made is not None
     sound, broken = (np.concatenate(runs) for runs in made.slices("advantages"))
     masks = [np.concatenate(runs) for runs in made.slices("trained_mask")]
@@ -1193,8 +1210,8 @@ def test_refused_samples() -> None:
     whole = batch.update(SequenceSample(batch.ids, {"model_rewards": [[1, 1], [1, 1]]}, scores))
     interface = mfcs["advantages"]
     with pytest.raises(ValueError, match=r"lacks the keys \['proximal_logprobs', 'model_rewards'\]"):
-        interface.run(FakeEngine(), make_batch(), batch_ids=make_batch().ids, version=0)
+        interface.run(FakeEngine(), make_batch(), batch_ids=make_batch().ids, step=interface.begin(0))
     for name, mfc in mfcs.items():
         engine = FakeEngine("reward" if name == "rew_inf" else "lm")
         with pytest.raises(ValueError, match=r"ids \['b'\] are not in the batch"):
-            mfc.run(engine, whole, batch_ids=["a"], version=0)
+            mfc.run(engine, whole, batch_ids=["a"], step=mfc.begin(0))

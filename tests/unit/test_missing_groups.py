@@ -160,12 +160,9 @@ def test_without_the_reward_model_the_rewards_are_those_of_the_reward_functions(
     batch = make_batch()
     train = train_config(reward_model=RewardModelConfig(scale=0.5))
     plain = interfaces(train_config())["advantages"]
-    made, stats = (
-        interfaces(train)["advantages"]
-        .without({"model_rewards"})
-        .run(FakeEngine(), batch, batch_ids=batch.ids, version=0)
-    )
-    expected, expected_stats = plain.run(FakeEngine(), batch, batch_ids=batch.ids, version=0)
+    advantages = interfaces(train)["advantages"].without({"model_rewards"})
+    made, stats = advantages.run(FakeEngine(), batch, batch_ids=batch.ids, step=advantages.begin(0))
+    expected, expected_stats = plain.run(FakeEngine(), batch, batch_ids=batch.ids, step=plain.begin(0))
     assert (made.data["advantages"] == expected.data["advantages"]).all()
     assert stats == expected_stats
 

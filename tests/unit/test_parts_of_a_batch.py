@@ -48,6 +48,7 @@ def run_in_parts(
         mfcs, graph, results = interfaces(train), build_dataflow(train), []
         for version in range(steps):
             stats: dict[str, float] = {}
+            begun = {name: interface.begin(version) for name, interface in mfcs.items()}
             for number, part in enumerate(parts):
                 last = number == len(parts) - 1
                 ids = [batch.ids[g] for g in sorted(part)]
@@ -55,8 +56,9 @@ def run_in_parts(
                 sample = batch.select_ids(here) if here else None
                 for name, interface in mfcs.items():
                     engine = engines[rank][graph.mfcs[name].role]
-                    made, found = interface.run_part(engine, sample, batch_ids=ids, version=version, last=last)
-                    stats |= interface.stats_of_step(found, batch_ids=ids, version=version)
+                    step, step.ends = begun[name], last
+                    made, found = interface.run(engine, sample, batch_ids=ids, step=step)
+                    stats |= interface.stats_of_step(found, batch_ids=ids, step=step)
                     sample = sample.update(made) if made is not None and sample is not None else sample
             results.append(stats)
         return results
@@ -108,26 +110,32 @@ def test_a_reference_that_goes_missing_between_two_parts(kl_in: str, lost_in: in
     in_parts, whole = interfaces(train), interfaces(train)
     for version in range(3):
         lost = parts[lost_in] if version < 2 else []
+        begun = {name: interface.begin(version) for name, interface in in_parts.items()}
         for number, ids in enumerate(parts):
             sample = batch.select_ids(ids).update(  # also those of the reference, which are not read if it is missing
-                in_parts["actor_inf"].run(engines["actor"], batch.select_ids(ids), batch_ids=ids, version=version)[0]
+                in_parts["actor_inf"].run(
+                    engines["actor"], batch.select_ids(ids), batch_ids=ids, step=in_parts["actor_inf"].begin(version)
+                )[0]
             )
             if ids == lost:
                 sample = sample.select_keys([key for key in sample.keys if key not in missing])
             for name in ("advantages", "actor_train"):
                 interface = in_parts[name].without(missing) if ids == lost else in_parts[name]
-                made, stats = interface.run_part(
-                    engines["actor"], sample, batch_ids=ids, version=version, last=number == len(parts) - 1
-                )
+                step, step.ends = begun[name], number == len(parts) - 1
+                made, stats = interface.run(engines["actor"], sample, batch_ids=ids, step=step)
                 sample = sample.update(made) if made is not None else sample
                 if name == "advantages":
                     seen = stats
-        made = whole["actor_inf"].run(expected["actor"], batch, batch_ids=batch.ids, version=version)[0]
+        made = whole["actor_inf"].run(
+            expected["actor"], batch, batch_ids=batch.ids, step=whole["actor_inf"].begin(version)
+        )[0]
         is_lost = np.concatenate([np.full(batch.select_ids([i]).total_tokens(), i in lost) for i in batch.ids])
         agreeing = np.where(is_lost, made.data["proximal_logprobs"], ref).astype(np.float32)
         reference = batch.update(made).update(batch.derive({"packed_ref_logprobs": agreeing}))
         for name in ("advantages", "actor_train"):
-            made, stats = whole[name].run(expected["actor"], reference, batch_ids=batch.ids, version=version)
+            made, stats = whole[name].run(
+                expected["actor"], reference, batch_ids=batch.ids, step=whole[name].begin(version)
+            )
             reference = reference.update(made) if made is not None else reference
             if name == "advantages":  # the mean over the sequences for which there is a reference
                 num_lost = batch.select_ids(lost).num_sequences() if lost else 0

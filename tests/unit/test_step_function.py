@@ -176,9 +176,9 @@ await asyncio.gather(models.actor.train(Batch.concat(halves)), models.critic.tra
         await master.step(tickets)
         calls = [body for me, body in world.calls(ExecuteMFC) if body.mfc == "actor_train" and me == 0]
         halves = [body.ids for me, body in world.calls(ExecuteMFC) if body.mfc == "actor_inf" and me == 0]
-    assert [(body.part, body.ids, body.batch) for body in calls] == [
-        ("open", ["t2", "t0"], []),
-        ("last", ["t1", "t3"], tickets),
+    assert [(body.ends_step, body.ids, body.batch) for body in calls] == [
+        (False, ["t2", "t0"], []),
+        (True, ["t1", "t3"], tickets),
     ]
     assert halves == [["t2"], ["t0"], ["t1"], ["t3"]]
 
