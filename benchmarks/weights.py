@@ -263,7 +263,7 @@ class Publisher:
     def _on_disk(self, side: str, tensors: dict[str, Any], old: dict[str, Any] | None) -> float:
         """Write the next version as model/export.py does, and have it served. old: the tensors of the version before."""
         from asyncrl.protocol.messages import WeightVersion
-        from asyncrl.weights import delta
+        from asyncrl.weights.delta import DeltaForm
         from asyncrl.weights.versions import (
             commit_version,
             prune_versions,
@@ -276,8 +276,8 @@ class Publisher:
         version = WeightVersion(1, self._version)
         start = time.monotonic()
         path = version_dir(self._folder, "actor", version)
-        changes = delta.encode(old, tensors) if old is not None else None
-        others = {delta.file_name(0): changes} if changes is not None else None
+        changes = DeltaForm().encode(old, tensors) if old is not None else None
+        others = {DeltaForm().file_name(0): changes} if changes is not None else None
         files = write_part(path, tensors.items() if changes is None else (), others=others)
         self._manifest = commit_version(
             path, files, sides=side_files(self._model), version=version, base=self._manifest

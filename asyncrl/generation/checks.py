@@ -47,6 +47,7 @@ from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.messages import SamplingParams, TensorSpecs, WeightVersion
 from asyncrl.weights import versions as weights
 from asyncrl.weights.fetch import WeightFetcher
+from asyncrl.weights.form import WeightsError
 from asyncrl.weights.versions import ScoredText, read_manifest
 
 _FLOATING = frozenset({"F32", "F16", "BF16", "float32", "float16", "bfloat16"})  # safetensors' names, then torch's
@@ -164,7 +165,7 @@ def check_tensors(
 ) -> dict[str, Path]:
     """Check that the files hold exactly this model's tensors, by their headers only. Returns tensor name -> file.
 
-    changed: tensors of which a delta beside these files holds the changed elements.
+    changed: tensors of which other files beside these hold the changes.
 
     aliases: for each tensor the list of its names. A tied tensor has several names, and the files need only one of them. Raises
     WeightsRefused with the differences.
@@ -232,7 +233,7 @@ class ModelTensors:
     """
 
     def __init__(self, model_path: str | Path, *, tied: bool, local: WeightFetcher | None = None) -> None:
-        """local: writes deltas in full; None: deltas are refused."""
+        """local: writes versions in full; None: only full versions are accepted."""
         self._tied, self._local = tied, local
         self._verified = weights.VerifiedVersion()
         self._expected = self._specs(weights.tensor_files(Path(model_path)))
@@ -240,7 +241,8 @@ class ModelTensors:
     @contextlib.contextmanager
     def verified(self, directory: Path, version: WeightVersion, limit_s: float) -> Iterator[Path]:
         """Check a version's manifest and checksums, and its tensors' names, shapes and dtypes. Yield the folder that has them all:
-        `directory`, or for a delta a folder on this host, which is not removed inside the `with` block. Raises WeightsRefused.
+        `directory`, or for a version with a base a folder on this host, which is not removed inside the `with` block. Raises
+        WeightsRefused.
 
         The first check of a version reads its files completely, for the checksums. limit_s: of the wait for another process of this
         host that writes the same version.
@@ -250,15 +252,15 @@ class ModelTensors:
                 folder, chain = directory, self._verified.verify(directory, version)
                 if len(chain) > 1:
                     if self._local is None:
-                        raise weights.WeightsError(
-                            "this is a delta, which this server cannot load; set weights.full_every=1",
+                        raise WeightsError(
+                            f"this is a {chain[-1][1].kind}, which this server cannot load; set weights.full_every=1",
                             ErrorClass.PERMANENT,
                         )
                     folder = stack.enter_context(self._local.in_full(chain, limit_s))
                 files = weights.tensor_files(folder)
                 expected = self._expected or self._specs(files)
                 check_tensors(expected, self._aliases(expected), files)
-            except (weights.WeightsError, SafetensorError, OSError) as error:
+            except (WeightsError, SafetensorError, OSError) as error:
                 raise WeightsRefused(f"{directory}: {error}", classify(error)) from error
             self._expected = expected
             yield folder

@@ -17,7 +17,7 @@ from asyncrl.generation.engine import WeightsRefused
 from asyncrl.protocol.errors import ErrorClass, classify
 from asyncrl.protocol.messages import FetchWeightsRequest, WeightVersion
 from asyncrl.weights.fetch import WeightFetcher
-from asyncrl.weights.versions import WeightsError
+from asyncrl.weights.form import WeightsError
 
 _MAX_KNOWN = 8
 _LOCK_LIMIT_S = 30.0  # limit of the wait while another process on this host fetches or removes the version to load

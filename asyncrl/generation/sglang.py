@@ -6,7 +6,7 @@
 
 Invalid input never reaches SGLang. Prompts, lengths, rids and sampling parameters are checked here, versions on disk are verified
 (files, checksums, names and shapes of tensors) before SGLang loads them, and no queued request is sent while the engine is paused.
-SGLang loads only full versions: a delta is first written in full to this host.
+SGLang loads only full versions: another one is first written in full to this host.
 
 Version labels are exact because SGLang runs no request during an update. `abort`, `retract` and `wait` all end SGLang's requests
 first, so each request runs under one version, and SGLang's own label must confirm it. (`retract` keeps our requests: they wait
@@ -180,7 +180,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
     """
 
     def __init__(self, arguments: EngineArguments, server: ServerLink, local: WeightFetcher | None = None) -> None:
-        """local: writes deltas in full, and is closed with the engine; None: deltas are refused."""
+        """local: writes versions in full, and is closed with the engine; None: only full versions are accepted."""
         super().__init__(arguments)
         self._server, self._local = server, local
         self._limits = ModelLimits.of(arguments.model_path)

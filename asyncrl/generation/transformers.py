@@ -66,9 +66,10 @@ from asyncrl.protocol.errors import ErrorClass, classify
 from asyncrl.protocol.messages import FinishReason, SamplingParams, TensorSpecs, VersionSpan, WeightVersion
 from asyncrl.runtime.process import return_freed_memory
 from asyncrl.runtime.trace import Tracer
-from asyncrl.weights import delta
 from asyncrl.weights import versions as weights
-from asyncrl.weights.versions import VerifiedVersion, WeightsError
+from asyncrl.weights.form import WeightsError
+from asyncrl.weights.forms import FORMS
+from asyncrl.weights.versions import VerifiedVersion
 
 logger = logging.getLogger(__name__)
 
@@ -313,7 +314,7 @@ class TransformersEngine(QueueingEngine[_Pending]):
         super().__init__(arguments)
         self._initial_path, self._seed = arguments.model_path, seed
         self._verified = VerifiedVersion()
-        self._fingerprint = ""  # of the version on disk that was loaded last; deltas to it change the model in place
+        self._fingerprint = ""  # of the version on disk that was loaded last; changes to it alter the model in place
         self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._control = ThreadPoolExecutor(max_workers=1, thread_name_prefix="generation_control")
         self._opened = contextlib.AsyncExitStack()  # resources of `start`, released by `close`
@@ -873,7 +874,7 @@ class LiveTensors:
     def load_version(
         self, directory: Path, version: WeightVersion, verified: weights.VerifiedVersion, served: str = ""
     ) -> str:
-        """Verify a version and load it: all folders of its chain, or only the deltas to the version that is loaded already.
+        """Verify a version and load it: all folders of its chain, or only the changes to the version that is loaded already.
 
         served: fingerprint of that version; "": unknown. Returns the fingerprint of the new one. Raises WeightsRefused; in that
         case nothing has changed. After any other error the tensors are unknown.
@@ -882,14 +883,14 @@ class LiveTensors:
             chain = verified.verify(directory, version)
             fingerprints = [manifest.fingerprint for _, manifest in chain]
             first = fingerprints.index(served) + 1 if served in fingerprints[:-1] else 0
-            parts = [_Part(folder, self._expected, self._aliases) for folder, _ in chain[first:]]
-        except (weights.WeightsError, SafetensorError, OSError) as error:
+            parts = [_Part(*link, self._expected, self._aliases) for link in chain[first:]]
+        except (WeightsError, SafetensorError, OSError) as error:
             raise WeightsRefused(f"{directory}: {error}", classify(error)) from error
         for part in parts:
             self._check_tied(part.tensor, set(part.where), source=str(part.folder))
         for part in parts:
             self._copy(part.tensor, set(part.where))
-            delta.apply(part.deltas, self._live)
+            part.form.apply(part.changes, self._live)
         self._settle()
         return fingerprints[-1]
 
@@ -937,7 +938,7 @@ class LiveTensors:
         for names in self._aliases:
             name = next((name for name in names if name in given), "")
             if not name:
-                continue  # of a delta: only elements of this tensor change
+                continue  # its changes, if any, are applied afterwards
             tensor, live = tensor_of(name), self._live[name]
             parameters = [self._parameters[alias] for alias in names if alias in self._parameters]
             if adopt and parameters and _is_like(tensor, live):
@@ -954,14 +955,16 @@ class LiveTensors:
 class _Part:
     """The checked content of one folder of a version: whole tensors, and the changes of the others."""
 
-    def __init__(self, folder: Path, expected: dict[str, TensorSpec], aliases: list[list[str]]) -> None:
+    def __init__(
+        self, folder: Path, manifest: weights.Manifest, expected: dict[str, TensorSpec], aliases: list[list[str]]
+    ) -> None:
         """Raises WeightsRefused, SafetensorError, OSError, WeightsError."""
-        self.folder = folder
-        files, self.deltas = weights.tensor_files(folder), delta.read_deltas(folder)
-        changed = [(part.name, part.dtype, tuple(part.shape), "a delta") for part in self.deltas]
+        self.folder, self.form = folder, FORMS[manifest.kind]
+        files, self.changes = weights.tensor_files(folder), self.form.read(folder)
+        changed = [(part.name, part.dtype, tuple(part.shape), f"a {manifest.kind}") for part in self.changes]
         self.where = check_tensors(expected, aliases, files, changed)
         self._opened: dict[Path, Any] = {file: safe_open(str(file), framework="pt", device="cpu") for file in files}
-        changes = {part.name: (part.gaps, part.values) for part in self.deltas}
+        changes = {part.name: part.content for part in self.changes}
         for names in aliases:
             if len({changes.get(name) for name in names if name in changes or name in self.where}) > 1:
                 raise WeightsRefused(

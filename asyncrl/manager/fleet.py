@@ -46,7 +46,8 @@ from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.messages import ModelInfo, WeightVersion
 from asyncrl.runtime.clock import Clock, SystemClock
 from asyncrl.runtime.trace import OFF, Tracer
-from asyncrl.weights.versions import Manifest, WeightsError, verify_version
+from asyncrl.weights.form import WeightsError
+from asyncrl.weights.versions import Manifest, verify_version
 
 _FIRST_RETRY_S = 0.2
 _LONGEST_RETRY_S = 10.0

@@ -32,7 +32,7 @@ from asyncrl.protocol.messages import (
 )
 from asyncrl.protocol.run_folder import name_of
 from asyncrl.weights.checkpoints import checkpoint_dir, list_checkpoints, read_state, shared_dir
-from asyncrl.weights.versions import WeightsError
+from asyncrl.weights.form import WeightsError
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,8 @@
     each rank's writer       weights.write_part: writes its share's files, concurrently with later calls; the reply lists them
     the model's first rank   commit: manifest, final name, once the master reports that all files are there
 
-With weights.full_every > 1 each rank also keeps its share of the last version. The next version may then be a delta (delta.py).
+With weights.full_every > 1 each rank also keeps its share of the last version. The next version may then hold only the changes
+(weights/form.py).
 
 Exports are in Hugging Face format from any layout. No rank gathers the whole model. For a transport from
 memory (trainer_side.py) each rank keeps its share.
@@ -72,7 +73,7 @@ from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.disk import writing
 from asyncrl.runtime.request_reply import Call
 from asyncrl.runtime.trace import Tracer
-from asyncrl.weights import delta
+from asyncrl.weights.forms import BETWEEN_FULL
 from asyncrl.weights.update_group import Bucket, bucket_specs, dtype_of, empty_buckets, num_bytes_of
 from asyncrl.weights.versions import (
     FileWriter,
@@ -290,9 +291,9 @@ class Exporter:
         scorer = TextScorer(config.worker.seed, sampled=options.verify_tolerance >= EXACT)
         self._scorer = scorer if options.verify_logprobs else None
         self._measured: ScoredText | None = None  # measured with the newest snapshot
-        # weights.full_every > 1: this rank's share of the actor's last version, and the number of deltas since the last full one
+        # weights.full_every > 1: this rank's share of the actor's last version, and the number of versions since the last full one
         self._base: dict[str, torch.Tensor] | None = None
-        self._num_deltas = 0
+        self._num_since_full = 0
         # The side files of exported models are read once: a folder that is removed or edited later changes no export
         self._sides = {
             model.name: side_files(Path(model.path))
@@ -430,28 +431,28 @@ class Exporter:
     def _base_of(
         self, body: WriteWeights | SaveModel, share: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor] | None:
-        """Return the share of the version to which this one may be a delta, and keep this one's share. None: it must be full. The
+        """Return the share of the version to which this one may hold changes, and keep this one's share. None: it must be full. The
         answer is the same on all ranks. A version that is written again is full, because the chain may be what is damaged."""
         full_every = self._config.weights.full_every
         if not isinstance(body, WriteWeights) or full_every == 1:
             return None
         base, self._base = self._base, share if body.role == ACTOR else None
-        is_full = base is None or self._base is None or body.rewrite or self._num_deltas + 1 >= full_every
-        self._num_deltas = 0 if is_full else self._num_deltas + 1
+        is_full = base is None or self._base is None or body.rewrite or self._num_since_full + 1 >= full_every
+        self._num_since_full = 0 if is_full else self._num_since_full + 1
         return None if is_full else base
 
     def _write_part(
         self, path: Path, tensors: dict[str, torch.Tensor], base: dict[str, torch.Tensor] | None
     ) -> list[WrittenFile]:
         options, part = self._config.weights, self._info.index
-        changes = delta.encode(base, tensors) if base is not None else None
+        changes = BETWEEN_FULL.encode(base, tensors) if base is not None else None
         return write_part(
             path,
             tensors.items() if changes is None else (),
             part=part,
             shard_bytes=options.shard_bytes,
             fsync=options.fsync,
-            others={delta.file_name(part): changes} if changes is not None else None,
+            others={BETWEEN_FULL.file_name(part): changes} if changes is not None else None,
         )
 
     def _commit(

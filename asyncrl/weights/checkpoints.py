@@ -27,7 +27,8 @@ import msgspec
 from asyncrl import __version__
 from asyncrl.protocol.messages import DECODE_ERRORS, Locator
 from asyncrl.runtime.disk import write_file, write_when_there_is_room
-from asyncrl.weights.versions import FileEntry, WeightsError, check_files
+from asyncrl.weights.form import WeightsError
+from asyncrl.weights.versions import FileEntry, check_files
 
 if TYPE_CHECKING:
     from asyncrl.data.prompts import PromptSource

@@ -8,7 +8,7 @@ files are complete. It compares the manifests first: a host that sees the same v
 interrupted download resumes where it stopped, also in another process. Each file is checked against the manifest before the version
 gets its final name, and again when it is loaded.
 
-Of a delta (versions.py) the host also fetches the bases that it does not have yet. SGLang loads no deltas: `in_full` writes such a
+Of a version with a base the host also fetches the bases that it lacks. SGLang loads only full versions: `in_full` writes such a
 version to this host in full. Its folders are those of a WeightFetcher of its own, which fetches nothing.
 
 A host keeps the newest `keep` versions and their bases, fewer if there is no room, and any version that is being loaded. File locks
@@ -44,7 +44,8 @@ from asyncrl.runtime import security, unix_sockets
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.disk import size_text
 from asyncrl.runtime.http_server import for_the_run, serve
-from asyncrl.weights.versions import MANIFEST, Chain, Manifest, WeightsError, list_versions, read_manifest, with_bases
+from asyncrl.weights.form import WeightsError
+from asyncrl.weights.versions import MANIFEST, Chain, Manifest, list_versions, read_manifest, with_bases
 
 MEMORY = Path("/dev/shm")
 _START_LIMIT_S = 10.0
@@ -169,7 +170,7 @@ class WeightFetcher:
 
     @contextlib.contextmanager
     def loading(self, version: WeightVersion, limit_s: float) -> Iterator[None]:
-        """Prevent removal of the version, and of the bases of a delta, inside the `with` block."""
+        """Prevent removal of the version, and of its bases, inside the `with` block."""
         deadline = self._clock.monotonic() + limit_s
         with contextlib.ExitStack() as stack:
             for needed in sorted(with_bases(self._root, [version])):
@@ -178,9 +179,9 @@ class WeightFetcher:
 
     @contextlib.contextmanager
     def in_full(self, chain: Chain, limit_s: float) -> Iterator[Path]:
-        """Yield a folder with all tensors of a delta, whose chain is verified. It is written once for all servers of this host, and
-        not removed inside the `with` block. Raises WeightsError, OSError. Blocks."""
-        from asyncrl.weights import delta  # torch, which a server of SGLang needs for nothing else
+        """Yield a folder with all tensors of a version, whose chain is verified. It is written once for all servers of this host,
+        and not removed inside the `with` block. Raises WeightsError, OSError. Blocks."""
+        from asyncrl.weights.whole import write_whole  # torch, which a server of SGLang needs for nothing else
 
         (path, manifest), deadline = chain[-1], self._clock.monotonic() + limit_s
         version, text = manifest.weight_version, (path / MANIFEST).read_bytes()
@@ -194,7 +195,7 @@ class WeightFetcher:
                 if not _is_complete(target, text):
                     shutil.rmtree(target, ignore_errors=True)
                     self._make_room(version, manifest.num_bytes, {version})
-                    delta.write_whole(path, target, fsync=False)
+                    write_whole(path, target, fsync=False)
                     (target / MANIFEST).write_bytes(text)  # the folder belongs to exactly this chain
 
     def close(self) -> None:

@@ -7,9 +7,9 @@ ranks have finished; it adds the remaining files and renames the directory. A di
 `model_version` is published in name resolve only after that. Readers verify the manifest before they load anything, because an
 engine may load a torn or foreign checkpoint without an error.
 
-With weights.full_every > 1 a version may be a delta: it holds only the elements that differ from an earlier version, its base
-(delta.py has the encoding). It consists of a chain of folders: a full version, and all deltas from there on. Its manifest names the
-base and the checksum of the base's fingerprint, which covers the rest of the chain.
+The form of a version (form.py) says what its files hold. A version that holds changes to an earlier one, its base, consists of a
+chain of folders: a full version, and all changes from there on. Its manifest names the base and the checksum of the base's
+fingerprint, which covers the rest of the chain.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import xxhash
 
 from asyncrl.data.model_folder import is_plain_name
-from asyncrl.protocol.errors import ErrorClass, Failures
+from asyncrl.protocol.errors import Failures
 from asyncrl.protocol.messages import DECODE_ERRORS, WeightVersion, WrittenFile
 from asyncrl.runtime.disk import write_when_there_is_room
+from asyncrl.weights.form import WeightsError
+from asyncrl.weights.forms import FORMS, FULL, kind_of, kinds_with_base
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +42,6 @@ T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 INDEX = "model.safetensors.index.json"
-DELTA = ".delta"  # suffix of a file that holds changed elements
 _TMP_SUFFIX = ".writing"
 _FULL_LIMIT_S = 5.0  # a full disk delays the files of a folder for at most this long
 _CHUNK_BYTES = 1 << 20  # a piece that is written, and then hashed while it is still in a core's cache
@@ -73,17 +74,6 @@ _SIDE_FILES = (
 )
 
 
-class WeightsError(ValueError):
-    """A weight directory that must not be loaded. The message names the file and the difference.
-
-    Passing, unless stated otherwise: a network file system may show the files late, and the trainer replaces damaged files.
-    """
-
-    def __init__(self, text: str, error_class: ErrorClass = ErrorClass.PASSING) -> None:
-        super().__init__(text)
-        self.error_class = error_class
-
-
 class FileEntry(msgspec.Struct, frozen=True):
     bytes: int
     xxh3: str
@@ -98,7 +88,7 @@ class ScoredText(msgspec.Struct, frozen=True):
 
 
 class Base(msgspec.Struct, frozen=True):
-    """The version of the same attempt to which a delta applies."""
+    """The version of the same attempt whose tensors a version changes."""
 
     version: int
     xxh3: str  # of its fingerprint
@@ -110,17 +100,21 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     attempt: int
     version: int
-    kind: Literal["full", "delta"]
+    kind: str  # of its form
     files: dict[str, FileEntry]
-    base: Base | None = None  # of a delta
+    base: Base | None = None  # if the form has one
     scored_text: ScoredText | None = msgspec.field(default=None, name="probe")  # weights.verify_logprobs
 
     def __post_init__(self) -> None:
         if outside := [name for name in self.files if not is_plain_name(name)]:
             raise ValueError(f"{self.weight_version} lists {outside[0]!r}, which is not a name in its folder")
-        if (self.kind == "delta") != (self.base is not None) or (self.base and self.base.version >= self.version):
+        if self.kind not in FORMS:
+            raise ValueError(f"{self.weight_version} is {self.kind!r}; the known forms are {', '.join(FORMS)}")
+        has_base = FORMS[self.kind].has_base
+        if has_base != (self.base is not None) or (self.base and self.base.version >= self.version):
             raise ValueError(
-                f"{self.weight_version} is {self.kind}, with {self.base}; only a delta has a base, an older version"
+                f"{self.weight_version} is {self.kind}, with {self.base}; only a {' or a '.join(kinds_with_base())} has a base, "
+                "an older version"
             )
 
     @property
@@ -139,7 +133,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def fingerprint(self) -> str:
         """Checksums of the tensor files only, and of the base: equal for versions that hold the same weights in the same files."""
-        own = [entry.xxh3 for name, entry in sorted(self.files.items()) if name.endswith((".safetensors", DELTA))]
+        suffixes = (".safetensors", FORMS[self.kind].suffix or ".safetensors")
+        own = [entry.xxh3 for name, entry in sorted(self.files.items()) if name.endswith(suffixes)]
         return ",".join(own if self.base is None else [self.base.xxh3, *own])
 
     def as_base(self) -> Base:
@@ -183,7 +178,7 @@ def publish_folder(path: Path, *, source_dir: Path, version: WeightVersion, fsyn
     def fill(writer: FileWriter) -> Manifest:
         for file in (*shards, *source_dir.glob(INDEX)):
             writer.link(file)
-        return _finish_version(writer, side_files(source_dir), version, None, None)
+        return _finish_version(writer, side_files(source_dir), version, FULL, None, None)
 
     return commit_folder(path, [], fill, fsync=fsync)
 
@@ -260,8 +255,8 @@ def commit_version(
     replace: bool = False,
 ) -> Manifest:
     """The second step, at one process that sees the files of all ranks: give the files Hugging Face's names, add the side files and
-    the manifest, and rename the directory to its final name. If files have changed elements only (DELTA), the version is a delta to
-    `base`, and gets no side files.
+    the manifest, and rename the directory to its final name. The form follows from the files' names. A version whose form has
+    a base holds changes to `base`, and gets no side files.
 
     sides: as `side_files` returns them. replace: remove a (damaged) version that is at path. Raises FileExistsError if path exists
     and `replace` is not set, OSError (disk full, ...), ValueError if the files have no tensors or have a tensor twice, and
@@ -269,13 +264,13 @@ def commit_version(
     """
 
     def finish(writer: FileWriter) -> Manifest:
-        whole = [file for file in files if not file.name.endswith(DELTA)]
-        if len(whole) == len(files):
-            name_shards(writer, whole)
-            return _finish_version(writer, sides, version, None, scored_text)
+        kind = kind_of([file.name for file in files])
+        if not FORMS[kind].has_base:
+            name_shards(writer, files)
+            return _finish_version(writer, sides, version, kind, None, scored_text)
         if base is None:
-            raise ValueError(f"{version} holds changed elements, but its base is not known")
-        return _finish_version(writer, sides, version, base.as_base(), scored_text)
+            raise ValueError(f"{version} is a {kind}, but its base is not known")
+        return _finish_version(writer, {}, version, kind, base.as_base(), scored_text)
 
     return commit_folder(path, files, finish, fsync=fsync, replace=replace)
 
@@ -336,16 +331,17 @@ def _finish_version(
     writer: FileWriter,
     sides: Mapping[str, bytes],
     version: WeightVersion,
+    kind: str,
     base: Base | None,
     scored_text: ScoredText | None,
 ) -> Manifest:
-    for name, content in sides.items() if base is None else ():
+    for name, content in sides.items():
         writer.write(name, [content])
     files = dict(sorted(writer.files.items()))
     manifest = Manifest(
         attempt=version.attempt,
         version=version.version,
-        kind="full" if base is None else "delta",
+        kind=kind,
         files=files,
         base=base,
         scored_text=scored_text,
@@ -380,10 +376,10 @@ Chain = list[tuple[Path, Manifest]]
 
 
 def read_chain(path: Path, expected: WeightVersion | None = None) -> Chain:
-    """The folders that a version consists of, oldest first: a full version, then deltas. `path` is the last one. Reads manifests
-    only.
+    """The folders that a version consists of, oldest first: a full version, then the changes. `path` is the last one. Reads
+    manifests only.
 
-    Raises WeightsError if a manifest is missing or cannot be read, or if a base is not the one that the delta was made for.
+    Raises WeightsError if a manifest is missing or cannot be read, or if a base is not the one that the changes were made for.
     """
     chain = [(path, read_manifest(path))]
     found = chain[0][1].weight_version
@@ -394,7 +390,9 @@ def read_chain(path: Path, expected: WeightVersion | None = None) -> Chain:
         try:
             manifest = read_manifest(folder)
         except WeightsError as error:
-            raise WeightsError(f"{chain[0][0]} is a delta, and its base cannot be used: {error}") from error
+            raise WeightsError(
+                f"{chain[0][0]} is a {chain[0][1].kind}, and its base cannot be used: {error}"
+            ) from error
         if manifest.weight_version != version or manifest.as_base() != chain[0][1].base:
             raise WeightsError(f"{folder} is not the base of {chain[0][0]}: its checksums differ")
         chain.insert(0, (folder, manifest))
@@ -414,7 +412,7 @@ def verify_version(path: Path, expected: WeightVersion | None = None) -> Manifes
 
 class VerifiedVersion:
     """Verifies versions, and remembers the chain of the last one. Reads a folder of it again only if one of its files has changed
-    since. So a delta is verified without its base being read again."""
+    since. So a version is verified without its base being read again."""
 
     def __init__(self) -> None:
         self._known: dict[Path, _Stamps] = {}
@@ -462,11 +460,6 @@ def tensor_files(path: Path) -> list[Path]:
     return sorted(path.glob("*.safetensors"))
 
 
-def delta_files(path: Path) -> list[Path]:
-    """The files of a version that hold changed elements, sorted by name."""
-    return sorted(path.glob(f"*{DELTA}"))
-
-
 def list_versions(directory: Path) -> list[WeightVersion]:
     """Complete versions below a role's directory, oldest first."""
     found: list[WeightVersion] = []
@@ -479,7 +472,7 @@ def list_versions(directory: Path) -> list[WeightVersion]:
 
 
 def with_bases(directory: Path, versions: Iterable[WeightVersion]) -> set[WeightVersion]:
-    """These versions, and the older ones that their deltas need."""
+    """These versions, and the older ones that are their bases."""
     found = set(versions)
     for version in list(found):
         with contextlib.suppress(WeightsError):  # not there, or a broken chain, which no server loads

@@ -26,8 +26,8 @@ from asyncrl.launch.rundir import configs_dir
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.interfaces import PPOActorInterface
 from asyncrl.protocol.names import ACTOR
-from asyncrl.weights.delta import write_whole
 from asyncrl.weights.versions import read_manifest, version_dir
+from asyncrl.weights.whole import write_whole
 
 
 def examine(folder: Path, train: TrainConfig, weights: Path, *, seed: int) -> Iterator[str]:

@@ -22,8 +22,8 @@ from asyncrl.generation.transformers import TransformersEngine
 from asyncrl.model.export import take_share
 from asyncrl.protocol.messages import CommitWeights, ExecuteMFC, WeightVersion, WriteWeights
 from asyncrl.testing.tiny import make_tiny_model
-from asyncrl.weights import delta
 from asyncrl.weights.versions import read_manifest
+from asyncrl.weights.whole import whole
 from tests.processes.test_model_worker import TRAIN, Outside, SeenWorker, trajectory, worker_config, worker_here
 
 NUM = 6
@@ -107,7 +107,7 @@ async def test_deltas_end_in_the_weights_of_full_versions(
         sizes = [sum(file.stat().st_size for file in run.path(number).iterdir()) for number in range(NUM)]
         assert sizes[5] < sizes[4] / 2
         for number in range(NUM):
-            found, expected = delta.whole(run.path(number)), run.expected[number]
+            found, expected = whole(run.path(number)), run.expected[number]
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[name], expected[name]) for name in expected)
 

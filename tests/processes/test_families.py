@@ -23,7 +23,7 @@ from asyncrl.generation.transformers import TransformersEngine
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share
 from asyncrl.protocol.messages import SamplingParams, WeightVersion
-from asyncrl.weights import delta
+from asyncrl.weights.delta import DeltaForm
 from asyncrl.weights.versions import commit_version, side_files, version_dir, write_part, write_version
 from tests.support.families import FAMILIES, WINDOW, make_family
 
@@ -124,7 +124,7 @@ async def test_exported_weights_reach_the_engine_under_the_names_of_the_checkpoi
                     if ".1." in name:
                         parameter.view(-1)[-2:] += 1.0
             assert await difference() > 0.01
-            changes = {delta.file_name(0): delta.encode(first, take_share(trainer))}
+            changes = {DeltaForm().file_name(0): DeltaForm().encode(first, take_share(trainer))}
             files = write_part(path(V1), (), part=0, fsync=False, others=changes)
             commit_version(path(V1), files, sides=side_files(tmp_path), version=V1, fsync=False, base=base)
             await engine.load_weights(path(V1), V1)

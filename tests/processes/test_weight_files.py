@@ -32,7 +32,8 @@ from asyncrl.protocol.messages import WeightVersion
 from asyncrl.runtime.security import Secrets, Security, secured
 from asyncrl.weights import fetch as weight_files
 from asyncrl.weights.fetch import WeightFetcher, WeightFiles, _Source, run_key
-from asyncrl.weights.versions import WeightsError, publish_folder, verify_version
+from asyncrl.weights.form import WeightsError
+from asyncrl.weights.versions import publish_folder, verify_version
 
 LIMIT_S = 60.0
 LOGGER = logging.getLogger("test_weight_files")

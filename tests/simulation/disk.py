@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.protocol.messages import WeightVersion
-from asyncrl.weights.versions import WeightsError
+from asyncrl.weights.form import WeightsError
 
 
 @dataclass

@@ -33,7 +33,8 @@ from asyncrl.generation.queueing import EngineArguments, Pending, QueueingEngine
 from asyncrl.protocol.errors import classify
 from asyncrl.protocol.messages import FinishReason, VersionSpan, WeightVersion
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
-from asyncrl.weights.versions import WeightsError, verify_version
+from asyncrl.weights.form import WeightsError
+from asyncrl.weights.versions import verify_version
 
 EOS, FILLER = 0, 1  # token ids: the last token of a response, and all others
 _LOGPROB = -1.0

@@ -21,12 +21,13 @@ from asyncrl.generation.transformers import LiveTensors
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.manager.worker import ManagerFiles
 from asyncrl.protocol.messages import WeightVersion
-from asyncrl.weights import delta, versions
+from asyncrl.weights import versions
+from asyncrl.weights.delta import DeltaForm, TensorDelta
 from asyncrl.weights.fetch import WeightFetcher, WeightFiles
+from asyncrl.weights.form import WeightsError
 from asyncrl.weights.versions import (
     MANIFEST,
     VerifiedVersion,
-    WeightsError,
     commit_version,
     list_versions,
     prune_versions,
@@ -35,7 +36,9 @@ from asyncrl.weights.versions import (
     verify_version,
     write_part,
 )
+from asyncrl.weights.whole import whole, write_whole
 
+DELTA = DeltaForm()
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.float8_e4m3fn, torch.bool]
 
@@ -60,8 +63,8 @@ def random_tensor(rng: np.random.Generator, dtype: torch.dtype, shape: list[int]
     return torch.frombuffer(bytearray(raw.tobytes()) or bytearray(8), dtype=dtype)[:size].clone().reshape(shape)
 
 
-def decoded(encoded: bytes | None) -> list[delta.TensorDelta]:
-    return msgspec.msgpack.decode(encoded, type=list[delta.TensorDelta])
+def decoded(encoded: bytes | None) -> list[TensorDelta]:
+    return msgspec.msgpack.decode(encoded, type=list[TensorDelta])
 
 
 def changed(rng: np.random.Generator, tensor: torch.Tensor, rate: float) -> torch.Tensor:
@@ -83,13 +86,13 @@ def test_a_delta_has_exactly_the_changed_bits(seed, shapes, dtype, rate):
     rng = np.random.default_rng(seed)
     old = {str(number): random_tensor(rng, dtype, shape) for number, shape in enumerate(shapes)}
     new = {name: changed(rng, tensor, rate) for name, tensor in old.items()}
-    deltas = decoded(delta.encode(old, new, worth=100.0))
+    deltas = decoded(DELTA.encode(old, new, worth=100.0))
     assert [one.name for one in deltas] == list(new)  # also those without a change
     for one in deltas:
         before, after = np.array(bits(old[one.name])), np.array(bits(new[one.name]))
         assert one.changes()[0].tolist() == np.flatnonzero(before != after).tolist()
     applied = {name: tensor.clone() for name, tensor in old.items()}
-    delta.apply(deltas, applied)
+    DELTA.apply(deltas, applied)
     assert same(applied, new)
 
 
@@ -97,7 +100,7 @@ def test_signs_of_zeros_and_payloads_of_nans_are_kept():
     old = {"w": torch.tensor([0.0, 1.0, 2.0, 3.0] * 8, dtype=torch.bfloat16)}
     new = {"w": old["w"].clone()}
     new["w"].view(torch.int16)[:3] = torch.tensor([-0x8000, 0x7FC1, 0x7F81], dtype=torch.int16)  # -0.0, two NaNs
-    delta.apply(decoded(delta.encode(old, new)), old)
+    DELTA.apply(decoded(DELTA.encode(old, new)), old)
     assert same(old, new)
 
 
@@ -108,17 +111,17 @@ def test_new_values_take_the_dtype_of_the_model():
     new = {"w": old["w"].clone()}
     new["w"][5] = 3.0
     live = {"w": old["w"].float().reshape(8, 8).T.contiguous().T}  # not contiguous either
-    delta.apply(decoded(delta.encode(old, new)), live)
+    DELTA.apply(decoded(DELTA.encode(old, new)), live)
     assert torch.equal(live["w"].reshape(-1), new["w"].float())
 
 
 def test_a_delta_that_saves_little_is_not_made():
     old = {"w": torch.zeros(1000, dtype=torch.bfloat16), "small": torch.zeros(10, dtype=torch.bfloat16)}
     few, many = ({**old, "w": torch.arange(1000).lt(num).to(torch.bfloat16)} for num in (100, 900))
-    encoded = delta.encode(old, few)
+    encoded = DELTA.encode(old, few)
     assert len(encoded) < 500  # of 2,020 bytes
-    assert delta.encode(old, many) is None
-    assert delta.encode({}, {}) is None
+    assert DELTA.encode(old, many) is None
+    assert DELTA.encode({}, {}) is None
 
 
 @pytest.mark.parametrize(
@@ -137,9 +140,9 @@ def test_a_delta_that_saves_little_is_not_made():
 def test_changes_that_do_not_fit_their_tensor_change_nothing(forged):
     old = {"v": torch.zeros(64, dtype=torch.bfloat16), "w": torch.zeros(64, dtype=torch.bfloat16)}
     new = {name: torch.arange(64).remainder(30).eq(1).to(torch.bfloat16) for name in old}
-    first, second = decoded(delta.encode(old, new))
+    first, second = decoded(DELTA.encode(old, new))
     with pytest.raises(WeightsError, match="the changes of w"):
-        delta.apply([first, msgspec.structs.replace(second, **forged)], old)
+        DELTA.apply([first, msgspec.structs.replace(second, **forged)], old)
     assert not old["v"].any()
 
 
@@ -172,8 +175,8 @@ class Trainer:
         files, tensors = [], self.expected[number]
         for part, names in enumerate(["ab", "c"]):
             share = {name: tensors[name] for name in names}
-            encoded = delta.encode(old, share) if old else None
-            others = {delta.file_name(part): encoded} if encoded else None
+            encoded = DELTA.encode(old, share) if old else None
+            others = {DELTA.file_name(part): encoded} if encoded else None
             files += write_part(
                 self.path(number), () if encoded else share.items(), part=part, fsync=False, others=others
             )
@@ -198,7 +201,7 @@ def test_a_reader_without_weights_needs_the_full_version_and_the_deltas(trainer,
     for number, expected in enumerate(trainer.expected):
         manifest = verify_version(trainer.path(number), WeightVersion(1, number))
         assert manifest.kind == ("full" if number == 0 else "delta")
-        assert same(delta.whole(trainer.path(number)), expected)
+        assert same(whole(trainer.path(number)), expected)
     assert sorted(read_manifest(trainer.path(1)).files) == [
         "part-00000.delta",
         "part-00001.delta",
@@ -207,7 +210,7 @@ def test_a_reader_without_weights_needs_the_full_version_and_the_deltas(trainer,
     sizes = [sum(entry.bytes for entry in read_manifest(trainer.path(number)).files.values()) for number in range(4)]
     assert read_manifest(trainer.path(3)).num_bytes == sum(sizes)  # decides how long a server may take
     assert sizes[1] < sizes[0] / 8
-    delta.write_whole(trainer.path(3), tmp_path / "whole")
+    write_whole(trainer.path(3), tmp_path / "whole")
     assert same(load_file(tmp_path / "whole" / "model.safetensors"), trainer.expected[3])
     assert (tmp_path / "whole" / "config.json").exists()
 
@@ -250,7 +253,7 @@ def test_a_broken_chain_is_refused_until_the_version_is_written_in_full(trainer,
             verify(trainer.path(3), WeightVersion(1, 3))
     trainer.write(3, replace=True)
     verify_version(trainer.path(3), WeightVersion(1, 3))
-    assert same(delta.whole(trainer.path(3)), trainer.expected[3])
+    assert same(whole(trainer.path(3)), trainer.expected[3])
 
 
 def test_a_base_is_read_once(trainer, monkeypatch):
@@ -325,7 +328,7 @@ def test_a_delta_that_does_not_fit_its_base_or_an_external_server_is_refused(tra
     old = {name: torch.cat([tensor, tensor]) for name, tensor in trainer.expected[0].items()}
     trainer.write(1, old, read_manifest(trainer.path(0)), replace=True)
     with pytest.raises(WeightsError, match=r"changes a of shape \[80, 50\], which its base does not have"):
-        delta.whole(trainer.path(1))
+        whole(trainer.path(1))
 
 
 class Model(torch.nn.Module):
@@ -393,7 +396,7 @@ def test_pruning_keeps_the_bases_of_what_it_keeps(trainer):
 
 def test_changed_elements_without_a_base_are_not_committed(tmp_path):
     path = tmp_path / "actor" / str(WeightVersion(1, 1))
-    files = write_part(path, (), fsync=False, others={delta.file_name(0): b""})
+    files = write_part(path, (), fsync=False, others={DELTA.file_name(0): b""})
     with pytest.raises(ValueError, match="its base is not known"):
         commit_version(path, files, sides=side_files(tmp_path), version=WeightVersion(1, 1))
     assert not path.parent.exists() or not list(path.parent.iterdir())
@@ -414,7 +417,7 @@ def test_a_host_fetches_the_bases_that_it_lacks_and_keeps_them(trainer, tmp_path
         late = fetch(3)
         verify_version(late, WeightVersion(1, 3))
         assert full.stat().st_ino == inode  # not fetched again
-        assert same(delta.whole(late), trainer.expected[3])
+        assert same(whole(late), trainer.expected[3])
         assert host.fetch(trainer.path(3), WeightVersion(1, 3), source, 30.0) == trainer.path(3)  # it sees the files
 
         trainer.expected += trainer.expected[2:]

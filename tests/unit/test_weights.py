@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from asyncrl.protocol.messages import WeightVersion, WrittenFile
 from asyncrl.weights import versions as weights
+from asyncrl.weights.form import WeightsError
 from asyncrl.weights.versions import (
-    WeightsError,
     commit_version,
     list_versions,
     prune_versions,
