@@ -1,7 +1,7 @@
 """Which stored groups a detached frozen model processes next, while the trainer trains (train.arriving_inference). Pure.
 
     a group is stored -> ArrivingGroups -> a chunk: the model's workers fetch its inputs and compute its output keys
-    a step -> takes the outputs that exist, and runs the MFC on the rest (executor.ArrivingFunctionCall)
+    a step -> takes the outputs that exist, and runs the MFC on the rest (homes.ArrivingInference)
 
 The storage tracker (buffer.py) records what has been processed. If the detached group ends, the tracker forgets its data, so the
 groups count as not processed again. The same holds after a refresh of the reference.

@@ -17,10 +17,11 @@ from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.dataflow.worker_groups import WorkerGroups
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
 from asyncrl.master.calls import DetachedGroups, WorkerCaller
-from asyncrl.master.executor import FunctionExecutor, start_copies
+from asyncrl.master.executor import FunctionExecutor
 from asyncrl.master.parameter_hooks import ParameterHooks
 from asyncrl.master.refresh import Refresher
 from asyncrl.master.step_function import StepFunction
+from asyncrl.master.step_part import start_copies
 from asyncrl.protocol.messages import (
     CallBody,
     CallResult,

@@ -17,7 +17,8 @@ from asyncrl.config.schema import TrainConfig
 from asyncrl.dataflow.redistribution import assign
 from asyncrl.master.batch import BatchFormer
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
-from asyncrl.master.executor import BALANCE_TOLERANCE, FunctionExecutor
+from asyncrl.master.executor import FunctionExecutor
+from asyncrl.master.step_part import BALANCE_TOLERANCE
 from asyncrl.protocol.messages import LedgerView, TrajectoryMeta
 from asyncrl.runtime.clock import Clock
 

@@ -18,8 +18,9 @@ from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.master.books import Books
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.evaluations import Results
-from asyncrl.master.executor import shard_handlers, start_copies
+from asyncrl.master.homes import shard_handlers
 from asyncrl.master.model_workers import ModelWorkers
+from asyncrl.master.step_part import start_copies
 from asyncrl.protocol.messages import (
     CallResult,
     EvaluationResult,

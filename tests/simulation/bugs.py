@@ -18,7 +18,8 @@ from asyncrl.master.batch import BatchFormer, NotReady, Ready
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.checkpointing import Checkpointer
 from asyncrl.master.device_turns import DeviceTurns
-from asyncrl.master.executor import DetachedFunctionCall, FunctionExecutor
+from asyncrl.master.executor import FunctionExecutor
+from asyncrl.master.homes import InDetachedGroup
 from asyncrl.master.model_workers import ModelWorkers
 from asyncrl.master.step_result import StepResult
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver
@@ -144,12 +145,11 @@ def _forget_answers(real: Any) -> Any:
 
 
 def _run_without_groups(real: Any) -> Any:
-    async def run(self: DetachedFunctionCall, step: Any, batch: Any, call: Any) -> None:
-        if batch.ids:
-            await real(self, step, batch, call)
+    async def run(self: InDetachedGroup, step: Any, call: Any, body: Any) -> None:
+        if body.ids:
+            await real(self, step, call, body)
             return
-        await self._work(step, call, await self._ready(step, batch, call))
-        call.made.set()
+        await self._work(step, call, body)
 
     return run
 
@@ -209,7 +209,7 @@ BUGS: dict[str, tuple[Patch, ...]] = {
     ),
     "waiter_granted_twice": ((Ledger, "_remember", _forget_answers),),
     "empty_part_is_processed": (
-        (DetachedFunctionCall, "run", _run_without_groups),
+        (InDetachedGroup, "run", _run_without_groups),
         (StepResult, "add_share", _share_of_nothing),
     ),
     "last_part_begins_anew": ((FunctionExecutor, "_run", _last_part_is_whole),),

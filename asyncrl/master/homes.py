@@ -1,0 +1,269 @@
+"""Where the model of an MFC lives, and what a call of the MFC does there.
+
+InTrainerGroup      the master's order of calls holds for its workers, so new keys move while other calls run
+InDetachedGroup     its workers fetch the inputs of a call, and the trainer group fetches the outputs
+ArrivingInference   the same, and stored groups are processed before their step (train.arriving_inference)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
+
+from asyncrl.dataflow.mfc import MFCDef
+from asyncrl.dataflow.redistribution import Transfer, assign, plan_fetches
+from asyncrl.dataflow.topology import Handler, ModelPlacement
+from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
+from asyncrl.master.calls import DetachedGroups, GroupMissingError, Incarnation, WorkerCaller
+from asyncrl.master.handles import Call
+from asyncrl.master.parameter_hooks import ParameterHooks
+from asyncrl.master.report import MISSING
+from asyncrl.master.step_part import BALANCE_TOLERANCE, PartOfStep
+from asyncrl.protocol.messages import CallResult, ClearData, ExecuteMFC, TrajectoryMeta
+
+logger = logging.getLogger(__name__)
+
+
+def shard_handlers(placement: ModelPlacement) -> list[Handler]:
+    """Return the handlers (addresses for calls) of all workers of a model, in rank order."""
+    return list(placement.shards)
+
+
+class Home(ABC):
+    """The workers of an MFC's model. Records what they reply."""
+
+    def __init__(self, mfc: MFCDef, placement: ModelPlacement) -> None:
+        self.mfc, self.placement = mfc, placement
+        self.handlers = shard_handlers(placement)
+        self.state: dict[str, float] | None = None  # of its function after the newest call; None: before the first one
+
+    @abstractmethod
+    async def run(self, step: PartOfStep, call: Call, body: ExecuteMFC) -> asyncio.Task[None] | None:
+        """Run a call whose input keys exist. Returns the move of the new keys to the models that read them, if it is under way."""
+
+    def take_note(self, step: PartOfStep, call: Call, body: ExecuteMFC, replies: Sequence[CallResult]) -> None:
+        """Record the produced keys, their workers and the statistics. Raises RuntimeError if a head ran on other ids than
+        requested."""
+        if call.remakes:  # no call reads the former values any more (`order`)
+            step.tracker.discard(body.ids, self.mfc.output_keys)
+        call.stats = self.record(step.tracker, body, replies)
+        call.number = step.next_number()
+        call.seconds = max(reply.seconds for reply in replies)
+        peak_flops = sum(reply.peak_flops for reply in replies)
+        if peak_flops and self.mfc.kind == "train_step":
+            call.peak_s = sum(reply.flops for reply in replies) / peak_flops
+        for worker, reply in zip(self.placement.workers, replies, strict=True):
+            if reply.memory_bytes:  # a peak: a later reply never has less
+                step.result.stats[f"memory/model_worker_{worker}_bytes"] = float(reply.memory_bytes)
+
+    def record(self, tracker: StorageTracker, body: ExecuteMFC, replies: Sequence[CallResult]) -> dict[str, float]:
+        """Record the produced keys and their workers. Returns the statistics. Raises RuntimeError as take_note does."""
+        mfc, placement, stats = self.mfc, self.placement, dict[str, float]()
+        by_worker = dict(zip(placement.workers, replies, strict=True))
+        for head, part in zip(placement.heads, body.parts, strict=True):
+            reply = by_worker[head]
+            if reply.ids != part:
+                raise RuntimeError(
+                    f"MFC {mfc.name} ran on {len(reply.ids)} ids at model_worker/{head}, {reply.ids[:5]}; {len(part)} ids were "
+                    f"requested, {part[:5]}"
+                )
+            tracker.add(head, part, reply.keys)
+            stats.update(reply.stats)
+            self.state = reply.state
+        return stats
+
+
+class InTrainerGroup(Home):
+    """The workers compute in the master's order of calls. waits for: their replies."""
+
+    def __init__(self, mfc: MFCDef, placement: ModelPlacement, caller: WorkerCaller, hooks: ParameterHooks) -> None:
+        super().__init__(mfc, placement)
+        self._caller, self._hooks = caller, hooks
+
+    async def run(self, step: PartOfStep, call: Call, body: ExecuteMFC) -> asyncio.Task[None] | None:
+        copied = step.copy_weights(self._hooks.before(self.mfc))
+        replies, *_ = await asyncio.gather(self._caller.start(f"MFC {self.mfc.name}", self.handlers, body), *copied)
+        self.take_note(step, call, body, replies)
+        if self.mfc.kind == "train_step" and step.ends_step:
+            self._hooks.trained(self.mfc)
+        return step.move(self.mfc.output_keys, body.ids)  # sent before other calls that read the keys are sent
+
+
+class InDetachedGroup(Home):
+    """The workers are outside the trainer group.
+
+    waits for: their replies; the next incarnation of their worker group, if the group ends (calls.py).
+    If the group is missing and on_missing=continue, the step goes on without the output keys. A call without groups needs nothing
+    from the group.
+    """
+
+    def __init__(
+        self,
+        mfc: MFCDef,
+        placement: ModelPlacement,
+        hooks: ParameterHooks,
+        detached: DetachedGroups,
+        tracker: StorageTracker,
+    ) -> None:
+        super().__init__(mfc, placement)
+        self._on_missing = hooks.on_missing(mfc)
+        self._detached, self._worker_group = detached, detached.worker_groups.of(placement.workers[0])
+        self._tracker = tracker
+
+    async def run(self, step: PartOfStep, call: Call, body: ExecuteMFC) -> None:
+        is_missing = False
+        try:
+            if body.ids:  # the last part of a batch may have no groups
+                await self._work(step, call, body)
+        except GroupMissingError as error:
+            logger.warning("step %d is trained without it: %s", step.version + 1, error)
+            step.missing.update(self.mfc.output_keys)  # before calls that read them begin
+            is_missing = True
+        if self._on_missing == "continue":
+            name = f"{MISSING}{self.mfc.name}"
+            step.result.stats[name] = max(step.result.stats.get(name, 0.0), float(is_missing))
+
+    async def _work(self, step: PartOfStep, call: Call, body: ExecuteMFC) -> None:
+        """Raises GroupMissingError."""
+        await self._repeated(f"MFC {self.mfc.name}", partial(self._once, step, call, body))
+
+    async def _repeated(self, what: str, work: Callable[[Incarnation], Awaitable[None]]) -> None:
+        """Raises GroupMissingError."""
+        await self._detached.repeated(what, self._worker_group, work, on_missing=self._on_missing)
+
+    async def _once(self, step: PartOfStep, call: Call, body: ExecuteMFC, incarnation: Incarnation) -> None:
+        num_bytes, replies = await self._execute(body, step.inputs(self.mfc, body.parts), incarnation)
+        self.take_note(step, call, body, replies)
+        step.count_bytes(num_bytes + await self._fetch("outputs", step.outputs(self.mfc, body.ids), incarnation))
+
+    async def _execute(
+        self, body: ExecuteMFC, inputs: Sequence[Transfer], incarnation: Incarnation
+    ) -> tuple[float, list[CallResult]]:
+        """Fetch the inputs and run the MFC. Its workers keep the outputs. Returns the number of fetched bytes, and the replies."""
+        num_bytes = await self._fetch("inputs", inputs, incarnation)
+        handlers = self.handlers
+        replies = await self._detached.call(f"MFC {self.mfc.name}", incarnation, handlers, [body] * len(handlers))
+        return num_bytes, replies
+
+    async def _fetch(self, which: str, transfers: Sequence[Transfer], incarnation: Incarnation) -> float:
+        return await self._detached.fetch(f"{which} of MFC {self.mfc.name}", incarnation, transfers, self._tracker)
+
+
+class ArrivingInference(InDetachedGroup):
+    """The model is detached and frozen. Its workers also process stored groups before their step (train.arriving_inference).
+
+    consumes: stored groups, in chunks; a step's batch.  produces: its output keys, which its workers hold until the step.
+    waits for: a change of the stored groups; the same as InDetachedGroup.
+    A chunk excludes a refresh of the model, and a step's work unless all groups of the step have been processed. So these wait
+    for at most one chunk.
+    """
+
+    def __init__(
+        self,
+        mfc: MFCDef,
+        placement: ModelPlacement,
+        hooks: ParameterHooks,
+        detached: DetachedGroups,
+        tracker: StorageTracker,
+        buffer: AsyncIOSequenceBuffer,
+    ) -> None:
+        super().__init__(mfc, placement, hooks, detached, tracker)
+        self._buffer = buffer
+        self._arriving = hooks.arriving(mfc, placement.grid.num_replicas)
+        self._lock = asyncio.Lock()
+        self._version, self._num_left = 0, 0
+
+    @property
+    def model(self) -> str:
+        return self.placement.name
+
+    def at(self, version: int, *, num_left: int) -> None:
+        """The step from this version runs, or is the next one. It will still take num_left of the groups that are not in it."""
+        self._version, self._num_left = version, num_left
+
+    async def process_arriving(self) -> None:
+        """Process stored groups as they arrive. Never returns."""
+        what = f"MFC {self.mfc.name} on arriving groups"
+        while True:  # each turn is bounded, except the wait for a change
+            seen = self._buffer.num_changes
+            async with self._lock:
+                has_work = bool(self._next_chunk())
+                try:
+                    if has_work:
+                        await self._repeated(what, self._process_chunk)
+                except GroupMissingError as error:  # the steps report it, too
+                    logger.info("%s", error)
+                    has_work = False
+            if not has_work:
+                await self._buffer.wait_for_change(seen)
+
+    @contextlib.asynccontextmanager
+    async def refreshing(self) -> AsyncIterator[None]:
+        """While the block runs, the model's weights may change. Afterwards groups that are stored count as not processed."""
+        async with self._lock:
+            try:
+                yield
+            finally:
+                self._tracker.forget(self.placement.workers, self.mfc.output_keys)
+
+    async def _work(self, step: PartOfStep, call: Call, body: ExecuteMFC) -> None:
+        num_left = len(set(body.ids) - self._processed())
+        step.result.add_share(f"arriving/{self.mfc.name}_share", len(body.ids) - num_left, len(body.ids))
+        async with self._lock if num_left else contextlib.nullcontext():  # its groups may be in the chunk under way
+            await self._repeated(f"MFC {self.mfc.name}", partial(self._rest, step, call, body))
+
+    async def _rest(self, step: PartOfStep, call: Call, body: ExecuteMFC, incarnation: Incarnation) -> None:
+        """Run the MFC on the groups of the batch that have not been processed yet."""
+        done, call.seconds = self._processed(), 0.0
+        if rest := [meta for meta in self._buffer.metas(body.ids) if meta.ticket_id not in done]:
+            call.seconds = await self._process(rest, step.version, incarnation)
+        step.count_bytes(await self._fetch("outputs", step.outputs(self.mfc, body.ids), incarnation))
+
+    def _next_chunk(self) -> list[TrajectoryMeta]:
+        stored, done = self._buffer.stored, self._processed()
+        return self._arriving.next_chunk(stored, done, version=self._version, num_left=self._num_left)
+
+    async def _process_chunk(self, incarnation: Incarnation) -> None:
+        if not (chunk := self._next_chunk()):  # dropped meanwhile
+            return
+        await self._process(chunk, self._version, incarnation)
+        stored_now = set(self._buffer.stored_tickets)
+        if dropped := [meta.ticket_id for meta in chunk if meta.ticket_id not in stored_now]:
+            self._tracker.drop(dropped)
+            self._detached.tell_nowait("forgetting groups", self.placement.workers, ClearData(ids=dropped))
+
+    async def _process(self, metas: Sequence[TrajectoryMeta], version: int, incarnation: Incarnation) -> float:
+        """Run the MFC on these groups. Returns the seconds at the slowest worker."""
+        mfc, placement, tracker = self.mfc, self.placement, self._tracker
+        ids, tokens = [meta.ticket_id for meta in metas], {meta.ticket_id: sum(meta.seqlens) for meta in metas}
+        parts = assign(ids, tokens, {}, placement.grid.num_replicas, BALANCE_TOLERANCE)
+        needed = {worker: part for rank, part in enumerate(parts) for worker in placement.replicas[rank]}
+        fetches = plan_fetches(needed, mfc.input_keys, tracker.there, self._detached.worker_groups.trainer)
+        body = ExecuteMFC(mfc=mfc.name, version=version, ids=ids, parts=parts)
+        _, replies = await self._execute(body, fetches, incarnation)
+        self.record(tracker, body, replies)
+        return max(reply.seconds for reply in replies)
+
+    def _processed(self) -> set[str]:
+        return self._tracker.held_by_any(self.placement.heads, self.mfc.output_keys)
+
+
+def home_of(
+    mfc: MFCDef,
+    placement: ModelPlacement,
+    caller: WorkerCaller,
+    hooks: ParameterHooks,
+    detached: DetachedGroups | None,
+    tracker: StorageTracker,
+    buffer: AsyncIOSequenceBuffer,
+) -> Home:
+    """Return where the model of an MFC lives. detached: None if all workers are in one worker group."""
+    if detached is None or placement.workers[0] not in detached.worker_groups.all_detached:
+        return InTrainerGroup(mfc, placement, caller, hooks)
+    if hooks.is_arriving(mfc):
+        return ArrivingInference(mfc, placement, hooks, detached, tracker, buffer)
+    return InDetachedGroup(mfc, placement, hooks, detached, tracker)

@@ -1,0 +1,257 @@
+"""One batch, or one part of it, on its way through a train step: where its groups are computed, and which data moves.
+
+    batch -> parts for each model's data ranks -> Redistribute (keys that the parts lack)
+    keys that an MFC has produced --------------> Redistribute (to models that read them)
+
+Data moves as soon as it exists, before the calls that need it are sent. Redistribute never sends data between worker groups
+(dataflow/worker_groups.py). The workers of a detached model fetch the inputs of its MFC when the MFC runs, and the trainer group
+fetches the outputs before the MFC counts as done (homes.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from asyncrl.dataflow.mfc import MFCDef
+from asyncrl.dataflow.redistribution import Transfer, assign, members, plan_fetches, plan_redistribution
+from asyncrl.dataflow.topology import ModelPlacement
+from asyncrl.master.buffer import StorageTracker
+from asyncrl.master.calls import WorkerCaller
+from asyncrl.master.handles import Batch
+from asyncrl.master.step_result import StepResult
+from asyncrl.protocol.messages import CallResult, ReadValues, Reallocate, RedistribStep, Redistribute, TrajectoryMeta
+
+MOVED_BYTES = "redistribution/bytes"  # statistic of a step: bytes that model workers have sent to each other
+# Statistic of a step: seconds of the moves in the trainer group, at the slowest worker of each
+TRANSFER_S = "time/transfer_s"
+BALANCE_TOLERANCE = 0.1  # a data rank with more tokens than (1 + this) times the ranks' mean gives groups away
+
+
+class PartOfStep:
+    """One batch, or one part of it, on its way through the step: its parts for the data ranks, its data movements and its results.
+    Its methods send and do not wait, except `moved`."""
+
+    def __init__(
+        self,
+        version: int,
+        mfcs: Sequence[MFCDef],
+        placements: Mapping[str, ModelPlacement],
+        tracker: StorageTracker,
+        caller: WorkerCaller,
+        recorders: Sequence[int],
+        detached: Collection[int] = (),
+        *,
+        result: StepResult,
+        ends_step: bool,
+        batch: Sequence[str],
+    ) -> None:
+        """recorders: by head, the worker that records the head's trajectories; empty: no recording. detached: workers that are not
+        in the trainer group. result: of the step, to which this part adds. ends_step, batch: as in ExecuteMFC."""
+        self.version = version
+        self.on_policy = False  # the first call of actor_train of the step gets on-policy data
+        self.ends_step, self.batch = ends_step, list(batch)
+        # (model, groups) -> the ids of each data rank
+        self._parts: dict[tuple[str, frozenset[str]], list[list[str]]] = {}
+        self.missing: set[str] = set()  # keys that no worker computes in this step, because a detached group is missing
+        self.result = result
+        self.tracker = tracker
+        self._sent: list[asyncio.Task[None]] = []
+        self._num_replied = 0
+        self._recorders = recorders
+        self._recorded: dict[int, list[str]] = {}  # worker -> the groups that it records
+        self._placements = placements
+        self._caller = caller
+        self._reads: dict[str, list[str]] = {}  # model -> the keys that its MFCs read
+        for mfc in mfcs:
+            self._reads.setdefault(mfc.model, []).extend(mfc.input_keys)
+        self._detached = frozenset(detached)
+        self._trainer_group = (
+            frozenset(w for placement in placements.values() for w in placement.workers) - self._detached
+        )
+        self._heads = next(iter(placements.values())).heads
+        self._came_to: dict[int, list[str]] = {}  # worker -> the groups that it received as a head
+        self._ids: frozenset[str] = frozenset()  # the groups of the batch
+        self._tokens: dict[str, int] = {}  # of each group
+
+    def begin(self, metas: Sequence[TrajectoryMeta], keys: Collection[str]) -> None:
+        """Assign the batch's parts to each model's ranks and move the keys that they lack. A group goes to a data rank that lacks
+        the fewest of these keys, as far as the balance of tokens allows."""
+        ids = [meta.ticket_id for meta in metas]
+        self._ids = frozenset(ids)
+        self._tokens = {meta.ticket_id: sum(meta.seqlens) for meta in metas}
+        for meta in metas:
+            self._came_to.setdefault(self._heads[meta.head % len(self._heads)], []).append(meta.ticket_id)
+            if self._recorders:
+                self._recorded.setdefault(self._recorders[meta.head], []).append(meta.ticket_id)
+        steps: list[RedistribStep] = []
+        for model, reads in self._reads.items():
+            wanted = _those_in(reads, keys)
+            self._assign(model, ids, wanted)
+            steps += self._plan(model, wanted, self._ids)
+        self._send(steps)
+
+    def parts_for(self, mfc: MFCDef, batches: Sequence[Batch]) -> list[list[str]]:
+        """Return the ids of each data rank for a call on these batches, and send the keys that the ranks lack. For the whole batch
+        nothing has to be sent: its keys move as soon as they exist."""
+        ids = [group for batch in batches for group in batch.ids]
+        if mfc.dispatch == "data_parallel":
+            groups = frozenset(ids)
+            if (mfc.model, groups) not in self._parts:
+                self._assign(mfc.model, ids, mfc.input_keys)
+            parts = self._parts[mfc.model, groups]
+            if groups == self._ids:
+                return parts
+        else:
+            parts = self._dispatched(mfc, ids, batches)
+        if not self._is_detached(mfc.model):
+            self._send(self._plan_for(self._workers_of(mfc.model, parts), self._read_by(mfc)))
+        return parts
+
+    def _dispatched(self, mfc: MFCDef, ids: list[str], batches: Sequence[Batch]) -> list[list[str]]:
+        data = self._placements[mfc.model].grid.num_replicas
+        if mfc.dispatch == "one_to_all":
+            return [ids] * data
+        return [ids, *[[]] * (data - 1)] if mfc.dispatch == "rank_zero" else [list(batch.ids) for batch in batches]
+
+    def _assign(self, model: str, ids: Sequence[str], keys: Sequence[str]) -> None:
+        placement = self._placements[model]
+        homes = {group: self._homes(group, placement, keys) for group in ids}
+        parts = assign(ids, self._tokens, homes, placement.grid.num_replicas, BALANCE_TOLERANCE)
+        self._parts[model, frozenset(ids)] = parts
+
+    def inputs(self, mfc: MFCDef, parts: Sequence[list[str]]) -> list[Transfer]:
+        """Return the fetches from the trainer group by which the workers of a detached model get the MFC's missing input keys of
+        their parts."""
+        needed = self._workers_of(mfc.model, parts)
+        return plan_fetches(needed, self._read_by(mfc), self.tracker.there, self._trainer_group)
+
+    def _read_by(self, mfc: MFCDef) -> list[str]:
+        """The input keys of an MFC that exist in this step."""
+        return [key for key in mfc.input_keys if key not in self.missing]
+
+    def outputs(self, mfc: MFCDef, ids: Collection[str]) -> list[Transfer]:
+        """Return the fetches by which the trainer group gets the output keys that an MFC of a detached model made for these groups.
+
+        Each group of responses goes to the workers that read or record it, and in any case to the head that received it. So the
+        trainer group has all outputs, and another worker group can fetch them from there.
+        """
+        needed = {worker: dict.fromkeys(came) for worker, came in self._came_to.items()}
+        for model, reads in self._reads.items():
+            if not self._is_detached(model) and _those_in(reads, mfc.output_keys):
+                for worker, part in self._needed(model).items():
+                    needed.setdefault(worker, {}).update(dict.fromkeys(part))
+        wanted = self._only({worker: list(groups) for worker, groups in needed.items()}, frozenset(ids))
+        return plan_fetches(wanted, mfc.output_keys, self.tracker.there, self._placements[mfc.model].heads)
+
+    def move(self, keys: Collection[str], ids: Collection[str]) -> asyncio.Task[None]:
+        """Send new keys of these groups to the workers that record them, and to all models of the trainer group that read them."""
+        groups = frozenset(ids)
+        plans = [self._plan(model, _those_in(reads, keys), groups) for model, reads in self._reads.items()]
+        plans.append(self._plan_for(self._only(self._recorded, groups), list(keys)))
+        return self._send([step for plan in plans for step in plan])
+
+    async def read(self, ids: Sequence[str], key: str) -> list[list[list[float]]]:
+        """Return the values of a key by id and sequence, from workers of the trainer group. Raises ValueError if the key is missing
+        in this step."""
+        if key in self.missing:
+            raise ValueError(
+                f"{key} is missing in this step, because the workers that make it are down (on_missing=continue)"
+            )
+        by_worker: dict[int, list[str]] = {}
+        for group in ids:
+            by_worker.setdefault(min(self.tracker.holders[group][key]), []).append(group)
+        bodies = [ReadValues(ids=groups, key=key) for groups in by_worker.values()]
+        replies = await self._caller.start_each(f"the values of {key}", list(by_worker), bodies)
+        values = {
+            group: found
+            for groups, reply in zip(by_worker.values(), replies, strict=True)
+            for group, found in zip(groups, reply.values, strict=True)
+        }
+        return [values[group] for group in ids]
+
+    def copy_weights(self, copies: Iterable[Reallocate]) -> list[asyncio.Task[list[CallResult]]]:
+        """Start copies of weights. Each copy is one call to all workers of its source model and its target model."""
+        return start_copies(copies, self._placements, self._caller)
+
+    def _homes(self, group: str, placement: ModelPlacement, keys: Sequence[str]) -> list[int]:
+        """Return the data ranks whose workers lack the fewest of these keys of a group."""
+        ranks = range(placement.grid.num_replicas)
+        missing = [self.tracker.num_missing(group, placement.replicas[rank], keys) for rank in ranks]
+        return [rank for rank in ranks if missing[rank] == min(missing)]
+
+    def _plan(self, model: str, keys: Sequence[str], groups: frozenset[str]) -> list[RedistribStep]:
+        """Plan the moves of these keys of these groups to a model's workers, as the whole batch is divided among them; none for a
+        detached model. Planned moves count as done, so that the next plan can build on them."""
+        if self._is_detached(model) or not keys:
+            return []
+        return self._plan_for(self._only(self._needed(model), groups), keys)
+
+    def _needed(self, model: str) -> dict[int, list[str]]:
+        """Return the ids of the batch that each worker of a model computes on."""
+        return self._workers_of(model, self._parts[model, self._ids])
+
+    def _workers_of(self, model: str, parts: Sequence[list[str]]) -> dict[int, list[str]]:
+        """Return the part of each worker of a model. parts: by data rank."""
+        return {worker: part for rank, part in enumerate(parts) for worker in self._placements[model].replicas[rank]}
+
+    def _only(self, needed: Mapping[int, list[str]], groups: frozenset[str]) -> Mapping[int, list[str]]:
+        """Of the ids that each worker needs, those of these groups."""
+        if groups == self._ids:
+            return needed
+        return {worker: [group for group in ids if group in groups] for worker, ids in needed.items()}
+
+    def _is_detached(self, model: str) -> bool:
+        return self._placements[model].workers[0] in self._detached
+
+    def _plan_for(self, needed: Mapping[int, Sequence[str]], keys: Sequence[str]) -> list[RedistribStep]:
+        steps = plan_redistribution(needed, keys, self.tracker.holders) if keys else []
+        self.tracker.apply(steps)
+        return steps
+
+    def _send(self, steps: list[RedistribStep]) -> asyncio.Task[None]:
+        replies = None
+        if steps:
+            replies = self._caller.start("data to be moved", members(steps), Redistribute(steps=steps))
+        self._sent.append(asyncio.create_task(self._count(replies)))
+        return self._sent[-1]
+
+    def next_number(self) -> int:
+        """The number of a call in the order of replies, which is that of execution. It begins with 1."""
+        self._num_replied += 1
+        return self._num_replied
+
+    async def moved(self) -> None:
+        """Wait until all data that was sent has arrived."""
+        await asyncio.gather(*self._sent)
+
+    def give_up(self) -> None:
+        """Stop waiting for replies."""
+        for task in self._sent:
+            task.cancel()
+
+    async def _count(self, replies: asyncio.Task[list[CallResult]] | None) -> None:
+        if replies is not None:
+            done = await replies
+            self.count_bytes(sum(reply.num_bytes for reply in done))
+            self.result.add(TRANSFER_S, max(reply.seconds for reply in done))
+
+    def count_bytes(self, num_bytes: float) -> None:
+        """Add to the number of bytes that model workers have sent to each other."""
+        self.result.add(MOVED_BYTES, num_bytes)
+
+
+def start_copies(
+    copies: Iterable[Reallocate], placements: Mapping[str, ModelPlacement], caller: WorkerCaller
+) -> list[asyncio.Task[list[CallResult]]]:
+    """Start copies of weights. Each copy is one call to all workers of its source model and its target model."""
+    tasks = []
+    for body in copies:
+        workers = {*placements[body.source].workers, *placements[body.target].workers}
+        what = f"weights of {body.source} to be copied to {body.target}"
+        tasks.append(caller.start(what, sorted(workers), body))
+    return tasks
+
+
+def _those_in(reads: Iterable[str], keys: Collection[str]) -> list[str]:
+    return [key for key in dict.fromkeys(reads) if key in keys]
