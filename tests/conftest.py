@@ -7,6 +7,37 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
+# Files of tests/processes that only the tiers --ci and --all run: each takes long, or tests what other files of the fast tier test on
+# a smaller scale
+LONG_PROCESSES = (
+    "test_bad_batches.py",
+    "test_broadcast_fleet.py",
+    "test_closed_streams.py",
+    "test_debug.py",
+    "test_etcd_access.py",
+    "test_etcd_cluster.py",
+    "test_etcd_outages.py",
+    "test_example_copies.py",
+    "test_families.py",
+    "test_family_table.py",
+    "test_fetching_fleet.py",
+    "test_hanging_run.py",
+    "test_host_daemon.py",
+    "test_logprob_reference.py",
+    "test_mfcs_on_engines.py",
+    "test_parallel_engine.py",
+    "test_plan.py",
+    "test_plan_command.py",
+    "test_rank_processes.py",
+    "test_reallocate.py",
+    "test_rollout_generation.py",
+    "test_routing_by_load.py",
+    "test_same_update.py",
+    "test_scanner.py",
+    "test_self_check.py",
+    "test_space.py",
+    "test_stacks.py",
+)
 LAUNCHERS = pytest.StashKey()  # of ForkedLaunchers
 # These files have the whole runs of the fast tier, which cover each mode: async; rollout_only and train_only; sync. All other whole
 # runs belong to the tiers --ci and --all, and those marked `release` only to --all.
@@ -17,7 +48,7 @@ def pytest_collection_modifyitems(items):
     has_gpu = Path("/dev/nvidia0").exists()
     for item in items:
         folder, *_, name = item.path.relative_to(TESTS).parts
-        if folder == "end_to_end" and name not in FAST_RUNS:
+        if (folder == "end_to_end" and name not in FAST_RUNS) or (folder == "processes" and name in LONG_PROCESSES):
             item.add_marker("full")
         if "gpu" in item.keywords and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="there is no GPU on this machine"))

@@ -1,6 +1,7 @@
 """Processes that a reward function leaves behind, with their own sessions and empty environments, end with its judge."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
@@ -161,7 +162,10 @@ def test_the_processes_of_two_launches_of_a_run_have_different_markers(tmp_path)
         found = []
 
         def has_reaper():  # not in the first moment: the command line of a process that has just started is empty
-            found[:] = [child for child in psutil.Process().children() if "reaper.py" in " ".join(child.cmdline())]
+            found.clear()
+            for child in psutil.Process().children():
+                with contextlib.suppress(psutil.ZombieProcess):  # a launcher of an earlier test
+                    found.extend([child] if "reaper.py" in " ".join(child.cmdline()) else [])
             return found
 
         assert wait_until(has_reaper, limit_s=LIMIT_S, every_s=0.01)

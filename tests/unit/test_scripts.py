@@ -336,6 +336,14 @@ def test_the_jobs_of_the_workflow_have_each_part_once(call, clone, tmp_path):
     assert sorted(by_jobs[by_jobs.index(last_of_setup) :]) == sorted(by_hand[by_hand.index(last_of_setup) :])
 
 
+def test_the_files_that_the_fast_tier_leaves_out_exist_and_are_listed(pytestconfig):
+    conftest = next(plugin for plugin in pytestconfig.pluginmanager.get_plugins() if hasattr(plugin, "LONG_PROCESSES"))
+    page = (REPOSITORY / "CONTRIBUTING.md").read_text().partition("## Tiers")[2].partition("\n## ")[0]
+    for file in conftest.LONG_PROCESSES:
+        assert (REPOSITORY / "tests" / "processes" / file).exists()
+        assert f"`{file.removeprefix('test_').removesuffix('.py')}`" in page
+
+
 def test_each_file_of_tests_processes_is_in_one_part():
     tests = REPOSITORY / "tests"
     assert sorted(path for part in PROCESSES for path in tests.glob(part)) == sorted(tests.glob("processes/test_*"))
