@@ -54,7 +54,7 @@ class PlacedNode(Protocol):
 class WorkerGroups:
     """The worker groups of a run. Each lists its model workers in ascending order."""
 
-    trainer: tuple[int, ...]
+    trainer: tuple[int, ...] = ()
     detached: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
@@ -67,10 +67,12 @@ class WorkerGroups:
         """The group of a worker."""
         return next((group for group in self.detached if worker in group), self.trainer)
 
-    @property
-    def all_detached(self) -> frozenset[int]:
-        """The workers that are not in the trainer group."""
-        return frozenset(worker for group in self.detached for worker in group)
+    def is_local(self, worker: int) -> bool:
+        """Whether the worker is in the trainer group. Without detached groups every worker is."""
+        return not any(worker in group for group in self.detached)
+
+
+ONE_GROUP = WorkerGroups()  # every worker is in the trainer group
 
 
 def worker_groups_of(

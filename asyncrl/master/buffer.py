@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from asyncrl.dataflow.redistribution import Holders, transfers
+from asyncrl.dataflow.worker_groups import ONE_GROUP, WorkerGroups
 from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.messages import Locator, RedistribStep, StoreVerdict, TrajectoryMeta
 from asyncrl.protocol.tickets import TicketSeal
@@ -113,9 +114,8 @@ class StorageTracker:
     are not part of that order. They fetch from workers that have reported that they hold the data.
     """
 
-    def __init__(self, detached: Collection[int] = ()) -> None:
-        """detached: workers that are not in the trainer group."""
-        self._detached = frozenset(detached)
+    def __init__(self, groups: WorkerGroups = ONE_GROUP) -> None:
+        self._groups = groups
         self._holders: dict[str, dict[str, set[int]]] = {}
         self._there: dict[str, dict[str, set[int]]] = {}
 
@@ -138,7 +138,7 @@ class StorageTracker:
         """A worker has reported that it holds these keys of these ids."""
         ids, keys = list(ids), list(keys)
         _add(self._there, worker, ids, keys)
-        if worker not in self._detached:
+        if self._groups.is_local(worker):
             _add(self._holders, worker, ids, keys)
 
     def apply(self, steps: Iterable[RedistribStep]) -> None:
@@ -154,8 +154,10 @@ class StorageTracker:
         return sum(worker not in held.get(key, ()) for worker in workers for key in keys)
 
     def forget(self, workers: Collection[int], keys: Collection[str] | None = None) -> None:
-        """Data of these workers of a detached group is gone, because they have ended, or is to be computed again. keys: only these;
-        None: all."""
+        """Data of these workers of another worker group is gone, because they have ended, or is to be computed again.
+
+        keys: only these; None: all.
+        """
         for held in self._there.values():
             for key, having in held.items():
                 if keys is None or key in keys:

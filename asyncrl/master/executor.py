@@ -23,6 +23,7 @@ from typing import Any
 
 from asyncrl.dataflow.graph import TRAIN_MFC, DataflowGraph
 from asyncrl.dataflow.topology import ModelPlacement
+from asyncrl.dataflow.worker_groups import ONE_GROUP
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
 from asyncrl.master.calls import DetachedGroups, WorkerCaller
 from asyncrl.master.handles import Batch, Call, Function, Models
@@ -133,7 +134,7 @@ class FunctionExecutor:
         homeless = [f"{mfc.name} on {mfc.model!r}" for mfc in mfcs if mfc.model not in self._placements]
         if homeless:
             raise ValueError(f"MFCs run on models without workers: {homeless}; placed models: {list(self._placements)}")
-        self._detached = detached.worker_groups.all_detached if detached is not None else frozenset()
+        self._groups = detached.worker_groups if detached is not None else ONE_GROUP
         self._refresher = refresher
         self._on_policy = OnPolicy()
         self._result = StepResult()  # of the step that runs, or comes next
@@ -195,7 +196,7 @@ class FunctionExecutor:
             self._tracker,
             self._caller,
             self._recorders,
-            self._detached,
+            self._groups,
             result=self._result,
             ends_step=ends_step,
             batch=batch,
@@ -242,7 +243,7 @@ class FunctionExecutor:
     async def _refresh(self, step: PartOfStep, version: int) -> None:
         """Copy weights after the step that produced this version: by collectives in the trainer group, else through the disk."""
         refresher, copies = self._refresher, self._hooks.after_step(version)
-        elsewhere = [body for body in copies if refresher is not None and refresher.is_detached(body.target)]
+        elsewhere = [body for body in copies if not self._groups.is_local(self._placements[body.target].workers[0])]
         copied = step.copy_weights(body for body in copies if body not in elsewhere)
         await asyncio.gather(*copied)
         if refresher is not None:

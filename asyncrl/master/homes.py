@@ -262,7 +262,7 @@ def home_of(
     buffer: AsyncIOSequenceBuffer,
 ) -> Home:
     """Return where the model of an MFC lives. detached: None if all workers are in one worker group."""
-    if detached is None or placement.workers[0] not in detached.worker_groups.all_detached:
+    if detached is None or detached.worker_groups.is_local(placement.workers[0]):
         return InTrainerGroup(mfc, placement, caller, hooks)
     if hooks.is_arriving(mfc):
         return ArrivingInference(mfc, placement, hooks, detached, tracker, buffer)

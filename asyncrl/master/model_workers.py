@@ -136,11 +136,9 @@ class ModelWorkers:
         group."""
         workers, body, what = self.tracker.drop(tickets), ClearData(ids=list(tickets)), "forgetting groups"
         self._detached.tell_nowait(
-            what, [worker for worker in workers if worker in self.worker_groups.all_detached], body
+            what, [worker for worker in workers if not self.worker_groups.is_local(worker)], body
         )
-        return self.caller.start(
-            what, [worker for worker in workers if worker not in self.worker_groups.all_detached], body
-        )
+        return self.caller.start(what, [worker for worker in workers if self.worker_groups.is_local(worker)], body)
 
     def start(self, model: str, what: str, body: CallBody) -> asyncio.Task[list[CallResult]]:
         """Call all workers of a model."""

@@ -59,9 +59,6 @@ class Refresher:
         self._taken: dict[str, str] = {}  # model -> folder with its weights; without an entry: those of its path
         self._named: frozenset[str] = frozenset()  # folders of the newest checkpoint, which may not be complete yet
 
-    def is_detached(self, model: str) -> bool:
-        return self._placements[model].workers[0] in self._detached.worker_groups.all_detached
-
     def state(self) -> dict[str, str]:
         """Return the state for a checkpoint: model -> folder with its weights. A run that continues from this checkpoint
         needs these folders."""
@@ -104,7 +101,7 @@ class Refresher:
         its own models from the checkpoint already."""
         for model in refreshed:
             placement, folder = self._placements[model], state.get(model) or state.get(self._placements[model].role, "")
-            if not self.is_detached(model):
+            if self._detached.worker_groups.is_local(self._placements[model].workers[0]):
                 if folder:
                     body = TakeWeights(model=model, folder=self._name(folder))
                     await self._caller.call(f"{model} to take its weights", placement.workers, body)

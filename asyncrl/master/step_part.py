@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.redistribution import Transfer, assign, members, plan_fetches, plan_redistribution
 from asyncrl.dataflow.topology import ModelPlacement
+from asyncrl.dataflow.worker_groups import WorkerGroups
 from asyncrl.master.buffer import StorageTracker
 from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.handles import Batch
@@ -40,14 +41,14 @@ class PartOfStep:
         tracker: StorageTracker,
         caller: WorkerCaller,
         recorders: Sequence[int],
-        detached: Collection[int] = (),
+        groups: WorkerGroups,
         *,
         result: StepResult,
         ends_step: bool,
         batch: Sequence[str],
     ) -> None:
-        """recorders: by head, the worker that records the head's trajectories; empty: no recording. detached: workers that are not
-        in the trainer group. result: of the step, to which this part adds. ends_step, batch: as in ExecuteMFC."""
+        """recorders: by head, the worker that records the head's trajectories; empty: no recording. result: of the step, to which
+        this part adds. ends_step, batch: as in ExecuteMFC."""
         self.version = version
         self.on_policy = False  # the first call of actor_train of the step gets on-policy data
         self.ends_step, self.batch = ends_step, list(batch)
@@ -65,10 +66,7 @@ class PartOfStep:
         self._reads: dict[str, list[str]] = {}  # model -> the keys that its MFCs read
         for mfc in mfcs:
             self._reads.setdefault(mfc.model, []).extend(mfc.input_keys)
-        self._detached = frozenset(detached)
-        self._trainer_group = (
-            frozenset(w for placement in placements.values() for w in placement.workers) - self._detached
-        )
+        self._groups = groups
         self._heads = next(iter(placements.values())).heads
         self._came_to: dict[int, list[str]] = {}  # worker -> the groups that it received as a head
         self._ids: frozenset[str] = frozenset()  # the groups of the batch
@@ -104,7 +102,7 @@ class PartOfStep:
                 return parts
         else:
             parts = self._dispatched(mfc, ids, batches)
-        if not self._is_detached(mfc.model):
+        if self._is_local(mfc.model):
             self._send(self._plan_for(self._workers_of(mfc.model, parts), self._read_by(mfc)))
         return parts
 
@@ -124,7 +122,7 @@ class PartOfStep:
         """Return the fetches from the trainer group by which the workers of a detached model get the MFC's missing input keys of
         their parts."""
         needed = self._workers_of(mfc.model, parts)
-        return plan_fetches(needed, self._read_by(mfc), self.tracker.there, self._trainer_group)
+        return plan_fetches(needed, self._read_by(mfc), self.tracker.there, self._groups.trainer)
 
     def _read_by(self, mfc: MFCDef) -> list[str]:
         """The input keys of an MFC that exist in this step."""
@@ -138,7 +136,7 @@ class PartOfStep:
         """
         needed = {worker: dict.fromkeys(came) for worker, came in self._came_to.items()}
         for model, reads in self._reads.items():
-            if not self._is_detached(model) and _those_in(reads, mfc.output_keys):
+            if self._is_local(model) and _those_in(reads, mfc.output_keys):
                 for worker, part in self._needed(model).items():
                     needed.setdefault(worker, {}).update(dict.fromkeys(part))
         wanted = self._only({worker: list(groups) for worker, groups in needed.items()}, frozenset(ids))
@@ -183,7 +181,7 @@ class PartOfStep:
     def _plan(self, model: str, keys: Sequence[str], groups: frozenset[str]) -> list[RedistribStep]:
         """Plan the moves of these keys of these groups to a model's workers, as the whole batch is divided among them; none for a
         detached model. Planned moves count as done, so that the next plan can build on them."""
-        if self._is_detached(model) or not keys:
+        if not self._is_local(model) or not keys:
             return []
         return self._plan_for(self._only(self._needed(model), groups), keys)
 
@@ -201,8 +199,8 @@ class PartOfStep:
             return needed
         return {worker: [group for group in ids if group in groups] for worker, ids in needed.items()}
 
-    def _is_detached(self, model: str) -> bool:
-        return self._placements[model].workers[0] in self._detached
+    def _is_local(self, model: str) -> bool:
+        return self._groups.is_local(self._placements[model].workers[0])
 
     def _plan_for(self, needed: Mapping[int, Sequence[str]], keys: Sequence[str]) -> list[RedistribStep]:
         steps = plan_redistribution(needed, keys, self.tracker.holders) if keys else []

@@ -72,7 +72,7 @@ class MasterWorker(Worker):
         )
         capacity = (1 + config.max_head_offpolicyness) * config.train.batch_size
         buffer = AsyncIOSequenceBuffer(books.progress, capacity=capacity, attempt=info.attempt)
-        tracker = StorageTracker(WorkerGroups.of_config(config.num_model_workers, config.detached).all_detached)
+        tracker = StorageTracker(WorkerGroups.of_config(config.num_model_workers, config.detached))
         if not mode.workers_generate:
             await self._open_intake(directory, opened, books, buffer, tracker)
         caller, workers = await self._meet_workers(directory, opened, books, buffer, tracker)

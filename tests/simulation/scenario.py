@@ -115,7 +115,7 @@ class Scenario:
         """Model workers that restart alone."""
         if self.num_model_workers == self.num_heads:
             return []
-        return [f"model_worker/{worker}" for worker in worker_groups_of_run(self.config()).all_detached]
+        return [f"model_worker/{worker}" for group in worker_groups_of_run(self.config()).detached for worker in group]
 
     @property
     def num_model_workers(self) -> int:

@@ -72,7 +72,7 @@ class WorldOfGroups(World):
             result = await self.execute(call.body, me)
             if (
                 isinstance(call.body, ExecuteMFC)
-                and me in self.worker_groups.all_detached
+                and not self.worker_groups.is_local(me)
                 and self.incarnations[me] in self.fails
             ):
                 call.fail(RuntimeError("out of memory"))
@@ -116,7 +116,7 @@ class WorldOfGroups(World):
             assert self.worker_groups.of(part.source) != self.worker_groups.of(me), (
                 "data inside a group must be sent, not fetched"
             )
-            if part.source in self.worker_groups.all_detached and (FETCHED_FROM, part.group_incarnation) in self.ends:
+            if not self.worker_groups.is_local(part.source) and (FETCHED_FROM, part.group_incarnation) in self.ends:
                 self.ends.remove((FETCHED_FROM, part.group_incarnation))
                 self.begin_again(part.source)
             if part.group_incarnation != self.incarnations[part.source]:
@@ -127,7 +127,7 @@ class WorldOfGroups(World):
         return CallResult(num_bytes=len(body.parts))
 
     async def moment_detached(self, moment, me):
-        if me in self.worker_groups.all_detached and (moment, self.incarnations[me]) in self.ends:
+        if not self.worker_groups.is_local(me) and (moment, self.incarnations[me]) in self.ends:
             self.ends.remove((moment, self.incarnations[me]))
             await self.end_of(me)
 
@@ -188,7 +188,7 @@ async def running(
         world.delete = resolver.delete
         for index in range(num_workers):
             await start(index)
-        tracker = StorageTracker(world.worker_groups.all_detached)
+        tracker = StorageTracker(world.worker_groups)
         client = NameResolvingRequestClient(
             resolver,
             NAMES,
@@ -242,7 +242,7 @@ class MasterOfGroups(Master):
     async def step(self, tickets, version=0, *, detached=True):
         result = await asyncio.wait_for(self.executor.execute_step(tickets, version), LIMIT_S)
         holding, body = self.tracker.drop(tickets), ClearData(ids=list(tickets))
-        self.detached.tell_nowait("clear", [w for w in holding if w in self.world.worker_groups.all_detached], body)
+        self.detached.tell_nowait("clear", [w for w in holding if not self.world.worker_groups.is_local(w)], body)
         await self.caller.call("clear", [w for w in holding if w in self.world.worker_groups.trainer], body)
         for group in self.world.worker_groups.detached if detached else ():  # wait for the answers of each group
             await self.detached.repeated(

@@ -46,7 +46,12 @@ def test_a_reference_and_a_reward_model_on_workers_of_their_own_are_detached() -
     assert groups(placement("actor", 1, 2), placement("ref", 0)) == WorkerGroups((1, 2), ((0,),))
     both = groups(placement("actor", 0), placement("ref", 1, 2), placement("reward", 3))
     assert both == WorkerGroups((0,), ((1, 2), (3,)))
-    assert (both.of(0), both.of(2), both.of(3), both.all_detached) == ((0,), (1, 2), (3,), {1, 2, 3})
+    assert (both.of(0), both.of(2), both.of(3), [both.is_local(worker) for worker in range(4)]) == (
+        (0,),
+        (1, 2),
+        (3,),
+        [True, False, False, False],
+    )
 
 
 def test_stateless_models_that_share_workers_are_one_group() -> None:
@@ -167,7 +172,7 @@ def test_work_is_repeated_in_the_next_incarnation_and_missing_data_is_requested_
 
 
 def test_data_in_transit_does_not_count_as_held() -> None:
-    tracker = StorageTracker(detached=[5])
+    tracker = StorageTracker(WorkerGroups(detached=((5,),)))
     tracker.add(0, ["a"], ["tokens"])
     tracker.apply([RedistribStep("bcast", 0, [1], [["a"]], ["tokens"])])
     tracker.add(5, ["a"], ["tokens", "ref"])
