@@ -175,6 +175,7 @@ def accumulation(args: argparse.Namespace) -> None:
 
 def published(args: argparse.Namespace) -> None:
     """The lower bound of a train step's time over the time that prime-rl's MFU implies."""
+    from asyncrl.config.resolve import Facts, resolve
     from asyncrl.config.schema import (
         ExperimentConfig,
         PPOConfig,
@@ -182,7 +183,6 @@ def published(args: argparse.Namespace) -> None:
         RolloutConfig,
         SamplingConfig,
         TrainConfig,
-        resolve_auto,
     )
     from asyncrl.plan.capacity import plan_run
     from asyncrl.plan.devices import DEVICES
@@ -208,7 +208,7 @@ def published(args: argparse.Namespace) -> None:
                     ppo=PPOConfig(use_decoupled_loss=False, minibatches=1),
                 ),
             )
-            plan = plan_run(resolve_auto(config, on_gpu=True), device, plan_training)
+            plan = plan_run(resolve(config, Facts(on_gpu=True)), device, plan_training)
             (step,) = [step for step in plan.ranks[0].steps if step.mfc == "actor_train"]
             ratio = plan.time.training_s * mfu * device.flops / step.model_flops
             ratios[f"{name} d{gpus} {length}"] = round(ratio, 4)

@@ -32,12 +32,12 @@ from packaging.version import InvalidVersion, Version
 from asyncrl.config.engines import traits_of
 from asyncrl.config.modes import mode_of
 from asyncrl.config.processes import ModelWorkerConfig
+from asyncrl.config.resolve import Facts, resolve
 from asyncrl.config.schema import (
     ExperimentConfig,
     NameResolveConfig,
     RuntimeConfig,
     max_head_offpolicyness,
-    resolve_auto,
 )
 from asyncrl.dataflow.topology import allocation_of
 from asyncrl.generation.sglang_environment import SETUP_HINT, TESTED_VERSION, SGLangEnvironment, find_sglang
@@ -103,7 +103,7 @@ def examine(config: ExperimentConfig | None = None, specs: Sequence[ProcessSpec]
     seconds if a command or an endpoint does not answer."""
     devices = visible_devices()
     chosen = judge_auto(config, on_gpu=bool(devices)) if config else []
-    config = resolve_auto(config, on_gpu=bool(devices)) if config else None
+    config = resolve(config, Facts(on_gpu=bool(devices))) if config else None
     runtime = config.runtime if config else RuntimeConfig()
     name_resolve = config.name_resolve if config else NameResolveConfig()
     fileroot = Path(config.fileroot if config else "runs").expanduser().absolute()
@@ -431,8 +431,8 @@ def judge_auto(config: ExperimentConfig, *, on_gpu: bool) -> list[Finding]:
 
 
 def _auto_values(config: ExperimentConfig, *, on_gpu: bool) -> dict[str, object]:
-    """The values that resolve_auto puts in place of `auto`, by field."""
-    resolved = resolve_auto(config, on_gpu=on_gpu)
+    """The values in place of `auto`, by field."""
+    config, resolved = resolve(config, Facts()), resolve(config, Facts(on_gpu=on_gpu))
     return {
         f"{section}.{entry.name}": getattr(getattr(resolved, section), entry.name)
         for section in ("rollout", "generation", "train")

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from asyncrl.cli.doctor import Gpu, chosen_gpus, query_gpus
 from asyncrl.config.nearest import did_you_mean
-from asyncrl.config.schema import ConfigError, ExperimentConfig, resolve_auto
+from asyncrl.config.resolve import Facts, resolve
+from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.dataflow.phases import phases
 from asyncrl.launch.checks.checklist import Finding
 from asyncrl.plan.capacity import RankPlanner, RunPlan, gib, plan_run
@@ -60,7 +61,7 @@ def judge_memory_of_gpus(
     if device is None:
         return [Finding("plan", "warn", "nvidia-smi does not tell the GPUs' memory", "the run may run out of memory")]
     try:
-        plan = plan_run(resolve_auto(config, on_gpu=True), device, plan_ranks)
+        plan = plan_run(resolve(config, Facts(on_gpu=True)), device, plan_ranks)
     except PlanError as error:
         return [Finding("plan", "warn", f"this config cannot be planned: {error}", "the run may run out of memory")]
     return [judge_plan(plan, enforced=config.plan.enforce == "on")]

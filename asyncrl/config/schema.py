@@ -1,8 +1,9 @@
 """Configuration: the fields that a user writes (ExperimentConfig).
 
 Dataclasses only, no torch. `loading.read_experiment` merges YAML and dotted overrides onto the defaults, and
-`asyncrl.launch.experiment.validate` rejects a config that cannot work; each error names field, value and remedy. After that no
-config changes. One pure function, `asyncrl.launch.program.plan`, derives the configs of the processes (processes.py).
+`asyncrl.launch.experiment.validate` rejects a config that cannot work; each error names field, value and remedy. Then two pure
+functions: `resolve.resolve` puts a value in place of each `auto`, and `asyncrl.launch.program.plan` derives the configs of the
+processes (processes.py).
 
 Each field is declared once: its type, its default, its limits (`limited`) or allowed words (`choice`), and its meaning, in a
 comment. Validation, the reference page, the JSON schema and messages are made from that. In the comments `a: ... | b: ...`
@@ -11,10 +12,9 @@ explains allowed values, a name ends with the field's unit (`_s`: seconds, `_byt
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from asyncrl.config.engines import scores_in_place
 from asyncrl.config.limits import choice, limited
@@ -22,9 +22,7 @@ from asyncrl.config.modes import MODES, mode_of
 from asyncrl.config.presets import ALGORITHMS, CORRECTIONS
 from asyncrl.config.transports import FILES, TRANSPORTS
 
-T = TypeVar("T")
-
-AUTO = "auto"  # a value that resolve_auto chooses
+AUTO = "auto"  # a value that config/resolve.py chooses
 INTERRUPT_MODES = ("abort", "retract", "wait", "in_place")
 ATTENTIONS = ("padded", "sdpa", "eager", "flash_attention_2", "flash_attention_3")
 _SCHEDULES = ("linear", "cosine", "constant")
@@ -88,7 +86,7 @@ class RolloutConfig:
     group_size: int = limited(8, at_least=1, at_most=65_536)  # responses per prompt
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     # Most tokens that one request asks for; a longer response takes several requests. auto: 1024; on a GPU a quarter of the
-    # longest response if that is more (resolve_auto)
+    # longest response if that is more (config/resolve.py)
     new_tokens_per_chunk: int | str = limited(1024, at_least=1)
     tasks: dict[str, TaskConfig] = field(default_factory=dict)  # name -> task; usually one task named `default`
     success_rate_lb: float = -1.0e9  # groups whose mean reward is below this are rejected (reason `too_hard`)
@@ -252,7 +250,9 @@ class PPOConfig:
     # The divisor of the loss. constant: Dr.GRPO, sequences * loss_length
     loss_normalization: str = choice("token", "token", "sequence", "constant")
     loss_length: int = 0  # with loss_normalization=constant: tokens of the longest response, as a fixed divisor
-    temperature: float = 0.0  # temperature of logprobs in training; 0: that of rollout.sampling (set by program.plan)
+    temperature: float = (
+        0.0  # temperature of logprobs in training; 0: that of rollout.sampling (set by config/resolve.py)
+    )
 
 
 @dataclass(frozen=True)
@@ -343,7 +343,7 @@ class TrainConfig:
     batch_size: int = limited(64, at_least=1, at_most=10_000_000)  # prompts per step
     num_epochs: int = limited(1, at_least=1)  # passes over the prompts
     max_steps: int = limited(0, at_least=0)  # the run has at most this many steps; 0: as many as the epochs give
-    total_steps: int = 0  # number of steps after which the learning rate has decayed; set by program.plan
+    total_steps: int = 0  # number of steps after which the learning rate has decayed; set by config/resolve.py
     target_reward: float | None = None  # end the run when the mean reward of the last 5 steps reaches it; null: off
     # bfloat16: trained weights stay float32 | auto: bfloat16 on a GPU, else float32
     dtype: str = choice("float32", "float32", "bfloat16", AUTO)
@@ -675,7 +675,7 @@ class ExperimentConfig:
     model_path: str = ""
     tokenizer_path: str = ""  # "": model_path
     prompts: PromptSourceConfig = field(default_factory=PromptSourceConfig)
-    # `auto` is the default of a run in the fields that resolve_auto sets. The defaults of the sections' classes fit a CPU.
+    # `auto` is the default of a run in the fields that resolve.py chooses. The defaults of the sections' classes fit a CPU.
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(new_tokens_per_chunk=AUTO))
     generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(dtype=AUTO))
     manager: ManagerConfig = field(default_factory=ManagerConfig)
@@ -712,10 +712,6 @@ class ExperimentConfig:
 
 # ------------------------------------------------------------------------------------ derived properties
 
-_CHUNK_TOKENS = 1024
-_SENDS_OF_A_RESPONSE = 4
-# Assumed speed of one response on a full server. It is low, because a request's time includes its wait in the queue
-_SLOWEST_TOKENS_PER_S = 16
 CRITIC, REF, REWARD, TEACHER = "critic", "ref", "reward", "teacher"  # roles besides names.ACTOR
 EMA = "ema"  # name of the model that is the actor's moving average; no MFC runs on it
 
@@ -757,37 +753,6 @@ def verifies_logprobs(config: ExperimentConfig) -> bool:
     )
     chosen = config.weights.verify_logprobs
     return possible if chosen is None else chosen
-
-
-def resolve_auto(config: ExperimentConfig, *, on_gpu: bool) -> ExperimentConfig:
-    """The config with a value in place of every `auto`. Values that the user has written stay.
-
-    CPU: float32, no TF32, no gradient checkpointing, chunks of 1024 tokens. GPU: bfloat16 (trained weights stay float32), TF32,
-    gradient checkpointing, and chunks that deliver the longest response in at most four requests; but a chunk must be generated
-    within `rollout.request_timeout_s` at 16 tokens/s. The chunk size does not delay an update: an interrupted server answers at
-    once with the tokens so far. If a server is lost, the current chunk is lost.
-    """
-    rollout, generation, train = config.rollout, config.generation, config.train
-    dtype, chunk = ("bfloat16" if on_gpu else "float32"), _CHUNK_TOKENS
-    if on_gpu:
-        share = math.ceil(rollout.sampling.max_new_tokens / _SENDS_OF_A_RESPONSE)
-        chunk = max(chunk, min(share, int(rollout.request_timeout_s * _SLOWEST_TOKENS_PER_S)))
-    return replace(
-        config,
-        rollout=replace(rollout, new_tokens_per_chunk=_chosen(rollout.new_tokens_per_chunk, chunk)),
-        generation=replace(generation, dtype=_chosen(generation.dtype, dtype)),
-        weights=replace(config.weights, verify_logprobs=verifies_logprobs(config)),
-        train=replace(
-            train,
-            dtype=_chosen(train.dtype, dtype),
-            tf32=_chosen(train.tf32, on_gpu),
-            gradient_checkpointing=_chosen(train.gradient_checkpointing, on_gpu),
-        ),
-    )
-
-
-def _chosen(asked: T, found: T) -> T:
-    return found if asked == AUTO else asked
 
 
 def max_head_offpolicyness(config: ExperimentConfig) -> int:

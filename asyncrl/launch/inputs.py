@@ -17,11 +17,11 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from asyncrl.config.resolve import with_absolute_paths
 from asyncrl.config.schema import ExperimentConfig, PromptSourceConfig, model_settings
 from asyncrl.config.sources import sources_of
 from asyncrl.data.prompts import is_file_name
 from asyncrl.data.trajectories import tokenizer_fingerprint
-from asyncrl.launch.program import with_absolute_paths
 from asyncrl.protocol.messages import DECODE_ERRORS
 from asyncrl.runtime.disk import write_file
 from asyncrl.weights.versions import model_files

@@ -26,7 +26,8 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from asyncrl.config.schema import ExperimentConfig, authenticates, has_unix_sockets, resolve_auto
+from asyncrl.config.resolve import Facts, place, resolve, total_steps, with_absolute_paths
+from asyncrl.config.schema import ExperimentConfig, authenticates, has_unix_sockets
 from asyncrl.dataflow.phases import phase_after
 from asyncrl.dataflow.topology import allocation_of
 from asyncrl.launch.checks.gpus import too_few_gpus
@@ -41,9 +42,6 @@ from asyncrl.launch.program import (
     run_directory,
     save_config,
     server_spec,
-    total_steps,
-    with_absolute_paths,
-    with_name_resolve,
     worker_groups_of_run,
     writes_checkpoints,
 )
@@ -268,12 +266,14 @@ class LocalLauncher:
         devices: Sequence[str] = visible_devices()
         if asked.cluster == "local" and (remedy := too_few_gpus(asked, len(devices))):
             raise LaunchError(f"allocation={asked.allocation}: this machine has {len(devices)} GPUs: {remedy}")
-        self._write_config(devices)
+        config = going_on(asked, checkpoint, self._num_prompts)
+        planned_steps = config.train.total_steps
+        self._write_config(devices, planned_steps)
         save_config(with_absolute_paths(self.config), configs_dir(run_dir, attempt) / EXPERIMENT_FILE)
         inputs = self._inputs
         assert inputs is not None, "`run` has read them"
         save_inputs(inputs, configs_dir(run_dir, attempt))
-        config = self._with_sockets(going_on(asked, checkpoint, self._num_prompts), last)
+        facts = Facts(socket_dir=self._make_socket_dir(config, last))
         runtime, host = config.runtime, ""
 
         def stop_before_closing(pool: ProcessPool | RemoteProcessPool) -> None:
@@ -283,7 +283,8 @@ class LocalLauncher:
         external = ExternalProcesses(run_dir, wait_s=config.debug.wait_s, notice=view.notice, clock=self._clock)
         if config.cluster != "local":
             host = own_host(config.hosts)
-            config = replace(config, runtime=replace(runtime, host=address_of(host, towards=config.hosts)))
+            facts = replace(facts, host=address_of(host, towards=config.hosts))
+        config = place(config, facts)
         naming = ExitStack()  # closes name resolve after the processes have ended
         if host:
             closing.enter_context(naming)
@@ -299,7 +300,7 @@ class LocalLauncher:
         etcd_log = logs_dir(run_dir, attempt) / "etcd.log"
         service = NameService.open(config, run_dir, etcd_log, view.notice, self._clock)
         naming.callback(service.close)
-        config = with_name_resolve(config, service.name_resolve)
+        config = place(config, replace(facts, name_resolve=service.name_resolve))
         record = _record_of(config, attempt, self._num_prompts, self._started, host=host)
         write_record(run_dir, record)
         if host:
@@ -312,7 +313,7 @@ class LocalLauncher:
             if not pool.wait_for_hosts(lambda: self._stop.signal is not None):
                 return None
             devices = pool.devices
-            self._write_config(devices)  # again, because now the GPUs of all hosts are known
+            self._write_config(devices, planned_steps)  # again, because now the GPUs of all hosts are known
         plans = Plans(config, self._num_prompts, devices)
         specs_by_name = plans.of(attempt, checkpoint)
         if isinstance(pool, RemoteProcessPool):
@@ -362,21 +363,23 @@ class LocalLauncher:
     def _is_impatient(self) -> bool:
         return self._stop.impatient
 
-    def _with_sockets(self, config: ExperimentConfig, last: ExitStack) -> ExperimentConfig:
+    def _make_socket_dir(self, config: ExperimentConfig, last: ExitStack) -> str:
+        """Make the folder of the Unix sockets. Returns "" if the run uses TCP. last: a stack for the folder's removal."""
         if not has_unix_sockets(config):
             unix_sockets.remove_folder(self.run_dir)  # of an earlier launcher that died
-            return config
+            return ""
         try:
             shared = bool(allocation_of(config).shared_workers)
             folder = unix_sockets.make_folder(self.run_dir, with_weights=shared)
         except OSError as error:
             raise LaunchError(f"network.sockets=unix: {error}; or set TMPDIR, or network.sockets=tcp") from error
         last.callback(unix_sockets.remove_folder, self.run_dir, folder)
-        return replace(config, network=replace(config.network, socket_dir=folder))
+        return folder
 
-    def _write_config(self, devices: Sequence[str]) -> None:
-        """Write config.yaml for people to read: the user's config, with `auto` resolved for the known devices."""
-        resolved = resolve_auto(self.config, on_gpu=bool(devices))
+    def _write_config(self, devices: Sequence[str], planned_steps: int) -> None:
+        """Write config.yaml for people to read: the user's config, resolved for the known devices."""
+        config = replace(self.config, train=replace(self.config.train, total_steps=planned_steps))
+        resolved = resolve(config, Facts(on_gpu=bool(devices), num_prompts=self._num_prompts))
         save_config(resolved, self.run_dir / "config.yaml", redacted=True)
 
     def _make_secrets(self, config: ExperimentConfig) -> Secrets | None:

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import msgspec
 
+from asyncrl.config.resolve import absolute_name_resolve
 from asyncrl.config.schema import ExperimentConfig, NameResolveConfig, authenticates
 from asyncrl.launch.private_etcd import PrivateEtcd
-from asyncrl.launch.program import absolute_name_resolve
 from asyncrl.launch.rundir import LaunchError
 from asyncrl.protocol.messages import WorkerStatus
 from asyncrl.protocol.names import Names, incarnation

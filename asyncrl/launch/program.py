@@ -7,7 +7,6 @@ returns.
 from __future__ import annotations
 
 import itertools
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -34,20 +33,15 @@ from asyncrl.config.processes import (
     RolloutWorkerConfig,
     WorkerInfo,
 )
+from asyncrl.config.resolve import Facts, is_exact, resolve
 from asyncrl.config.schema import (
     CheckpointConfig,
     ConfigError,
     EvalConfig,
     ExperimentConfig,
-    NameResolveConfig,
-    PromptSourceConfig,
-    RolloutConfig,
-    TaskConfig,
     TrainConfig,
     fetches_weights,
     max_head_offpolicyness,
-    resolve_auto,
-    with_model_paths,
 )
 from asyncrl.dataflow.axes import SAMPLES
 from asyncrl.dataflow.graph import build_dataflow, build_recording_dataflow
@@ -109,14 +103,6 @@ def run_directory(config: ExperimentConfig) -> Path:
     return (Path(config.fileroot).expanduser() / config.experiment / config.trial).absolute()
 
 
-def total_steps(config: ExperimentConfig, num_prompts: int) -> int:
-    """Return the number of train steps (mode=rollout_only: of batches) of the complete run if no prompt is rejected.
-    mode=train_only: the number of the last step, because the steps are numbered from replay.first_step."""
-    epochs, first = (1, config.replay.first_step) if mode_of(config.mode).replays else (config.train.num_epochs, 0)
-    by_epochs = first + math.ceil(num_prompts * epochs / config.train.batch_size)
-    return min(by_epochs, config.train.max_steps) if config.train.max_steps else by_epochs
-
-
 def plan(
     config: ExperimentConfig, *, attempt: int, num_prompts: int, devices: Sequence[str] = (), resume: str = ""
 ) -> list[ProcessSpec]:
@@ -128,7 +114,8 @@ def plan(
     generation servers get the first ones, one per tensor parallel rank; model workers get the next ones, one each. If there are too
     few, processes get the same ones: checks/gpus.py refuses that before.
     """
-    run = _Run(resolve_auto(_patient(with_absolute_paths(config)), on_gpu=bool(devices)), attempt, num_prompts, resume)
+    resolved = resolve(config, Facts(on_gpu=bool(devices), num_prompts=num_prompts))
+    run = _Run(resolved, attempt, num_prompts, resume)
     processes = run.processes()
     _check_left_out(config, [process.worker.name for process in processes])
     specs = [_spec(process, config.train.torch_threads) for process in processes]
@@ -144,12 +131,12 @@ class _Run:
     """The values that the configs of a run's processes share, and one method per kind of process that builds its config."""
 
     def __init__(self, config: ExperimentConfig, attempt: int, num_prompts: int, resume: str) -> None:
-        """config: resolved, with absolute paths."""
+        """config: resolved (config/resolve.py)."""
         self.config, self.attempt, self.num_prompts, self.resume = config, attempt, num_prompts, resume
         self.mode = mode_of(config.mode)
         self.allocation = allocation_of(config)
         self.eta = max_head_offpolicyness(config)
-        self.train = _resolve_train(config, num_prompts)
+        self.train = config.train
         self.tokenizer_path = config.tokenizer_path or config.model_path
         self.placements, self.mfcs = (
             place(self.allocation, build_dataflow(self.train, config.mode)) if self.mode.trains else ([], _recording())
@@ -182,7 +169,7 @@ class _Run:
             tokenizer_path=self.tokenizer_path,
             generation=config.generation,
             torch_threads=config.train.torch_threads,
-            verify_tolerance=_verify_tolerance(config),
+            verify_tolerance=config.weights.verify_tolerance,
             tensor_parallel=allocation.generation.replica_size,
             fetch=fetches_weights(config),
             fetch_dir=config.weights.fetch_dir,
@@ -200,7 +187,7 @@ class _Run:
             model_path=config.model_path,
             tokenizer_path=self.tokenizer_path,
             train=self.train,
-            weights=replace(config.weights, verify_tolerance=_verify_tolerance(config)),
+            weights=config.weights,
             # With arriving_inference, groups may arrive before the last batch is discarded
             store_capacity=self.store_capacity + self.train.batch_size * self.train.arriving_inference,
             record=replace(
@@ -381,57 +368,6 @@ def server_spec(
     return replace(spec, env={**spec.env, "CUDA_VISIBLE_DEVICES": ",".join(_take(slots, num_devices(spec)))})
 
 
-def with_name_resolve(config: ExperimentConfig, name_resolve: NameResolveConfig) -> ExperimentConfig:
-    """Return the config with the name resolve that the launcher has started or connected to."""
-    return replace(config, name_resolve=name_resolve)
-
-
-def absolute_name_resolve(config: NameResolveConfig) -> NameResolveConfig:
-    """Return the config of name resolve, with the paths of its files made absolute."""
-    return replace(
-        config,
-        password_file=_absolute(config.password_file),
-        ca_file=_absolute(config.ca_file),
-        cert_file=_absolute(config.cert_file),
-        key_file=_absolute(config.key_file),
-    )
-
-
-def with_absolute_paths(config: ExperimentConfig) -> ExperimentConfig:
-    """Return the config with absolute paths, so that it works from any folder. Modules in it are still imported from the current
-    folder."""
-    train = with_model_paths(config.train, lambda field, path: _absolute(path))
-    return replace(
-        config,
-        fileroot=_absolute(config.fileroot),
-        model_path=_absolute(config.model_path),
-        tokenizer_path=_absolute(config.tokenizer_path),
-        prompts=_resolve_prompts(config.prompts),
-        eval=replace(config.eval, prompts=_resolve_prompts(config.eval.prompts) if config.eval.prompts else None),
-        rollout=_resolve_rollout(config.rollout),
-        generation=replace(
-            config.generation,
-            python=_absolute(config.generation.python),
-            api_key_file=_absolute(config.generation.api_key_file),
-        ),
-        name_resolve=absolute_name_resolve(config.name_resolve),
-        network=replace(
-            config.network,
-            tls_cert=_absolute(config.network.tls_cert),
-            tls_key=_absolute(config.network.tls_key),
-            tls_ca=_absolute(config.network.tls_ca),
-        ),
-        weights=replace(config.weights, fetch_dir=_absolute(config.weights.fetch_dir)),
-        replay=replace(config.replay, path=_absolute(config.replay.path)),
-        train=replace(
-            train,
-            step=_absolute_spec(train.step),
-            ptx=replace(train.ptx, texts=_resolve_prompts(train.ptx.texts)) if train.ptx else None,
-            mfcs=list(map(_absolute_spec, train.mfcs)),
-        ),
-    )
-
-
 def save_config(config: ExperimentConfig | ProcessConfig, path: Path, *, redacted: bool = False) -> None:
     """Write a config as YAML. redacted: replace secrets with ***, for people to read. Otherwise a config with secrets is readable
     only by its owner."""
@@ -529,25 +465,6 @@ def _spec(process: ProcessConfig, torch_threads: int) -> ProcessSpec:
     return ProcessSpec(process.worker.name, kind, process, computes, env)
 
 
-def _resolve_train(config: ExperimentConfig, num_prompts: int) -> TrainConfig:
-    sampling, ppo = config.rollout.sampling, config.train.ppo
-    temperature = ppo.temperature or (1.0 if sampling.greedy else sampling.temperature)
-    steps = config.train.total_steps or total_steps(config, num_prompts)
-    return replace(config.train, total_steps=steps, ppo=replace(ppo, temperature=temperature))
-
-
-def _verify_tolerance(config: ExperimentConfig) -> float:
-    """Return the largest allowed difference between a server's logprobs and the trainer's; 0: weights.verify_logprobs is off."""
-    if not config.weights.verify_logprobs:
-        return 0.0
-    return config.weights.verify_tolerance or (1e-3 if _is_exact(config) else 0.3)
-
-
-def _is_exact(config: ExperimentConfig) -> bool:
-    """Whether servers and trainer compute in float32, without TF32."""
-    return config.train.dtype == config.generation.dtype == "float32" and not config.train.tf32
-
-
 def _mismatch(config: ExperimentConfig, train: TrainConfig, engine: str) -> MismatchConfig | None:
     """The bounds of the first step (train.mismatch); docs/algorithms.md has the measurements behind them.
 
@@ -560,7 +477,7 @@ def _mismatch(config: ExperimentConfig, train: TrainConfig, engine: str) -> Mism
         return None
     sampling, own = config.rollout.sampling, mode.workers_generate
     temperature = train.ppo.temperature if own else 1.0 if sampling.greedy else sampling.temperature
-    is_tight = _is_exact(config) and not mode.replays and (own or traits_of(engine).is_embedded)
+    is_tight = is_exact(config) and not mode.replays and (own or traits_of(engine).is_embedded)
     kl, token, share = (1e-4, 1e-3, 0.01) if is_tight else (0.05, 0.5, 0.05)
     return MismatchConfig(action, temperature, kl, token, share)
 
@@ -572,38 +489,6 @@ def _without_saving(train: TrainConfig) -> TrainConfig:
 def _only_at_start(evaluation: EvalConfig) -> EvalConfig:
     """Return an evaluation config for mode=rollout_only: evaluate at most once, at the start, because the weights do not change."""
     return replace(evaluation, at_end=False, every_steps=0, every_epochs=0, every_s=0.0)
-
-
-def _patient(config: ExperimentConfig) -> ExperimentConfig:
-    """If the user starts a process by hand (debug.leave_out), raise the time limits below to at least debug.wait_s. The user's
-    process may start late, or stop in a debugger, and the other processes must not give up waiting for it."""
-    if not config.debug.leave_out:
-        return config
-    wait_s = config.debug.wait_s
-
-    def at_least(limit_s: float) -> float:
-        return max(limit_s, wait_s)
-
-    runtime, manager, rollout, train = config.runtime, config.manager, config.rollout, config.train
-    return replace(
-        config,
-        runtime=replace(runtime, start_timeout_s=at_least(runtime.start_timeout_s)),
-        manager=replace(
-            manager,
-            lease_s=at_least(manager.lease_s),
-            update_timeout_s=at_least(manager.update_timeout_s),
-            overdue_wait_s=at_least(manager.overdue_wait_s),
-        ),
-        rollout=replace(
-            rollout,
-            reward_timeout_s=at_least(rollout.reward_timeout_s),
-            request_timeout_s=at_least(rollout.request_timeout_s),
-            rollout_timeout_s=at_least(rollout.rollout_timeout_s),
-        ),
-        train=replace(
-            train, call_timeout_s=at_least(train.call_timeout_s), data_timeout_s=at_least(train.data_timeout_s)
-        ),
-    )
 
 
 def _least_servers(left_out: Sequence[str]) -> int:
@@ -619,27 +504,3 @@ def _check_left_out(config: ExperimentConfig, names: Sequence[str]) -> None:
                 f"debug.leave_out={name!r}: no process of this run has this name; {did_you_mean(name, names)}use one of "
                 f"{', '.join(names)}"
             )
-
-
-def _resolve_rollout(rollout: RolloutConfig) -> RolloutConfig:
-    """Make the paths of reward, agent and env files absolute, so that a process can start from any folder."""
-
-    def resolve(task: TaskConfig) -> TaskConfig:
-        return replace(
-            task, reward=_absolute_spec(task.reward), agent=_absolute_spec(task.agent), env=_absolute_spec(task.env)
-        )
-
-    return replace(rollout, tasks={name: resolve(task) for name, task in rollout.tasks.items()})
-
-
-def _absolute_spec(spec: str) -> str:
-    file, colon, name = spec.rpartition(":")
-    return f"{_absolute(file)}{colon}{name}" if file.endswith(".py") else spec
-
-
-def _resolve_prompts(prompts: PromptSourceConfig) -> PromptSourceConfig:
-    return replace(prompts, path=_absolute(prompts.path)) if prompts.path.endswith((".jsonl", ".parquet")) else prompts
-
-
-def _absolute(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path)) if path else path

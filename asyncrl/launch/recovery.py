@@ -14,13 +14,13 @@ from pathlib import Path
 
 from asyncrl.config.fields import leaf_values
 from asyncrl.config.modes import mode_of
+from asyncrl.config.resolve import with_absolute_paths
 from asyncrl.config.schema import ConfigError, ExperimentConfig, model_settings
 from asyncrl.data.model_folder import read_shapes
 from asyncrl.data.prompts import PromptSource
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.launch.experiment import draft_experiment
 from asyncrl.launch.inputs import changes, read_inputs, saved_inputs
-from asyncrl.launch.program import with_absolute_paths
 from asyncrl.launch.rundir import SUMMARY_FILE, newest_experiment, next_attempt, read_record
 from asyncrl.master.schedule import ended_by
 from asyncrl.weights.checkpoints import (

@@ -8,8 +8,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from asyncrl.config.resolve import with_absolute_paths
 from asyncrl.config.schema import ExperimentConfig
-from asyncrl.launch.program import run_directory, save_config, with_absolute_paths
+from asyncrl.launch.program import run_directory, save_config
 from asyncrl.launch.rundir import EXPERIMENT_FILE, LaunchError, RunBusyError, holder, is_running
 from asyncrl.launch.slurm import (
     JobRecord,

@@ -35,7 +35,7 @@ class Load(msgspec.Struct, frozen=True):
 
 
 def load_of(config: ExperimentConfig, mfc: MFCDef, grid: ParallelGrid) -> Load:
-    """config: resolved (resolve_auto)."""
+    """config: resolved (config/resolve.py)."""
     train, most = config.train, config.train.max_tokens_per_mb
     minibatches = passes = 1
     if mfc.kind == "train_step" and not train.streaming:  # streaming excludes several minibatches and passes

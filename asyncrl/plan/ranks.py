@@ -16,7 +16,8 @@ import msgspec
 
 from asyncrl.config.modes import mode_of
 from asyncrl.config.processes import ModelConfig, PlacedMFC
-from asyncrl.config.schema import ExperimentConfig, TrainConfig, resolve_auto
+from asyncrl.config.resolve import Facts, resolve
+from asyncrl.config.schema import ExperimentConfig, TrainConfig
 from asyncrl.dataflow.axes import LAYERS
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.dataflow.mfc import MFCDef
@@ -67,7 +68,7 @@ def plan_training(
 
     Raises PlanError if the config cannot be planned, or if a rank's process fails or takes longer than LIMIT_S.
     """
-    config = resolve_auto(config, on_gpu=device_type == "cuda")
+    config = resolve(config, Facts(on_gpu=device_type == "cuda"))
     models, mfcs = _placed(config)
     shards = _shards_by_worker(models)
     needed = sorted({shard for held in shards.values() for shard in held})

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.config.schema import NameResolveConfig
 from asyncrl.launch.experiment import load_experiment
-from asyncrl.launch.program import load_process_config, plan, save_config, with_name_resolve
+from asyncrl.launch.program import load_process_config, plan, save_config
 from asyncrl.launch.rundir import RunLock
 from asyncrl.protocol.messages import WorkerStatus
 from asyncrl.protocol.names import Names
@@ -27,7 +27,7 @@ def tiny(tmp_path_factory):
 
 def resolved(tiny, folder, name, endpoints=(), **changes):
     """The config of one process, written to disk."""
-    config = with_name_resolve(load_experiment(tiny), NameResolveConfig(endpoints=list(endpoints)))
+    config = replace(load_experiment(tiny), name_resolve=NameResolveConfig(endpoints=list(endpoints)))
     (spec,) = (spec for spec in plan(config, attempt=1, num_prompts=20) if spec.name == name)
     path = folder / f"{spec.file_stem}.yaml"
     save_config(replace(spec.config, **changes), path)
@@ -54,9 +54,9 @@ def test_a_process_left_for_debugging_stops_when_its_run_ends(tiny, tmp_path):
         run_dir = tmp_path / "run"
         lock = RunLock(run_dir)
         lock.acquire()
-        config = with_name_resolve(
+        config = replace(
             load_experiment(tiny, ["runtime.start_timeout_s=1000", "network.authenticate=off"]),
-            NameResolveConfig(endpoints=[etcd.endpoint]),
+            name_resolve=NameResolveConfig(endpoints=[etcd.endpoint]),
         )
         (spec,) = (spec for spec in plan(config, attempt=1, num_prompts=20) if spec.name == "rollout_worker/0")
         path = tmp_path / "rollout_worker_0.yaml"

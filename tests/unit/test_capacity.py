@@ -14,7 +14,8 @@ from asyncrl.cli.commands import plan as plan_command
 from asyncrl.cli.commands.plan import PlanReport
 from asyncrl.cli.doctor import Gpu
 from asyncrl.cli.main import main
-from asyncrl.config.schema import ConfigError, resolve_auto
+from asyncrl.config.resolve import Facts, resolve
+from asyncrl.config.schema import ConfigError
 from asyncrl.dataflow.axes import MATRICES, ParallelGrid
 from asyncrl.dataflow.topology import Allocation, allocation_of
 from asyncrl.launch.experiment import load_experiment
@@ -99,7 +100,7 @@ def load(file):
 
     def changed_by(*overrides):
         pairs = [override.partition("=")[::2] for override in overrides]
-        return resolve_auto(changed(config, [(path, yaml.safe_load(value)) for path, value in pairs]), on_gpu=True)
+        return resolve(changed(config, [(path, yaml.safe_load(value)) for path, value in pairs]), Facts(on_gpu=True))
 
     return changed_by
 

@@ -12,14 +12,16 @@ import pytest
 import asyncrl
 from asyncrl.config.fields import ALIASES, find_field
 from asyncrl.config.reference import select
+from asyncrl.config.resolve import Facts, resolve, total_steps
 from asyncrl.config.schema import (
+    AUTO,
     ConfigError,
     ExperimentConfig,
     GenerationConfig,
+    NameResolveConfig,
     RolloutConfig,
     TrainConfig,
     has_unix_sockets,
-    resolve_auto,
 )
 from asyncrl.launch.checks.preflight import preflight
 from asyncrl.launch.experiment import load_experiment
@@ -29,7 +31,6 @@ from asyncrl.launch.program import (
     parse_process_config,
     plan,
     save_config,
-    total_steps,
 )
 from asyncrl.runtime.devices import devices_of, visible_devices
 from asyncrl.testing.tiny import make_char_tokenizer
@@ -383,9 +384,31 @@ def test_auto_dtypes_follow_the_device(config_file):
     assert next(spec.config for spec in explicit if spec.kind == "generation_server").generation.dtype == "float16"
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_resolved_config_stays_as_it_is(config_file, on_gpu):
+    """So the launcher may resolve it as its facts become known, and the values of a planned run are those of config.yaml."""
+    asked = load_experiment(config_file, ["debug.leave_out=[master/0]", "fileroot=runs"])
+    facts = Facts(
+        on_gpu=on_gpu, num_prompts=64, host="10.0.0.1", socket_dir="/s", name_resolve=NameResolveConfig(["e:1"])
+    )
+    whole = resolve(asked, facts)
+    assert resolve(whole, facts) == resolve(whole, Facts()) == resolve(resolve(asked, Facts()), facts) == whole
+    assert "auto" not in (
+        whole.train.dtype,
+        whole.generation.dtype,
+        whole.train.tf32,
+        whole.rollout.new_tokens_per_chunk,
+    )
+    assert (whole.runtime.host, whole.network.socket_dir, whole.name_resolve.where) == ("10.0.0.1", "/s", "e:1")
+    assert (whole.train.total_steps, whole.train.ppo.temperature) == (total_steps(asked, 64), 1.0)
+    assert whole.weights.verify_tolerance == (0.3 if on_gpu else 0.001)
+    unknown = resolve(asked, Facts())
+    assert (unknown.train.dtype, unknown.train.total_steps, unknown.weights.verify_tolerance) == (AUTO, 0, 0.0)
+
+
 def resolved(file, *overrides, on_gpu):
     asked = load_experiment(file, ["generation.num_blocks=100000", *overrides])  # room for long responses
-    config = resolve_auto(asked, on_gpu=on_gpu)
+    config = resolve(asked, Facts(on_gpu=on_gpu))
     train = config.train
     return (
         config.generation.dtype,

@@ -7,6 +7,7 @@ import pytest
 
 from asyncrl.cli import doctor
 from asyncrl.cli.doctor import Gpu
+from asyncrl.config.resolve import Facts, resolve
 from asyncrl.config.schema import (
     ExperimentConfig,
     GenerationConfig,
@@ -14,7 +15,6 @@ from asyncrl.config.schema import (
     RefConfig,
     RewardModelConfig,
     TrainConfig,
-    resolve_auto,
 )
 from asyncrl.launch.checks.memory_floor import ModelSize, sizes_of, too_little_memory
 from asyncrl.launch.program import plan
@@ -33,7 +33,7 @@ WITH_MODELS = replace(
 
 
 def found(config, limits, devices=()):
-    config = resolve_auto(config, on_gpu=bool(devices))
+    config = resolve(config, Facts(on_gpu=bool(devices)))
     return too_little_memory(plan(config, attempt=1, num_prompts=100, devices=devices), SIZES, limits)
 
 
@@ -124,7 +124,7 @@ def test_check_fails_if_memory_cannot_suffice(tmp_path, monkeypatch):
         (finding,) = [finding for finding in doctor.examine(config, specs) if finding.name == "memory"]
         assert finding.state == state
     gpus = [Gpu("tiny", total_mib=1, used_mib=0, driver="1")]
-    on_gpu = plan(resolve_auto(config, on_gpu=True), attempt=1, num_prompts=9, devices=["0"])
+    on_gpu = plan(resolve(config, Facts(on_gpu=True)), attempt=1, num_prompts=9, devices=["0"])
     (finding,) = doctor.judge_least_memory(on_gpu, sizes_of(on_gpu), 1 << 40, gpus)
     assert "of GPU 0, at least" in finding.value
     assert doctor.judge_least_memory(on_gpu, sizes_of(on_gpu), 1 << 40, "no driver") == []

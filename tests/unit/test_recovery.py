@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 from asyncrl import __version__
 from asyncrl.cli import main as cli
 from asyncrl.cli.commands.resume import draft_to_resume
+from asyncrl.config.resolve import with_absolute_paths
 from asyncrl.config.schema import (
     CheckpointConfig,
     ConfigError,
@@ -31,7 +32,7 @@ from asyncrl.config.schema import (
 )
 from asyncrl.data.prompts import PromptSource
 from asyncrl.launch.experiment import load_experiment, validate
-from asyncrl.launch.program import plan, save_config, with_absolute_paths, writes_checkpoints
+from asyncrl.launch.program import plan, save_config, writes_checkpoints
 from asyncrl.launch.recovery import going_on, starting_point
 from asyncrl.launch.rundir import (
     EXPERIMENT_FILE,

@@ -17,9 +17,10 @@ from rich.markup import escape
 from asyncrl.cli.tables import FittedTable, HelpFormatter
 from asyncrl.config.modes import mode_of
 from asyncrl.config.processes import ModelWorkerConfig
+from asyncrl.config.resolve import total_steps
 from asyncrl.config.schema import ExperimentConfig, max_head_offpolicyness
 from asyncrl.launch.hosts.addresses import refuses
-from asyncrl.launch.program import ProcessSpec, total_steps
+from asyncrl.launch.program import ProcessSpec
 from asyncrl.launch.redact import redact
 from asyncrl.launch.rundir import LaunchError, RunRecord, is_folder, is_running, read_record
 from asyncrl.launch.slurm import job_state, read_job

@@ -13,11 +13,12 @@ from rich.console import Console
 
 from asyncrl.cli.commands.common import Commands, add_config_command, supervises
 from asyncrl.config.nearest import did_you_mean
+from asyncrl.config.resolve import absolute_name_resolve
 from asyncrl.config.schema import ConfigError, ExperimentConfig, NameResolveConfig
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.hosts.addresses import address_of, own_host
 from asyncrl.launch.hosts.daemon import HostDaemon, StopSignal
-from asyncrl.launch.program import absolute_name_resolve, run_directory
+from asyncrl.launch.program import run_directory
 from asyncrl.launch.rundir import LaunchError, is_folder, read_record
 from asyncrl.launch.slurm import own_start
 from asyncrl.launch.worker_main import PARENT_ENV

@@ -13,7 +13,8 @@ from asyncrl.cli.commands.common import FAILED, Commands, add_config_command, pr
 from asyncrl.cli.hub import with_local_models
 from asyncrl.cli.planning import choose_device
 from asyncrl.cli.tables import FittedTable
-from asyncrl.config.schema import ConfigError, resolve_auto
+from asyncrl.config.resolve import Facts, resolve
+from asyncrl.config.schema import ConfigError
 from asyncrl.dataflow.phases import phases
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.plan.capacity import GIB, RunPlan, gib, plan_run
@@ -65,7 +66,7 @@ def plan(arguments: argparse.Namespace, console: Console) -> int:
     if len(of_run) > 1:
         each = ", or ".join(f"allocation='{phase.allocation.partition(' until ')[0]}'" for phase in of_run)
         raise ConfigError(f"allocation={config.allocation}: plan one phase at a time: {each}")
-    config = resolve_auto(config, on_gpu=True)
+    config = resolve(config, Facts(on_gpu=True))
     planner = partial(plan_run, device=device, plan_ranks=partial(plan_training, known={}))
     try:
         if arguments.gpus:

@@ -38,13 +38,14 @@ from asyncrl.cli.commands.common import (
 from asyncrl.cli.hub import find_local_models
 from asyncrl.cli.planning import refuse_too_large
 from asyncrl.cli.progress import LongWaits, Notes, RunView, is_evaluation, print_summary
-from asyncrl.config.schema import ConfigError, ExperimentConfig, resolve_auto
+from asyncrl.config.resolve import Facts, resolve, total_steps
+from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.data.trajectories import FOLDER as TRAJECTORIES
 from asyncrl.dataflow.phases import phases
 from asyncrl.launch.checks.preflight import run_checks
 from asyncrl.launch.experiment import Draft, draft_experiment
 from asyncrl.launch.local import LocalLauncher
-from asyncrl.launch.program import CONFIG_CLASSES, ProcessSpec, plan, run_directory, save_config, total_steps
+from asyncrl.launch.program import CONFIG_CLASSES, ProcessSpec, plan, run_directory, save_config
 from asyncrl.launch.redact import redact_urls
 from asyncrl.launch.rundir import LaunchError, next_attempt
 from asyncrl.launch.submission import follow, is_to_submit, job_script, submit_job
@@ -305,7 +306,7 @@ def _dry_run(config: ExperimentConfig, num_prompts: int, arguments: argparse.Nam
     folder = (arguments.output or dry_run_folder(config)).expanduser().absolute()
     first, *later = phases(config)
     specs = _plan(first, num_prompts)
-    shown = resolve_auto(config, on_gpu=bool(visible_devices()))
+    shown = resolve(config, Facts(on_gpu=bool(visible_devices()), num_prompts=num_prompts))
     write_dry_run(shown, specs, folder)
     for number, phase in enumerate(later, start=2):
         write_dry_run(shown, _plan(phase, num_prompts), folder / f"phase_{number}")

@@ -15,13 +15,13 @@ from pathlib import Path
 from asyncrl.config.fields import Wrong
 from asyncrl.config.modes import mode_of
 from asyncrl.config.nearest import did_you_mean
+from asyncrl.config.resolve import Facts, resolve
 from asyncrl.config.schema import (
     REF,
     ConfigError,
     ExperimentConfig,
     PromptSourceConfig,
     model_settings,
-    resolve_auto,
 )
 from asyncrl.config.transports import FILES, transport_of
 from asyncrl.data.model_folder import read_object
@@ -342,7 +342,7 @@ def _check_room(case: Case) -> None:
     """
     config, num_parameters = case.config, case.num_parameters
     run_dir = run_directory(config)
-    dtype = resolve_auto(config, on_gpu=bool(visible_devices())).train.dtype
+    dtype = resolve(config, Facts(on_gpu=bool(visible_devices()))).train.dtype
     weights = num_parameters * (2 if dtype == "bfloat16" else 4)
     num_trained = 1 + (config.train.critic is not None) + len(config.train.roles)
     others = 1 + num_trained
