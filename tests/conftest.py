@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-# Files of tests/processes that only the tiers --ci and --all run: each takes long, or tests what other files of the fast tier test on
-# a smaller scale
+# Files of tests/processes that only the tiers --ci and --all run: each takes long, or tests on a larger scale what other files test
 LONG_PROCESSES = (
     "test_bad_batches.py",
     "test_broadcast_fleet.py",
