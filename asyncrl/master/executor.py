@@ -2,10 +2,9 @@
 
 The step function (train.step, or shipped_step.py) makes the calls, with handles of the batch and of the models (handles.py).
 
-    batch -> parts for each model's data ranks -> Redistribute (keys that the parts lack)
-    keys that an MFC has produced --------------> Redistribute (to models that read them) -> ExecuteMFC, once all input keys exist
+    batch -> PartOfStep.begin (keys move) -> ModelFunctionCall, once all input keys exist -> Home.run (ExecuteMFC) -> new keys move
 
-Data moves as soon as it exists (step_part.py). A worker sends without waiting, so MFCs of disjoint meshes run at the same time, and
+A worker sends without waiting, so MFCs of disjoint meshes run at the same time, and
 none waits for a worker that computes something else.
 
 No deadlock: one master sends all calls, each to all its workers without awaiting in between. So any two workers receive the calls

@@ -28,17 +28,12 @@ from asyncrl.protocol.messages import CallResult, ClearData, ExecuteMFC, Traject
 logger = logging.getLogger(__name__)
 
 
-def shard_handlers(placement: ModelPlacement) -> list[Handler]:
-    """Return the handlers (addresses for calls) of all workers of a model, in rank order."""
-    return list(placement.shards)
-
-
 class Home(ABC):
     """The workers of an MFC's model. Records what they reply."""
 
     def __init__(self, mfc: MFCDef, placement: ModelPlacement) -> None:
         self.mfc, self.placement = mfc, placement
-        self.handlers = shard_handlers(placement)
+        self.handlers: list[Handler] = list(placement.shards)  # of all workers, in rank order
         self.state: dict[str, float] | None = None  # of its function after the newest call; None: before the first one
 
     @abstractmethod

@@ -18,7 +18,6 @@ from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.master.books import Books
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.evaluations import Results
-from asyncrl.master.homes import shard_handlers
 from asyncrl.master.model_workers import ModelWorkers
 from asyncrl.master.step_part import start_copies
 from asyncrl.protocol.messages import (
@@ -136,7 +135,7 @@ class Generation:
             locators=list(locators),
             eval_mode=eval_mode,
         )
-        return asyncio.create_task(_first_of(workers.caller.start(what, shard_handlers(self._makers), body), copied))
+        return asyncio.create_task(_first_of(workers.caller.start(what, list(self._makers.shards), body), copied))
 
 
 async def _first_of(
