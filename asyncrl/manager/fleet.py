@@ -25,7 +25,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from asyncrl.config.transports import FILES
+from asyncrl.config.transports import FILES, transport_of
 from asyncrl.manager import intervals
 from asyncrl.manager.files import FilesInManager
 from asyncrl.manager.manager_side import (
@@ -130,6 +130,9 @@ class Fleet:
         self._logger = logger
         self._pause_body = msgspec.json.encode({"mode": interrupt})
         self._files_url, self._shares_devices = files_url, shares_devices
+        # Not servers that sleep, that get most versions from memory, or that must fetch: how long that may take is known only after
+        # the manager has read the manifest
+        self._verify_at_servers = not (files_url or shares_devices or transport_of(transport).from_memory)
         self._trace = trace
         self._clock = clock or SystemClock()
         self._verifier = ThreadPoolExecutor(1, thread_name_prefix="verify_weights", initializer=_give_way)
@@ -243,7 +246,8 @@ class Fleet:
     # -------------------------------------------------------------------------------------------------------- loops
 
     async def verify_loop(self) -> None:
-        """Verify the files of the newest publication against their manifest before any server loads them. Retry with backoff.
+        """Verify the files of the newest publication against their manifest before any server loads them. Servers that see the
+        files verify them at the same time. Retry with backoff.
 
         A network file system may show a version late. A version that fails for a quarter of verify_limit_s is `damaged`: the
         master has it written again, or a newer version replaces it. The run ends if neither happens within the limits.
@@ -254,6 +258,8 @@ class Fleet:
             self._publication.clear()
             version = self._published.newest
             assert version is not None
+            if self._failing is None and self._verify_at_servers:
+                self._begin_fetches(version, self.plan.limit_s)
             try:
                 with self._trace.overlapping(f"verify {version}", kind="weights"):
                     check = partial(self._verify, self._path_of(version), version)
@@ -307,14 +313,9 @@ class Fleet:
         """
         if not self._files_url:
             return
-        servers = [server for server in self.table.servers.values() if server.listed]
-        alive = [server for server in servers if server.state is not ServerState.DEAD]
         began = self._clock.monotonic()
         limit_s = self._verify_limit_s / 2 + num_bytes / SLOW_BYTES_PER_S
-        tasks = {asyncio.create_task(self._files.fetch(server.url, version, limit_s), name="fetch") for server in alive}
-        self._updates |= tasks
-        for task in tasks:
-            task.add_done_callback(self._fetched)
+        tasks = self._begin_fetches(version, limit_s)
         deadline = began + limit_s
         while tasks:
             wait_s = max(0.0, deadline - self._clock.monotonic())
@@ -326,10 +327,25 @@ class Fleet:
                 now = self._clock.monotonic()
                 deadline = min(deadline, now + (now - began) + _FETCH_SLACK_S)
 
+    def _begin_fetches(self, version: WeightVersion, limit_s: float) -> set[asyncio.Task[None]]:
+        """Have every live server that lacks a version verify it. The server first fetches it, unless it sees the files. A failure
+        is only logged: the server's update repeats both."""
+        servers = [server for server in self.table.servers.values() if server.listed and server.version != version]
+        alive = [server for server in servers if server.state is not ServerState.DEAD]
+        tasks = {asyncio.create_task(self._fetch(server.url, version, limit_s), name="fetch") for server in alive}
+        self._updates |= tasks
+        for task in tasks:
+            task.add_done_callback(self._fetched)
+        return tasks
+
+    async def _fetch(self, url: str, version: WeightVersion, limit_s: float) -> None:
+        async with asyncio.timeout(limit_s + _FETCH_SLACK_S):  # the server keeps limit_s itself, unless it hangs
+            await self._files.fetch(url, version, limit_s)
+
     def _fetched(self, task: asyncio.Task[None]) -> None:
         self._updates.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._logger.warning("prefetching weights failed: %s", error or repr(error))
+            self._logger.warning("fetching or verifying weights ahead failed: %s", error or repr(error))
 
     async def update_loop(self) -> None:
         """Begin the updates that the plan lists as due, each in its own task. Raises RunEndedError once every live server has given
