@@ -1,7 +1,7 @@
 """The folder of a run: its lock, its attempts and its layout.
 
 <fileroot>/<experiment>/<trial>/
-  config.yaml          the user's config, merged, with the resolved values of `auto`
+  config.yaml          the user's config, merged and resolved (config/resolve.py), without secrets
   launcher.lock        locked while a launcher lives, and contains its pid
   run.json             the newest launch: its pid, its newest attempt, when it began, how to reach its name resolve
   configs/attempt_N/   each process's resolved config; experiment.yaml: the run's config, which `resume` uses;
