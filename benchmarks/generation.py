@@ -97,7 +97,7 @@ class Versions:
         self._numbers = itertools.count()
 
     def next(self) -> tuple[Path, str]:
-        from asyncrl.protocol.messages import WeightVersion
+        from asyncrl.protocol.versions import WeightVersion
         from asyncrl.weights.versions import prune_versions, publish_folder, role_dir, version_dir
 
         version = WeightVersion(1, next(self._numbers))
@@ -159,7 +159,8 @@ class Served:
 
     async def _generate(self, client: Any, prompts: Iterator[list[int]], sampling: Any, number: int) -> None:
         """Generate one response after another."""
-        from asyncrl.protocol.messages import Locator, Ticket
+        from asyncrl.protocol.manager import Ticket
+        from asyncrl.protocol.trajectories import Locator
         from asyncrl.rollout.client import Route
 
         name = "generation_server/0"

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from asyncrl.protocol.messages import (
+from asyncrl.protocol.manager import (
     AllocateRequest,
     FinishRequest,
     HeartbeatRequest,

@@ -57,7 +57,7 @@ _SERVED_POLL_S = 0.02  # long, because each poll takes the interpreter's lock fr
 
 
 def part_asyncrl(parent: Parent, *, core: int, folder: str, servers: list[str], **_: Any) -> None:
-    from asyncrl.protocol.messages import WeightVersion
+    from asyncrl.protocol.versions import WeightVersion
 
     _pin(core)
     manager, resolver = make_manager(folder, servers, eta=ETA, batch_size=BATCH_SIZE, num_clients=max(CLIENTS))
@@ -112,7 +112,7 @@ def part_generation_servers(parent: Parent, *, core: int, **_: Any) -> None:
     """Stub generation servers for the manager. They load any version within SERVER_LOADS_S."""
     from aiohttp import web
 
-    from asyncrl.protocol.messages import UpdateWeightsRequest
+    from asyncrl.protocol.weight_updates import UpdateWeightsRequest
 
     _pin(core)
 
@@ -300,7 +300,7 @@ class Bench:
 
     def _publish(self, manager: Child, number: int) -> None:
         """Publish a version directory whose weights link to the same file. Returns when all servers serve it."""
-        from asyncrl.protocol.messages import WeightVersion
+        from asyncrl.protocol.versions import WeightVersion
         from asyncrl.weights.versions import FileEntry, Manifest, version_dir
 
         version = WeightVersion(1, number)

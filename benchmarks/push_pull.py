@@ -98,7 +98,7 @@ def make_sample(case: str, number: int) -> Any:
 
 
 def make_meta(sample: Any) -> Any:
-    from asyncrl.protocol.messages import Locator, TrajectoryMeta
+    from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
 
     lengths = sample.seqlens["packed_input_ids"][0]
     return TrajectoryMeta(
@@ -126,8 +126,8 @@ def asyncrl_receiver(parent: Parent, trainer: bool = False, way: str = "unix") -
 
 async def _receive(parent: Parent, trainer: bool, keys: dict[str, str]) -> None:
     from asyncrl.config.schema import RuntimeConfig
-    from asyncrl.protocol.messages import StoreVerdict
     from asyncrl.protocol.names import Names
+    from asyncrl.protocol.trajectories import StoreVerdict
     from asyncrl.runtime.names.memory import MemoryNameResolver
     from asyncrl.runtime.push_pull import NameResolvingZmqPuller, puller_stream
 

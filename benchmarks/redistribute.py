@@ -30,7 +30,9 @@ from asyncrl.config.schema import CriticConfig, PPOConfig, TrainConfig
 from asyncrl.data.sequence import KEY_SPECS, SequenceSample
 from asyncrl.dataflow.graph import DataflowGraph, build_dataflow
 from asyncrl.dataflow.topology import ModelPlacement
-from asyncrl.protocol.messages import ExecuteMFC, Locator, TrajectoryMeta, WeightVersion
+from asyncrl.protocol.calls import ExecuteMFC
+from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.testing.tiny import make_tiny_model
 from tests.support.training_side import TrainingSide, training_side
 

@@ -46,7 +46,7 @@ def asyncrl_server(parent: Parent, calls: int, way: str = "unix") -> None:
 
 async def _serve(parent: Parent, keys: dict[str, str]) -> None:
     from asyncrl.config.schema import RuntimeConfig
-    from asyncrl.protocol.messages import CallResult, ExecuteMFC
+    from asyncrl.protocol.calls import CallResult, ExecuteMFC
     from asyncrl.protocol.names import Names
     from asyncrl.runtime.names.memory import MemoryNameResolver
     from asyncrl.runtime.request_reply import NameResolvingReplyServer, request_stream
@@ -74,7 +74,7 @@ def asyncrl_client(parent: Parent, calls: int, way: str = "unix") -> None:
 
 async def _call(parent: Parent, calls: int, way: str) -> None:
     from asyncrl.config.schema import RuntimeConfig
-    from asyncrl.protocol.messages import ExecuteMFC
+    from asyncrl.protocol.calls import ExecuteMFC
     from asyncrl.protocol.names import Names
     from asyncrl.runtime.names.memory import MemoryNameResolver
     from asyncrl.runtime.request_reply import NameResolvingRequestClient, request_stream
@@ -104,7 +104,7 @@ async def _call(parent: Parent, calls: int, way: str) -> None:
 def _bodies() -> tuple[bytes, bytes]:
     import msgspec
 
-    from asyncrl.protocol.messages import CallResult, ExecuteMFC
+    from asyncrl.protocol.calls import CallResult, ExecuteMFC
 
     encode = msgspec.msgpack.encode
     call = ExecuteMFC(mfc="actor_inf", version=1, ids=IDS)

@@ -67,7 +67,7 @@ _START_LIMIT_S = 300.0
 
 
 def part_manager(parent: Parent, *, core: int, folder: str, **_: Any) -> None:
-    from asyncrl.protocol.messages import WeightVersion
+    from asyncrl.protocol.versions import WeightVersion
 
     _prepare(core)
     urls = (parent.receive() or {})["urls"]
@@ -390,7 +390,7 @@ def publish_version(run_dir: Path) -> None:
     import msgspec
     import xxhash
 
-    from asyncrl.protocol.messages import WeightVersion
+    from asyncrl.protocol.versions import WeightVersion
     from asyncrl.weights.versions import FileEntry, Manifest, version_dir
 
     path = version_dir(run_dir, "actor", WeightVersion(1, 0))

@@ -79,7 +79,7 @@ def part_server(parent: Parent, *, folder: str, model: str, dtype: str, index: i
     from asyncrl.config.processes import GenerationServerConfig
     from asyncrl.config.schema import GenerationConfig
     from asyncrl.generation.worker import GenerationServer
-    from asyncrl.protocol.messages import WeightVersion
+    from asyncrl.protocol.versions import WeightVersion
     from asyncrl.runtime.names.open import open_name_resolver
 
     info = dataclasses.replace(worker_info("generation_server", folder), index=index)
@@ -113,7 +113,7 @@ def part_manager(parent: Parent, *, folder: str, server: str, sender: str, **_: 
     from asyncrl.config.processes import GserverManagerConfig
     from asyncrl.config.schema import ManagerConfig
     from asyncrl.manager.worker import ManagerFiles
-    from asyncrl.protocol.messages import WeightVersion
+    from asyncrl.protocol.versions import WeightVersion
     from asyncrl.runtime.names.open import open_name_resolver
 
     class TimedFiles(ManagerFiles):
@@ -262,7 +262,7 @@ class Publisher:
 
     def _on_disk(self, side: str, tensors: dict[str, Any], old: dict[str, Any] | None) -> float:
         """Write the next version as model/export.py does, and have it served. old: the tensors of the version before."""
-        from asyncrl.protocol.messages import WeightVersion
+        from asyncrl.protocol.versions import WeightVersion
         from asyncrl.weights.delta import DeltaForm
         from asyncrl.weights.versions import (
             commit_version,
@@ -298,7 +298,7 @@ class Publisher:
     def broadcast(self) -> float:
         """Seconds until the next version is served, sent from memory."""
         from asyncrl.model.trainer_side import HeldShare
-        from asyncrl.protocol.messages import WeightVersion
+        from asyncrl.protocol.versions import WeightVersion
 
         version = WeightVersion(1, self._version)
         start = time.monotonic()
@@ -370,7 +370,7 @@ class Receivers:
     """The trainer's side, and servers without a manager. All servers have a version."""
 
     def __init__(self, folder: Path, model: Path, trainer: Trainer, servers: list[Child], urls: list[str]) -> None:
-        from asyncrl.protocol.messages import WeightVersion
+        from asyncrl.protocol.versions import WeightVersion
         from asyncrl.weights.versions import version_dir, write_version
 
         self._trainer, self._servers, self._urls, self._version = trainer, servers, urls, 0
@@ -395,7 +395,8 @@ class Receivers:
     def broadcast(self, *, freeze: bool = False) -> float:
         """Seconds of the next version's broadcast. freeze: stop the last server first; it must be the only one that fails."""
         from asyncrl.model.trainer_side import HeldShare
-        from asyncrl.protocol.messages import BroadcastRequest, BroadcastTarget, WeightVersion
+        from asyncrl.protocol.versions import WeightVersion
+        from asyncrl.protocol.weight_updates import BroadcastRequest, BroadcastTarget
 
         self._version += 1
         version = WeightVersion(1, self._version)

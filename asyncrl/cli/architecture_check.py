@@ -26,8 +26,8 @@ from asyncrl.data.model_limits import ModelLimits
 from asyncrl.dataflow.topology import allocation_of
 from asyncrl.generation.engine import WeightsRefused
 from asyncrl.launch.checks.checklist import Finding
-from asyncrl.protocol.messages import WeightVersion
 from asyncrl.protocol.names import ACTOR
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.process import die_with_parent
 from asyncrl.weights.versions import version_dir, write_version
 

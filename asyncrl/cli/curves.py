@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config.nearest import did_you_mean
-from asyncrl.protocol.messages import DECODE_ERRORS
+from asyncrl.protocol.errors import DECODE_ERRORS
 from asyncrl.runtime.metrics import JOURNAL_BUCKET_S, METRICS_FILE, read_json_lines
 from asyncrl.weights.lineage import Lineage, Stretch, lineages_of, read_attempts
 

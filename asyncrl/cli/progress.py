@@ -28,7 +28,7 @@ from asyncrl.cli.tables import FittedTable
 from asyncrl.config.modes import mode_of
 from asyncrl.data.trajectories import recording_dir
 from asyncrl.protocol.errors import same_cause
-from asyncrl.protocol.messages import Wait, WorkerStatus
+from asyncrl.protocol.status import Wait, WorkerStatus
 from asyncrl.runtime.board import LONG_WAIT_S
 from asyncrl.runtime.metrics import METRICS_FILE, JsonLinesReader
 

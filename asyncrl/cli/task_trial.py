@@ -22,7 +22,7 @@ from asyncrl.config.schema import ConfigError, ExperimentConfig, RolloutConfig, 
 from asyncrl.data.prompts import Prompt, PromptError, PromptSource, load_tokenizer
 from asyncrl.launch.checks.checklist import Finding
 from asyncrl.master.step_function import StepFunction
-from asyncrl.protocol.messages import Locator
+from asyncrl.protocol.trajectories import Locator
 from asyncrl.rewards.judges import Call, JudgeDied, Judges, JudgesLost
 from asyncrl.rewards.reward import Completion, call_arguments
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.protocol.messages import WeightVersion
+from asyncrl.protocol.versions import WeightVersion
 
 FOLDER = "bad_batches"  # of a run
 WEIGHTS = "weights"

@@ -32,7 +32,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.protocol.messages import DECODE_ERRORS
+from asyncrl.protocol.errors import DECODE_ERRORS
 
 Message = dict[str, Any]  # in the templates' format: content is text, arguments of tool calls are objects
 Tools = Sequence[Mapping[str, Any]]

@@ -34,7 +34,7 @@ from asyncrl.data.chat import (
     tools_for_template,
 )
 from asyncrl.protocol.errors import ErrorClass
-from asyncrl.protocol.messages import Locator
+from asyncrl.protocol.trajectories import Locator
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

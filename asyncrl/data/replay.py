@@ -36,7 +36,8 @@ from asyncrl.data.trajectories import (
     read_trajectory,
 )
 from asyncrl.dataflow.graph import TRAJECTORY_KEYS
-from asyncrl.protocol.messages import Locator, TrajectoryMeta, WeightVersion
+from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
+from asyncrl.protocol.versions import WeightVersion
 
 _VERSION_KEYS = ("versions", "version_start", "version_end")
 _ONE_ATTEMPT = WeightVersion(1, 0).pack()

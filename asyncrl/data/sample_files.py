@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from asyncrl.data.sequence import Array, SeqLens, SequenceSample
-from asyncrl.protocol.messages import DECODE_ERRORS
+from asyncrl.protocol.errors import DECODE_ERRORS
 
 _CHECKSUM = "xxh3"  # in the file's metadata
 _SAFETENSORS_METADATA = "__metadata__"  # safetensors keeps its metadata under this name, so no key can have it

@@ -24,8 +24,8 @@ from msgspec import Struct
 
 from asyncrl.data.sample_files import FileFormat
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.protocol.errors import Failures
-from asyncrl.protocol.messages import DECODE_ERRORS, TrajectoryMeta
+from asyncrl.protocol.errors import DECODE_ERRORS, Failures
+from asyncrl.protocol.trajectories import TrajectoryMeta
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.disk import write_when_there_is_room
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from asyncrl.protocol.messages import RedistribStep
+from asyncrl.protocol.calls import RedistribStep
 
 Holders = Mapping[str, Mapping[str, Collection[int]]]  # id -> key -> the workers that hold this key of this id
 

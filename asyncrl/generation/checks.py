@@ -44,7 +44,9 @@ from asyncrl.generation.engine import (
 )
 from asyncrl.protocol.errors import ErrorClass, classify
 from asyncrl.protocol.fence import Fence
-from asyncrl.protocol.messages import SamplingParams, TensorSpecs, WeightVersion
+from asyncrl.protocol.generation import SamplingParams
+from asyncrl.protocol.versions import WeightVersion
+from asyncrl.protocol.weight_updates import TensorSpecs
 from asyncrl.weights import versions as weights
 from asyncrl.weights.fetch import WeightFetcher
 from asyncrl.weights.form import WeightsError

@@ -19,16 +19,9 @@ from pathlib import Path
 
 from asyncrl.config.schema import INTERRUPT_MODES
 from asyncrl.protocol.errors import ErrorClass
-from asyncrl.protocol.messages import (
-    BeginWeightUpdate,
-    EndWeightUpdate,
-    FinishReason,
-    JoinUpdateGroup,
-    ReceiveWeights,
-    SamplingParams,
-    VersionSpan,
-    WeightVersion,
-)
+from asyncrl.protocol.generation import FinishReason, SamplingParams, VersionSpan
+from asyncrl.protocol.versions import WeightVersion
+from asyncrl.protocol.weight_updates import BeginWeightUpdate, EndWeightUpdate, JoinUpdateGroup, ReceiveWeights
 
 __all__ = [
     "INTERRUPT_MODES",

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from asyncrl.generation.engine import WeightsRefused
 from asyncrl.protocol.errors import ErrorClass, classify
-from asyncrl.protocol.messages import FetchWeightsRequest, WeightVersion
+from asyncrl.protocol.versions import WeightVersion
+from asyncrl.protocol.weight_updates import FetchWeightsRequest
 from asyncrl.weights.fetch import WeightFetcher
 from asyncrl.weights.form import WeightsError
 

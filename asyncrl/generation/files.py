@@ -16,9 +16,10 @@ from aiohttp import web
 from asyncrl.generation.engine import WeightsRefused
 from asyncrl.generation.server_side import Means, ServerSide, refuse, reply_with
 from asyncrl.protocol.errors import ErrorClass
-from asyncrl.protocol.messages import FetchWeightsRequest, UpdateWeightsReply, UpdateWeightsRequest, WeightVersion
 from asyncrl.protocol.names import ACTOR
 from asyncrl.protocol.run_folder import name_of
+from asyncrl.protocol.versions import WeightVersion
+from asyncrl.protocol.weight_updates import FetchWeightsRequest, UpdateWeightsReply, UpdateWeightsRequest
 from asyncrl.weights.versions import version_dir
 
 

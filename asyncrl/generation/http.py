@@ -48,15 +48,8 @@ from asyncrl.generation.engine import (
 from asyncrl.generation.fetched import FetchedWeights
 from asyncrl.generation.server_side import Means, UnbrokenWork
 from asyncrl.generation.transports import KINDS
-from asyncrl.protocol.messages import (
-    DECODE_ERRORS,
-    GenerateMeta,
-    GenerateReply,
-    Load,
-    LoadsReply,
-    ModelInfo,
-    SamplingParams,
-)
+from asyncrl.protocol.errors import DECODE_ERRORS
+from asyncrl.protocol.generation import GenerateMeta, GenerateReply, Load, LoadsReply, ModelInfo, SamplingParams
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.http_server import Listen, listen_http, refusal_of
 

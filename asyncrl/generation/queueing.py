@@ -29,7 +29,8 @@ from asyncrl.generation.engine import (
     WeightsRefused,
 )
 from asyncrl.protocol.errors import ErrorClass
-from asyncrl.protocol.messages import FinishReason, VersionSpan, WeightVersion
+from asyncrl.protocol.generation import FinishReason, VersionSpan
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.trace import OFF, Tracer
 

@@ -31,7 +31,8 @@ from aiohttp import web
 from asyncrl.generation.engine import WeightReceiver, WeightsRefused
 from asyncrl.generation.server_side import Means, ServerSide, refuse, reply_with
 from asyncrl.protocol.errors import ErrorClass
-from asyncrl.protocol.messages import (
+from asyncrl.protocol.versions import WeightVersion
+from asyncrl.protocol.weight_updates import (
     BeginWeightUpdate,
     EndWeightUpdate,
     JoinUpdateGroup,
@@ -39,7 +40,6 @@ from asyncrl.protocol.messages import (
     ReceiveWeights,
     TensorSpecs,
     UpdateWeightsReply,
-    WeightVersion,
 )
 from asyncrl.runtime.clock import Clock
 from asyncrl.weights.versions import ScoredText

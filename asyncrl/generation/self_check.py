@@ -23,7 +23,7 @@ from asyncrl.architectures.agreement import Difference, SelfCheckError, bound_of
 from asyncrl.architectures.small_copy import save_small_copy
 from asyncrl.config.schema import GenerationConfig
 from asyncrl.generation.engine import EngineRequest, Generated, GenerationEngine
-from asyncrl.protocol.messages import SamplingParams
+from asyncrl.protocol.generation import SamplingParams
 
 _NEW_TOKENS = 6  # of each request
 _SMALL_PAGE = 8  # tokens; of the engine for a small copy

@@ -21,7 +21,7 @@ from asyncrl.generation.checks import LogprobMismatch, VerifiedLoads, VersionFen
 from asyncrl.generation.engine import GenerationEngine, WeightReceiver
 from asyncrl.generation.fetched import FetchedWeights
 from asyncrl.protocol.errors import classify
-from asyncrl.protocol.messages import UpdateWeightsReply
+from asyncrl.protocol.weight_updates import UpdateWeightsReply
 from asyncrl.runtime.clock import Clock
 
 T = TypeVar("T")

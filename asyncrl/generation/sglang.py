@@ -50,15 +50,14 @@ from asyncrl.generation.queueing import EngineArguments, Pending, QueueingEngine
 from asyncrl.generation.sglang_http import Piece, SGLangClient, SGLangError, sglang_params
 from asyncrl.generation.sglang_process import ServerLink
 from asyncrl.protocol.errors import ErrorClass, class_of_status, classify, refuses_content
-from asyncrl.protocol.messages import (
+from asyncrl.protocol.generation import FinishReason, VersionSpan
+from asyncrl.protocol.versions import WeightVersion
+from asyncrl.protocol.weight_updates import (
     BeginWeightUpdate,
     EndWeightUpdate,
-    FinishReason,
     JoinUpdateGroup,
     ReceiveWeights,
     TensorSpecs,
-    VersionSpan,
-    WeightVersion,
 )
 from asyncrl.weights.fetch import WeightFetcher
 

@@ -12,8 +12,8 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
-from asyncrl.protocol.errors import ErrorClass, class_of_status
-from asyncrl.protocol.messages import DECODE_ERRORS, FinishReason, LoadsReply, SamplingParams, VersionSpan
+from asyncrl.protocol.errors import DECODE_ERRORS, ErrorClass, class_of_status
+from asyncrl.protocol.generation import FinishReason, LoadsReply, SamplingParams, VersionSpan
 from asyncrl.runtime.http_client import MAX_ANSWER_BYTES, BoundedResponse
 
 STREAM_INTERVAL = 16  # tokens per piece: fine enough for the journal, and a small share of SGLang's work

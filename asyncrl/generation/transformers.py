@@ -63,7 +63,9 @@ from asyncrl.generation.queueing import EngineArguments, Pending, QueueingEngine
 from asyncrl.generation.receive import StagedReceiver
 from asyncrl.generation.self_check import check_decoding, check_small_copy, prompt_lengths
 from asyncrl.protocol.errors import ErrorClass, classify
-from asyncrl.protocol.messages import FinishReason, SamplingParams, TensorSpecs, VersionSpan, WeightVersion
+from asyncrl.protocol.generation import FinishReason, SamplingParams, VersionSpan
+from asyncrl.protocol.versions import WeightVersion
+from asyncrl.protocol.weight_updates import TensorSpecs
 from asyncrl.runtime.process import return_freed_memory
 from asyncrl.runtime.trace import Tracer
 from asyncrl.weights import versions as weights

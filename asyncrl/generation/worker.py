@@ -18,8 +18,8 @@ from asyncrl.generation.engines import Engines, engines_of
 from asyncrl.generation.fetched import FetchedWeights
 from asyncrl.generation.http import GenerationHTTP
 from asyncrl.generation.journal import FLUSH_INTERVAL_S, TokenJournal
-from asyncrl.protocol.messages import WeightVersion
 from asyncrl.protocol.names import ACTOR
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.names.interface import NameEntryNotFound, NameResolveTimeout
 from asyncrl.runtime.system import System

@@ -22,7 +22,7 @@ from asyncrl.config.schema import ExperimentConfig, PromptSourceConfig, model_se
 from asyncrl.config.sources import sources_of
 from asyncrl.data.prompts import is_file_name
 from asyncrl.data.trajectories import tokenizer_fingerprint
-from asyncrl.protocol.messages import DECODE_ERRORS
+from asyncrl.protocol.errors import DECODE_ERRORS
 from asyncrl.runtime.disk import write_file
 from asyncrl.weights.versions import model_files
 

@@ -78,7 +78,7 @@ from asyncrl.launch.supervisor.state_machine import (
     StartLater,
     Supervisor,
 )
-from asyncrl.protocol.messages import WorkerStatus
+from asyncrl.protocol.status import WorkerStatus
 from asyncrl.runtime import unix_sockets
 from asyncrl.runtime.certificates import CertificateError, make_certificate
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock

@@ -24,8 +24,8 @@ from asyncrl.config.resolve import absolute_name_resolve
 from asyncrl.config.schema import ExperimentConfig, NameResolveConfig, authenticates
 from asyncrl.launch.private_etcd import PrivateEtcd
 from asyncrl.launch.rundir import LaunchError
-from asyncrl.protocol.messages import WorkerStatus
 from asyncrl.protocol.names import Names, incarnation
+from asyncrl.protocol.status import WorkerStatus
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.names.etcd.server import EtcdServer, EtcdServerError, EtcdTls
 from asyncrl.runtime.names.interface import (

@@ -49,7 +49,7 @@ from asyncrl.dataflow.placed_models import models_of, place
 from asyncrl.dataflow.topology import Allocation, ModelPlacement, allocation_of
 from asyncrl.dataflow.worker_groups import WorkerGroups, dispensable, worker_groups_of
 from asyncrl.launch.redact import redact
-from asyncrl.protocol.messages import DECODE_ERRORS
+from asyncrl.protocol.errors import DECODE_ERRORS
 from asyncrl.protocol.names import ACTOR
 from asyncrl.runtime.disk import write_when_there_is_room
 

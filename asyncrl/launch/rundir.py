@@ -26,7 +26,7 @@ import msgspec
 
 from asyncrl import __version__
 from asyncrl.config.schema import NameResolveConfig
-from asyncrl.protocol.messages import DECODE_ERRORS
+from asyncrl.protocol.errors import DECODE_ERRORS
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.disk import explain, write_file, write_when_there_is_room
 

@@ -23,7 +23,9 @@ from asyncrl.dataflow.topology import Allocation
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.program import ProcessSpec, can_scale
 from asyncrl.launch.supervisor.children import Child, short_end
-from asyncrl.protocol.messages import DECODE_ERRORS, DesiredServers, Wait, WorkerStatus
+from asyncrl.protocol.errors import DECODE_ERRORS
+from asyncrl.protocol.scaling import DesiredServers
+from asyncrl.protocol.status import Wait, WorkerStatus
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.names.interface import Lease, WatchEvent
 

@@ -26,7 +26,7 @@ import msgspec
 
 from asyncrl.config.schema import ConfigError, ExperimentConfig, SlurmConfig
 from asyncrl.launch.rundir import LaunchError, is_folder
-from asyncrl.protocol.messages import DECODE_ERRORS
+from asyncrl.protocol.errors import DECODE_ERRORS
 from asyncrl.runtime.disk import write_file
 
 _COMMAND_LIMIT_S = 60.0  # a busy slurmctld may take that long

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from asyncrl.launch.rundir import all_logs_dirs
-from asyncrl.protocol.messages import Wait, WorkerStatus
+from asyncrl.protocol.status import Wait, WorkerStatus
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.metrics import METRICS_FILE
 from asyncrl.runtime.stacks import Stacks, ask_all, is_stopped

@@ -22,7 +22,8 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from asyncrl.protocol.messages import EvaluateReply, EvaluateRequest, EvaluationResult, Locator, RolloutResult
+from asyncrl.protocol.manager import EvaluateReply, EvaluateRequest, EvaluationResult, RolloutResult
+from asyncrl.protocol.trajectories import Locator
 
 _FIRST = Locator(0, 0)
 MAX_EVALUATIONS = 64  # at most this many evaluations are kept; the oldest are discarded, with their results

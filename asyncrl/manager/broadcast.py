@@ -13,7 +13,7 @@ import msgspec
 
 from asyncrl.manager.manager_side import FAILURES, ManagerSide, Means, MismatchError, OfferError
 from asyncrl.manager.update_plan import Update
-from asyncrl.protocol.messages import BroadcastReply, BroadcastRequest, BroadcastTarget
+from asyncrl.protocol.weight_updates import BroadcastReply, BroadcastRequest, BroadcastTarget
 
 _SENDER_SLACK_S = 2.0  # the trainer answers within the limit in the request; the call waits this much longer
 

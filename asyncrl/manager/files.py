@@ -9,7 +9,8 @@ import msgspec
 
 from asyncrl.manager.manager_side import ManagerSide, MismatchError, RefusedError
 from asyncrl.manager.update_plan import Update
-from asyncrl.protocol.messages import FetchWeightsRequest, UpdateWeightsReply, UpdateWeightsRequest, WeightVersion
+from asyncrl.protocol.versions import WeightVersion
+from asyncrl.protocol.weight_updates import FetchWeightsRequest, UpdateWeightsReply, UpdateWeightsRequest
 
 
 class FilesInManager(ManagerSide):

@@ -43,7 +43,8 @@ from asyncrl.manager.transports import KINDS
 from asyncrl.manager.update_plan import SLOW_BYTES_PER_S, GivenUp, Sleep, Update, UpdatePlan
 from asyncrl.protocol.errors import ErrorClass, RunEndedError, classify
 from asyncrl.protocol.fence import Fence
-from asyncrl.protocol.messages import ModelInfo, WeightVersion
+from asyncrl.protocol.generation import ModelInfo
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.clock import Clock, SystemClock
 from asyncrl.runtime.trace import OFF, Tracer
 from asyncrl.weights.form import WeightsError

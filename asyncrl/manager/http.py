@@ -27,7 +27,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from asyncrl.manager.ledger import MAX_COUNT, Ledger, StaleAttemptError, UnreachedError
 from asyncrl.manager.scaling import ServerTarget, servers_reply
-from asyncrl.protocol.messages import (
+from asyncrl.protocol.manager import (
     AllocateReply,
     AllocateRequest,
     EvaluateReply,
@@ -38,13 +38,12 @@ from asyncrl.protocol.messages import (
     HeartbeatRequest,
     LedgerView,
     MasterReport,
-    ScaleRequest,
     ScheduleReply,
     ScheduleRequest,
-    ServersReply,
     VersionReply,
-    WeightVersion,
 )
+from asyncrl.protocol.scaling import ScaleRequest, ServersReply
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.clock import Clock, SystemClock
 from asyncrl.runtime.http_server import refusal_of
 from asyncrl.runtime.names.interface import NameResolveError

@@ -26,7 +26,7 @@ from asyncrl.manager import intervals
 from asyncrl.manager.admission import EvalItem, EvaluationBook, Gate, PromptCursor
 from asyncrl.manager.routing import Server, ServerTable
 from asyncrl.protocol.fence import Fence, IncarnationFence
-from asyncrl.protocol.messages import (
+from asyncrl.protocol.manager import (
     AllocateReply,
     AllocateRequest,
     EvaluateReply,
@@ -36,7 +36,6 @@ from asyncrl.protocol.messages import (
     HeartbeatReply,
     HeartbeatRequest,
     LedgerView,
-    Locator,
     MasterReport,
     MovedTicket,
     RejectedPrompt,
@@ -47,6 +46,7 @@ from asyncrl.protocol.messages import (
     TicketView,
 )
 from asyncrl.protocol.tickets import TicketId, TicketSeal
+from asyncrl.protocol.trajectories import Locator
 from asyncrl.rewards.outcome import REWARD_LOST
 
 MAX_COUNT = 4096  # tickets of one request

@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 
 from asyncrl.manager.routing import Server, ServerState, ServerTable
-from asyncrl.protocol.messages import LoadsReply
+from asyncrl.protocol.generation import LoadsReply
 from asyncrl.runtime.http_client import open_session
 
 _SHORTEST_INTERVAL_S = 0.2

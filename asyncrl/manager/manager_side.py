@@ -21,7 +21,7 @@ import msgspec
 from asyncrl.manager.offers import Offers
 from asyncrl.manager.update_plan import Update
 from asyncrl.protocol.errors import ErrorClass, class_of_status
-from asyncrl.protocol.messages import WeightVersion
+from asyncrl.protocol.versions import WeightVersion
 
 M = TypeVar("M", bound=msgspec.Struct)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from asyncrl.manager.routing import Server, ServerState
 from asyncrl.protocol.fence import Fence
-from asyncrl.protocol.messages import WeightVersion
+from asyncrl.protocol.versions import WeightVersion
 
 _MOST_FILES = 31  # maximum number of versions that a server loads from files after failures
 

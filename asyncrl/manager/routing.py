@@ -31,7 +31,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from asyncrl.protocol.fence import Fence
-from asyncrl.protocol.messages import DesiredServers, ServerView, WeightVersion
+from asyncrl.protocol.manager import ServerView
+from asyncrl.protocol.scaling import DesiredServers
+from asyncrl.protocol.versions import WeightVersion
 
 
 class ServerState(Enum):

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from asyncrl.protocol.messages import ServersReply, ServerView
+from asyncrl.protocol.manager import ServerView
 from asyncrl.protocol.names import Names
+from asyncrl.protocol.scaling import ServersReply
 from asyncrl.runtime.desired_servers import MOST_SERVERS, desired_servers, set_desired_servers
 from asyncrl.runtime.names.interface import NameResolver
 

@@ -25,7 +25,7 @@ from asyncrl.manager.offers import Offers
 from asyncrl.manager.routing import Server, ServerState, ServerTable
 from asyncrl.protocol.errors import ErrorClass, Failures
 from asyncrl.protocol.fence import Fence
-from asyncrl.protocol.messages import WeightVersion
+from asyncrl.protocol.versions import WeightVersion
 
 # Bytes a second. If fetching, verifying and loading a version together are slower than this, there is a fault
 SLOW_BYTES_PER_S = 100e6

@@ -27,11 +27,13 @@ from asyncrl.manager.routing import Members, ServerTable
 from asyncrl.manager.scaling import ServerTarget
 from asyncrl.manager.transports import KINDS
 from asyncrl.manager.update_plan import UpdatePlan
-from asyncrl.protocol.errors import RunEndedError
+from asyncrl.protocol.errors import DECODE_ERRORS, RunEndedError
 from asyncrl.protocol.fence import Fence
-from asyncrl.protocol.messages import DECODE_ERRORS, DesiredServers, Ticket, WeightVersion
+from asyncrl.protocol.manager import Ticket
 from asyncrl.protocol.names import MASTER_META
+from asyncrl.protocol.scaling import DesiredServers
 from asyncrl.protocol.tickets import make_key
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.background import BackgroundTasks
 from asyncrl.runtime.board import StatusBoard, WaitTimeoutError
 from asyncrl.runtime.channel_protocol import Endpoint

@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from asyncrl.protocol.messages import TrajectoryMeta, WeightVersion
+from asyncrl.protocol.trajectories import TrajectoryMeta
+from asyncrl.protocol.versions import WeightVersion
 
 
 @dataclass

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from asyncrl.protocol.messages import TrajectoryMeta
+from asyncrl.protocol.trajectories import TrajectoryMeta
 
 
 class ArrivingGroups:

@@ -33,7 +33,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from asyncrl.protocol.messages import Locator, TicketView, TrajectoryMeta, WeightVersion
+from asyncrl.protocol.manager import TicketView
+from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
+from asyncrl.protocol.versions import WeightVersion
 
 POLICIES = ("wait", "drop", "train")
 _MAX_NAMED = 5  # stragglers that a reason names

@@ -16,7 +16,9 @@ from asyncrl.master.buffer import PromptProgress
 from asyncrl.master.report import RunSummary, rejection_lines
 from asyncrl.master.schedule import REWARD_WINDOW, Schedule, ended_by
 from asyncrl.protocol.errors import RunEndedError
-from asyncrl.protocol.messages import EvaluationResult, Locator, RejectedPrompt, TrajectoryMeta, WeightVersion
+from asyncrl.protocol.manager import EvaluationResult, RejectedPrompt
+from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.metrics import JsonLinesWriter, MetricsWriter

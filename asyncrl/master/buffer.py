@@ -19,9 +19,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from asyncrl.dataflow.redistribution import Holders, transfers
 from asyncrl.dataflow.worker_groups import ONE_GROUP, WorkerGroups
+from asyncrl.protocol.calls import RedistribStep
 from asyncrl.protocol.fence import Fence
-from asyncrl.protocol.messages import Locator, RedistribStep, StoreVerdict, TrajectoryMeta
 from asyncrl.protocol.tickets import TicketSeal
+from asyncrl.protocol.trajectories import Locator, StoreVerdict, TrajectoryMeta
 
 
 class PromptProgress:

@@ -28,8 +28,8 @@ from asyncrl.dataflow.redistribution import Transfer
 from asyncrl.dataflow.topology import Handler
 from asyncrl.dataflow.worker_groups import WorkerGroups
 from asyncrl.master.buffer import StorageTracker
+from asyncrl.protocol.calls import CallBody, CallResult, FetchData, FetchPart
 from asyncrl.protocol.errors import ErrorClass, Failures, RunEndedError
-from asyncrl.protocol.messages import CallBody, CallResult, FetchData, FetchPart
 from asyncrl.runtime.board import StatusBoard, WaitTimeoutError
 from asyncrl.runtime.channel_protocol import ChannelError, ReceiverRestarted
 from asyncrl.runtime.request_reply import NameResolvingRequestClient, RemoteCallError

@@ -22,7 +22,7 @@ from asyncrl.dataflow.worker_groups import WorkerGroups
 from asyncrl.master.books import Books
 from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.files import MasterFiles
-from asyncrl.protocol.messages import CallResult, CommitCheckpoint, SaveCheckpoint
+from asyncrl.protocol.calls import CallResult, CommitCheckpoint, SaveCheckpoint
 from asyncrl.protocol.run_folder import name_of
 from asyncrl.runtime.background import BackgroundTasks
 from asyncrl.runtime.board import StatusBoard

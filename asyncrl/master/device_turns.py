@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.rollouts import LONG_POLL_S, ManagerReports
-from asyncrl.protocol.messages import ReleaseDevices
+from asyncrl.protocol.calls import ReleaseDevices
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.directory import Directory
 

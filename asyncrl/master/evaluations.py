@@ -11,7 +11,7 @@ from typing import Protocol
 from asyncrl.config.schema import EvalConfig
 from asyncrl.master.books import Books
 from asyncrl.master.rollouts import CALL_LIMIT_S, LONG_POLL_S
-from asyncrl.protocol.messages import EvaluateReply, EvaluateRequest, EvaluationResult
+from asyncrl.protocol.manager import EvaluateReply, EvaluateRequest, EvaluationResult
 from asyncrl.runtime.background import BackgroundTasks
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.clock import Clock

@@ -33,7 +33,7 @@ from asyncrl.master.refresh import Refresher
 from asyncrl.master.step_function import StepFunction
 from asyncrl.master.step_part import PartOfStep
 from asyncrl.master.step_result import StepResult
-from asyncrl.protocol.messages import ExecuteMFC
+from asyncrl.protocol.calls import ExecuteMFC
 
 NUM_PARTS = "streaming/parts"  # statistic of a step: parts of its batch, if there were several
 

@@ -12,9 +12,9 @@ from asyncrl.config.schema import PromptSourceConfig
 from asyncrl.data.bad_batches import weights_needed
 from asyncrl.data.prompts import PromptSource
 from asyncrl.master.report import generation_idle_share
-from asyncrl.protocol.messages import WeightVersion
 from asyncrl.protocol.names import ACTOR
 from asyncrl.protocol.tickets import read_key
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.disk import write_file
 from asyncrl.runtime.metrics import JsonLinesWriter, MetricsWriter
 from asyncrl.runtime.wandb_writer import WandbWriter

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.dataflow.mfc import MFCDef
-from asyncrl.protocol.messages import TrajectoryMeta
+from asyncrl.protocol.trajectories import TrajectoryMeta
 
 Reader = Callable[[Sequence[str], str], Awaitable[list[list[list[float]]]]]
 MOST_READ = 1_000_000  # tokens whose values `Batch.read` returns: the master holds them as Python numbers

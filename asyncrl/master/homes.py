@@ -23,7 +23,8 @@ from asyncrl.master.handles import Call
 from asyncrl.master.parameter_hooks import ParameterHooks
 from asyncrl.master.report import MISSING
 from asyncrl.master.step_part import BALANCE_TOLERANCE, PartOfStep
-from asyncrl.protocol.messages import CallResult, ClearData, ExecuteMFC, TrajectoryMeta
+from asyncrl.protocol.calls import CallResult, ClearData, ExecuteMFC
+from asyncrl.protocol.trajectories import TrajectoryMeta
 
 logger = logging.getLogger(__name__)
 

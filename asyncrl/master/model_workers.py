@@ -22,7 +22,7 @@ from asyncrl.master.parameter_hooks import ParameterHooks
 from asyncrl.master.refresh import Refresher
 from asyncrl.master.step_function import StepFunction
 from asyncrl.master.step_part import start_copies
-from asyncrl.protocol.messages import (
+from asyncrl.protocol.calls import (
     CallBody,
     CallResult,
     ClearData,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from asyncrl.protocol.messages import TrajectoryMeta, WeightVersion
+from asyncrl.protocol.trajectories import TrajectoryMeta
+from asyncrl.protocol.versions import WeightVersion
 
 
 class OnPolicy:

@@ -9,7 +9,7 @@ from asyncrl.dataflow.graph import TRAIN_MFC
 from asyncrl.dataflow.mfc import LOGPROBS, SCORES, MFCDef
 from asyncrl.dataflow.worker_groups import is_stateless, on_missing
 from asyncrl.master.arriving import ArrivingGroups
-from asyncrl.protocol.messages import Reallocate
+from asyncrl.protocol.calls import Reallocate
 from asyncrl.protocol.names import ACTOR
 
 

@@ -11,7 +11,9 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.master.calls import WorkerCaller
-from asyncrl.protocol.messages import DECODE_ERRORS, BeginProfile, EndProfile, ProfileAnswer, ProfileRequest
+from asyncrl.protocol.calls import BeginProfile, EndProfile
+from asyncrl.protocol.errors import DECODE_ERRORS
+from asyncrl.protocol.profiling import ProfileAnswer, ProfileRequest
 from asyncrl.runtime.directory import Directory
 
 _KEPT = 3  # the newest profiles of a run

@@ -20,10 +20,11 @@ from asyncrl.master.evaluations import Evaluations
 from asyncrl.master.files import MasterFiles
 from asyncrl.master.model_workers import ModelWorkers
 from asyncrl.master.rollouts import LONG_POLL_S, ManagerReports
+from asyncrl.protocol.calls import HoldWeights, WriteWeights
 from asyncrl.protocol.errors import RunEndedError
-from asyncrl.protocol.messages import HoldWeights, WeightVersion, WriteWeights
 from asyncrl.protocol.names import ACTOR
 from asyncrl.protocol.run_folder import name_of
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.background import BackgroundTasks
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.clock import Clock

@@ -22,14 +22,7 @@ from asyncrl.config.schema import TrainConfig
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.dataflow.worker_groups import on_missing
 from asyncrl.master.calls import DetachedGroups, GroupMissingError, Incarnation, WorkerCaller
-from asyncrl.protocol.messages import (
-    CallResult,
-    CommitCheckpoint,
-    LoadCheckpoint,
-    Reallocate,
-    ShareWeights,
-    TakeWeights,
-)
+from asyncrl.protocol.calls import CallResult, CommitCheckpoint, LoadCheckpoint, Reallocate, ShareWeights, TakeWeights
 from asyncrl.protocol.run_folder import name_of
 from asyncrl.weights.checkpoints import checkpoint_dir, list_checkpoints, read_state, shared_dir
 from asyncrl.weights.form import WeightsError

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.master.ages import Ages
-from asyncrl.protocol.messages import EvaluationResult, ServerView, TrajectoryMeta, WeightVersion
+from asyncrl.protocol.manager import EvaluationResult, ServerView
+from asyncrl.protocol.trajectories import TrajectoryMeta
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.metrics import JOURNAL_BUCKET_S, read_json_lines
 
 _SHORTEST_SPAN_S = 10.0

@@ -15,7 +15,8 @@ from asyncrl.master.books import Books
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, Grants, StorageTracker
 from asyncrl.master.model_workers import ModelWorkers
 from asyncrl.master.streaming import PartRunner
-from asyncrl.protocol.messages import LedgerView, MasterReport, ServerView, StoreVerdict
+from asyncrl.protocol.manager import LedgerView, MasterReport, ServerView
+from asyncrl.protocol.trajectories import StoreVerdict
 from asyncrl.runtime.board import StatusBoard, WaitTimeoutError
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.push_pull import MetaPuller

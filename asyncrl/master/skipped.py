@@ -16,9 +16,10 @@ from asyncrl.data.bad_batches import folder_of, prune_bad_batches, write_why
 from asyncrl.dataflow.redistribution import members, plan_redistribution
 from asyncrl.master.buffer import StorageTracker
 from asyncrl.master.calls import WorkerCaller
+from asyncrl.protocol.calls import Redistribute, SaveBatch
 from asyncrl.protocol.errors import RunEndedError
-from asyncrl.protocol.messages import Redistribute, SaveBatch, TrajectoryMeta
 from asyncrl.protocol.run_folder import name_of
+from asyncrl.protocol.trajectories import TrajectoryMeta
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 
 _SKIPPED, _TRIED = "/skipped_steps", "/optimizer_steps"  # statistics of a trained role

@@ -21,7 +21,8 @@ from asyncrl.master.buffer import StorageTracker
 from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.handles import Batch
 from asyncrl.master.step_result import StepResult
-from asyncrl.protocol.messages import CallResult, ReadValues, Reallocate, RedistribStep, Redistribute, TrajectoryMeta
+from asyncrl.protocol.calls import CallResult, ReadValues, Reallocate, RedistribStep, Redistribute
+from asyncrl.protocol.trajectories import TrajectoryMeta
 
 MOVED_BYTES = "redistribution/bytes"  # statistic of a step: bytes that model workers have sent to each other
 # Statistic of a step: seconds of the moves in the trainer group, at the slowest worker of each

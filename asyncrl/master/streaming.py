@@ -19,7 +19,8 @@ from asyncrl.master.batch import BatchFormer
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.executor import FunctionExecutor
 from asyncrl.master.step_part import BALANCE_TOLERANCE
-from asyncrl.protocol.messages import LedgerView, TrajectoryMeta
+from asyncrl.protocol.manager import LedgerView
+from asyncrl.protocol.trajectories import TrajectoryMeta
 from asyncrl.runtime.clock import Clock
 
 

@@ -20,14 +20,10 @@ from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.evaluations import Results
 from asyncrl.master.model_workers import ModelWorkers
 from asyncrl.master.step_part import start_copies
-from asyncrl.protocol.messages import (
-    CallResult,
-    EvaluationResult,
-    ExecuteMFC,
-    Locator,
-    ServerView,
-    WeightVersion,
-)
+from asyncrl.protocol.calls import CallResult, ExecuteMFC
+from asyncrl.protocol.manager import EvaluationResult, ServerView
+from asyncrl.protocol.trajectories import Locator
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.board import StatusBoard
 
 

@@ -24,8 +24,9 @@ from asyncrl.master.report import StepTimes, UpdateSeconds, of_whole_batch, step
 from asyncrl.master.rollouts import unless
 from asyncrl.master.skipped import SkippedSteps
 from asyncrl.master.step_result import StepResult
-from asyncrl.protocol.messages import ServerView, TrajectoryMeta
+from asyncrl.protocol.manager import ServerView
 from asyncrl.protocol.names import ACTOR
+from asyncrl.protocol.trajectories import TrajectoryMeta
 from asyncrl.runtime.background import BackgroundTasks
 from asyncrl.runtime.board import WaitTimeoutError
 from asyncrl.runtime.clock import Clock

@@ -31,8 +31,10 @@ from aiohttp import web
 from asyncrl.config.schema import ConfigError, WeightsConfig
 from asyncrl.model.held_weights import Answers, SentBucket, ShareReader, ShareServer
 from asyncrl.model.trainer_side import HeldShare, Rank, TrainerSide
-from asyncrl.protocol.messages import (
-    DECODE_ERRORS,
+from asyncrl.protocol.errors import DECODE_ERRORS
+from asyncrl.protocol.names import ACTOR
+from asyncrl.protocol.versions import WeightVersion
+from asyncrl.protocol.weight_updates import (
     BeginWeightUpdate,
     BroadcastReply,
     BroadcastRequest,
@@ -43,9 +45,7 @@ from asyncrl.protocol.messages import (
     ReceiveWeights,
     TensorSpecs,
     UpdateWeightsReply,
-    WeightVersion,
 )
-from asyncrl.protocol.names import ACTOR
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.http_server import for_the_run, serve

@@ -35,7 +35,7 @@ from asyncrl.model.profiling import Profiler
 from asyncrl.model.reallocate import reallocate
 from asyncrl.model.store import DataStore
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver
-from asyncrl.protocol.messages import (
+from asyncrl.protocol.calls import (
     BeginProfile,
     CallResult,
     ClearData,
@@ -56,12 +56,12 @@ from asyncrl.protocol.messages import (
     SaveModel,
     ShareWeights,
     TakeWeights,
-    TrajectoryMeta,
-    WeightVersion,
     WriteWeights,
 )
 from asyncrl.protocol.names import ACTOR
 from asyncrl.protocol.run_folder import path_of
+from asyncrl.protocol.trajectories import TrajectoryMeta
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.devices import peak_flops, peak_memory_bytes

@@ -43,7 +43,8 @@ from asyncrl.model.tensor_exchange import (
     this_worker,
     workers_of,
 )
-from asyncrl.protocol.messages import DECODE_ERRORS, WrittenFile
+from asyncrl.protocol.errors import DECODE_ERRORS
+from asyncrl.protocol.versions import WrittenFile
 from asyncrl.weights.checkpoints import (
     FORMAT,
     MANIFEST,

@@ -26,7 +26,7 @@ from torch import Tensor
 from asyncrl.data.sequence import decode_sample, encode_sample
 from asyncrl.dataflow.redistribution import Transfer, transfers
 from asyncrl.model.store import DataStore
-from asyncrl.protocol.messages import RedistribStep
+from asyncrl.protocol.calls import RedistribStep
 
 _Posted = tuple[dist.Work, Tensor, str]  # the tensor must stay alive until it is sent
 

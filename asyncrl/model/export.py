@@ -52,7 +52,7 @@ from asyncrl.model.tensor_exchange import (
     workers_of,
 )
 from asyncrl.model.trainer_side import HeldShare, TrainerSide
-from asyncrl.protocol.messages import (
+from asyncrl.protocol.calls import (
     CallResult,
     CommitCheckpoint,
     CommitWeights,
@@ -60,13 +60,12 @@ from asyncrl.protocol.messages import (
     SaveCheckpoint,
     SaveModel,
     ShareWeights,
-    TensorSpecs,
-    WeightVersion,
     WriteWeights,
-    WrittenFile,
 )
 from asyncrl.protocol.names import ACTOR
 from asyncrl.protocol.run_folder import path_of
+from asyncrl.protocol.versions import WeightVersion, WrittenFile
+from asyncrl.protocol.weight_updates import TensorSpecs
 from asyncrl.runtime.background import BackgroundTasks
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.clock import Clock

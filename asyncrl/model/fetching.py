@@ -27,8 +27,8 @@ from aiohttp import web
 
 from asyncrl.data.sequence import MAX_HEADER_BYTES, CodecError, SequenceSample, decode_sample, encode_sample
 from asyncrl.model.store import DataStore
-from asyncrl.protocol.errors import ErrorClass, class_of_status
-from asyncrl.protocol.messages import DECODE_ERRORS, FetchPart, HeldDataRequest
+from asyncrl.protocol.calls import FetchPart, HeldDataRequest
+from asyncrl.protocol.errors import DECODE_ERRORS, ErrorClass, class_of_status
 from asyncrl.runtime.board import StatusBoard, WaitTimeoutError
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.http_server import for_the_run, serve

@@ -24,7 +24,10 @@ from asyncrl.data.sequence import SequenceSample
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.generating import Sampler
 from asyncrl.model.interfaces import temperature_of
-from asyncrl.protocol.messages import ExecuteMFC, Locator, RejectedPrompt, TrajectoryMeta, WeightVersion
+from asyncrl.protocol.calls import ExecuteMFC
+from asyncrl.protocol.manager import RejectedPrompt
+from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.rewards.outcome import RolloutEnded, RolloutRejected, RolloutReleased, objection_to
 from asyncrl.rewards.reward import Completion, Reward
 from asyncrl.rewards.trajectory import Episode, Response, SampleSummary, build_sample, complete_sample

@@ -27,7 +27,8 @@ from aiohttp import web
 from torch import Tensor
 
 from asyncrl.model.trainer_side import HeldShare, TrainerSide
-from asyncrl.protocol.messages import TensorSpecs, WeightVersion
+from asyncrl.protocol.versions import WeightVersion
+from asyncrl.protocol.weight_updates import TensorSpecs
 from asyncrl.runtime.http_server import for_the_run, serve
 from asyncrl.weights.update_group import bytes_of
 

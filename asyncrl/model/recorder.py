@@ -25,9 +25,10 @@ from asyncrl.data.trajectories import (
 )
 from asyncrl.model.store import DataStore
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver, trajectory_error
+from asyncrl.protocol.calls import CallResult, ClearData, ExecuteMFC, WriteWeights
 from asyncrl.protocol.errors import RunEndedError
-from asyncrl.protocol.messages import CallResult, ClearData, ExecuteMFC, WeightVersion, WriteWeights
 from asyncrl.protocol.run_folder import path_of
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.disk import writing
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer

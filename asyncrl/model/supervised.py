@@ -16,7 +16,7 @@ from asyncrl.config.schema import ConfigError, PtxConfig
 from asyncrl.data.chat import encode
 from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.data.sequence import KEY_SPECS, SequenceSample
-from asyncrl.protocol.messages import Locator
+from asyncrl.protocol.trajectories import Locator
 
 SUPERVISED_MASK = "supervised_mask"
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from asyncrl.config.processes import WorkerInfo
 from asyncrl.config.schema import WeightsConfig
-from asyncrl.protocol.messages import TensorSpecs, WeightVersion
+from asyncrl.protocol.versions import WeightVersion
+from asyncrl.protocol.weight_updates import TensorSpecs
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.trace import Tracer

@@ -22,7 +22,7 @@ from asyncrl.data.sequence import SequenceSample, decode_sample
 from asyncrl.dataflow.graph import DENSE_REWARDS, TRAJECTORY_KEYS
 from asyncrl.model.store import DUPLICATE, FULL, DataStore
 from asyncrl.protocol.fence import Fence
-from asyncrl.protocol.messages import StoreVerdict, TrajectoryMeta
+from asyncrl.protocol.trajectories import StoreVerdict, TrajectoryMeta
 from asyncrl.rewards.trajectory import MAX_LOGPROB, total_rewards
 from asyncrl.runtime.background import BackgroundTasks
 from asyncrl.runtime.board import StatusBoard

@@ -20,9 +20,15 @@ import errno
 import re
 from enum import StrEnum
 
+import msgspec
+
 from asyncrl.config.schema import ConfigError
 
 MAX_UNKNOWN = 5
+
+# Errors from decoding received bytes. Besides MsgspecError: UnicodeDecodeError (not UTF-8) and RecursionError (nested
+# too deeply).
+DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 _PASSING_STATUSES = frozenset({408, 425, 429, 502, 503, 504})
 # The server has understood the request and refuses its content: another server of the same kind refuses it, too. Other permanent

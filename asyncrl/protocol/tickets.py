@@ -16,7 +16,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from asyncrl.protocol.messages import Locator
+from asyncrl.protocol.trajectories import Locator
 from asyncrl.runtime.disk import write_private, write_when_there_is_room
 
 KEY_FILE = "ticket.key"  # in the run's folder, readable only by its owner

@@ -27,16 +27,10 @@ import msgspec
 from yarl import URL
 
 from asyncrl.config.schema import SamplingConfig
-from asyncrl.protocol.errors import ErrorClass, class_of_status, classify, refuses_content
-from asyncrl.protocol.messages import (
-    DECODE_ERRORS,
-    GenerateReply,
-    GenerateRequest,
-    SamplingParams,
-    ScheduleReply,
-    Ticket,
-    WeightVersion,
-)
+from asyncrl.protocol.errors import DECODE_ERRORS, ErrorClass, class_of_status, classify, refuses_content
+from asyncrl.protocol.generation import GenerateReply, GenerateRequest, SamplingParams
+from asyncrl.protocol.manager import ScheduleReply, Ticket
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
 from asyncrl.rewards.trajectory import MAX_LOGPROB, OnPiece, Response
 from asyncrl.runtime.board import StatusBoard, WaitTimeoutError

@@ -15,7 +15,7 @@ import msgspec
 
 from asyncrl.config.schema import SamplingConfig
 from asyncrl.data.chat import Message, message_for_template, tools_for_template
-from asyncrl.protocol.messages import DECODE_ERRORS
+from asyncrl.protocol.errors import DECODE_ERRORS
 
 # These fields do not affect sampling.
 _WITHOUT_EFFECT = frozenset(

@@ -18,8 +18,9 @@ from aiohttp import web
 from asyncrl.config.processes import ReplayerConfig
 from asyncrl.data.replay import Recorded, plan_replay, translate
 from asyncrl.data.trajectories import read_trajectory
-from asyncrl.protocol.errors import RunEndedError
-from asyncrl.protocol.messages import DECODE_ERRORS, LedgerView, Locator, MasterReport, TicketView
+from asyncrl.protocol.errors import DECODE_ERRORS, RunEndedError
+from asyncrl.protocol.manager import LedgerView, MasterReport, TicketView
+from asyncrl.protocol.trajectories import Locator
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.http_server import for_the_run, serve
 from asyncrl.runtime.push_pull import NameResolvingZmqPusher

@@ -18,7 +18,9 @@ from asyncrl.config.import_object import import_object
 from asyncrl.config.schema import ConfigError, RolloutConfig, SamplingConfig, TaskConfig
 from asyncrl.data.prompts import Prompt, PromptError
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.protocol.messages import RolloutResult, Ticket, TrajectoryMeta, WeightVersion
+from asyncrl.protocol.manager import RolloutResult, Ticket
+from asyncrl.protocol.trajectories import TrajectoryMeta
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.rewards.judges import CodeChangedError
 from asyncrl.rewards.outcome import RolloutEnded, RolloutRejected, RolloutReleased, objection_to
 from asyncrl.rewards.reward import Reward

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from asyncrl.config.schema import RolloutConfig
-from asyncrl.protocol.messages import (
+from asyncrl.protocol.manager import (
     AllocateReply,
     AllocateRequest,
     FinishReply,

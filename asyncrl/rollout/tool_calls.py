@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from asyncrl.protocol.messages import DECODE_ERRORS
+from asyncrl.protocol.errors import DECODE_ERRORS
 
 TAG = "<tool_call>"
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Literal, TypeVar
 
 from asyncrl.config.processes import WorkerInfo
-from asyncrl.protocol.messages import Wait, WorkerStatus
+from asyncrl.protocol.status import Wait, WorkerStatus
 from asyncrl.runtime.devices import peak_memory_bytes
 from asyncrl.runtime.trace import OFF, Tracer
 

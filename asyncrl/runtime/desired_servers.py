@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
-from asyncrl.protocol.messages import DECODE_ERRORS, DesiredServers
+from asyncrl.protocol.errors import DECODE_ERRORS
 from asyncrl.protocol.names import Names
+from asyncrl.protocol.scaling import DesiredServers
 from asyncrl.runtime.names.interface import NameEntryNotFound, NameResolver
 
 MOST_SERVERS = 256  # a larger number is a typing error

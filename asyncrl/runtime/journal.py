@@ -15,8 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.protocol.errors import ErrorClass, classify
-from asyncrl.protocol.messages import DECODE_ERRORS
+from asyncrl.protocol.errors import DECODE_ERRORS, ErrorClass, classify
 from asyncrl.runtime.disk import StorageError
 from asyncrl.runtime.metrics import JsonLinesWriter
 

@@ -19,8 +19,7 @@ from typing import Literal
 
 import msgspec
 
-from asyncrl.protocol.errors import Failures
-from asyncrl.protocol.messages import DECODE_ERRORS
+from asyncrl.protocol.errors import DECODE_ERRORS, Failures
 from asyncrl.runtime.disk import FULL_LIMIT_S, write_when_there_is_room, writing
 from asyncrl.runtime.wandb_writer import WandbWriter
 

@@ -20,8 +20,8 @@ from msgspec import Struct
 
 from asyncrl.config.schema import RuntimeConfig
 from asyncrl.data.sequence import CodecError, SequenceSample, decode_sample, encode_sample
-from asyncrl.protocol.messages import StoreVerdict, TrajectoryMeta
 from asyncrl.protocol.names import MASTER_META, Names
+from asyncrl.protocol.trajectories import StoreVerdict, TrajectoryMeta
 from asyncrl.runtime.channel import ChannelSender, Delivery, PublishedReceiver
 from asyncrl.runtime.channel_protocol import ChannelLimits
 from asyncrl.runtime.names.interface import NameResolver

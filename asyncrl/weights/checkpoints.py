@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from asyncrl import __version__
-from asyncrl.protocol.messages import DECODE_ERRORS, Locator
+from asyncrl.protocol.errors import DECODE_ERRORS
+from asyncrl.protocol.trajectories import Locator
 from asyncrl.runtime.disk import write_file, write_when_there_is_room
 from asyncrl.weights.form import WeightsError
 from asyncrl.weights.versions import FileEntry, check_files

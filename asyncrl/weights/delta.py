@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from asyncrl.protocol.messages import DECODE_ERRORS
+from asyncrl.protocol.errors import DECODE_ERRORS
 from asyncrl.weights.form import WeightForm, WeightsError
 
 if TYPE_CHECKING:

@@ -38,8 +38,8 @@ import msgspec
 import xxhash
 from aiohttp import web
 
-from asyncrl.protocol.errors import ErrorClass, class_of_status, classify
-from asyncrl.protocol.messages import DECODE_ERRORS, WeightVersion
+from asyncrl.protocol.errors import DECODE_ERRORS, ErrorClass, class_of_status, classify
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime import security, unix_sockets
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.disk import size_text

@@ -34,7 +34,7 @@ from torch._C._distributed_c10d import (
     TCPStore,
 )
 
-from asyncrl.protocol.messages import TensorSpecs
+from asyncrl.protocol.weight_updates import TensorSpecs
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 
 T = TypeVar("T")

@@ -29,8 +29,8 @@ import msgspec
 import xxhash
 
 from asyncrl.data.model_folder import is_plain_name
-from asyncrl.protocol.errors import Failures
-from asyncrl.protocol.messages import DECODE_ERRORS, WeightVersion, WrittenFile
+from asyncrl.protocol.errors import DECODE_ERRORS, Failures
+from asyncrl.protocol.versions import WeightVersion, WrittenFile
 from asyncrl.runtime.disk import write_when_there_is_room
 from asyncrl.weights.form import WeightsError
 from asyncrl.weights.forms import FORMS, FULL, kind_of, kinds_with_base

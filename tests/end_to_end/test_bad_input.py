@@ -12,7 +12,7 @@ import pytest
 from whole_runs import resumed
 
 from asyncrl.cli import main as cli
-from asyncrl.protocol.messages import WeightVersion
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.names.etcd.server import EtcdServer
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, journal, launch, make_tiny_run
 from asyncrl.weights.checkpoints import checkpoint_dir, list_checkpoints, recover_dir, verify

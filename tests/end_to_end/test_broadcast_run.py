@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.protocol.messages import WeightVersion
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.testing.runs import assert_nothing_left, launch, make_tiny_run, train_steps
 from asyncrl.weights.versions import verify_version, version_dir
 

@@ -14,8 +14,8 @@ import psutil
 import pytest
 from whole_runs import assert_each_prompt_trained_once, assert_nobody_left_behind, launch_sorter
 
-from asyncrl.protocol.messages import WeightVersion
 from asyncrl.protocol.names import ACTOR, Names
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, told_by, train_steps
 from tests.support.live_runs import entry
 

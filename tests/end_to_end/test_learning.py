@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from whole_runs import assert_each_prompt_trained_once, assert_nobody_left_behind, launch_sorter, trained_prompts
 
 from asyncrl.cli.commands.logs import LogFiles, stream_logs
-from asyncrl.protocol.messages import WeightVersion
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, evaluations, metrics, train_steps
 from asyncrl.weights.versions import verify_version
 

@@ -16,7 +16,7 @@ import pytest
 from whole_runs import assert_each_prompt_trained_once, assert_nobody_left_behind, starting, trained_events
 
 from asyncrl.cli import main as cli
-from asyncrl.protocol.messages import WeightVersion
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.testing.faults import die_in_update, has_struck, largest_logprob_error, moved_tickets
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, make_tiny_run, train_steps
 from asyncrl.weights.lineage import audit

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl.data.trajectories import list_recording, read_trajectory, recording_dir
-from asyncrl.protocol.messages import WeightVersion
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, journal, launch, make_tiny_run, train_steps
 from asyncrl.weights.versions import tensor_files, verify_version, version_dir
 

@@ -15,7 +15,7 @@ import pytest
 from asyncrl.data.bad_batches import list_bad_batches
 from asyncrl.data.prompts import load_tokenizer
 from asyncrl.data.trajectories import list_recording, read_trajectory
-from asyncrl.protocol.messages import WeightVersion
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.testing.runs import RunHandle, launch, make_tiny_run, train_steps
 from asyncrl.weights.versions import list_versions
 

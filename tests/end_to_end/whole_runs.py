@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from asyncrl.data.prompts import PromptSource
 from asyncrl.launch.experiment import load_experiment
-from asyncrl.protocol.messages import Locator
+from asyncrl.protocol.trajectories import Locator
 from asyncrl.testing.runs import RunHandle, journal, launch
 from asyncrl.weights.versions import tensor_files
 

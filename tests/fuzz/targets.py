@@ -28,29 +28,22 @@ from asyncrl.manager.ledger import Ledger, StaleAttemptError
 from asyncrl.manager.routing import ServerTable
 from asyncrl.manager.scaling import ServerTarget
 from asyncrl.model.fetching import pack_sample, read_request, unpack_sample
-from asyncrl.protocol.messages import (
-    DECODE_ERRORS,
+from asyncrl.protocol.calls import CallResult, ExecuteMFC, HeldDataRequest
+from asyncrl.protocol.errors import DECODE_ERRORS
+from asyncrl.protocol.generation import GenerateRequest, SamplingParams
+from asyncrl.protocol.hosts import DesiredProcess, HostReport, ObservedProcess
+from asyncrl.protocol.manager import (
     AllocateRequest,
-    CallResult,
-    DesiredProcess,
     EvaluateRequest,
-    ExecuteMFC,
     FinishRequest,
-    GenerateRequest,
     HeartbeatRequest,
-    HeldDataRequest,
-    HostReport,
-    Locator,
     MasterReport,
-    ObservedProcess,
-    SamplingParams,
-    ScaleRequest,
     ScheduleRequest,
-    StoreVerdict,
-    TrajectoryMeta,
-    WorkerStatus,
 )
 from asyncrl.protocol.names import MASTER_META, Names
+from asyncrl.protocol.scaling import ScaleRequest
+from asyncrl.protocol.status import WorkerStatus
+from asyncrl.protocol.trajectories import Locator, StoreVerdict, TrajectoryMeta
 from asyncrl.rollout.openai_request import RequestError, RequestRules, parse_chat_request
 from asyncrl.runtime import channel_protocol
 from asyncrl.runtime.channel import ChannelReceiver, ChannelSender

@@ -13,7 +13,8 @@ from asyncrl.generation.queueing import EngineArguments
 from asyncrl.generation.transformers import TransformersEngine
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share
-from asyncrl.protocol.messages import SamplingParams, WeightVersion
+from asyncrl.protocol.generation import SamplingParams
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import version_dir, write_version
 

@@ -14,24 +14,20 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from asyncrl.protocol.messages import (
+from asyncrl.protocol.generation import FinishReason, GenerateMeta, GenerateReply, GenerateRequest, VersionSpan
+from asyncrl.protocol.manager import (
     AllocateReply,
     AllocateRequest,
-    FinishReason,
     FinishReply,
     FinishRequest,
-    GenerateMeta,
-    GenerateReply,
-    GenerateRequest,
     HeartbeatReply,
     HeartbeatRequest,
     RolloutResult,
     ScheduleReply,
     ScheduleRequest,
     Ticket,
-    VersionSpan,
-    WeightVersion,
 )
+from asyncrl.protocol.versions import WeightVersion
 
 LIMIT_S = 60.0  # for waits that should end at once, on a busy machine
 VOCABULARY = 50  # ids 1..49; 0 is EOS and is only sampled at `eos_at`

@@ -17,8 +17,11 @@ import torch
 from asyncrl.config.processes import GenerationServerConfig, WorkerInfo
 from asyncrl.config.schema import GenerationConfig, NameResolveConfig, RuntimeConfig
 from asyncrl.generation.worker import GenerationServer
-from asyncrl.protocol.messages import Locator, ScheduleReply, Ticket, UpdateWeightsRequest, WeightVersion
+from asyncrl.protocol.manager import ScheduleReply, Ticket
 from asyncrl.protocol.names import Names
+from asyncrl.protocol.trajectories import Locator
+from asyncrl.protocol.versions import WeightVersion
+from asyncrl.protocol.weight_updates import UpdateWeightsRequest
 from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import version_dir, write_version

@@ -8,8 +8,8 @@ import os
 import sys
 
 from asyncrl.config.schema import RuntimeConfig
-from asyncrl.protocol.messages import StoreVerdict
 from asyncrl.protocol.names import Names
+from asyncrl.protocol.trajectories import StoreVerdict
 from asyncrl.runtime.names.memory import MemoryNameResolver
 from asyncrl.runtime.process import die_with_parent
 from asyncrl.runtime.push_pull import NameResolvingZmqPuller

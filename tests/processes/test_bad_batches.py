@@ -17,7 +17,7 @@ from asyncrl.config.schema import CriticConfig, OptimizerConfig, TrainConfig
 from asyncrl.data.bad_batches import folder_of, list_bad_batches
 from asyncrl.data.trajectories import Trajectory, list_recording, read_trajectory
 from asyncrl.master.skipped import SkippedSteps
-from asyncrl.protocol.messages import CommitWeights, WriteWeights
+from asyncrl.protocol.calls import CommitWeights, WriteWeights
 from asyncrl.testing.tiny import make_tiny_model
 from tests.support.training_side import TrainingSide, training_side
 

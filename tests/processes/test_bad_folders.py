@@ -29,7 +29,7 @@ from asyncrl.launch.rundir import (
     read_record,
     write_record,
 )
-from asyncrl.protocol.messages import LauncherRecord
+from asyncrl.protocol.hosts import LauncherRecord
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.names.etcd.server import EtcdServer, EtcdServerError
 from asyncrl.runtime.names.open import open_name_resolver

@@ -13,8 +13,8 @@ import pytest
 
 from asyncrl.config.schema import RuntimeConfig
 from asyncrl.data.sequence import SequenceSample, encode_sample
-from asyncrl.protocol.messages import Locator, StoreVerdict, TrajectoryMeta
 from asyncrl.protocol.names import MASTER_META, Names
+from asyncrl.protocol.trajectories import Locator, StoreVerdict, TrajectoryMeta
 from asyncrl.runtime.channel import ChannelSender
 from asyncrl.runtime.channel_protocol import ChannelLimits, ChannelRefused
 from asyncrl.runtime.names.interface import NameResolver

@@ -19,7 +19,9 @@ from test_rollout_worker import Stage
 
 from asyncrl.config.schema import RolloutConfig, TaskConfig
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.protocol.messages import FinishReason, GenerateReply, ScheduleReply, StoreVerdict
+from asyncrl.protocol.generation import FinishReason, GenerateReply
+from asyncrl.protocol.manager import ScheduleReply
+from asyncrl.protocol.trajectories import StoreVerdict
 from asyncrl.rewards.outcome import RolloutRejected
 from asyncrl.rollout.agent import ActQueue, Agent, Env, ObsQueue, RewardEnv, SingleStepAgent
 

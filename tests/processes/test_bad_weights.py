@@ -22,7 +22,7 @@ from asyncrl.manager.update_plan import UpdatePlan
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.sharding import Skeleton, load_config, load_whole, open_weights
 from asyncrl.protocol.errors import RunEndedError
-from asyncrl.protocol.messages import WeightVersion
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.worker import told
 from asyncrl.testing.tiny import make_tiny_model

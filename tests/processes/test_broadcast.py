@@ -30,16 +30,16 @@ from asyncrl.generation.worker import GenerationServer
 from asyncrl.model.broadcast import ServerClient, WeightSender
 from asyncrl.model.held_weights import ShareReader, ShareServer
 from asyncrl.model.trainer_side import HeldShare
-from asyncrl.protocol.messages import (
+from asyncrl.protocol.names import Names
+from asyncrl.protocol.versions import WeightVersion
+from asyncrl.protocol.weight_updates import (
     BeginWeightUpdate,
     BroadcastReply,
     BroadcastRequest,
     BroadcastTarget,
     ReceiveWeights,
     UpdateWeightsReply,
-    WeightVersion,
 )
-from asyncrl.protocol.names import Names
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.testing.tiny import make_tiny_model

@@ -15,7 +15,9 @@ from aiohttp import web
 from asyncrl.manager.fleet import Fleet
 from asyncrl.manager.routing import ServerState, ServerTable
 from asyncrl.manager.update_plan import UpdatePlan
-from asyncrl.protocol.messages import BroadcastReply, BroadcastRequest, ModelInfo, UpdateWeightsReply, WeightVersion
+from asyncrl.protocol.generation import ModelInfo
+from asyncrl.protocol.versions import WeightVersion
+from asyncrl.protocol.weight_updates import BroadcastReply, BroadcastRequest, UpdateWeightsReply
 from asyncrl.runtime.http_client import open_session
 
 LIMIT_S = 20.0

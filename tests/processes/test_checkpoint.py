@@ -18,7 +18,7 @@ from asyncrl.model.checkpoint import CheckpointError
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share
 from asyncrl.model.mesh import ModelMesh
-from asyncrl.protocol.messages import WrittenFile
+from asyncrl.protocol.versions import WrittenFile
 from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer, make_tiny_model
 from asyncrl.weights.form import WeightsError
 from tests.support.rank_processes import RankError, RankProcesses

@@ -12,7 +12,7 @@ from asyncrl.data.sequence import DTYPES, SequenceSample
 from asyncrl.dataflow.redistribution import plan_redistribution, transfers
 from asyncrl.model.data_manager import DataManager
 from asyncrl.model.store import DataStore
-from asyncrl.protocol.messages import RedistribStep
+from asyncrl.protocol.calls import RedistribStep
 from tests.support.rank_processes import RankError, RankProcesses
 
 NUM_WORKERS = 4

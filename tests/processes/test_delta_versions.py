@@ -20,7 +20,8 @@ from asyncrl.generation.engine import WeightsRefused
 from asyncrl.generation.queueing import EngineArguments
 from asyncrl.generation.transformers import TransformersEngine
 from asyncrl.model.export import take_share
-from asyncrl.protocol.messages import CommitWeights, ExecuteMFC, WeightVersion, WriteWeights
+from asyncrl.protocol.calls import CommitWeights, ExecuteMFC, WriteWeights
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import read_manifest
 from asyncrl.weights.whole import whole

@@ -31,16 +31,11 @@ from asyncrl.data.sequence import SequenceSample
 from asyncrl.generation.worker import GenerationServer
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share
-from asyncrl.protocol.messages import (
-    Locator,
-    ScheduleReply,
-    StoreVerdict,
-    Ticket,
-    TrajectoryMeta,
-    UpdateWeightsRequest,
-    WeightVersion,
-)
+from asyncrl.protocol.manager import ScheduleReply, Ticket
 from asyncrl.protocol.names import Names
+from asyncrl.protocol.trajectories import Locator, StoreVerdict, TrajectoryMeta
+from asyncrl.protocol.versions import WeightVersion
+from asyncrl.protocol.weight_updates import UpdateWeightsRequest
 from asyncrl.rewards.trajectory import Episode, SampleSummary, build_sample
 from asyncrl.rollout.client import PartialRolloutManager, Route
 from asyncrl.runtime.board import StatusBoard

@@ -26,8 +26,8 @@ from name_sessions import LIMIT_S, OpenSession, Recorder, gone, patient, put
 from asyncrl.config.schema import ExperimentConfig, NameResolveConfig, NetworkConfig, RuntimeConfig
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.rundir import LaunchError
-from asyncrl.protocol.messages import WorkerStatus
 from asyncrl.protocol.names import Names
+from asyncrl.protocol.status import WorkerStatus
 from asyncrl.runtime import unix_sockets
 from asyncrl.runtime.names.etcd import watch as etcd_watch
 from asyncrl.runtime.names.etcd.access import UNRESTRICTED

@@ -20,7 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from asyncrl.config.schema import ConfigError
 from asyncrl.model.export import checkpoint_tensors, commit_model, take_buckets, take_share
 from asyncrl.model.mesh import ModelMesh
-from asyncrl.protocol.messages import TensorSpecs, WeightVersion, WrittenFile
+from asyncrl.protocol.versions import WeightVersion, WrittenFile
+from asyncrl.protocol.weight_updates import TensorSpecs
 from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer, make_tiny_model
 from asyncrl.weights.versions import commit_version, side_files, tensor_files, verify_version, write_part
 from tests.support.families import make_family

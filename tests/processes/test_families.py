@@ -22,7 +22,8 @@ from asyncrl.generation.queueing import EngineArguments
 from asyncrl.generation.transformers import TransformersEngine
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share
-from asyncrl.protocol.messages import SamplingParams, WeightVersion
+from asyncrl.protocol.generation import SamplingParams
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.weights.delta import DeltaForm
 from asyncrl.weights.versions import commit_version, side_files, version_dir, write_part, write_version
 from tests.support.families import FAMILIES, WINDOW, make_family

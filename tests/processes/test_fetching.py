@@ -21,7 +21,7 @@ from asyncrl.data.sequence import CodecError, SequenceSample
 from asyncrl.model import fetching
 from asyncrl.model.fetching import DataFetcher, FetchError, HeldData, pack_sample, read_request, unpack_sample
 from asyncrl.model.store import DataStore
-from asyncrl.protocol.messages import FetchPart, HeldDataRequest
+from asyncrl.protocol.calls import FetchPart, HeldDataRequest
 from asyncrl.protocol.names import Names
 from asyncrl.runtime import security
 from asyncrl.runtime.board import StatusBoard

@@ -16,7 +16,8 @@ from test_manager_http import FakeServer, Setup
 
 from asyncrl.generation.engine import WeightsRefused
 from asyncrl.generation.fetched import FetchedWeights
-from asyncrl.protocol.messages import FetchWeightsRequest, WeightVersion
+from asyncrl.protocol.versions import WeightVersion
+from asyncrl.protocol.weight_updates import FetchWeightsRequest
 from asyncrl.weights.fetch import WeightFetcher
 
 VERSIONS = [str(WeightVersion(1, number)) for number in range(4)]

@@ -32,7 +32,8 @@ from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share
 from asyncrl.model.generating import Sampler
 from asyncrl.model.mesh import ModelMesh
-from asyncrl.protocol.messages import Locator, WeightVersion
+from asyncrl.protocol.trajectories import Locator
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.testing.tiny import make_tiny_model
 from tests.support.rank_processes import RankProcesses
 from tests.support.training_side import training_side

@@ -29,7 +29,8 @@ from asyncrl.generation.engine import (
 from asyncrl.generation.padded_attention import group_lengths
 from asyncrl.generation.queueing import EngineArguments
 from asyncrl.generation.transformers import TransformersEngine, sample_tokens
-from asyncrl.protocol.messages import SamplingParams, WeightVersion
+from asyncrl.protocol.generation import SamplingParams
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import version_dir, write_version
 

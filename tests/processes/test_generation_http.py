@@ -19,15 +19,10 @@ from asyncrl.config.schema import GenerationConfig, NameResolveConfig, RuntimeCo
 from asyncrl.generation.journal import TokenJournal, journal_path
 from asyncrl.generation.transformers import LiveTensors
 from asyncrl.generation.worker import GenerationServer
-from asyncrl.protocol.messages import (
-    FetchWeightsRequest,
-    GenerateReply,
-    GenerateRequest,
-    SamplingParams,
-    UpdateWeightsReply,
-    WeightVersion,
-)
+from asyncrl.protocol.generation import GenerateReply, GenerateRequest, SamplingParams
 from asyncrl.protocol.names import Names
+from asyncrl.protocol.versions import WeightVersion
+from asyncrl.protocol.weight_updates import FetchWeightsRequest, UpdateWeightsReply
 from asyncrl.runtime.metrics import read_json_lines
 from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.testing.tiny import make_tiny_model

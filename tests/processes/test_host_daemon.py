@@ -13,7 +13,7 @@ import pytest
 from asyncrl.config.schema import NameResolveConfig
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import config_text, plan, run_directory
-from asyncrl.protocol.messages import DesiredProcess, HostRecord, HostReport, LauncherRecord
+from asyncrl.protocol.hosts import DesiredProcess, HostRecord, HostReport, LauncherRecord
 from asyncrl.protocol.names import Names, incarnation
 from asyncrl.runtime.names.etcd.server import EtcdServer
 from asyncrl.runtime.names.interface import NameEntryNotFound

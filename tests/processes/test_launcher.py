@@ -20,8 +20,8 @@ from asyncrl.config.schema import AUTO, NameResolveConfig
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import load_process_config, plan, save_config
 from asyncrl.launch.rundir import RunLock, RunRecord, read_record, write_record
-from asyncrl.protocol.messages import WorkerStatus
 from asyncrl.protocol.names import Names
+from asyncrl.protocol.status import WorkerStatus
 from asyncrl.runtime import unix_sockets
 from asyncrl.runtime.clock import wait_until
 from asyncrl.runtime.names.etcd.server import EtcdServer

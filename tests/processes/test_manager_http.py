@@ -24,19 +24,11 @@ from asyncrl.manager import update_plan
 from asyncrl.manager.routing import ServerState
 from asyncrl.manager.worker import GserverManager, Management
 from asyncrl.protocol.errors import RunEndedError
-from asyncrl.protocol.messages import (
-    AllocateReply,
-    DesiredServers,
-    EvaluateReply,
-    FinishReply,
-    HeartbeatReply,
-    LedgerView,
-    ServersReply,
-    UpdateWeightsRequest,
-    VersionReply,
-    WeightVersion,
-)
+from asyncrl.protocol.manager import AllocateReply, EvaluateReply, FinishReply, HeartbeatReply, LedgerView, VersionReply
 from asyncrl.protocol.names import MASTER_META
+from asyncrl.protocol.scaling import DesiredServers, ServersReply
+from asyncrl.protocol.versions import WeightVersion
+from asyncrl.protocol.weight_updates import UpdateWeightsRequest
 from asyncrl.runtime.channel_protocol import Endpoint
 from asyncrl.runtime.metrics import read_json_lines
 from asyncrl.runtime.names.interface import NameResolveTimeout

@@ -25,7 +25,8 @@ from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share
 from asyncrl.model.first_step import FirstStep, MismatchError
 from asyncrl.model.mesh import ModelMesh
-from asyncrl.protocol.messages import SamplingParams, WeightVersion
+from asyncrl.protocol.generation import SamplingParams
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import version_dir, write_version
 from tests.support.rank_processes import RankError, RankProcesses

@@ -47,7 +47,7 @@ from asyncrl.model.interfaces import make_interface
 from asyncrl.model.store import DataStore
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver, trajectory_error
 from asyncrl.model.worker import ModelWorker
-from asyncrl.protocol.messages import (
+from asyncrl.protocol.calls import (
     BeginProfile,
     CallBody,
     CallResult,
@@ -57,19 +57,17 @@ from asyncrl.protocol.messages import (
     EndProfile,
     ExecuteMFC,
     LoadCheckpoint,
-    Locator,
     Ping,
     SaveBatch,
     SaveCheckpoint,
     SaveModel,
-    StoreVerdict,
-    TrajectoryMeta,
-    WeightVersion,
-    WorkerStatus,
     WriteWeights,
 )
 from asyncrl.protocol.names import Names
 from asyncrl.protocol.run_folder import OutsideRunError
+from asyncrl.protocol.status import WorkerStatus
+from asyncrl.protocol.trajectories import Locator, StoreVerdict, TrajectoryMeta
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.background import BackgroundTasks
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.directory import Directory

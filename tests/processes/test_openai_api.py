@@ -15,7 +15,7 @@ import pytest
 from asyncrl.config.processes import WorkerInfo
 from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, SamplingConfig
 from asyncrl.data.chat import ChatTemplate
-from asyncrl.protocol.messages import WeightVersion
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.rewards.outcome import RolloutReleased
 from asyncrl.rewards.trajectory import OnPiece, Response
 from asyncrl.rollout.openai_api import MAX_BODY_BYTES, ChatEndpoint

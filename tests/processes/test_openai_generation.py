@@ -14,7 +14,7 @@ from served_engine import V0, V1, NoOtherServer, Served, forward_logprobs, serve
 from asyncrl.config.processes import WorkerInfo
 from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, SamplingConfig
 from asyncrl.data.prompts import Prompt
-from asyncrl.protocol.messages import GenerateReply, SamplingParams
+from asyncrl.protocol.generation import GenerateReply, SamplingParams
 from asyncrl.rewards.trajectory import OnPiece, Response
 from asyncrl.rollout.agent import UnjudgedEnv
 from asyncrl.rollout.chat_agent import ChatAgent, ChatSession

@@ -14,7 +14,9 @@ from rollout_fakes import LIMIT_S, FakeGenerationServer, continuation, logprob_o
 
 from asyncrl.config.processes import WorkerInfo
 from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, SamplingConfig
-from asyncrl.protocol.messages import Locator, ScheduleReply, Ticket, WeightVersion
+from asyncrl.protocol.manager import ScheduleReply, Ticket
+from asyncrl.protocol.trajectories import Locator
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
 from asyncrl.rollout.client import PartialRolloutManager, Pauses, Route
 from asyncrl.runtime.board import StatusBoard

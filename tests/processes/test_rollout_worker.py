@@ -28,8 +28,10 @@ from asyncrl.config.schema import (
 from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.graph import TRAJECTORY_KEYS
-from asyncrl.protocol.messages import Locator, ScheduleReply, StoreVerdict, Ticket, WeightVersion
+from asyncrl.protocol.manager import ScheduleReply, Ticket
 from asyncrl.protocol.names import Names
+from asyncrl.protocol.trajectories import Locator, StoreVerdict
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.rollout import tickets as tickets_module
 from asyncrl.rollout.agent import ActQueue, Agent, Env, ObsQueue
 from asyncrl.rollout.tickets import HeldTickets

@@ -19,7 +19,10 @@ from test_manager_http import Setup, running
 from asyncrl.config.processes import GenerationServerConfig
 from asyncrl.config.schema import GenerationConfig, SamplingConfig
 from asyncrl.generation.worker import GenerationServer
-from asyncrl.protocol.messages import DesiredServers, HeartbeatReply, LoadsReply, ScheduleReply, Ticket, WeightVersion
+from asyncrl.protocol.generation import LoadsReply
+from asyncrl.protocol.manager import HeartbeatReply, ScheduleReply, Ticket
+from asyncrl.protocol.scaling import DesiredServers
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.rewards.trajectory import Response
 from asyncrl.rollout.client import PartialRolloutManager, Route
 from asyncrl.runtime.board import StatusBoard

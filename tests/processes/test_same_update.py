@@ -34,7 +34,8 @@ from asyncrl.dataflow.graph import DataflowGraph, training_mfcs
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share
 from asyncrl.model.interfaces import make_interface
-from asyncrl.protocol.messages import CommitWeights, Locator, TrajectoryMeta, WriteWeights
+from asyncrl.protocol.calls import CommitWeights, WriteWeights
+from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import tensor_files, verify_version
 from tests.support.training_side import TrainingSide, training_side

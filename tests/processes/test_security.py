@@ -27,8 +27,9 @@ from asyncrl.manager.http import ManagerService
 from asyncrl.manager.ledger import Ledger
 from asyncrl.manager.routing import ServerTable
 from asyncrl.manager.scaling import ServerTarget
-from asyncrl.protocol.messages import HostRecord, StoreVerdict
+from asyncrl.protocol.hosts import HostRecord
 from asyncrl.protocol.names import Names
+from asyncrl.protocol.trajectories import StoreVerdict
 from asyncrl.runtime import doorkeeper, http_server, security
 from asyncrl.runtime.certificates import make_certificate
 from asyncrl.runtime.channel import ChannelReceiver, ChannelSender
@@ -272,7 +273,7 @@ async def test_the_streams_of_a_run_work_with_its_secrets(run):
 
 
 def _meta():
-    from asyncrl.protocol.messages import Locator, TrajectoryMeta
+    from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
 
     return TrajectoryMeta(
         ticket_id="t",

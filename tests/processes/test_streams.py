@@ -19,8 +19,9 @@ import zmq
 
 from asyncrl.config.schema import RuntimeConfig
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.protocol.messages import CallResult, ClearData, ExecuteMFC, Locator, Ping, StoreVerdict, TrajectoryMeta
+from asyncrl.protocol.calls import CallResult, ClearData, ExecuteMFC, Ping
 from asyncrl.protocol.names import Names
+from asyncrl.protocol.trajectories import Locator, StoreVerdict, TrajectoryMeta
 from asyncrl.runtime.channel import ChannelSender, FencedError
 from asyncrl.runtime.channel_protocol import (
     ChannelClosed,

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config.schema import PromptSourceConfig
 from asyncrl.data.prompts import PromptSource, load_tokenizer
-from asyncrl.protocol.messages import Locator
+from asyncrl.protocol.trajectories import Locator
 from asyncrl.testing.tiny import ALPHABET, ARCHITECTURES, EOS_TOKEN, make_char_tokenizer, make_tiny_model
 from asyncrl.testing.warm_start import Pair, Recipe, complete, make, train
 

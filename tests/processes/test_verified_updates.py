@@ -28,7 +28,8 @@ from asyncrl.model import packing
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share
 from asyncrl.model.logprob_check import TextScorer
-from asyncrl.protocol.messages import UpdateWeightsReply, WeightVersion
+from asyncrl.protocol.versions import WeightVersion
+from asyncrl.protocol.weight_updates import UpdateWeightsReply
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import version_dir, write_version
 

@@ -28,7 +28,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from asyncrl.protocol.messages import WeightVersion
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.security import Secrets, Security, secured
 from asyncrl.weights import fetch as weight_files
 from asyncrl.weights.fetch import WeightFetcher, WeightFiles, _Source, run_key
@@ -196,7 +196,7 @@ def test_a_killed_process_leaves_its_part_to_the_next(
     flaky = Flaky(source, half)
     (tmp_path / "memory").mkdir()
     code = (
-        "import logging, sys\nfrom pathlib import Path\nfrom asyncrl.protocol.messages import WeightVersion\n"
+        "import logging, sys\nfrom pathlib import Path\nfrom asyncrl.protocol.versions import WeightVersion\n"
         "from asyncrl.weights.fetch import WeightFetcher\n"
         "one = WeightFetcher(Path(sys.argv[1]), 'run-1', logger=logging.getLogger())\n"
         f"one.fetch(Path('/no'), WeightVersion(1, 0), sys.argv[2], {LIMIT_S})"

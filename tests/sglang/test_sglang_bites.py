@@ -30,7 +30,8 @@ from asyncrl.generation.sglang import SGLangEngine
 from asyncrl.generation.sglang_http import SGLangClient, SGLangError, sglang_params
 from asyncrl.generation.sglang_process import server_arguments, server_environment
 from asyncrl.launch.experiment import validate
-from asyncrl.protocol.messages import SamplingParams, WeightVersion
+from asyncrl.protocol.generation import SamplingParams
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.weights.versions import tensor_files, version_dir
 
 SHORT = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)

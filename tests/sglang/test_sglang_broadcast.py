@@ -24,14 +24,9 @@ from asyncrl.generation.transformers import TransformersEngine
 from asyncrl.model.broadcast import ServerClient, WeightSender
 from asyncrl.model.held_weights import ShareReader
 from asyncrl.model.trainer_side import HeldShare
-from asyncrl.protocol.messages import (
-    BroadcastReply,
-    BroadcastRequest,
-    BroadcastTarget,
-    EndWeightUpdate,
-    SamplingParams,
-    WeightVersion,
-)
+from asyncrl.protocol.generation import SamplingParams
+from asyncrl.protocol.versions import WeightVersion
+from asyncrl.protocol.weight_updates import BroadcastReply, BroadcastRequest, BroadcastTarget, EndWeightUpdate
 from asyncrl.runtime.http_client import open_session
 from asyncrl.weights.update_group import GroupMember, pack
 

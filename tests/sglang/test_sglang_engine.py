@@ -35,8 +35,9 @@ from asyncrl.generation.sglang import SGLangEngine
 from asyncrl.generation.sglang_http import SGLangClient
 from asyncrl.generation.sglang_process import AttachedServer, own_server
 from asyncrl.generation.worker import GenerationServer
-from asyncrl.protocol.messages import SamplingParams, VersionSpan, WeightVersion
+from asyncrl.protocol.generation import SamplingParams, VersionSpan
 from asyncrl.protocol.names import Names
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.metrics import read_json_lines
 from asyncrl.runtime.names.open import open_name_resolver
 

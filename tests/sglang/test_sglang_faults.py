@@ -23,7 +23,7 @@ from asyncrl.generation.engine import EngineFailed, EngineRequest
 from asyncrl.generation.queueing import EngineArguments
 from asyncrl.generation.sglang import SGLangEngine
 from asyncrl.generation.sglang_process import AttachedServer
-from asyncrl.protocol.messages import SamplingParams
+from asyncrl.protocol.generation import SamplingParams
 from asyncrl.testing.faults import die_in_update, has_struck, largest_logprob_error, moved_tickets
 from asyncrl.testing.runs import (
     RunHandle,

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.generation.engine import Generated
-from asyncrl.protocol.messages import WeightVersion
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import version_dir, write_version
 

@@ -23,8 +23,10 @@ from asyncrl.master.homes import InDetachedGroup
 from asyncrl.master.model_workers import ModelWorkers
 from asyncrl.master.step_result import StepResult
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver
-from asyncrl.protocol.messages import StoreVerdict, TrajectoryMeta, WeightVersion, WriteWeights
+from asyncrl.protocol.calls import WriteWeights
 from asyncrl.protocol.names import ACTOR
+from asyncrl.protocol.trajectories import StoreVerdict, TrajectoryMeta
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.push_pull import Pulled
 from asyncrl.weights.checkpoints import MasterState
 from tests.simulation.disk import Disk

@@ -11,8 +11,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.manager.ledger import Ledger
-from asyncrl.protocol.messages import WeightVersion
 from asyncrl.protocol.tickets import TicketId
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.board import StatusBoard
 from tests.simulation.world import Event, Process
 

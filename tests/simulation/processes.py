@@ -33,7 +33,7 @@ from asyncrl.generation.queueing import EngineArguments
 from asyncrl.model.fetching import LIMIT_S, PATH
 from asyncrl.model.store import DataStore
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver
-from asyncrl.protocol.messages import (
+from asyncrl.protocol.calls import (
     CallResult,
     ClearData,
     CommitCheckpoint,
@@ -42,16 +42,15 @@ from asyncrl.protocol.messages import (
     FetchData,
     FetchPart,
     LoadCheckpoint,
-    Locator,
     ReadValues,
     Redistribute,
     ReleaseDevices,
     SaveCheckpoint,
     SaveModel,
-    WeightVersion,
     WriteWeights,
-    WrittenFile,
 )
+from asyncrl.protocol.trajectories import Locator
+from asyncrl.protocol.versions import WeightVersion, WrittenFile
 from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
 from asyncrl.rewards.trajectory import Response
 from asyncrl.rollout.agent import ActQueue, Agent, Env, ObsQueue

@@ -15,8 +15,8 @@ from asyncrl.generation.worker import GenerationServer
 from asyncrl.launch.program import ProcessSpec, plan
 from asyncrl.manager.worker import GserverManager
 from asyncrl.master.worker import MasterWorker
-from asyncrl.protocol.messages import WeightVersion
 from asyncrl.protocol.names import ACTOR
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.rollout.worker import RolloutWorker
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.system import System

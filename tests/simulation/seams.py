@@ -33,9 +33,11 @@ from asyncrl.manager.http import ManagerService
 from asyncrl.manager.ledger import Ledger
 from asyncrl.manager.worker import ManagerFiles
 from asyncrl.master.files import MasterFiles
-from asyncrl.protocol.messages import AllocateReply, AllocateRequest, StoreVerdict, TrajectoryMeta, WeightVersion
+from asyncrl.protocol.manager import AllocateReply, AllocateRequest
 from asyncrl.protocol.names import ACTOR
 from asyncrl.protocol.run_folder import name_of
+from asyncrl.protocol.trajectories import StoreVerdict, TrajectoryMeta
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.rollout.rollout_data import RolloutData
 from asyncrl.runtime import http_client
 from asyncrl.runtime.board import StatusBoard

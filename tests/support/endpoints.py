@@ -7,7 +7,7 @@ by CURVE keys; etcd by client certificates; SGLang by its server's API key; the 
 
 from __future__ import annotations
 
-from asyncrl.protocol import messages
+from asyncrl.protocol import calls
 
 # Owner -> route -> callers. `user`: a person's client that sends the token.
 HTTP: dict[str, dict[str, str]] = {
@@ -69,7 +69,7 @@ STREAMS: dict[str, dict[str, str]] = {
     "master: master_meta": {"TrajectoryMeta": "model_worker"},
     "model_worker: request_reply/<index>": {
         name: "master"
-        for name, kind in vars(messages).items()
+        for name, kind in vars(calls).items()
         if isinstance(kind, type) and getattr(getattr(kind, "__struct_config__", None), "tag", None) == name
     },
 }

@@ -11,8 +11,8 @@ import msgspec
 import psutil
 
 from asyncrl.launch.rundir import read_record
-from asyncrl.protocol.messages import WorkerStatus
 from asyncrl.protocol.names import Names
+from asyncrl.protocol.status import WorkerStatus
 from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.testing.runs import RunHandle, journal
 

@@ -32,18 +32,10 @@ from asyncrl.master.profiling import Profiles
 from asyncrl.master.publishing import REWRITE_PAUSE_S, WeightPublisher
 from asyncrl.master.rollouts import ManagerReports, Rollouts
 from asyncrl.master.trainer import Trainer
-from asyncrl.protocol.messages import (
-    CallResult,
-    EvaluateReply,
-    EvaluateRequest,
-    EvaluationResult,
-    ExecuteMFC,
-    LedgerView,
-    Locator,
-    RejectedPrompt,
-    TrajectoryMeta,
-)
+from asyncrl.protocol.calls import CallResult, ExecuteMFC
+from asyncrl.protocol.manager import EvaluateReply, EvaluateRequest, EvaluationResult, LedgerView, RejectedPrompt
 from asyncrl.protocol.names import Names
+from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
 from asyncrl.runtime.background import BackgroundTasks
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.clock import SYSTEM_CLOCK

@@ -31,7 +31,8 @@ from asyncrl.generation.engine import (
 )
 from asyncrl.generation.queueing import EngineArguments, Pending, QueueingEngine
 from asyncrl.protocol.errors import classify
-from asyncrl.protocol.messages import FinishReason, VersionSpan, WeightVersion
+from asyncrl.protocol.generation import FinishReason, VersionSpan
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.weights.form import WeightsError
 from asyncrl.weights.versions import verify_version

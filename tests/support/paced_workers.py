@@ -24,8 +24,9 @@ from asyncrl.launch.program import ProcessConfig, load_process_config
 from asyncrl.launch.worker_main import end_process, join_network
 from asyncrl.model.store import DataStore
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver, trajectory_error
-from asyncrl.protocol.messages import CallBody, CallResult, ClearData, CommitWeights, ExecuteMFC, WeightVersion
+from asyncrl.protocol.calls import CallBody, CallResult, ClearData, CommitWeights, ExecuteMFC
 from asyncrl.protocol.run_folder import path_of
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.metrics import JOURNAL_BUCKET_S
 from asyncrl.runtime.process import die_with_parent

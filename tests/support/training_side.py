@@ -35,8 +35,9 @@ from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.executor import FunctionExecutor
 from asyncrl.master.parameter_hooks import ParameterHooks
 from asyncrl.master.step_result import StepResult
-from asyncrl.protocol.messages import CallResult, ClearData, ExecuteMFC, Locator, Ping, StoreVerdict, TrajectoryMeta
+from asyncrl.protocol.calls import CallResult, ClearData, ExecuteMFC, Ping
 from asyncrl.protocol.names import Names
+from asyncrl.protocol.trajectories import Locator, StoreVerdict, TrajectoryMeta
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.names.etcd.server import EtcdServer
 from asyncrl.runtime.names.interface import NameResolver

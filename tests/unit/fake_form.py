@@ -8,7 +8,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from asyncrl.protocol.messages import DECODE_ERRORS
+from asyncrl.protocol.errors import DECODE_ERRORS
 from asyncrl.weights.form import WeightForm, WeightsError
 
 KIND = "mask"

@@ -18,8 +18,9 @@ from asyncrl.manager.manager_side import ManagerSide, OfferError
 from asyncrl.manager.update_plan import Update
 from asyncrl.model.trainer_side import HeldShare, Rank, TrainerSide
 from asyncrl.protocol.errors import ErrorClass
-from asyncrl.protocol.messages import TensorSpecs, UpdateWeightsReply, WeightVersion
 from asyncrl.protocol.names import ACTOR
+from asyncrl.protocol.versions import WeightVersion
+from asyncrl.protocol.weight_updates import TensorSpecs, UpdateWeightsReply
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.http_server import serve
 from asyncrl.weights.update_group import bytes_of, digest, views

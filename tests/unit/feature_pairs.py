@@ -57,20 +57,19 @@ from asyncrl.model.calls import Calls
 from asyncrl.model.cpu_ranks import CpuRanks
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.interfaces import make_interface
-from asyncrl.protocol.messages import (
+from asyncrl.protocol.calls import (
     CallResult,
     ClearData,
     CommitCheckpoint,
     ExecuteMFC,
     FetchData,
-    Locator,
     ReadValues,
     Reallocate,
     Redistribute,
     ShareWeights,
     TakeWeights,
-    TrajectoryMeta,
 )
+from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
 from asyncrl.testing.tiny import make_tiny_model
 
 HERE = Path(__file__)

@@ -14,7 +14,7 @@ from asyncrl.generation.engine import WeightsRefused
 from asyncrl.manager.routing import Server, ServerState, ServerTable
 from asyncrl.manager.update_plan import Update, UpdatePlan
 from asyncrl.protocol.fence import Fence
-from asyncrl.protocol.messages import WeightVersion
+from asyncrl.protocol.versions import WeightVersion
 
 DEAD_AFTER_S = 15.0
 SLOW_AFTER_S = 15.0  # a quarter of update_timeout_s

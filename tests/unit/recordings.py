@@ -4,7 +4,8 @@ from pathlib import Path
 
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.data.trajectories import Entry, TrajectoryStore, recording_dir
-from asyncrl.protocol.messages import Locator, TrajectoryMeta, WeightVersion
+from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.rewards.trajectory import Episode, Response, SampleSummary, build_sample, complete_sample
 
 

@@ -21,22 +21,20 @@ from asyncrl.manager.routing import ServerTable
 from asyncrl.master.batch import BatchFormer, NotReady
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, PromptProgress
 from asyncrl.protocol.fence import Fence
-from asyncrl.protocol.messages import (
+from asyncrl.protocol.manager import (
     AllocateReply,
     AllocateRequest,
     FinishRequest,
     HeartbeatReply,
     HeartbeatRequest,
     LedgerView,
-    Locator,
     MasterReport,
     RolloutResult,
-    StoreVerdict,
     Ticket,
-    TrajectoryMeta,
-    WeightVersion,
 )
 from asyncrl.protocol.tickets import TicketId
+from asyncrl.protocol.trajectories import Locator, StoreVerdict, TrajectoryMeta
+from asyncrl.protocol.versions import WeightVersion
 
 LEASE_S, HEARTBEAT_S, OVERDUE_S = 15.0, 2.0, 100.0
 SERVER = "generation_server/0"

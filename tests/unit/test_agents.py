@@ -24,7 +24,8 @@ from asyncrl.config.schema import (
 )
 from asyncrl.data.prompts import Prompt, PromptSource
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.protocol.messages import Locator, WeightVersion
+from asyncrl.protocol.trajectories import Locator
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.rewards.outcome import RolloutRejected
 from asyncrl.rewards.reward import Completion, Reward, call_arguments
 from asyncrl.rewards.trajectory import Response

@@ -23,7 +23,7 @@ from asyncrl.config.schema import (
 from asyncrl.dataflow.graph import DataflowGraph, build_dataflow
 from asyncrl.dataflow.layout_checks import problems_of_layout
 from asyncrl.master.arriving import ArrivingGroups
-from asyncrl.protocol.messages import ExecuteMFC, FetchData
+from asyncrl.protocol.calls import ExecuteMFC, FetchData
 
 WITH_ALL = TrainConfig(
     ppo=PPOConfig(kl_coef=0.1), reward_model=RewardModelConfig(path="/r"), teacher=TeacherConfig(path="/t")

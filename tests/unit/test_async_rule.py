@@ -28,19 +28,18 @@ from asyncrl.manager.admission import Gate
 from asyncrl.manager.ledger import Ledger
 from asyncrl.manager.routing import ServerState, ServerTable
 from asyncrl.master.batch import BatchFormer, NotReady, Ready
-from asyncrl.protocol.messages import (
+from asyncrl.protocol.manager import (
     AllocateRequest,
     FinishRequest,
     HeartbeatRequest,
     LedgerView,
-    Locator,
     MasterReport,
     RolloutResult,
     Ticket,
     TicketView,
-    TrajectoryMeta,
-    WeightVersion,
 )
+from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
+from asyncrl.protocol.versions import WeightVersion
 
 LEASE_S = 15.0
 HEARTBEAT_S = 2.0

@@ -21,8 +21,8 @@ from asyncrl.launch.program import save_config
 from asyncrl.launch.rundir import RunRecord, begin_attempt, logs_dir, read_record, write_record
 from asyncrl.master.files import MasterFiles
 from asyncrl.protocol.errors import Failures
-from asyncrl.protocol.messages import WeightVersion
 from asyncrl.protocol.tickets import make_key, read_key
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime import disk
 from asyncrl.runtime.disk import StorageError, explain, nearly_full, write_when_there_is_room, writing
 from asyncrl.runtime.metrics import EventFile, JsonLinesWriter, MetricsWriter, read_json_lines

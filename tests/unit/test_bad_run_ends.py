@@ -20,16 +20,11 @@ from asyncrl.config.schema import (
 )
 from asyncrl.master.books import RejectedShareError
 from asyncrl.master.publishing import REWRITE_PAUSE_S
+from asyncrl.protocol.calls import CommitCheckpoint, CommitWeights, SaveCheckpoint, SaveModel
 from asyncrl.protocol.errors import RunEndedError
-from asyncrl.protocol.messages import (
-    CommitCheckpoint,
-    CommitWeights,
-    Locator,
-    RejectedPrompt,
-    SaveCheckpoint,
-    SaveModel,
-)
+from asyncrl.protocol.manager import RejectedPrompt
 from asyncrl.protocol.run_folder import name_of
+from asyncrl.protocol.trajectories import Locator
 from asyncrl.runtime.board import WaitTimeoutError
 from asyncrl.runtime.clock import SYSTEM_CLOCK
 from asyncrl.runtime.worker import told

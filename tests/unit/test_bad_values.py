@@ -9,7 +9,7 @@ from asyncrl.config.processes import WorkerInfo
 from asyncrl.config.schema import ConfigError, NameResolveConfig, RuntimeConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.master.report import rejection_lines
-from asyncrl.protocol.messages import WeightVersion
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.rewards.reward import Reward
 from asyncrl.rewards.trajectory import Episode, Response, build_sample, complete_sample
 from asyncrl.runtime.board import StatusBoard

@@ -8,7 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from asyncrl.master.batch import BatchFormer, NotReady, Ready
-from asyncrl.protocol.messages import Locator, TicketView, TrajectoryMeta, WeightVersion
+from asyncrl.protocol.manager import TicketView
+from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
+from asyncrl.protocol.versions import WeightVersion
 
 
 class Books:

@@ -12,7 +12,7 @@ from asyncrl.config.schema import ConfigError, ExperimentConfig, WeightsConfig
 from asyncrl.launch.experiment import validate
 from asyncrl.manager.broadcast import Wave
 from asyncrl.manager.update_plan import Update
-from asyncrl.protocol.messages import BroadcastReply
+from asyncrl.protocol.weight_updates import BroadcastReply
 
 LIMIT_S = 60.0
 

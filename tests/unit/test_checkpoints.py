@@ -19,7 +19,8 @@ from asyncrl.config.schema import CheckpointConfig, PromptSourceConfig
 from asyncrl.data.prompts import PromptSource
 from asyncrl.master.checkpointing import Checkpointer
 from asyncrl.master.files import MasterFiles
-from asyncrl.protocol.messages import CallResult, CommitCheckpoint, Locator, SaveCheckpoint
+from asyncrl.protocol.calls import CallResult, CommitCheckpoint, SaveCheckpoint
+from asyncrl.protocol.trajectories import Locator
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.clock import SYSTEM_CLOCK
 from asyncrl.runtime.metrics import read_json_lines

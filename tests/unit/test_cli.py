@@ -25,7 +25,7 @@ from asyncrl.launch.checks.checklist import PROMPTS, TASKS, Finding, Report
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import load_process_config
 from asyncrl.launch.rundir import LaunchError, RunLock, RunRecord, begin_attempt, next_attempt, write_record
-from asyncrl.protocol.messages import WorkerStatus
+from asyncrl.protocol.status import WorkerStatus
 from asyncrl.runtime.metrics import METRICS_FILE, JsonLinesWriter
 from tests.support.clock import ManualClock
 

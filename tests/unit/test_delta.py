@@ -20,7 +20,7 @@ from asyncrl.generation.engine import WeightsRefused
 from asyncrl.generation.transformers import LiveTensors
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.manager.worker import ManagerFiles
-from asyncrl.protocol.messages import WeightVersion
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.weights import versions
 from asyncrl.weights.delta import DeltaForm, TensorDelta
 from asyncrl.weights.fetch import WeightFetcher, WeightFiles

@@ -21,7 +21,7 @@ from asyncrl.master.calls import DetachedGroups, GroupEndedError, GroupFailsErro
 from asyncrl.master.executor import FunctionExecutor
 from asyncrl.master.parameter_hooks import ParameterHooks
 from asyncrl.master.refresh import Refresher
-from asyncrl.protocol.messages import (
+from asyncrl.protocol.calls import (
     CallResult,
     ClearData,
     CommitCheckpoint,

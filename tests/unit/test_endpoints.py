@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import asyncrl
-from asyncrl.protocol.messages import CallBody
+from asyncrl.protocol.calls import CallBody
 from asyncrl.protocol.names import Names
 from tests.support.endpoints import HTTP, NAMES, STREAMS
 

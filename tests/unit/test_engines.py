@@ -19,7 +19,8 @@ from asyncrl.dataflow.layout_checks import problems_of_layout
 from asyncrl.dataflow.topology import Allocation
 from asyncrl.generation.engine import EngineRequest, EngineUnavailable, GenerationEngine, RequestRefused, WeightsRefused
 from asyncrl.generation.engines import KINDS, engines_of
-from asyncrl.protocol.messages import SamplingParams, WeightVersion
+from asyncrl.protocol.generation import SamplingParams
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.clock import SYSTEM_CLOCK
 from asyncrl.runtime.trace import OFF
 from asyncrl.testing.tiny import make_tiny_model

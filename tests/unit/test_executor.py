@@ -24,19 +24,10 @@ from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.executor import FunctionExecutor
 from asyncrl.master.parameter_hooks import ParameterHooks
 from asyncrl.master.streaming import PartRunner, begins_part
-from asyncrl.protocol.messages import (
-    CallResult,
-    ClearData,
-    ExecuteMFC,
-    LedgerView,
-    Locator,
-    ReadValues,
-    Reallocate,
-    Redistribute,
-    TicketView,
-    TrajectoryMeta,
-)
+from asyncrl.protocol.calls import CallResult, ClearData, ExecuteMFC, ReadValues, Reallocate, Redistribute
+from asyncrl.protocol.manager import LedgerView, TicketView
 from asyncrl.protocol.names import Names
+from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.channel_protocol import ChannelClosed
 from asyncrl.runtime.clock import SYSTEM_CLOCK

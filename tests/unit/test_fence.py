@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.protocol.fence import Fence, IncarnationFence
-from asyncrl.protocol.messages import WeightVersion
 from asyncrl.protocol.names import incarnation
+from asyncrl.protocol.versions import WeightVersion
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1))

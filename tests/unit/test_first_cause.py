@@ -7,7 +7,7 @@ import pytest
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import plan
 from asyncrl.launch.supervisor.children import Child, first_cause
-from asyncrl.protocol.messages import WorkerStatus
+from asyncrl.protocol.status import WorkerStatus
 
 CONFIG = """
 model_path: m

@@ -17,7 +17,8 @@ from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import plan
 from asyncrl.master.on_policy import OnPolicy
 from asyncrl.model.first_step import Compared, FirstStep, MismatchError, compare, verdict
-from asyncrl.protocol.messages import Locator, TrajectoryMeta, WeightVersion
+from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
+from asyncrl.protocol.versions import WeightVersion
 
 BOUNDS = MismatchConfig(action="stop", temperature=0.7, kl=1e-4, bound=1e-3, share=0.01)
 

@@ -11,7 +11,7 @@ from fake_form import KIND, MaskForm
 
 from asyncrl.generation.engine import WeightsRefused
 from asyncrl.generation.transformers import LiveTensors
-from asyncrl.protocol.messages import WeightVersion
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.weights import forms
 from asyncrl.weights.form import WeightsError
 from asyncrl.weights.forms import FORMS

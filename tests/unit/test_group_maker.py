@@ -11,7 +11,8 @@ from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import plan
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.group_maker import GroupMaker
-from asyncrl.protocol.messages import ExecuteMFC, Locator
+from asyncrl.protocol.calls import ExecuteMFC
+from asyncrl.protocol.trajectories import Locator
 from asyncrl.runtime.worker import StatusBoard
 from asyncrl.testing.runs import make_tiny_run
 

@@ -4,7 +4,7 @@ import pytest
 
 from asyncrl.launch.hosts.rules import Action, Observed, Tether, decide, obeyed
 from asyncrl.launch.hosts.watch_cache import WatchCache
-from asyncrl.protocol.messages import DesiredProcess, LauncherRecord
+from asyncrl.protocol.hosts import DesiredProcess, LauncherRecord
 from asyncrl.runtime.names.interface import WatchEvent
 
 

@@ -12,7 +12,8 @@ import asyncrl
 TORCHLESS = [
     "asyncrl.config.schema",
     "asyncrl.protocol.names",
-    "asyncrl.protocol.messages",
+    "asyncrl.protocol.calls",
+    "asyncrl.protocol.manager",
     "asyncrl.data.sequence",
     "asyncrl.data.prompts",
     "asyncrl.data.replay",

@@ -13,22 +13,22 @@ from asyncrl.config.schema import NameResolveConfig, RuntimeConfig
 from asyncrl.manager.admission import Gate, PromptCursor
 from asyncrl.manager.ledger import Ledger, StaleAttemptError, UnreachedError
 from asyncrl.manager.routing import ServerTable
-from asyncrl.protocol.messages import (
+from asyncrl.protocol.manager import (
     AllocateReply,
     AllocateRequest,
     EvaluateRequest,
     FinishRequest,
     HeartbeatRequest,
     LedgerView,
-    Locator,
     MasterReport,
     RolloutResult,
     ScheduleRequest,
     Ticket,
-    WeightVersion,
 )
 from asyncrl.protocol.names import incarnation, is_earlier
 from asyncrl.protocol.tickets import TicketId
+from asyncrl.protocol.trajectories import Locator
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.rewards.outcome import REWARD_LOST
 from asyncrl.runtime.worker import Worker
 

@@ -14,7 +14,7 @@ from asyncrl.config.schema import ExperimentConfig, PromptSourceConfig
 from asyncrl.launch.program import plan
 from asyncrl.launch.rundir import LaunchError
 from asyncrl.launch.supervisor.external_process import ExternalProcess
-from asyncrl.protocol.messages import WorkerStatus
+from asyncrl.protocol.status import WorkerStatus
 from asyncrl.runtime.names.interface import WatchEvent
 
 NAME = "rollout_worker/0"

@@ -12,7 +12,7 @@ from asyncrl.config.schema import ConfigError
 from asyncrl.generation.checks import LogprobCheck, LogprobMismatch
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import plan
-from asyncrl.protocol.messages import WeightVersion
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.weights.versions import ScoredText
 
 V0, V1, V2 = (WeightVersion(1, version) for version in range(3))

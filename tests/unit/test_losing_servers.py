@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from test_ledger import Desk
 
-from asyncrl.protocol.messages import HeartbeatRequest, ScheduleReply, ScheduleRequest, Ticket, WeightVersion
+from asyncrl.protocol.manager import HeartbeatRequest, ScheduleReply, ScheduleRequest, Ticket
+from asyncrl.protocol.versions import WeightVersion
 
 NAME, URL, NEW_URL = "generation_server/0", "http://s0", "http://s0-again"
 V0 = WeightVersion(1, 0)

@@ -20,14 +20,9 @@ from asyncrl.master.ages import Ages
 from asyncrl.master.evaluations import Evaluations
 from asyncrl.master.report import StepTimes, step_metrics
 from asyncrl.master.rollouts import unless
-from asyncrl.protocol.messages import (
-    EvaluationResult,
-    ExecuteMFC,
-    LoadCheckpoint,
-    Locator,
-    RejectedPrompt,
-    WriteWeights,
-)
+from asyncrl.protocol.calls import ExecuteMFC, LoadCheckpoint, WriteWeights
+from asyncrl.protocol.manager import EvaluationResult, RejectedPrompt
+from asyncrl.protocol.trajectories import Locator
 from asyncrl.runtime.background import BackgroundTasks
 from asyncrl.runtime.metrics import read_json_lines
 from asyncrl.weights.checkpoints import MasterState

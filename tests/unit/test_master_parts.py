@@ -18,7 +18,10 @@ from asyncrl.master.report import (
     tail_offpolicyness,
 )
 from asyncrl.master.schedule import Schedule
-from asyncrl.protocol.messages import Locator, Reallocate, RedistribStep, ServerView, TrajectoryMeta, WeightVersion
+from asyncrl.protocol.calls import Reallocate, RedistribStep
+from asyncrl.protocol.manager import ServerView
+from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.metrics import JsonLinesWriter, read_json_lines
 
 

@@ -21,7 +21,7 @@ from asyncrl.launch.checks import preflight as preflight_module
 from asyncrl.launch.checks.preflight import preflight
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import load_process_config, plan
-from asyncrl.protocol.messages import Locator
+from asyncrl.protocol.trajectories import Locator
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "async_ppo_math.yaml"

@@ -7,7 +7,7 @@ import pytest
 
 from asyncrl.manager.load import interval_s
 from asyncrl.manager.routing import Members, ServerTable
-from asyncrl.protocol.messages import DesiredServers
+from asyncrl.protocol.scaling import DesiredServers
 
 NAMES = [f"generation_server/{index}" for index in range(3)]
 

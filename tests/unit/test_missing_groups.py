@@ -20,7 +20,7 @@ from asyncrl.launch.experiment import validate
 from asyncrl.launch.supervisor.policy import EVERYTHING, End, StartAgain, Supervision
 from asyncrl.master.calls import Absence, GroupMissingEndsRunError
 from asyncrl.master.report import RunSummary
-from asyncrl.protocol.messages import ExecuteMFC
+from asyncrl.protocol.calls import ExecuteMFC
 from asyncrl.runtime.request_reply import request_stream
 
 GRAPH = DataflowGraph(

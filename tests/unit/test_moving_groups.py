@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from test_ledger import Desk
 
 from asyncrl.manager.routing import ServerState
-from asyncrl.protocol.messages import HeartbeatRequest, ScheduleRequest, Ticket, WeightVersion
+from asyncrl.protocol.manager import HeartbeatRequest, ScheduleRequest, Ticket
+from asyncrl.protocol.versions import WeightVersion
 
 NAMES = [f"generation_server/{index}" for index in range(3)]
 SERVERS = st.sampled_from(NAMES)

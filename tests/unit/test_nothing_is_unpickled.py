@@ -16,8 +16,10 @@ from asyncrl.config.schema import ConfigError, RuntimeConfig
 from asyncrl.data.sequence import CodecError, decode_sample
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import load_process_config, parse_process_config
-from asyncrl.protocol.messages import DECODE_ERRORS, MasterReport, TrajectoryMeta
+from asyncrl.protocol.errors import DECODE_ERRORS
+from asyncrl.protocol.manager import MasterReport
 from asyncrl.protocol.names import Names
+from asyncrl.protocol.trajectories import TrajectoryMeta
 from asyncrl.runtime.channel import ChannelSender
 from asyncrl.runtime.channel_protocol import ChannelLimits, ChannelRefused
 from asyncrl.runtime.names.memory import MemoryNameResolver

@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.config.schema import SamplingConfig
 from asyncrl.data.chat import ChatTemplate
-from asyncrl.protocol.messages import WeightVersion
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
 from asyncrl.rewards.trajectory import OnPiece, Response, build_sample
 from asyncrl.rollout.openai_request import ChatRequest, RequestError, RequestRules, parse_chat_request

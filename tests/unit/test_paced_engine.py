@@ -13,7 +13,8 @@ import pytest
 from asyncrl.config.schema import GenerationConfig
 from asyncrl.generation.engine import EngineRequest, EngineUnavailable, Generated, RequestRefused, WeightsRefused
 from asyncrl.generation.http import GenerationHTTP
-from asyncrl.protocol.messages import GenerateRequest, SamplingParams, WeightVersion
+from asyncrl.protocol.generation import GenerateRequest, SamplingParams
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.weights.versions import publish_folder, version_dir
 from tests.support.paced_engine import EOS, LongTail, PacedEngine
 from tests.support.paced_run import make_paced_run, response_lengths

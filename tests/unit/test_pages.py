@@ -23,7 +23,7 @@ from asyncrl.data import padded, sample_files, sequence
 from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.launch.experiment import load_experiment
-from asyncrl.protocol.messages import Locator
+from asyncrl.protocol.trajectories import Locator
 from asyncrl.rewards.reward import Completion
 from asyncrl.rollout.chat_agent import ChatAgent
 from asyncrl.rollout.rollouts import TRAIN, TaskTable

@@ -16,8 +16,9 @@ import msgspec
 from asyncrl.config.processes import WorkerInfo
 from asyncrl.config.schema import NameResolveConfig, RuntimeConfig
 from asyncrl.master.profiling import Profiles
-from asyncrl.protocol.messages import BeginProfile, CallResult, EndProfile, ProfileAnswer
+from asyncrl.protocol.calls import BeginProfile, CallResult, EndProfile
 from asyncrl.protocol.names import Names
+from asyncrl.protocol.profiling import ProfileAnswer
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.names.interface import NameResolver

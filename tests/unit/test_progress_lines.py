@@ -20,7 +20,7 @@ from asyncrl.cli.progress import (
     start_text,
     step_line,
 )
-from asyncrl.protocol.messages import Wait, WorkerStatus
+from asyncrl.protocol.status import Wait, WorkerStatus
 from asyncrl.runtime.metrics import JsonLinesReader, JsonLinesWriter
 
 STEP = {

@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from asyncrl.config.schema import PromptSourceConfig
 from asyncrl.data.prompts import PromptError, PromptSource, load_tokenizer
-from asyncrl.protocol.messages import Locator
+from asyncrl.protocol.trajectories import Locator
 from asyncrl.testing.tiny import make_char_tokenizer, make_chat_tokenizer
 
 ROWS = [{"prompt": f"q{i}", "answer": str(i), "kind": "even" if i % 2 == 0 else "odd", "extra": [i]} for i in range(20)]
@@ -464,7 +464,7 @@ def test_a_tokenizer_is_loaded_and_used_without_torch(tmp_path: Path) -> None:
 import sys
 from asyncrl.config.schema import PromptSourceConfig
 from asyncrl.data.prompts import PromptError, PromptSource, load_tokenizer
-from asyncrl.protocol.messages import Locator
+from asyncrl.protocol.trajectories import Locator
 source = PromptSource(PromptSourceConfig(path={path!r}, chat_template=True), load_tokenizer({str(tmp_path / "model")!r}))
 assert source.get(Locator(0, 0)).text == "<user:ab><assistant:"
 assert "torch" not in sys.modules

@@ -12,13 +12,13 @@ from asyncrl.generation.checks import TensorSpec, VerifiedLoads, VersionFence, c
 from asyncrl.generation.engine import WeightReceiver, WeightsRefused
 from asyncrl.generation.receive import BroadcastInServer
 from asyncrl.generation.server_side import Means, UnbrokenWork
-from asyncrl.protocol.messages import (
+from asyncrl.protocol.versions import WeightVersion
+from asyncrl.protocol.weight_updates import (
     BeginWeightUpdate,
     EndWeightUpdate,
     JoinUpdateGroup,
     ReceiveWeights,
     TensorSpecs,
-    WeightVersion,
 )
 from asyncrl.runtime.clock import SYSTEM_CLOCK
 from asyncrl.weights.versions import ScoredText

@@ -44,7 +44,7 @@ from asyncrl.launch.rundir import (
     write_record,
 )
 from asyncrl.launch.slurm import JobRecord, read_job, slurm_dir, write_job
-from asyncrl.protocol.messages import Locator
+from asyncrl.protocol.trajectories import Locator
 from asyncrl.weights.checkpoints import (
     FORMAT,
     Checkpoint,

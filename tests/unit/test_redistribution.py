@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.dataflow.redistribution import assign, members, plan_redistribution, transfers
-from asyncrl.protocol.messages import RedistribStep
+from asyncrl.protocol.calls import RedistribStep
 
 KEYS = ("input_ids", "logprobs", "values")
 

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.config.schema import ExperimentConfig, NetworkConfig
 from asyncrl.launch.hosts.remote_pool import RemoteProcessPool
-from asyncrl.protocol.messages import HostRecord, LauncherRecord
+from asyncrl.protocol.hosts import HostRecord, LauncherRecord
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.names.memory import MemoryNameResolver
 

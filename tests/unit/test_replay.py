@@ -7,7 +7,8 @@ from recordings import make_group, make_store, record_batches
 from asyncrl.config.schema import ConfigError, ReplayConfig
 from asyncrl.data.replay import check_replay, plan_replay, translate
 from asyncrl.data.trajectories import Entry, list_recording, read_trajectory, recording_dir
-from asyncrl.protocol.messages import Locator, WeightVersion
+from asyncrl.protocol.trajectories import Locator
+from asyncrl.protocol.versions import WeightVersion
 
 
 def plan(run_dir, *, batch_size=2, max_steps=0, eta=9, first_step=0):

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from asyncrl.manager.routing import ServerState, ServerTable
-from asyncrl.protocol.messages import WeightVersion
+from asyncrl.protocol.versions import WeightVersion
 
 NAMES = [f"generation_server/{index}" for index in range(3)]
 

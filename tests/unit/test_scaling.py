@@ -19,8 +19,10 @@ from asyncrl.launch.program import ProcessSpec, can_scale, plan, server_spec
 from asyncrl.launch.scaling import Scaling
 from asyncrl.launch.supervisor.children import Child
 from asyncrl.manager.scaling import ServerTarget, servers_reply
-from asyncrl.protocol.messages import DesiredServers, ServerView, WorkerStatus
+from asyncrl.protocol.manager import ServerView
 from asyncrl.protocol.names import Names
+from asyncrl.protocol.scaling import DesiredServers
+from asyncrl.protocol.status import WorkerStatus
 from asyncrl.runtime.names.interface import Lease, NameResolveTimeout, WatchEvent
 from asyncrl.runtime.names.memory import MemoryNameResolver
 from tests.support.clock import ManualClock

@@ -25,7 +25,8 @@ from asyncrl.launch.checks import preflight as preflight_module
 from asyncrl.launch.checks.preflight import preflight
 from asyncrl.launch.experiment import validate
 from asyncrl.launch.program import plan
-from asyncrl.protocol.messages import FinishReason, SamplingParams, VersionSpan, WeightVersion
+from asyncrl.protocol.generation import FinishReason, SamplingParams, VersionSpan
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.process import tail_of
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import publish_folder

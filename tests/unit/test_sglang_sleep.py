@@ -18,7 +18,8 @@ from asyncrl.generation.engine import EngineFailed, EngineRequest, EngineUnavail
 from asyncrl.generation.queueing import EngineArguments
 from asyncrl.generation.sglang import SGLangEngine
 from asyncrl.generation.sglang_process import AttachedServer
-from asyncrl.protocol.messages import SamplingParams, WeightVersion
+from asyncrl.protocol.generation import SamplingParams
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.testing.tiny import make_tiny_model
 
 

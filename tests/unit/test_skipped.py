@@ -15,7 +15,7 @@ from asyncrl.config.schema import TrainConfig
 from asyncrl.data.bad_batches import folder_of, list_bad_batches, prune_bad_batches, weights_needed, write_why
 from asyncrl.master.skipped import SkippedSteps, SkippedStepsError, num_skipped
 from asyncrl.protocol.errors import RunEndedError
-from asyncrl.protocol.messages import WeightVersion
+from asyncrl.protocol.versions import WeightVersion
 
 LOGGER = logging.getLogger("test_skipped")
 

@@ -16,7 +16,8 @@ from asyncrl.manager.files import FilesInManager
 from asyncrl.manager.fleet import Fleet
 from asyncrl.manager.routing import ServerTable
 from asyncrl.manager.update_plan import UpdatePlan
-from asyncrl.protocol.messages import HeartbeatRequest, WeightVersion
+from asyncrl.protocol.manager import HeartbeatRequest
+from asyncrl.protocol.versions import WeightVersion
 
 SLOW, QUICK, OTHER = (f"generation_server/{index}" for index in range(3))
 

@@ -1,7 +1,7 @@
 """The standstill report, made when no train step ends: the waits of each process, with their sources and durations."""
 
 from asyncrl.launch.standstill import Watchdog, late_ranks, wait_texts
-from asyncrl.protocol.messages import Wait, WorkerStatus
+from asyncrl.protocol.status import Wait, WorkerStatus
 
 
 def wait(what, on, since_s):

@@ -16,7 +16,7 @@ from asyncrl.master.executor import FunctionExecutor
 from asyncrl.master.handles import Batch
 from asyncrl.master.parameter_hooks import ParameterHooks
 from asyncrl.master.step_function import StepFunction, StepFunctionError
-from asyncrl.protocol.messages import ExecuteMFC, Reallocate
+from asyncrl.protocol.calls import ExecuteMFC, Reallocate
 
 PLACES = [placement("actor", "d2", [0, 1]), placement("ref", "d1", [2]), placement("critic", "d1m2", [3, 4])]
 

@@ -29,7 +29,8 @@ from asyncrl.launch.supervisor.policy import (
     Supervision,
     Trouble,
 )
-from asyncrl.protocol.messages import ObservedProcess, WorkerStatus
+from asyncrl.protocol.hosts import ObservedProcess
+from asyncrl.protocol.status import WorkerStatus
 
 NAMES = [
     "master/0",

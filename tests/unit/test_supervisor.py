@@ -27,7 +27,7 @@ from asyncrl.launch.supervisor.state_machine import (
     StartLater,
     Supervisor,
 )
-from asyncrl.protocol.messages import WorkerStatus
+from asyncrl.protocol.status import WorkerStatus
 from asyncrl.runtime.names.interface import Lease
 from tests.support.clock import ManualClock
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from asyncrl.config.schema import PromptSourceConfig
 from asyncrl.data.chat import SpecialTokens
 from asyncrl.data.prompts import Prompt, PromptSource, load_tokenizer
-from asyncrl.protocol.messages import Locator
+from asyncrl.protocol.trajectories import Locator
 from asyncrl.testing import chat_model
 from asyncrl.testing.tiny import make_char_tokenizer, make_chat_tokenizer
 from asyncrl.testing.warm_start import complete

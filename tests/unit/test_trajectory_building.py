@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from asyncrl.dataflow.graph import TRAJECTORY_KEYS
-from asyncrl.protocol.messages import WeightVersion
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.rewards.trajectory import Episode, Response, SampleSummary, build_sample, complete_sample
 
 V1, V2, V3 = (WeightVersion(1, version).pack() for version in (1, 2, 3))

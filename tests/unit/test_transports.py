@@ -28,8 +28,9 @@ from asyncrl.manager.routing import ServerTable
 from asyncrl.manager.update_plan import UpdatePlan
 from asyncrl.model import transports as model
 from asyncrl.model.trainer_side import HeldShare, Rank
-from asyncrl.protocol.messages import TensorSpecs, WeightVersion
 from asyncrl.protocol.names import Names
+from asyncrl.protocol.versions import WeightVersion
+from asyncrl.protocol.weight_updates import TensorSpecs
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.clock import SYSTEM_CLOCK
 from asyncrl.runtime.directory import Directory

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.protocol.messages import BeginWeightUpdate, ReceiveWeights, TensorSpecs
+from asyncrl.protocol.weight_updates import BeginWeightUpdate, ReceiveWeights, TensorSpecs
 from asyncrl.weights.update_group import GroupMember, GroupThread, digest, pack, plan_buckets, rank_offsets, views
 
 LIMIT_S = 60.0

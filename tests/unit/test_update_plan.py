@@ -7,7 +7,7 @@ import pytest
 from asyncrl.manager.routing import ServerState, ServerTable
 from asyncrl.manager.update_plan import Update, UpdatePlan
 from asyncrl.protocol.errors import ErrorClass
-from asyncrl.protocol.messages import WeightVersion
+from asyncrl.protocol.versions import WeightVersion
 
 
 def v(version: int, attempt: int = 1) -> WeightVersion:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from asyncrl.protocol.messages import WeightVersion, WrittenFile
+from asyncrl.protocol.versions import WeightVersion, WrittenFile
 from asyncrl.weights import versions as weights
 from asyncrl.weights.form import WeightsError
 from asyncrl.weights.versions import (

@@ -22,7 +22,7 @@ from asyncrl.config.processes import RolloutWorkerConfig
 from asyncrl.launch.checks.checklist import Finding
 from asyncrl.launch.rundir import RunRecord
 from asyncrl.plan.layouts import Layout
-from asyncrl.protocol.messages import Wait, WorkerStatus
+from asyncrl.protocol.status import Wait, WorkerStatus
 
 
 def printed(table, width):

@@ -12,7 +12,7 @@ import pytest
 from asyncrl.config.processes import WorkerInfo
 from asyncrl.config.schema import ConfigError, NameResolveConfig, RuntimeConfig
 from asyncrl.protocol.errors import RunEndedError
-from asyncrl.protocol.messages import WorkerStatus
+from asyncrl.protocol.status import WorkerStatus
 from asyncrl.runtime import board as board_module
 from asyncrl.runtime.board import WaitTimeoutError
 from asyncrl.runtime.disk import StorageError

@@ -18,7 +18,7 @@ from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import plan, worker_groups_of_run
 from asyncrl.master.buffer import StorageTracker
 from asyncrl.master.calls import GroupEndedError, Repeats, UnfetchedError
-from asyncrl.protocol.messages import RedistribStep
+from asyncrl.protocol.calls import RedistribStep
 
 
 def placement(name: str, *workers: int) -> ModelPlacement:

@@ -24,7 +24,8 @@ from asyncrl.launch.program import ProcessSpec
 from asyncrl.launch.redact import redact
 from asyncrl.launch.rundir import LaunchError, RunRecord, is_folder, is_running, read_record
 from asyncrl.launch.slurm import job_state, read_job
-from asyncrl.protocol.messages import DECODE_ERRORS, LauncherRecord
+from asyncrl.protocol.errors import DECODE_ERRORS
+from asyncrl.protocol.hosts import LauncherRecord
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.clock import SYSTEM_CLOCK
 from asyncrl.runtime.names.interface import NameEntryNotFound, NameResolveError

@@ -26,8 +26,8 @@ from asyncrl.config.schema import ConfigError, NameResolveConfig
 from asyncrl.launch.program import ProcessConfig, load_process_config
 from asyncrl.launch.rundir import LaunchError, is_running
 from asyncrl.launch.worker_main import end_process, join_network, make_worker
-from asyncrl.protocol.messages import WorkerStatus
 from asyncrl.protocol.names import Names
+from asyncrl.protocol.status import WorkerStatus
 from asyncrl.runtime.clock import wait_until
 from asyncrl.runtime.names.etcd.server import EtcdServer, EtcdServerError
 from asyncrl.runtime.names.interface import NameEntryNotFound, NameResolveError

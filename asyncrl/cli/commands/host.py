@@ -22,7 +22,8 @@ from asyncrl.launch.program import run_directory
 from asyncrl.launch.rundir import LaunchError, is_folder, read_record
 from asyncrl.launch.slurm import own_start
 from asyncrl.launch.worker_main import PARENT_ENV
-from asyncrl.protocol.messages import DECODE_ERRORS, LauncherRecord
+from asyncrl.protocol.errors import DECODE_ERRORS
+from asyncrl.protocol.hosts import LauncherRecord
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.names.interface import NameResolveError, NameResolver

@@ -45,7 +45,7 @@ from asyncrl.data.trajectories import (
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.launch.program import ProcessConfig, load_process_config
 from asyncrl.launch.rundir import LaunchError, configs_dir
-from asyncrl.protocol.messages import WeightVersion
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.weights.lineage import lineage_of, read_attempts
 
 _TOKENIZER_OF = ("rollout_worker_0", "recorder_0", "model_worker_0")

@@ -23,8 +23,9 @@ from asyncrl.cli.commands.which_run import run_dir_of
 from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import ConfigError
 from asyncrl.launch.rundir import LaunchError, RunRecord
-from asyncrl.protocol.messages import DECODE_ERRORS, MOST_PROFILED_STEPS, ProfileAnswer, ProfileRequest
+from asyncrl.protocol.errors import DECODE_ERRORS
 from asyncrl.protocol.names import Names
+from asyncrl.protocol.profiling import MOST_PROFILED_STEPS, ProfileAnswer, ProfileRequest
 from asyncrl.protocol.run_folder import path_of
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.names.interface import NameEntryExists, NameEntryNotFound, NameResolveError, NameResolver

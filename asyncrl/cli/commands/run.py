@@ -49,7 +49,7 @@ from asyncrl.launch.program import CONFIG_CLASSES, ProcessSpec, plan, run_direct
 from asyncrl.launch.redact import redact_urls
 from asyncrl.launch.rundir import LaunchError, next_attempt
 from asyncrl.launch.submission import follow, is_to_submit, job_script, submit_job
-from asyncrl.protocol.messages import WorkerStatus
+from asyncrl.protocol.status import WorkerStatus
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.devices import visible_devices
 from asyncrl.runtime.metrics import METRICS_FILE, JsonLinesReader

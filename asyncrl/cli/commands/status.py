@@ -26,8 +26,8 @@ from asyncrl.cli.progress import TrainingProgress
 from asyncrl.cli.tables import FittedTable
 from asyncrl.launch.rundir import LaunchError, RunRecord, all_logs_dirs, read_record
 from asyncrl.launch.standstill import wait_texts
-from asyncrl.protocol.messages import WorkerStatus
 from asyncrl.protocol.names import Names
+from asyncrl.protocol.status import WorkerStatus
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.desired_servers import desired_servers
 from asyncrl.runtime.metrics import METRICS_FILE

@@ -31,14 +31,8 @@ from asyncrl.launch.program import CONFIG_CLASSES, ProcessSpec, parse_process_co
 from asyncrl.launch.rundir import LaunchError, configs_dir, keep_private, logs_dir
 from asyncrl.launch.supervisor.children import Child, how_it_ended
 from asyncrl.launch.supervisor.process_pool import ProcessPool
-from asyncrl.protocol.messages import (
-    DECODE_ERRORS,
-    DesiredProcess,
-    HostRecord,
-    HostReport,
-    LauncherRecord,
-    ObservedProcess,
-)
+from asyncrl.protocol.errors import DECODE_ERRORS
+from asyncrl.protocol.hosts import DesiredProcess, HostRecord, HostReport, LauncherRecord, ObservedProcess
 from asyncrl.protocol.names import Names, incarnation
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.devices import granted_cores, granted_memory, visible_devices

@@ -30,14 +30,8 @@ from asyncrl.launch.rundir import LaunchError, configs_dir, logs_dir
 from asyncrl.launch.slurm import own_start
 from asyncrl.launch.supervisor.children import KILL_LIMIT_S, Child
 from asyncrl.launch.worker_main import PARENT_ENV
-from asyncrl.protocol.messages import (
-    DECODE_ERRORS,
-    DesiredProcess,
-    HostRecord,
-    HostReport,
-    LauncherRecord,
-    ObservedProcess,
-)
+from asyncrl.protocol.errors import DECODE_ERRORS
+from asyncrl.protocol.hosts import DesiredProcess, HostRecord, HostReport, LauncherRecord, ObservedProcess
 from asyncrl.protocol.names import Names, incarnation
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.names.interface import Lease, LeaseNotFound, NameResolveError, NameResolver, WatchEvent

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncrl.protocol.messages import DesiredProcess, LauncherRecord
+from asyncrl.protocol.hosts import DesiredProcess, LauncherRecord
 from asyncrl.protocol.names import is_earlier
 
 # How long the launcher's key may be absent while name resolve answers. The launcher's session may be restoring the key meanwhile

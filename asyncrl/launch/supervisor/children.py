@@ -23,7 +23,8 @@ from asyncrl.launch.rundir import configs_dir, logs_dir
 from asyncrl.launch.supervisor.fork_server import ForkServer
 from asyncrl.launch.supervisor.oom import OomCounters
 from asyncrl.launch.worker_main import PARENT_ENV
-from asyncrl.protocol.messages import DECODE_ERRORS, Wait, WorkerStatus
+from asyncrl.protocol.errors import DECODE_ERRORS
+from asyncrl.protocol.status import Wait, WorkerStatus
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.disk import write_when_there_is_room
 from asyncrl.runtime.names.interface import Lease

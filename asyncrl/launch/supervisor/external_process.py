@@ -20,7 +20,8 @@ import psutil
 
 from asyncrl.launch.program import ProcessSpec, save_config
 from asyncrl.launch.rundir import LaunchError, configs_dir
-from asyncrl.protocol.messages import DECODE_ERRORS, Wait, WorkerStatus
+from asyncrl.protocol.errors import DECODE_ERRORS
+from asyncrl.protocol.status import Wait, WorkerStatus
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock, wait_until
 from asyncrl.runtime.names.interface import WatchEvent
 from asyncrl.runtime.process import python_module

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from asyncrl.launch.rundir import LaunchError
-from asyncrl.protocol.messages import Wait, WorkerStatus
+from asyncrl.protocol.status import Wait, WorkerStatus
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.names.interface import Lease
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from asyncrl.data.trajectories import list_recording, read_trajectory, recording_dir
-from asyncrl.protocol.messages import WeightVersion
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.weights.versions import version_dir
 
 # Runs at the start of every interpreter of the run. The fault strikes once, in the first process that creates the file.
