@@ -16,7 +16,7 @@ from asyncrl.manager.fleet import Fleet
 from asyncrl.manager.routing import ServerTable
 from asyncrl.manager.update_plan import UpdatePlan
 from asyncrl.protocol.errors import ErrorClass
-from asyncrl.protocol.messages import WeightVersion
+from asyncrl.protocol.versions import WeightVersion
 from asyncrl.weights.form import WeightsError
 
 V1 = WeightVersion(1, 1)
