@@ -51,7 +51,7 @@ from asyncrl.generation.transports import KINDS
 from asyncrl.protocol.errors import DECODE_ERRORS
 from asyncrl.protocol.generation import GenerateMeta, GenerateReply, Load, LoadsReply, ModelInfo, SamplingParams
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
-from asyncrl.runtime.http_server import Listen, listen_http, refusal_of
+from asyncrl.runtime.http_server import Listen, listen_http
 
 MAX_BODY_BYTES = 64 << 20
 HEALTH_GENERATE_LIMIT_S = 10.0
@@ -140,8 +140,6 @@ class GenerationHTTP:
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer any request. An error becomes a status code with SGLang's body {"error": {"message": ...}}."""
-        if (refusal := refusal_of(request)) is not None:
-            return refusal
         handler = self._handlers.get(("GET" if request.method == "HEAD" else request.method, request.path))
         if handler is None:
             return self._unknown(request)

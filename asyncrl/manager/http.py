@@ -45,7 +45,6 @@ from asyncrl.protocol.manager import (
 from asyncrl.protocol.scaling import ScaleRequest, ServersReply
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.clock import Clock, SystemClock
-from asyncrl.runtime.http_server import refusal_of
 from asyncrl.runtime.names.interface import NameResolveError
 
 Message = TypeVar("Message", bound=msgspec.Struct)
@@ -144,8 +143,6 @@ class ManagerService:
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Route a request to its handler."""
-        if (refusal := refusal_of(request)) is not None:
-            return refusal
         method, handler = self._routes.get(request.path, ("", None))
         if handler is None:
             return web.Response(status=404, text=f"there is no {request.path}\n")

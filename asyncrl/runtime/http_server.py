@@ -64,7 +64,8 @@ class Listen(Protocol):
 
 @contextlib.asynccontextmanager
 async def listen_http(answer: Answer, host: str, *, max_body_bytes: int) -> AsyncIterator[str]:
-    """Serve on a free port, call `answer` for every request, and yield the URL to publish.
+    """Serve on a free port, refuse requests from strangers, call `answer` for every other request, and yield the URL to
+    publish.
 
     This uses aiohttp's low-level server: an Application's routing, middlewares and signals would add a tenth to the
     cost of each request.
@@ -75,7 +76,10 @@ async def listen_http(answer: Answer, host: str, *, max_body_bytes: int) -> Asyn
         loop = asyncio.get_running_loop()
         return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=max_body_bytes)
 
-    server = web.Server(answer, request_factory=make_request, handler_cancellation=True, access_log=None)
+    async def answer_the_run(request: web.BaseRequest) -> web.StreamResponse:
+        return _refusal_of(request) or await answer(request)
+
+    server = web.Server(answer_the_run, request_factory=make_request, handler_cancellation=True, access_log=None)
     runner = web.ServerRunner(server, shutdown_timeout=1.0)
     try:
         yield await serve(runner, host, backlog=128)
@@ -83,7 +87,7 @@ async def listen_http(answer: Answer, host: str, *, max_body_bytes: int) -> Asyn
         await runner.cleanup()
 
 
-def refusal_of(request: web.BaseRequest) -> web.Response | None:
+def _refusal_of(request: web.BaseRequest) -> web.Response | None:
     """Return the refusal for a stranger's request, without reading the request's body. None if the request shows the
     run's token, or if the run does not authenticate.
     """
@@ -109,7 +113,7 @@ def no_stranger(request: web.BaseRequest) -> None:
 @web.middleware
 async def for_the_run(request: web.Request, handler: Any) -> web.StreamResponse:
     """Refuse every request from a stranger."""
-    reply: web.StreamResponse = refusal_of(request) or await handler(request)
+    reply: web.StreamResponse = _refusal_of(request) or await handler(request)
     return reply
 
 

@@ -338,6 +338,19 @@ async def test_without_authentication_nobody_is_asked_for_a_token():
         assert answer.status == 200
 
 
+async def test_listen_http_refuses_strangers_before_it_calls_the_server(run):
+    async def answer(request):
+        called.append(request.path)
+        return web.Response()
+
+    called: list[str] = []
+    async with listen_http(answer, "127.0.0.1", max_body_bytes=100) as url:
+        async with aiohttp.ClientSession() as strange, strange.post(f"{url}/echo", data=b"x") as reply:
+            assert (reply.status, called) == (401, [])
+        async with open_session(max_connections=1) as session, session.get(f"{url}/echo") as reply:
+            assert (reply.status, called) == (200, ["/echo"])
+
+
 async def test_the_manager_refuses_strangers_before_it_reads_them(run):
     target = ServerTarget(MemoryNameResolver(uuid.uuid4().hex), Names("e", "t"), allocated=1, new_id=lambda: "i")
     service = ManagerService(Ledger(ServerTable(), batch_size=4, eta=1, nonce="x"), target)
