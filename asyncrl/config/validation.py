@@ -18,9 +18,12 @@ from asyncrl.config.schema import (
     AUTO,
     ExperimentConfig,
     PPOConfig,
+    RefConfig,
+    RewardModelConfig,
     authenticates,
     can_be_reached,
     judges_by_group,
+    model_settings,
     reward_models,
 )
 from asyncrl.config.transports import FILES, transport_of
@@ -413,9 +416,13 @@ def _bad_modes(config: ExperimentConfig) -> Iterator[Problem]:
             transport,
             f"sends weights from a trainer to servers, and mode={config.mode} has only one of them; use {FILES}",
         )
-    if not mode.has_detached_groups and config.train.actor_inf_on_missing:
-        remedy = f"with mode={config.mode} no worker restarts alone; leave it empty"
-        yield "train.actor_inf_on_missing", config.train.actor_inf_on_missing, remedy
+    if not mode.has_detached_groups:
+        never = f"with mode={config.mode} no worker restarts alone"
+        if config.train.actor_inf_on_missing:
+            yield "train.actor_inf_on_missing", config.train.actor_inf_on_missing, f"{never}; leave it empty"
+        for place, model in model_settings(config.train).values():
+            if isinstance(model, RefConfig | RewardModelConfig) and model.on_missing != "wait":
+                yield f"{place}.on_missing", model.on_missing, f"{never}; set it to wait"
     if from_memory and config.weights.full_every > 1:
         sent = f"weights.transport={transport} sends all tensors from memory"
         remedy = f"makes files smaller, and {sent}; set it to 1, or use {FILES}"

@@ -127,6 +127,27 @@ def test_without_an_asynchronous_run_actor_inf_is_never_missing():
         validate(ExperimentConfig(model_path="/m", mode="sync", allocation="d1+actor_inf:d1", train=train))
 
 
+@pytest.mark.parametrize("mode", ["sync", "train_only", "rollout_only"])
+@pytest.mark.parametrize(
+    ("train", "field"),
+    [
+        ({"ref": RefConfig(on_missing="continue")}, "train.ref.on_missing='continue'"),
+        ({"ref": RefConfig(on_missing="stop")}, "train.ref.on_missing='stop'"),
+        ({"reward_model": RewardModelConfig("/m", on_missing="continue")}, "train.reward_model.on_missing='continue'"),
+        (
+            {"reward_models": {"a": RewardModelConfig("/m", on_missing="stop")}},
+            "train.reward_models.a.on_missing='stop'",
+        ),
+    ],
+)
+def test_without_an_asynchronous_run_no_model_is_ever_missing(mode, train, field):
+    config = ExperimentConfig(model_path="/m", mode=mode, train=train_config(kl_coef=0.1, **train))
+    with pytest.raises(ConfigError) as error:
+        validate(config)
+    lines = [line for line in str(error.value).splitlines() if "on_missing" in line]
+    assert lines == [f"{field}: with mode={mode} no worker restarts alone; set it to wait"]
+
+
 # ------------------------------------------------------------------------------------------------------------ computation
 
 
