@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 
+from asyncrl.cli import main as cli
 from asyncrl.config.schema import ConfigError
 from asyncrl.data.model_folder import INDEX, check_shards, weight_map
 from asyncrl.data.prompts import load_tokenizer
@@ -128,6 +129,16 @@ def test_a_config_that_contradicts_the_weights_is_refused(check, named, wrong, t
         ConfigError, match=rf"model_path='{named}': config\.json has {re.escape(told)}.*copy the model again"
     ):
         check()
+
+
+def test_check_shows_one_refusal_of_a_wrong_layer_count(check, named, capsys):
+    """transformers refuses this config.json with an error of its own, which the check of the architecture would show."""
+    edit(named, "config.json", num_hidden_layers=3, layer_types=["full_attention"] * 2)
+    assert cli.main(["check", str(named.parent / "run.yaml")]) == 2
+    out = capsys.readouterr().out.replace("\n", " ")
+    assert "num_hidden_layers=3, but the weights have 2 layers" in out
+    assert out.count("num_hidden_layers") == 1
+    assert "architecture" not in out
 
 
 @pytest.mark.parametrize("eos", [-5, [3, -1], "</s>", 64, [99, 100]])

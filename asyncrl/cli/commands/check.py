@@ -30,7 +30,7 @@ from asyncrl.cli.task_trial import judge_step, try_tasks
 from asyncrl.config.fields import Wrong, overlap
 from asyncrl.config.schema import ExperimentConfig
 from asyncrl.dataflow.phases import phases
-from asyncrl.launch.checks.checklist import MODEL, PROMPTS, TASKS, TOKENIZER, Finding, Report
+from asyncrl.launch.checks.checklist import PROMPTS, TASKS, TOKENIZER, WEIGHTS, Finding, Report
 from asyncrl.launch.checks.preflight import run_checks
 from asyncrl.launch.experiment import draft_experiment
 from asyncrl.launch.program import ProcessSpec, plan, run_directory
@@ -129,7 +129,7 @@ def _try(config: ExperimentConfig, report: Report, wrong: Sequence[Wrong]) -> li
     return [
         *(try_tasks(config) if callable_ else []),
         *([] if overlap(("train.step",), fields) else judge_step(config)),
-        *(judge_architecture(config) if MODEL in report.facts and not overlap(_MODEL_FIELDS, fields) else []),
+        *(judge_architecture(config) if WEIGHTS in report.facts and not overlap(_MODEL_FIELDS, fields) else []),
     ]
 
 
