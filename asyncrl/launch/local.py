@@ -46,6 +46,7 @@ from asyncrl.launch.program import (
     writes_checkpoints,
 )
 from asyncrl.launch.recovery import going_on, starting_point
+from asyncrl.launch.redact import redact_urls
 from asyncrl.launch.rundir import (
     EXPERIMENT_FILE,
     SUMMARY_FILE,
@@ -57,6 +58,7 @@ from asyncrl.launch.rundir import (
     keep_private,
     link_logs,
     logs_dir,
+    read_record,
     write_record,
 )
 from asyncrl.launch.scaling import KIND as SERVER_KIND
@@ -192,6 +194,7 @@ class LocalLauncher:
             queued_again = self.config.cluster == "slurm" and os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
             lock.acquire(take_over_s=_TAKE_OVER_S if queued_again else 0.0)
             closing.callback(lock.release)
+            closing.enter_context(self._failure_recorded())
             with self._explained(lock):
                 self._inputs = read_inputs(self.config)
                 found = self._starting_point()
@@ -226,6 +229,22 @@ class LocalLauncher:
                 if launch is None or self._stop.signal is not None:
                     return 128 + (self._stop.signal or 0)
                 return launch.watch_over()
+
+    @contextlib.contextmanager
+    def _failure_recorded(self) -> Iterator[None]:
+        """Write a LaunchError that leaves the `with` block into this launch's record, for `status`. A launch that fails before it
+        has a record leaves the record of the launch before it as it is."""
+        try:
+            yield
+        except LaunchError as error:
+            with contextlib.suppress(
+                LaunchError, OSError
+            ):  # the folder is lost or the disk is full: the error is still raised
+                record = read_record(self.run_dir)
+                if record is not None and (record.pid, record.started) == (os.getpid(), self._started):
+                    failure = redact_urls(str(error))
+                    write_record(self.run_dir, msgspec.structs.replace(record, failure=failure))
+            raise
 
     @contextlib.contextmanager
     def _explained(self, lock: RunLock) -> Iterator[None]:

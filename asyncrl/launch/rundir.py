@@ -3,7 +3,7 @@
 <fileroot>/<experiment>/<trial>/
   config.yaml          the user's config, merged and resolved (config/resolve.py), without secrets
   launcher.lock        locked while a launcher lives, and contains its pid
-  run.json             the newest launch: its pid, its newest attempt, when it began, how to reach its name resolve
+  run.json             the newest launch: its pid, its newest attempt, when it began, how to reach its name resolve, why it failed
   configs/attempt_N/   each process's resolved config; experiment.yaml: the run's config, which `resume` uses;
                        inputs.json: the state of the user's files when the launch began
   logs/attempt_N/      each process's output; logs/latest links to the newest attempt
@@ -79,6 +79,9 @@ class RunRecord(_Written, frozen=True, kw_only=True):
     name_resolve: NameResolveConfig | None = None
     total_steps: int = 0  # train steps of the complete run; 0: an older release has begun it
     host: str = ""  # the launcher's host, if the run has several; pid and lock are valid only there
+    failure: str = (
+        ""  # the launcher's report of the failure that ended this launch, first cause first; "": none is known
+    )
 
     @property
     def attempt_began(self) -> float:

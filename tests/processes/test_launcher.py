@@ -339,6 +339,10 @@ def test_an_error_is_told_with_its_traceback(start, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert shown.index(" first error ") < shown.index(f'File "{broken}", line 2')
     assert output.index("ZeroDivisionError") < output.index("Its log: ")
+    assert cli.main(["status", str(run.run_dir)]) == 3
+    shown = capsys.readouterr().out
+    assert "it failed: rollout_worker/0 failed" in shown
+    assert shown.index(f'File "{broken}", line 2') < shown.index("ZeroDivisionError") < shown.index("Its log: ")
     assert_nothing_left(run.run_dir)
 
 

@@ -383,6 +383,18 @@ def test_a_run_that_is_over(call, tmp_path):
     assert answer(out) == {"run_dir": str(tmp_path), "was_running": False, "running": False}
 
 
+def test_status_of_a_failed_run_shows_the_first_cause(call, tmp_path):
+    record = RunRecord(pid=4, attempt=1, experiment="e", trial="t", endpoints=[], started=3.0)
+    write_record(tmp_path, record)
+    assert "it failed" not in call("status", tmp_path)[1]
+    failure = "master/0 failed\n\nZeroDivisionError: [red]\n\nIts log: master_0.log"
+    write_record(tmp_path, msgspec.structs.replace(record, failure=failure))
+    code, out, _ = call("status", tmp_path)
+    assert code == 3
+    assert out.endswith(f"\nit failed: {failure}\n")
+    assert answer(call("status", tmp_path, "--json")[1])["record"]["failure"] == failure
+
+
 def test_a_later_attempt_is_shown_with_its_own_start(tmp_path):
     about = {"pid": 4, "experiment": "e", "trial": "t", "endpoints": [], "started": 1000.0}
     first, second = RunRecord(attempt=1, **about), RunRecord(attempt=2, attempt_started=87_400.0, **about)

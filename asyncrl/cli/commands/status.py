@@ -73,6 +73,8 @@ def status(arguments: argparse.Namespace, console: Console) -> int:
     running = goes_on(run_dir, record)
     if record is None or not running:
         console.print(not_running(run_dir, record), highlight=False, soft_wrap=True)
+        if record is not None and record.failure:
+            console.print(f"it failed: {record.failure}", markup=False, highlight=False, soft_wrap=True)
         if arguments.json:
             print_json({"run_dir": str(run_dir), "running": False, "record": record, "workers": []})
         return NOT_RUNNING
