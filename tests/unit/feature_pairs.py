@@ -494,6 +494,8 @@ async def outcome_of(config: ExperimentConfig, features: list[Feature], folder: 
 
         master.detached.repeated = sometimes
         async with contextlib.AsyncExitStack() as stack:
+            # An engine that stays offloaded leaves its file open
+            stack.callback(lambda: [engine.onload() for engine in world.engines.values()])
             if train.arriving_inference:
                 arriving = asyncio.create_task(master.executor.process_arriving(0))
                 stack.callback(arriving.cancel)
