@@ -23,9 +23,8 @@ class TransportTraits:
 
     # The trainer holds each version in memory and offers it before its files are complete, to servers that serve already
     from_memory: bool = False
-    forms_groups: bool = (
-        False  # trainer and servers form process groups (gloo, NCCL), whose connections do not authenticate
-    )
+    # Trainer and servers form process groups (gloo, NCCL), whose connections do not authenticate
+    forms_groups: bool = False
 
 
 FILES = "disk"

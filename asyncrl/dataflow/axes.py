@@ -16,9 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 # What the ranks along an axis share out
-SAMPLES = (
-    "samples"  # of a batch: each rank has a replica of the weights, or a part of one that is gathered before its use
-)
+SAMPLES = "samples"  # of a batch: each rank has the weights, or a part of them that is gathered before its use
 LAYERS = "layers"  # of the model: each rank has a pipeline stage
 MATRICES = "matrices"  # of each layer: each rank has some rows or columns
 # What is summed over the ranks along an axis
@@ -40,9 +38,8 @@ class Axis:
     splits: str  # what its ranks share out
     order: int  # in training: the coordinate of the axis with the highest order varies fastest from rank to rank
     sums: tuple[str, ...]  # what is summed over its ranks
-    head: int = (
-        0  # coordinate of the rank that stores the outputs of a replica; -1: the last one. Unused if it splits samples
-    )
+    # Coordinate of the rank that stores the outputs of a replica; -1: the last one. Unused if the axis splits samples
+    head: int = 0
 
 
 AXES = (  # in the order of layouts such as d2p1m1, in which generation servers get their GPUs, too

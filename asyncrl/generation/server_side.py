@@ -65,13 +65,9 @@ class Means:
     fence: VersionFence
     work: UnbrokenWork
     clock: Clock
-    verified: VerifiedLoads | None = (
-        None  # loads versions and runs the logprob check (weights.verify_logprobs); None: no check
-    )
+    verified: VerifiedLoads | None = None  # loads versions and runs the logprob check (weights.verify_logprobs)
     receiver: WeightReceiver | None = None  # the engine's; None: this server loads from disk only
-    fetched: FetchedWeights | None = (
-        None  # fetches versions that are not in the run's folder here; None: this server fetches none
-    )
+    fetched: FetchedWeights | None = None  # fetches versions that are not in the run's folder here
     run_dir: str = ""  # the run whose weights this server loads; "": it loads from any folder
 
 

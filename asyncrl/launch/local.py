@@ -237,9 +237,7 @@ class LocalLauncher:
         try:
             yield
         except LaunchError as error:
-            with contextlib.suppress(
-                LaunchError, OSError
-            ):  # the folder is lost or the disk is full: the error is still raised
+            with contextlib.suppress(LaunchError, OSError):  # the folder may be lost, or the disk full
                 record = read_record(self.run_dir)
                 if record is not None and (record.pid, record.started) == (os.getpid(), self._started):
                     failure = redact_urls(str(error))

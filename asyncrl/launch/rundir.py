@@ -79,9 +79,7 @@ class RunRecord(_Written, frozen=True, kw_only=True):
     name_resolve: NameResolveConfig | None = None
     total_steps: int = 0  # train steps of the complete run; 0: an older release has begun it
     host: str = ""  # the launcher's host, if the run has several; pid and lock are valid only there
-    failure: str = (
-        ""  # the launcher's report of the failure that ended this launch, first cause first; "": none is known
-    )
+    failure: str = ""  # the launcher's report of the failure that ended this launch, first cause first
 
     @property
     def attempt_began(self) -> float:

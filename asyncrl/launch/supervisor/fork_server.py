@@ -240,9 +240,8 @@ class ForkServer:
         return {Path(message["config"]): message["pid"]} if reply else {}
 
 
-inherited: ForkServer | None = (
-    None  # a fork server that this process had from its start, which forks the others (tests)
-)
+# A fork server that this process had from its start, which forks the others (tests)
+inherited: ForkServer | None = None
 
 
 def _changed(environment: Mapping[str, str], changes: Env) -> dict[str, str]:
