@@ -85,8 +85,8 @@ def test_the_session_of_running_and_watching(place: Path) -> None:
             done(place, next(lines))
             assert (place / RUNS / "plot.png").is_file()
             assert "reward" in done(place, next(lines))
-            done(place, next(lines))
-            done(place, next(lines))
+            for _ in ("trace", "profile", "scale"):
+                done(place, next(lines))
             run.wait_until(lambda: journal(run.run_dir, "generation_server_2"), "the third server sampled tokens", 60)
             done(place, next(lines))
             assert run.wait(60) == 143, run.output()  # `stop` sends SIGTERM
