@@ -125,11 +125,11 @@ async def test_all_slow_hosts_together_are_waited_for_within_one_limit(
     """Ten hosts end their fetch one after another. The end of one does not prolong the wait for the next one."""
     monkeypatch.setattr(fleet, "_FETCH_SLACK_S", 0.4)
     table = ServerTable("round_robin", dead_after_s=10.0)
-    nobody: Any = None
+    no_session: Any = None
     made = Fleet(
         table,
         UpdatePlan(table),
-        session=nobody,
+        session=no_session,
         path_of=lambda version: Path(str(version)),
         on_change=lambda: None,
         probe_every_s=1.0,

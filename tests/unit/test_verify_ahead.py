@@ -35,11 +35,11 @@ class Desk:
         self.published, self.refused = asyncio.Event(), asyncio.Event()
         logger = logging.getLogger(f"asyncrl.test.{id(self)}")
         logger.addFilter(self._note)
-        nobody: Any = None
+        no_session: Any = None
         self.fleet = Fleet(
             self.table,
             self.plan,
-            session=nobody,
+            session=no_session,
             path_of=lambda version: Path(str(version)),
             verify=self._verify,
             on_change=self._changed,

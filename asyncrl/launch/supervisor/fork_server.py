@@ -69,9 +69,8 @@ PRELOADS: Mapping[str, Sequence[str]] = {
 Env: TypeAlias = "Mapping[str, str | None]"  # None: remove the variable
 
 _PROGRAM = "asyncrl.launch.supervisor.fork_server"  # this module, which is __main__ in the fork server
-_BLAS_THREADS = (
-    "OPENBLAS_NUM_THREADS"  # NumPy's BLAS starts threads on import; a process should not fork while it has several
-)
+# NumPy's BLAS starts threads on import, and a process should not fork while it has several threads
+_BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 _MAX_MESSAGE_BYTES = 100_000
 _REPARENT_LIMIT_S = 10.0
 _REPARENT_TURN_S = 0.0005  # short, because the intermediate process is already exiting
