@@ -34,7 +34,7 @@ export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 processes=('processes/test_[a-f]*' 'processes/test_[g-m]*' 'processes/test_[n-z]*')
 case "$tier" in
 "")
-    parts=("${processes[@]}" unit end_to_end mypy)
+    parts=(unit "${processes[@]}" end_to_end mypy)
     export ASYNCRL_TEST_MARKS="not full and not alone and not release"
     echo "== left out (--all has it): another user of this machine (needs root), further whole runs, SGLang, Slurm, hosts, chaos, fuzz"
     ;;
