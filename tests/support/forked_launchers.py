@@ -72,7 +72,7 @@ class ForkedLaunchers:
         at = next((at for at in (1, 2) if list(command[at : at + 2]) == module), 0)
         environment = {**options["env"]}
         if self._server is None:
-            self._environment = environment
+            self._environment = dict(os.environ)
         if not at or command[0] != sys.executable or _imported_with(environment) != _imported_with(self._environment):
             return subprocess.Popen(command, stdout=stdout, **options)
         folder = Path(self._folder.name)
