@@ -22,7 +22,8 @@ pytestmark = [pytest.mark.release, pytest.mark.timeout(600)]
 
 def begin(run: RunHandle) -> subprocess.Popen[str]:
     """Begin a profile. Returns when the request is in name resolve."""
-    command = [sys.executable, "-m", "asyncrl.cli.main", "profile", str(run.run_dir)]
+    # A test run in the background of a script inherits that SIGINT is ignored
+    command = ["env", "--default-signal=INT", sys.executable, "-m", "asyncrl.cli.main", "profile", str(run.run_dir)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     run.wait_until(lambda: requested(run), "a profile was requested", LIMIT_S)
     return process
