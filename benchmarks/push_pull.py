@@ -129,7 +129,7 @@ async def _receive(parent: Parent, trainer: bool, keys: dict[str, str]) -> None:
     from asyncrl.protocol.names import Names
     from asyncrl.protocol.trajectories import StoreVerdict
     from asyncrl.runtime.names.memory import MemoryNameResolver
-    from asyncrl.runtime.push_pull import NameResolvingZmqPuller, puller_stream
+    from asyncrl.streams.push_pull import NameResolvingZmqPuller, puller_stream
 
     resolver, names = MemoryNameResolver("bench"), Names("bench", "push-pull")
     puller = NameResolvingZmqPuller(resolver, names, puller_index=0, runtime=RuntimeConfig())
@@ -161,7 +161,7 @@ async def _send(parent: Parent, way: str) -> None:
     from asyncrl.config.schema import RuntimeConfig
     from asyncrl.protocol.names import Names
     from asyncrl.runtime.names.memory import MemoryNameResolver
-    from asyncrl.runtime.push_pull import NameResolvingZmqPusher, puller_stream
+    from asyncrl.streams.push_pull import NameResolvingZmqPusher, puller_stream
 
     resolver, names = MemoryNameResolver("bench"), Names("bench", "push-pull")
     found = parent.receive() or {}

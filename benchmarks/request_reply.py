@@ -49,7 +49,7 @@ async def _serve(parent: Parent, keys: dict[str, str]) -> None:
     from asyncrl.protocol.calls import CallResult, ExecuteMFC
     from asyncrl.protocol.names import Names
     from asyncrl.runtime.names.memory import MemoryNameResolver
-    from asyncrl.runtime.request_reply import NameResolvingReplyServer, request_stream
+    from asyncrl.streams.request_reply import NameResolvingReplyServer, request_stream
 
     resolver, names = MemoryNameResolver("bench"), Names("bench", "request-reply")
     server = NameResolvingReplyServer(resolver, names, index=0, runtime=RuntimeConfig())
@@ -77,7 +77,7 @@ async def _call(parent: Parent, calls: int, way: str) -> None:
     from asyncrl.protocol.calls import ExecuteMFC
     from asyncrl.protocol.names import Names
     from asyncrl.runtime.names.memory import MemoryNameResolver
-    from asyncrl.runtime.request_reply import NameResolvingRequestClient, request_stream
+    from asyncrl.streams.request_reply import NameResolvingRequestClient, request_stream
 
     resolver, names = MemoryNameResolver("bench"), Names("bench", "request-reply")
     found = parent.receive() or {}

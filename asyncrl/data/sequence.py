@@ -37,6 +37,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from asyncrl.protocol.errors import CodecError
+
 Array = npt.NDArray[Any]
 DType = np.dtype[Any]
 SeqLens = list[list[int]]  # per id, the length of each of its sequences
@@ -603,10 +605,6 @@ MAX_HEADER_BYTES = 4_000_000  # enough for thousands of groups; a hostile header
 _DTYPES = {name: np.dtype(name) for name in DTYPES}
 _MAX_REMEMBERED_BYTES = 4096  # longer encoded keys are not cached, so that a hostile sender cannot fill our memory
 _BOOL = _DTYPES["bool"]
-
-
-class CodecError(ValueError):
-    """The received data is not a sample; the message names the fault."""
 
 
 class _Key(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

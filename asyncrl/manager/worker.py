@@ -32,7 +32,6 @@ from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.manager import Ticket
 from asyncrl.protocol.names import MASTER_META
 from asyncrl.protocol.scaling import DesiredServers
-from asyncrl.protocol.tickets import make_key
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.background import BackgroundTasks
 from asyncrl.runtime.board import StatusBoard, WaitTimeoutError
@@ -43,6 +42,7 @@ from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.journal import BackgroundJournal
 from asyncrl.runtime.names.interface import NameEntryExists, NameEntryNotFound, NameResolveTimeout
 from asyncrl.runtime.system import System
+from asyncrl.runtime.ticket_key import make_key
 from asyncrl.runtime.worker import Worker
 from asyncrl.weights.fetch import WeightFiles
 from asyncrl.weights.versions import Manifest, VerifiedVersion, role_dir, version_dir
@@ -474,7 +474,7 @@ def heads_of_workers(config: GserverManagerConfig) -> dict[str, list[int]] | Non
         return None
     if policy != "grouping":
         raise ValueError(f"manager.head_policy is {policy!r}; use balanced or grouping")
-    from asyncrl.runtime.push_pull import grouping  # imported here, because nothing else here needs zmq
+    from asyncrl.streams.push_pull import grouping  # imported here, because nothing else here needs zmq
 
     heads: dict[str, list[int]] = {}
     for head, workers in grouping(num_workers, config.num_heads).items():

@@ -32,7 +32,7 @@ from asyncrl.protocol.calls import CallBody, CallResult, FetchData, FetchPart
 from asyncrl.protocol.errors import ErrorClass, Failures, RunEndedError
 from asyncrl.runtime.board import StatusBoard, WaitTimeoutError
 from asyncrl.runtime.channel_protocol import ChannelError, ReceiverRestarted
-from asyncrl.runtime.request_reply import NameResolvingRequestClient, RemoteCallError
+from asyncrl.streams.request_reply import NameResolvingRequestClient, RemoteCallError
 
 T = TypeVar("T")
 

@@ -13,10 +13,10 @@ from asyncrl.data.bad_batches import weights_needed
 from asyncrl.data.prompts import PromptSource
 from asyncrl.master.report import generation_idle_share
 from asyncrl.protocol.names import ACTOR
-from asyncrl.protocol.tickets import read_key
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.disk import write_file
 from asyncrl.runtime.metrics import JsonLinesWriter, MetricsWriter
+from asyncrl.runtime.ticket_key import read_key
 from asyncrl.runtime.wandb_writer import WandbWriter
 from asyncrl.weights.checkpoints import DataIdentity, MasterState, prune, read_state
 from asyncrl.weights.versions import prune_versions, role_dir

@@ -35,7 +35,7 @@ from asyncrl.protocol.calls import (
 )
 from asyncrl.protocol.names import ACTOR
 from asyncrl.protocol.run_folder import name_of
-from asyncrl.runtime.request_reply import NameResolvingRequestClient
+from asyncrl.streams.request_reply import NameResolvingRequestClient
 from asyncrl.weights.checkpoints import CheckpointError, newest_step
 
 _RECORDER = ModelPlacement(ACTOR, ParallelGrid(), (0,))  # stands for the recorder in rollout_only, which has no model

@@ -19,8 +19,8 @@ from asyncrl.protocol.manager import LedgerView, MasterReport, ServerView
 from asyncrl.protocol.trajectories import StoreVerdict
 from asyncrl.runtime.board import StatusBoard, WaitTimeoutError
 from asyncrl.runtime.clock import Clock
-from asyncrl.runtime.push_pull import MetaPuller
 from asyncrl.runtime.service_client import ServiceClient
+from asyncrl.streams.push_pull import MetaPuller
 
 T = TypeVar("T")
 

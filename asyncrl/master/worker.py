@@ -32,12 +32,12 @@ from asyncrl.master.rollouts import ManagerReports, Rollouts, accept_trajectorie
 from asyncrl.master.sync import Generation
 from asyncrl.master.trainer import BatchSource, Trainer
 from asyncrl.runtime.directory import Directory
-from asyncrl.runtime.push_pull import MetaPuller
-from asyncrl.runtime.request_reply import NameResolvingRequestClient
 from asyncrl.runtime.service_client import ServiceClient
 from asyncrl.runtime.system import System
 from asyncrl.runtime.wandb_writer import SLACK_S, WandbWriter
 from asyncrl.runtime.worker import Worker
+from asyncrl.streams.push_pull import MetaPuller
+from asyncrl.streams.request_reply import NameResolvingRequestClient
 
 
 class MasterWorker(Worker):

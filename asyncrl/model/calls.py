@@ -65,8 +65,8 @@ from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.devices import peak_flops, peak_memory_bytes
-from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
 from asyncrl.runtime.trace import Tracer
+from asyncrl.streams.request_reply import Call, NameResolvingReplyServer
 
 
 class Calls:

@@ -70,8 +70,8 @@ from asyncrl.runtime.background import BackgroundTasks
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.disk import writing
-from asyncrl.runtime.request_reply import Call
 from asyncrl.runtime.trace import Tracer
+from asyncrl.streams.request_reply import Call
 from asyncrl.weights.forms import BETWEEN_FULL
 from asyncrl.weights.update_group import Bucket, bucket_specs, dtype_of, empty_buckets, num_bytes_of
 from asyncrl.weights.versions import (

@@ -25,10 +25,10 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from asyncrl.data.sequence import MAX_HEADER_BYTES, CodecError, SequenceSample, decode_sample, encode_sample
+from asyncrl.data.sequence import MAX_HEADER_BYTES, SequenceSample, decode_sample, encode_sample
 from asyncrl.model.store import DataStore
 from asyncrl.protocol.calls import FetchPart, HeldDataRequest
-from asyncrl.protocol.errors import DECODE_ERRORS, ErrorClass, class_of_status
+from asyncrl.protocol.errors import DECODE_ERRORS, CodecError, ErrorClass, class_of_status
 from asyncrl.runtime.board import StatusBoard, WaitTimeoutError
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.http_server import for_the_run, serve

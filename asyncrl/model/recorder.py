@@ -31,9 +31,9 @@ from asyncrl.protocol.run_folder import path_of
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.disk import writing
-from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
 from asyncrl.runtime.system import System
 from asyncrl.runtime.worker import Worker
+from asyncrl.streams.request_reply import Call, NameResolvingReplyServer
 from asyncrl.weights.versions import publish_folder
 
 _LAST_WORDS_S = 0.2  # between the answer to a failed call and the end of the worker

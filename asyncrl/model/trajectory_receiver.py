@@ -28,8 +28,8 @@ from asyncrl.runtime.background import BackgroundTasks
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.directory import Directory
-from asyncrl.runtime.push_pull import DecodeSample, MetaPusher, NameResolvingZmqPuller, Pulled
 from asyncrl.runtime.system import System
+from asyncrl.streams.push_pull import DecodeSample, MetaPusher, NameResolvingZmqPuller, Pulled
 
 _FINITE = ("packed_logprobs", "rewards", DENSE_REWARDS)  # keys whose values must be finite
 _ROOM_LIMIT_S = (

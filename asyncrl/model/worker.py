@@ -48,9 +48,9 @@ from asyncrl.model.transports import KINDS
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.loading import LoadProgress
-from asyncrl.runtime.request_reply import NameResolvingReplyServer
 from asyncrl.runtime.system import System
 from asyncrl.runtime.worker import Worker
+from asyncrl.streams.request_reply import NameResolvingReplyServer
 
 
 class ModelWorker(Worker):

@@ -26,6 +26,11 @@ from asyncrl.config.schema import ConfigError
 
 MAX_UNKNOWN = 5
 
+
+class CodecError(ValueError):
+    """The received data is not a sample; the message names the fault."""
+
+
 # Errors from decoding received bytes. Besides MsgspecError: UnicodeDecodeError (not UTF-8) and RecursionError (nested
 # too deeply).
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)

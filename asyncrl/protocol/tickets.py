@@ -3,24 +3,18 @@ them.
 
 The manager ends each id with a code over the rest of it, made with the run's ticket key. The master checks the code
 before it accepts a trajectory, so no trajectory is trained without a granted ticket. The check needs no call to the
-manager. The key is a file in the run's folder, which both processes can read, so it survives their restarts and new
-attempts.
+manager. The key is a file of the run (runtime/ticket_key.py).
 """
 
 from __future__ import annotations
 
 import hmac
 import re
-import secrets
-from pathlib import Path
 
 from msgspec import Struct
 
 from asyncrl.protocol.trajectories import Locator
-from asyncrl.runtime.disk import write_private, write_when_there_is_room
 
-KEY_FILE = "ticket.key"  # in the run's folder, readable only by its owner
-_KEY_BYTES = 32
 _SEAL_BYTES = 8
 _TICKET_ID = re.compile(r"a(\d+)-e(\d+)-p(\d+)-i(\d+)-v(\d+)-h(\d+)-(\w+)", re.ASCII)
 
@@ -71,26 +65,3 @@ class TicketSeal:
 
     def _code(self, text: str) -> str:
         return hmac.digest(self._key, text.encode(errors="replace"), "sha256")[:_SEAL_BYTES].hex()
-
-
-def make_key(run_dir: Path) -> bytes:
-    """Return the run's ticket key, creating it if it does not exist. Raises StorageError. Only the gserver manager calls it."""
-    path = run_dir / KEY_FILE
-
-    def make() -> bytes:
-        if (key := read_key(run_dir)) is not None:
-            return key
-        run_dir.mkdir(parents=True, exist_ok=True)
-        key = secrets.token_bytes(_KEY_BYTES)
-        write_private(path, key)
-        return key
-
-    return write_when_there_is_room(path, make)
-
-
-def read_key(run_dir: Path) -> bytes | None:
-    """Return the run's ticket key; None if no manager has created it yet."""
-    try:
-        return (run_dir / KEY_FILE).read_bytes()
-    except FileNotFoundError:
-        return None

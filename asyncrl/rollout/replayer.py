@@ -23,9 +23,9 @@ from asyncrl.protocol.manager import LedgerView, MasterReport, TicketView
 from asyncrl.protocol.trajectories import Locator
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.http_server import for_the_run, serve
-from asyncrl.runtime.push_pull import NameResolvingZmqPusher
 from asyncrl.runtime.system import System
 from asyncrl.runtime.worker import Worker
+from asyncrl.streams.push_pull import NameResolvingZmqPusher
 
 _MAX_WAIT_S = 60.0  # longest time that the answer to a report is held back
 _MAX_BODY_BYTES = 64 << 20

@@ -36,8 +36,8 @@ from asyncrl.runtime.channel_protocol import ChannelRefused
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.disk import out_of_files
 from asyncrl.runtime.journal import BackgroundJournal
-from asyncrl.runtime.push_pull import NameResolvingZmqPusher
 from asyncrl.runtime.trace import Tracer
+from asyncrl.streams.push_pull import NameResolvingZmqPusher
 
 TRAIN = "train"
 _AGENTS = (Agent, ChatAgent)

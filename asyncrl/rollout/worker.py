@@ -19,9 +19,9 @@ from asyncrl.rollout.rollout_data import RolloutData
 from asyncrl.rollout.rollouts import Rollouts, TaskTable
 from asyncrl.rollout.tickets import HeldTickets, ManagerClient
 from asyncrl.runtime.directory import Directory
-from asyncrl.runtime.push_pull import NameResolvingZmqPusher
 from asyncrl.runtime.system import System
 from asyncrl.runtime.worker import Worker
+from asyncrl.streams.push_pull import NameResolvingZmqPusher
 
 _SPARE_FILES = 256  # file descriptors reserved for all uses except generation requests
 

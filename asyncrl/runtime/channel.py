@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from asyncrl.data.sequence import CodecError
-from asyncrl.protocol.errors import DECODE_ERRORS
+from asyncrl.protocol.errors import DECODE_ERRORS, CodecError
 from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.channel_protocol import (

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from asyncrl.config.schema import GenerationConfig, RuntimeConfig, SamplingConfig
-from asyncrl.data.sequence import CodecError, SequenceSample, decode_sample, encode_sample
+from asyncrl.data.sequence import SequenceSample, decode_sample, encode_sample
 from asyncrl.generation.engine import EngineUnavailable, RequestRefused
 from asyncrl.generation.http import GenerationHTTP
 from asyncrl.manager.http import ManagerService
@@ -29,7 +29,7 @@ from asyncrl.manager.routing import ServerTable
 from asyncrl.manager.scaling import ServerTarget
 from asyncrl.model.fetching import pack_sample, read_request, unpack_sample
 from asyncrl.protocol.calls import CallResult, ExecuteMFC, HeldDataRequest
-from asyncrl.protocol.errors import DECODE_ERRORS
+from asyncrl.protocol.errors import DECODE_ERRORS, CodecError
 from asyncrl.protocol.generation import GenerateRequest, SamplingParams
 from asyncrl.protocol.hosts import DesiredProcess, HostReport, ObservedProcess
 from asyncrl.protocol.manager import (
@@ -50,14 +50,14 @@ from asyncrl.runtime.channel import ChannelReceiver, ChannelSender
 from asyncrl.runtime.channel_protocol import ChannelLimits, ChannelRefused, Endpoint
 from asyncrl.runtime.names.interface import NameResolver
 from asyncrl.runtime.names.memory import MemoryNameResolver, MemoryStore
-from asyncrl.runtime.push_pull import MetaPuller, NameResolvingZmqPuller, puller_stream
-from asyncrl.runtime.request_reply import (
+from asyncrl.runtime.transport import MemoryTransport, PullSocket
+from asyncrl.streams.push_pull import MetaPuller, NameResolvingZmqPuller, puller_stream
+from asyncrl.streams.request_reply import (
     NameResolvingReplyServer,
     NameResolvingRequestClient,
     RemoteCallError,
     request_stream,
 )
-from asyncrl.runtime.transport import MemoryTransport, PullSocket
 from tests.support.paced_engine import LongTail, PacedEngine
 
 MAX_BYTES = 1 << 20  # size limit of a message here

@@ -12,7 +12,7 @@ from asyncrl.protocol.names import Names
 from asyncrl.protocol.trajectories import StoreVerdict
 from asyncrl.runtime.names.memory import MemoryNameResolver
 from asyncrl.runtime.process import die_with_parent
-from asyncrl.runtime.push_pull import NameResolvingZmqPuller
+from asyncrl.streams.push_pull import NameResolvingZmqPuller
 
 
 async def main(journal_path: str) -> None:

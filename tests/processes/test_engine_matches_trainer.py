@@ -41,7 +41,7 @@ from asyncrl.rollout.client import PartialRolloutManager, Route
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.names.interface import NameResolver
 from asyncrl.runtime.names.open import open_name_resolver
-from asyncrl.runtime.push_pull import NameResolvingZmqPuller, NameResolvingZmqPusher
+from asyncrl.streams.push_pull import NameResolvingZmqPuller, NameResolvingZmqPusher
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import version_dir, write_version
 

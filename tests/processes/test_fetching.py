@@ -17,11 +17,12 @@ from test_data_manager import KEYS, make_group, same_bytes
 
 from asyncrl.config.processes import WorkerInfo
 from asyncrl.config.schema import NameResolveConfig, RuntimeConfig
-from asyncrl.data.sequence import CodecError, SequenceSample
+from asyncrl.data.sequence import SequenceSample
 from asyncrl.model import fetching
 from asyncrl.model.fetching import DataFetcher, FetchError, HeldData, pack_sample, read_request, unpack_sample
 from asyncrl.model.store import DataStore
 from asyncrl.protocol.calls import FetchPart, HeldDataRequest
+from asyncrl.protocol.errors import CodecError
 from asyncrl.protocol.names import Names
 from asyncrl.runtime import security
 from asyncrl.runtime.board import StatusBoard

@@ -11,9 +11,10 @@ from msgspec import structs
 from test_manager_http import LIMIT_S, Setup, ids, serving_one
 
 from asyncrl.master.worker import MasterWorker
-from asyncrl.protocol.tickets import TicketId, TicketSeal, make_key
+from asyncrl.protocol.tickets import TicketId, TicketSeal
 from asyncrl.protocol.trajectories import TrajectoryMeta
-from asyncrl.runtime.push_pull import MetaPusher
+from asyncrl.runtime.ticket_key import make_key
+from asyncrl.streams.push_pull import MetaPusher
 from tests.support.master import master_config
 
 

@@ -73,9 +73,9 @@ from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.names.interface import NameResolver
 from asyncrl.runtime.names.open import open_name_resolver
-from asyncrl.runtime.push_pull import MetaPuller, NameResolvingZmqPusher
-from asyncrl.runtime.request_reply import NameResolvingReplyServer, NameResolvingRequestClient, RemoteCallError
 from asyncrl.runtime.system import System
+from asyncrl.streams.push_pull import MetaPuller, NameResolvingZmqPusher
+from asyncrl.streams.request_reply import NameResolvingReplyServer, NameResolvingRequestClient, RemoteCallError
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import MANIFEST, tensor_files, verify_version
 from tests.support.training_side import TrainingSide, training_side

@@ -38,7 +38,7 @@ from asyncrl.rollout.tickets import HeldTickets
 from asyncrl.rollout.worker import RolloutWorker
 from asyncrl.runtime.metrics import read_json_lines
 from asyncrl.runtime.names.memory import MemoryNameResolver
-from asyncrl.runtime.push_pull import NameResolvingZmqPuller, Pulled
+from asyncrl.streams.push_pull import NameResolvingZmqPuller, Pulled
 from asyncrl.testing.tiny import make_char_tokenizer
 
 V1 = WeightVersion(1, 1).pack()

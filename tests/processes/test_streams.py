@@ -32,14 +32,14 @@ from asyncrl.runtime.channel_protocol import (
     ReceiverRestarted,
 )
 from asyncrl.runtime.names.memory import MemoryNameResolver
-from asyncrl.runtime.push_pull import MetaPuller, MetaPusher, NameResolvingZmqPuller, NameResolvingZmqPusher
-from asyncrl.runtime.request_reply import (
+from asyncrl.runtime.transport import ZmqTransport
+from asyncrl.streams.push_pull import MetaPuller, MetaPusher, NameResolvingZmqPuller, NameResolvingZmqPusher
+from asyncrl.streams.request_reply import (
     CALL_CREDIT_ITEMS,
     NameResolvingReplyServer,
     NameResolvingRequestClient,
     RemoteCallError,
 )
-from asyncrl.runtime.transport import ZmqTransport
 
 LIMIT_S = 60.0  # a killed head needs a process start to come back
 RUNTIME = RuntimeConfig(push_credit_items=8, resend_after_s=0.2, start_timeout_s=LIMIT_S)

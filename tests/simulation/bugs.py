@@ -27,7 +27,7 @@ from asyncrl.protocol.calls import WriteWeights
 from asyncrl.protocol.names import ACTOR
 from asyncrl.protocol.trajectories import StoreVerdict, TrajectoryMeta
 from asyncrl.protocol.versions import WeightVersion
-from asyncrl.runtime.push_pull import Pulled
+from asyncrl.streams.push_pull import Pulled
 from asyncrl.weights.checkpoints import MasterState
 from tests.simulation.disk import Disk
 from tests.simulation.world import here

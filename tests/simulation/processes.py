@@ -58,10 +58,10 @@ from asyncrl.runtime.clock import SYSTEM_CLOCK
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.names.interface import NameResolveError
-from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
 from asyncrl.runtime.system import System
 from asyncrl.runtime.trace import OFF
 from asyncrl.runtime.worker import Worker
+from asyncrl.streams.request_reply import Call, NameResolvingReplyServer
 from tests.simulation.disk import Folder
 from tests.simulation.world import here
 from tests.support.paced_engine import LongTail, PacedEngine

@@ -26,7 +26,7 @@ import asyncrl.master.checkpointing
 import asyncrl.master.model_workers
 import asyncrl.master.publishing
 import asyncrl.rollout.rollouts
-import asyncrl.runtime.push_pull
+import asyncrl.streams.push_pull
 from asyncrl.config.processes import GserverManagerConfig, MasterWorkerConfig, RolloutWorkerConfig
 from asyncrl.config.schema import PromptSourceConfig
 from asyncrl.manager.http import ManagerService
@@ -309,7 +309,7 @@ def _noting_model_info(real: Any) -> Any:
 
 
 def _patches() -> list[tuple[Any, str, Any]]:
-    streams = asyncrl.runtime.push_pull
+    streams = asyncrl.streams.push_pull
     return [
         (time, "monotonic", time.monotonic),  # `use` sets them
         (time, "time", time.time),

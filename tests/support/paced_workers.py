@@ -30,9 +30,9 @@ from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.metrics import JOURNAL_BUCKET_S
 from asyncrl.runtime.process import die_with_parent
-from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
 from asyncrl.runtime.system import System
 from asyncrl.runtime.worker import Worker, configure_logging, run_worker
+from asyncrl.streams.request_reply import Call, NameResolvingReplyServer
 from asyncrl.weights.versions import publish_folder
 from tests.support.paced_engine import LongTail, PacedEngine
 

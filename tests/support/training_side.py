@@ -42,8 +42,8 @@ from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.names.etcd.server import EtcdServer
 from asyncrl.runtime.names.interface import NameResolver
 from asyncrl.runtime.names.open import open_name_resolver
-from asyncrl.runtime.push_pull import MetaPuller, NameResolvingZmqPusher
-from asyncrl.runtime.request_reply import NameResolvingRequestClient
+from asyncrl.streams.push_pull import MetaPuller, NameResolvingZmqPusher
+from asyncrl.streams.request_reply import NameResolvingRequestClient
 
 PRELOAD = ["torch", "torch.distributed", "transformers", "asyncrl.model.worker"]
 RUNTIME = RuntimeConfig(start_timeout_s=120.0, stop_timeout_s=5.0, log_level="WARNING")

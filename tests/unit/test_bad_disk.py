@@ -21,11 +21,11 @@ from asyncrl.launch.program import save_config
 from asyncrl.launch.rundir import RunRecord, begin_attempt, logs_dir, read_record, write_record
 from asyncrl.master.files import MasterFiles
 from asyncrl.protocol.errors import Failures
-from asyncrl.protocol.tickets import make_key, read_key
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime import disk
 from asyncrl.runtime.disk import StorageError, explain, nearly_full, write_when_there_is_room, writing
 from asyncrl.runtime.metrics import EventFile, JsonLinesWriter, MetricsWriter, read_json_lines
+from asyncrl.runtime.ticket_key import make_key, read_key
 from asyncrl.runtime.worker import told
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import (

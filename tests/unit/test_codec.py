@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.data.sequence import DTYPES, FORMAT, CodecError, SequenceSample, decode_sample, encode_sample
+from asyncrl.data.sequence import DTYPES, FORMAT, SequenceSample, decode_sample, encode_sample
+from asyncrl.protocol.errors import CodecError
 
 
 def make_sample(dtype: str = "float32", lengths: tuple[tuple[int, ...], ...] = ((3, 2), (4,))) -> SequenceSample:

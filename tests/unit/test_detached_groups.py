@@ -35,8 +35,8 @@ from asyncrl.protocol.calls import (
 from asyncrl.runtime.board import WaitTimeoutError
 from asyncrl.runtime.channel import FencedError
 from asyncrl.runtime.names.memory import MemoryNameResolver
-from asyncrl.runtime.request_reply import NameResolvingReplyServer, NameResolvingRequestClient
 from asyncrl.runtime.transport import MemoryTransport
+from asyncrl.streams.request_reply import NameResolvingReplyServer, NameResolvingRequestClient
 from asyncrl.weights.checkpoints import shared_dir
 
 # When a reference ends: before it fetches its inputs, after it has computed, or before its outputs are fetched

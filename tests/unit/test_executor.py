@@ -32,8 +32,8 @@ from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.channel_protocol import ChannelClosed
 from asyncrl.runtime.clock import SYSTEM_CLOCK
 from asyncrl.runtime.names.memory import MemoryNameResolver
-from asyncrl.runtime.request_reply import NameResolvingReplyServer, NameResolvingRequestClient
 from asyncrl.runtime.transport import MemoryTransport
+from asyncrl.streams.request_reply import NameResolvingReplyServer, NameResolvingRequestClient
 
 RUNTIME = RuntimeConfig(start_timeout_s=10.0)
 NAMES = Names("e", "t")

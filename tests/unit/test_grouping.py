@@ -2,7 +2,7 @@
 
 import pytest
 
-from asyncrl.runtime.push_pull import grouping
+from asyncrl.streams.push_pull import grouping
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ import sys
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+import pytest
+
 import asyncrl
 
 TORCHLESS = [
@@ -24,8 +26,8 @@ TORCHLESS = [
     "asyncrl.runtime.metrics",
     "asyncrl.runtime.names.etcd.resolver",
     "asyncrl.runtime.names.etcd.server",
-    "asyncrl.runtime.push_pull",
-    "asyncrl.runtime.request_reply",
+    "asyncrl.streams.push_pull",
+    "asyncrl.streams.request_reply",
     "asyncrl.runtime.service_client",
     "asyncrl.weights.versions",
     "asyncrl.weights.checkpoints",
@@ -100,16 +102,27 @@ def test_name_resolve_imports_etcd3_only_when_it_is_opened():
     assert imported_by("import asyncrl.runtime.names.open", ["grpc", "etcd3"]) == "[]"
 
 
-def test_config_imports_no_other_part_of_asyncrl():
-    for file in (Path(asyncrl.__file__).parent / "config").glob("**/*.py"):
+FLOORS = {
+    "config": {"config"},
+    "protocol": {"config", "protocol"},
+    "runtime": {"config", "protocol", "runtime"},
+    "streams": {"config", "protocol", "runtime", "data", "dataflow", "streams"},
+}
+
+
+@pytest.mark.parametrize("folder", FLOORS)
+def test_a_floor_imports_only_from_itself_and_below(folder):
+    for file in (Path(asyncrl.__file__).parent / folder).glob("**/*.py"):
         found = set(re.findall(r"^ *(?:from|import) asyncrl\.(\w+)", file.read_text(), re.MULTILINE))
-        assert found <= {"config"}, f"{file.name} imports asyncrl.{sorted(found - {'config'})}"
+        assert found <= FLOORS[folder], f"{file.name} imports asyncrl.{sorted(found - FLOORS[folder])}"
 
 
 def test_process_folders_do_not_import_one_another():
     folders = {"rollout", "manager", "generation", "model", "master"}
     package = Path(asyncrl.__file__).parent
-    shared = [file for name in ("groups", "data", "runtime", "algorithms") for file in (package / name).glob("**/*.py")]
+    shared = [
+        file for name in ("streams", "data", "runtime", "algorithms") for file in (package / name).glob("**/*.py")
+    ]
     for file in [
         *shared,
         *package.glob("*.py"),

@@ -21,7 +21,7 @@ from asyncrl.launch.supervisor.policy import EVERYTHING, End, StartAgain, Superv
 from asyncrl.master.calls import Absence, GroupMissingEndsRunError
 from asyncrl.master.report import RunSummary
 from asyncrl.protocol.calls import ExecuteMFC
-from asyncrl.runtime.request_reply import request_stream
+from asyncrl.streams.request_reply import request_stream
 
 GRAPH = DataflowGraph(
     [

@@ -13,17 +13,17 @@ import pytest
 
 import asyncrl
 from asyncrl.config.schema import ConfigError, RuntimeConfig
-from asyncrl.data.sequence import CodecError, decode_sample
+from asyncrl.data.sequence import decode_sample
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import load_process_config, parse_process_config
-from asyncrl.protocol.errors import DECODE_ERRORS
+from asyncrl.protocol.errors import DECODE_ERRORS, CodecError
 from asyncrl.protocol.manager import MasterReport
 from asyncrl.protocol.names import Names
 from asyncrl.protocol.trajectories import TrajectoryMeta
 from asyncrl.runtime.channel import ChannelSender
 from asyncrl.runtime.channel_protocol import ChannelLimits, ChannelRefused
 from asyncrl.runtime.names.memory import MemoryNameResolver
-from asyncrl.runtime.push_pull import NameResolvingZmqPuller, puller_stream
+from asyncrl.streams.push_pull import NameResolvingZmqPuller, puller_stream
 
 SOURCES = sorted(Path(asyncrl.__file__).parent.rglob("*.py"))
 # Judges: judge_main.py receives calls only from the worker that forked it, through a socket pair that no other process has.

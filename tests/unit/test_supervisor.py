@@ -197,7 +197,7 @@ def test_peers_that_fail_because_of_a_kill_are_not_the_cause(world: World) -> No
 
 
 def test_a_forwarded_error_waits_for_the_report_of_its_origin(world: World) -> None:
-    world.fail("master/0", "asyncrl.runtime.request_reply.RemoteCallError: model_worker/1: ValueError: a loss")
+    world.fail("master/0", "asyncrl.streams.request_reply.RemoteCallError: model_worker/1: ValueError: a loss")
     assert world.turn(LAST_WORDS_S + 0.1) == []
     assert world.turn(LAST_WORDS_S + 0.1) == []  # the origin has not reported yet
     world.fail("model_worker/1", "ValueError: a loss")

@@ -10,8 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 from asyncrl.master.buffer import Grants
-from asyncrl.protocol.tickets import KEY_FILE, TicketId, TicketSeal, make_key, read_key
+from asyncrl.protocol.tickets import TicketId, TicketSeal
 from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
+from asyncrl.runtime.ticket_key import KEY_FILE, make_key, read_key
 
 KEY = b"k" * 32
 TICKET = TicketId(1, Locator(0, 3), 1, 4, 0, "ab12_7")

@@ -19,7 +19,8 @@ import msgspec
 from msgspec import Struct
 
 from asyncrl.config.schema import RuntimeConfig
-from asyncrl.data.sequence import CodecError, SequenceSample, decode_sample, encode_sample
+from asyncrl.data.sequence import SequenceSample, decode_sample, encode_sample
+from asyncrl.protocol.errors import CodecError
 from asyncrl.protocol.names import MASTER_META, Names
 from asyncrl.protocol.trajectories import StoreVerdict, TrajectoryMeta
 from asyncrl.runtime.channel import ChannelSender, Delivery, PublishedReceiver

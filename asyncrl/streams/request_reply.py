@@ -26,10 +26,9 @@ import msgspec
 from msgspec import Struct
 
 from asyncrl.config.schema import RuntimeConfig
-from asyncrl.data.sequence import CodecError
 from asyncrl.dataflow.worker_groups import GroupIncarnations
 from asyncrl.protocol.calls import CallBody, CallResult
-from asyncrl.protocol.errors import DECODE_ERRORS
+from asyncrl.protocol.errors import DECODE_ERRORS, CodecError
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.channel import ChannelSender, Delivery, PublishedReceiver
 from asyncrl.runtime.channel_protocol import ChannelFull, ChannelLimits, Endpoint, ReceiverRestarted
