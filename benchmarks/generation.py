@@ -19,7 +19,6 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import logging
 import os
 import statistics
 import subprocess
@@ -124,17 +123,13 @@ class Served:
         return found
 
     async def _tokens_per_s(self, load: int, seconds: float, update_every_s: float | None) -> float:
-        from asyncrl.config.processes import WorkerInfo
-        from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, SamplingConfig
+        from asyncrl.config.schema import SamplingConfig
         from asyncrl.rollout.client import PartialRolloutManager
-        from asyncrl.runtime.board import StatusBoard
+        from tests.support.services import make_services
 
-        resolve = NameResolveConfig(endpoints=["memory://"])
-        info = WorkerInfo("rollout_worker", 0, 1, "benchmark", "t0", 1, "", 1, resolve, RuntimeConfig())
         client = PartialRolloutManager(
             _NoOtherServer(),
-            board=StatusBoard(info, logging.getLogger("benchmark")),
-            logger=logging.getLogger("benchmark"),
+            make_services(logger="benchmark"),
             new_tokens_per_chunk=1024,
             request_timeout_s=_REQUEST_LIMIT_S,
             max_requests=load,

@@ -26,7 +26,6 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import logging
 import os
 import shutil
 import signal
@@ -199,6 +198,7 @@ class Trainer:
         from asyncrl.model.broadcast import ServerClient, WeightSender
         from asyncrl.model.held_weights import ShareReader
         from asyncrl.runtime.http_client import open_session
+        from tests.support.services import make_services
 
         async def url_of(worker: int) -> str:
             raise ChildFailed("this trainer has one rank")
@@ -213,7 +213,7 @@ class Trainer:
             host="127.0.0.1",
             device=device,
             options=options,
-            logger=logging.getLogger("benchmark"),
+            services=make_services(logger="benchmark"),
         )
         return sender, await self._opened.enter_async_context(sender.serving())
 

@@ -45,8 +45,7 @@ from asyncrl.protocol.errors import ErrorClass, RunEndedError, classify
 from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.generation import ModelInfo
 from asyncrl.protocol.versions import WeightVersion
-from asyncrl.runtime.clock import Clock, SystemClock
-from asyncrl.runtime.trace import OFF, Tracer
+from asyncrl.runtime.services import Services
 from asyncrl.weights.form import WeightsError
 from asyncrl.weights.versions import Manifest, verify_version
 
@@ -93,6 +92,7 @@ class Fleet:
         self,
         table: ServerTable,
         plan: UpdatePlan,
+        services: Services,
         *,
         session: aiohttp.ClientSession,
         path_of: Callable[[WeightVersion], Path],
@@ -101,13 +101,10 @@ class Fleet:
         probe_every_s: float,
         probe_limit_s: float,
         verify_limit_s: float,
-        logger: logging.Logger,
         interrupt: str = "abort",
         transport: str = FILES,
         transfer_limit_s: float = 30.0,
         replace_limit_s: float = 0.0,
-        clock: Clock | None = None,
-        trace: Tracer = OFF,
         files_url: str = "",
         shares_devices: bool = False,
     ) -> None:
@@ -119,7 +116,7 @@ class Fleet:
         self.counters: Counter[tuple[str, str]] = Counter()
         self.update_seconds: defaultdict[str, float] = defaultdict(float)  # by server: seconds in successful updates
         self._calls, self._path_of, self._verify = ServerCalls(session), path_of, verify
-        means = Means(self._calls, path_of, files_url, transfer_limit_s, self.counters, logger)
+        means = Means(self._calls, path_of, files_url, transfer_limit_s, self.counters, services.logger)
         self._files, self._from_memory = FilesInManager(means), KINDS[transport](means)
         self._on_change = on_change
         self._probe_every_s = probe_every_s
@@ -128,14 +125,12 @@ class Fleet:
         self._replace_limit_s = replace_limit_s
         # The newest publication, once it has failed verification for a quarter of verify_limit_s
         self.damaged: WeightVersion | None = None
-        self._logger = logger
+        self._logger, self._trace, self._clock = services.logger, services.trace, services.clock
         self._pause_body = msgspec.json.encode({"mode": interrupt})
         self._files_url, self._shares_devices = files_url, shares_devices
         # Not servers that sleep, that get most versions from memory, or that must fetch: how long that may take is known only after
         # the manager has read the manifest
         self._verify_at_servers = not (files_url or shares_devices or transport_of(transport).from_memory)
-        self._trace = trace
-        self._clock = clock or SystemClock()
         self._verifier = ThreadPoolExecutor(1, thread_name_prefix="verify_weights", initializer=_give_way)
         self._published = Fence[WeightVersion | None](None)
         self._failing: tuple[WeightVersion, float] | None = None  # the publication that fails its check, and since when

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import logging
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Literal
@@ -33,14 +32,13 @@ from asyncrl.protocol.manager import Ticket
 from asyncrl.protocol.names import MASTER_META
 from asyncrl.protocol.scaling import DesiredServers
 from asyncrl.protocol.versions import WeightVersion
-from asyncrl.runtime.background import BackgroundTasks
-from asyncrl.runtime.board import StatusBoard, WaitTimeoutError
+from asyncrl.runtime.board import WaitTimeoutError
 from asyncrl.runtime.channel_protocol import Endpoint
-from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.journal import BackgroundJournal
 from asyncrl.runtime.names.interface import NameEntryExists, NameEntryNotFound, NameResolveTimeout
+from asyncrl.runtime.services import Services
 from asyncrl.runtime.system import System
 from asyncrl.runtime.ticket_key import make_key
 from asyncrl.runtime.worker import Worker
@@ -131,6 +129,7 @@ class GserverManager(Worker):
                 patience_s=options.update_timeout_s + config.replace_timeout_s,
                 offers=KINDS[config.transport].offers(),
             ),
+            self.services,
             session=await opened.enter_async_context(open_session(max_connections=0)),
             path_of=self._files.path_of,
             verify=self._files.verify,
@@ -142,11 +141,8 @@ class GserverManager(Worker):
             interrupt=config.interrupt,
             transport=config.transport,
             transfer_limit_s=config.broadcast_timeout_s,
-            logger=self.logger,
-            trace=self.trace,
             files_url=await self._serve_files(directory, opened) if config.fetch else "",
             shares_devices=config.shares_devices,
-            clock=clock,
         )
         opened.push_async_callback(fleet.close)
         service = ManagerService(
@@ -167,9 +163,7 @@ class GserverManager(Worker):
             self.system.listen(service.answer, self.info.runtime.host, max_body_bytes=MAX_BODY_BYTES)
         )
         opened.callback(service.close)
-        management = Management(
-            config, directory, url, ledger, fleet, service, board=self.board, logger=self.logger, clock=clock
-        )
+        management = Management(config, directory, url, ledger, fleet, service, self.services)
         await directory.publish(self.names.gserver_manager(), url)
         self.logger.info("listening on %s", url)
         self.began()
@@ -178,7 +172,7 @@ class GserverManager(Worker):
 
     async def manage(self, management: Management) -> None:
         """Start the tasks of `management` and run its loop. Everything that they use must be open."""
-        management.spawn(self.tasks)
+        management.spawn()
         await management.run()
 
     async def _serve_files(self, directory: Directory, opened: AsyncExitStack) -> str:
@@ -243,10 +237,7 @@ class Management:
         ledger: Ledger,
         fleet: Fleet,
         service: ManagerService,
-        *,
-        board: StatusBoard,
-        logger: logging.Logger,
-        clock: Clock,
+        services: Services,
     ) -> None:
         """url: the URL of this manager."""
         options = config.manager
@@ -254,14 +245,15 @@ class Management:
         self.table = fleet.table
         self.members = Members(self.table)
         self._directory, self._names, self._url = directory, directory.names, url
-        self._board, self._logger, self._clock = board, logger, clock
+        self._board, self._logger, self._clock = services.board, services.logger, services.clock
+        self._tasks = services.tasks
         self._drain_news = asyncio.Event()  # set when a leaving server may have drained
         self._loads = LoadPoller(
             self.table,
             heartbeat_s=options.heartbeat_s,
             limit_s=options.lease_s / 3,
             on_told=self._drain_news.set,
-            logger=logger,
+            logger=services.logger,
         )
         self._missing = ""  # servers that admission waits for; "": none
         self._missing_wait = contextlib.ExitStack()
@@ -270,8 +262,9 @@ class Management:
         start_s = config.worker.runtime.start_timeout_s
         self._missing_limit_s = options.update_timeout_s + max(config.replace_timeout_s, start_s)
 
-    def spawn(self, tasks: BackgroundTasks) -> None:
+    def spawn(self) -> None:
         """Start the watches and loops that run beside `run`."""
+        tasks = self._tasks
         if gc.isenabled():
             tasks.spawn(_collect_garbage(), "collect garbage")
         tasks.spawn(self._watch_successor(), "watch for a successor")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,9 +18,8 @@ from asyncrl.protocol.errors import RunEndedError
 from asyncrl.protocol.manager import EvaluationResult, RejectedPrompt
 from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
 from asyncrl.protocol.versions import WeightVersion
-from asyncrl.runtime.board import StatusBoard
-from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.metrics import JsonLinesWriter, MetricsWriter
+from asyncrl.runtime.services import Services
 from asyncrl.weights.checkpoints import DataIdentity, MasterState
 
 _REJECTION_WINDOW = 4  # batches: max_rejected_share applies to the last 4 * batch_size trained or rejected prompts
@@ -38,17 +36,16 @@ class Books:
         self,
         config: MasterWorkerConfig,
         data: DataIdentity | None,
+        services: Services,
         *,
         journal: JsonLinesWriter,
         metrics: MetricsWriter,
-        board: StatusBoard,
-        logger: logging.Logger,
-        clock: Clock,
         state: MasterState | None = None,
     ) -> None:
         """data: None for a replay, which has no prompts. state: from the checkpoint that this attempt continues from."""
         self._config, self._data = config, data
-        self._journal, self._metrics, self._board, self._logger, self._clock = journal, metrics, board, logger, clock
+        self._journal, self._metrics = journal, metrics
+        self._board, self._logger, self._clock = services.board, services.logger, services.clock
         self.attempt = config.worker.attempt
         self.trains = mode_of(config.mode).trains
         self.step = config.first_step  # batches done
@@ -60,8 +57,8 @@ class Books:
         self._first_details: dict[str, str] = {}  # reason -> detail of the first rejection for it
         self._recent_outcomes: deque[bool] = deque(maxlen=_REJECTION_WINDOW * config.train.batch_size)
         self._recent_rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
-        self._started = clock.time()  # if continued: minus the seconds of previous attempts
-        now, train = clock.monotonic(), config.train
+        self._started = self._clock.time()  # if continued: minus the seconds of previous attempts
+        now, train = self._clock.monotonic(), config.train
         self._schedules = {
             "save": Schedule(
                 every_steps=train.save_every_steps,

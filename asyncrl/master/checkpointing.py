@@ -11,7 +11,6 @@ were of an earlier step, prompts would be trained twice.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,10 +23,7 @@ from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.files import MasterFiles
 from asyncrl.protocol.calls import CallResult, CommitCheckpoint, SaveCheckpoint
 from asyncrl.protocol.run_folder import name_of
-from asyncrl.runtime.background import BackgroundTasks
-from asyncrl.runtime.board import StatusBoard
-from asyncrl.runtime.clock import Clock
-from asyncrl.runtime.trace import Tracer
+from asyncrl.runtime.services import Services
 from asyncrl.weights.checkpoints import MasterState, checkpoint_dir
 
 
@@ -45,15 +41,10 @@ class Checkpointer:
         books: Books,
         caller: WorkerCaller,
         files: MasterFiles,
-        tasks: BackgroundTasks,
-        *,
-        board: StatusBoard,
-        logger: logging.Logger,
-        trace: Tracer,
-        clock: Clock,
+        services: Services,
     ) -> None:
-        self._config, self._books, self._caller, self._files, self._tasks = config, books, caller, files, tasks
-        self._board, self._logger, self._trace, self._clock = board, logger, trace, clock
+        self._config, self._books, self._caller, self._files = config, books, caller, files
+        self._services = services
         self._run_dir = Path(config.worker.run_dir)
         trainer_group = WorkerGroups.of_config(config.num_model_workers, config.detached).trainer
         self._everyone = list(trainer_group)  # detached groups have no state to save
@@ -84,12 +75,12 @@ class Checkpointer:
         saved = self._caller.start(f"{path.name} to be written", self._everyone, save)
         # A run that continues from this checkpoint voids all journal records after this `snapshot`
         self._books.note("snapshot", step=state.step)
-        self._task = self._tasks.spawn(self._commit(path, state, saved), "checkpoint")
+        self._task = self._services.tasks.spawn(self._commit(path, state, saved), "checkpoint")
 
     async def end(self) -> None:
         """Wait for the end of the checkpoint that is being written."""
         if self._task is not None:
-            await self._board.bounded(
+            await self._services.board.bounded(
                 self._task,
                 what="the last checkpoint to be written",
                 on="model workers",
@@ -97,8 +88,8 @@ class Checkpointer:
             )
 
     async def _commit(self, path: Path, state: MasterState, saved: asyncio.Task[list[CallResult]]) -> None:
-        start = self._clock.monotonic()
-        with self._trace.overlapping(f"checkpoint of step {state.step}", kind="weights"):
+        start = self._services.clock.monotonic()
+        with self._services.trace.overlapping(f"checkpoint of step {state.step}", kind="weights"):
             replies = await saved
             if self._config.weights.fsync:  # the journal up to this checkpoint must be on disk before the checkpoint is
                 await asyncio.to_thread(self._books.sync_journal)
@@ -109,5 +100,7 @@ class Checkpointer:
             )
             await self._caller.call(f"{path.name} to be complete", self._everyone[:1], commit)
         self._books.note("checkpoint", step=state.step)
-        self._logger.info("checkpoint of step %d in %.1f s: %s", state.step, self._clock.monotonic() - start, path)
+        self._services.logger.info(
+            "checkpoint of step %d in %.1f s: %s", state.step, self._services.clock.monotonic() - start, path
+        )
         await asyncio.to_thread(self._files.prune_checkpoints)

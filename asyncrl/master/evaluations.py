@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Protocol
@@ -12,10 +11,8 @@ from asyncrl.config.schema import EvalConfig
 from asyncrl.master.books import Books
 from asyncrl.master.rollouts import CALL_LIMIT_S, LONG_POLL_S
 from asyncrl.protocol.manager import EvaluateReply, EvaluateRequest, EvaluationResult
-from asyncrl.runtime.background import BackgroundTasks
-from asyncrl.runtime.board import StatusBoard
-from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.service_client import ServiceClient
+from asyncrl.runtime.services import Services
 
 _MAX_EVALUATIONS = 4  # a scheduled evaluation is skipped while this many are running
 
@@ -33,12 +30,10 @@ class Evaluator(Protocol):
 class ServerEvaluator:
     """Evaluates with generation servers and rollout workers, through eval tickets of the gserver manager."""
 
-    def __init__(
-        self, config: EvalConfig, num_prompts: int, manager: ServiceClient, *, logger: logging.Logger, clock: Clock
-    ) -> None:
+    def __init__(self, config: EvalConfig, num_prompts: int, manager: ServiceClient, services: Services) -> None:
         """num_prompts: prompts of each evaluation; 0: evaluations are empty."""
         self._config, self._num_prompts, self._manager = config, num_prompts, manager
-        self._logger, self._clock = logger, clock
+        self._logger, self._clock = services.logger, services.clock
 
     def begin(self, eval_id: str, step: int) -> Results:
         return partial(self._run, eval_id, step)
@@ -72,18 +67,9 @@ class Evaluations:
     waits for: the evaluator, at most eval.timeout_s.  unblocked by: the evaluator.
     """
 
-    def __init__(
-        self,
-        config: EvalConfig,
-        books: Books,
-        evaluator: Evaluator,
-        tasks: BackgroundTasks,
-        *,
-        board: StatusBoard,
-        logger: logging.Logger,
-    ) -> None:
+    def __init__(self, config: EvalConfig, books: Books, evaluator: Evaluator, services: Services) -> None:
         self._config, self._books, self._evaluator = config, books, evaluator
-        self._tasks, self._board, self._logger = tasks, board, logger
+        self._tasks, self._board, self._logger = services.tasks, services.board, services.logger
         self._begun: list[asyncio.Task[None]] = []
         self._baseline: asyncio.Task[None] | None = None
 

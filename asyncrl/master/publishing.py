@@ -7,7 +7,6 @@ transports from memory (config/transports.py): the workers hold them -> name res
 from __future__ import annotations
 
 import asyncio
-import logging
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,11 +24,8 @@ from asyncrl.protocol.errors import RunEndedError
 from asyncrl.protocol.names import ACTOR
 from asyncrl.protocol.run_folder import name_of
 from asyncrl.protocol.versions import WeightVersion
-from asyncrl.runtime.background import BackgroundTasks
-from asyncrl.runtime.board import StatusBoard
-from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.directory import Directory
-from asyncrl.runtime.trace import Tracer
+from asyncrl.runtime.services import Services
 from asyncrl.weights.versions import version_dir
 
 _MAX_REWRITES = 3  # maximum number of rewrites of one damaged version
@@ -61,18 +57,14 @@ class WeightPublisher:
         evaluations: Evaluations,
         directory: Directory,
         files: MasterFiles,
-        tasks: BackgroundTasks,
+        services: Services,
         *,
         turns: Turns,
-        board: StatusBoard,
-        logger: logging.Logger,
-        trace: Tracer,
-        clock: Clock,
         rewrite_pause_s: float = REWRITE_PAUSE_S,
     ) -> None:
         self._config, self._books, self._workers, self._reports = config, books, workers, reports
-        self._evaluations, self._directory, self._files, self._tasks = evaluations, directory, files, tasks
-        self._board, self._logger, self._trace, self._clock, self._turns = board, logger, trace, clock, turns
+        self._evaluations, self._directory, self._files, self._turns = evaluations, directory, files, turns
+        self._services = services
         self._run_dir = Path(config.worker.run_dir)
         self._rewrite_pause_s = rewrite_pause_s
         self._publishing: asyncio.Task[None] | None = None
@@ -81,20 +73,20 @@ class WeightPublisher:
 
     def start(self) -> None:
         """Start to publish the newest version in the background."""
-        self._publishing = self._tasks.spawn(self.publish(), "publish weights")
+        self._publishing = self._services.tasks.spawn(self.publish(), "publish weights")
 
     async def finished(self) -> None:
         """Wait for the version that is being published."""
         if self._publishing is not None:
             limit_s = self._config.train.call_timeout_s
             what = "the last weights to be published"
-            await self._board.bounded(self._publishing, what=what, on="weight writer", limit_s=limit_s)
+            await self._services.board.bounded(self._publishing, what=what, on="weight writer", limit_s=limit_s)
 
     async def publish(self) -> None:
         """Export the newest version, then publish it. With a transport from memory an earlier entry in name resolve announces
         the weights there."""
         version, names = self._books.version, self._directory.names
-        began, held = self._clock.monotonic(), None
+        began, held = self._services.clock.monotonic(), None
         if self._books.trains and transport_of(self._config.weights.transport).from_memory:
             hold = HoldWeights(role=ACTOR, weight_version=str(version))
             held = self._workers.start(ACTOR, f"weights {version} to be in memory", hold)
@@ -104,9 +96,9 @@ class WeightPublisher:
             await held
             await self._baseline_first(version)
             await self._directory.publish(names.weights_held(ACTOR), str(version))
-        with self._trace.overlapping(f"publish {version}", kind="weights"):
+        with self._services.trace.overlapping(f"publish {version}", kind="weights"):
             await self._workers.commit(write, await written)
-        self.seconds = self._clock.monotonic() - began
+        self.seconds = self._services.clock.monotonic() - began
         await self._baseline_first(version)
         await self._directory.publish(names.model_version(ACTOR), str(version))
         served = [WeightVersion.parse(server.version) for server in self._reports.servers if server.version]
@@ -125,7 +117,7 @@ class WeightPublisher:
             return
         if self._rewritten.version == version:
             count = self._rewritten.times
-            if self._clock.monotonic() < self._rewritten.last + self._rewrite_pause_s:
+            if self._services.clock.monotonic() < self._rewritten.last + self._rewrite_pause_s:
                 return
         if not self._books.trains or count >= _MAX_REWRITES:
             tried = f"it was rewritten {count} times" if count else f"mode={self._config.mode} cannot rewrite it"
@@ -134,12 +126,12 @@ class WeightPublisher:
         await self.finished()
         await self._turns.training()
         write = self._write(version, rewrite=True)
-        with self._trace.overlapping(f"rewrite {version}", kind="weights"):
+        with self._services.trace.overlapping(f"rewrite {version}", kind="weights"):
             written = await self._workers.start(ACTOR, f"weights {version} to be written again", write)
             await self._workers.commit(write, written)
-        self._logger.warning("weights %s were damaged on disk; they were rewritten from memory", version)
+        self._services.logger.warning("weights %s were damaged on disk; they were rewritten from memory", version)
         await self._directory.publish(self._directory.names.model_version(ACTOR), str(version))
-        self._rewritten = _Rewritten(version, count + 1, self._clock.monotonic())
+        self._rewritten = _Rewritten(version, count + 1, self._services.clock.monotonic())
         await self._turns.generation()
 
     async def publish_average(self) -> int:
@@ -158,7 +150,9 @@ class WeightPublisher:
         eval.timeout_s."""
         version = self._books.version.version if version is None else version
         what, limit_s = f"version {version} to be served", self._config.eval.timeout_s
-        await self._board.bounded(self._until_served(version), what=what, on="gserver manager", limit_s=limit_s)
+        await self._services.board.bounded(
+            self._until_served(version), what=what, on="gserver manager", limit_s=limit_s
+        )
 
     async def _until_served(self, version: int) -> None:
         view = await self._reports.report()

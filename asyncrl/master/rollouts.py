@@ -17,9 +17,9 @@ from asyncrl.master.model_workers import ModelWorkers
 from asyncrl.master.streaming import PartRunner
 from asyncrl.protocol.manager import LedgerView, MasterReport, ServerView
 from asyncrl.protocol.trajectories import StoreVerdict
-from asyncrl.runtime.board import StatusBoard, WaitTimeoutError
-from asyncrl.runtime.clock import Clock
+from asyncrl.runtime.board import WaitTimeoutError
 from asyncrl.runtime.service_client import ServiceClient
+from asyncrl.runtime.services import Services
 from asyncrl.streams.push_pull import MetaPuller
 
 T = TypeVar("T")
@@ -102,8 +102,7 @@ async def accept_trajectories(
     *,
     heads: Sequence[int],
     grants: Grants | None,
-    board: StatusBoard,
-    clock: Clock,
+    services: Services,
 ) -> None:
     """Accept trajectories from the heads. Never returns. heads: by head, its model worker. grants: None if no manager grants
     tickets.
@@ -113,8 +112,8 @@ async def accept_trajectories(
     """
     while True:
         meta, ack = await metas.pull_meta()
-        if grants is not None and (reason := grants.refusal(meta, clock.monotonic())):
-            board.set_queue("not_granted", grants.num_refused)
+        if grants is not None and (reason := grants.refusal(meta, services.clock.monotonic())):
+            services.board.set_queue("not_granted", grants.num_refused)
             ack(StoreVerdict(verdict="refused", reason=reason))
             continue
         num_stored = len(buffer)
@@ -144,14 +143,14 @@ class Rollouts:
         workers: ModelWorkers,
         reports: ManagerReports,
         replace_damaged: Callable[[str], Awaitable[None]],
+        services: Services,
         *,
         leaving: asyncio.Event,
-        board: StatusBoard,
-        clock: Clock,
     ) -> None:
         """replace_damaged: WeightPublisher.replace_damaged. leaving: set when the launcher stops the run."""
         self._books, self._buffer, self._workers, self._reports = books, buffer, workers, reports
-        self._replace_damaged, self._leaving, self._board, self._clock = replace_damaged, leaving, board, clock
+        self._replace_damaged, self._leaving = replace_damaged, leaving
+        self._board, self._clock = services.board, services.clock
         self._train, self._limit_s = config.train, config.train.data_timeout_s
         self.trained_s = 0.0  # of the last form_batch: seconds in which parts of the batch were trained
         self._former = BatchFormer(

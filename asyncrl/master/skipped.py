@@ -7,7 +7,6 @@ them are skipped, that is counted and saved too. Only train steps without any co
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from asyncrl.protocol.calls import Redistribute, SaveBatch
 from asyncrl.protocol.errors import RunEndedError
 from asyncrl.protocol.run_folder import name_of
 from asyncrl.protocol.trajectories import TrajectoryMeta
-from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
+from asyncrl.runtime.services import Services
 
 _SKIPPED, _TRIED = "/skipped_steps", "/optimizer_steps"  # statistics of a trained role
 
@@ -37,11 +36,9 @@ def num_skipped(stats: Mapping[str, float]) -> int:
 class SkippedSteps:
     """Counts skipped steps, saves their batches and checks the limit. Pure, except for `save`."""
 
-    def __init__(
-        self, train: TrainConfig, run_dir: Path, attempt: int, logger: logging.Logger, clock: Clock = SYSTEM_CLOCK
-    ) -> None:
-        self._train, self._run_dir, self._attempt, self._logger = train, run_dir, attempt, logger
-        self._clock = clock
+    def __init__(self, train: TrainConfig, run_dir: Path, attempt: int, services: Services) -> None:
+        self._train, self._run_dir, self._attempt = train, run_dir, attempt
+        self._logger, self._clock = services.logger, services.clock
         self._in_row: dict[str, int] = {}  # role -> consecutive skipped train steps
         self._saved = ""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -27,10 +26,8 @@ from asyncrl.master.step_result import StepResult
 from asyncrl.protocol.manager import ServerView
 from asyncrl.protocol.names import ACTOR
 from asyncrl.protocol.trajectories import TrajectoryMeta
-from asyncrl.runtime.background import BackgroundTasks
 from asyncrl.runtime.board import WaitTimeoutError
-from asyncrl.runtime.clock import Clock
-from asyncrl.runtime.trace import Tracer
+from asyncrl.runtime.services import Services
 from asyncrl.weights.checkpoints import MasterState
 
 
@@ -78,14 +75,11 @@ class Trainer:
         publisher: WeightPublisher | None,
         evaluations: Evaluations,
         checkpointer: Checkpointer,
-        tasks: BackgroundTasks,
+        services: Services,
         *,
         turns: Turns,
         profiles: Profiles,
         leaving: asyncio.Event,
-        logger: logging.Logger,
-        trace: Tracer,
-        clock: Clock,
     ) -> None:
         """publisher: None if no process serves the weights. leaving: set when the launcher stops the run."""
         self._config, self._books, self._buffer, self._workers, self._source = config, books, buffer, workers, source
@@ -95,10 +89,9 @@ class Trainer:
             checkpointer,
             turns,
         )
-        self._tasks, self._leaving, self._logger, self._trace, self._clock = tasks, leaving, logger, trace, clock
-        self._profiles = profiles
+        self._services, self._leaving, self._profiles = services, leaving, profiles
         self._run_dir = Path(config.worker.run_dir)
-        self._skipped = SkippedSteps(config.train, self._run_dir, books.attempt, logger, clock)
+        self._skipped = SkippedSteps(config.train, self._run_dir, books.attempt, services)
         self._update_seconds = UpdateSeconds()
         self._num_generated = books.summary.num_finished_tokens  # until the end of the previous step
 
@@ -117,7 +110,7 @@ class Trainer:
         await self._turns.generation()
         if config.train.arriving_inference:
             arriving = self._workers.executor.process_arriving(books.version.version)
-            self._tasks.spawn(arriving, "process arriving groups")
+            self._services.tasks.spawn(arriving, "process arriving groups")
         if config.eval.at_start if state is None else state.evaluating:
             self._evaluations.begin(baseline=state is None)
 
@@ -141,11 +134,11 @@ class Trainer:
     async def train_one_step(self) -> bool:
         """Form a batch, run the dataflow on it, start to publish the weights, write the books. Returns True after the last step,
         or if no batch is left. If the launcher stops the run while the batch is formed, returns False without a step."""
-        books, clock = self._books, self._clock
+        books, clock = self._books, self._services.clock
         self._skipped.check()
         await self._profiles.before_step(books.step + 1)
         start = clock.monotonic()
-        with self._trace.span("form batch", track="steps", step=books.step + 1):
+        with self._services.trace.span("form batch", track="steps", step=books.step + 1):
             batch = await self._source.form_batch()
         if self._leaving.is_set():  # a later attempt rolls out the prompts in the buffer again
             return False
@@ -161,7 +154,7 @@ class Trainer:
         version = books.version.version
         metas = self._buffer.metas(batch)
         formed, train_start = clock.monotonic(), clock.time()
-        with self._trace.span("train step", track="steps", step=version + 1, prompts=len(batch)):
+        with self._services.trace.span("train step", track="steps", step=version + 1, prompts=len(batch)):
             result = await self._workers.executor.execute_step(batch, version)
         train_end, trained = clock.time(), clock.monotonic()
         books.train(metas)
@@ -170,7 +163,7 @@ class Trainer:
             await self._keep_bad_batch(metas, result)
         forgotten = self._workers.forget(batch)
         if books.trains and self._publisher is not None:
-            with self._trace.span("wait for weights", track="steps", version=version):
+            with self._services.trace.span("wait for weights", track="steps", version=version):
                 await self._publisher.finished()
             self._publisher.start()
         await forgotten
@@ -234,7 +227,7 @@ class Trainer:
                     await self._publisher.served()
                 self._evaluations.begin(name="end")
             except WaitTimeoutError as error:
-                self._logger.warning("skipped the last evaluation: %s", error)
+                self._services.logger.warning("skipped the last evaluation: %s", error)
         await self._evaluations.all_over()
         await self._evaluate_average()
 
@@ -250,7 +243,7 @@ class Trainer:
                 await self._serve_average(self._publisher)
             self._evaluations.begin(name="ema", prefix="ema_")
         except WaitTimeoutError as error:
-            self._logger.warning("skipped the evaluation of the moving average: %s", error)
+            self._services.logger.warning("skipped the evaluation of the moving average: %s", error)
         await self._evaluations.all_over()
 
     async def _serve_average(self, publisher: WeightPublisher) -> None:
@@ -275,7 +268,7 @@ class Trainer:
             self._evaluations.begin_if_room()
         if self._books.is_due("save"):
             version = self._books.version.version
-            self._tasks.spawn(self._workers.save(f"step_{version:08d}"), "save")
+            self._services.tasks.spawn(self._workers.save(f"step_{version:08d}"), "save")
         if not self._evaluations.baseline_runs:
             self._checkpointer.after_step(due=self._books.is_due("checkpoint"), take=self._state)
 

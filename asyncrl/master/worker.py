@@ -60,16 +60,7 @@ class MasterWorker(Worker):
         opened.callback(journal.close)
         state = await asyncio.to_thread(files.state) if config.resume else None
         data = await asyncio.to_thread(files.data) if not config.num_replayed else None
-        books = Books(
-            config,
-            data,
-            journal=journal,
-            metrics=metrics,
-            board=self.board,
-            logger=self.logger,
-            clock=clock,
-            state=state,
-        )
+        books = Books(config, data, self.services, journal=journal, metrics=metrics, state=state)
         capacity = (1 + config.max_head_offpolicyness) * config.train.batch_size
         buffer = AsyncIOSequenceBuffer(books.progress, capacity=capacity, attempt=info.attempt)
         tracker = StorageTracker(WorkerGroups.of_config(config.num_model_workers, config.detached))
@@ -80,17 +71,7 @@ class MasterWorker(Worker):
         source, publisher, evaluations, turns = await self._meet_manager(
             directory, opened, books, buffer, workers, leaving
         )
-        checkpointer = Checkpointer(
-            config,
-            books,
-            caller,
-            files,
-            self.tasks,
-            board=self.board,
-            logger=self.logger,
-            trace=self.trace,
-            clock=clock,
-        )
+        checkpointer = Checkpointer(config, books, caller, files, self.services)
         trainer_group = workers.worker_groups.trainer
         profiles = Profiles(directory, caller, trainer_group, Path(info.run_dir), info.attempt)
         trainer = Trainer(
@@ -102,13 +83,10 @@ class MasterWorker(Worker):
             publisher,
             evaluations,
             checkpointer,
-            self.tasks,
+            self.services,
             turns=turns,
             profiles=profiles,
             leaving=leaving,
-            logger=self.logger,
-            trace=self.trace,
-            clock=clock,
         )
         if mode.trains:
             self.tasks.spawn(profiles.watch(), "watch for profile requests")
@@ -159,8 +137,7 @@ class MasterWorker(Worker):
             books,
             heads=heads,
             grants=grants,
-            board=self.board,
-            clock=self.system.clock,
+            services=self.services,
         )
         self.tasks.spawn(accepting, "accept trajectories")
 
@@ -209,21 +186,19 @@ class MasterWorker(Worker):
     ) -> tuple[BatchSource, WeightPublisher | None, Evaluations, Turns]:
         """Create the batch source, the weight publisher, the evaluations, and the turns on shared devices. mode=sync needs no
         manager: the model workers generate and evaluate, and there is no publisher."""
-        config, board, logger, clock = self.config, self.board, self.logger, self.system.clock
+        config, services = self.config, self.services
         num_eval_prompts = 0
         if config.eval.prompts is not None:
             num_eval_prompts = config.eval.num_prompts or self._files.num_prompts(config.eval.prompts)
         if mode_of(config.mode).workers_generate:
             generation = Generation(
-                config, books, buffer, workers, num_eval_prompts=num_eval_prompts, leaving=leaving, board=board
+                config, books, buffer, workers, num_eval_prompts=num_eval_prompts, leaving=leaving, board=self.board
             )
-            evaluations = Evaluations(config.eval, books, generation, self.tasks, board=board, logger=logger)
+            evaluations = Evaluations(config.eval, books, generation, services)
             return generation, None, evaluations, Turns()
         connecting = ServiceClient.connect(
             directory,
-            self.tasks,
-            board,
-            logger,
+            services,
             key=self.names.gserver_manager(),
             service="gserver manager",
             # A new manager grants no train ticket before it has a report, so send one now, not at the end of this step. `reports`
@@ -232,8 +207,8 @@ class MasterWorker(Worker):
         )
         manager = await opened.enter_async_context(connecting)
         reports = ManagerReports(books, buffer, manager)
-        evaluator = ServerEvaluator(config.eval, num_eval_prompts, manager, logger=logger, clock=clock)
-        evaluations = Evaluations(config.eval, books, evaluator, self.tasks, board=board, logger=logger)
+        evaluator = ServerEvaluator(config.eval, num_eval_prompts, manager, services)
+        evaluations = Evaluations(config.eval, books, evaluator, services)
         turns = Turns()
         if config.shared_workers:
             turns = DeviceTurns(
@@ -242,7 +217,7 @@ class MasterWorker(Worker):
                 config.shared_workers,
                 directory,
                 attempt=self.info.attempt,
-                board=board,
+                board=self.board,
                 limit_s=config.train.call_timeout_s,
             )
         publisher = WeightPublisher(
@@ -253,12 +228,8 @@ class MasterWorker(Worker):
             evaluations,
             directory,
             self._files,
-            self.tasks,
+            services,
             turns=turns,
-            board=board,
-            logger=logger,
-            trace=self.trace,
-            clock=clock,
         )
         rollouts = Rollouts(
             config,
@@ -267,9 +238,8 @@ class MasterWorker(Worker):
             workers,
             reports,
             publisher.replace_damaged,
+            services,
             leaving=leaving,
-            board=board,
-            clock=clock,
         )
         return rollouts, publisher, evaluations, turns
 

@@ -46,10 +46,10 @@ from asyncrl.protocol.weight_updates import (
     TensorSpecs,
     UpdateWeightsReply,
 )
-from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
+from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.http_server import for_the_run, serve
-from asyncrl.runtime.trace import OFF, Tracer
+from asyncrl.runtime.services import Services
 from asyncrl.weights.update_group import GroupMember, rank_offsets, serve_store
 
 T = TypeVar("T")
@@ -304,7 +304,7 @@ class WeightSender(TrainerSide):
 
     def __init__(
         self, client: ServerClient, reader: ShareReader, *, name: str, host: str, device: torch.device,
-        options: WeightsConfig, logger: logging.Logger, trace: Tracer = OFF, clock: Clock = SYSTEM_CLOCK,
+        options: WeightsConfig, services: Services,
     ) -> None:  # fmt: skip
         """client: sends the requests to the servers. reader: reads the other ranks' shares."""
         super().__init__()
@@ -314,7 +314,7 @@ class WeightSender(TrainerSide):
             self._backend = "nccl" if device.type == "cuda" else "gloo"
         if self._backend == "nccl" and device.type != "cuda":
             raise ConfigError("weights.broadcast_backend='nccl': the trainer has no GPU; use gloo, or auto")
-        self._logger, self._trace, self._clock = logger, trace, clock
+        self._logger, self._trace, self._clock = services.logger, services.trace, services.clock
         self._groups: OrderedDict[tuple[str, ...], GroupMember] = OrderedDict()  # by the servers' URLs
         self._failing = False  # whether the last broadcast failed; its failure has been logged
         self._client, self._reader = client, reader
@@ -514,9 +514,7 @@ async def broadcasting(rank: Rank) -> AsyncIterator[TrainerSide]:
             host=info.runtime.host,
             device=rank.device,
             options=rank.weights,
-            logger=rank.logger,
-            trace=rank.trace,
-            clock=rank.clock,
+            services=rank.services,
         )
         async with sender.serving() as url:
             await directory.publish(names.weight_sender(ACTOR), url)

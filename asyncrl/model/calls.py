@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -62,10 +61,9 @@ from asyncrl.protocol.names import ACTOR
 from asyncrl.protocol.run_folder import path_of
 from asyncrl.protocol.trajectories import TrajectoryMeta
 from asyncrl.protocol.versions import WeightVersion
-from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.devices import peak_flops, peak_memory_bytes
-from asyncrl.runtime.trace import Tracer
+from asyncrl.runtime.services import Services
 from asyncrl.streams.request_reply import Call, NameResolvingReplyServer
 
 
@@ -93,10 +91,7 @@ class Calls:
         exporter: Exporter,
         recorder: BackgroundRecorder | None,
         compute: Compute,
-        board: StatusBoard,
-        logger: logging.Logger,
-        trace: Tracer,
-        clock: Clock,
+        services: Services,
     ) -> None:
         """engines: by model; without_model: by placement; interfaces: by MFC; all only those of this worker. receiver: on heads
         only. group_makers: by the MFC that generates."""
@@ -104,7 +99,12 @@ class Calls:
         self._config, self._info, self._process_group = config, config.worker, process_group
         self._receiver, self._group_makers, self._data, self._fetcher = receiver, group_makers, data, fetcher
         self._exporter, self._recorder, self._compute = exporter, recorder, compute
-        self._board, self._logger, self._trace, self._clock = board, logger, trace, clock
+        self._board, self._logger, self._trace, self._clock = (
+            services.board,
+            services.logger,
+            services.trace,
+            services.clock,
+        )
         self._models = {model.name: model for model in config.models}
         self._placements = {model.name: ModelPlacement.of(model) for model in config.models}
         self._heads = next(iter(self._placements.values())).heads  # heads receive trajectories
@@ -113,7 +113,7 @@ class Calls:
         self._interfaces = interfaces
         self._first_states = {mfc: interface.state() for mfc, interface in interfaces.items()}
         self._totals: dict[str, StepTotals] = {}  # by MFC: of the newest step
-        self._first_step = FirstStep(config.mismatch, logger) if config.mismatch is not None else None
+        self._first_step = FirstStep(config.mismatch, services.logger) if config.mismatch is not None else None
         self._profiler = Profiler(self._info)
         self._metas: dict[str, TrajectoryMeta] = (
             receiver.metas if receiver is not None else {}

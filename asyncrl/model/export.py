@@ -66,11 +66,8 @@ from asyncrl.protocol.names import ACTOR
 from asyncrl.protocol.run_folder import path_of
 from asyncrl.protocol.versions import WeightVersion, WrittenFile
 from asyncrl.protocol.weight_updates import TensorSpecs
-from asyncrl.runtime.background import BackgroundTasks
-from asyncrl.runtime.board import StatusBoard
-from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.disk import writing
-from asyncrl.runtime.trace import Tracer
+from asyncrl.runtime.services import Services
 from asyncrl.streams.request_reply import Call
 from asyncrl.weights.forms import BETWEEN_FULL
 from asyncrl.weights.update_group import Bucket, bucket_specs, dtype_of, empty_buckets, num_bytes_of
@@ -277,15 +274,16 @@ class Exporter:
         config: ModelWorkerConfig,
         compute: Compute,
         holder: TrainerSide,
-        tasks: BackgroundTasks,
-        *,
-        board: StatusBoard,
-        trace: Tracer,
-        clock: Clock,
+        services: Services,
     ) -> None:
         """holder: of this rank's share, for a transport from memory."""
         self._config, self._info, self._compute, self._holder = config, config.worker, compute, holder
-        self._tasks, self._board, self._trace, self._clock = tasks, board, trace, clock
+        self._tasks, self._board, self._trace, self._clock = (
+            services.tasks,
+            services.board,
+            services.trace,
+            services.clock,
+        )
         options = config.weights
         scorer = TextScorer(config.worker.seed, sampled=options.verify_tolerance >= EXACT)
         self._scorer = scorer if options.verify_logprobs else None

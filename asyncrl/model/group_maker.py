@@ -31,8 +31,7 @@ from asyncrl.protocol.versions import WeightVersion
 from asyncrl.rewards.outcome import RolloutEnded, RolloutRejected, RolloutReleased, objection_to
 from asyncrl.rewards.reward import Completion, Reward
 from asyncrl.rewards.trajectory import Episode, Response, SampleSummary, build_sample, complete_sample
-from asyncrl.runtime.board import StatusBoard
-from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
+from asyncrl.runtime.services import Services
 
 _MODES = ("", "sampled", "greedy")  # of ExecuteMFC.eval_mode; the index of the mode is part of the seed
 _MAX_DETAIL_CHARS = 400  # of a rejection's detail for the master
@@ -63,20 +62,13 @@ class GroupMaker:
     """consumes: locators of prompts.  produces: groups.  waits for: the rewards of each group, at most train.call_timeout_s (each
     try at most rollout.reward_timeout_s)."""
 
-    def __init__(
-        self,
-        config: ModelWorkerConfig,
-        engine: TrainEngine,
-        board: StatusBoard,
-        logger: logging.Logger,
-        clock: Clock = SYSTEM_CLOCK,
-    ) -> None:
+    def __init__(self, config: ModelWorkerConfig, engine: TrainEngine, services: Services) -> None:
         """On the worker's event loop. Raises ConfigError if prompts, tokenizer or rewards are unusable."""
         assert config.groups is not None, "mode=sync"
         groups, info = config.groups, config.worker
         self._rollout, self._train, self._info = groups.rollout, config.train, info
         self._engine = engine
-        self._logger, self._clock = logger, clock
+        self._logger, self._clock = services.logger, services.clock
         self._loop = asyncio.get_running_loop()
         self._tokenizer = load_tokenizer(config.tokenizer_path)
         if self._tokenizer.eos_token_id is None:
@@ -94,8 +86,7 @@ class GroupMaker:
             PromptSource(groups.eval_prompts, self._tokenizer, info.seed) if groups.eval_prompts else None
         )
         self._rewards = {
-            name: Reward.of(task.reward, groups.rollout, board=board, logger=logger, clock=clock)
-            for name, task in groups.rollout.tasks.items()
+            name: Reward.of(task.reward, groups.rollout, services) for name, task in groups.rollout.tasks.items()
         }
         self._task_ids = {name: task_id for task_id, name in enumerate(sorted(groups.rollout.tasks))}
         self._judging = asyncio.Semaphore(groups.rollout.max_concurrent_per_worker)

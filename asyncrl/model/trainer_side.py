@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -19,9 +18,8 @@ from asyncrl.config.processes import WorkerInfo
 from asyncrl.config.schema import WeightsConfig
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.protocol.weight_updates import TensorSpecs
-from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.directory import Directory
-from asyncrl.runtime.trace import Tracer
+from asyncrl.runtime.services import Services
 from asyncrl.weights.update_group import Bucket, digest
 from asyncrl.weights.versions import ScoredText
 
@@ -60,9 +58,7 @@ class Rank:
     weights: WeightsConfig
     device: torch.device
     directory: Directory
-    logger: logging.Logger
-    trace: Tracer
-    clock: Clock
+    services: Services
 
 
 class TrainerSide:

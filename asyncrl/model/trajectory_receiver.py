@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Self
 
@@ -24,10 +23,8 @@ from asyncrl.model.store import DUPLICATE, FULL, DataStore
 from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.trajectories import StoreVerdict, TrajectoryMeta
 from asyncrl.rewards.trajectory import MAX_LOGPROB, total_rewards
-from asyncrl.runtime.background import BackgroundTasks
-from asyncrl.runtime.board import StatusBoard
-from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.directory import Directory
+from asyncrl.runtime.services import Services
 from asyncrl.runtime.system import System
 from asyncrl.streams.push_pull import DecodeSample, MetaPusher, NameResolvingZmqPuller, Pulled
 
@@ -56,17 +53,19 @@ class TrajectoryReceiver:
         check: Callable[[TrajectoryMeta, SequenceSample], str],
         verdict_limit_s: float,
         room_limit_s: float,
-        tasks: BackgroundTasks,
-        board: StatusBoard,
-        logger: logging.Logger,
-        clock: Clock,
+        services: Services,
     ) -> None:
         """Call `open` instead, which also opens the sockets. check: returns the error of a trajectory, or ""."""
         self.store = store
         self.metas: dict[str, TrajectoryMeta] = {}  # ticket -> metadata, of the groups in the store
         self._info, self._puller, self._meta_pusher, self._head = info, puller, meta_pusher, head
         self._check, self._verdict_limit_s, self._room_limit_s = check, verdict_limit_s, room_limit_s
-        self._tasks, self._board, self._logger, self._clock = tasks, board, logger, clock
+        self._tasks, self._board, self._logger, self._clock = (
+            services.tasks,
+            services.board,
+            services.logger,
+            services.clock,
+        )
         self._attempts = Fence(info.attempt)
         self._room = asyncio.Event()  # set when ids are discarded from the store
 
@@ -83,9 +82,7 @@ class TrajectoryReceiver:
         head: int,
         check: Callable[[TrajectoryMeta, SequenceSample], str],
         verdict_limit_s: float,
-        tasks: BackgroundTasks,
-        board: StatusBoard,
-        logger: logging.Logger,
+        services: Services,
         decode: DecodeSample = decode_sample,
         room_limit_s: float = _ROOM_LIMIT_S,
     ) -> AsyncIterator[Self]:
@@ -117,10 +114,7 @@ class TrajectoryReceiver:
             check=check,
             verdict_limit_s=verdict_limit_s,
             room_limit_s=room_limit_s,
-            tasks=tasks,
-            board=board,
-            logger=logger,
-            clock=system.clock,
+            services=services,
         )
         try:
             await meta_pusher.start()

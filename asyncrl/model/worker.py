@@ -117,19 +117,17 @@ class ModelWorker(Worker):
         group_makers: dict[str, GroupMaker] = {}
         for mfc in config.mfcs:
             if mfc.kind == "generate" and mfc.model in engines:
-                group_maker = GroupMaker(config, engines[mfc.model], self.board, self.logger, clock=self.system.clock)
+                group_maker = GroupMaker(config, engines[mfc.model], self.services)
                 opened.callback(group_maker.close)
                 group_makers[mfc.name] = group_maker
         data = DataManager(store, worker=index, limit_s=limit_s, rank_of=process_group.rank_of)
         opened.callback(data.close)
         holder = TrainerSide()
         if index in self._first.workers:
-            is_first, system = index == self._first.workers[0], self.system
-            rank = Rank(info, is_first, config.weights, device, directory, self.logger, self.trace, system.clock)
+            is_first = index == self._first.workers[0]
+            rank = Rank(info, is_first, config.weights, device, directory, self.services)
             holder = await opened.enter_async_context(KINDS[config.weights.transport](rank))
-        exporter = Exporter(
-            config, compute, holder, self.tasks, board=self.board, trace=self.trace, clock=self.system.clock
-        )
+        exporter = Exporter(config, compute, holder, self.services)
         opened.callback(exporter.close)
         calls = Calls(
             config,
@@ -145,10 +143,7 @@ class ModelWorker(Worker):
             exporter=exporter,
             recorder=self._open_recorder(opened),
             compute=compute,
-            board=self.board,
-            logger=self.logger,
-            trace=self.trace,
-            clock=self.system.clock,
+            services=self.services,
         )
         if receiver is not None:
             self.tasks.spawn(receiver.run(), "take in")
@@ -181,9 +176,7 @@ class ModelWorker(Worker):
             head=self._first.heads.index(index),
             check=partial(trajectory_error, limits=limit, keys=trajectory_keys(config.train)),
             verdict_limit_s=config.train.call_timeout_s,
-            tasks=self.tasks,
-            board=self.board,
-            logger=self.logger,
+            services=self.services,
         )
         return await opened.enter_async_context(opening)
 

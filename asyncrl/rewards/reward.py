@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import math
 import os
 import sys
@@ -27,8 +26,7 @@ from asyncrl.data.prompts import Prompt
 from asyncrl.rewards.judges import Call, Calls, CodeChangedError, JudgeDied, Judges, JudgesGone, JudgesLost
 from asyncrl.rewards.outcome import REWARD_LOST, RolloutEnded, RolloutRejected, RolloutReleased
 from asyncrl.rewards.reward_function import RewardFunction, as_reward, shown
-from asyncrl.runtime.board import StatusBoard
-from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
+from asyncrl.runtime.services import Services
 
 _SLOW_CALL_S = 0.01
 _MAX_THREADS = 16  # threads or judge processes of a sync function at the same time
@@ -58,18 +56,15 @@ class Reward:
         spec: str,
         *,
         timeout_s: float,
-        board: StatusBoard,
-        logger: logging.Logger,
+        services: Services,
         judges: Judges | None = None,
         slow_call_s: float = _SLOW_CALL_S,
-        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """judges: the processes that run the function, ended by `close`; None: it runs in this process. slow_call_s: a sync
         function that takes this long or longer per response judges the responses of a group in parallel."""
         self.spec = spec
         self._timeout_s = timeout_s
-        self._board = board
-        self._logger, self._clock = logger, clock
+        self._board, self._logger, self._clock = services.board, services.logger, services.clock
         self._slow_call_s = slow_call_s
         self._call_s = math.inf  # duration of the last call per response; unknown counts as slow
         self._logged: set[str] = set()
@@ -84,15 +79,7 @@ class Reward:
         self._abandoned: list[threading.Thread] = []
 
     @classmethod
-    def of(
-        cls,
-        spec: str,
-        rollout: RolloutConfig,
-        *,
-        board: StatusBoard,
-        logger: logging.Logger,
-        clock: Clock = SYSTEM_CLOCK,
-    ) -> Reward:
+    def of(cls, spec: str, rollout: RolloutConfig, services: Services) -> Reward:
         """Create a Reward with the settings of the config."""
         judges = None
         if rollout.reward_isolation == "process" and sys.platform == "linux":
@@ -101,10 +88,10 @@ class Reward:
                 memory_bytes=rollout.reward_memory_bytes,
                 most=_MAX_THREADS,
                 most_async=rollout.max_concurrent_per_worker,
-                logger=logger,
-                clock=clock,
+                logger=services.logger,
+                clock=services.clock,
             )
-        return cls(spec, timeout_s=rollout.reward_timeout_s, board=board, logger=logger, judges=judges, clock=clock)
+        return cls(spec, timeout_s=rollout.reward_timeout_s, services=services, judges=judges)
 
     def close(self) -> None:
         """End the judges, if there are any."""

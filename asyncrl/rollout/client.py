@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import functools
 import itertools
-import logging
 import math
 import weakref
 from collections.abc import Coroutine, Sequence
@@ -34,9 +33,9 @@ from asyncrl.protocol.versions import WeightVersion
 from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
 from asyncrl.rewards.trajectory import MAX_LOGPROB, OnPiece, Response
 from asyncrl.runtime.board import StatusBoard, WaitTimeoutError
-from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.service_client import ServiceError
+from asyncrl.runtime.services import Services
 
 T = TypeVar("T")
 
@@ -126,31 +125,27 @@ class PartialRolloutManager:
     def __init__(
         self,
         chooser: ServerChooser,
+        services: Services,
         *,
-        board: StatusBoard,
-        logger: logging.Logger,
         new_tokens_per_chunk: int,
         request_timeout_s: float,
         max_requests: int,
         pauses: Pauses | None = None,
-        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """Call this on the event loop that uses the object."""
         if new_tokens_per_chunk < 1:
             raise ValueError(f"rollout.new_tokens_per_chunk is {new_tokens_per_chunk}; it must be at least 1")
         self._chooser = chooser
-        self._board = board
-        self._logger = logger
+        self._board, self._logger, self._clock = services.board, services.logger, services.clock
         self._chunk = new_tokens_per_chunk
         self._timeout_s = request_timeout_s
         self._pauses = pauses or Pauses()
         self._slots = asyncio.Semaphore(max_requests)
-        self._waits = _ServerWaits(board, request_timeout_s)
+        self._waits = _ServerWaits(self._board, request_timeout_s)
         self._request_numbers = itertools.count()
         self._aborts: set[asyncio.Task[None]] = set()
         self._posts: dict[str, set[asyncio.Task[tuple[int, bytes]]]] = {}  # by server URL; bounded by _slots
         self._routes: weakref.WeakValueDictionary[str, Route] = weakref.WeakValueDictionary()  # by ticket
-        self._clock = clock
         self.counts = ClientCounts()
         self._session = open_session(
             max_connections=max_requests + 8,  # max_requests for /generate, each with one of _slots; 8 for aborts

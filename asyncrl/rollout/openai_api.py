@@ -30,9 +30,9 @@ from asyncrl.rollout.openai_request import ChatRequest, RequestError, parse_chat
 from asyncrl.rollout.openai_session import Answer, Session, SessionCounts, closed_error, message_of
 from asyncrl.rollout.tool_calls import held_back
 from asyncrl.runtime import security
-from asyncrl.runtime.board import StatusBoard
-from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
+from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.http_server import no_stranger, serve
+from asyncrl.runtime.services import Services
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -46,8 +46,8 @@ _CHAT = "/v1/chat/completions"
 class ChatEndpoint:
     """The HTTP server of the OpenAI API, and its open sessions."""
 
-    def __init__(self, *, board: StatusBoard, logger: logging.Logger, clock: Clock = SYSTEM_CLOCK) -> None:
-        self._board, self._logger, self._clock = board, logger, clock
+    def __init__(self, services: Services) -> None:
+        self._board, self._logger, self._clock = services.board, services.logger, services.clock
         self._sessions: dict[str, Session] = {}  # one per group member of each running rollout, so bounded
         self._runner: web.AppRunner | None = None
         self._client: AsyncOpenAI | None = None

@@ -31,12 +31,10 @@ from asyncrl.rollout.chat_agent import ChatAgent
 from asyncrl.rollout.client import PartialRolloutManager, Route
 from asyncrl.rollout.openai_api import ChatEndpoint
 from asyncrl.rollout.rollout_data import RolloutData
-from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.channel_protocol import ChannelRefused
-from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.disk import out_of_files
 from asyncrl.runtime.journal import BackgroundJournal
-from asyncrl.runtime.trace import Tracer
+from asyncrl.runtime.services import Services
 from asyncrl.streams.push_pull import NameResolvingZmqPusher
 
 TRAIN = "train"
@@ -56,15 +54,14 @@ class Task:
         task_id: int,
         config: TaskConfig,
         rollout: RolloutConfig,
+        services: Services,
         *,
         tokenizer: Any,
-        board: StatusBoard,
-        logger: logging.Logger,
     ) -> None:
         self.name = name
         self.task_id = task_id
         self._config = config
-        self._reward = Reward.of(config.reward, rollout, board=board, logger=logger) if config.reward else None
+        self._reward = Reward.of(config.reward, rollout, services) if config.reward else None
         agent_class = _import_class(config.agent, SingleStepAgent, _AGENTS, f"rollout.tasks.{name}.agent")
         judges_itself = issubclass(agent_class, ChatAgent) and not config.reward
         if not (config.reward or config.env or judges_itself):
@@ -108,13 +105,13 @@ class Task:
 class TaskTable:
     """All tasks of a run. Task ids are 0, 1, ... in the alphabetical order of the names."""
 
-    def __init__(self, rollout: RolloutConfig, *, tokenizer: Any, board: StatusBoard, logger: logging.Logger) -> None:
+    def __init__(self, rollout: RolloutConfig, services: Services, *, tokenizer: Any) -> None:
         if not rollout.tasks:
             raise ConfigError(
                 "rollout.tasks is empty; add a task, e.g. rollout.tasks.default.reward=my_package.rewards:exact"
             )
         self._tasks = {
-            name: Task(name, task_id, rollout.tasks[name], rollout, tokenizer=tokenizer, board=board, logger=logger)
+            name: Task(name, task_id, rollout.tasks[name], rollout, services, tokenizer=tokenizer)
             for task_id, name in enumerate(sorted(rollout.tasks))
         }
 
@@ -201,16 +198,13 @@ class Rollouts:
         pusher: NameResolvingZmqPusher,
         endpoint: ChatEndpoint,
         journal: BackgroundJournal,
-        *,
-        board: StatusBoard,
-        trace: Tracer,
-        logger: logging.Logger,
-        clock: Clock,
+        services: Services,
     ) -> None:
         self.timeout_s = rollout.rollout_timeout_s
         self._rollout, self._data, self._tasks = rollout, data, tasks
         self._client, self._pusher, self._endpoint, self._journal = client, pusher, endpoint, journal
-        self._board, self._trace, self._logger, self._clock = board, trace, logger, clock
+        self._board, self._logger = services.board, services.logger
+        self._trace, self._clock = services.trace, services.clock
         self._stop_token_ids: Sequence[int] = [data.eos_token_id]
         self._logged: set[str] = set()
         self._left_behind: set[asyncio.Future[Any]] = set()  # agents that were cancelled and have not ended

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
 from typing import Self
@@ -32,12 +31,10 @@ from asyncrl.protocol.manager import (
 from asyncrl.rewards.outcome import RolloutEnded
 from asyncrl.rollout.client import PartialRolloutManager
 from asyncrl.rollout.rollouts import Rollouts
-from asyncrl.runtime.background import BackgroundTasks
-from asyncrl.runtime.board import StatusBoard, WaitTimeoutError
-from asyncrl.runtime.clock import Clock
+from asyncrl.runtime.board import WaitTimeoutError
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.service_client import ServiceClient
-from asyncrl.runtime.trace import Tracer
+from asyncrl.runtime.services import Services
 
 
 class ManagerClient:
@@ -68,9 +65,7 @@ class ManagerClient:
     async def connect(
         cls,
         directory: Directory,
-        tasks: BackgroundTasks,
-        board: StatusBoard,
-        logger: logging.Logger,
+        services: Services,
         *,
         worker: str,
         incarnation: str,
@@ -81,9 +76,7 @@ class ManagerClient:
         new_manager = asyncio.Event()
         async with ServiceClient.connect(
             directory,
-            tasks,
-            board,
-            logger,
+            services,
             key=directory.names.gserver_manager(),
             service="gserver manager",
             on_moved=new_manager.set,
@@ -197,19 +190,14 @@ class HeldTickets:
         manager: ManagerClient,
         client: PartialRolloutManager,
         rollouts: Rollouts,
-        tasks: BackgroundTasks,
+        services: Services,
         *,
         stop_timeout_s: float,
-        board: StatusBoard,
-        trace: Tracer,
-        logger: logging.Logger,
-        clock: Clock,
     ) -> None:
         """name: of the worker."""
         self._name, self._rollout, self._stop_timeout_s = name, rollout, stop_timeout_s
         self.rollouts = rollouts
-        self._manager, self._client, self._tasks = manager, client, tasks
-        self._board, self._trace, self._logger, self._clock = board, trace, logger, clock
+        self._manager, self._client, self._services = manager, client, services
         self._held: dict[str, _HeldTicket] = {}
         self._changed = asyncio.Event()  # a ticket has ended
 
@@ -219,10 +207,10 @@ class HeldTickets:
         consumes: tickets (allocate_rollout). produces: one task per ticket. waits for: room (the end of a ticket) and admission
         (the manager holds back its answer). unblocked by: ends of rollouts, train steps that consume stored trajectories.
         """
-        self._tasks.spawn(self._heartbeat_loop(), "heartbeat")
+        self._services.tasks.spawn(self._heartbeat_loop(), "heartbeat")
         while True:
             await self._wait_for_room()
-            asked = self._clock.monotonic()
+            asked = self._services.clock.monotonic()
             reply = await self._manager.allocate(self._room(), wait_s=_ALLOCATE_WAIT_S)
             for ticket in reply.tickets:
                 self._begin(ticket)
@@ -230,7 +218,7 @@ class HeldTickets:
                 break
             if reply.refusal == "superseded":
                 raise RuntimeError(f"another process now runs as {self._name}; this one ends")
-            if not reply.tickets and self._clock.monotonic() - asked < _REFUSED_PAUSE_S:
+            if not reply.tickets and self._services.clock.monotonic() - asked < _REFUSED_PAUSE_S:
                 await asyncio.sleep(_REFUSED_PAUSE_S)
         await self._drain()
 
@@ -248,22 +236,22 @@ class HeldTickets:
         """
         while self._room() < 1:
             self._changed.clear()
-            with self._board.showing("room for another rollout", on=self._name):
+            with self._services.board.showing("room for another rollout", on=self._name):
                 await self._changed.wait()
 
     def _begin(self, ticket: Ticket) -> None:
         if ticket.ticket_id in self._held:
             return  # granted twice, by the answer to a repeated request
-        held = _HeldTicket(ticket, birth_time=self._clock.time())
+        held = _HeldTicket(ticket, birth_time=self._services.clock.time())
         self._held[ticket.ticket_id] = held
-        self._board.set_queue("rollouts", len(self._held))
-        held.task = self._tasks.spawn(self._see_through(held), f"rollout {ticket.ticket_id}")
+        self._services.board.set_queue("rollouts", len(self._held))
+        held.task = self._services.tasks.spawn(self._see_through(held), f"rollout {ticket.ticket_id}")
         held.task.add_done_callback(lambda _: self._end(ticket))
 
     def _end(self, ticket: Ticket) -> None:
         del self._held[ticket.ticket_id]
-        self._board.set_queue("rollouts", len(self._held))
-        self._board.progress()
+        self._services.board.set_queue("rollouts", len(self._held))
+        self._services.board.progress()
         self._changed.set()
 
     async def _heartbeat_loop(self) -> None:
@@ -281,9 +269,13 @@ class HeldTickets:
                 self._cancel(self._held.get(ticket_id), "revoked")
             for moved in reply.moved:
                 if self._client.move(moved.ticket_id, moved.server, moved.server_url):
-                    self._logger.info("ticket %s continues at %s: its server leaves", moved.ticket_id, moved.server)
+                    self._services.logger.info(
+                        "ticket %s continues at %s: its server leaves", moved.ticket_id, moved.server
+                    )
             if num_left := self._client.leave(reply.dead):
-                self._logger.warning("%d requests to dead servers were cancelled (%s)", num_left, ", ".join(reply.dead))
+                self._services.logger.warning(
+                    "%d requests to dead servers were cancelled (%s)", num_left, ", ".join(reply.dead)
+                )
 
     def _cancel(self, held: _HeldTicket | None, why: str) -> None:
         if held is None or held.task is None or held.reporting or held.taken_back:
@@ -295,12 +287,14 @@ class HeldTickets:
         """Wait for the running rollouts to end; after request_timeout_s cancel them."""
         limit_s = self._rollout.request_timeout_s
         try:
-            await self._board.bounded(self._all_ended(), what="the last rollouts", on=self._name, limit_s=limit_s)
+            await self._services.board.bounded(
+                self._all_ended(), what="the last rollouts", on=self._name, limit_s=limit_s
+            )
         except WaitTimeoutError:
-            self._logger.warning("%d rollouts did not end within %g s", len(self._held), limit_s)
+            self._services.logger.warning("%d rollouts did not end within %g s", len(self._held), limit_s)
             for held in list(self._held.values()):
                 self._cancel(held, "stopped")
-            await self._board.bounded(
+            await self._services.board.bounded(
                 self._all_ended(), what="the cancelled rollouts", on=self._name, limit_s=self._stop_timeout_s
             )
 
@@ -313,7 +307,7 @@ class HeldTickets:
         """Roll out a ticket, then report its result, also after RolloutEnded or cancellation. Any other error ends the worker."""
         ticket = held.ticket
         try:
-            with self._trace.overlapping("rollout", kind="rollout", ticket=ticket.ticket_id):
+            with self._services.trace.overlapping("rollout", kind="rollout", ticket=ticket.ticket_id):
                 result = await self.rollouts.roll_out(ticket, held.birth_time)
         except RolloutEnded as ended:
             detail = self.rollouts.tell_once(ended.reason, ended)
@@ -334,7 +328,7 @@ class HeldTickets:
             async with asyncio.timeout(STOP_REPORT_S):
                 await self._manager.finish(result)
         except (TimeoutError, RuntimeError) as error:
-            self._logger.debug(
+            self._services.logger.debug(
                 "ticket %s not reported (%r): the manager will release it after missing heartbeats",
                 result.ticket_id,
                 error,

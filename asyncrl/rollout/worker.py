@@ -42,17 +42,15 @@ class RolloutWorker(Worker):
 
         When the worker stops, all rollouts are cancelled and report their tickets as released, before the parts are closed.
         """
-        rollout, info, clock = self.config.rollout, self.info, self.system.clock
+        rollout, info = self.config.rollout, self.info
         data = self._data if self._data is not None else RolloutData(self.config)
-        tasks = TaskTable(rollout, tokenizer=data.tokenizer, board=self.board, logger=self.logger)
+        tasks = TaskTable(rollout, self.services, tokenizer=data.tokenizer)
         opened.callback(tasks.close)
         journal = data.journal()
         opened.push_async_callback(asyncio.to_thread, journal.close)
         connecting = ManagerClient.connect(
             directory,
-            self.tasks,
-            self.board,
-            self.logger,
+            self.services,
             worker=self.name,
             incarnation=self.incarnation,
             new_id=self.system.new_id,
@@ -61,8 +59,7 @@ class RolloutWorker(Worker):
         manager = await opened.enter_async_context(connecting)
         client = PartialRolloutManager(
             manager,
-            board=self.board,
-            logger=self.logger,
+            self.services,
             new_tokens_per_chunk=int(rollout.new_tokens_per_chunk),
             request_timeout_s=rollout.request_timeout_s,
             max_requests=_connection_limit(
@@ -72,7 +69,6 @@ class RolloutWorker(Worker):
                 if tasks.chat
                 else 1,  # with the OpenAI API both ends of the agent's connection to it are in this process, too
             ),
-            clock=clock,
         )
         opened.push_async_callback(client.close)
         pusher = NameResolvingZmqPusher(
@@ -87,37 +83,21 @@ class RolloutWorker(Worker):
             encode=data.encode,
         )
         opened.push_async_callback(pusher.close)
-        endpoint = ChatEndpoint(board=self.board, logger=self.logger, clock=clock)
+        endpoint = ChatEndpoint(self.services)
         opened.push_async_callback(endpoint.close)
         if tasks.chat:
             await endpoint.start(info.runtime.host)
             self.logger.info("OpenAI API at %s", endpoint.url)
         await pusher.start()
-        rollouts = Rollouts(
-            rollout,
-            data,
-            tasks,
-            client,
-            pusher,
-            endpoint,
-            journal,
-            board=self.board,
-            trace=self.trace,
-            logger=self.logger,
-            clock=clock,
-        )
+        rollouts = Rollouts(rollout, data, tasks, client, pusher, endpoint, journal, self.services)
         tickets = HeldTickets(
             self.name,
             rollout,
             manager,
             client,
             rollouts,
-            self.tasks,
+            self.services,
             stop_timeout_s=info.runtime.stop_timeout_s,
-            board=self.board,
-            trace=self.trace,
-            logger=self.logger,
-            clock=clock,
         )
         self.began()
         self.tasks.spawn(journal.run(), "write the journal")

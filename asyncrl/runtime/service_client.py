@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Self, TypeVar
 
@@ -18,11 +17,10 @@ import aiohttp
 import msgspec
 
 from asyncrl.protocol.errors import ErrorClass, class_of_status, classify
-from asyncrl.runtime.background import BackgroundTasks
-from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.names.interface import WatchEvent
+from asyncrl.runtime.services import Services
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -52,13 +50,12 @@ class ServiceClient:
         url: str,
         *,
         service: str,
-        board: StatusBoard,
-        logger: logging.Logger,
+        services: Services,
         on_moved: Callable[[], object],
     ) -> None:
         """Use `connect` instead. url: the service's current URL."""
         self._session, self._url, self._service = session, url, service
-        self._board, self._logger = board, logger
+        self._board, self._logger = services.board, services.logger
         self._on_moved = on_moved
         self._moved: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done when the address changes
 
@@ -67,9 +64,7 @@ class ServiceClient:
     async def connect(
         cls,
         directory: Directory,
-        tasks: BackgroundTasks,
-        board: StatusBoard,
-        logger: logging.Logger,
+        services: Services,
         *,
         key: str,
         service: str,
@@ -81,8 +76,8 @@ class ServiceClient:
         """
         async with open_session(max_connections=64) as session:
             url = await directory.wait_for_key(key, f"the address of the {service}")
-            client = cls(session, url, service=service, board=board, logger=logger, on_moved=on_moved)
-            tasks.spawn(client._follow(directory.watch(key)), f"follow the {service}")
+            client = cls(session, url, service=service, services=services, on_moved=on_moved)
+            services.tasks.spawn(client._follow(directory.watch(key)), f"follow the {service}")
             yield client
 
     async def post(

@@ -31,6 +31,7 @@ from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.disk import StorageError, out_of_files
 from asyncrl.runtime.loop_watch import LoopWatch
+from asyncrl.runtime.services import Services
 from asyncrl.runtime.stacks import tell_tasks_of
 from asyncrl.runtime.system import System
 from asyncrl.runtime.trace import OFF, Tracer, place_of, trace_file
@@ -64,6 +65,7 @@ class Worker:
         self.trace = Tracer(trace_file(info), process=info.name, order=place_of(info)) if info.trace else OFF
         self.board = StatusBoard(info, self.logger, self.trace)
         self.tasks = BackgroundTasks(info.name, self.logger)
+        self.services = Services(self.board, self.trace, self.logger, self.system.clock, self.tasks)
         self.stopping = asyncio.Event()
         self._directory: Directory | None = None  # None until name resolve has answered
         self._said_out_of_files = -math.inf

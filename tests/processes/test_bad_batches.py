@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,10 +18,10 @@ from asyncrl.data.trajectories import Trajectory, list_recording, read_trajector
 from asyncrl.master.skipped import SkippedSteps
 from asyncrl.protocol.calls import CommitWeights, WriteWeights
 from asyncrl.testing.tiny import make_tiny_model
+from tests.support.services import make_services
 from tests.support.training_side import TrainingSide, training_side
 
 EXAMINE = import_object(f"{Path(__file__).parents[2]}/examples/bad_batch/examine.py:examine", "the script")
-LOGGER = logging.getLogger("test_bad_batches")
 IDS = ["a", "b", "c", "d", "e"]
 HEADS = {"a": 0, "b": 1, "c": 0, "d": 0, "e": 1}
 
@@ -75,7 +74,7 @@ async def bad_step(side: TrainingSide, train: TrainConfig, run_dir: Path) -> dic
     """Execute a step on all groups, and save its batch as the master does after a skipped step. Return the step's stats."""
     await push_all(side, HEADS)
     result = await side.executor().execute_step(IDS, 0)
-    skipped = SkippedSteps(train, run_dir, 1, LOGGER)
+    skipped = SkippedSteps(train, run_dir, 1, make_services())
     assert skipped.add(result.stats)
     metas = [trajectory(ticket, HEADS[ticket])[0] for ticket in IDS]
     await skipped.save(metas, 1, result.stats, heads=side.heads, tracker=side.tracker, caller=side.caller)
@@ -141,7 +140,7 @@ async def test_a_disk_that_refuses_costs_a_warning(
     async with training_side(on_one_worker(model_path, train), placed_mfcs(train), train, run_dir) as side:
         await push_all(side, dict.fromkeys(IDS, 0))
         result = await side.executor().execute_step(IDS, 0)
-        skipped = SkippedSteps(train, run_dir, 1, LOGGER)
+        skipped = SkippedSteps(train, run_dir, 1, make_services())
         metas = [trajectory(ticket)[0] for ticket in IDS]
         await skipped.save(metas, 1, result.stats, heads=side.heads, tracker=side.tracker, caller=side.caller)
     assert "could not be written" in caplog.text

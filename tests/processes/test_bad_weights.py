@@ -27,6 +27,7 @@ from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.worker import told
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import commit_version, list_versions, side_files, write_part
+from tests.support.services import make_services
 
 LIMIT_S = 30.0
 V1, V2 = WeightVersion(1, 1), WeightVersion(1, 2)
@@ -127,6 +128,7 @@ class Published:
         self.fleet = Fleet(
             table,
             UpdatePlan(table, update_fraction=1.0, update_timeout_s=1.0),
+            make_services(logger=logger),
             session=session,
             path_of=self.path_of,
             on_change=self.changed.set,
@@ -134,7 +136,6 @@ class Published:
             probe_limit_s=1.0,
             verify_limit_s=verify_limit_s,
             replace_limit_s=replace_limit_s,
-            logger=logger,
         )
         publish = self.fleet.plan.publish
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import multiprocessing
 import os
 import signal
@@ -45,6 +44,7 @@ from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.update_group import GroupMember, pack
 from asyncrl.weights.versions import version_dir, write_version
+from tests.support.services import make_services
 
 V0, V1, V2 = WeightVersion(1, 0), WeightVersion(1, 1), WeightVersion(1, 2)
 GENERATION = GenerationConfig(max_running_requests=8, max_batch_tokens=128, num_blocks=32, page_size=16)
@@ -235,7 +235,7 @@ async def sender(
     async with open_session(max_connections=0) as session:
         made = WeightSender(
             client(session), ShareReader(session, url_of), name="e/t/a1", host="127.0.0.1", device=torch.device("cpu"),
-            options=options, logger=logging.getLogger("test"),
+            options=options, services=make_services(),
         )  # fmt: skip
         async with made.serving() as url:
             told(url)
@@ -291,7 +291,7 @@ def test_nccl_needs_a_gpu() -> None:
     with pytest.raises(ConfigError, match=r"broadcast_backend='nccl': the trainer has no GPU; use gloo, or auto"):
         WeightSender(
             unused, unused, name="n", host="", device=torch.device("cpu"), options=options,
-            logger=logging.getLogger("test"),
+            services=make_services(),
         )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from asyncrl.protocol.generation import ModelInfo
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.protocol.weight_updates import BroadcastReply, BroadcastRequest, UpdateWeightsReply
 from asyncrl.runtime.http_client import open_session
+from tests.support.services import make_services
 
 LIMIT_S = 20.0
 V0, V1, V2 = (WeightVersion(1, number) for number in range(3))
@@ -116,6 +117,7 @@ async def managed(*names: str) -> AsyncIterator[Managed]:
         fleet = Fleet(
             table,
             UpdatePlan(table, update_timeout_s=4 * LIMIT_S),
+            make_services(),
             session=session,
             path_of=lambda version: Path("/nowhere") / str(version),
             on_change=change.set,
@@ -124,7 +126,6 @@ async def managed(*names: str) -> AsyncIterator[Managed]:
             verify_limit_s=LIMIT_S,
             transport="broadcast",
             transfer_limit_s=4 * LIMIT_S,  # servers wait for each other for a quarter of it
-            logger=logging.getLogger("test"),
         )
         fleet.trainer_at(url)
         loop = asyncio.create_task(fleet.update_loop())

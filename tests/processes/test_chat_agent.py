@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 from aiohttp import web
-from test_openai_api import BOARD, EOS, LIMIT_S, LOGGER, TOKENIZER, VERSION
+from test_openai_api import EOS, LIMIT_S, LOGGER, SERVICES, TOKENIZER, VERSION
 from test_rollout_worker import Stage
 
 from asyncrl.config.schema import ConfigError, RolloutConfig, SamplingConfig, TaskConfig
@@ -74,13 +74,13 @@ class Judge(Env):
 
 @pytest.fixture
 async def endpoint() -> AsyncIterator[ChatEndpoint]:
-    made = ChatEndpoint(board=BOARD, logger=LOGGER)
+    made = ChatEndpoint(SERVICES)
     await made.start("127.0.0.1")
     Judge.open = 0
     yield made
     await made.close()
     assert Judge.open == 0
-    assert BOARD.snapshot().queues["chat sessions"] == 0
+    assert SERVICES.board.snapshot().queues["chat sessions"] == 0
 
 
 async def collect(
@@ -384,7 +384,7 @@ class Plain(ChatAgent):
 
 def table(task: TaskConfig) -> TaskTable:
     rollout = RolloutConfig(group_size=2, sampling=SAMPLING, tasks={"default": task})
-    return TaskTable(rollout, tokenizer=TOKENIZER, board=BOARD, logger=LOGGER)
+    return TaskTable(rollout, SERVICES, tokenizer=TOKENIZER)
 
 
 async def test_a_task_with_a_chat_agent_needs_no_reward() -> None:

@@ -38,12 +38,12 @@ from asyncrl.protocol.versions import WeightVersion
 from asyncrl.protocol.weight_updates import UpdateWeightsRequest
 from asyncrl.rewards.trajectory import Episode, SampleSummary, build_sample
 from asyncrl.rollout.client import PartialRolloutManager, Route
-from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.names.interface import NameResolver
 from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.streams.push_pull import NameResolvingZmqPuller, NameResolvingZmqPusher
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import version_dir, write_version
+from tests.support.services import make_services
 
 LOGGER = logging.getLogger("test_engine_matches_trainer")
 NAMES = Names("e", "t")
@@ -97,8 +97,7 @@ async def client(tmp_path: Path) -> AsyncIterator[PartialRolloutManager]:
 
     client = PartialRolloutManager(
         NoOtherServer(),
-        board=StatusBoard(info("rollout_worker", tmp_path), LOGGER),
-        logger=LOGGER,
+        make_services(logger=LOGGER),
         new_tokens_per_chunk=8,  # so that the engine waits for a slow client: responses must not end before the update
         request_timeout_s=60.0,
         max_requests=2 * GROUP,

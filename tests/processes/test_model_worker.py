@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import os
 import re
 import signal
@@ -68,8 +67,6 @@ from asyncrl.protocol.run_folder import OutsideRunError
 from asyncrl.protocol.status import WorkerStatus
 from asyncrl.protocol.trajectories import Locator, StoreVerdict, TrajectoryMeta
 from asyncrl.protocol.versions import WeightVersion
-from asyncrl.runtime.background import BackgroundTasks
-from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.names.interface import NameResolver
 from asyncrl.runtime.names.open import open_name_resolver
@@ -78,6 +75,7 @@ from asyncrl.streams.push_pull import MetaPuller, NameResolvingZmqPusher
 from asyncrl.streams.request_reply import NameResolvingReplyServer, NameResolvingRequestClient, RemoteCallError
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import MANIFEST, tensor_files, verify_version
+from tests.support.services import make_services
 from tests.support.training_side import TrainingSide, training_side
 
 RUNTIME = RuntimeConfig(start_timeout_s=60.0, stop_timeout_s=5.0, log_level="WARNING")
@@ -336,26 +334,23 @@ async def test_a_full_store_takes_more_when_the_master_clears_it(memory, tmp_pat
 
 async def test_a_store_that_stays_full_refuses_by_reason(memory, tmp_path, model_path):
     info = worker_config(memory, tmp_path, model_path).worker
-    logger, names = logging.getLogger("test"), Names(info.experiment, info.trial)
-    board, tasks = StatusBoard(info, logger), BackgroundTasks(info.name, logger)
+    services, names = make_services(info), Names(info.experiment, info.trial)
     with open_name_resolver(memory) as resolver:
         lease = resolver.grant_lease(LIMIT_S).id
         opening = TrajectoryReceiver.open(
             info,
-            Directory(resolver, names, lease=lease, board=board, limit_s=LIMIT_S),
+            Directory(resolver, names, lease=lease, board=services.board, limit_s=LIMIT_S),
             System(),
             "head",
             DataStore(1),
             head=0,
             check=lambda meta, sample: "",
             verdict_limit_s=LIMIT_S,
-            tasks=tasks,
-            board=board,
-            logger=logger,
+            services=services,
             room_limit_s=0.05,
         )
         async with opening as receiver, outside(resolver, 0) as world:
-            receiving = tasks.spawn(receiver.run(), "take in")
+            receiving = services.tasks.spawn(receiver.run(), "take in")
             await world.push(*trajectory("first"))
             assert await world.push(*trajectory("second")) == StoreVerdict(verdict="refused", reason="store_full")
             receiving.cancel()

@@ -12,8 +12,7 @@ import aiohttp
 import openai
 import pytest
 
-from asyncrl.config.processes import WorkerInfo
-from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, SamplingConfig
+from asyncrl.config.schema import SamplingConfig
 from asyncrl.data.chat import ChatTemplate
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.rewards.outcome import RolloutReleased
@@ -22,15 +21,12 @@ from asyncrl.rollout.openai_api import MAX_BODY_BYTES, ChatEndpoint
 from asyncrl.rollout.openai_session import Session, SessionLimits
 from asyncrl.rollout.tool_calls import TAG, parse_tool_calls
 from asyncrl.runtime import http_server, security
-from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.security import Secrets, Security
 from asyncrl.testing.tiny import make_chat_tokenizer
+from tests.support.services import make_services
 
 LOGGER = logging.getLogger("test_openai_api")
-BOARD = StatusBoard(
-    WorkerInfo("rollout_worker", 0, 1, "e", "t", 1, "", 1, NameResolveConfig(endpoints=["memory://"]), RuntimeConfig()),
-    LOGGER,
-)
+SERVICES = make_services(logger=LOGGER)
 TOKENIZER = make_chat_tokenizer(None)
 EOS = TOKENIZER.eos_token_id
 VERSION = WeightVersion(1, 3).pack()
@@ -77,7 +73,7 @@ class Pieces:
 class Stage:
     def __init__(self) -> None:
         self.policy = Pieces()
-        self.endpoint = ChatEndpoint(board=BOARD, logger=LOGGER)
+        self.endpoint = ChatEndpoint(SERVICES)
         self.session = Session(
             self.policy,
             ChatTemplate(TOKENIZER, {}),

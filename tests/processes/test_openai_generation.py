@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ from typing import Any
 import numpy as np
 from served_engine import V0, V1, NoOtherServer, Served, forward_logprobs, serve
 
-from asyncrl.config.processes import WorkerInfo
-from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, SamplingConfig
+from asyncrl.config.schema import SamplingConfig
 from asyncrl.data.prompts import Prompt
 from asyncrl.protocol.generation import GenerateReply, SamplingParams
 from asyncrl.rewards.trajectory import OnPiece, Response
@@ -20,14 +18,9 @@ from asyncrl.rollout.agent import UnjudgedEnv
 from asyncrl.rollout.chat_agent import ChatAgent, ChatSession
 from asyncrl.rollout.client import PartialRolloutManager, Route
 from asyncrl.rollout.openai_api import ChatEndpoint
-from asyncrl.runtime.board import StatusBoard
 from asyncrl.testing.tiny import make_chat_tokenizer
+from tests.support.services import make_services
 
-LOGGER = logging.getLogger("test_openai_generation")
-BOARD = StatusBoard(
-    WorkerInfo("rollout_worker", 0, 1, "e", "t", 1, "", 1, NameResolveConfig(endpoints=["memory://"]), RuntimeConfig()),
-    LOGGER,
-)
 GROUP, MAX_NEW_TOKENS = 3, 40
 SAMPLING = SamplingConfig(max_new_tokens=MAX_NEW_TOKENS, temperature=1.3)
 PROMPT = Prompt("e0-p0", "", [], "", "default", {}, False)
@@ -39,8 +32,7 @@ class RecordingClient(PartialRolloutManager):
     def __init__(self) -> None:
         super().__init__(
             NoOtherServer(),
-            board=BOARD,
-            logger=LOGGER,
+            make_services(),
             new_tokens_per_chunk=16,
             request_timeout_s=60.0,
             max_requests=32,
@@ -97,7 +89,7 @@ EOS = TOKENIZER.eos_token_id
 
 async def test_tokens_logprobs_and_versions_are_those_of_the_engine(tmp_path: Path) -> None:
     agent = TwoTurns(tokenizer=TOKENIZER, sampling=SAMPLING, group_size=GROUP)
-    client, endpoint = RecordingClient(), ChatEndpoint(board=BOARD, logger=LOGGER)
+    client, endpoint = RecordingClient(), ChatEndpoint(make_services())
     async with serve(tmp_path, TOKENIZER) as served:
         agent.served = served
         await endpoint.start("127.0.0.1")

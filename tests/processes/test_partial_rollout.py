@@ -12,14 +12,14 @@ import pytest
 from aiohttp import web
 from rollout_fakes import LIMIT_S, FakeGenerationServer, continuation, logprob_of
 
-from asyncrl.config.processes import WorkerInfo
-from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, SamplingConfig
+from asyncrl.config.schema import SamplingConfig
 from asyncrl.protocol.manager import ScheduleReply, Ticket
 from asyncrl.protocol.trajectories import Locator
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
 from asyncrl.rollout.client import PartialRolloutManager, Pauses, Route
-from asyncrl.runtime.board import StatusBoard
+from asyncrl.runtime.services import Services
+from tests.support.services import make_services
 
 LOGGER = logging.getLogger("test_partial_rollout")
 SAMPLING = SamplingConfig(max_new_tokens=32)
@@ -66,11 +66,8 @@ def chooser() -> Chooser:
 
 
 @pytest.fixture
-def board() -> StatusBoard:
-    info = WorkerInfo(
-        "rollout_worker", 0, 1, "e", "t", 1, "", 1, NameResolveConfig(endpoints=["memory://"]), RuntimeConfig()
-    )
-    return StatusBoard(info, LOGGER)
+def services() -> Services:
+    return make_services(logger=LOGGER)
 
 
 @pytest.fixture
@@ -84,7 +81,7 @@ async def servers() -> AsyncIterator[list[FakeGenerationServer]]:
 
 
 @pytest.fixture
-async def make_client(chooser: Chooser, board: StatusBoard) -> AsyncIterator[MakeClient]:
+async def make_client(chooser: Chooser, services: Services) -> AsyncIterator[MakeClient]:
     # Generous limits: past them, a server on a busy machine counts as lost, and an abort is not sent.
     limits = Pauses(abort_limit_s=LIMIT_S, connect_limit_s=LIMIT_S)
     made: list[PartialRolloutManager] = []
@@ -92,7 +89,7 @@ async def make_client(chooser: Chooser, board: StatusBoard) -> AsyncIterator[Mak
     async def make(pauses: dict[str, Any] | None = None, **options: Any) -> PartialRolloutManager:
         defaults = {"new_tokens_per_chunk": 16, "request_timeout_s": LIMIT_S, "max_requests": 128}
         options["pauses"] = replace(limits, **(pauses or {}))
-        client = PartialRolloutManager(chooser, board=board, logger=LOGGER, **{**defaults, **options})
+        client = PartialRolloutManager(chooser, services, **{**defaults, **options})
         made.append(client)
         return client
 
@@ -442,16 +439,18 @@ async def test_requests_out_at_once_are_bounded(servers: list[FakeGenerationServ
 
 
 async def test_the_board_names_the_server_that_is_waited_for(
-    servers: list[FakeGenerationServer], make_client: MakeClient, board: StatusBoard
+    servers: list[FakeGenerationServer], make_client: MakeClient, services: Services
 ) -> None:
     servers[0].hold.clear()
     client = await make_client()
     generating = asyncio.ensure_future(client.generate(Route(ticket_at(servers[0])), [PROMPT] * 3, SAMPLING, [0]))
     await servers[0].wait_for_requests(3)
-    assert [(wait.what, wait.on) for wait in board.snapshot().waits] == [("the next piece", "generation_server/0")]
+    assert [(wait.what, wait.on) for wait in services.board.snapshot().waits] == [
+        ("the next piece", "generation_server/0")
+    ]
     servers[0].hold.set()
     await generating
-    assert board.snapshot().waits == []
+    assert services.board.snapshot().waits == []
 
 
 async def test_greedy_is_temperature_zero(servers: list[FakeGenerationServer], make_client: MakeClient) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from pathlib import Path
 
@@ -11,14 +10,12 @@ import numpy as np
 import pytest
 from served_engine import V1, NoOtherServer, forward_logprobs, serve
 
-from asyncrl.config.processes import WorkerInfo
-from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, SamplingConfig
+from asyncrl.config.schema import SamplingConfig
 from asyncrl.generation.transformers import TransformersEngine
 from asyncrl.rewards.trajectory import Episode, build_sample
 from asyncrl.rollout.client import PartialRolloutManager, Route
-from asyncrl.runtime.board import StatusBoard
+from tests.support.services import make_services
 
-LOGGER = logging.getLogger("test_rollout_generation")
 LIMIT_S = 60.0
 PASSES = 12  # of the engine before the update; every running response is in its first piece then, and few have ended
 
@@ -48,13 +45,9 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 async def test_an_update_in_mid_sequence_keeps_tokens_logprobs_and_versions(
     tmp_path: Path, reached: threading.Event
 ) -> None:
-    info = WorkerInfo(
-        "rollout_worker", 0, 1, "e", "t", 1, "", 1, NameResolveConfig(endpoints=["memory://"]), RuntimeConfig()
-    )
     client = PartialRolloutManager(
         NoOtherServer(),
-        board=StatusBoard(info, LOGGER),
-        logger=LOGGER,
+        make_services(),
         new_tokens_per_chunk=64,
         request_timeout_s=60.0,
         max_requests=32,

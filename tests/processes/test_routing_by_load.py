@@ -25,9 +25,9 @@ from asyncrl.protocol.scaling import DesiredServers
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.rewards.trajectory import Response
 from asyncrl.rollout.client import PartialRolloutManager, Route
-from asyncrl.runtime.board import StatusBoard
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import version_dir, write_version
+from tests.support.services import make_services
 
 LOGGER = logging.getLogger("test_routing_by_load")
 SERVERS = ["generation_server/0", "generation_server/1"]
@@ -104,8 +104,7 @@ class Chooser:
 async def a_client(setup: Setup) -> AsyncIterator[PartialRolloutManager]:
     client = PartialRolloutManager(
         Chooser(setup),
-        board=StatusBoard(setup.info, LOGGER),
-        logger=LOGGER,
+        make_services(setup.info, logger=LOGGER),
         new_tokens_per_chunk=1024,
         request_timeout_s=60.0,
         max_requests=64,

@@ -27,7 +27,7 @@ from asyncrl.rewards.judges import Judges
 from asyncrl.rewards.reward import Completion, Reward
 from asyncrl.rewards.sandbox.pool import IsolationMissing, Limits, Program, Result, SandboxError, SandboxPool
 from asyncrl.rewards.sandbox.syscalls import build_filter, call_name
-from asyncrl.runtime.board import StatusBoard
+from tests.support.services import make_services
 
 GONE_LIMIT_S = 60.0  # for processes that are to end
 LIMITS = Limits(
@@ -775,9 +775,8 @@ async def test_the_examples_reward_runs_what_the_model_wrote_in_its_judges(tmp_p
     """Judge a group with right answers, wrong ones, and some that would harm a machine without a sandbox."""
     path = Path(__file__).parents[2] / "examples" / "code" / "reward.py"
     logger = logging.getLogger("test")
-    board = StatusBoard(worker_info("rollout_worker", tmp_path), logger)
     judges = Judges(f"{path}:reward", memory_bytes=0, most=16, most_async=16, logger=logger)
-    reward = Reward(f"{path}:reward", timeout_s=100.0, board=board, logger=logger, judges=judges)
+    reward = Reward(f"{path}:reward", timeout_s=100.0, services=make_services(logger=logger), judges=judges)
     given, wanted = "1 2\n5 3\n", "3\n8\n"
     answer = [[given, wanted]]
     prompt = Prompt(prompt_id="p", text="1 2:3=", input_ids=[1], answer=answer, task="code", row={}, too_long=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -29,6 +28,7 @@ from asyncrl.protocol.versions import WeightVersion
 from asyncrl.protocol.weight_updates import BroadcastReply, BroadcastRequest, BroadcastTarget, EndWeightUpdate
 from asyncrl.runtime.http_client import open_session
 from asyncrl.weights.update_group import GroupMember, pack
+from tests.support.services import make_services
 
 LIMIT_S = 120.0  # limit for one wait, on a busy machine
 PROMPT = list(range(3, 40))  # spans several pages of the prefix cache
@@ -87,7 +87,7 @@ async def sender(limit_s: float = LIMIT_S) -> AsyncIterator[WeightSender]:
             host="127.0.0.1",
             device=torch.device("cpu"),
             options=WeightsConfig(transport="broadcast", broadcast_timeout_s=limit_s),
-            logger=logging.getLogger("test"),
+            services=make_services(),
         )
         async with made.serving():
             yield made

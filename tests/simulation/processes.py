@@ -316,9 +316,7 @@ class SimModelWorker(Worker):
                 head=self._first.heads.index(index),
                 check=trajectory_error,
                 verdict_limit_s=self.config.train.call_timeout_s,
-                tasks=self.tasks,
-                board=self.board,
-                logger=self.logger,
+                services=self.services,
                 decode=decode_sample,  # type: ignore[arg-type]
             )
             self.receiver = await opened.enter_async_context(opening)

@@ -36,13 +36,11 @@ from asyncrl.protocol.calls import CallResult, ExecuteMFC
 from asyncrl.protocol.manager import EvaluateReply, EvaluateRequest, EvaluationResult, LedgerView, RejectedPrompt
 from asyncrl.protocol.names import Names
 from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
-from asyncrl.runtime.background import BackgroundTasks
-from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.clock import SYSTEM_CLOCK
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.names.open import open_name_resolver
-from asyncrl.runtime.trace import OFF
 from asyncrl.weights.checkpoints import MasterState
+from tests.support.services import make_services
 
 LIMIT_S = 60.0
 
@@ -100,14 +98,12 @@ def make_books(
     config: MasterWorkerConfig, opened: AsyncExitStack, *, clock: Any = SYSTEM_CLOCK, state: MasterState | None = None
 ) -> Books:
     """Books that write to the run's folder."""
-    files, logger = MasterFiles(config), logging.getLogger("asyncrl.master")
+    files = MasterFiles(config)
     metrics, journal = files.metrics(None), files.journal()
     opened.callback(metrics.close)
     opened.callback(journal.close)
-    board = StatusBoard(config.worker, logger)
-    return Books(
-        config, files.data(), journal=journal, metrics=metrics, board=board, logger=logger, clock=clock, state=state
-    )
+    services = make_services(config.worker, logger="asyncrl.master", clock=clock)
+    return Books(config, files.data(), services, journal=journal, metrics=metrics, state=state)
 
 
 def ledger(*, rejected: list[RejectedPrompt] | None = None, exhausted: bool = False, served: int = 0) -> LedgerView:
@@ -192,13 +188,14 @@ class MasterParts:
         source: makes a replacement for the rollouts."""
         logger = logging.getLogger("asyncrl.master")
         self.manager, self.caller, self.files = manager, caller, MasterFiles(config)
-        self.board, self.tasks = StatusBoard(config.worker, logger), BackgroundTasks("master", logger)
+        services = make_services(config.worker, logger=logger, clock=clock)
+        self.tasks = services.tasks
         self.names = Names(config.worker.experiment, config.worker.trial)
         self.resolver = open_name_resolver(config.worker.name_resolve)
         opened.callback(self.resolver.close)
         opened.push_async_callback(self._end_tasks)
         lease = self.resolver.grant_lease(LIMIT_S).id
-        directory = Directory(self.resolver, self.names, lease=lease, board=self.board, limit_s=LIMIT_S)
+        directory = Directory(self.resolver, self.names, lease=lease, board=services.board, limit_s=LIMIT_S)
         self.books = make_books(config, opened, clock=clock, state=state)
         capacity = (1 + config.max_head_offpolicyness) * config.train.batch_size
         self.buffer = AsyncIOSequenceBuffer(self.books.progress, capacity=capacity, attempt=config.worker.attempt)
@@ -206,10 +203,9 @@ class MasterParts:
         self.workers = ModelWorkers(config, client, caller, self.buffer, StorageTracker(), logger=logger)
         self.reports = ManagerReports(self.books, self.buffer, manager)
         num_prompts = config.eval.num_prompts if config.eval.prompts is not None else 0
-        evaluator = ServerEvaluator(config.eval, num_prompts, manager, logger=logger, clock=clock)
-        self.evaluations = Evaluations(config.eval, self.books, evaluator, self.tasks, board=self.board, logger=logger)
+        evaluator = ServerEvaluator(config.eval, num_prompts, manager, services)
+        self.evaluations = Evaluations(config.eval, self.books, evaluator, services)
         turns = Turns()
-        of_a_process: dict[str, Any] = {"board": self.board, "logger": logger, "trace": OFF, "clock": clock}
         self.publisher = WeightPublisher(
             config,
             self.books,
@@ -218,10 +214,9 @@ class MasterParts:
             self.evaluations,
             directory,
             self.files,
-            self.tasks,
+            services,
             turns=turns,
             rewrite_pause_s=rewrite_pause_s,
-            **of_a_process,
         )
         self.leaving = asyncio.Event()
         self.rollouts = Rollouts(
@@ -231,11 +226,10 @@ class MasterParts:
             self.workers,
             self.reports,
             self.publisher.replace_damaged,
+            services,
             leaving=self.leaving,
-            board=self.board,
-            clock=clock,
         )
-        checkpointer = Checkpointer(config, self.books, caller, self.files, self.tasks, **of_a_process)
+        checkpointer = Checkpointer(config, self.books, caller, self.files, services)
         self.trainer = Trainer(
             config,
             self.books,
@@ -245,13 +239,10 @@ class MasterParts:
             self.publisher,
             self.evaluations,
             checkpointer,
-            self.tasks,
+            services,
             turns=turns,
             profiles=Profiles(directory, caller, [0], Path(config.worker.run_dir), config.worker.attempt),
             leaving=self.leaving,
-            logger=logger,
-            trace=OFF,
-            clock=clock,
         )
 
     async def _end_tasks(self) -> None:

@@ -119,9 +119,7 @@ class PacedTrainer(Worker):
             head=0,
             check=partial(trajectory_error, limits=ModelLimits.of(config.model_path)),
             verdict_limit_s=config.train.call_timeout_s,
-            tasks=self.tasks,
-            board=self.board,
-            logger=self.logger,
+            services=self.services,
         )
         receiver = await opened.enter_async_context(opening)
         server = NameResolvingReplyServer(

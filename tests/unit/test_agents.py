@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,12 +12,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.processes import WorkerInfo
 from asyncrl.config.schema import (
-    NameResolveConfig,
     PromptSourceConfig,
     RolloutConfig,
-    RuntimeConfig,
     SamplingConfig,
     TaskConfig,
 )
@@ -43,14 +39,9 @@ from asyncrl.rollout.agent import (
     UnjudgedEnv,
 )
 from asyncrl.rollout.rollouts import TRAIN, TaskTable
-from asyncrl.runtime.board import StatusBoard
 from asyncrl.testing.tiny import make_chat_tokenizer
+from tests.support.services import make_services
 
-LOGGER = logging.getLogger("test_agents")
-BOARD = StatusBoard(
-    WorkerInfo("rollout_worker", 0, 1, "e", "t", 1, "", 1, NameResolveConfig(endpoints=["memory://"]), RuntimeConfig()),
-    LOGGER,
-)
 SAMPLING = SamplingConfig(max_new_tokens=8)
 EOS = 0
 VERSION = WeightVersion(1, 4).pack()
@@ -88,7 +79,7 @@ def half(prompt: str, completion: str, answer: str) -> float:
 
 
 def make_reward(name: str = "right") -> Reward:
-    return Reward(f"{__name__}:{name}", timeout_s=60.0, board=BOARD, logger=LOGGER)
+    return Reward(f"{__name__}:{name}", timeout_s=60.0, services=make_services())
 
 
 async def collect(agent: Agent, env: Env, policy: Policy) -> tuple[SequenceSample, list[Observation]]:
@@ -376,7 +367,7 @@ def rollout_config(**tasks: TaskConfig) -> RolloutConfig:
 
 
 def make_table(config: RolloutConfig) -> TaskTable:
-    return TaskTable(config, tokenizer=TOKENIZER, board=BOARD, logger=LOGGER)
+    return TaskTable(config, make_services(), tokenizer=TOKENIZER)
 
 
 async def test_tasks_are_numbered_by_name_and_evaluate_with_one_response() -> None:

@@ -5,14 +5,13 @@ import logging
 import numpy as np
 import pytest
 
-from asyncrl.config.processes import WorkerInfo
-from asyncrl.config.schema import ConfigError, NameResolveConfig, RuntimeConfig
+from asyncrl.config.schema import ConfigError
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.master.report import rejection_lines
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.rewards.reward import Reward
 from asyncrl.rewards.trajectory import Episode, Response, build_sample, complete_sample
-from asyncrl.runtime.board import StatusBoard
+from tests.support.services import make_services
 
 V1 = WeightVersion(1, 1).pack()
 LOGGER = logging.getLogger("test")
@@ -66,11 +65,8 @@ def test_wrong_dtypes_name_key_and_both_dtypes(key, dtype):
 def test_rewards_that_cannot_be_called_are_refused(tmp_path, source, told):
     file = tmp_path / "bad.py"
     file.write_text(source)
-    info = WorkerInfo(
-        "rollout_worker", 0, 1, "e", "t", 1, "", 1, NameResolveConfig(endpoints=["memory://"]), RuntimeConfig()
-    )
     with pytest.raises(ConfigError, match=told):
-        Reward(f"{file}:reward", timeout_s=1.0, board=StatusBoard(info, LOGGER), logger=LOGGER)
+        Reward(f"{file}:reward", timeout_s=1.0, services=make_services(logger=LOGGER))
 
 
 def test_rejections_are_reported_with_count_cause_and_remedy():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -21,10 +20,7 @@ from asyncrl.master.checkpointing import Checkpointer
 from asyncrl.master.files import MasterFiles
 from asyncrl.protocol.calls import CallResult, CommitCheckpoint, SaveCheckpoint
 from asyncrl.protocol.trajectories import Locator
-from asyncrl.runtime.board import StatusBoard
-from asyncrl.runtime.clock import SYSTEM_CLOCK
 from asyncrl.runtime.metrics import read_json_lines
-from asyncrl.runtime.trace import OFF
 from asyncrl.weights import checkpoints
 from asyncrl.weights.checkpoints import (
     FORMAT,
@@ -41,6 +37,7 @@ from asyncrl.weights.checkpoints import (
 )
 from asyncrl.weights.versions import FileEntry
 from tests.support.master import make_books, master_config
+from tests.support.services import make_services
 
 DATA = DataIdentity(num_prompts=8, num_epochs=1, seed=1, shuffle=True, fingerprint="f")
 
@@ -219,11 +216,8 @@ async def test_checkpoints_do_not_overlap_and_belong_to_the_step_at_which_they_b
     books = make_books(config, opened)
     tasks: Any = SimpleNamespace(spawn=spawn)
     caller: Any = Caller(tmp_path)
-    logger = logging.getLogger("test")
-    board = StatusBoard(config.worker, logger)
-    checkpointer = Checkpointer(
-        config, books, caller, MasterFiles(config), tasks, board=board, logger=logger, trace=OFF, clock=SYSTEM_CLOCK
-    )
+    services = make_services(config.worker, tasks=tasks)
+    checkpointer = Checkpointer(config, books, caller, MasterFiles(config), services)
     taken: list[int] = []
 
     async def steps(first: int, last: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from pathlib import Path
 
 from asyncrl.config.processes import ModelWorkerConfig
@@ -13,8 +12,8 @@ from asyncrl.model.engine import TrainEngine
 from asyncrl.model.group_maker import GroupMaker
 from asyncrl.protocol.calls import ExecuteMFC
 from asyncrl.protocol.trajectories import Locator
-from asyncrl.runtime.worker import StatusBoard
 from asyncrl.testing.runs import make_tiny_run
+from tests.support.services import make_services
 
 # Reward raises this error when the processes that run a reward function are lost
 REWARD = """
@@ -36,8 +35,7 @@ async def test_a_group_is_rewarded_again_after_its_reward_processes_are_lost(tmp
     experiment = load_experiment(tiny, [*overrides, f"rollout.tasks.default.reward={tmp_path}/lost.py:reward"])
     configs = [spec.config for spec in plan(experiment, attempt=1, num_prompts=20)]
     (config,) = (config for config in configs if isinstance(config, ModelWorkerConfig))
-    logger = logging.getLogger("test_group_maker")
-    maker = GroupMaker(config, TrainEngine(config.models[0], config.train), StatusBoard(config.worker, logger), logger)
+    maker = GroupMaker(config, TrainEngine(config.models[0], config.train), make_services(config.worker))
     call = ExecuteMFC(mfc=config.mfcs[0].name, version=0, ids=["g"], locators=[Locator(0, 7)])
     made = await asyncio.wait_for(asyncio.to_thread(maker.make, call, ["g"]), 60)
     maker.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,6 @@ from asyncrl.master.rollouts import unless
 from asyncrl.protocol.calls import ExecuteMFC, LoadCheckpoint, WriteWeights
 from asyncrl.protocol.manager import EvaluationResult, RejectedPrompt
 from asyncrl.protocol.trajectories import Locator
-from asyncrl.runtime.background import BackgroundTasks
 from asyncrl.runtime.metrics import read_json_lines
 from asyncrl.weights.checkpoints import MasterState
 from tests.support.clock import ManualClock
@@ -36,6 +34,7 @@ from tests.support.master import (
     make_meta,
     master_config,
 )
+from tests.support.services import make_services
 
 MFCS = build_dataflow(TrainConfig()).mfcs.values()
 TRAJECTORY_KEYS = {key for mfc in MFCS for key in mfc.input_keys} - {key for mfc in MFCS for key in mfc.output_keys}
@@ -199,15 +198,13 @@ async def test_a_stop_before_training_has_the_shared_devices_ends_no_evaluation(
         def begin(self, eval_id, step):
             return asyncio.Event().wait
 
-    logger = logging.getLogger("asyncrl.master")
-    tasks, books = BackgroundTasks("master", logger), SimpleNamespace(step=1, attempt=1)
-    board = SimpleNamespace(set_queue=lambda name, depth: None)
-    evaluations = Evaluations(EvalConfig(), books, Endless(), tasks, board=board, logger=logger)
+    services, books = make_services(), SimpleNamespace(step=1, attempt=1)
+    evaluations = Evaluations(EvalConfig(), books, Endless(), services)
     evaluations.begin()
     leaving = asyncio.Event()
     asyncio.get_running_loop().call_later(0.05, leaving.set)
     await asyncio.wait_for(unless(leaving, evaluations.ended()), LIMIT_S)
     await asyncio.sleep(0)
     assert evaluations.num_running == 1
-    for task in tasks.running:
+    for task in services.tasks.running:
         task.cancel()

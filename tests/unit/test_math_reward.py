@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import logging
 import os
 import sys
 import threading
@@ -22,11 +21,9 @@ import msgspec
 import psutil
 import pytest
 
-from asyncrl.config.processes import WorkerInfo
-from asyncrl.config.schema import NameResolveConfig, RuntimeConfig
 from asyncrl.data.prompts import Prompt
 from asyncrl.rewards.reward import Completion, Reward
-from asyncrl.runtime.board import StatusBoard
+from tests.support.services import make_services
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "math"
@@ -344,15 +341,10 @@ def test_a_run_without_math_verify_does_not_start(example: dict[str, Any], monke
 
 async def test_a_group_is_scored_concurrently_as_in_a_rollout_worker(example: dict[str, Any]) -> None:
     """The calls run in threads, and one member of the group exceeds the time limit."""
-    info = WorkerInfo(
-        "rollout_worker", 0, 1, "e", "t", 1, "", 1, NameResolveConfig(endpoints=["memory://"]), RuntimeConfig()
-    )
-    logger = logging.getLogger("test_math_reward")
     reward = Reward(
         f"{FOLDER}/reward.py:correct",
         timeout_s=100,
-        board=StatusBoard(info, logger),
-        logger=logger,
+        services=make_services(),
     )
     prompt = Prompt("e0-p0", "", [], "x^2-1", "gsm8k", {}, False)
     texts = [r"\boxed{(x-1)(x+1)}", HANGS, r"\boxed{x^2}", r"\boxed{x^2-1}"]

@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import itertools
 import json
-import logging
 import re
 import shlex
 from pathlib import Path
@@ -17,8 +16,7 @@ from omegaconf import OmegaConf
 
 from asyncrl.cli.main import UsageError, main, parse
 from asyncrl.config.import_object import import_object
-from asyncrl.config.processes import WorkerInfo
-from asyncrl.config.schema import ExperimentConfig, NameResolveConfig, RuntimeConfig
+from asyncrl.config.schema import ExperimentConfig
 from asyncrl.data import padded, sample_files, sequence
 from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.data.sequence import SequenceSample
@@ -27,9 +25,9 @@ from asyncrl.protocol.trajectories import Locator
 from asyncrl.rewards.reward import Completion
 from asyncrl.rollout.chat_agent import ChatAgent
 from asyncrl.rollout.rollouts import TRAIN, TaskTable
-from asyncrl.runtime.board import StatusBoard
 from asyncrl.testing.tiny import make_char_tokenizer, make_tiny_model
 from tests import pages
+from tests.support.services import make_services
 
 TASK_PAGE = pages.ROOT / "docs" / "your-own-task.md"
 CHAT_TEMPLATE = (
@@ -73,11 +71,7 @@ def test_check_accepts_each_config(folder: Path, capsys: pytest.CaptureFixture[s
 
 
 def table(config: ExperimentConfig, tokenizer: Any) -> TaskTable:
-    worker = WorkerInfo(
-        "rollout_worker", 0, 1, "e", "t", 1, "", 1, NameResolveConfig(endpoints=["memory://"]), RuntimeConfig()
-    )
-    logger = logging.getLogger("test_pages")
-    return TaskTable(config.rollout, tokenizer=tokenizer, board=StatusBoard(worker, logger), logger=logger)
+    return TaskTable(config.rollout, make_services(), tokenizer=tokenizer)
 
 
 def test_the_rewards_and_environments_of_the_page_work_as_described(folder: Path) -> None:

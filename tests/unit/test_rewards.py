@@ -19,13 +19,11 @@ import psutil
 import pytest
 
 from asyncrl.config.import_object import import_object
-from asyncrl.config.processes import WorkerInfo
-from asyncrl.config.schema import NameResolveConfig, RuntimeConfig
 from asyncrl.data.prompts import Prompt
 from asyncrl.rewards.judges import CodeChangedError, Judges, RestartPace
 from asyncrl.rewards.outcome import REWARD_LOST, RolloutRejected, RolloutReleased
 from asyncrl.rewards.reward import Completion, Reward
-from asyncrl.runtime.board import StatusBoard
+from tests.support.services import make_services
 
 LIMIT_S = 60.0
 MOST = 16  # maximal number of judges of a function
@@ -106,22 +104,14 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def board() -> StatusBoard:
-    info = WorkerInfo(
-        "rollout_worker", 0, 1, "e", "t", 1, "", 1, NameResolveConfig(endpoints=["memory://"]), RuntimeConfig()
-    )
-    return StatusBoard(info, LOGGER)
-
-
-@pytest.fixture
-def make_isolated(path: Path, board: StatusBoard) -> Iterator[Callable[..., Reward]]:
+def make_isolated(path: Path) -> Iterator[Callable[..., Reward]]:
     made: list[Reward] = []
 
     def make_one(isolation: str, name: str, timeout_s: float = LIMIT_S, **given: Any) -> Reward:
         spec = f"{path}:{name}"
         if isolation == "process":
             given.setdefault("judges", Judges(spec, memory_bytes=0, most=MOST, most_async=64, logger=LOGGER))
-        made.append(Reward(spec, timeout_s=timeout_s, board=board, logger=LOGGER, **given))
+        made.append(Reward(spec, timeout_s=timeout_s, services=make_services(logger=LOGGER), **given))
         return made[-1]
 
     yield make_one

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,12 @@ from asyncrl.data.bad_batches import folder_of, list_bad_batches, prune_bad_batc
 from asyncrl.master.skipped import SkippedSteps, SkippedStepsError, num_skipped
 from asyncrl.protocol.errors import RunEndedError
 from asyncrl.protocol.versions import WeightVersion
-
-LOGGER = logging.getLogger("test_skipped")
+from tests.support.services import make_services
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., SkippedSteps]:
-    return lambda **train: SkippedSteps(TrainConfig(**train), tmp_path, 1, LOGGER)
+    return lambda **train: SkippedSteps(TrainConfig(**train), tmp_path, 1, make_services())
 
 
 def stats(skipped: int, tried: int = 4, role: str = "actor") -> dict[str, float]:

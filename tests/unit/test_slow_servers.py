@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from asyncrl.manager.routing import ServerTable
 from asyncrl.manager.update_plan import UpdatePlan
 from asyncrl.protocol.manager import HeartbeatRequest
 from asyncrl.protocol.versions import WeightVersion
+from tests.support.services import make_services
 
 SLOW, QUICK, OTHER = (f"generation_server/{index}" for index in range(3))
 
@@ -129,13 +129,13 @@ async def test_all_slow_hosts_together_are_waited_for_within_one_limit(
     made = Fleet(
         table,
         UpdatePlan(table),
+        make_services(),
         session=no_session,
         path_of=lambda version: Path(str(version)),
         on_change=lambda: None,
         probe_every_s=1.0,
         probe_limit_s=1.0,
         verify_limit_s=0.8,  # half of it limits the wait for the first host
-        logger=logging.getLogger("asyncrl.test.fleet"),
         files_url="http://files",
     )
     for index in range(10):

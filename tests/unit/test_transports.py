@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -31,16 +30,15 @@ from asyncrl.model.trainer_side import HeldShare, Rank
 from asyncrl.protocol.names import Names
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.protocol.weight_updates import TensorSpecs
-from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.clock import SYSTEM_CLOCK
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.names.open import open_name_resolver
-from asyncrl.runtime.trace import OFF
 from asyncrl.weights.update_group import pack
 from asyncrl.weights.versions import tensor_files, version_dir, write_version
 from tests.support.decisions import PACKAGE, decisions
 from tests.support.paced_engine import LongTail, PacedEngine
+from tests.support.services import make_services
 
 V0, V1 = WeightVersion(1, 0), WeightVersion(1, 1)
 LIMIT_S = 40.0  # for one wait, on a busy machine
@@ -141,19 +139,21 @@ class Run:
         (folder / "model").mkdir()
 
     async def start(self) -> None:
-        opened, logger = self._opened, logging.getLogger("test")
+        opened = self._opened
         names = NameResolveConfig(endpoints=[f"memory://transports-{next(_spaces)}"])
         info = WorkerInfo("model_worker", 0, 1, "e", "t", 1, str(self._folder), 1, names, RuntimeConfig())
+        services = make_services(info)
         resolver = opened.enter_context(open_name_resolver(names))
         lease = resolver.grant_lease(LIMIT_S).id
-        directory = Directory(resolver, NAMES, lease=lease, board=StatusBoard(info, logger), limit_s=LIMIT_S)
+        directory = Directory(resolver, NAMES, lease=lease, board=services.board, limit_s=LIMIT_S)
         weights = WeightsConfig(transport=self._transport, broadcast_timeout_s=TRANSFER_LIMIT_S)
-        rank = Rank(info, True, weights, torch.device("cpu"), directory, logger, OFF, SYSTEM_CLOCK)
+        rank = Rank(info, True, weights, torch.device("cpu"), directory, services)
         self.trainer = await opened.enter_async_context(model.KINDS[self._transport](rank))
         table = ServerTable("round_robin", dead_after_s=LIMIT_S)
         self.fleet = Fleet(
             table,
             UpdatePlan(table, update_timeout_s=LIMIT_S, offers=manager.KINDS[self._transport].offers()),
+            services,
             session=await opened.enter_async_context(open_session(max_connections=0)),
             path_of=lambda version: version_dir(self._folder, "actor", version),
             on_change=self._change.set,
@@ -162,7 +162,6 @@ class Run:
             verify_limit_s=LIMIT_S,
             transport=self._transport,
             transfer_limit_s=TRANSFER_LIMIT_S,
-            logger=logger,
         )
         opened.push_async_callback(self.fleet.close)
         for loop in (self.fleet.update_loop(), self.fleet.verify_loop()):

@@ -18,6 +18,7 @@ from asyncrl.manager.update_plan import UpdatePlan
 from asyncrl.protocol.errors import ErrorClass
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.weights.form import WeightsError
+from tests.support.services import make_services
 
 V1 = WeightVersion(1, 1)
 LIMIT_S = 20.0
@@ -39,6 +40,7 @@ class Desk:
         self.fleet = Fleet(
             self.table,
             self.plan,
+            make_services(logger=logger),
             session=no_session,
             path_of=lambda version: Path(str(version)),
             verify=self._verify,
@@ -46,7 +48,6 @@ class Desk:
             probe_every_s=1.0,
             probe_limit_s=1.0,
             verify_limit_s=LIMIT_S,
-            logger=logger,
             **options,
         )
 
