@@ -17,7 +17,7 @@ Four independent choices define the loss of a token. docs/algorithms.md lists th
     train.ppo.behav_imp_weight_*    masked_weights | clamped_weights      the treatment of the weight proximal / behaviour
     train.ppo.loss_normalization    sum_loss          the reduction over tokens
 
-The loss of a token is a sum of terms (`terms_of`): the policy loss, and if configured a KL penalty and an entropy bonus.
+The loss of a token is a sum of terms (`TERMS`): the policy loss, and if configured a KL penalty and an entropy bonus.
 
 Reading order: `policy_token_loss` computes every token's policy loss, `TERMS` has the terms, `sum_loss` reduces their sum to a
 scalar, and `PPOLoss` combines all in the function that an engine calls on each micro-batch. Advantages come from advantages.py, the
@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.kl import kl_estimate
+from asyncrl.algorithms.metrics import MAX, METRICS, Tokens
 from asyncrl.algorithms.packed import MAX_LOG_RATIO, count_per_sequence, masked_sum, mean_per_sequence, to_tokens
 from asyncrl.config.schema import PPOConfig
 from asyncrl.config.validation import ppo_problems
@@ -242,41 +243,55 @@ def loss_denominator(config: PPOConfig, num_tokens: float, num_sequences: float)
 # ------------------------------------------------------------------------------------------------------------------ terms
 
 
+Tensors = Mapping[str, Tensor]
+
+
 @dataclass(frozen=True)
 class Term:
-    """One term of the loss: its loss per token, 0 where the mask is False, and its statistics (sums over masked tokens, without
-    gradient; names ending in `_max`: maxima)."""
+    """One term of the loss of a micro-batch."""
 
-    loss_T: Tensor
-    stats: dict[str, Tensor]
+    loss_T: Tensor  # float32, [T], with gradient; 0 where `loss_mask` is False
+    stats: dict[str, Tensor]  # sums over masked tokens, without gradient; with names ending in `_max`: maxima
 
 
-Tensors = Mapping[str, Tensor]
-TermFn = Callable[[Tensors, Tensors, Tensor, PPOConfig], Term]  # (outputs, data, cu_seqlens, config), as in PPOLoss
+@dataclass(frozen=True)
+class LossTerm:
+    """A row of TERMS. Its coefficient is a field of PPOConfig (config/schema.py).
+
+    compute(outputs, data, cu_seqlens, config): the term of a micro-batch, under autograd. Gradients flow through the outputs alone:
+    `logprobs` and `entropy`, float32, [T], of the current policy. data: the keys of `loss_keys`, [T]; their dtypes are those of
+    KEY_SPECS in data/sequence.py. Where `loss_mask` is False, outputs and data may be NaN. A micro-batch has whole sequences, and
+    may have no masked token. The loss is summed over all ranks, so a term must not divide by a count of its own.
+    """
+
+    compute: Callable[[Tensors, Tensors, Tensor, PPOConfig], Term]
+    is_on: Callable[[PPOConfig], bool] = lambda _: True  # a term that is off costs nothing
+    keys: tuple[
+        str, ...
+    ] = ()  # further keys of data; actor_train must read them (dataflow/graph.py, train.extra_train_keys)
 
 
 def policy_term(outputs: Tensors, data: Tensors, cu_seqlens: Tensor, config: PPOConfig) -> Term:
-    """The policy loss (`policy_token_loss`)."""
+    """The policy loss (`policy_token_loss`), and all metrics of METRICS that are made of tokens."""
     logprobs_T, mask_T = outputs["logprobs"], data["loss_mask"].bool()
     anchor_T = data[anchor_key(config)]
     behav_T = data["packed_logprobs"] if config.use_decoupled_loss else None
     token = policy_token_loss(logprobs_T, anchor_T, behav_T, data["advantages"], mask_T, cu_seqlens, config)
     with torch.no_grad():
         stats = {
-            "policy_loss": masked_sum(token.loss_T, mask_T),
             "approx_kl": masked_sum(anchor_T - logprobs_T, mask_T),  # k1 estimate of KL(anchor || current)
             "importance_weight": masked_sum(token.ratio_T, mask_T),
-            "clip_share": token.clipped_T.sum(),
-            "dual_clip_share": token.dual_clipped_T.sum(),
         }
-        if behav_T is not None:
-            stats |= {
-                "behav_weight": masked_sum(token.weight_T, mask_T),
-                "behav_weight_max": torch.cat([token.weight_T, token.weight_T.new_zeros(1)]).max(),
-                "behav_approx_kl": masked_sum(behav_T - anchor_T, mask_T),  # k1 of KL(behaviour || proximal)
-                "cap_share": token.capped_T.sum(),
-            }
+        tokens = Tokens(logprobs_T, anchor_T, behav_T, token)
+        for metric_name, metric in METRICS.items():
+            if metric.of is not None and (values_T := metric.of(tokens)) is not None:
+                name = metric_name.removeprefix("actor/")
+                stats[name] = _max(values_T, mask_T) if name.endswith(MAX) else masked_sum(values_T, mask_T)
     return Term(token.loss_T, stats)
+
+
+def _max(values_T: Tensor, mask_T: Tensor) -> Tensor:
+    return torch.cat([values_T.masked_fill(~mask_T, 0.0), values_T.new_zeros(1)]).max()
 
 
 def kl_term(outputs: Tensors, data: Tensors, cu_seqlens: Tensor, config: PPOConfig) -> Term:
@@ -296,13 +311,16 @@ def entropy_term(outputs: Tensors, data: Tensors, cu_seqlens: Tensor, config: PP
     return Term(-config.entropy_coef * outputs["entropy"].masked_fill(~data["loss_mask"].bool(), 0.0), {})
 
 
-TERMS: dict[str, TermFn] = {"policy": policy_term, "kl": kl_term, "entropy": entropy_term}
+TERMS = {  # in the order in which they are added
+    "policy": LossTerm(policy_term),
+    "kl": LossTerm(kl_term, lambda config: config.kl_coef > 0 and config.kl_in == "loss", ("packed_ref_logprobs",)),
+    "entropy": LossTerm(entropy_term, lambda config: config.entropy_coef > 0),
+}
 
 
-def terms_of(config: PPOConfig) -> list[str]:
-    """The names of the loss's terms, in the order in which they are added. A term whose coefficient is 0 is left out."""
-    on = {"policy": True, "kl": kl_in_loss(config), "entropy": config.entropy_coef > 0}
-    return [name for name in TERMS if on[name]]
+def terms_of(config: PPOConfig) -> list[LossTerm]:
+    """The terms of the loss that this config has."""
+    return [term for term in TERMS.values() if term.is_on(config)]
 
 
 @dataclass(frozen=True)
@@ -321,7 +339,7 @@ class PPOLoss:
         self, outputs: Mapping[str, Tensor], data: Mapping[str, Tensor], cu_seqlens: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         mask_T = data["loss_mask"].bool()
-        terms = [TERMS[name](outputs, data, cu_seqlens, self.config) for name in terms_of(self.config)]
+        terms = [term.compute(outputs, data, cu_seqlens, self.config) for term in terms_of(self.config)]
         loss_T = reduce(add, [term.loss_T for term in terms])
         loss = sum_loss(loss_T, mask_T, cu_seqlens, self.config.loss_normalization, self.denominator)
         stats = {"loss": loss.detach(), "num_tokens": mask_T.sum(), "entropy": masked_sum(outputs["entropy"], mask_T)}
@@ -352,16 +370,10 @@ def anchor_key(config: PPOConfig) -> str:
     return "proximal_logprobs" if config.use_decoupled_loss or config.recompute_logprob else "packed_logprobs"
 
 
-def kl_in_loss(config: PPOConfig) -> bool:
-    """Whether the KL penalty is a term of the loss (GRPO) instead of the rewards."""
-    return config.kl_coef > 0 and config.kl_in == "loss"
-
-
 def loss_keys(config: PPOConfig) -> list[str]:
     """Keys that PPOLoss reads, all packed [T]."""
     keys = ["loss_mask", "advantages", "packed_logprobs", anchor_key(config)]
-    keys += ["packed_ref_logprobs"] if kl_in_loss(config) else []
-    return list(dict.fromkeys(keys))
+    return list(dict.fromkeys([*keys, *(key for term in terms_of(config) for key in term.keys)]))
 
 
 def check_ppo_config(config: PPOConfig) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.algorithms.metrics import METRICS
 from asyncrl.config.nearest import did_you_mean
 from asyncrl.protocol.errors import DECODE_ERRORS
 from asyncrl.runtime.metrics import JOURNAL_BUCKET_S, METRICS_FILE, read_json_lines
@@ -289,84 +290,67 @@ def _age_panels(runs: Sequence[Run]) -> list[Panel]:
     ]
 
 
+# (name, title, unit, top of the axis) of each panel. METRICS (algorithms/metrics.py) has the curves of a panel; those that are
+# computed from several values or from names that differ between runs are in _derived
+PANELS: tuple[tuple[str, str, str, float | None], ...] = (
+    ("reward", "Reward", "mean reward", None),
+    ("off_policyness", "Off-policyness of first tokens", "versions behind", None),
+    ("mixed_versions", "Responses of several versions", "% of the batch", None),
+    ("response_length", "Response length", "tokens", None),
+    ("without_signal", "Without a signal", "% of the batch", 100.0),
+    ("entropy", "Entropy", "nats a token", None),
+    ("kl", "KL divergence (estimates)", "nats a token", None),
+    ("grad_norm", "Gradient norm", "norm before clipping", None),
+    ("clip_share", "Clip share", "% of trained tokens", None),
+    ("time_shares", "Time of a step", "% of the step", 100.0),
+    ("time_parts", "Parts of a step", "% of the step", None),
+    ("tokens", "Throughput", "trained tokens/s", None),
+    ("device_tokens", "Throughput of a device", "tokens/s", None),
+    ("mfu", "Model FLOPs utilisation", "% of peak FLOP/s", None),
+    ("memory", "Peak memory of a model worker", "GiB", None),
+    ("steps", "Train steps", "steps/s", None),
+)
+
+
 def _plan(runs: Sequence[Run]) -> list[tuple[str, str, str, float | None, list[_Measure]]]:
     """(name, title, unit, top of the axis, measures) of each panel."""
-    rewards = [
-        _Measure("train batch, sampled", _metric("reward/mean")),
-        _Measure("evaluation, sampled", _metric("eval/sampled_reward"), of_evaluations=True),
-        _Measure("evaluation, greedy", _metric("eval/greedy_reward"), of_evaluations=True),
+    derived = _derived(runs)
+    plan = []
+    for name, title, unit, top in PANELS:
+        measures = [
+            _Measure(
+                metric.curve,
+                (_percent if metric.percent else _metric)(key),
+                key.startswith("eval/"),
+                metric.optional,
+            )
+            for key, metric in METRICS.items()
+            if metric.panel == name
+        ]
+        shown = "Idle time" if name == "time_shares" and len(runs) > 1 else title
+        plan.append((name, shown, unit, top, [*measures, *derived.get(name, ())]))
+    return plan
+
+
+def _derived(runs: Sequence[Run]) -> dict[str, list[_Measure]]:
+    """The measures of panels that METRICS lacks."""
+    waits = [
+        _Measure("training", _share("time/train_s")),
+        _Measure("waits for data", _share("time/wait_data_s")),
+        _Measure("waits for weights", _share("time/wait_weights_s")),
     ]
-    head = [
-        _Measure("mean", _metric("offpolicy/head_mean")),
-        _Measure("oldest of the batch", _metric("offpolicy/head_max")),
-    ]
-    mixed = [_Measure("", _mixed)]
-    lengths = [
-        _Measure("mean", _metric("length/response_mean")),
-        _Measure("longest of the batch", _metric("length/response_max")),
-    ]
-    kl = [
-        _Measure("anchor to current", _metric("actor/approx_kl")),
-        _Measure("behaviour to proximal", _metric("actor/behav_approx_kl"), optional=True),
-        _Measure("policy to reference", _metric("kl/token_mean"), optional=True),
-    ]
-    clipped = [
-        _Measure("clipped", _percent("actor/clip_share")),
-        _Measure("behaviour weight out of bounds", _percent("actor/cap_share"), optional=True),
-    ]
-    without_signal = [
-        _Measure("groups with equal rewards", _percent("reward/equal_group_share"), optional=True),
-        _Measure("responses cut off", _percent("length/truncated_share"), optional=True),
-    ]
-    idle = _Measure("no generation", _generation_idle)
+    if len(runs) > 1:
+        waits = [_Measure("trainer waits", lambda run, record: 100 - _share("time/train_s")(run, record))]
     # MFCs may run at the same time, and weights are published while the next step runs, so these shares have no common sum
-    parts = _names(runs, r"time/(\w+)_s")
-    speeds = [
-        _Measure("training", _metric("throughput/train_tokens_per_s_per_device"), optional=True),
-        _Measure("generation", _metric("throughput/generated_tokens_per_s_per_device"), optional=True),
-    ]
-    if len(runs) == 1:
-        times = (
-            "Time of a step",
-            [
-                _Measure("training", _share("time/train_s")),
-                _Measure("waits for data", _share("time/wait_data_s")),
-                _Measure("waits for weights", _share("time/wait_weights_s")),
-                idle,
-            ],
-        )
-    else:
-        times = "Idle time", [_Measure("trainer waits", lambda r, s: 100 - _share("time/train_s")(r, s)), idle]
-    return [
-        ("reward", "Reward", "mean reward", None, rewards),
-        ("off_policyness", "Off-policyness of first tokens", "versions behind", None, head),
-        ("mixed_versions", "Responses of several versions", "% of the batch", None, mixed),
-        ("response_length", "Response length", "tokens", None, lengths),
-        ("without_signal", "Without a signal", "% of the batch", 100.0, without_signal),
-        ("entropy", "Entropy", "nats a token", None, [_Measure("", _metric("actor/entropy"))]),
-        ("kl", "KL divergence (estimates)", "nats a token", None, kl),
-        ("grad_norm", "Gradient norm", "norm before clipping", None, [_Measure("", _metric("actor/grad_norm"))]),
-        ("clip_share", "Clip share", "% of trained tokens", None, clipped),
-        ("time_shares", times[0], "% of the step", 100.0, times[1]),
-        (
-            "time_parts",
-            "Parts of a step",
-            "% of the step",
-            None,
-            [_Measure(part, _share(f"time/{part}_s"), optional=True) for part in parts if part not in _WHOLE_STEP],
-        ),
-        ("tokens", "Throughput", "trained tokens/s", None, [_Measure("", _metric("throughput/tokens_per_s"))]),
-        ("device_tokens", "Throughput of a device", "tokens/s", None, speeds),
-        (
-            "mfu",
-            "Model FLOPs utilisation",
-            "% of peak FLOP/s",
-            None,
-            [_Measure(mfc, _percent(f"mfu/{mfc}"), optional=True) for mfc in _names(runs, r"mfu/(\w+)")],
-        ),
-        ("memory", "Peak memory of a model worker", "GiB", None, [_Measure("largest", _memory, optional=True)]),
-        ("steps", "Train steps", "steps/s", None, [_Measure("", _steps_per_s)]),
-    ]
+    parts = [part for part in _names(runs, r"time/(\w+)_s") if part not in _WHOLE_STEP]
+    return {
+        "mixed_versions": [_Measure("", _mixed)],
+        "time_shares": [*waits, _Measure("no generation", _generation_idle)],
+        "time_parts": [_Measure(part, _share(f"time/{part}_s"), optional=True) for part in parts],
+        "mfu": [_Measure(mfc, _percent(f"mfu/{mfc}"), optional=True) for mfc in _names(runs, r"mfu/(\w+)")],
+        "memory": [_Measure("largest", _memory, optional=True)],
+        "steps": [_Measure("", _steps_per_s)],
+    }
 
 
 def _curve(run: Run, measure: _Measure, role: int) -> Curve | None:

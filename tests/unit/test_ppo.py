@@ -479,8 +479,10 @@ def test_terms_by_hand() -> None:
         "loss_mask": torch.tensor([True, True, False]),
     }
     config = PPOConfig(kl_coef=0.1, kl_in="loss", kl_estimator="k2", entropy_coef=0.2)
-    assert terms_of(config) == ["policy", "kl", "entropy"]
-    of_term = {name: TERMS[name](outputs(logprobs, entropy), data, packed([3]), config) for name in terms_of(config)}
+    assert terms_of(config) == [TERMS["policy"], TERMS["kl"], TERMS["entropy"]]
+    of_term = {
+        name: term.compute(outputs(logprobs, entropy), data, packed([3]), config) for name, term in TERMS.items()
+    }
     assert of_term["policy"].loss_T.tolist() == [-3, 1, 0]
     assert of_term["kl"].loss_T.tolist() == pytest.approx([0.0125, 0.0125, 0])
     assert of_term["entropy"].loss_T.tolist() == pytest.approx([-0.14, -0.22, 0])

@@ -1,0 +1,85 @@
+"""The metrics that commands show, and how those of the policy loss are computed. No torch at import: commands read the table, too.
+
+A metric has one name in metrics.jsonl, TensorBoard, W&B and `asyncrl-launch plot --metric`. A row of METRICS adds a metric of the
+trained tokens: the function `of`, and the curve that `asyncrl-launch plot` draws. Metrics without `of` come from elsewhere:
+rewards, lengths, ages and times from master/report.py, statistics of a batch's groups from model/interfaces.py (`batch_stats`),
+statistics that decide something from the code that decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from asyncrl.algorithms.ppo import TokenLoss
+
+MAX = "_max"  # end of the names of maxima; all other metrics of tokens are means
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a micro-batch, as a metric sees them: float32, [T], packed. Those that are not trained may be NaN."""
+
+    logprobs_T: Tensor  # of the current policy
+    anchor_T: Tensor  # logprobs of the anchor (`anchor_key`)
+    behav_T: Tensor | None  # logprobs of the behaviour policy; None: the naive loss, which does not compare with it
+    loss: TokenLoss
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number of a train step or an evaluation."""
+
+    panel: str = ""  # name of the panel in which `plot` draws it (cli/curves.py PANELS); "": only with --metric
+    curve: str = ""  # what the legend calls it
+    percent: bool = False  # a share, drawn in percent
+    optional: bool = False  # only some configs have it
+    # The metric of each token, [T], float32 or bool; None: this config does not have it. The step's metric is the mean over all
+    # trained tokens, or with a name that ends in MAX the maximum, at least 0. It runs without gradient, on every micro-batch.
+    of: Callable[[Tokens], Tensor | None] | None = None
+
+
+METRICS = {  # group/name; evaluations have the group eval
+    "reward/mean": Metric("reward", "train batch, sampled"),
+    "eval/sampled_reward": Metric("reward", "evaluation, sampled"),
+    "eval/greedy_reward": Metric("reward", "evaluation, greedy"),
+    "offpolicy/head_mean": Metric("off_policyness", "mean"),
+    "offpolicy/head_max": Metric("off_policyness", "oldest of the batch"),
+    "length/response_mean": Metric("response_length", "mean"),
+    "length/response_max": Metric("response_length", "longest of the batch"),
+    "reward/equal_group_share": Metric("without_signal", "groups with equal rewards", percent=True, optional=True),
+    "length/truncated_share": Metric("without_signal", "responses cut off", percent=True, optional=True),
+    "actor/entropy": Metric("entropy"),
+    "actor/approx_kl": Metric("kl", "anchor to current"),
+    "actor/behav_approx_kl": Metric(  # k1 estimate of KL(behaviour || proximal)
+        "kl",
+        "behaviour to proximal",
+        optional=True,
+        of=lambda tokens: tokens.behav_T - tokens.anchor_T if tokens.behav_T is not None else None,
+    ),
+    "kl/token_mean": Metric("kl", "policy to reference", optional=True),
+    "actor/grad_norm": Metric("grad_norm"),
+    "actor/policy_loss": Metric(of=lambda tokens: tokens.loss.loss_T),
+    "actor/clip_share": Metric("clip_share", "clipped", percent=True, of=lambda tokens: tokens.loss.clipped_T),
+    "actor/dual_clip_share": Metric(of=lambda tokens: tokens.loss.dual_clipped_T),
+    "actor/cap_share": Metric(
+        "clip_share",
+        "behaviour weight out of bounds",
+        percent=True,
+        optional=True,
+        of=lambda tokens: tokens.loss.capped_T if tokens.behav_T is not None else None,
+    ),
+    "actor/behav_weight": Metric(
+        of=lambda tokens: tokens.loss.weight_T if tokens.behav_T is not None else None,
+    ),
+    "actor/behav_weight_max": Metric(
+        of=lambda tokens: tokens.loss.weight_T if tokens.behav_T is not None else None,
+    ),
+    "throughput/tokens_per_s": Metric("tokens"),
+    "throughput/train_tokens_per_s_per_device": Metric("device_tokens", "training", optional=True),
+    "throughput/generated_tokens_per_s_per_device": Metric("device_tokens", "generation", optional=True),
+}
