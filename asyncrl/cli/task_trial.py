@@ -11,10 +11,9 @@ import logging
 import re
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import asyncrl
 from asyncrl.config.modes import mode_of
@@ -75,12 +74,14 @@ async def _try_task(
         problem = f"none of its first prompts can be used: {prompt}"
         return Finding(f"rollout.tasks.{name}", "fail", problem, "correct the prompts, or use another tokenizer")
     told = []
-    for kind, arguments in (("agent", task.agent_args), ("env", task.env_args)):
-        if spec := getattr(task, kind):
-            try:
-                await _ask(_CLASS_CHECK, rollout, partial(_class_call, spec, kind, arguments))
-            except _TrialFailed as error:
-                return _failed(f"rollout.tasks.{name}.{kind}", spec, error)
+    for kind, spec, arguments in (("agent", task.agent, task.agent_args), ("env", task.env, task.env_args)):
+        if not spec and not arguments:
+            continue
+        try:
+            await _ask(_CLASS_CHECK, rollout, partial(_class_call, f"rollout.tasks.{name}", task, kind))
+        except _TrialFailed as error:
+            return _failed(f"rollout.tasks.{name}.{kind}", spec or f"the default {kind}", error)
+        if spec:
             told.append(f"{kind} {spec} can be imported")
     if task.reward and prompt is not None:
         text = str(prompt.answer) if isinstance(prompt.answer, str | int | float) else ""
@@ -139,8 +140,8 @@ async def _ask(spec: str, rollout: RolloutConfig, call: Callable[[Sequence[str]]
     raise _TrialFailed(f"raised {user_error(answer['traceback'])}")
 
 
-def _class_call(spec: str, kind: str, arguments: Mapping[str, Any], _taken: Sequence[str]) -> Call:
-    return (spec, kind, arguments), {}
+def _class_call(field: str, task: TaskConfig, kind: str, _taken: Sequence[str]) -> Call:
+    return (field, asdict(task), kind), {}
 
 
 def user_error(text: str) -> str:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 from asyncrl.config.import_object import import_object
+from asyncrl.config.nearest import did_you_mean
 from asyncrl.config.schema import ConfigError, RolloutConfig, SamplingConfig, TaskConfig
 from asyncrl.data.prompts import Prompt, PromptError
 from asyncrl.data.sequence import SequenceSample
@@ -38,11 +39,12 @@ from asyncrl.runtime.services import Services
 from asyncrl.streams.push_pull import NameResolvingZmqPusher
 
 TRAIN = "train"
-_AGENTS = (Agent, ChatAgent)
-_AGENT_ARGUMENTS, _ENV_ARGUMENTS = (
-    ("tokenizer", "sampling", "group_size"),
-    ("prompt", "reward"),
-)  # set by the worker
+Kind = Literal["agent", "env"]
+# Base classes, the class of a task that names none, and the arguments that the worker sets
+_CLASSES: Mapping[Kind, tuple[tuple[type, ...], type, tuple[str, ...]]] = {
+    "agent": ((Agent, ChatAgent), SingleStepAgent, ("tokenizer", "sampling", "group_size")),
+    "env": ((Env,), RewardEnv, ("prompt", "reward")),
+}
 
 
 class Task:
@@ -62,26 +64,17 @@ class Task:
         self.task_id = task_id
         self._config = config
         self._reward = Reward.of(config.reward, rollout, services) if config.reward else None
-        agent_class = _import_class(config.agent, SingleStepAgent, _AGENTS, f"rollout.tasks.{name}.agent")
-        judges_itself = issubclass(agent_class, ChatAgent) and not config.reward
-        if not (config.reward or config.env or judges_itself):
-            raise ConfigError(f"rollout.tasks.{name} has neither reward nor env; set one of them")
-        default_env = UnjudgedEnv if judges_itself else RewardEnv
-        self._env_class = _import_class(config.env, default_env, (Env,), f"rollout.tasks.{name}.env")
+        field = f"rollout.tasks.{name}"
+        agent_class, self._env_class = load_class(field, config, "agent"), load_class(field, config, "env")
+        if not (config.reward or config.env):  # the agent judges itself
+            self._env_class = UnjudgedEnv
         modes: dict[str, tuple[SamplingConfig, int]] = {
             TRAIN: (rollout.sampling, rollout.group_size),
             "sampled": (replace(rollout.sampling, greedy=False), 1),
             "greedy": (replace(rollout.sampling, greedy=True), 1),
         }
         self.agents: Mapping[str, Agent | ChatAgent] = {
-            mode: _make(
-                agent_class,
-                f"rollout.tasks.{name}.agent_args",
-                config.agent_args,
-                tokenizer=tokenizer,
-                sampling=sampling,
-                group_size=group_size,
-            )
+            mode: agent_class(tokenizer=tokenizer, sampling=sampling, group_size=group_size, **config.agent_args)
             for mode, (sampling, group_size) in modes.items()
         }
 
@@ -92,13 +85,7 @@ class Task:
 
     def make_env(self, prompt: Prompt) -> Env:
         """A fresh environment for one prompt."""
-        env: Env = _make(
-            self._env_class,
-            f"rollout.tasks.{self.name}.env_args",
-            self._config.env_args,
-            prompt=prompt,
-            reward=self._reward,
-        )
+        env: Env = self._env_class(prompt=prompt, reward=self._reward, **self._config.env_args)
         return env
 
 
@@ -135,44 +122,58 @@ class TaskTable:
             ) from None
 
 
-def check_class(spec: str, kind: str, arguments: Mapping[str, Any]) -> float:
-    """Import an agent or an env, and check that it accepts these arguments (`asyncrl-launch check` calls it in a judge process).
-
-    Raises ConfigError, or the error of the user's module.
-    """
-    bases, own = (_AGENTS, _AGENT_ARGUMENTS) if kind == "agent" else ((Env,), _ENV_ARGUMENTS)
-    found = _import_class(spec, object, bases, kind)
-    _check_arguments(found, f"{kind}_args", arguments, own)
+def check_class(field: str, settings: Mapping[str, Any], kind: Kind) -> float:
+    """As load_class, with the fields of the task (`asyncrl-launch check` calls it in a judge process)."""
+    load_class(field, TaskConfig(**settings), kind)
     return 1.0
 
 
-def _import_class(spec: str, default: type, bases: tuple[type, ...], what: str) -> type:
-    if not spec:
-        return default
-    loaded = import_object(spec, what)
-    if not (inspect.isclass(loaded) and issubclass(loaded, bases)):
+def load_class(field: str, task: TaskConfig, kind: Kind) -> type:
+    """Import a task's agent or env, and check that it takes the task's arguments. field: rollout.tasks.<name>.
+
+    Raises ConfigError with field, value and remedy, or the error of the user's module.
+    """
+    bases, default, own = _CLASSES[kind]
+    spec, given = (task.agent, task.agent_args) if kind == "agent" else (task.env, task.env_args)
+    found = import_object(spec, f"{field}.{kind}") if spec else default
+    if not (inspect.isclass(found) and issubclass(found, bases)):
         wanted = " or ".join(f"{base.__module__}.{base.__name__}" for base in bases)
-        raise ConfigError(f"{what} {spec!r} is {loaded!r}; it must be a subclass of {wanted}")
-    return loaded
+        raise ConfigError(f"{field}.{kind} {spec!r} is {found!r}; it must be a subclass of {wanted}")
+    if kind == "agent" and not (task.reward or task.env or issubclass(found, ChatAgent)):
+        raise ConfigError(
+            f"{field}.agent={spec!r}: {found.__name__} needs {field}.reward or {field}.env; only a ChatAgent may compute its "
+            "own rewards"
+        )
+    _check_arguments(found, f"{field}.{kind}_args", given, own)
+    return found
 
 
-def _make(made_class: Callable[..., Any], what: str, arguments: Mapping[str, Any], **own: Any) -> Any:
-    """Make an object from the worker's arguments and the config's. Raises ConfigError if they do not fit the class."""
-    _check_arguments(made_class, what, arguments, own)
-    return made_class(**own, **arguments)
-
-
-def _check_arguments(
-    made_class: Callable[..., Any], what: str, arguments: Mapping[str, Any], own: Collection[str]
-) -> None:
-    """own: names of the worker's arguments."""
-    overlap = sorted(arguments.keys() & set(own))
-    if overlap:
-        raise ConfigError(f"{what} must not set {overlap}: the worker sets them")
-    try:
-        inspect.signature(made_class).bind(**dict.fromkeys(own), **arguments)
-    except TypeError as error:
-        raise ConfigError(f"{what} {dict(arguments)} does not fit {made_class.__qualname__}: {error}") from None
+def _check_arguments(found: type, field: str, given: Mapping[str, Any], own: Sequence[str]) -> None:
+    """own: names of the arguments that the worker sets."""
+    parameters = inspect.signature(found).parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    named = {
+        parameter.name: parameter.default is parameter.empty
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    free = [name for name in named if name not in own]
+    takes = f"it takes {', '.join(free) or 'none'}"
+    for argument, value in given.items():
+        if argument in own:
+            raise ConfigError(f"{field}.{argument}={value!r}: the rollout worker sets it; leave it out")
+        if argument not in named and not takes_any:
+            hint = did_you_mean(argument, free)
+            raise ConfigError(
+                f"{field}.{argument}={value!r}: {found.__name__} does not take this argument; {hint}{takes}"
+            )
+    if missing := [name for name in free if named[name] and name not in given]:
+        raise ConfigError(f"{field}={dict(given)}: {found.__name__} also needs {', '.join(missing)}; {takes}")
+    if not takes_any and (unwanted := [argument for argument in own if argument not in named]):
+        raise ConfigError(
+            f"{field.removesuffix('_args')}: the __init__ of {found.__name__} must take {', '.join(own)} by name (or **kwargs), "
+            f"and does not take {', '.join(unwanted)}"
+        )
 
 
 _MAX_DETAIL_CHARS = 400  # length of the detail in a report about a rollout without a trajectory

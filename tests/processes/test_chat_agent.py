@@ -409,7 +409,7 @@ async def test_a_task_with_a_chat_agent_needs_no_reward() -> None:
 def test_arguments_that_will_not_do(arguments: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         table(TaskConfig(agent=f"{__name__}:Plain", agent_args=arguments))
-    with pytest.raises(ConfigError, match="does not fit"):
+    with pytest.raises(ConfigError, match="Plain does not take this argument"):
         table(TaskConfig(agent=f"{__name__}:Plain", agent_args={"max_turns": 3}))
 
 

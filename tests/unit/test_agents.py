@@ -399,16 +399,23 @@ def test_a_prompt_of_an_unknown_task_is_rejected() -> None:
     ("tasks", "message"),
     [
         ({}, "rollout.tasks is empty"),
-        ({"a": TaskConfig()}, "rollout.tasks.a has neither reward nor env"),
+        (
+            {"a": TaskConfig()},
+            r"rollout\.tasks\.a\.agent='': SingleStepAgent needs rollout\.tasks\.a\.reward or rollout\.tasks\.a\.env",
+        ),
         (
             {"a": TaskConfig(reward=f"{__name__}:right", agent="json:JSONDecoder")},
             "must be a subclass of asyncrl.rollout.agent.Agent",
         ),
         (
             {"a": TaskConfig(reward=f"{__name__}:right", agent_args={"turns": 3})},
-            "rollout.tasks.a.agent_args .* does not fit",
+            r"rollout\.tasks\.a\.agent_args\.turns=3: SingleStepAgent does not take this argument",
         ),
-        ({"a": TaskConfig(reward=f"{__name__}:right", agent_args={"group_size": 3})}, r"must not set \['group_size'\]"),
+        (
+            {"a": TaskConfig(reward=f"{__name__}:right", agent_args={"group_size": 3})},
+            "group_size=3: the rollout worker sets it",
+        ),
+        ({"a": TaskConfig(env=f"{__name__}:CountingEnv", env_args={"bonuses": 1})}, "did you mean 'bonus'"),
     ],
 )
 def test_an_invalid_task_is_refused(tasks: dict[str, TaskConfig], message: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 from asyncrl.config.import_object import import_object
 from asyncrl.config.schema import ConfigError, TaskConfig
 from asyncrl.launch.checks.preflight import _check_defines
-from asyncrl.launch.checks.task_arguments import check_task_arguments
+from asyncrl.rollout.rollouts import load_class
 
 F = "lambda *given: 1.0"
 BINDS_SCORE = {
@@ -88,41 +88,20 @@ def test_the_attribute_of_a_class_is_found(tmp_path):
         import_object(f"{file}:Rewards.exakt", "reward")
 
 
-UNSURE = {  # __init__ is not the one that the source shows first, or the class is not
-    "condition": "if True:\n    class Own:\n        def __init__(self, prompt, reward, size): ...\nelse:\n    class Own: ...",
-    "twice": (
-        "class Own:\n    def __init__(self): ...\nclass Own:\n    def __init__(self, prompt, reward, size): ...\n"
-    ),
-    "replaced": "class Own:\n    def __init__(self): ...\nfrom other_envs import Own",
-    "init in if": "class Own(RewardEnv):\n    if True:\n        def __init__(self, prompt, reward, size): ...",
-    "assigned init": "class Own(RewardEnv):\n    __init__ = make_init()",
-    "decorated init": "class Own:\n    @takes_everything\n    def __init__(self): ...",
-    "decorated": "@takes_everything\nclass Own:\n    def __init__(self): ...",
-    "metaclass": "class Own(metaclass=Meta):\n    def __init__(self): ...",
-    "named as its base": "class Own(Own):\n    ...",
-}
-
-
-@pytest.mark.parametrize("text", UNSURE.values(), ids=UNSURE)
-def test_arguments_are_not_judged_by_an_init_that_may_be_another(tmp_path, text):
-    file = tmp_path / "envs.py"
-    file.write_text(f"from asyncrl.rollout.agent import RewardEnv\n{text}\n")
-    check_task_arguments("rollout.tasks.t", TaskConfig(env=f"{file}:Own", env_args={"size": 2}))
-
-
 def test_a_base_class_is_looked_for_where_the_import_looks(tmp_path, monkeypatch):
     """Installed modules first, then the folder of the file, then the current folder."""
     for folder, argument in (("installed", "far"), ("beside", "near"), ("current", "last")):
         (tmp_path / folder).mkdir()
         for module in {"installed": ["one"], "beside": ["one", "two"], "current": ["one", "two", "three"]}[folder]:
             (tmp_path / folder / f"{module}_base_env.py").write_text(
-                f"class Base:\n    def __init__(self, prompt, reward, {argument}): ...\n"
+                "from asyncrl.rollout.agent import Env\n"
+                f"class Base(Env):\n    def __init__(self, prompt, reward, {argument}): ...\n"
             )
     monkeypatch.chdir(tmp_path / "current")
     monkeypatch.setattr("sys.path", [*sys.path, str(tmp_path / "installed")])
     for module, argument in (("one", "far"), ("two", "near"), ("three", "last")):
         file = tmp_path / "beside" / f"own_{module}.py"
         file.write_text(f"from {module}_base_env import Base\nclass Own(Base): ...\n")
-        check_task_arguments("rollout.tasks.t", TaskConfig(env=f"{file}:Own", env_args={argument: 2}))
+        load_class("rollout.tasks.t", TaskConfig(env=f"{file}:Own", env_args={argument: 2}), "env")
         with pytest.raises(ConfigError, match="does not take this argument"):
-            check_task_arguments("rollout.tasks.t", TaskConfig(env=f"{file}:Own", env_args={argument: 2, "other": 1}))
+            load_class("rollout.tasks.t", TaskConfig(env=f"{file}:Own", env_args={argument: 2, "other": 1}), "env")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.import_object import import_object
-from asyncrl.launch.checks.task_arguments import check_task_arguments
 from asyncrl.launch.experiment import load_experiment
+from asyncrl.rollout.rollouts import load_class
 
 FOLDER = Path(__file__).parents[2] / "examples" / "openai_agent"
 
@@ -52,4 +52,4 @@ def test_the_config_names_an_agent_and_no_reward(monkeypatch: pytest.MonkeyPatch
     config = load_experiment(FOLDER / "config.yaml")
     task = config.rollout.tasks["default"]
     assert (task.reward, task.env) == ("", "")
-    check_task_arguments("rollout.tasks.default", task)
+    load_class("rollout.tasks.default", task, "agent")

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from asyncrl.cli.task_trial import try_tasks, user_error
-from asyncrl.config.schema import ExperimentConfig, PromptSourceConfig, RolloutConfig, TaskConfig
+from asyncrl.config.schema import ConfigError, ExperimentConfig, PromptSourceConfig, RolloutConfig, TaskConfig
+from asyncrl.rollout.rollouts import check_class
 from asyncrl.testing.tiny import make_chat_tokenizer
 
 REWARDS = """\
@@ -149,8 +150,17 @@ def test_the_failure_of_a_reward_in_a_thread_is_only_a_warning(folder):
     ("task", "field", "told"),
     [
         ({"env": "classes.py:Mine", "env_args": {"turns": 1}}, None, "Mine can be imported"),
-        ({"env": "classes.py:Mine", "env_args": {"prompt": 1}}, "env", "env_args must not set ['prompt']"),
+        (
+            {"env": "classes.py:Mine", "env_args": {"prompt": 1}},
+            "env",
+            "default.env_args.prompt=1: the rollout worker sets it; leave it out",
+        ),
         ({"env": "classes.py:Stranger"}, "env", "it must be a subclass of asyncrl.rollout.agent.Env"),
+        (
+            {"reward": "rewards.py:exact", "env_args": {"x": 1}},
+            "env",
+            "RewardEnv does not take this argument; it takes none",
+        ),
         ({"agent": "classes.py:Mine"}, "agent", "must be a subclass of asyncrl.rollout.agent.Agent or "),
         ({"agent": "broken.py:Agent"}, "agent", "broken.py:2)"),
     ],
@@ -160,6 +170,64 @@ def test_agents_and_environments_are_imported(folder, task, field, told):
     assert told in finding.value
     assert finding.state == ("fail" if field else "ok")
     assert finding.name == (f"rollout.tasks.default.{field}" if field else "task default")
+
+
+FEEDBACK = "asyncrl.rollout.agent:FeedbackEnv"
+MULTI_STEP = "asyncrl.rollout.agent:MultiStepAgent"
+CHAT = "asyncrl.rollout.chat_agent:ChatAgent"
+
+
+def load(**task):
+    for kind in ("agent", "env"):
+        check_class("rollout.tasks.t", task, kind)
+
+
+def test_valid_arguments_are_accepted():
+    load(reward="m:r")
+    load(env=FEEDBACK, env_args={"feedback": "again", "max_turns": 2}, agent=MULTI_STEP, agent_args={"max_turns": 2})
+    load(agent=CHAT, agent_args={"ignore": ["temperature"], "max_requests": 4})  # computes its rewards itself
+
+
+@pytest.mark.parametrize(
+    ("task", "told"),
+    [
+        (
+            {"env": FEEDBACK, "env_args": {"feedback": "x", "max_turn": 2}},
+            r"rollout\.tasks\.t\.env_args\.max_turn=2: FeedbackEnv does not take this argument; did you mean 'max_turns'\?",
+        ),
+        ({"env": FEEDBACK}, "FeedbackEnv also needs feedback; it takes feedback, success, max_turns"),
+        ({"reward": "m:r", "env_args": {"x": 1}}, "RewardEnv does not take this argument; it takes none"),
+        ({"reward": "m:r", "agent_args": {"n": 1}}, "SingleStepAgent does not take this argument"),
+        (
+            {"reward": "m:r", "agent": MULTI_STEP, "agent_args": {"group_size": 2}},
+            "the rollout worker sets it; leave it out",
+        ),
+        ({"agent": MULTI_STEP}, r"MultiStepAgent needs rollout\.tasks\.t\.reward or rollout\.tasks\.t\.env"),
+        (
+            {"agent": CHAT, "agent_args": {"ignored": []}},
+            "ChatAgent does not take this argument; did you mean 'ignore'",
+        ),
+    ],
+)
+def test_invalid_arguments_are_refused(task, told):
+    with pytest.raises(ConfigError, match=told):
+        load(**task)
+
+
+def test_the_arguments_of_inherited_classes(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from asyncrl.rollout.agent import Env, FeedbackEnv\n"
+        "class C(FeedbackEnv):\n    async def reset(self): ...\n"
+        "class D(Env):\n    def __init__(self, colour, **others): ...\n"
+        "class E(Env):\n    def __init__(self, a, b=2, *, prompt): ...\n"
+    )
+    load(env=f"{file}:C", env_args={"feedback": "again"})
+    load(env=f"{file}:D", env_args={"colour": 1, "anything": 2})
+    with pytest.raises(ConfigError, match="D also needs colour"):
+        load(env=f"{file}:D")
+    with pytest.raises(ConfigError, match=r"__init__ of E must take prompt, reward by name .* does not take reward"):
+        load(env=f"{file}:E", env_args={"a": 1})
 
 
 def test_no_reward_is_called_in_a_mode_without_rewards(folder):

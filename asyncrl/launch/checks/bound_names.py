@@ -1,10 +1,10 @@
-"""Which names the source of a module or class binds, found without running it (pure)."""
+"""Which names the source of a module binds, found without running it (pure)."""
 
 from __future__ import annotations
 
 import ast
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+import symtable
+from collections.abc import Iterator
 
 # Code with one of these may bind names that its source does not show
 _HIDDEN = {
@@ -19,50 +19,28 @@ _HIDDEN = {
     "setattr",
     "vars",
 }
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_SCOPES = (*_FUNCTIONS, ast.ClassDef, ast.Lambda)
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 class BoundNames:
-    """The names that the statements of a module or of a class body bind, at any depth of if, try, with, for, while and match."""
+    """The names that a module binds. Raises SyntaxError or ValueError if the source is not valid Python."""
 
-    def __init__(self, body: Sequence[ast.stmt]) -> None:
-        self.counts = Counter(_bound(body))
-        every = [node for statement in body for node in ast.walk(statement)]
-        declared = (name for node in every if isinstance(node, ast.Global) for name in node.names)
-        self.counts.update(declared)  # a function may bind them when it is called
-        self._is_complete = not any(_may_hide(node) for node in every)
-        self._plain = {node.name: node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    def __init__(self, source: str, file: str) -> None:
+        self._is_complete = not any(map(_may_hide, ast.walk(ast.parse(source, filename=file))))
+        self.names = frozenset(_bound(symtable.symtable(source, file, "exec")))
 
     def may_have(self, name: str) -> bool:
-        """Whether the name may be bound when the body has run. False: it surely is not."""
-        return name in self.counts or not self._is_complete
-
-    def is_bound_once(self, name: str) -> bool:
-        """Whether exactly one statement binds the name."""
-        return self._is_complete and self.counts[name] == 1
-
-    def find_only(self, name: str) -> ast.ClassDef | ast.FunctionDef | None:
-        """The class or function of this name, if it surely is what the name stands for."""
-        return self._plain.get(name) if self.is_bound_once(name) else None
+        """Whether the name may be bound when the module has run. False: it surely is not."""
+        return name in self.names or not self._is_complete
 
 
-def _bound(body: Iterable[ast.AST]) -> Iterator[str]:
-    for node in body:
-        match node:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                yield name
-            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
-                yield from (alias.asname or alias.name.partition(".")[0] for alias in aliases)
-            case ast.Name(id=name, ctx=ast.Store()) | ast.ExceptHandler(name=str(name)):
-                yield name
-            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)) | ast.MatchMapping(rest=str(name)):
-                yield name
-        if isinstance(node, _COMPREHENSIONS):  # its variables are its own, but not those of `:=` in it
-            yield from (inner.target.id for inner in ast.walk(node) if isinstance(inner, ast.NamedExpr))
-        elif not isinstance(node, _SCOPES):
-            yield from _bound(ast.iter_child_nodes(node))
+def _bound(table: symtable.SymbolTable) -> Iterator[str]:
+    """The names that the module binds, and the global names of its functions: a function may bind them when it is called."""
+    for symbol in table.get_symbols():
+        in_module = table.get_type() == "module" and (symbol.is_assigned() or symbol.is_imported())
+        if in_module or symbol.is_declared_global():
+            yield symbol.get_name()
+    for inner in table.get_children():
+        yield from _bound(inner)
 
 
 def _may_hide(node: ast.AST) -> bool:

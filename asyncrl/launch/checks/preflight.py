@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import os
 import resource
@@ -50,7 +49,6 @@ from asyncrl.launch.checks.checklist import (
 from asyncrl.launch.checks.environment import judge_environment
 from asyncrl.launch.checks.model_files import check_end_tokens, check_vocabulary, count_parameters, read_config
 from asyncrl.launch.checks.prompt_lengths import judge_prompt_lengths
-from asyncrl.launch.checks.task_arguments import check_task_arguments
 from asyncrl.launch.program import run_directory, writes_checkpoints
 from asyncrl.launch.recovery import refuse_to_replace
 from asyncrl.protocol.names import ACTOR
@@ -255,18 +253,11 @@ def _is_readable(file: Path) -> bool:
 
 def _check_tasks(case: Case) -> Iterator[ConfigError]:
     for name, task in case.config.rollout.tasks.items():
-        sound = True
         for kind, spec in (("reward", task.reward), ("agent", task.agent), ("env", task.env)):
             try:
                 _check_spec(f"rollout.tasks.{name}.{kind}", spec)
             except ConfigError as error:
-                sound = False
                 yield error
-        try:
-            if sound:
-                check_task_arguments(f"rollout.tasks.{name}", task)
-        except ConfigError as error:
-            yield error
 
 
 def _check_spec(field: str, spec: str) -> None:
@@ -298,13 +289,13 @@ def _check_defines(field: str, spec: str) -> None:
         line = content[: content.index(b"\0")].count(b"\n") + 1
         raise ConfigError(f"{field}={spec!r}: {file}:{line} has a zero byte; save the file as UTF-8")
     try:
-        names = BoundNames(ast.parse(content, filename=file).body)
+        names = BoundNames(importlib.util.decode_source(content), file)
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{field}={spec!r}: the file is not valid Python: {error}") from error
     if not names.may_have(wanted.partition(".")[0]):
         raise ConfigError(
-            f"{field}={spec!r}: {file} does not define {wanted!r}; {did_you_mean(wanted, sorted(names.counts))}"
-            f"it defines {', '.join(sorted(names.counts)) or 'nothing'}"
+            f"{field}={spec!r}: {file} does not define {wanted!r}; {did_you_mean(wanted, sorted(names.names))}"
+            f"it defines {', '.join(sorted(names.names)) or 'nothing'}"
         )
 
 
