@@ -6,7 +6,6 @@ import difflib
 from collections.abc import Collection, Iterator
 from dataclasses import Field, fields, is_dataclass, replace
 from functools import cache
-from types import UnionType
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from asyncrl.config.schema import ExperimentConfig
@@ -158,12 +157,26 @@ def _known_paths() -> tuple[str, ...]:
 
 
 def _paths_of(section: type, prefix: str) -> Iterator[str]:
-    for name, hint in get_type_hints(section).items():
+    for name, hint in hints_of(section).items():
         path = f"{prefix}{name}"
         yield path
-        options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-        for option in options:
-            if get_origin(option) is dict:
-                option, path = get_args(option)[1], f"{path}.{_ANY_KEY}"
-            if isinstance(option, type) and is_dataclass(option):
-                yield from _paths_of(option, f"{path}.")
+        below, is_keyed = section_in(hint)
+        if below is not None:
+            yield from _paths_of(below, f"{path}.{_ANY_KEY}." if is_keyed else f"{path}.")
+
+
+@cache
+def hints_of(section: type) -> dict[str, Any]:
+    """The types of a section's fields, by name."""
+    return get_type_hints(section)
+
+
+def section_in(hint: Any) -> tuple[type | None, bool]:
+    """The section class in a type hint, and whether it is the value of a dict."""
+    if get_origin(hint) is dict:
+        below, _ = section_in(get_args(hint)[1])
+        return below, True
+    for option in get_args(hint) or (hint,):
+        if isinstance(option, type) and is_dataclass(option):
+            return option, False
+    return None, False

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import io
-import threading
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import omegaconf
-from omegaconf import OmegaConf, dictconfig
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 from yaml.reader import ReaderError
 
-from asyncrl.config.fields import Wrong
+from asyncrl.config.fields import Wrong, hints_of, section_in
 from asyncrl.config.presets import ALGORITHMS, CORRECTIONS
 from asyncrl.config.schema import ConfigError, ExperimentConfig, PromptSourceConfig
-from asyncrl.config.shapes import wrong_shapes, wrong_value
-
-_MERGES_INTO_FROZEN = tuple(map(int, omegaconf.__version__.split(".")[:2])) >= (2, 4)
-_patching = threading.Lock()
-_NOTHING = object()
+from asyncrl.config.shapes import fitting, made_of
 
 
 def read_experiment(path: str | Path, overrides: Sequence[str] = ()) -> tuple[ExperimentConfig, list[Wrong]]:
@@ -36,43 +29,29 @@ def read_experiment(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Ex
     """
     if not Path(path).is_file():
         raise ConfigError(f"config {str(path)!r} is not a file; `asyncrl-launch init NAME` writes one")
-    layers = [(str(path), _load(Path(path)))]
-    if not OmegaConf.is_dict(layers[0][1]):
+    file = _load(Path(path))
+    if not OmegaConf.is_dict(file):
         raise ConfigError(f"{path} has no fields at its top level; write them as `field: value`, a line each")
+    fits, unfit = fitting(_entries(file))
+    layers, wrong = [fits], [Wrong(field, f"in {path}: {text}") for field, text in unfit]
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not equals or not key:
             raise ConfigError(f"override {override!r} is not of the form key=value, such as train.batch_size=32")
         try:
-            layers.append((override, OmegaConf.from_dotlist([override])))
+            written = _entries(OmegaConf.from_dotlist([override]))
         except (YAMLError, OmegaConfBaseException) as error:
             raise ConfigError(f"override {override!r} cannot be read: {error}") from error
-    wrong = list[Wrong]()
-    layers = [(source, _fitting(source, layer, wrong)) for source, layer in layers]
-    merged = _merge(layers, wrong)
+        fits, unfit = fitting(written, key)
+        layers.append(fits)
+        wrong += unfit
     try:
-        presets = [
-            (f"train.{name}={chosen}", OmegaConf.create(known[chosen]))
-            for name, known in (("algorithm", ALGORITHMS), ("correction", CORRECTIONS))
-            if (chosen := merged.train[name]) in known  # validate rejects unknown names
-        ]
-        if presets:
-            merged = _merge([*presets, *layers], [])
-        config = OmegaConf.to_object(merged)
+        values = _merge(layers)
+        config = made_of(values)
+        return replace(config, eval=replace(config.eval, prompts=_eval_prompts(config, layers))), wrong
     except OmegaConfBaseException as error:
         remedy = "${...} takes the path of another field, such as ${trial}"
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}; {remedy}") from error
-    assert isinstance(config, ExperimentConfig)
-    config = replace(
-        config,
-        eval=replace(config.eval, prompts=_eval_prompts(config, [layer for _, layer in layers])),
-        recover=_switch(config.recover),
-        network=replace(config.network, authenticate=_switch(config.network.authenticate)),
-        plan=replace(config.plan, enforce=_switch(config.plan.enforce)),
-        weights=replace(config.weights, fetch=_switch(config.weights.fetch)),
-        train=replace(config.train, mismatch=_switch(config.train.mismatch)),
-    )
-    return config, wrong
 
 
 def _load(path: Path) -> Any:
@@ -93,7 +72,41 @@ def _load(path: Path) -> Any:
         raise ConfigError(f"{path} is not YAML: {error}") from error
 
 
-def _eval_prompts(config: ExperimentConfig, layers: Sequence[Any]) -> PromptSourceConfig | None:
+def _entries(read: Any, *, resolve: bool = False) -> dict[Any, Any]:
+    entries = OmegaConf.to_container(read, resolve=resolve, throw_on_missing=resolve)
+    assert isinstance(entries, dict)
+    return entries
+
+
+def _merge(layers: Sequence[Mapping[str, Any]]) -> dict[Any, Any]:
+    """The defaults, presets and layers as one set of values, with each `${...}` looked up. Later ones win."""
+    defaults = asdict(ExperimentConfig())
+    merged = OmegaConf.merge(defaults, *layers)
+    presets = [
+        known[chosen]
+        for name, known in (("algorithm", ALGORITHMS), ("correction", CORRECTIONS))
+        if (chosen := str(merged.train[name])) in known  # validate rejects unknown names
+    ]
+    if presets:
+        merged = OmegaConf.merge(defaults, *presets, *layers)
+    return _entries(OmegaConf.create(_complete(_entries(merged), ExperimentConfig)), resolve=True)
+
+
+def _complete(entries: Any, section: type, *, is_keyed: bool = False) -> Any:
+    """Add the defaults to sections that are absent by default, so that `${train.critic.optimizer.lr}` finds a value."""
+    if not isinstance(entries, dict):
+        return entries
+    if is_keyed:
+        return {key: _complete(one, section) for key, one in entries.items()}
+    found = asdict(section()) | entries
+    for name, hint in hints_of(section).items():
+        below, keyed = section_in(hint)
+        if below is not None:
+            found[name] = _complete(found[name], below, is_keyed=keyed)
+    return found
+
+
+def _eval_prompts(config: ExperimentConfig, layers: Sequence[Mapping[str, Any]]) -> PromptSourceConfig | None:
     """eval.prompts, whose chats are rendered like those of prompts, except for fields that the user has written."""
     prompts = config.eval.prompts
     written = OmegaConf.select(OmegaConf.merge(*layers), "eval.prompts", throw_on_resolution_failure=False) or {}
@@ -101,81 +114,3 @@ def _eval_prompts(config: ExperimentConfig, layers: Sequence[Any]) -> PromptSour
         return prompts
     rendering = ("chat_template", "chat_template_args", "system_prompt")
     return replace(prompts, **{name: getattr(config.prompts, name) for name in rendering if name not in written})
-
-
-def _switch(value: str) -> str:
-    """Undo YAML's reading of on and off as true and false."""
-    return {"True": "on", "False": "off"}.get(value, value)
-
-
-def _fitting(source: str, layer: Any, wrong: list[Wrong]) -> Any:
-    """The layer without the entries that do not fit the schema, which are added to wrong."""
-    entries = OmegaConf.to_container(layer, resolve=False)
-    assert isinstance(entries, dict)
-    for field, text in list(wrong_shapes(entries, source.partition("=")[0])):
-        wrong.append(Wrong(field, _placed(source, text)))
-        _remove(entries, field)
-    return OmegaConf.create(entries)
-
-
-def _placed(source: str, text: str) -> str:
-    """The text, with the source if that is a file. An override is one field, which the text names."""
-    return text if "=" in source else f"in {source}: {text}"
-
-
-def _merge(layers: list[tuple[str, Any]], wrong: list[Wrong]) -> Any:
-    """Merge layers, each with its source, onto the defaults; later ones win. Values that cannot be converted are removed from their
-    layers, and added to wrong."""
-    try:
-        return merge_into(_defaults(), *(layer for _, layer in layers))
-    except OmegaConfBaseException:
-        merged = _defaults()  # find the layer and the field
-    for at, (source, layer) in enumerate(layers):
-        while True:
-            try:
-                merged = merge_into(merged, layer)
-                break
-            except OmegaConfBaseException as error:
-                field = error.full_key
-                entries = OmegaConf.to_container(layer, resolve=False)
-                assert isinstance(entries, dict)
-                if not field or (removed := _remove(entries, field)) is _NOTHING:
-                    raise ConfigError(f"in {source}: {str(error).splitlines()[0]}") from error
-                wrong.append(Wrong(field, _placed(source, wrong_value(field, removed))))
-                layer = OmegaConf.create(entries)
-                layers[at] = source, layer
-    return merged
-
-
-@functools.cache
-def _defaults() -> Any:
-    return merge_into(ExperimentConfig)
-
-
-def _remove(entries: dict[Any, Any], field: str) -> object:
-    """Remove the field from nested entries. Returns its value, or _NOTHING if it is not there."""
-    *sections, name = field.split(".")
-    for section in sections:
-        entries = entries.get(section, {})
-        if not isinstance(entries, dict):
-            return _NOTHING
-    return entries.pop(name, _NOTHING)
-
-
-def merge_into(base: Any, *layers: Any) -> Any:
-    """OmegaConf.merge onto a frozen dataclass, or onto a config that this function made from one.
-
-    OmegaConf before 2.4 makes each node of a frozen dataclass read-only, including nodes that the merge itself adds, and then
-    fails to write into them. With those versions this function hides from OmegaConf that the classes are frozen. Hydra 1.3 needs
-    such a version.
-    """
-    if _MERGES_INTO_FROZEN:
-        return OmegaConf.merge(base, *layers)
-    with _patching:
-        module: Any = dictconfig
-        is_frozen = module.is_structured_config_frozen
-        module.is_structured_config_frozen = lambda _: False
-        try:
-            return OmegaConf.merge(base, *layers)
-        finally:
-            module.is_structured_config_frozen = is_frozen

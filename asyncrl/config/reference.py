@@ -16,11 +16,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
 import msgspec
 
 from asyncrl.config import schema
+from asyncrl.config.fields import hints_of, section_in
 from asyncrl.config.limits import allowed_in, limits_of
 from asyncrl.config.schema import ExperimentConfig
 
@@ -135,27 +136,16 @@ def _escaped(text: str) -> str:
 
 def _declared(section: type, value: Any, prefix: str) -> Iterator[_Declared]:
     """value: the section with its defaults; None: it is absent by default."""
-    hints, meanings = get_type_hints(section), _comments()[section.__name__]
+    hints, meanings = hints_of(section), _comments()[section.__name__]
     for entry in fields(section):
         path, hint = f"{prefix}{entry.name}", hints[entry.name]
         default = getattr(value, entry.name) if value is not None else _default_of(entry)
-        below, is_keyed = _section_in(hint)
+        below, is_keyed = section_in(hint)
         if below is not None and is_keyed:
             path = f"{path}.{KEY}"
         yield _Declared(path, entry, hint, default, meanings.get(entry.name, ""), below)
         if below is not None:
             yield from _declared(below, default if is_dataclass(default) else None, f"{path}.")
-
-
-def _section_in(hint: Any) -> tuple[type | None, bool]:
-    """The section class in a type hint, and whether it is the value of a dict."""
-    if get_origin(hint) is dict:
-        below, _ = _section_in(get_args(hint)[1])
-        return below, True
-    for option in get_args(hint) or (hint,):
-        if isinstance(option, type) and is_dataclass(option):
-            return option, False
-    return None, False
 
 
 def _default_of(entry: Field[Any]) -> Any:

@@ -1,19 +1,19 @@
-"""Compares what a user wrote with the schema: unknown names, and one value in the place of a section or the reverse (pure).
+"""Compares what a user wrote with the schema (pure): unknown names, one value in the place of a section or the reverse, and values
+of other types, which are converted where their meaning is clear.
 
-OmegaConf reports one such error, without its place. Here each has its place and the field that was probably meant.
+Each error has its place and the field that was probably meant.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from functools import cache
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
-from asyncrl.config.fields import Wrong, find_field
+from asyncrl.config.fields import Wrong, find_field, hints_of
 from asyncrl.config.limits import allowed_in
-from asyncrl.config.schema import ExperimentConfig
+from asyncrl.config.schema import ConfigError, ExperimentConfig
 
 _REMOVED = {  # fields of earlier releases, with the remedy
     "name_resolve.backend": "names are always in etcd: leave this field out; the launcher starts a private etcd unless "
@@ -44,72 +44,122 @@ _SWITCHED = {  # the same for true and false
     "wandb": ("mode=online", "mode=disabled"),
 }
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "one value"}
-_INTERPOLATION = "${"  # the beginning of a value that OmegaConf looks up
+_INTERPOLATION = "${"  # in a value that OmegaConf looks up
+_CONVERTED = {int: (str,), float: (int, str), bool: (int, str), str: (int, float, bool)}
+_TEXTS_OF_BOOL = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
-def wrong_shapes(layer: Mapping[Any, Any], written: str = "") -> Iterator[Wrong]:
-    """Yield the entries of a layer that do not fit the schema. written: the path as the user wrote it in an override."""
-    yield from _of_section(layer, ExperimentConfig, "", written)
+class _UnfitError(ValueError):
+    """The value does not fit its field. The text names field, value and remedy."""
 
 
-def wrong_value(path: str, value: object) -> str:
-    """The text for a value that cannot be converted to the type of its field."""
-    return f"{path}={value!r}: must be {_words(_type_at(path))}"
+def fitting(layer: Mapping[Any, Any], written: str = "") -> tuple[dict[str, Any], list[Wrong]]:
+    """Return the entries of a layer that fit the schema, each converted to the type of its field, and the others with the remedy.
+    Values that are looked up elsewhere (`${trial}`) stay as they are.
+
+    written: the path as the user wrote it in an override.
+    """
+    walk = _Walk(written)
+    return walk.section(layer, ExperimentConfig, ""), walk.wrong
 
 
-def _of_section(layer: Mapping[Any, Any], section: type, path: str, written: str) -> Iterator[Wrong]:
-    hints = _hints(section)
-    for key, value in layer.items():
-        name = f"{path}.{key}" if path else str(key)
-        if name in _REMOVED:
-            yield Wrong(name, f"removed field {name!r}: {_REMOVED[name]}")
-        elif key not in hints:
-            asked = written if written.startswith(f"{name}.") else name
-            found = find_field(asked)
-            hint = f"did you mean {found!r}? " if found is not None and found != asked else ""
-            yield Wrong(name, f"unknown field {name!r}: {hint}valid names here: {', '.join(hints)}")
-        else:
-            yield from _of_value(value, hints[key], name, written)
+def made_of(values: Mapping[Any, Any]) -> ExperimentConfig:
+    """Return the config with these values, none of which is looked up any more. Raises ConfigError."""
+    walk = _Walk("", makes=True)
+    config = walk.section(values, ExperimentConfig, "")
+    if walk.wrong:
+        raise ConfigError("\n".join(text for _, text in walk.wrong))
+    assert isinstance(config, ExperimentConfig)
+    return config
 
 
-def _of_value(value: object, hint: Any, path: str, written: str) -> Iterator[Wrong]:
-    if hint is Any or (isinstance(value, str) and value.startswith(_INTERPOLATION)):
-        return
-    options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    if value is None:
-        if NoneType not in options:
-            default = _default(path)
+class _Walk:
+    """Walks through entries beside the schema."""
+
+    def __init__(self, written: str, *, makes: bool = False) -> None:
+        """makes: whether sections become objects of their classes."""
+        self.wrong: list[Wrong] = []
+        self._written, self._makes = written, makes
+
+    def section(self, entries: Mapping[Any, Any], section: type, path: str) -> Any:
+        declared, fits = {entry.name: entry for entry in fields(section)}, {}
+        for key, value in entries.items():
+            name = f"{path}.{key}" if path else str(key)
+            try:
+                if name in _REMOVED:
+                    raise _UnfitError(f"removed field {name!r}: {_REMOVED[name]}")
+                if key not in declared:
+                    raise _UnfitError(self._unknown(name, declared))
+                if isinstance(value, bool) and not {"on", "off"}.isdisjoint(allowed_in(declared[key])):
+                    value = _switch_word(value)
+                fits[key] = self._value(value, hints_of(section)[key], name)
+            except _UnfitError as error:
+                self.wrong.append(Wrong(name, str(error)))
+        return section(**fits) if self._makes else fits
+
+    def _unknown(self, name: str, declared: Iterable[str]) -> str:
+        asked = self._written if self._written.startswith(f"{name}.") else name
+        found = find_field(asked)
+        hint = f"did you mean {found!r}? " if found is not None and found != asked else ""
+        return f"unknown field {name!r}: {hint}valid names here: {', '.join(declared)}"
+
+    def _value(self, value: object, hint: Any, path: str) -> Any:
+        """Return the value as its field has it. Raises _UnfitError."""
+        if hint is Any or (isinstance(value, str) and value.startswith(_INTERPOLATION) and not self._makes):
+            return value
+        options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        kinds = [option for option in options if option is not NoneType]
+        if value is None:
+            if NoneType in options:
+                return None
             remedy = "is a section without fields; give it some, or leave it out" if is_dataclass(hint) else ""
-            yield Wrong(
-                path, f"{path}=null: {remedy or f'must have a value; leave it out for the default ({default!r})'}"
+            raise _UnfitError(
+                f"{path}=null: {remedy or f'must have a value; leave it out for the default ({_default(path)!r})'}"
             )
-        return
-    option = next(option for option in options if option is not NoneType)
-    if is_dataclass(option):
-        assert isinstance(option, type)
-        if isinstance(value, Mapping):
-            yield from _of_section(value, option, path, written)
-        else:
-            yield Wrong(path, _not_a_section(path, value, option, optional=NoneType in options))
-    elif get_origin(option) is dict:
-        if not isinstance(value, Mapping):
-            hint = _hint(_meant(path, value, None))
-            yield Wrong(
-                path, f"{path}={_yaml(value)}: must be a section of names and values; {hint}write {{name: value}}"
-            )
-            return
-        inner = get_args(option)[1]
-        for key, entry in value.items():
-            yield from _of_value(entry, inner, f"{path}.{key}", written)
-    elif get_origin(option) is list:
-        if not isinstance(value, list):
-            meant = "" if isinstance(value, Mapping) else f": write {path}=[{_yaml(value)}]"
-            yield Wrong(path, f"{path}={value!r}: must be a list{meant}")
-    elif isinstance(value, Mapping | list):
-        kind = "a section" if isinstance(value, Mapping) else "a list"
-        leaves = list(_leaves(value))
-        meant = f"; did you mean {path}={_yaml(leaves[0])}?" if len(leaves) == 1 else ""
-        yield Wrong(path, f"{path}={_yaml(value)}: must be {_words(hint)}, not {kind}{meant}")
+        if is_dataclass(kinds[0]):
+            assert isinstance(kinds[0], type)
+            if not isinstance(value, Mapping):
+                raise _UnfitError(_not_a_section(path, value, kinds[0], optional=NoneType in options))
+            return self.section(value, kinds[0], path)
+        if get_origin(hint) is dict:
+            if not isinstance(value, Mapping):
+                meant = _hint(_meant(path, value, None))
+                raise _UnfitError(
+                    f"{path}={_yaml(value)}: must be a section of names and values; {meant}write {{name: value}}"
+                )
+            return self._keyed(value, get_args(hint)[1], path)
+        if get_origin(hint) is list:
+            if not isinstance(value, list):
+                meant = "" if isinstance(value, Mapping) else f": write {path}=[{_yaml(value)}]"
+                raise _UnfitError(f"{path}={value!r}: must be a list{meant}")
+            return [self._value(one, get_args(hint)[0], f"{path}[{at}]") for at, one in enumerate(value)]
+        if isinstance(value, Mapping | list):
+            kind = "a section" if isinstance(value, Mapping) else "a list"
+            leaves = list(_leaves(value))
+            meant = f"; did you mean {path}={_yaml(leaves[0])}?" if len(leaves) == 1 else ""
+            raise _UnfitError(f"{path}={_yaml(value)}: must be {_words(hint)}, not {kind}{meant}")
+        if isinstance(value, str) and _INTERPOLATION in value and not self._makes:
+            return value
+        try:
+            return value if type(value) in kinds else _converted(value, *kinds)
+        except (ValueError, TypeError, KeyError):
+            raise _UnfitError(f"{path}={value!r}: must be {_words(hint)}") from None
+
+    def _keyed(self, entries: Mapping[Any, Any], hint: Any, path: str) -> dict[str, Any]:
+        fits = {}
+        for key, value in entries.items():
+            try:
+                fits[str(key)] = self._value(value, hint, f"{path}.{key}")
+            except _UnfitError as error:
+                self.wrong.append(Wrong(f"{path}.{key}", str(error)))
+        return fits
+
+
+def _converted(value: object, kind: Any, *others: Any) -> Any:
+    """Return a value of another type as the field's only type. Raises ValueError, TypeError or KeyError."""
+    if others or type(value) not in _CONVERTED[kind]:
+        raise TypeError
+    return _TEXTS_OF_BOOL[value.lower()] if kind is bool and isinstance(value, str) else kind(value)
 
 
 def _not_a_section(path: str, value: object, section: type, *, optional: bool) -> str:
@@ -173,28 +223,8 @@ def _words(hint: Any) -> str:
     return " or ".join([*words, *(["null"] if NoneType in options else [])]) or "another value"
 
 
-def _type_at(path: str) -> Any:
-    hint: Any = ExperimentConfig
-    for part in path.split("."):
-        option = (
-            next((one for one in get_args(hint) if one is not NoneType), hint) if isinstance(hint, UnionType) else hint
-        )
-        if get_origin(option) is dict:
-            hint = get_args(option)[1]
-        elif is_dataclass(option) and isinstance(option, type):
-            hint = _hints(option).get(part, Any)
-        else:
-            return Any
-    return hint
-
-
 def _default(path: str) -> object:
     value: object = ExperimentConfig()
     for part in path.split("."):
         value = getattr(value, part, None)
     return value
-
-
-@cache
-def _hints(section: type) -> dict[str, Any]:
-    return get_type_hints(section)

@@ -4,7 +4,7 @@ import pytest
 
 from asyncrl.cli import main as cli
 from asyncrl.config.nearest import nearest
-from asyncrl.config.schema import ConfigError, ExperimentConfig
+from asyncrl.config.schema import ConfigError, CriticConfig, ExperimentConfig
 from asyncrl.launch.experiment import draft_experiment, load_experiment
 
 FITTING = "model_path: m\nprompts: {path: p}\nrollout: {tasks: {default: {reward: 'a:b'}}}\n"
@@ -42,6 +42,9 @@ def config_file(tmp_path):
         ("model_path=[x]", "must be one value, not a list; did you mean model_path=x?"),
         ("train.batch_size={n: 8}", "must be a whole number, not a section; did you mean train.batch_size=8?"),
         ("hosts=node1", "hosts='node1': must be a list: write hosts=[node1]"),
+        ("hosts=[{a: 1}]", "hosts[0]={'a': 1}: must be one value, not a section"),
+        ("train.max_steps=${trial}", "train.max_steps='t0': must be a whole number"),
+        ("train.correction=${train.ppo}", "train.correction={'use_decoupled_loss': True"),
         ("train=null", "train=null: is a section without fields; give it some, or leave it out"),
         ("train.batch_size=null", "must have a value; leave it out for the default (64)"),
         ("train.batch_size=8.5", "train.batch_size=8.5: must be a whole number"),
@@ -74,14 +77,43 @@ def test_everything_that_does_not_fit_is_reported_at_once(config_file):
         "train.batch_sise",
         "train.optimizer",
         "trial",
+        "seed",
         "blorp",
         "hosts",
-        "seed",
         "train.max_steps",
         "manager.routing",
     ]
     assert draft.wrong[0].text.startswith(f"in {config_file}: unknown field 'train.batch_sise': did you mean")
     assert (draft.config.seed, draft.config.trial) == (ExperimentConfig.seed, ExperimentConfig.trial)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lr"),
+    [
+        (["train.critic={}"], CriticConfig().optimizer.lr),
+        (["train.algorithm=ppo"], CriticConfig().optimizer.lr),
+        (["train.critic={optimizer: {lr: 0.5}}", "train.critic.minibatches=1"], 0.5),
+        (["train.critic.optimizer.lr='0.5'"], 0.5),
+    ],
+)
+def test_a_value_is_looked_up_in_a_section_that_is_absent_by_default(config_file, overrides, lr):
+    config = draft_experiment(config_file, ["train.optimizer.lr=${train.critic.optimizer.lr}", *overrides]).config
+    assert config.train.optimizer.lr == config.train.critic.optimizer.lr == lr
+
+
+def test_a_whole_section_is_looked_up_elsewhere(config_file):
+    config = load_experiment(
+        config_file, ["prompts.chat_template=true", "eval.prompts=${prompts}", "eval.prompts.path=e"]
+    )
+    assert (config.eval.prompts.path, config.eval.prompts.chat_template, config.prompts.path) == ("e", True, "p")
+
+
+def test_values_become_those_of_their_fields(config_file):
+    """YAML reads on and off as true and false, and a name of digits as a number."""
+    config_file.write_text(f"{FITTING}trial: 7\nrecover: off\nhosts: [1, 2]\ntensorboard: 'no'\n")
+    config = draft_experiment(config_file, ["weights.fetch=on", "train.ppo.eps_clip=1", "train.batch_size='8'"]).config
+    assert (config.trial, config.recover, config.hosts, config.tensorboard) == ("7", "off", ["1", "2"], False)
+    assert (config.weights.fetch, repr(config.train.ppo.eps_clip), config.train.batch_size) == ("on", "1.0", 8)
 
 
 def test_a_number_that_is_not_finite_hides_no_other_problem(config_file):
