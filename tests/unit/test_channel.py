@@ -30,7 +30,8 @@ from asyncrl.runtime.channel_protocol import (
     pack,
     unpack,
 )
-from asyncrl.runtime.transport import Faults, MemoryTransport, ZmqTransport
+from asyncrl.runtime.transport import ZmqTransport
+from tests.support.memory_transport import Faults, MemoryTransport
 
 LIMITS = ChannelLimits(
     credit_items=8, credit_bytes=100_000, resend_after_s=0.01, max_message_bytes=50_000, start_timeout_s=60.0

@@ -18,13 +18,13 @@ from asyncrl.runtime.channel import ChannelReceiver, ChannelSender
 from asyncrl.runtime.channel_protocol import ChannelLimits
 from asyncrl.runtime.transport import (
     FaultyTransport,
-    MemoryTransport,
     PushSocket,
     Transport,
     ZmqTransport,
     transport_of,
 )
 from asyncrl.testing.faults import KINDS, TARGETS, check_target, schedule
+from tests.support.memory_transport import MemoryTransport
 
 LIMITS = ChannelLimits(16, 1 << 22, 0.05, 1 << 20, 5.0)
 ALL = FaultsConfig(seed=3, drop=0.1, duplicate=0.1, corrupt=0.1, delay=0.1, delay_s=0.02)
