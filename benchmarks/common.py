@@ -115,10 +115,11 @@ def worker_info(kind: str, folder: str) -> Any:
 def seen_manager(config: GserverManagerConfig, files: ManagerFiles | None = None) -> Any:
     """A gserver manager whose future `seen` resolves to its Management once all its parts are open."""
     from asyncrl.manager.worker import GserverManager, Management
+    from tests.support.memory_names import memory_system
 
     class SeenManager(GserverManager):
         def __init__(self) -> None:
-            super().__init__(config, None, files)
+            super().__init__(config, memory_system(), files)
             self.seen: Future[Management] = Future()
 
         async def manage(self, management: Management) -> None:
@@ -135,7 +136,7 @@ def make_manager(
     URLs."""
     from asyncrl.config.processes import GserverManagerConfig
     from asyncrl.config.schema import ManagerConfig
-    from asyncrl.runtime.names.open import open_name_resolver
+    from tests.support.memory_names import open_names
 
     info = worker_info("gserver_manager", folder)
     config = GserverManagerConfig(
@@ -147,7 +148,7 @@ def make_manager(
         num_rollout_workers=num_clients,
     )
     manager = seen_manager(config)
-    resolver = open_name_resolver(info.name_resolve)
+    resolver = open_names(info.name_resolve)
     for number, url in enumerate(servers):
         resolver.add(manager.names.generation_server(number), url)
     return manager, resolver

@@ -56,7 +56,7 @@ def part_server(
     from asyncrl.config.processes import GenerationServerConfig
     from asyncrl.config.schema import GenerationConfig
     from asyncrl.generation.worker import GenerationServer
-    from asyncrl.runtime.names.open import open_name_resolver
+    from tests.support.memory_names import memory_system, open_names
 
     info = worker_info("generation_server", folder)
     generation = GenerationConfig(
@@ -69,9 +69,10 @@ def part_server(
     server = GenerationServer(
         GenerationServerConfig(
             worker=info, engine=engine, model_path=model, tokenizer_path=model, generation=generation, torch_threads=1
-        )
+        ),
+        memory_system(),
     )
-    resolver = open_name_resolver(info.name_resolve)
+    resolver = open_names(info.name_resolve)
 
     def obey() -> None:
         parent.send(url=resolver.wait(server.names.generation_server(0), _START_LIMIT_S))

@@ -128,8 +128,8 @@ async def _receive(parent: Parent, trainer: bool, keys: dict[str, str]) -> None:
     from asyncrl.config.schema import RuntimeConfig
     from asyncrl.protocol.names import Names
     from asyncrl.protocol.trajectories import StoreVerdict
-    from asyncrl.runtime.names.memory import MemoryNameResolver
     from asyncrl.streams.push_pull import NameResolvingZmqPuller, puller_stream
+    from tests.support.memory_names import MemoryNameResolver
 
     resolver, names = MemoryNameResolver("bench"), Names("bench", "push-pull")
     puller = NameResolvingZmqPuller(resolver, names, puller_index=0, runtime=RuntimeConfig())
@@ -160,8 +160,8 @@ def asyncrl_sender(parent: Parent, trainer: bool = False, way: str = "unix") -> 
 async def _send(parent: Parent, way: str) -> None:
     from asyncrl.config.schema import RuntimeConfig
     from asyncrl.protocol.names import Names
-    from asyncrl.runtime.names.memory import MemoryNameResolver
     from asyncrl.streams.push_pull import NameResolvingZmqPusher, puller_stream
+    from tests.support.memory_names import MemoryNameResolver
 
     resolver, names = MemoryNameResolver("bench"), Names("bench", "push-pull")
     found = parent.receive() or {}

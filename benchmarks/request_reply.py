@@ -48,8 +48,8 @@ async def _serve(parent: Parent, keys: dict[str, str]) -> None:
     from asyncrl.config.schema import RuntimeConfig
     from asyncrl.protocol.calls import CallResult, ExecuteMFC
     from asyncrl.protocol.names import Names
-    from asyncrl.runtime.names.memory import MemoryNameResolver
     from asyncrl.streams.request_reply import NameResolvingReplyServer, request_stream
+    from tests.support.memory_names import MemoryNameResolver
 
     resolver, names = MemoryNameResolver("bench"), Names("bench", "request-reply")
     server = NameResolvingReplyServer(resolver, names, index=0, runtime=RuntimeConfig())
@@ -76,8 +76,8 @@ async def _call(parent: Parent, calls: int, way: str) -> None:
     from asyncrl.config.schema import RuntimeConfig
     from asyncrl.protocol.calls import ExecuteMFC
     from asyncrl.protocol.names import Names
-    from asyncrl.runtime.names.memory import MemoryNameResolver
     from asyncrl.streams.request_reply import NameResolvingRequestClient, request_stream
+    from tests.support.memory_names import MemoryNameResolver
 
     resolver, names = MemoryNameResolver("bench"), Names("bench", "request-reply")
     found = parent.receive() or {}

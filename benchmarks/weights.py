@@ -79,7 +79,7 @@ def part_server(parent: Parent, *, folder: str, model: str, dtype: str, index: i
     from asyncrl.config.schema import GenerationConfig
     from asyncrl.generation.worker import GenerationServer
     from asyncrl.protocol.versions import WeightVersion
-    from asyncrl.runtime.names.open import open_name_resolver
+    from tests.support.memory_names import memory_system, open_names
 
     info = dataclasses.replace(worker_info("generation_server", folder), index=index)
     server = GenerationServer(
@@ -90,9 +90,10 @@ def part_server(parent: Parent, *, folder: str, model: str, dtype: str, index: i
             tokenizer_path=model,
             generation=GenerationConfig(num_blocks=64, dtype=dtype),
             torch_threads=1,
-        )
+        ),
+        memory_system(),
     )
-    resolver = open_name_resolver(info.name_resolve)
+    resolver = open_names(info.name_resolve)
 
     def obey() -> None:
         # Act as the trainer, which is in another process: every version up to this one counts as published
@@ -113,7 +114,7 @@ def part_manager(parent: Parent, *, folder: str, server: str, sender: str, **_: 
     from asyncrl.config.schema import ManagerConfig
     from asyncrl.manager.worker import ManagerFiles
     from asyncrl.protocol.versions import WeightVersion
-    from asyncrl.runtime.names.open import open_name_resolver
+    from tests.support.memory_names import open_names
 
     class TimedFiles(ManagerFiles):
         verify_s = 0.0
@@ -132,7 +133,7 @@ def part_manager(parent: Parent, *, folder: str, server: str, sender: str, **_: 
     )  # fmt: skip
     files = TimedFiles(config)
     manager = seen_manager(config, files)
-    resolver = open_name_resolver(info.name_resolve)
+    resolver = open_names(info.name_resolve)
     resolver.add(manager.names.generation_server(0), server)
 
     def obey() -> None:

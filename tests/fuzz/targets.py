@@ -49,7 +49,6 @@ from asyncrl.runtime import channel_protocol
 from asyncrl.runtime.channel import ChannelReceiver, ChannelSender
 from asyncrl.runtime.channel_protocol import ChannelLimits, ChannelRefused, Endpoint
 from asyncrl.runtime.names.interface import NameResolver
-from asyncrl.runtime.names.memory import MemoryNameResolver, MemoryStore
 from asyncrl.runtime.transport import PullSocket
 from asyncrl.streams.push_pull import MetaPuller, NameResolvingZmqPuller, puller_stream
 from asyncrl.streams.request_reply import (
@@ -58,6 +57,7 @@ from asyncrl.streams.request_reply import (
     RemoteCallError,
     request_stream,
 )
+from tests.support.memory_names import MemoryNameResolver, MemoryStore
 from tests.support.memory_transport import MemoryTransport
 from tests.support.paced_engine import LongTail, PacedEngine
 

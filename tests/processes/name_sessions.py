@@ -105,11 +105,13 @@ def patient(config: NameResolveConfig) -> NameResolveConfig:
     return replace(config, timeout_s=LIMIT_S)
 
 
-def sessions(config: NameResolveConfig) -> Iterator[OpenSession]:
+def sessions(
+    config: NameResolveConfig, open_names: Callable[[NameResolveConfig], NameResolver] = open_name_resolver
+) -> Iterator[OpenSession]:
     opened: list[NameResolver] = []
 
     def open_one() -> NameResolver:
-        opened.append(open_name_resolver(patient(config)))
+        opened.append(open_names(patient(config)))
         return opened[-1]
 
     yield open_one

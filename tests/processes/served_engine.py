@@ -22,9 +22,9 @@ from asyncrl.protocol.names import Names
 from asyncrl.protocol.trajectories import Locator
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.protocol.weight_updates import UpdateWeightsRequest
-from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import version_dir, write_version
+from tests.support.memory_names import memory_system, open_names
 
 V0, V1 = WeightVersion(1, 0), WeightVersion(1, 1)
 
@@ -93,10 +93,11 @@ async def serve(run_dir: Path, tokenizer: Any = None) -> AsyncIterator[Served]:
             tokenizer_path=str(run_dir / "model"),
             generation=GenerationConfig(max_running_requests=16, max_batch_tokens=256, num_blocks=512, page_size=16),
             torch_threads=1,
-        )
+        ),
+        memory_system(),
     )
     main = asyncio.create_task(server.main())
-    resolver = open_name_resolver(name_resolve)
+    resolver = open_names(name_resolve)
     try:
         url = await asyncio.to_thread(resolver.wait, Names("e", "t").generation_server(0), 60.0)
         made = Served(url, run_dir, models)

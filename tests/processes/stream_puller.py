@@ -10,9 +10,9 @@ import sys
 from asyncrl.config.schema import RuntimeConfig
 from asyncrl.protocol.names import Names
 from asyncrl.protocol.trajectories import StoreVerdict
-from asyncrl.runtime.names.memory import MemoryNameResolver
 from asyncrl.runtime.process import die_with_parent
 from asyncrl.streams.push_pull import NameResolvingZmqPuller
+from tests.support.memory_names import MemoryNameResolver
 
 
 async def main(journal_path: str) -> None:

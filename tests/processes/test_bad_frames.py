@@ -18,8 +18,8 @@ from asyncrl.protocol.trajectories import Locator, StoreVerdict, TrajectoryMeta
 from asyncrl.runtime.channel import ChannelSender
 from asyncrl.runtime.channel_protocol import ChannelLimits, ChannelRefused
 from asyncrl.runtime.names.interface import NameResolver
-from asyncrl.runtime.names.memory import MemoryNameResolver
 from asyncrl.streams.push_pull import MetaPuller, NameResolvingZmqPuller, puller_stream
+from tests.support.memory_names import MemoryNameResolver
 
 RUNTIME = RuntimeConfig(push_credit_items=8, resend_after_s=0.2, start_timeout_s=10.0, max_message_bytes=1_000_000)
 NAMES = Names("e", "t")

@@ -28,7 +28,7 @@ from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.http_server import serve
 from asyncrl.runtime.names.interface import WatchEvent
-from asyncrl.runtime.names.memory import MemoryNameResolver
+from tests.support.memory_names import MemoryNameResolver
 
 MOST = 100_000
 LIMIT_S = 20.0

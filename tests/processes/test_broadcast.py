@@ -40,10 +40,10 @@ from asyncrl.protocol.weight_updates import (
     UpdateWeightsReply,
 )
 from asyncrl.runtime.http_client import open_session
-from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.update_group import GroupMember, pack
 from asyncrl.weights.versions import version_dir, write_version
+from tests.support.memory_names import memory_system, open_names
 from tests.support.services import make_services
 
 V0, V1, V2 = WeightVersion(1, 0), WeightVersion(1, 1), WeightVersion(1, 2)
@@ -92,8 +92,8 @@ def make_server(model_path: Path, space: str) -> tuple[GenerationServer, NameRes
         worker=info, engine="transformers", model_path=str(model_path), tokenizer_path=str(model_path),
         generation=GENERATION, torch_threads=1,
     )  # fmt: skip
-    open_name_resolver(resolve).add(Names("e", "t").weights_held("actor"), str(V2), replace=True)
-    return GenerationServer(config), resolve
+    open_names(resolve).add(Names("e", "t").weights_held("actor"), str(V2), replace=True)
+    return GenerationServer(config, memory_system()), resolve
 
 
 class Client:
@@ -137,7 +137,7 @@ async def served(model_path: Path) -> AsyncIterator[Client]:
     """A server in this process, with version 0."""
     server, resolve = make_server(model_path, f"broadcast-{next(_spaces)}")
     main = asyncio.create_task(server.main())
-    resolver = open_name_resolver(resolve)
+    resolver = open_names(resolve)
     try:
         url = await asyncio.to_thread(resolver.wait, Names("e", "t").generation_server(0), LIMIT_S)
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S)) as session:
@@ -157,7 +157,7 @@ def be_server(model_path: Path, pipe: Connection) -> None:
 
     async def live() -> None:
         main = asyncio.create_task(server.main())
-        resolver = open_name_resolver(resolve)
+        resolver = open_names(resolve)
         pipe.send(await asyncio.to_thread(resolver.wait, Names("e", "t").generation_server(0), START_LIMIT_S))
         await main
 

@@ -72,28 +72,30 @@ def test_a_process_left_for_debugging_stops_when_its_run_ends(tiny, tmp_path):
                 process.kill()
 
 
+@pytest.fixture
 def with_breakpoint(tiny, tmp_path):
-    """The config of a rollout worker whose reward function has a breakpoint at import. Its name resolve is in its own memory, so it
-    finds no other process."""
+    """The config of a rollout worker whose reward function has a breakpoint at import. It finds no other process."""
     (tmp_path / "stops.py").write_text("breakpoint()\ndef reward(prompt, completion, answer):\n    return 0.0\n")
     overrides = [f"rollout.tasks.default.reward={tmp_path}/stops.py:reward", "runtime.start_timeout_s=2"]
-    config = load_experiment(tiny, [*overrides, "name_resolve.endpoints=[memory://]", "network.authenticate=off"])
-    (spec,) = (s for s in plan(config, attempt=1, num_prompts=20) if s.name == "rollout_worker/0")
-    path = tmp_path / "rollout_worker_0.yaml"
-    save_config(spec.config, path)
-    return path
+    with EtcdServer(tmp_path / "etcd", tmp_path / "etcd.log", NameResolveConfig().binary) as etcd:
+        config = load_experiment(
+            tiny, [*overrides, f"name_resolve.endpoints=[{etcd.endpoint}]", "network.authenticate=off"]
+        )
+        (spec,) = (s for s in plan(config, attempt=1, num_prompts=20) if s.name == "rollout_worker/0")
+        path = tmp_path / "rollout_worker_0.yaml"
+        save_config(spec.config, path)
+        yield path
 
 
-def test_a_breakpoint_has_a_terminal(tiny, tmp_path):
-    done = debug(with_breakpoint(tiny, tmp_path), typed="p 'it', 'stopped'\nc\n")
+def test_a_breakpoint_has_a_terminal(with_breakpoint):
+    done = debug(with_breakpoint, typed="p 'it', 'stopped'\nc\n")
     assert "('it', 'stopped')" in done.stdout
     assert "it runs alone, with a private etcd" not in done.stdout  # name resolve answers, so this is not printed
     assert "waited 2 s for the address of the gserver manager" in done.stderr  # it went on, alone
 
 
-def test_a_breakpoint_in_a_process_of_the_launcher_says_what_to_do(tiny, tmp_path):
-    path = with_breakpoint(tiny, tmp_path)
-    start = f"run_config(Path({str(path)!r}), launched=True)"
+def test_a_breakpoint_in_a_process_of_the_launcher_says_what_to_do(with_breakpoint):
+    start = f"run_config(Path({str(with_breakpoint)!r}), launched=True)"
     code = f"from pathlib import Path; from asyncrl.launch.worker_main import run_config; {start}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert "breakpoint(): this process has no terminal; start the run with debug.leave_out=" in done.stderr

@@ -39,10 +39,10 @@ from asyncrl.protocol.weight_updates import UpdateWeightsRequest
 from asyncrl.rewards.trajectory import Episode, SampleSummary, build_sample
 from asyncrl.rollout.client import PartialRolloutManager, Route
 from asyncrl.runtime.names.interface import NameResolver
-from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.streams.push_pull import NameResolvingZmqPuller, NameResolvingZmqPusher
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import version_dir, write_version
+from tests.support.memory_names import memory_system, open_names
 from tests.support.services import make_services
 
 LOGGER = logging.getLogger("test_engine_matches_trainer")
@@ -68,7 +68,7 @@ def model_path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def resolver(tmp_path: Path) -> NameResolver:
-    return open_name_resolver(info("test", tmp_path).name_resolve)
+    return open_names(info("test", tmp_path).name_resolve)
 
 
 @pytest.fixture
@@ -81,7 +81,8 @@ async def server_url(model_path: Path, tmp_path: Path, resolver: NameResolver) -
             tokenizer_path=str(model_path),
             generation=GenerationConfig(max_running_requests=GROUP, max_batch_tokens=256, num_blocks=512, page_size=16),
             torch_threads=1,
-        )
+        ),
+        memory_system(),
     )
     main = asyncio.create_task(server.main())
     yield await asyncio.to_thread(resolver.wait, NAMES.generation_server(0), 60.0)

@@ -29,7 +29,7 @@ from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.http_server import serve
-from asyncrl.runtime.names.memory import MemoryNameResolver
+from tests.support.memory_names import MemoryNameResolver
 
 IDS = [f"g{number}" for number in range(6)]
 SOURCE, ME = 0, 4

@@ -24,10 +24,10 @@ from asyncrl.protocol.names import Names
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.protocol.weight_updates import FetchWeightsRequest, UpdateWeightsReply
 from asyncrl.runtime.metrics import read_json_lines
-from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights import versions as weights
 from asyncrl.weights.versions import version_dir, write_version
+from tests.support.memory_names import memory_system, open_names
 
 V0, V1 = WeightVersion(1, 0), WeightVersion(1, 1)
 GENERATION = GenerationConfig(
@@ -94,10 +94,11 @@ async def served(model_path: Path, run_dir: Path, version: WeightVersion | None 
         GenerationServerConfig(
             worker=info, engine="transformers", model_path=str(model_path), tokenizer_path=str(model_path),
             generation=GENERATION, torch_threads=1,
-        )
+        ),
+        memory_system(),
     )  # fmt: skip
     main = asyncio.create_task(server.main())
-    resolver = open_name_resolver(resolve)
+    resolver = open_names(resolve)
     try:
         url = await asyncio.to_thread(resolver.wait, Names("e", "t").generation_server(1), 30.0)
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session:

@@ -16,13 +16,15 @@ from asyncrl.protocol.trajectories import TrajectoryMeta
 from asyncrl.runtime.ticket_key import make_key
 from asyncrl.streams.push_pull import MetaPusher
 from tests.support.master import master_config
+from tests.support.memory_names import memory_system
 
 
 def make_master(setup: Setup, folder: Path) -> MasterWorker:
     """A master whose model workers never start, so it does not train. It takes in metadata while it waits for them."""
     folder.mkdir()
     runtime = replace(setup.info.runtime, start_timeout_s=10 * LIMIT_S)
-    return MasterWorker(master_config(folder, worker=replace(setup.info, kind="master", runtime=runtime)))
+    config = master_config(folder, worker=replace(setup.info, kind="master", runtime=runtime))
+    return MasterWorker(config, memory_system())
 
 
 async def test_only_granted_tickets_are_stored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -524,7 +524,6 @@ def test_a_process_runs_alone_from_its_config(config, tmp_path, etcd):
         ("train.batch_size=5000", "has only 2000 prompts, so a batch could never fill"),
         ("prompts.max_prompt_length=1000000", "cannot hold one full sequence"),
         ("manager.heartbeat_s=10", "manager.lease_s=15.0: must be more than twice manager.heartbeat_s"),
-        ("name_resolve.endpoints=[memory://]", "a run needs etcd"),
         ("name_resolve.binary=/no/etcd", "not an executable file"),
         ("model_path=/nowhere", "there is no config.json"),
         ("rollout.tasks.default.reward=nowhere.py:reward", "there is no file"),

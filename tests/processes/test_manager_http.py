@@ -32,8 +32,8 @@ from asyncrl.protocol.weight_updates import UpdateWeightsRequest
 from asyncrl.runtime.channel_protocol import Endpoint
 from asyncrl.runtime.metrics import read_json_lines
 from asyncrl.runtime.names.interface import NameResolveTimeout
-from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.weights.versions import FileEntry, Manifest, _xxh3, version_dir
+from tests.support.memory_names import memory_system, open_names
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -121,7 +121,7 @@ class SeenManager(GserverManager):
     """Exposes its components once it has started."""
 
     def __init__(self, config: GserverManagerConfig) -> None:
-        super().__init__(config)
+        super().__init__(config, memory_system())
         self.opened = asyncio.Event()
 
     async def manage(self, management: Management) -> None:
@@ -165,7 +165,7 @@ class Setup:
             batch_size=B,
             num_rollout_workers=2,
         )
-        self.resolver = open_name_resolver(self.info.name_resolve)
+        self.resolver = open_names(self.info.name_resolve)
         self.servers: list[FakeServer] = []
         self.requests = 0
 

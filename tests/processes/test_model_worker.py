@@ -69,12 +69,12 @@ from asyncrl.protocol.trajectories import Locator, StoreVerdict, TrajectoryMeta
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.names.interface import NameResolver
-from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.system import System
 from asyncrl.streams.push_pull import MetaPuller, NameResolvingZmqPusher
 from asyncrl.streams.request_reply import NameResolvingReplyServer, NameResolvingRequestClient, RemoteCallError
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import MANIFEST, tensor_files, verify_version
+from tests.support.memory_names import memory_system, open_names
 from tests.support.services import make_services
 from tests.support.training_side import TrainingSide, training_side
 
@@ -255,9 +255,9 @@ class SeenWorker(ModelWorker):
 @contextlib.asynccontextmanager
 async def worker_here(config: ModelWorkerConfig) -> AsyncIterator[tuple[SeenWorker, Outside]]:
     """One model worker on this event loop, with name resolve in memory."""
-    worker = SeenWorker(config)
+    worker = SeenWorker(config, memory_system())
     main = asyncio.create_task(worker.main())
-    with open_name_resolver(config.worker.name_resolve) as resolver:
+    with open_names(config.worker.name_resolve) as resolver:
         async with outside(resolver, 1) as world:
             yield worker, world
         worker.stopping.set()
@@ -335,7 +335,7 @@ async def test_a_full_store_takes_more_when_the_master_clears_it(memory, tmp_pat
 async def test_a_store_that_stays_full_refuses_by_reason(memory, tmp_path, model_path):
     info = worker_config(memory, tmp_path, model_path).worker
     services, names = make_services(info), Names(info.experiment, info.trial)
-    with open_name_resolver(memory) as resolver:
+    with open_names(memory) as resolver:
         lease = resolver.grant_lease(LIMIT_S).id
         opening = TrajectoryReceiver.open(
             info,
@@ -421,9 +421,9 @@ async def test_training_goes_on_from_a_checkpoint(memory, tmp_path, model_path):
 
 
 async def test_a_call_that_fails_is_answered_and_ends_the_worker(memory, tmp_path, model_path):
-    worker = ModelWorker(worker_config(memory, tmp_path, model_path))
+    worker = ModelWorker(worker_config(memory, tmp_path, model_path), memory_system())
     main = asyncio.create_task(worker.main())
-    with open_name_resolver(memory) as resolver:
+    with open_names(memory) as resolver:
         async with outside(resolver, 1) as world:
             with pytest.raises(RemoteCallError, match=r"such as \['nowhere'\]; master and workers disagree"):
                 await world.call(ExecuteMFC(mfc="actor_inf", version=0, ids=["nowhere"], parts=[["nowhere"]]))
@@ -447,8 +447,8 @@ async def test_a_call_that_names_a_folder_outside_the_run_changes_nothing(memory
         LoadCheckpoint(folder=folder),
         SaveBatch(folder=folder, version=0, metas=[]),
     ):
-        main = asyncio.create_task(ModelWorker(worker_config(memory, run_dir, model_path)).main())
-        with open_name_resolver(memory) as resolver:
+        main = asyncio.create_task(ModelWorker(worker_config(memory, run_dir, model_path), memory_system()).main())
+        with open_names(memory) as resolver:
             async with outside(resolver, 1) as world:
                 with pytest.raises(RemoteCallError, match="OutsideRunError"):
                     await world.call(body)

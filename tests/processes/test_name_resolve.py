@@ -33,8 +33,8 @@ from asyncrl.runtime.names.interface import (
     WatchEvent,
     normalize_name,
 )
-from asyncrl.runtime.names.memory import MemoryNameResolver
 from asyncrl.runtime.names.open import open_name_resolver
+from tests.support.memory_names import MemoryNameResolver, open_names
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +47,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
 @pytest.fixture(params=["memory", "etcd"])
 def open_session(request: pytest.FixtureRequest) -> Iterator[OpenSession]:
     """Open further sessions with the same store."""
-    endpoint = request.getfixturevalue("server").endpoint if request.param == "etcd" else f"memory://{uuid.uuid4()}"
-    yield from sessions(NameResolveConfig(endpoints=[endpoint]))
+    if request.param == "etcd":
+        yield from sessions(NameResolveConfig(endpoints=[request.getfixturevalue("server").endpoint]))
+    else:
+        yield from sessions(NameResolveConfig(endpoints=[f"memory://{uuid.uuid4()}"]), open_names)
 
 
 @pytest.fixture

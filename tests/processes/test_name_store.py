@@ -7,7 +7,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from asyncrl.model.name_store import NameStore
-from asyncrl.runtime.names.memory import MemoryNameResolver
+from tests.support.memory_names import MemoryNameResolver
 
 
 @pytest.fixture

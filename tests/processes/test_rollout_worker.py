@@ -37,9 +37,9 @@ from asyncrl.rollout.agent import ActQueue, Agent, Env, ObsQueue
 from asyncrl.rollout.tickets import HeldTickets
 from asyncrl.rollout.worker import RolloutWorker
 from asyncrl.runtime.metrics import read_json_lines
-from asyncrl.runtime.names.memory import MemoryNameResolver
 from asyncrl.streams.push_pull import NameResolvingZmqPuller, Pulled
 from asyncrl.testing.tiny import make_char_tokenizer
+from tests.support.memory_names import MemoryNameResolver, memory_system
 
 V1 = WeightVersion(1, 1).pack()
 EOS_AT = 12
@@ -74,7 +74,7 @@ class SeenWorker(RolloutWorker):
     """Exposes its rollouts once it has started."""
 
     def __init__(self, config: RolloutWorkerConfig) -> None:
-        super().__init__(config)
+        super().__init__(config, memory_system())
         self.opened = asyncio.Event()
 
     async def roll_out(self, tickets: HeldTickets) -> None:

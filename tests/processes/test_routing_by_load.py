@@ -27,6 +27,7 @@ from asyncrl.rewards.trajectory import Response
 from asyncrl.rollout.client import PartialRolloutManager, Route
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import version_dir, write_version
+from tests.support.memory_names import memory_system
 from tests.support.services import make_services
 
 LOGGER = logging.getLogger("test_routing_by_load")
@@ -59,7 +60,8 @@ async def serving(setup: Setup, model_path: Path, **options: int) -> AsyncIterat
                 tokenizer_path=str(model_path),
                 generation=GenerationConfig(**{**sizes, **options}),
                 torch_threads=1,
-            )
+            ),
+            memory_system(),
         )
         for index in range(2)
     ]

@@ -36,10 +36,10 @@ from asyncrl.runtime.channel import ChannelReceiver, ChannelSender
 from asyncrl.runtime.channel_protocol import ChannelLimits
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.http_server import for_the_run, listen_http, serve
-from asyncrl.runtime.names.memory import MemoryNameResolver
 from asyncrl.runtime.security import Secrets, Security
 from asyncrl.runtime.transport import PART_BYTES, ZmqTransport, joined
 from asyncrl.streams.push_pull import MetaPuller, MetaPusher
+from tests.support.memory_names import MemoryNameResolver
 
 RUNTIME = RuntimeConfig(resend_after_s=0.2, start_timeout_s=10.0)
 LIMIT_S = 60.0

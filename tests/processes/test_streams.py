@@ -31,7 +31,6 @@ from asyncrl.runtime.channel_protocol import (
     Endpoint,
     ReceiverRestarted,
 )
-from asyncrl.runtime.names.memory import MemoryNameResolver
 from asyncrl.runtime.transport import ZmqTransport
 from asyncrl.streams.push_pull import MetaPuller, MetaPusher, NameResolvingZmqPuller, NameResolvingZmqPusher
 from asyncrl.streams.request_reply import (
@@ -40,6 +39,7 @@ from asyncrl.streams.request_reply import (
     NameResolvingRequestClient,
     RemoteCallError,
 )
+from tests.support.memory_names import MemoryNameResolver
 
 LIMIT_S = 60.0  # a killed head needs a process start to come back
 RUNTIME = RuntimeConfig(push_credit_items=8, resend_after_s=0.2, start_timeout_s=LIMIT_S)

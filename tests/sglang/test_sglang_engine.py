@@ -39,7 +39,7 @@ from asyncrl.protocol.generation import SamplingParams, VersionSpan
 from asyncrl.protocol.names import Names
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.metrics import read_json_lines
-from asyncrl.runtime.names.open import open_name_resolver
+from tests.support.memory_names import memory_system, open_names
 
 LIMIT_S = 120.0  # limit for one wait, on a busy machine
 LONG = SamplingParams(
@@ -442,11 +442,12 @@ async def test_a_whole_generation_server_in_front(
             tokenizer_path=str(store.model_path),
             generation=dataclasses.replace(sglang_config, python="", urls=[sglang_url]),
             torch_threads=1,
-        )
+        ),
+        memory_system(),
     )
     main = asyncio.create_task(server.main())
     key = Names("e", "t").generation_server(0)
-    url = await asyncio.to_thread(open_name_resolver(name_resolve).wait, key, LIMIT_S)
+    url = await asyncio.to_thread(open_names(name_resolve).wait, key, LIMIT_S)
     async with aiohttp.ClientSession() as session:
 
         async def post(path: str, **body: Any) -> tuple[int, Any]:

@@ -20,7 +20,7 @@ from asyncrl.runtime.names.interface import (
     WatchCallback,
     WatchEvent,
 )
-from asyncrl.runtime.names.memory import MemoryNameResolver, MemoryStore
+from tests.support.memory_names import MemoryNameResolver, MemoryStore
 
 if TYPE_CHECKING:
     from tests.simulation.world import Process, SimulatedWorld

@@ -38,8 +38,8 @@ from asyncrl.protocol.names import Names
 from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
 from asyncrl.runtime.clock import SYSTEM_CLOCK
 from asyncrl.runtime.directory import Directory
-from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.weights.checkpoints import MasterState
+from tests.support.memory_names import open_names
 from tests.support.services import make_services
 
 LIMIT_S = 60.0
@@ -191,7 +191,7 @@ class MasterParts:
         services = make_services(config.worker, logger=logger, clock=clock)
         self.tasks = services.tasks
         self.names = Names(config.worker.experiment, config.worker.trial)
-        self.resolver = open_name_resolver(config.worker.name_resolve)
+        self.resolver = open_names(config.worker.name_resolve)
         opened.callback(self.resolver.close)
         opened.push_async_callback(self._end_tasks)
         lease = self.resolver.grant_lease(LIMIT_S).id

@@ -34,9 +34,9 @@ from asyncrl.protocol.calls import (
 )
 from asyncrl.runtime.board import WaitTimeoutError
 from asyncrl.runtime.channel import FencedError
-from asyncrl.runtime.names.memory import MemoryNameResolver
 from asyncrl.streams.request_reply import NameResolvingReplyServer, NameResolvingRequestClient
 from asyncrl.weights.checkpoints import shared_dir
+from tests.support.memory_names import MemoryNameResolver
 from tests.support.memory_transport import MemoryTransport
 
 # When a reference ends: before it fetches its inputs, after it has computed, or before its outputs are fetched

@@ -31,8 +31,8 @@ from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.channel_protocol import ChannelClosed
 from asyncrl.runtime.clock import SYSTEM_CLOCK
-from asyncrl.runtime.names.memory import MemoryNameResolver
 from asyncrl.streams.request_reply import NameResolvingReplyServer, NameResolvingRequestClient
+from tests.support.memory_names import MemoryNameResolver
 from tests.support.memory_transport import MemoryTransport
 
 RUNTIME = RuntimeConfig(start_timeout_s=10.0)

@@ -22,8 +22,8 @@ from asyncrl.protocol.names import Names
 from asyncrl.protocol.trajectories import TrajectoryMeta
 from asyncrl.runtime.channel import ChannelSender
 from asyncrl.runtime.channel_protocol import ChannelLimits, ChannelRefused
-from asyncrl.runtime.names.memory import MemoryNameResolver
 from asyncrl.streams.push_pull import NameResolvingZmqPuller, puller_stream
+from tests.support.memory_names import MemoryNameResolver
 
 SOURCES = sorted(Path(asyncrl.__file__).parent.rglob("*.py"))
 # Judges: judge_main.py receives calls only from the worker that forked it, through a socket pair that no other process has.

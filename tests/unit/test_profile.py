@@ -22,8 +22,8 @@ from asyncrl.protocol.profiling import ProfileAnswer
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.names.interface import NameResolver
-from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.trace import TraceHeader, merge, span_of
+from tests.support.memory_names import open_names
 
 LIMIT_S = 10.0
 NAMES = Names("e", "t")
@@ -46,7 +46,7 @@ class Caller:
 async def watching(run_dir: Path) -> AsyncIterator[tuple[Profiles, Any, NameResolver]]:
     config = NameResolveConfig(endpoints=[f"memory://{run_dir}"])
     info = WorkerInfo("master", 0, 1, "e", "t", 1, str(run_dir), 1, config, RuntimeConfig())
-    with open_name_resolver(config) as resolver:
+    with open_names(config) as resolver:
         board, caller = StatusBoard(info, logging.getLogger("test")), Caller()
         lease = resolver.grant_lease(LIMIT_S).id
         directory = Directory(resolver, NAMES, lease=lease, board=board, limit_s=LIMIT_S)

@@ -13,7 +13,7 @@ from asyncrl.config.schema import ExperimentConfig, NetworkConfig
 from asyncrl.launch.hosts.remote_pool import RemoteProcessPool
 from asyncrl.protocol.hosts import HostRecord, LauncherRecord
 from asyncrl.protocol.names import Names
-from asyncrl.runtime.names.memory import MemoryNameResolver
+from tests.support.memory_names import MemoryNameResolver
 
 CUT_OFF, THERE = "10.0.0.2", "10.0.0.1"
 

@@ -24,8 +24,8 @@ from asyncrl.protocol.names import Names
 from asyncrl.protocol.scaling import DesiredServers
 from asyncrl.protocol.status import WorkerStatus
 from asyncrl.runtime.names.interface import Lease, NameResolveTimeout, WatchEvent
-from asyncrl.runtime.names.memory import MemoryNameResolver
 from tests.support.clock import ManualClock
+from tests.support.memory_names import MemoryNameResolver
 
 CONFIG = """
 allocation: transformers.d1+d1

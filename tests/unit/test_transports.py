@@ -33,10 +33,10 @@ from asyncrl.protocol.weight_updates import TensorSpecs
 from asyncrl.runtime.clock import SYSTEM_CLOCK
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.http_client import open_session
-from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.weights.update_group import pack
 from asyncrl.weights.versions import tensor_files, version_dir, write_version
 from tests.support.decisions import PACKAGE, decisions
+from tests.support.memory_names import open_names
 from tests.support.paced_engine import LongTail, PacedEngine
 from tests.support.services import make_services
 
@@ -143,7 +143,7 @@ class Run:
         names = NameResolveConfig(endpoints=[f"memory://transports-{next(_spaces)}"])
         info = WorkerInfo("model_worker", 0, 1, "e", "t", 1, str(self._folder), 1, names, RuntimeConfig())
         services = make_services(info)
-        resolver = opened.enter_context(open_name_resolver(names))
+        resolver = opened.enter_context(open_names(names))
         lease = resolver.grant_lease(LIMIT_S).id
         directory = Directory(resolver, NAMES, lease=lease, board=services.board, limit_s=LIMIT_S)
         weights = WeightsConfig(transport=self._transport, broadcast_timeout_s=TRANSFER_LIMIT_S)

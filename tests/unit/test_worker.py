@@ -17,9 +17,9 @@ from asyncrl.runtime import board as board_module
 from asyncrl.runtime.board import WaitTimeoutError
 from asyncrl.runtime.disk import StorageError
 from asyncrl.runtime.names.interface import NameResolveTimeout
-from asyncrl.runtime.names.open import open_name_resolver
-from asyncrl.runtime.system import STATUS_FD_ENV, System
+from asyncrl.runtime.system import STATUS_FD_ENV
 from asyncrl.runtime.worker import Worker
+from tests.support.memory_names import memory_system, open_names
 
 MEMORY = NameResolveConfig(endpoints=["memory://"])
 
@@ -43,7 +43,7 @@ class Recorder(Worker):
     """Records its states. `work` is called in run."""
 
     def __init__(self, work, status_interval_s=0.5, **runtime):
-        super().__init__(make_info(**runtime), System(status_interval_s=status_interval_s))
+        super().__init__(make_info(**runtime), memory_system(status_interval_s=status_interval_s))
         self.stations = []
         self._work = work
 
@@ -216,7 +216,7 @@ async def test_published_keys_are_removed_when_the_worker_ends():
 
     worker = Recorder(publish)
     await worker.main()
-    with open_name_resolver(MEMORY) as resolver:
+    with open_names(MEMORY) as resolver:
         assert resolver.find_subtree(worker.names.generation_servers()) == []
 
 
@@ -256,7 +256,7 @@ async def test_a_change_of_state_is_reported_at_once(monkeypatch):
 
 LATE_SIGNAL = """
 import asyncio, os, signal, sys
-from test_worker import Recorder
+from tests.unit.test_worker import Recorder
 from asyncrl.runtime.worker import run_worker
 
 async def nothing(worker):
@@ -271,6 +271,6 @@ sys.exit(code)
 def test_a_stop_signal_after_the_end_of_the_worker_does_not_kill_it():
     """The launcher may send the signal before it has read that the process is done. The process must still end without an error."""
     done = subprocess.run(
-        [sys.executable, "-c", LATE_SIGNAL], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", LATE_SIGNAL], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr

@@ -57,7 +57,6 @@ from asyncrl.runtime.disk import existing_parent, size_text, too_few_open_files
 from asyncrl.runtime.interfaces import interfaces_here
 from asyncrl.runtime.names.etcd.access import EtcdAccess
 from asyncrl.runtime.names.etcd.server import EtcdServerError, find_etcd
-from asyncrl.runtime.names.memory import MEMORY
 from asyncrl.weights.versions import MANIFEST, read_manifest, tensor_files
 
 _SHAPE_FIELDS = (  # fields of config.json that determine the tensors' names and shapes
@@ -389,11 +388,6 @@ def _check_prompt_lengths(case: Case) -> Iterator[ConfigError | Finding]:
 
 def _check_name_resolve(case: Case) -> None:
     name_resolve = case.config.name_resolve
-    if any(endpoint.startswith(MEMORY) for endpoint in name_resolve.endpoints):
-        raise ConfigError(
-            f"name_resolve.endpoints={list(name_resolve.endpoints)}: {MEMORY} is for tests in one process; a run needs etcd. For "
-            "a private one leave the field out"
-        )
     try:
         EtcdAccess.of(name_resolve)
     except ValueError as error:

@@ -1,8 +1,7 @@
 """Name resolve: how processes find each other and share versions, addresses and status.
 
 It is a flat store of `key -> text`. Keys are `/`-separated, and a subtree is everything below a `/`, so clearing `t1`
-does not affect `t10`. Two stores implement this interface: etcd (etcd/; between processes and hosts) and memory
-(memory.py; between threads of one process, for tests). One test suite covers both.
+does not affect `t10`. etcd implements this interface (etcd/). Tests have a store in memory, and one suite covers both.
 
 All calls are synchronous and thread-safe; code on an event loop makes them through `asyncio.to_thread`. Every call has
 a limit: the resolver's `timeout_s`, or an argument of the call (`wait`, `publish`, `watch`).

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from asyncrl.config.schema import NameResolveConfig
 from asyncrl.runtime.names.interface import NameResolver
-from asyncrl.runtime.names.memory import MEMORY, MemoryNameResolver
 
 
 def open_name_resolver(config: NameResolveConfig, limit_s: float | None = None) -> NameResolver:
     """Open the resolver for a config. It uses the first endpoint that answers, and another one if that endpoint fails.
     limit_s: limit for reaching an endpoint (default: config.timeout_s).
-
-    The endpoint `memory://SPACE` is for tests: resolvers of one process that name the same space share their entries.
     """
-    if config.endpoints and config.endpoints[0].startswith(MEMORY):
-        return MemoryNameResolver(config.endpoints[0].removeprefix(MEMORY))
     from asyncrl.runtime.names.etcd.access import EtcdAccess
     from asyncrl.runtime.names.etcd.resolver import (
         EtcdNameResolver,  # loads gRPC: only when used, never before a fork

@@ -1,4 +1,6 @@
-"""Name resolve inside one process, for tests."""
+"""Name resolve inside one process, for tests and benchmarks. The endpoint `memory://SPACE` in a config names a space: resolvers of
+one process that name the same space share their entries.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
+from asyncrl.config.schema import NameResolveConfig
 from asyncrl.runtime.names.interface import (
     Lease,
     LeaseExists,
@@ -20,8 +24,9 @@ from asyncrl.runtime.names.interface import (
     WatchCallback,
     WatchEvent,
 )
+from asyncrl.runtime.system import System
 
-MEMORY = "memory://"  # an endpoint with this prefix names a space in this process's memory
+MEMORY = "memory://"
 
 
 @dataclass
@@ -243,3 +248,14 @@ class MemoryNameResolver(NameResolver):
         with self._space.locked():
             for lease_id in self._kept:
                 self._space.revoke(lease_id)
+
+
+def open_names(config: NameResolveConfig, limit_s: float = 0.0) -> NameResolver:
+    """As open_name_resolver, for a config with an endpoint `memory://SPACE`."""
+    assert config.endpoints[0].startswith(MEMORY), config.endpoints
+    return MemoryNameResolver(config.endpoints[0].removeprefix(MEMORY))
+
+
+def memory_system(**services: Any) -> System:
+    """The machine's services, with name resolve in memory."""
+    return System(open_names=open_names, **services)
