@@ -128,7 +128,9 @@ class MasterWorkerConfig:
     num_replayed: int = 0  # train_only: number of groups to replay; they are used instead of prompts.
     # With record.trajectories the heads receive the outputs of all MFCs for their trajectories, whichever worker computes them.
     records: bool = False
-    detached: list[list[int]] = field(default_factory=list)  # workers of detached groups (WorkerGroups.detached)
+    worker_groups: list[list[int]] = field(
+        default_factory=list
+    )  # WorkerGroups.all; empty: all workers are in one group
     shared_workers: list[int] = field(default_factory=list)  # workers that share devices with generation servers
     devices_per_server: int = 1  # devices of a generation server
     leave_after: int = 0  # step after which the next phase of a hybrid allocation goes on; 0: none follows
@@ -146,7 +148,7 @@ class ModelWorkerConfig:
     store_capacity: int  # groups that this head may hold: (1 + eta) * batch size
     record: RecordConfig = field(default_factory=RecordConfig)  # max_bytes: this head's share
     groups: GroupsConfig | None = None  # mode=sync
-    detached: list[list[int]] = field(default_factory=list)  # as in MasterWorkerConfig
+    worker_groups: list[list[int]] = field(default_factory=list)  # as in MasterWorkerConfig
     shares_devices: bool = False  # with a generation server; the models are on the device only in training's turns
     mismatch: MismatchConfig | None = None  # null: the first step is not checked
 

@@ -58,10 +58,16 @@ class WorkerGroups:
     detached: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
-    def of_config(cls, num_workers: int, detached: Sequence[Sequence[int]]) -> WorkerGroups:
-        """Build from the detached groups in a process config. All other workers form the trainer group."""
-        elsewhere = {worker for group in detached for worker in group}
-        return cls(tuple(w for w in range(num_workers) if w not in elsewhere), tuple(map(tuple, detached)))
+    def of_config(cls, groups: Sequence[Sequence[int]], num_workers: int) -> WorkerGroups:
+        """Build from the groups in a process config, of which the first is the trainer group. Without groups there in it are all
+        workers."""
+        trainer, *detached = map(tuple, groups or [range(num_workers)])
+        return cls(trainer, tuple(detached))
+
+    @property
+    def all(self) -> tuple[tuple[int, ...], ...]:
+        """The trainer group, then the others."""
+        return (self.trainer, *self.detached)
 
     def of(self, worker: int) -> tuple[int, ...]:
         """The group of a worker."""

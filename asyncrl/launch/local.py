@@ -37,12 +37,11 @@ from asyncrl.launch.inputs import Inputs, changes, read_inputs, save_inputs
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.program import (
     ProcessSpec,
-    dispensable_groups,
+    groups_that_restart_alone,
     plan,
     run_directory,
     save_config,
     server_spec,
-    worker_groups_of_run,
     writes_checkpoints,
 )
 from asyncrl.launch.recovery import going_on, starting_point
@@ -453,16 +452,11 @@ class Launch:
         self._look: tuple[Future[list[str]], float] | None = None  # at the user's files, and when it began
         self._looked_for: set[object] = set()  # processes, before their start and after it
         self._search: Future[Checkpoint | None] | None = None  # for the checkpoint that the next attempt resumes from
-        detached, dispensable = (
-            [[f"model_worker/{worker}" for worker in group] for group in groups]
-            for groups in (worker_groups_of_run(config).detached, dispensable_groups(config))
-        )
         policy = Supervision(
             runtime.max_restarts,
             mode=config.mode,
             by_hand=config.debug.leave_out,
-            detached=detached,
-            dispensable=dispensable,
+            groups=groups_that_restart_alone(config),
         )
         self._restarts = Restarts(
             start=self._start_again, grant_lease_soon=service.grant_lease_soon, revoke=service.revoke, clock=clock

@@ -144,7 +144,7 @@ class _Run:
         self.models = models_of(self.placements, self.mfcs, self.train, config.model_path)
         self.heads = self.placements[0].heads if self.mode.trains else (0,)  # model workers that receive trajectories
         self.store_capacity = (1 + self.eta) * self.train.batch_size
-        self.detached = [list(group) for group in worker_groups_of_run(config).detached]
+        self.worker_groups = [list(group) for group in placed_groups(config)[0].all]
 
     def processes(self) -> list[ProcessConfig]:
         """Return the configs of all processes, in start order."""
@@ -196,7 +196,7 @@ class _Run:
                 max_bytes=record.max_bytes // len(self.heads),
             ),
             groups=groups if self.mode.workers_generate else None,
-            detached=self.detached,
+            worker_groups=self.worker_groups,
             shares_devices=index in self.allocation.shared_workers,
             mismatch=_mismatch(config, self.train, self.allocation.engine),
         )
@@ -237,7 +237,7 @@ class _Run:
             first_step=config.replay.first_step,
             records=config.record.trajectories and trains,
             num_replayed=self.num_prompts if self.mode.replays else 0,
-            detached=self.detached,
+            worker_groups=self.worker_groups,
             shared_workers=list(self.allocation.shared_workers),
             leave_after=self.allocation.until,
             devices_per_server=self.allocation.generation.replica_size,
@@ -307,15 +307,16 @@ class _Run:
         )
 
 
-def worker_groups_of_run(config: ExperimentConfig) -> WorkerGroups:
-    """Return the groups of model workers that restart together: the trainer group, and each detached group."""
-    return placed_groups(config)[0]
-
-
-def dispensable_groups(config: ExperimentConfig) -> list[tuple[int, ...]]:
-    """Return the detached groups without which the run continues (on_missing=continue)."""
+def groups_that_restart_alone(config: ExperimentConfig) -> dict[tuple[str, ...], bool]:
+    """Return the model workers of each group that restarts without the trainer group, and whether the run continues without this
+    group (on_missing=continue)."""
     groups, placements = placed_groups(config)
-    return dispensable(groups, placements, config.train)
+    needless = dispensable(groups, placements, config.train)
+    return {
+        tuple(f"model_worker/{worker}" for worker in group): group in needless
+        for group in groups.all
+        if group != groups.trainer
+    }
 
 
 def placed_groups(config: ExperimentConfig) -> tuple[WorkerGroups, list[ModelPlacement]]:

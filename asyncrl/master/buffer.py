@@ -116,7 +116,7 @@ class StorageTracker:
     """
 
     def __init__(self, groups: WorkerGroups = ONE_GROUP) -> None:
-        self._groups = groups
+        self.groups = groups
         self._holders: dict[str, dict[str, set[int]]] = {}
         self._there: dict[str, dict[str, set[int]]] = {}
 
@@ -139,7 +139,7 @@ class StorageTracker:
         """A worker has reported that it holds these keys of these ids."""
         ids, keys = list(ids), list(keys)
         _add(self._there, worker, ids, keys)
-        if self._groups.is_local(worker):
+        if self.groups.is_local(worker):
             _add(self._holders, worker, ids, keys)
 
     def apply(self, steps: Iterable[RedistribStep]) -> None:

@@ -46,8 +46,8 @@ class Checkpointer:
         self._config, self._books, self._caller, self._files = config, books, caller, files
         self._services = services
         self._run_dir = Path(config.worker.run_dir)
-        trainer_group = WorkerGroups.of_config(config.num_model_workers, config.detached).trainer
-        self._everyone = list(trainer_group)  # detached groups have no state to save
+        # Workers of other groups have no state to save
+        self._everyone = WorkerGroups.of_config(config.worker_groups, config.num_model_workers).trainer
         self._due = False
         self._newest: int | None = None  # step of the checkpoint that began last
         self._task: asyncio.Task[None] | None = None
@@ -72,7 +72,7 @@ class Checkpointer:
         self._newest = state.step
         path = checkpoint_dir(self._run_dir, state.attempt, state.step)
         save = SaveCheckpoint(folder=name_of(self._run_dir, path))
-        saved = self._caller.start(f"{path.name} to be written", self._everyone, save)
+        saved = self._caller.call(f"{path.name} to be written", self._everyone, save)
         # A run that continues from this checkpoint voids all journal records after this `snapshot`
         self._books.note("snapshot", step=state.step)
         self._task = self._services.tasks.spawn(self._commit(path, state, saved), "checkpoint")

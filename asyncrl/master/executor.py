@@ -15,18 +15,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from asyncrl.dataflow.graph import TRAIN_MFC, DataflowGraph
-from asyncrl.dataflow.topology import ModelPlacement
-from asyncrl.dataflow.worker_groups import ONE_GROUP
+from asyncrl.dataflow.graph import TRAIN_MFC
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
-from asyncrl.master.calls import DetachedGroups, WorkerCaller
+from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.handles import Batch, Call, Function, Models
-from asyncrl.master.homes import ArrivingInference, Home, home_of
+from asyncrl.master.homes import Home
 from asyncrl.master.on_policy import OnPolicy
 from asyncrl.master.parameter_hooks import ParameterHooks
 from asyncrl.master.refresh import Refresher
@@ -97,7 +94,7 @@ class ModelFunctionCall:
             mfc=mfc.name,
             version=step.version,
             ids=list(batch.ids),
-            parts=step.parts_for(mfc, call.batches),
+            parts=step.parts_for(mfc, call.batches, self.home.moved_keys),
             ends_step=step.ends_step,
             batch=step.batch,
             on_policy=on_policy,
@@ -111,59 +108,43 @@ class FunctionExecutor:
 
     def __init__(
         self,
-        graph: DataflowGraph,
-        placements: Sequence[ModelPlacement],
+        homes: Sequence[Home],
+        refresher: Refresher,
         buffer: AsyncIOSequenceBuffer,
         tracker: StorageTracker,
         caller: WorkerCaller,
         hooks: ParameterHooks,
+        function: StepFunction,
+        heads: Sequence[int],
         *,
-        recorders: Sequence[int] = (),
-        detached: DetachedGroups | None = None,
-        refresher: Refresher | None = None,
-        function: StepFunction | None = None,
+        records: bool = False,
     ) -> None:
-        """recorders: by head, the worker that records trajectories together with the keys that MFCs produce. detached, refresher:
-        None if all workers are in one worker group. function: None: the shipped one."""
+        """homes: of all MFCs, in the order of their keys. heads: the workers that receive trajectories. records: they also record
+        them, together with the keys that MFCs produce."""
         self._buffer, self._tracker, self._caller, self._hooks = buffer, tracker, caller, hooks
-        self._recorders = recorders
-        self._function = function or StepFunction("", math.inf)
-        self._placements = {placement.name: placement for placement in placements}
-        mfcs = [graph.mfcs[name] for name in graph.order]
-        homeless = [f"{mfc.name} on {mfc.model!r}" for mfc in mfcs if mfc.model not in self._placements]
-        if homeless:
-            raise ValueError(f"MFCs run on models without workers: {homeless}; placed models: {list(self._placements)}")
-        self._groups = detached.worker_groups if detached is not None else ONE_GROUP
-        self._refresher = refresher
+        self._refresher, self._function, self._heads, self._records = refresher, function, heads, records
         self._on_policy = OnPolicy()
         self._result = StepResult()  # of the step that runs, or comes next
-        self._calls: list[ModelFunctionCall] = []
-        for mfc in mfcs:
-            home = home_of(mfc, self._placements[mfc.model], caller, hooks, detached, tracker, buffer)
-            self._calls.append(ModelFunctionCall(home, caller, hooks))
+        self._homes = homes
+        self._calls = [ModelFunctionCall(home, caller, hooks) for home in homes]
 
     @property
     def states(self) -> dict[str, dict[str, float]]:
         """The states of the MFCs' functions that have one, such as the KL coefficient of `advantages`. A checkpoint keeps them."""
-        return {call.mfc.name: call.home.state for call in self._calls if call.home.state}
+        return {home.mfc.name: home.state for home in self._homes if home.state}
 
     @states.setter
     def states(self, states: Mapping[str, dict[str, float]]) -> None:
-        for call in self._calls:
-            call.home.state = states.get(call.mfc.name)
-
-    @property
-    def _arriving(self) -> list[ArrivingInference]:
-        return [call.home for call in self._calls if isinstance(call.home, ArrivingInference)]
+        for home in self._homes:
+            home.state = states.get(home.mfc.name)
 
     async def process_arriving(self, version: int) -> None:
-        """Run the MFCs of detached frozen models on stored groups as they arrive. version: the first step trains from it. Returns
-        at once if no MFC does so."""
-        self._at(version, num_left=self._hooks.batch_size)
-        await asyncio.gather(*(home.process_arriving() for home in self._arriving))
+        """Run MFCs on stored groups as they arrive (train.arriving_inference). version: the first step trains from it."""
+        self._at(version, num_left=self._hooks.train.batch_size)
+        await asyncio.gather(*(home.process_arriving() for home in self._homes))
 
     def _at(self, version: int, *, num_left: int) -> None:
-        for home in self._arriving:
+        for home in self._homes:
             home.at(version, num_left=num_left)
 
     async def execute_part(self, tickets: Sequence[str], version: int) -> None:
@@ -188,20 +169,24 @@ class FunctionExecutor:
         self, tickets: Sequence[str], version: int, batch: Sequence[str] = (), *, ends_step: bool = True
     ) -> None:
         left_out = self._hooks.left_out(version)
+        reads: dict[str, list[str]] = {}
+        for home in self._homes:
+            if home.mfc.name not in left_out:
+                reads.setdefault(home.mfc.model, []).extend(home.moved_keys)
         step = PartOfStep(
             version,
-            [call.mfc for call in self._calls if call.mfc.name not in left_out],
-            self._placements,
+            reads,
+            {home.placement.name: home.placement for home in self._homes},
+            self._heads,
             self._tracker,
             self._caller,
-            self._recorders,
-            self._groups,
+            records=self._records,
             result=self._result,
             ends_step=ends_step,
             batch=batch,
         )
         num_taken = len(self._buffer.earlier) + len(tickets)
-        self._at(version, num_left=0 if ends_step else max(0, self._hooks.batch_size - num_taken))
+        self._at(version, num_left=0 if ends_step else max(0, self._hooks.train.batch_size - num_taken))
         self._buffer.begin_batch(tickets)
         metas = self._buffer.metas(tickets)
         step.on_policy = self._on_policy.begin(version, metas)
@@ -219,7 +204,7 @@ class FunctionExecutor:
                             partial(start, runner),
                             num_ranks=runner.num_ranks,
                             is_left_out=runner.mfc.name in left_out,
-                            adds_up=self._hooks.adds_up,
+                            adds_up=self._hooks.train.streaming,
                         )
                         for runner in self._calls
                     ]
@@ -231,24 +216,21 @@ class FunctionExecutor:
                 self._on_policy.trained()
             await step.moved()
             if ends_step:
-                await self._refresh(step, version + 1)
+                await self._refresh(version + 1)
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None  # the first one; the others follow from it
         finally:
             step.give_up()
         if ends_step:
-            self._at(version + 1, num_left=self._hooks.batch_size)
+            self._at(version + 1, num_left=self._hooks.train.batch_size)
 
-    async def _refresh(self, step: PartOfStep, version: int) -> None:
-        """Copy weights after the step that produced this version: by collectives in the trainer group, else through the disk."""
-        refresher, copies = self._refresher, self._hooks.after_step(version)
-        elsewhere = [body for body in copies if not self._groups.is_local(self._placements[body.target].workers[0])]
-        copied = step.copy_weights(body for body in copies if body not in elsewhere)
-        await asyncio.gather(*copied)
-        if refresher is not None:
-            for body in elsewhere:
-                async with contextlib.AsyncExitStack() as refreshing:
-                    for home in self._arriving:
-                        if home.model == body.target:
-                            await refreshing.enter_async_context(home.refreshing())
-                    await refresher.refresh(body, version)
+    async def _refresh(self, version: int) -> None:
+        """Copy weights after the step that produced this version."""
+        copies = self._hooks.after_step(version)
+        await asyncio.gather(*self._refresher.copy(copies))
+        for body in copies:
+            async with contextlib.AsyncExitStack() as refreshing:
+                for home in self._homes:
+                    if home.placement.name == body.target:
+                        await refreshing.enter_async_context(home.refreshing())
+                await self._refresher.refresh(body, version)

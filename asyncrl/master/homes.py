@@ -11,16 +11,22 @@ import asyncio
 import contextlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
-from asyncrl.dataflow.mfc import MFCDef
+from asyncrl.config.schema import REF
+from asyncrl.dataflow.graph import DataflowGraph
+from asyncrl.dataflow.mfc import LOGPROBS, SCORES, MFCDef
 from asyncrl.dataflow.redistribution import Transfer, assign, plan_fetches
 from asyncrl.dataflow.topology import Handler, ModelPlacement
+from asyncrl.dataflow.worker_groups import is_stateless, on_missing
+from asyncrl.master.arriving import ArrivingGroups
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
-from asyncrl.master.calls import DetachedGroups, GroupMissingError, Incarnation, WorkerCaller
+from asyncrl.master.calls import WorkerCaller
+from asyncrl.master.detached import DetachedGroups, GroupMissingError, Incarnation
 from asyncrl.master.handles import Call
 from asyncrl.master.parameter_hooks import ParameterHooks
+from asyncrl.master.refresh import Refresher
 from asyncrl.master.report import MISSING
 from asyncrl.master.step_part import BALANCE_TOLERANCE, PartOfStep
 from asyncrl.protocol.calls import CallResult, ClearData, ExecuteMFC
@@ -34,12 +40,23 @@ class Home(ABC):
 
     def __init__(self, mfc: MFCDef, placement: ModelPlacement) -> None:
         self.mfc, self.placement = mfc, placement
+        self.moved_keys = mfc.input_keys  # those that move to the workers as soon as they exist
         self.handlers: list[Handler] = list(placement.shards)  # of all workers, in rank order
         self.state: dict[str, float] | None = None  # of its function after the newest call; None: before the first one
 
     @abstractmethod
     async def run(self, step: PartOfStep, call: Call, body: ExecuteMFC) -> asyncio.Task[None] | None:
         """Run a call whose input keys exist. Returns the move of the new keys to the models that read them, if it is under way."""
+
+    def at(self, version: int, *, num_left: int) -> None:  # noqa: B027
+        """The step from this version runs, or is the next one. It will still take num_left of the groups that are not in it."""
+
+    async def process_arriving(self) -> None:  # noqa: B027
+        """Process stored groups as they arrive, if the function does so."""
+
+    def refreshing(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """While the block runs, the model's weights may change. Afterwards groups that are stored count as not processed."""
+        return contextlib.nullcontext()
 
     def take_note(self, step: PartOfStep, call: Call, body: ExecuteMFC, replies: Sequence[CallResult]) -> None:
         """Record the produced keys, their workers and the statistics. Raises RuntimeError if a head ran on other ids than
@@ -76,13 +93,15 @@ class Home(ABC):
 class InTrainerGroup(Home):
     """The workers compute in the master's order of calls. waits for: their replies."""
 
-    def __init__(self, mfc: MFCDef, placement: ModelPlacement, caller: WorkerCaller, hooks: ParameterHooks) -> None:
+    def __init__(
+        self, mfc: MFCDef, placement: ModelPlacement, caller: WorkerCaller, hooks: ParameterHooks, refresher: Refresher
+    ) -> None:
         super().__init__(mfc, placement)
-        self._caller, self._hooks = caller, hooks
+        self._caller, self._hooks, self._refresher = caller, hooks, refresher
 
     async def run(self, step: PartOfStep, call: Call, body: ExecuteMFC) -> asyncio.Task[None] | None:
-        copied = step.copy_weights(self._hooks.before(self.mfc))
-        replies, *_ = await asyncio.gather(self._caller.start(f"MFC {self.mfc.name}", self.handlers, body), *copied)
+        copied = self._refresher.copy(self._hooks.before(self.mfc))
+        replies, *_ = await asyncio.gather(self._caller.call(f"MFC {self.mfc.name}", self.handlers, body), *copied)
         self.take_note(step, call, body, replies)
         if self.mfc.kind == "train_step" and step.ends_step:
             self._hooks.trained(self.mfc)
@@ -106,7 +125,9 @@ class InDetachedGroup(Home):
         tracker: StorageTracker,
     ) -> None:
         super().__init__(mfc, placement)
-        self._on_missing = hooks.on_missing(mfc)
+        self.moved_keys = ()  # they are fetched
+        # No step can do without advantages
+        self._on_missing = on_missing(hooks.train, mfc.role) if mfc.has_model else "wait"
         self._detached, self._worker_group = detached, detached.worker_groups.of(placement.workers[0])
         self._tracker = tracker
 
@@ -132,18 +153,20 @@ class InDetachedGroup(Home):
         await self._detached.repeated(what, self._worker_group, work, on_missing=self._on_missing)
 
     async def _once(self, step: PartOfStep, call: Call, body: ExecuteMFC, incarnation: Incarnation) -> None:
-        num_bytes, replies = await self._execute(body, step.inputs(self.mfc, body.parts), incarnation)
+        num_bytes, replies = await self._execute(body, step.existing(self.mfc.input_keys), incarnation)
         self.take_note(step, call, body, replies)
         step.count_bytes(num_bytes + await self._fetch("outputs", step.outputs(self.mfc, body.ids), incarnation))
 
     async def _execute(
-        self, body: ExecuteMFC, inputs: Sequence[Transfer], incarnation: Incarnation
+        self, body: ExecuteMFC, keys: Sequence[str], incarnation: Incarnation
     ) -> tuple[float, list[CallResult]]:
-        """Fetch the inputs and run the MFC. Its workers keep the outputs. Returns the number of fetched bytes, and the replies."""
+        """Have the workers fetch these keys of their parts, and run the MFC. They keep the outputs. Returns the number of fetched
+        bytes, and the replies."""
+        replicas, tracker = self.placement.replicas, self._tracker
+        needed = {worker: part for rank, part in enumerate(body.parts) for worker in replicas[rank]}
+        inputs = plan_fetches(needed, keys, tracker.there, self._detached.worker_groups.trainer)
         num_bytes = await self._fetch("inputs", inputs, incarnation)
-        handlers = self.handlers
-        replies = await self._detached.call(f"MFC {self.mfc.name}", incarnation, handlers, [body] * len(handlers))
-        return num_bytes, replies
+        return num_bytes, await self._detached.call(f"MFC {self.mfc.name}", incarnation, self.handlers, body)
 
     async def _fetch(self, which: str, transfers: Sequence[Transfer], incarnation: Incarnation) -> float:
         return await self._detached.fetch(f"{which} of MFC {self.mfc.name}", incarnation, transfers, self._tracker)
@@ -168,21 +191,20 @@ class ArrivingInference(InDetachedGroup):
         buffer: AsyncIOSequenceBuffer,
     ) -> None:
         super().__init__(mfc, placement, hooks, detached, tracker)
-        self._buffer = buffer
-        self._arriving = hooks.arriving(mfc, placement.grid.num_replicas)
+        self._buffer, train = buffer, hooks.train
+        self._arriving = ArrivingGroups(
+            max_tokens=train.max_tokens_per_mb * placement.grid.num_replicas,
+            batch_size=train.batch_size,
+            update_interval=train.ref.update_interval if mfc.role == REF else 0,
+        )
         self._lock = asyncio.Lock()
         self._version, self._num_left = 0, 0
 
-    @property
-    def model(self) -> str:
-        return self.placement.name
-
     def at(self, version: int, *, num_left: int) -> None:
-        """The step from this version runs, or is the next one. It will still take num_left of the groups that are not in it."""
         self._version, self._num_left = version, num_left
 
     async def process_arriving(self) -> None:
-        """Process stored groups as they arrive. Never returns."""
+        """Never returns."""
         what = f"MFC {self.mfc.name} on arriving groups"
         while True:  # each turn is bounded, except the wait for a change
             seen = self._buffer.num_changes
@@ -199,7 +221,6 @@ class ArrivingInference(InDetachedGroup):
 
     @contextlib.asynccontextmanager
     async def refreshing(self) -> AsyncIterator[None]:
-        """While the block runs, the model's weights may change. Afterwards groups that are stored count as not processed."""
         async with self._lock:
             try:
                 yield
@@ -234,32 +255,40 @@ class ArrivingInference(InDetachedGroup):
 
     async def _process(self, metas: Sequence[TrajectoryMeta], version: int, incarnation: Incarnation) -> float:
         """Run the MFC on these groups. Returns the seconds at the slowest worker."""
-        mfc, placement, tracker = self.mfc, self.placement, self._tracker
         ids, tokens = [meta.ticket_id for meta in metas], {meta.ticket_id: sum(meta.seqlens) for meta in metas}
-        parts = assign(ids, tokens, {}, placement.grid.num_replicas, BALANCE_TOLERANCE)
-        needed = {worker: part for rank, part in enumerate(parts) for worker in placement.replicas[rank]}
-        fetches = plan_fetches(needed, mfc.input_keys, tracker.there, self._detached.worker_groups.trainer)
-        body = ExecuteMFC(mfc=mfc.name, version=version, ids=ids, parts=parts)
-        _, replies = await self._execute(body, fetches, incarnation)
-        self.record(tracker, body, replies)
+        parts = assign(ids, tokens, {}, self.placement.grid.num_replicas, BALANCE_TOLERANCE)
+        body = ExecuteMFC(mfc=self.mfc.name, version=version, ids=ids, parts=parts)
+        _, replies = await self._execute(body, self.mfc.input_keys, incarnation)
+        self.record(self._tracker, body, replies)
         return max(reply.seconds for reply in replies)
 
     def _processed(self) -> set[str]:
         return self._tracker.held_by_any(self.placement.heads, self.mfc.output_keys)
 
 
-def home_of(
-    mfc: MFCDef,
-    placement: ModelPlacement,
+def homes_of(
+    graph: DataflowGraph,
+    placements: Mapping[str, ModelPlacement],
     caller: WorkerCaller,
     hooks: ParameterHooks,
-    detached: DetachedGroups | None,
+    detached: DetachedGroups,
+    refresher: Refresher,
     tracker: StorageTracker,
     buffer: AsyncIOSequenceBuffer,
-) -> Home:
-    """Return where the model of an MFC lives. detached: None if all workers are in one worker group."""
-    if detached is None or detached.worker_groups.is_local(placement.workers[0]):
-        return InTrainerGroup(mfc, placement, caller, hooks)
-    if hooks.is_arriving(mfc):
-        return ArrivingInference(mfc, placement, hooks, detached, tracker, buffer)
-    return InDetachedGroup(mfc, placement, hooks, detached, tracker)
+) -> list[Home]:
+    """Return where the model of each MFC lives, in the graph's order. Raises ValueError if an MFC's model is not placed."""
+    mfcs = [graph.mfcs[name] for name in graph.order]
+    if homeless := [f"{mfc.name} on {mfc.model!r}" for mfc in mfcs if mfc.model not in placements]:
+        raise ValueError(f"MFCs run on models without workers: {homeless}; placed models: {list(placements)}")
+    homes: list[Home] = []
+    for mfc in mfcs:
+        placement = placements[mfc.model]
+        # Only a function that computes each sequence alone can run on groups before their step
+        alone = is_stateless(mfc.role) and mfc.interface in (LOGPROBS, SCORES)
+        if detached.worker_groups.is_local(placement.workers[0]):
+            homes.append(InTrainerGroup(mfc, placement, caller, hooks, refresher))
+        elif hooks.train.arriving_inference and alone:
+            homes.append(ArrivingInference(mfc, placement, hooks, detached, tracker, buffer))
+        else:
+            homes.append(InDetachedGroup(mfc, placement, hooks, detached, tracker))
+    return homes

@@ -16,12 +16,13 @@ from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.dataflow.worker_groups import WorkerGroups
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
-from asyncrl.master.calls import DetachedGroups, WorkerCaller
+from asyncrl.master.calls import WorkerCaller
+from asyncrl.master.detached import DetachedGroups
 from asyncrl.master.executor import FunctionExecutor
+from asyncrl.master.homes import homes_of
 from asyncrl.master.parameter_hooks import ParameterHooks
 from asyncrl.master.refresh import Refresher
 from asyncrl.master.step_function import StepFunction
-from asyncrl.master.step_part import start_copies
 from asyncrl.protocol.calls import (
     CallBody,
     CallResult,
@@ -63,10 +64,8 @@ class ModelWorkers:
         *,
         logger: logging.Logger,
     ) -> None:
-        self.models, self.worker_groups = (
-            placements_of(config),
-            WorkerGroups.of_config(config.num_model_workers, config.detached),
-        )
+        self.models = placements_of(config)
+        self.worker_groups = WorkerGroups.of_config(config.worker_groups, config.num_model_workers)
         self.heads = next(iter(self.models.values())).heads  # by head, the worker that receives trajectories
         self._saved = [model.name for model in config.models if model.trainable or model.name == EMA] or [ACTOR]
         self.caller, self.tracker = caller, tracker
@@ -76,29 +75,27 @@ class ModelWorkers:
         self._run_dir = Path(config.worker.run_dir)
         self._refreshes_ref = config.train.ref.update_interval > 0
         self._logger = logger
-        self.refresher: Refresher
         self._detached = DetachedGroups(
             self.worker_groups,
             client,
             caller,
             config.train.call_timeout_s,
-            prepare=lambda incarnation: self.refresher.prepare(incarnation),
             missing_after_s=config.train.missing_after_s,
         )
         self.refresher = Refresher(
             self.models, self._detached, caller, self._run_dir, config.worker.attempt, config.train
         )
+        graph = without_generation([mfc if mfc.model else replace(mfc, model=ACTOR) for mfc in mfcs])
         self.executor = FunctionExecutor(
-            without_generation([mfc if mfc.model else replace(mfc, model=ACTOR) for mfc in mfcs]),
-            list(self.models.values()),
+            homes_of(graph, self.models, caller, self.hooks, self._detached, self.refresher, tracker, buffer),
+            self.refresher,
             buffer,
             tracker,
             caller,
             self.hooks,
-            recorders=self.heads if config.records else (),
-            detached=self._detached,
-            refresher=self.refresher,
-            function=StepFunction(config.train.step, config.train.call_timeout_s, remedy=self._remedy),
+            StepFunction(config.train.step, config.train.call_timeout_s, remedy=self._remedy),
+            self.heads,
+            records=config.records,
         )
 
     def _remedy(self) -> str:
@@ -138,17 +135,17 @@ class ModelWorkers:
         self._detached.tell_nowait(
             what, [worker for worker in workers if not self.worker_groups.is_local(worker)], body
         )
-        return self.caller.start(what, [worker for worker in workers if self.worker_groups.is_local(worker)], body)
+        return self.caller.call(what, [worker for worker in workers if self.worker_groups.is_local(worker)], body)
 
     def start(self, model: str, what: str, body: CallBody) -> asyncio.Task[list[CallResult]]:
         """Call all workers of a model."""
-        return self.caller.start(what, self.models[model].workers, body)
+        return self.caller.call(what, self.models[model].workers, body)
 
     async def generate_with_average(self) -> None:
         """mode=sync: copy the actor's moving average (train.ema) over the weights that generate, for an evaluation after the last
         step. No later step may follow."""
         copies = [Reallocate(source=EMA, target=model) for model in self._generating]
-        await asyncio.gather(*start_copies(copies, self.models, self.caller))
+        await asyncio.gather(*self.refresher.copy(copies))
 
     async def save(self, name: str) -> None:
         """Save the models for the user: the actor's under this name, the critic's under `{name}-critic`, the moving average's
@@ -176,7 +173,7 @@ class ModelWorkers:
         await self.caller.call(f"{body.folder} to be complete", self.models[body.role].workers[:1], commit)
 
     async def _load_detached(self, group: Sequence[int]) -> None:
-        what, pings = "models to be loaded", [Ping()] * len(group)
+        what = "models to be loaded"
         await self._detached.repeated(
-            what, group, lambda incarnation: self._detached.call(what, incarnation, group, pings)
+            what, group, lambda incarnation: self._detached.call(what, incarnation, group, Ping())
         )

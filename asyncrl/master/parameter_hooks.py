@@ -6,9 +6,7 @@ from collections.abc import Collection, Iterable
 
 from asyncrl.config.schema import EMA, REF, TrainConfig
 from asyncrl.dataflow.graph import TRAIN_MFC
-from asyncrl.dataflow.mfc import LOGPROBS, SCORES, MFCDef
-from asyncrl.dataflow.worker_groups import is_stateless, on_missing
-from asyncrl.master.arriving import ArrivingGroups
+from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.protocol.calls import Reallocate
 from asyncrl.protocol.names import ACTOR
 
@@ -16,8 +14,8 @@ from asyncrl.protocol.names import ACTOR
 class ParameterHooks:
     """Decides the copies and the MFCs of each step. Pure.
 
-    A role may have several models. One is trained; the others (`actor@1`) get its weights before they are used again or, if they
-    are detached (train.actor_inf_on_missing), after each step.
+    A role may have several models. One is trained; the others (`actor@1`) get its weights before they are used again or, with
+    train.actor_inf_on_missing, after each step.
 
     On a model that is not trained, every MFC of a step uses the weights with which the step began. The reference is refreshed from
     the actor every train.ref.update_interval steps. The actor's moving average (train.ema) is updated after each step that trains
@@ -26,43 +24,16 @@ class ParameterHooks:
 
     def __init__(self, mfcs: Iterable[MFCDef], train: TrainConfig) -> None:
         self._mfcs = [mfc for mfc in mfcs if mfc.has_model]
-        self._train = train
+        self.train = train
         self._trained_model = {mfc.role: mfc.model for mfc in self._mfcs if mfc.kind == "train_step"}
         self._refs = list(dict.fromkeys(mfc.model for mfc in self._mfcs if mfc.role == REF))
         others = [mfc.model for mfc in self._mfcs if mfc.role == ACTOR and mfc.model != self._trained_model.get(ACTOR)]
-        self._detached_actors = list(dict.fromkeys(others)) if train.actor_inf_on_missing else []
+        self._actors_after_step = list(dict.fromkeys(others)) if train.actor_inf_on_missing else []
         self._stale: set[str] = set()  # models with weights older than those of their role's trained model
-
-    @property
-    def adds_up(self) -> bool:
-        """Whether gradients add up over the parts of a batch."""
-        return self._train.streaming
-
-    @property
-    def batch_size(self) -> int:
-        """Groups of a step."""
-        return self._train.batch_size
 
     def left_out(self, version: int) -> frozenset[str]:
         """MFCs that the step from this version leaves out: the first num_critic_only_steps steps train only the critic."""
-        return frozenset([TRAIN_MFC]) if version < self._train.num_critic_only_steps else frozenset()
-
-    def on_missing(self, mfc: MFCDef) -> str:
-        """What a step does without the detached group of this MFC: wait | continue | stop."""
-        return on_missing(self._train, mfc.role) if mfc.has_model else "wait"  # no step can do without advantages
-
-    def is_arriving(self, mfc: MFCDef) -> bool:
-        """Whether this MFC of a detached model also runs on groups before their step. Its function must compute each sequence
-        alone."""
-        alone = is_stateless(mfc.role) and mfc.interface in (LOGPROBS, SCORES)
-        return self._train.arriving_inference and alone
-
-    def arriving(self, mfc: MFCDef, num_ranks: int) -> ArrivingGroups:
-        """Decide the chunks of such an MFC: at most a micro-batch for each data rank."""
-        train = self._train
-        interval = train.ref.update_interval if mfc.role == REF else 0
-        max_tokens = train.max_tokens_per_mb * num_ranks
-        return ArrivingGroups(max_tokens=max_tokens, batch_size=train.batch_size, update_interval=interval)
+        return frozenset([TRAIN_MFC]) if version < self.train.num_critic_only_steps else frozenset()
 
     def before(self, mfc: MFCDef) -> list[Reallocate]:
         """Return the copies that must precede an MFC. The caller must send them at once, because they count as done."""
@@ -78,21 +49,22 @@ class ParameterHooks:
 
     def gets_weights_after_step(self, mfc: MFCDef) -> bool:
         """Whether the model of this MFC gets the trained weights only after a step."""
-        return mfc.model in self._detached_actors
+        return mfc.model in self._actors_after_step
 
     def loaded(self) -> list[Reallocate]:
         """Call after a checkpoint has been loaded into the trained models. Each other model of a trained role then gets the trained
-        model's weights before its next MFC. Returns the copies to detached models, which must be made at once."""
+        model's weights before its next MFC. Returns the copies to models that otherwise get them after each step. These copies
+        must be made at once."""
         self._stale = self._others(self._trained_model)
-        return self._to_detached()
+        return self._to_actors()
 
     def _others(self, roles: Collection[str]) -> set[str]:
-        """The models of these roles that are not trained and get the trained model's weights in the trainer group."""
+        """The models of these roles that are not trained and get the trained model's weights before they are used again."""
         others = {mfc.model for mfc in self._mfcs if mfc.role in roles}
-        return others.difference(self._trained_model.values(), self._detached_actors)
+        return others.difference(self._trained_model.values(), self._actors_after_step)
 
-    def _to_detached(self) -> list[Reallocate]:
-        return [Reallocate(source=self._trained_model[ACTOR], target=model) for model in self._detached_actors]
+    def _to_actors(self) -> list[Reallocate]:
+        return [Reallocate(source=self._trained_model[ACTOR], target=model) for model in self._actors_after_step]
 
     def after_step(self, version: int) -> list[Reallocate]:
         """Return the copies that follow the step that produced this version. The caller must send them at once, because they count
@@ -100,10 +72,10 @@ class ParameterHooks:
         left_out = self.left_out(version - 1)
         trained = {mfc.role for mfc in self._mfcs if mfc.kind == "train_step" and mfc.name not in left_out}
         self._stale |= self._others(trained)
-        ref, ema, source = self._train.ref, self._train.ema, self._trained_model.get(ACTOR)
+        ref, ema, source = self.train.ref, self.train.ema, self._trained_model.get(ACTOR)
         if source is None:
             return []
-        copies = self._to_detached() if ACTOR in trained else []
+        copies = self._to_actors() if ACTOR in trained else []
         if ema is not None and TRAIN_MFC not in left_out:
             copies.append(Reallocate(source=source, target=EMA, share=1.0 - ema.decay))
         if ref.update_interval >= 1 and version % ref.update_interval == 0:

@@ -79,7 +79,7 @@ class SkippedSteps:
         if not self._train.keep_bad_batches:
             return
         folder = folder_of(self._run_dir, self._attempt, step)
-        # Groups differ in their keys if a step function selects groups, or if a detached group was missing in a part of the batch
+        # Groups differ in their keys if a step function selects groups, or if a worker group was missing in a part of the batch
         writers: dict[int, list[str]] = {}
         by_keys: dict[frozenset[str], dict[int, list[str]]] = {}
         for meta in metas:

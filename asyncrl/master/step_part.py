@@ -4,8 +4,8 @@
     keys that an MFC has produced --------------> Redistribute (to models that read them)
 
 Data moves as soon as it exists, before the calls that need it are sent. Redistribute never sends data between worker groups
-(dataflow/worker_groups.py). The workers of a detached model fetch the inputs of its MFC when the MFC runs, and the trainer group
-fetches the outputs before the MFC counts as done (homes.py).
+(dataflow/worker_groups.py). Workers outside the trainer group fetch the inputs of a call when it runs, and the trainer group
+fetches the outputs before the call counts as done (homes.py).
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.redistribution import Transfer, assign, members, plan_fetches, plan_redistribution
 from asyncrl.dataflow.topology import ModelPlacement
-from asyncrl.dataflow.worker_groups import WorkerGroups
 from asyncrl.master.buffer import StorageTracker
 from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.handles import Batch
 from asyncrl.master.step_result import StepResult
-from asyncrl.protocol.calls import CallResult, ReadValues, Reallocate, RedistribStep, Redistribute
+from asyncrl.protocol.calls import CallResult, ReadValues, RedistribStep, Redistribute
 from asyncrl.protocol.trajectories import TrajectoryMeta
 
 MOVED_BYTES = "redistribution/bytes"  # statistic of a step: bytes that model workers have sent to each other
@@ -37,38 +36,34 @@ class PartOfStep:
     def __init__(
         self,
         version: int,
-        mfcs: Sequence[MFCDef],
+        reads: Mapping[str, Sequence[str]],
         placements: Mapping[str, ModelPlacement],
+        heads: Sequence[int],
         tracker: StorageTracker,
         caller: WorkerCaller,
-        recorders: Sequence[int],
-        groups: WorkerGroups,
         *,
+        records: bool,
         result: StepResult,
         ends_step: bool,
         batch: Sequence[str],
     ) -> None:
-        """recorders: by head, the worker that records the head's trajectories; empty: no recording. result: of the step, to which
-        this part adds. ends_step, batch: as in ExecuteMFC."""
+        """reads: model -> the keys that move to its workers (Home.moved_keys). placements: of these models.
+        heads, records: as in FunctionExecutor. result: of the step, to which this part adds. ends_step, batch: as in ExecuteMFC."""
         self.version = version
         self.on_policy = False  # the first call of actor_train of the step gets on-policy data
         self.ends_step, self.batch = ends_step, list(batch)
         # (model, groups) -> the ids of each data rank
         self._parts: dict[tuple[str, frozenset[str]], list[list[str]]] = {}
-        self.missing: set[str] = set()  # keys that no worker computes in this step, because a detached group is missing
+        self.missing: set[str] = set()  # keys that no worker computes in this step, because a worker group is missing
         self.result = result
         self.tracker = tracker
         self._sent: list[asyncio.Task[None]] = []
         self._num_replied = 0
-        self._recorders = recorders
-        self._recorded: dict[int, list[str]] = {}  # worker -> the groups that it records
+        self._records = records
         self._placements = placements
         self._caller = caller
-        self._reads: dict[str, list[str]] = {}  # model -> the keys that its MFCs read
-        for mfc in mfcs:
-            self._reads.setdefault(mfc.model, []).extend(mfc.input_keys)
-        self._groups = groups
-        self._heads = next(iter(placements.values())).heads
+        self._reads = reads
+        self._heads = heads
         self._came_to: dict[int, list[str]] = {}  # worker -> the groups that it received as a head
         self._ids: frozenset[str] = frozenset()  # the groups of the batch
         self._tokens: dict[str, int] = {}  # of each group
@@ -81,8 +76,6 @@ class PartOfStep:
         self._tokens = {meta.ticket_id: sum(meta.seqlens) for meta in metas}
         for meta in metas:
             self._came_to.setdefault(self._heads[meta.head % len(self._heads)], []).append(meta.ticket_id)
-            if self._recorders:
-                self._recorded.setdefault(self._recorders[meta.head], []).append(meta.ticket_id)
         steps: list[RedistribStep] = []
         for model, reads in self._reads.items():
             wanted = _those_in(reads, keys)
@@ -90,9 +83,9 @@ class PartOfStep:
             steps += self._plan(model, wanted, self._ids)
         self._send(steps)
 
-    def parts_for(self, mfc: MFCDef, batches: Sequence[Batch]) -> list[list[str]]:
-        """Return the ids of each data rank for a call on these batches, and send the keys that the ranks lack. For the whole batch
-        nothing has to be sent: its keys move as soon as they exist."""
+    def parts_for(self, mfc: MFCDef, batches: Sequence[Batch], moved_keys: Sequence[str]) -> list[list[str]]:
+        """Return the ids of each data rank for a call on these batches, and send those of moved_keys that the ranks lack. For the
+        whole batch nothing has to be sent: its keys move as soon as they exist."""
         ids = [group for batch in batches for group in batch.ids]
         if mfc.dispatch == "data_parallel":
             groups = frozenset(ids)
@@ -103,8 +96,7 @@ class PartOfStep:
                 return parts
         else:
             parts = self._dispatched(mfc, ids, batches)
-        if self._is_local(mfc.model):
-            self._send(self._plan_for(self._workers_of(mfc.model, parts), self._read_by(mfc)))
+        self._send(self._plan_for(self._workers_of(mfc.model, parts), self.existing(moved_keys)))
         return parts
 
     def _dispatched(self, mfc: MFCDef, ids: list[str], batches: Sequence[Batch]) -> list[list[str]]:
@@ -119,25 +111,19 @@ class PartOfStep:
         parts = assign(ids, self._tokens, homes, placement.grid.num_replicas, BALANCE_TOLERANCE)
         self._parts[model, frozenset(ids)] = parts
 
-    def inputs(self, mfc: MFCDef, parts: Sequence[list[str]]) -> list[Transfer]:
-        """Return the fetches from the trainer group by which the workers of a detached model get the MFC's missing input keys of
-        their parts."""
-        needed = self._workers_of(mfc.model, parts)
-        return plan_fetches(needed, self._read_by(mfc), self.tracker.there, self._groups.trainer)
-
-    def _read_by(self, mfc: MFCDef) -> list[str]:
-        """The input keys of an MFC that exist in this step."""
-        return [key for key in mfc.input_keys if key not in self.missing]
+    def existing(self, keys: Iterable[str]) -> list[str]:
+        """Those of these keys that are not missing in this step."""
+        return [key for key in keys if key not in self.missing]
 
     def outputs(self, mfc: MFCDef, ids: Collection[str]) -> list[Transfer]:
-        """Return the fetches by which the trainer group gets the output keys that an MFC of a detached model made for these groups.
+        """Return the fetches by which the trainer group gets the output keys that other workers made for these groups.
 
         Each group of responses goes to the workers that read or record it, and in any case to the head that received it. So the
         trainer group has all outputs, and another worker group can fetch them from there.
         """
         needed = {worker: dict.fromkeys(came) for worker, came in self._came_to.items()}
         for model, reads in self._reads.items():
-            if self._is_local(model) and _those_in(reads, mfc.output_keys):
+            if _those_in(reads, mfc.output_keys):
                 for worker, part in self._needed(model).items():
                     needed.setdefault(worker, {}).update(dict.fromkeys(part))
         wanted = self._only({worker: list(groups) for worker, groups in needed.items()}, frozenset(ids))
@@ -147,7 +133,8 @@ class PartOfStep:
         """Send new keys of these groups to the workers that record them, and to all models of the trainer group that read them."""
         groups = frozenset(ids)
         plans = [self._plan(model, _those_in(reads, keys), groups) for model, reads in self._reads.items()]
-        plans.append(self._plan_for(self._only(self._recorded, groups), list(keys)))
+        if self._records:
+            plans.append(self._plan_for(self._only(self._came_to, groups), list(keys)))
         return self._send([step for plan in plans for step in plan])
 
     async def read(self, ids: Sequence[str], key: str) -> list[list[list[float]]]:
@@ -161,17 +148,13 @@ class PartOfStep:
         for group in ids:
             by_worker.setdefault(min(self.tracker.holders[group][key]), []).append(group)
         bodies = [ReadValues(ids=groups, key=key) for groups in by_worker.values()]
-        replies = await self._caller.start_each(f"the values of {key}", list(by_worker), bodies)
+        replies = await self._caller.call(f"the values of {key}", list(by_worker), bodies)
         values = {
             group: found
             for groups, reply in zip(by_worker.values(), replies, strict=True)
             for group, found in zip(groups, reply.values, strict=True)
         }
         return [values[group] for group in ids]
-
-    def copy_weights(self, copies: Iterable[Reallocate]) -> list[asyncio.Task[list[CallResult]]]:
-        """Start copies of weights. Each copy is one call to all workers of its source model and its target model."""
-        return start_copies(copies, self._placements, self._caller)
 
     def _homes(self, group: str, placement: ModelPlacement, keys: Sequence[str]) -> list[int]:
         """Return the data ranks whose workers lack the fewest of these keys of a group."""
@@ -180,10 +163,8 @@ class PartOfStep:
         return [rank for rank in ranks if missing[rank] == min(missing)]
 
     def _plan(self, model: str, keys: Sequence[str], groups: frozenset[str]) -> list[RedistribStep]:
-        """Plan the moves of these keys of these groups to a model's workers, as the whole batch is divided among them; none for a
-        detached model. Planned moves count as done, so that the next plan can build on them."""
-        if not self._is_local(model) or not keys:
-            return []
+        """Plan the moves of these keys of these groups to a model's workers, as the whole batch is divided among them. Planned
+        moves count as done, so that the next plan can build on them."""
         return self._plan_for(self._only(self._needed(model), groups), keys)
 
     def _needed(self, model: str) -> dict[int, list[str]]:
@@ -200,9 +181,6 @@ class PartOfStep:
             return needed
         return {worker: [group for group in ids if group in groups] for worker, ids in needed.items()}
 
-    def _is_local(self, model: str) -> bool:
-        return self._groups.is_local(self._placements[model].workers[0])
-
     def _plan_for(self, needed: Mapping[int, Sequence[str]], keys: Sequence[str]) -> list[RedistribStep]:
         steps = plan_redistribution(needed, keys, self.tracker.holders) if keys else []
         self.tracker.apply(steps)
@@ -211,7 +189,7 @@ class PartOfStep:
     def _send(self, steps: list[RedistribStep]) -> asyncio.Task[None]:
         replies = None
         if steps:
-            replies = self._caller.start("data to be moved", members(steps), Redistribute(steps=steps))
+            replies = self._caller.call("data to be moved", members(steps), Redistribute(steps=steps))
         self._sent.append(asyncio.create_task(self._count(replies)))
         return self._sent[-1]
 
@@ -238,18 +216,6 @@ class PartOfStep:
     def count_bytes(self, num_bytes: float) -> None:
         """Add to the number of bytes that model workers have sent to each other."""
         self.result.add(MOVED_BYTES, num_bytes)
-
-
-def start_copies(
-    copies: Iterable[Reallocate], placements: Mapping[str, ModelPlacement], caller: WorkerCaller
-) -> list[asyncio.Task[list[CallResult]]]:
-    """Start copies of weights. Each copy is one call to all workers of its source model and its target model."""
-    tasks = []
-    for body in copies:
-        workers = {*placements[body.source].workers, *placements[body.target].workers}
-        what = f"weights of {body.source} to be copied to {body.target}"
-        tasks.append(caller.start(what, sorted(workers), body))
-    return tasks
 
 
 def _those_in(reads: Iterable[str], keys: Collection[str]) -> list[str]:

@@ -19,7 +19,6 @@ from asyncrl.master.books import Books
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.evaluations import Results
 from asyncrl.master.model_workers import ModelWorkers
-from asyncrl.master.step_part import start_copies
 from asyncrl.protocol.calls import CallResult, ExecuteMFC
 from asyncrl.protocol.manager import EvaluationResult, ServerView
 from asyncrl.protocol.trajectories import Locator
@@ -121,7 +120,7 @@ class Generation:
     ) -> asyncio.Task[list[CallResult]]:
         """Send the calls at once, so that they use the current weights. The ids are dealt to the data ranks in turn."""
         workers = self._workers
-        copied = start_copies(workers.hooks.before(self._mfc), workers.models, workers.caller)
+        copied = workers.refresher.copy(workers.hooks.before(self._mfc))
         num_ranks = self._makers.grid.num_replicas
         body = ExecuteMFC(
             mfc=self._mfc.name,
@@ -131,7 +130,7 @@ class Generation:
             locators=list(locators),
             eval_mode=eval_mode,
         )
-        return asyncio.create_task(_first_of(workers.caller.start(what, list(self._makers.shards), body), copied))
+        return asyncio.create_task(_first_of(workers.caller.call(what, list(self._makers.shards), body), copied))
 
 
 async def _first_of(

@@ -63,7 +63,7 @@ class MasterWorker(Worker):
         books = Books(config, data, self.services, journal=journal, metrics=metrics, state=state)
         capacity = (1 + config.max_head_offpolicyness) * config.train.batch_size
         buffer = AsyncIOSequenceBuffer(books.progress, capacity=capacity, attempt=info.attempt)
-        tracker = StorageTracker(WorkerGroups.of_config(config.num_model_workers, config.detached))
+        tracker = StorageTracker(WorkerGroups.of_config(config.worker_groups, config.num_model_workers))
         if not mode.workers_generate:
             await self._open_intake(directory, opened, books, buffer, tracker)
         caller, workers = await self._meet_workers(directory, opened, books, buffer, tracker)
@@ -152,7 +152,7 @@ class MasterWorker(Worker):
         config, info = self.config, self.info
 
         def begin_anew(group: Sequence[int]) -> None:
-            """Called when a detached group has begun a new incarnation: forget what its workers held, because their stores are
+            """Called when a worker group has begun a new incarnation: forget what its workers held, because their stores are
             empty."""
             tracker.forget(group)
             books.note("restarted", workers=[f"model_worker/{worker}" for worker in group])
@@ -166,7 +166,7 @@ class MasterWorker(Worker):
             transport=self.system.transport,
             incarnation=self.incarnation,
             attempt=info.attempt,
-            detached=WorkerGroups.of_config(config.num_model_workers, config.detached).detached,
+            groups=tracker.groups.all,
             on_new_incarnation=begin_anew,
         )
         opened.push_async_callback(client.close)

@@ -2,12 +2,12 @@
 group, so the transfers use HTTP.
 
     master -- FetchData(parts) --> DataFetcher of a worker: requests, checks, stores copies
-    DataFetcher -- POST /held_data: ids, keys --> HeldData, at each worker of a run with detached groups
+    DataFetcher -- POST /held_data: ids, keys --> HeldData, at each worker of a run with several groups
     HeldData -- as many of these ids, from the first on, as fit into one answer --> DataFetcher
 
 Data moves only on the master's request. The master names the incarnation of the source's worker group: a restarted worker is asked
 under its new URL, and a worker that is gone does not answer. A failed fetch ends no process, and copies that have arrived stay in
-the store. The reply tells the master, which repeats the fetch (master/calls.py).
+the store. The reply tells the master, which repeats the fetch.
 
 An answer is the number of sizes, the sizes, then the header and the frames of data/sequence.py. Dtypes are kept, nothing is
 unpickled, and the fetcher checks that the answer matches its request.

@@ -43,8 +43,12 @@ class ProcessGroup:
         self._limit_s = limit_s
         self._store: Store | None = None  # the first member serves it; it must outlive the process group
         self.members = worker_groups.of(info.index)
-        self.is_detached = self.members != worker_groups.trainer
         self.rank, self.size = self.members.index(info.index), len(self.members)
+        self._in_trainer_group = worker_groups.is_local(info.index)
+
+    def __str__(self) -> str:
+        where = "" if self._in_trainer_group else f", detached, in incarnation {self._info.group_incarnation}"
+        return f"rank {self.rank} of {self.size}{where}"
 
     def rank_of(self, worker: int) -> int:
         """Return the rank of a worker of this group. Raises ValueError for a worker of another group."""
@@ -53,7 +57,7 @@ class ProcessGroup:
     async def rendezvous(self, directory: Directory) -> str:
         """Return the address of the store once it is served and published; "" with name resolve."""
         info, runtime = self._info, self._info.runtime
-        store = f"{STORE}_{self.members[0]}" if self.is_detached else STORE
+        store = STORE if self._in_trainer_group else f"{STORE}_{self.members[0]}"
         key = directory.names.process_group(store, info.attempt, info.group_incarnation)
         if security.current() is not None:
             self._store = NameStore(directory.resolver, key, lease=directory.lease, limit_s=runtime.start_timeout_s)

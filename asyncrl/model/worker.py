@@ -4,7 +4,7 @@
                                                                                       mode=sync an MFC makes the groups here)
     master -- calls --> [reply server] -> compute thread: MFCs, data and weights in transit between workers, snapshots
                                           writer thread: snapshots to disk
-    workers of other groups <-- data --> [held data, fetcher]      (if the run has detached groups: worker_groups.py)
+    workers of other groups <-- data --> [held data, fetcher]      (if the run has several groups: worker_groups.py)
     gserver manager -- requests --> [the transport's side, at the ranks of the first model]: snapshots to generation servers
 
 Sockets belong to the event loop. Everything that reads or changes models runs on one compute thread, one call after another in the
@@ -97,7 +97,7 @@ class ModelWorker(Worker):
         if config.shares_devices:
             await directory.wait_for_key(self.names.devices_free(info.attempt), "devices free")
         device = torch.device("cpu") if config.on_cpu else choose_device(index, tf32=bool(config.train.tf32))
-        process_group = ProcessGroup(info, WorkerGroups.of_config(info.count, config.detached), limit_s=limit_s)
+        process_group = ProcessGroup(info, WorkerGroups.of_config(config.worker_groups, info.count), limit_s=limit_s)
         meshes = await self._meet(process_group, directory, compute, device) if process_group.size > 1 else {}
         self.board.collectives = lambda: {
             group: number
@@ -147,9 +147,8 @@ class ModelWorker(Worker):
         )
         if receiver is not None:
             self.tasks.spawn(receiver.run(), "take in")
-        detached = f", detached, in incarnation {info.group_incarnation}" if process_group.is_detached else ""
         models = ", ".join([*engines, *without_model]) or "no model"
-        self.logger.info("rank %d of %d%s on %s: %s", process_group.rank, process_group.size, detached, device, models)
+        self.logger.info("%s on %s: %s", process_group, device, models)
         self.began()
         await self.serve(calls, server)
 
@@ -181,10 +180,10 @@ class ModelWorker(Worker):
         return await opened.enter_async_context(opening)
 
     async def _open_fetcher(self, directory: Directory, opened: AsyncExitStack, store: DataStore) -> DataFetcher:
-        """Open the fetcher and, in a run with detached groups, the server that other workers fetch from."""
+        """Open the fetcher and, in a run with several worker groups, the server that other workers fetch from."""
         info, max_bytes = self.info, self.info.runtime.max_message_bytes
         session = await opened.enter_async_context(open_session(max_connections=8))
-        if self.config.detached:
+        if len(self.config.worker_groups) > 1:
             held = HeldData(store, host=info.runtime.host, max_bytes=max_bytes)
             url = await opened.enter_async_context(held.serving())
             await directory.publish(self.names.held_data(info.index, info.attempt, info.group_incarnation), url)

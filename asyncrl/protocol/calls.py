@@ -172,7 +172,7 @@ class CommitCheckpoint(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class LoadCheckpoint(Struct, frozen=True, kw_only=True, tag=True):
-    """Inverse of SaveCheckpoint, at every worker of the trainer group, or of a detached group."""
+    """Inverse of SaveCheckpoint, at every worker of a worker group."""
 
     folder: str  # name of this folder in the run (run_folder.py)
 

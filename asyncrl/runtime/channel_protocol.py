@@ -90,7 +90,7 @@ class Endpoint(Struct, frozen=True):
     incarnation: str
     max_message_bytes: int
     attempt: int = 1  # attempt of the receiver; senders never return to a lower attempt
-    group_incarnation: int = 0  # of a detached worker group; within an attempt senders never return to a lower one
+    group_incarnation: int = 0  # of a worker group; within an attempt senders never return to a lower one
 
     @property
     def place(self) -> tuple[int, int]:

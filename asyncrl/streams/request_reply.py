@@ -107,19 +107,19 @@ class NameResolvingRequestClient:
         incarnation: str,
         transport: Transport | None = None,
         attempt: int = 1,
-        detached: Sequence[Sequence[int]] = (),
+        groups: Sequence[Sequence[int]] = (),
         on_new_incarnation: Callable[[Sequence[int]], None] = lambda group: None,
     ) -> None:
-        """attempt: of the caller; workers of another attempt refuse its calls. detached: worker groups that are
-        restarted on their own.
+        """attempt: of the caller; workers of another attempt refuse its calls. groups: worker groups, of which each
+        restarts as a whole.
         on_new_incarnation: called with such a group when its next incarnation begins; the data that its workers held is
         lost.
         """
         self._attempt = attempt
-        self._incarnations = {tuple(group): GroupIncarnations(group) for group in detached}
+        self._incarnations = {tuple(group): GroupIncarnations(group) for group in groups}
         self._group_of = {worker: group for group in self._incarnations for worker in group}
         self._on_new_incarnation = on_new_incarnation
-        self._connected = asyncio.Event()  # set when a worker of a detached group connects, and then replaced
+        self._connected = asyncio.Event()  # set when a worker of a group connects, and then replaced
         for handler, index in handler_routing.items():
             if not 0 <= index < num_workers:
                 raise ValueError(

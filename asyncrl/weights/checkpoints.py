@@ -113,7 +113,7 @@ class MasterState(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float = 0.0  # seconds since the run began, without the time between attempts
     evaluating: bool = False  # an evaluation of these weights was due and not finished
     mfcs: dict[str, dict[str, float]] = {}  # the states of the MFCs' functions
-    shared: dict[str, str] = {}  # detached model -> the folder in shared_dir with its weights
+    shared: dict[str, str] = {}  # model outside the trainer group -> the folder in shared_dir with its weights
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):

@@ -334,7 +334,7 @@ class SimModelWorker(Worker):
         opened.push_async_callback(server.close)
         self._resolver = directory.resolver
         self._session = await opened.enter_async_context(open_session(max_connections=8))
-        if self.config.detached:
+        if self.config.worker_groups[1:]:
             url = await opened.enter_async_context(self.system.listen(self._held, "", max_body_bytes=1 << 20))
             await directory.publish(self.names.held_data(index, self.info.attempt, self.info.group_incarnation), url)
         await server.start()

@@ -25,7 +25,7 @@ from asyncrl.config.schema import (
     WeightsConfig,
 )
 from asyncrl.launch.experiment import validate
-from asyncrl.launch.program import worker_groups_of_run
+from asyncrl.launch.program import groups_that_restart_alone
 
 NUM_STEPS = 50  # least number of train steps of a simulated run
 _HERE = "tests.simulation.processes"
@@ -115,7 +115,7 @@ class Scenario:
         """Model workers that restart alone."""
         if self.num_model_workers == self.num_heads:
             return []
-        return [f"model_worker/{worker}" for group in worker_groups_of_run(self.config()).detached for worker in group]
+        return [name for group in groups_that_restart_alone(self.config()) for name in group]
 
     @property
     def num_model_workers(self) -> int:

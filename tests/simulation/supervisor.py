@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asyncrl.config.schema import RuntimeConfig
-from asyncrl.launch.program import dispensable_groups, worker_groups_of_run
+from asyncrl.launch.program import groups_that_restart_alone
 from asyncrl.launch.supervisor.policy import EVERYTHING, TRAINER_KINDS, End, EndRun, FreezeWatch, Supervision
 from tests.simulation.world import Event, Process
 
@@ -33,11 +33,7 @@ class Supervisor:
         run.scheduler.at(_TURN_S, self._turn)
 
     def _new_supervision(self) -> Supervision:
-        detached, dispensable = (
-            [[f"model_worker/{worker}" for worker in group] for group in groups]
-            for groups in (worker_groups_of_run(self._run.config).detached, dispensable_groups(self._run.config))
-        )
-        return Supervision(self._runtime.max_restarts, detached=detached, dispensable=dispensable)
+        return Supervision(self._runtime.max_restarts, groups=groups_that_restart_alone(self._run.config))
 
     def start_everything(self) -> None:
         for name in self._run.specs:

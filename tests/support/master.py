@@ -155,7 +155,10 @@ class PlayedWorkers:
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
-    async def call(self, what: str, handlers: Sequence[Any], body: Any) -> list[CallResult]:
+    def call(self, what: str, handlers: Sequence[Any], body: Any) -> asyncio.Task[list[CallResult]]:
+        return asyncio.create_task(self._call(what, handlers, body))
+
+    async def _call(self, what: str, handlers: Sequence[Any], body: Any) -> list[CallResult]:
         self.calls.append(body)
         if isinstance(body, ExecuteMFC):
             made = list(build_dataflow(TrainConfig()).mfcs[body.mfc].output_keys)
@@ -164,9 +167,6 @@ class PlayedWorkers:
 
     async def bounded(self, awaitable: Awaitable[Any], what: str, on: str) -> Any:
         return await asyncio.wait_for(awaitable, LIMIT_S)
-
-    def start(self, what: str, handlers: Sequence[Any], body: Any) -> asyncio.Task[list[CallResult]]:
-        return asyncio.create_task(self.call(what, handlers, body))
 
 
 class MasterParts:
@@ -184,7 +184,7 @@ class MasterParts:
         state: MasterState | None = None,
         source: Callable[[MasterParts], Any] | None = None,
     ) -> None:
-        """manager: has `post`, like a ServiceClient. caller: has `call` and `start`, like a WorkerCaller.
+        """manager: has `post`, like a ServiceClient. caller: has `call`, like a WorkerCaller.
         source: makes a replacement for the rollouts."""
         logger = logging.getLogger("asyncrl.master")
         self.manager, self.caller, self.files = manager, caller, MasterFiles(config)

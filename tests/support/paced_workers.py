@@ -221,7 +221,7 @@ def make_worker(config: ProcessConfig, pace: Pace) -> Worker:
     if isinstance(config, GenerationServerConfig):
         return PacedServer(config, pace)
     if isinstance(config, ModelWorkerConfig):
-        detached = any(config.worker.index in group for group in config.detached)
+        detached = any(config.worker.index in group for group in config.worker_groups[1:])
         return PacedReference(config, pace) if detached else PacedTrainer(config, pace)
     raise ValueError(f"{config.worker.name}: there is no stand-in for a {config.worker.kind}")
 

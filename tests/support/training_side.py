@@ -44,6 +44,7 @@ from asyncrl.runtime.names.interface import NameResolver
 from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.streams.push_pull import MetaPuller, NameResolvingZmqPusher
 from asyncrl.streams.request_reply import NameResolvingRequestClient
+from tests.support.executors import executor_of
 
 PRELOAD = ["torch", "torch.distributed", "transformers", "asyncrl.model.worker"]
 RUNTIME = RuntimeConfig(start_timeout_s=120.0, stop_timeout_s=5.0, log_level="WARNING")
@@ -136,8 +137,9 @@ class TrainingSide:
         nodes = [mfc for mfc in self._nodes if mfc.name in mfcs or not mfcs]
         graph, hooks = without_generation(nodes), ParameterHooks(nodes, self._train)
         placements = list(self._placements.values())
-        recorders = self.heads if self._records else ()
-        made = FunctionExecutor(graph, placements, self.buffer, self.tracker, self.caller, hooks, recorders=recorders)
+        made = executor_of(
+            graph, placements, self.buffer, self.tracker, self.caller, self.client, hooks, records=self._records
+        )
         self._executors[tuple(mfcs)] = made
         return made
 

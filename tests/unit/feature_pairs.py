@@ -49,8 +49,7 @@ from asyncrl.dataflow.placed_models import models_of, place
 from asyncrl.dataflow.redistribution import transfers
 from asyncrl.dataflow.topology import ModelPlacement, allocation_of
 from asyncrl.dataflow.worker_groups import worker_groups_of
-from asyncrl.master.calls import GroupMissingError
-from asyncrl.master.executor import FunctionExecutor
+from asyncrl.master.detached import GroupMissingError
 from asyncrl.master.parameter_hooks import ParameterHooks
 from asyncrl.master.step_function import StepFunction
 from asyncrl.model.calls import Calls
@@ -71,6 +70,7 @@ from asyncrl.protocol.calls import (
 )
 from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
 from asyncrl.testing.tiny import make_tiny_model
+from tests.support.executors import executor_of
 
 HERE = Path(__file__)
 NUM_GROUPS, GROUP_SIZE = 6, 2
@@ -474,15 +474,16 @@ async def outcome_of(config: ExperimentConfig, features: list[Feature], folder: 
     options: dict[str, Any] = {"train": train, "run_dir": folder, "world_of": EngineWorld}
     async with running_groups(graph, everything, allocation.num_model_workers, detached, **options) as (world, master):
         world.set_up(config, mfcs, models, folder)
-        master.executor = FunctionExecutor(
+        master.executor = executor_of(
             graph,
             everything,
             master.buffer,
             master.tracker,
             master.caller,
+            master.client,
             ParameterHooks(mfcs, train),
-            detached=master.detached if groups.detached else None,
-            refresher=master.refresher if groups.detached else None,
+            detached=master.detached,
+            refresher=master.refresher,
             function=StepFunction(train.step, 60.0),
         )
         repeated = master.detached.repeated

@@ -163,7 +163,7 @@ async def test_groups_are_processed_again_if_their_reader_ends(moment):
     async with running() as (world, master):
         world.ends = {(moment, 0)} if moment != "idle" else set()
         store(master, "t0", "t1", "t2")
-        await until(lambda: {"t0", "t1", "t2"} <= master.executor._arriving[0]._processed())
+        await until(lambda: {"t0", "t1", "t2"} <= master.tracker.held_by_any([2, 3], ["out"]))
         if moment == "idle":
             world.begin_again(2)
         await master.step(["t0", "t1"], 0)
@@ -233,7 +233,7 @@ async def test_parts_of_a_batch_with_groups_that_arrive(last):
         store(master, "t0")
         await master.executor.execute_part(["t0"], 0)  # begins before the group has been processed
         store(master, "t1", "t2", *last)
-        await until(lambda: len(master.executor._arriving[0]._processed()) == 3 + len(last))
+        await until(lambda: len(master.tracker.held_by_any([2, 3], ["out"])) == 3 + len(last))
         await master.executor.execute_part(["t1", "t2"], 0)
         stats = (await master.step(["t0", "t1", "t2", *last], 0)).stats
         num_groups = 3 + len(last)

@@ -187,19 +187,16 @@ class Caller:
         self.calls: list[Any] = []
         self.may_write = asyncio.Event()
 
-    def start(self, what: str, handlers: list[int], body: Any) -> asyncio.Task[list[CallResult]]:
+    def call(self, what: str, handlers: list[int], body: Any) -> asyncio.Task[list[CallResult]]:
         self.calls.append(body)
-        return asyncio.create_task(self._reply(handlers))
+        return asyncio.create_task(self._reply(handlers, body))
 
-    async def call(self, what: str, handlers: list[int], body: Any) -> list[CallResult]:
-        self.calls.append(body)
+    async def _reply(self, handlers: list[int], body: Any) -> list[CallResult]:
         if isinstance(body, CommitCheckpoint):
-            assert handlers == [0]
+            assert handlers == (0,)
             write_checkpoint(self._run_dir, msgspec.json.decode(body.master, type=MasterState))
-        return [CallResult() for _ in handlers]
-
-    async def _reply(self, handlers: list[int]) -> list[CallResult]:
-        await self.may_write.wait()
+        else:
+            await self.may_write.wait()
         return [CallResult() for _ in handlers]
 
 

@@ -17,8 +17,7 @@ from asyncrl.dataflow.graph import DataflowGraph
 from asyncrl.dataflow.topology import build_handler_routing
 from asyncrl.dataflow.worker_groups import WorkerGroups
 from asyncrl.master.buffer import StorageTracker
-from asyncrl.master.calls import DetachedGroups, GroupEndedError, GroupFailsError
-from asyncrl.master.executor import FunctionExecutor
+from asyncrl.master.detached import DetachedGroups, GroupEndedError, GroupFailsError
 from asyncrl.master.parameter_hooks import ParameterHooks
 from asyncrl.master.refresh import Refresher
 from asyncrl.protocol.calls import (
@@ -36,6 +35,7 @@ from asyncrl.runtime.board import WaitTimeoutError
 from asyncrl.runtime.channel import FencedError
 from asyncrl.streams.request_reply import NameResolvingReplyServer, NameResolvingRequestClient
 from asyncrl.weights.checkpoints import shared_dir
+from tests.support.executors import executor_of
 from tests.support.memory_names import MemoryNameResolver
 from tests.support.memory_transport import MemoryTransport
 
@@ -50,7 +50,9 @@ class WorldOfGroups(World):
 
     def __init__(self, graph, placements, num_workers, detached, rng, start):
         super().__init__(graph, placements, num_workers, rng)
-        self.worker_groups = WorkerGroups.of_config(num_workers, detached)
+        elsewhere = {worker for group in detached for worker in group}
+        trainer = tuple(worker for worker in range(num_workers) if worker not in elsewhere)
+        self.worker_groups = WorkerGroups(trainer, tuple(map(tuple, detached)))
         self.incarnations = [0] * num_workers
         self.ends = set()  # (moment, incarnation): when a detached group ends
         self.fails = set()  # incarnations in which an MFC of a detached group raises
@@ -197,7 +199,7 @@ async def running(
             runtime=RUNTIME,
             incarnation="master",
             transport=transport,
-            detached=world.worker_groups.detached,
+            groups=world.worker_groups.all,
             on_new_incarnation=tracker.forget,
         )
         stack.push_async_callback(client.close)
@@ -222,18 +224,18 @@ class MasterOfGroups(Master):
             client,
             self.caller,
             limit_s,
-            prepare=lambda incarnation: self.refresher.prepare(incarnation),
             missing_after_s=train.missing_after_s,
         )
         models = list(world.placements.values())
         hooks = ParameterHooks(world.graph.mfcs.values(), train)
         self.refresher = Refresher(world.placements, self.detached, self.caller, run_dir, 1, train)
-        self.executor = FunctionExecutor(
+        self.executor = executor_of(
             world.graph,
             models,
             self.buffer,
             tracker,
             self.caller,
+            client,
             hooks,
             detached=self.detached,
             refresher=self.refresher,
@@ -248,9 +250,7 @@ class MasterOfGroups(Master):
             await self.detached.repeated(
                 "clear",
                 group,
-                lambda incarnation: self.detached.call(
-                    "-", incarnation, incarnation.group, [body] * len(incarnation.group)
-                ),
+                lambda incarnation: self.detached.call("-", incarnation, incarnation.group, body),
             )
         return result
 

@@ -21,7 +21,7 @@ from asyncrl.dataflow.topology import ModelPlacement, build_handler_routing
 from asyncrl.master.batch import BatchFormer, Ready
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, PromptProgress, StorageTracker
 from asyncrl.master.calls import WorkerCaller
-from asyncrl.master.executor import FunctionExecutor
+from asyncrl.master.homes import homes_of
 from asyncrl.master.parameter_hooks import ParameterHooks
 from asyncrl.master.streaming import PartRunner, begins_part
 from asyncrl.protocol.calls import CallResult, ClearData, ExecuteMFC, ReadValues, Reallocate, Redistribute
@@ -32,6 +32,7 @@ from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.channel_protocol import ChannelClosed
 from asyncrl.runtime.clock import SYSTEM_CLOCK
 from asyncrl.streams.request_reply import NameResolvingReplyServer, NameResolvingRequestClient
+from tests.support.executors import executor_of
 from tests.support.memory_names import MemoryNameResolver
 from tests.support.memory_transport import MemoryTransport
 
@@ -153,7 +154,7 @@ class Master:
         self.tracker = StorageTracker()
         self.buffer = AsyncIOSequenceBuffer(PromptProgress(num_groups, 1), capacity=num_groups, attempt=1)
         hooks = ParameterHooks(world.graph.mfcs.values(), train)
-        self.executor = FunctionExecutor(world.graph, models, self.buffer, self.tracker, self.caller, hooks)
+        self.executor = executor_of(world.graph, models, self.buffer, self.tracker, self.caller, client, hooks)
         self.heads = models[0].heads
 
     def store(self, ticket, position, head, length):
@@ -325,7 +326,7 @@ async def test_weights_are_copied_before_use_elsewhere_and_to_the_reference_at_i
 def test_an_mfc_without_a_model_is_refused():
     graph = DataflowGraph([mfc("inf", "reward", ["tokens"], ["r"])], DATASET)
     with pytest.raises(ValueError, match=r"inf on 'reward'.*placed models: \['actor'\]"):
-        FunctionExecutor(graph, [placement("actor", "d1", [0])], None, None, None, None)
+        homes_of(graph, {"actor": placement("actor", "d1", [0])}, *[None] * 6)
 
 
 # ------------------------------------------------------------------------------------------------ parts of a batch

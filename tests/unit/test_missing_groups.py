@@ -18,7 +18,7 @@ from asyncrl.dataflow.graph import DataflowGraph
 from asyncrl.dataflow.worker_groups import WorkerGroups, dispensable
 from asyncrl.launch.experiment import validate
 from asyncrl.launch.supervisor.policy import EVERYTHING, End, StartAgain, Supervision
-from asyncrl.master.calls import Absence, GroupMissingEndsRunError
+from asyncrl.master.detached import Absence, GroupMissingEndsRunError
 from asyncrl.master.report import RunSummary
 from asyncrl.protocol.calls import ExecuteMFC
 from asyncrl.streams.request_reply import request_stream
@@ -62,11 +62,11 @@ def test_a_group_that_the_run_can_miss_restarts_without_limit():
     def end(number: int) -> End:
         return End("model_worker/1", "was killed", f"cause {number}", could_run=True)
 
-    policy = Supervision(2, detached=[["model_worker/1"]], dispensable=[["model_worker/1"]])
+    policy = Supervision(2, groups={("model_worker/1",): True})
     decisions = [policy.decide(end(number), 0.0, float(number)) for number in range(6)]
     assert [decision.unit for decision in decisions] == ["model_worker/1"] * 6
     assert [decision.pause_s for decision in decisions] == [0.0, 1.0, 30.0, 30.0, 30.0, 30.0]
-    needed = Supervision(2, detached=[["model_worker/1"]])
+    needed = Supervision(2, groups={("model_worker/1",): False})
     assert [needed.decide(end(number), 0.0, float(number)) for number in range(3)][-1] == StartAgain(EVERYTHING, 2.0)
 
 

@@ -82,9 +82,9 @@ def test_a_teacher_on_workers_of_its_own_is_detached(config_of):
     assert (actor.name, actor.workers, teacher.name, teacher.workers) == ("actor", [0, 1], "teacher", [2, 3])
     assert (teacher.path, teacher.kind, teacher.trainable) == (os.path.abspath("t"), "lm", False)
     assert {mfc.name: mfc.model for mfc in master.mfcs}["teacher_inf"] == "teacher"
-    assert master.detached == [[2, 3]]
+    assert master.worker_groups[1:] == [[2, 3]]
     together = by_name(plan(config_of("train.teacher={path: t}"), attempt=1, num_prompts=64))["master/0"]
-    assert together.detached == []
+    assert together.worker_groups[1:] == []
 
 
 def test_model_workers_get_the_gpus_after_those_of_the_servers(config_of):

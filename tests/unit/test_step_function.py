@@ -12,11 +12,11 @@ from test_executor import DATASET, Master, mfc, placement, ppo_graph, running, t
 from asyncrl.config.schema import ConfigError, TrainConfig
 from asyncrl.dataflow.axes import ParallelGrid
 from asyncrl.dataflow.graph import DataflowGraph, build_dataflow
-from asyncrl.master.executor import FunctionExecutor
 from asyncrl.master.handles import Batch
 from asyncrl.master.parameter_hooks import ParameterHooks
 from asyncrl.master.step_function import StepFunction, StepFunctionError
 from asyncrl.protocol.calls import ExecuteMFC, Reallocate
+from tests.support.executors import executor_of
 
 PLACES = [placement("actor", "d2", [0, 1]), placement("ref", "d1", [2]), placement("critic", "d1m2", [3, 4])]
 
@@ -34,12 +34,13 @@ def use(master: Master, spec: str, *, limit_s: float = 60.0, train: TrainConfig 
     world = master.world
     hooks = ParameterHooks(world.graph.mfcs.values(), train or TrainConfig())
     places = list(world.placements.values())
-    master.executor = FunctionExecutor(
+    master.executor = executor_of(
         world.graph,
         places,
         master.buffer,
         master.tracker,
         master.caller,
+        master.client,
         hooks,
         function=function or StepFunction(spec, limit_s),
     )

@@ -101,8 +101,8 @@ def test_the_unit_that_restarts_with_a_process(mode: str, name: str, unit: str) 
 
 
 def test_each_detached_group_restarts_alone_and_completely() -> None:
-    detached = [["model_worker/1"], ["model_worker/2", "model_worker/3"]]
-    supervision = Supervision(2, detached=detached)
+    detached = {("model_worker/1",): False, ("model_worker/2", "model_worker/3"): False}
+    supervision = Supervision(2, groups=detached)
     assert decide(supervision, end("model_worker/1")) == StartAgain("model_worker/1", 0.0, 1)
     assert decide(supervision, end("model_worker/3")) == StartAgain("model_worker/2, model_worker/3", 0.0, 1)
     assert decide(supervision, end("model_worker/2")) == StartAgain("model_worker/2, model_worker/3", 1.0, 2)
@@ -111,7 +111,7 @@ def test_each_detached_group_restarts_alone_and_completely() -> None:
     assert supervision.members("rollout_worker/0") == ("rollout_worker/0",)
     assert decide(supervision, end("model_worker/0")) == StartAgain(TRAINER_GROUP, 0.0, 1)  # has a budget of its own
     assert decide(supervision, end("model_worker/3")) == StartAgain(EVERYTHING, 2.0)
-    by_hand = Supervision(2, detached=detached, by_hand=["model_worker/3"])
+    by_hand = Supervision(2, groups=detached, by_hand=["model_worker/3"])
     assert isinstance(decide(by_hand, end("model_worker/2")), EndRun)
     assert decide(by_hand, end("model_worker/1")) == StartAgain("model_worker/1", 0.0, 1)
 

@@ -60,7 +60,7 @@ class World:
         self.specs: dict[str, ProcessSpec] = {spec.name: spec for spec in specs}
         self.leaving: set[str] = set()
         self.supervisor = Supervisor(
-            Supervision(max_restarts, detached=[[DETACHED]]),
+            Supervision(max_restarts, groups={(DETACHED,): False}),
             FreezeWatch(frozen_after_s, 100.0),
             frozen_after_s=frozen_after_s,
             stop_timeout_s=STOP_S,

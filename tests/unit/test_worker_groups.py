@@ -15,9 +15,9 @@ from asyncrl.dataflow.redistribution import plan_fetches
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.dataflow.worker_groups import GroupIncarnations, WorkerGroups, worker_groups_of
 from asyncrl.launch.experiment import load_experiment
-from asyncrl.launch.program import plan, worker_groups_of_run
+from asyncrl.launch.program import placed_groups, plan
 from asyncrl.master.buffer import StorageTracker
-from asyncrl.master.calls import GroupEndedError, Repeats, UnfetchedError
+from asyncrl.master.detached import GroupEndedError, Repeats, UnfetchedError
 from asyncrl.protocol.calls import RedistribStep
 
 
@@ -97,7 +97,7 @@ def test_groups_partition_the_workers_and_split_no_model(seed: int) -> None:
     placements = [placement(name, *sorted(rng.sample(range(7), rng.randint(1, 3)))) for name in names]
     nodes = [node(p.name, "train_step" if p.name in ("actor", "critic") else "inference") for p in placements]
     found = worker_groups_of(placements, nodes, TrainConfig(), num_workers=7, mode="async")
-    members = [worker for group in (found.trainer, *found.detached) for worker in group]
+    members = [worker for group in found.all for worker in group]
     assert sorted(members) == list(range(7))
     for each in placements:
         of = {found.of(worker) for worker in each.workers}
@@ -106,7 +106,7 @@ def test_groups_partition_the_workers_and_split_no_model(seed: int) -> None:
     for group in found.detached:
         assert list(group) == sorted(group)
         assert any(set(each.workers) <= set(group) for each in placements)
-    assert WorkerGroups.of_config(7, [list(group) for group in found.detached]) == found
+    assert WorkerGroups.of_config([list(group) for group in found.all], 7) == found
 
 
 def test_the_configs_of_a_run_name_the_detached_groups(tmp_path) -> None:
@@ -119,11 +119,11 @@ def test_the_configs_of_a_run_name_the_detached_groups(tmp_path) -> None:
         return load_experiment(config, overrides)
 
     config = load("allocation=transformers.d1+d2+ref_inf:d1", "train.ppo.kl_coef=0.1")
-    assert worker_groups_of_run(config) == WorkerGroups((0, 1), ((2,),))
+    assert placed_groups(config)[0] == WorkerGroups((0, 1), ((2,),))
     for spec in plan(config, attempt=1, num_prompts=8):
         if spec.kind in ("master", "model_worker"):
-            assert spec.config.detached == [[2]]
-    assert worker_groups_of_run(load("allocation=transformers.d1+d2", "train.ppo.kl_coef=0.1")).detached == ()
+            assert spec.config.worker_groups == [[0, 1], [2]]
+    assert placed_groups(load("allocation=transformers.d1+d2", "train.ppo.kl_coef=0.1"))[0].detached == ()
     with pytest.raises(ConfigError):
         load("allocation=transformers.d1+d2+ref_inf:d1")
 

@@ -47,4 +47,4 @@ def _communicates(config: ExperimentConfig) -> bool:
     if not mode_of(config.mode).replays and allocation_of(config).traits.runs_sglang:
         return True
     groups, _ = placed_groups(config)
-    return any(len(members) > 1 for members in (groups.trainer, *groups.detached))
+    return any(len(members) > 1 for members in groups.all)

@@ -135,14 +135,13 @@ class Supervision:
         *,
         mode: str = "async",
         by_hand: Collection[str] = (),
-        detached: Iterable[Collection[str]] = (),
-        dispensable: Iterable[Collection[str]] = (),
+        groups: Mapping[tuple[str, ...], bool] = MappingProxyType({}),
     ) -> None:
         """limit: runtime.max_restarts. by_hand: processes that the user starts (debug.leave_out); a unit that contains one cannot
-        restart. detached: the processes of each detached group. dispensable: those of groups that the run can miss."""
+        restart. groups: the processes of each detached group, and whether the run continues without it."""
         self.limit = limit
-        self._detached = {name: tuple(sorted(group)) for group in detached for name in group}
-        self._dispensable = frozenset(group_unit(group) for group in dispensable)
+        self._group_of = {name: tuple(sorted(group)) for group in groups for name in group}
+        self._dispensable = {group_unit(group) for group, is_dispensable in groups.items() if is_dispensable}
         self._has_trainer_group = mode_of(mode).is_recoverable
         self._by_hand = frozenset(by_hand)
         self._budget = RestartBudget(limit)
@@ -158,7 +157,7 @@ class Supervision:
         """Return the unit that restarts when this process ends: the process alone, its detached group, or TRAINER_GROUP. "": no
         restart is possible."""
         kind = _kind(name)
-        if (group := self._detached.get(name)) is not None:
+        if (group := self._group_of.get(name)) is not None:
             return "" if self._by_hand.intersection(group) else group_unit(group)
         if kind in TRAINER_KINDS and self._has_trainer_group:
             return "" if any(_kind(other) in TRAINER_KINDS for other in self._by_hand) else TRAINER_GROUP
@@ -167,7 +166,7 @@ class Supervision:
     def members(self, name: str) -> tuple[str, ...]:
         """Return the processes that restart together with this one, including itself. Do not call it for a member of the trainer
         group."""
-        return self._detached.get(name, (name,))
+        return self._group_of.get(name, (name,))
 
     def outlives(self, name: str, *, fatal: bool = False, struck: bool = False) -> bool:
         """Whether the run can go on after the end of this process, by a restart; `decide` checks whether restarts are left. If not,
