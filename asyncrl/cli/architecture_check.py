@@ -151,7 +151,7 @@ def _compare(task: Task, model: Path, run_dir: Path) -> None:
 
 async def _sample(config: GenerationConfig, model: Path, trainer: TrainEngine | None, run_dir: Path) -> None:
     """Start the embedded engine, which checks its decoding, and load what the trainer exports. Raises ConfigError."""
-    from asyncrl.generation.queueing import EngineArguments
+    from asyncrl.generation.engine import EngineArguments
     from asyncrl.generation.self_check import small_engine_config
     from asyncrl.generation.transformers import TransformersEngine
 

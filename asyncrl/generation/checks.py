@@ -30,6 +30,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -403,7 +404,9 @@ class VerifiedLoads:
     batches with other requests. `confirmed` holds back answers with tokens of a version until the verdict about it.
     """
 
-    def __init__(self, engine: GenerationEngine, *, tolerance: float, limit_s: float, logger: logging.Logger) -> None:
+    def __init__(
+        self, engine: GenerationEngine[Any], *, tolerance: float, limit_s: float, logger: logging.Logger
+    ) -> None:
         """limit_s: time limit of one check."""
         self._engine, self._limit_s, self._logger = engine, limit_s, logger
         self._check = LogprobCheck(tolerance)

@@ -1,40 +1,37 @@
-"""The interface between a generation server and the engine that samples.
+"""The interface between a generation server and the engine that samples, and the request queue that all engines share.
 
 The server (http.py, worker.py) speaks SGLang's protocol to other processes; an engine turns prompts into tokens with their
-logprobs. `transformers.py` is the embedded engine, `sglang.py` drives a SGLang server; `queueing.py` has the request queue of both.
-All methods are called from the server's event loop.
+logprobs. `transformers.py` is the embedded engine, `sglang.py` drives a SGLang server. All methods are called from the server's
+event loop.
 
-Life of a request: `submit` checks it and puts it in a bounded queue. It runs when the engine is not paused and has room. Its
-future resolves once: with all tokens sampled so far, if the response stopped, reached its length or was aborted; otherwise with an
-error. Every token carries the weight version that sampled it. The mode of the pause around an update (INTERRUPT_MODES) decides how
-the update treats running requests.
+    submit -> _check -> _waiting -> _admit -> _begin -> _running -> _answer, _fail -> future
+                           ^                               |
+                           +----- _put_back: retracted ----+
+
+Life of a request: `submit` checks it and puts it in a bounded queue. It runs when the engine is not paused or being updated, and
+has room. Its future resolves once: with all tokens sampled so far, if the response stopped, reached its length or was aborted;
+otherwise with an error. Every token carries the weight version that sampled it. The mode of the pause around an update
+(INTERRUPT_MODES) decides how the update treats running requests.
 """
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Generic, TypeVar
 
-from asyncrl.config.schema import INTERRUPT_MODES
+from asyncrl.config.schema import INTERRUPT_MODES, GenerationConfig
 from asyncrl.protocol.errors import ErrorClass
 from asyncrl.protocol.generation import FinishReason, SamplingParams, VersionSpan
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.protocol.weight_updates import BeginWeightUpdate, EndWeightUpdate, JoinUpdateGroup, ReceiveWeights
-
-__all__ = [
-    "INTERRUPT_MODES",
-    "EngineFailed",
-    "EngineRequest",
-    "EngineStats",
-    "EngineUnavailable",
-    "Generated",
-    "GenerationEngine",
-    "RequestRefused",
-    "WeightReceiver",
-    "WeightsRefused",
-]
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
+from asyncrl.runtime.trace import OFF, Tracer
 
 
 class RequestRefused(ValueError):
@@ -146,8 +143,67 @@ class WeightReceiver(ABC):
         """Leave the group and abandon its open update, if any. Without such a group this does nothing."""
 
 
-class GenerationEngine(ABC):
-    """The engine of a generation server."""
+@dataclass(eq=False, slots=True)
+class Pending:
+    """A request in flight, with the tokens sampled so far (in the embedded engine: up to its last retraction)."""
+
+    request: EngineRequest
+    since: float  # start of the wait, monotonic seconds
+    future: asyncio.Future[Generated] = field(repr=False)
+    key: str = ""  # its id in the backend, new each time it starts there: late results of an earlier start are ignored
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)  # the newest tokens may not be in a span yet
+
+    def close_span(self, version: WeightVersion | None, end: int) -> None:
+        """Record that this version sampled the tokens after the last span, up to token `end`."""
+        start = self.spans[-1].end if self.spans else 0
+        if end == start:
+            return
+        if self.spans and self.spans[-1].version == str(version):
+            start = self.spans.pop().start
+        self.spans.append(VersionSpan(version=str(version), start=start, end=end))
+
+
+@dataclass(frozen=True)
+class EngineArguments:
+    """The arguments that all engines take."""
+
+    model_path: str
+    config: GenerationConfig
+    eos_token_ids: Sequence[int] = ()
+    on_tokens: Callable[[int, str], None] | None = None  # (number of new tokens, version)
+    trace: Tracer = OFF
+    clock: Clock = SYSTEM_CLOCK
+    asleep: bool = False  # the engine begins asleep, and `wake` starts it
+
+
+P = TypeVar("P", bound=Pending)
+
+
+class GenerationEngine(ABC, Generic[P]):
+    """The engine of a generation server. P: a request in flight.
+
+    A concrete engine starts and closes, begins and ends requests, and loads versions; its abstract methods say what it adds.
+    """
+
+    def __init__(self, arguments: EngineArguments) -> None:
+        self._asleep = arguments.asleep
+        self._path, self._config = arguments.model_path, arguments.config
+        self._eos_token_ids = set(arguments.eos_token_ids)
+        self._on_tokens, self._trace, self._clock = arguments.on_tokens, arguments.trace, arguments.clock
+        self._waiting: OrderedDict[str, P] = OrderedDict()  # by rid
+        self._running: dict[str, P] = {}  # by key
+        self._rids: set[str] = set()  # of waiting and running requests
+        self._idle = asyncio.Event()  # set while no request runs
+        self._idle.set()
+        self._update_lock = asyncio.Lock()  # one change of the weights or the cache at a time
+        self._paused = self._updating = self._closing = False
+        self._held = False  # a pause in place has stopped running requests
+        self._version: WeightVersion | None = None
+        self._num = dict.fromkeys(("requests", "aborted", "tokens", "prompt_tokens", "steps", "updates"), 0)
+
+    # ------------------------------------------------------------------------------------------------------ lifecycle
 
     @abstractmethod
     async def start(self) -> None:
@@ -158,26 +214,218 @@ class GenerationEngine(ABC):
         return ""
 
     @abstractmethod
-    def submit(self, request: EngineRequest) -> asyncio.Future[Generated]:
-        """Queue a request. Raises RequestRefused or EngineUnavailable at once. Cancelling the future aborts the request."""
+    async def close(self) -> None:
+        """Stop the engine. Requests in flight fail with EngineUnavailable."""
+
+    @property
+    @abstractmethod
+    def failure(self) -> BaseException | None:
+        """The error that ended the engine, or None. Only a restart of the server recovers from it."""
+
+    async def sleep(self) -> None:
+        """Interrupt all running requests, then release the devices: weights and KV cache.
+
+        Until `wake` the engine has no version and refuses to generate. Does nothing if the engine sleeps already.
+        """
+        if self._asleep:
+            return
+        await self.pause("abort")
+        async with self._update_lock:
+            with self._nothing_begins():
+                await self._until_idle()
+                self._version = None
+                self._asleep = True  # from now on the end of the engine's threads or processes is no failure
+                await self._release_devices()
+
+    async def wake(self) -> None:
+        """Take the devices again. The engine stays paused and has no version. Does nothing if the engine is awake."""
+        async with self._update_lock:
+            if self._asleep:
+                self._paused = True
+                await self._acquire_devices()
+                self._asleep = False
 
     @abstractmethod
+    async def _release_devices(self) -> None:
+        """Release weights and KV cache; called while no request runs."""
+
+    @abstractmethod
+    async def _acquire_devices(self) -> None:
+        """Inverse of _release_devices, or the first start."""
+
+    # ------------------------------------------------------------------------------------------------------- requests
+
+    def submit(self, request: EngineRequest) -> asyncio.Future[Generated]:
+        """Queue a request. Raises RequestRefused or EngineUnavailable at once. Cancelling the future aborts the request."""
+        self._check_alive()
+        if self._version is None:
+            raise EngineUnavailable("no weight version has been loaded yet")
+        if request.rid in self._rids:
+            raise RequestRefused(f"rid {request.rid!r} is already in flight")
+        self._check(request)
+        if len(self._waiting) >= self._config.max_queue and not request.is_check:
+            raise EngineUnavailable(f"the queue is full ({self._config.max_queue} requests are waiting)")
+        pending = self._make(request, self._clock.monotonic(), asyncio.get_running_loop().create_future())
+        pending.future.add_done_callback(lambda future: self._cancelled(pending) if future.cancelled() else None)
+        self._rids.add(request.rid)
+        self._waiting[request.rid] = pending
+        if request.first:
+            self._waiting.move_to_end(request.rid, last=False)
+        self._num["requests"] += 1
+        self._num["prompt_tokens"] += len(request.input_ids)
+        self._admit()
+        return pending.future
+
+    @abstractmethod
+    def _check(self, request: EngineRequest) -> None:
+        """Raises RequestRefused."""
+
+    @abstractmethod
+    def _make(self, request: EngineRequest, since: float, future: asyncio.Future[Generated]) -> P: ...
+
+    @abstractmethod
+    def _new_key(self) -> str: ...
+
+    @abstractmethod
+    def _begin(self, pending: P) -> None:
+        """Start the request. The tokens it already has become part of its prefix."""
+
+    @abstractmethod
+    def _end_unread(self, pending: P) -> None:
+        """End a running request that its caller has cancelled."""
+
+    def _admit(self) -> None:
+        """Start waiting requests while there is room.
+
+        None starts during a pause, because a pause ends or stops only those requests that were running when it began.
+        """
+        while (
+            self._waiting
+            and len(self._running) < self._config.max_running_requests
+            and self._version is not None
+            and not (self._paused or self._updating or self._closing)
+        ):
+            _, pending = self._waiting.popitem(last=False)
+            pending.key = self._new_key()
+            self._running[pending.key] = pending
+            self._idle.clear()
+            self._begin(pending)
+
+    def _stopped(self, pending: P) -> None:
+        """Remove a request from the running ones."""
+        del self._running[pending.key]
+        if not self._running:
+            self._idle.set()
+
+    def _put_back(self, pending: P) -> None:
+        """Put a retracted request at the front of the queue."""
+        pending.since = self._clock.monotonic()
+        self._waiting[pending.request.rid] = pending
+        self._waiting.move_to_end(pending.request.rid, last=False)
+
+    def _forget(self, pending: P) -> None:
+        """Remove a request from the queue or from the running ones. If it is in neither, do nothing."""
+        if self._waiting.get(pending.request.rid) is pending:
+            del self._waiting[pending.request.rid]
+        elif self._running.get(pending.key) is pending:
+            self._stopped(pending)
+        else:
+            return
+        self._rids.discard(pending.request.rid)
+
+    def _answer(self, pending: P, finish: FinishReason) -> None:
+        """Answer a request with the tokens it has."""
+        self._forget(pending)
+        if finish.type == "abort":
+            self._num["aborted"] += 1
+        if not pending.future.done():
+            pending.future.set_result(Generated(pending.token_ids, pending.logprobs, finish, pending.spans))
+
+    def _fail(self, pending: P, error: Exception) -> None:
+        self._forget(pending)
+        if not pending.future.done():
+            pending.future.set_exception(error)
+
+    def _fail_all(self, error: Exception) -> None:
+        for pending in [*self._running.values(), *self._waiting.values()]:
+            self._fail(pending, error)
+
+    def _abort_pending(self, pending: P) -> None:
+        """Answer a request as aborted, with the tokens it has."""
+        self._answer(pending, FinishReason(type="abort", message="aborted"))
+
+    def _cancelled(self, pending: P) -> None:
+        """The caller has cancelled the request's future: end the request."""
+        if self._waiting.get(pending.request.rid) is pending:
+            self._abort_pending(pending)
+        elif self._running.get(pending.key) is pending:
+            self._end_unread(pending)
+        self._admit()
+
+    def expire_waiting(self) -> int:
+        """End requests that have waited longer than max_wait_s; returns their number. Call it about once a second.
+
+        Their futures get EngineUnavailable, or, for a retracted request, the tokens that it has.
+        """
+        too_old = self._clock.monotonic() - self._config.max_wait_s
+        old = [pending for pending in self._waiting.values() if pending.since < too_old]
+        for pending in old:
+            if pending.token_ids:  # a retracted request: return its tokens instead of an error
+                self._abort_pending(pending)
+                continue
+            why = "while the server was paused" if self._paused else "for a free slot"
+            self._fail(pending, EngineUnavailable(f"waited longer than {self._config.max_wait_s} s {why}"))
+        return len(old)
+
+    # ------------------------------------------------------------------------------------------------ abort and pause
+
     async def abort(self, rid: str) -> bool:
         """End one request; its future resolves with the tokens so far.
 
         Returns False if no such request is in flight, or if it finished before the abort.
         """
+        if rid in self._waiting:
+            self._abort_pending(self._waiting[rid])
+            return True
+        for pending in self._running.values():
+            if pending.request.rid == rid:
+                return await self._abort_running(pending)
+        return False
 
-    @abstractmethod
     async def abort_all(self) -> int:
         """End every request, running or waiting; each future resolves with the tokens so far. Returns their number."""
+        count = len(self._waiting)
+        for pending in list(self._waiting.values()):
+            self._abort_pending(pending)
+        return count + await self._end_running()
+
+    @abstractmethod
+    async def _abort_running(self, pending: P) -> bool:
+        """`abort` for a running request."""
+
+    @abstractmethod
+    async def _end_running(self, *, retract: bool = False) -> int:
+        """End all running requests: answer them as aborted with their tokens so far, or put them back. A request that finishes
+        meanwhile is answered as finished. Returns how many were answered as aborted."""
+
+    @abstractmethod
+    async def _hold(self) -> None:
+        """Stop running requests where they are, and set `_held`, which says that there may be such requests."""
+
+    @abstractmethod
+    async def _let_go(self) -> None:
+        """Let them run again, and reset `_held`."""
 
     @property
-    @abstractmethod
     def pause_modes(self) -> tuple[str, ...]:
         """The subset of INTERRUPT_MODES that `pause` accepts."""
+        return INTERRUPT_MODES if self._can_hold else tuple(mode for mode in INTERRUPT_MODES if mode != "in_place")
 
-    @abstractmethod
+    @property
+    def _can_hold(self) -> bool:
+        """Whether the engine keeps no keys of the old weights for later requests, so that it can pause in place."""
+        return self._config.interrupt == "in_place"
+
     async def pause(self, mode: str = "abort") -> int:
         """Stop generating; new requests wait. Returns how many requests were running. The mode decides what happens to them:
 
@@ -185,21 +433,31 @@ class GenerationEngine(ABC):
         wait: they finish, and `pause` returns after that. in_place: they continue after `resume` with their existing KV cache.
         Raises RequestRefused for another mode, and with wait WeightsRefused if they do not finish within load_timeout_s.
         """
+        self._check_alive()
+        if mode not in self.pause_modes:
+            raise RequestRefused(
+                f"mode {mode!r} is not supported by this server; use one of {', '.join(INTERRUPT_MODES)} (in_place only "
+                "with generation.interrupt=in_place, which disables prefix sharing)"
+            )
+        self._paused = True
+        count = len(self._running)
+        if mode == "in_place":
+            await self._hold()
+        elif mode == "wait":
+            await self._until_idle()
+        else:
+            await self._end_running(retract=mode == "retract")
+        return count
 
-    @abstractmethod
     async def resume(self) -> None:
         """Undo `pause`: waiting requests run."""
+        self._check_alive()
+        if self._held:
+            await self._let_go()
+        self._paused = False
+        self._admit()
 
-    @abstractmethod
-    async def sleep(self) -> None:
-        """Interrupt all running requests, then release the devices: weights and KV cache.
-
-        Until `wake` the engine has no version and refuses to generate. Does nothing if the engine sleeps already.
-        """
-
-    @abstractmethod
-    async def wake(self) -> None:
-        """Take the devices again. The engine stays paused and has no version. Does nothing if the engine is awake."""
+    # ------------------------------------------------------------------------------------------------ weights and cache
 
     @abstractmethod
     async def verify_ahead(self, path: Path, version: WeightVersion) -> None:
@@ -217,6 +475,53 @@ class GenerationEngine(ABC):
         WeightsRefused; in that case weights and version have not changed.
         """
 
+    @asynccontextmanager
+    async def _updated(self, version: WeightVersion, *, abort_running: bool = False) -> AsyncIterator[int]:
+        """Yield how many requests were ended, when nothing runs that the new weights would change. After the block, the engine
+        serves the version."""
+        async with self._update_lock:
+            self._check_alive()
+            self.check_version(version)
+            with self._nothing_begins():
+                num_aborted = await self._end_running() if abort_running else 0
+                if not self._held:
+                    await self._until_idle()
+                yield num_aborted
+                self._version = version
+                self._num["updates"] += 1
+
+    @contextmanager
+    def _nothing_begins(self) -> Iterator[None]:
+        """Within the `with` block no request starts, because the weights or the cache change. The caller holds _update_lock."""
+        self._updating = True
+        try:
+            yield
+        finally:
+            self._updating = False
+            self._admit()
+
+    async def _until_idle(self) -> None:
+        """Wait until no request runs, for load_timeout_s at most; unblocked by the end of the last request."""
+        if self._held:
+            await self._let_go()
+        try:
+            async with asyncio.timeout(self._config.load_timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            raise WeightsRefused(
+                f"{len(self._running)} requests still run after {self._config.load_timeout_s} s (generation.load_timeout_s); "
+                "pause with mode abort, or set abort_all_requests",
+                ErrorClass.PASSING,
+            ) from None
+
+    def check_version(self, version: WeightVersion) -> None:
+        """Raises WeightsRefused if the version is older than the served one."""
+        if self._version is not None and version < self._version:
+            raise WeightsRefused(
+                f"version {version} is older than {self._version}, which is served; versions only increase",
+                ErrorClass.PERMANENT,
+            )
+
     @abstractmethod
     async def score(self, input_ids: list[int]) -> list[float]:
         """Logprob of each token given those before it, at temperature 1, under the loaded weights; 0 for the first.
@@ -231,39 +536,60 @@ class GenerationEngine(ABC):
         Other engines score as exactly while requests run."""
         return False
 
-    @abstractmethod
     def forget_version(self) -> None:
         """Drop the version because the loaded weights are wrong: generate nothing and report no version until a load succeeds."""
+        self._version = None
 
     def weight_receiver(self, host: str) -> WeightReceiver | None:
         """The receiver of weights over the network. host: address of its sockets. None: this engine loads from disk only."""
         return None
 
-    @abstractmethod
     async def flush_cache(self) -> bool:
         """Drop all cached prefixes. While requests run this does nothing and returns False."""
+        async with self._update_lock:
+            self._check_alive()
+            if self._running:
+                return False
+            with self._nothing_begins():
+                return await self._flush()
 
     @abstractmethod
-    def expire_waiting(self) -> int:
-        """End requests that have waited longer than max_wait_s; returns their number. Call it about once a second.
+    async def _flush(self) -> bool:
+        """Empty the prefix cache; called while no request runs. Returns False if that failed."""
 
-        Their futures get EngineUnavailable, or, for a retracted request, the tokens that it has.
-        """
+    # ----------------------------------------------------------------------------------------------------------- state
 
-    @abstractmethod
     def stats(self) -> EngineStats:
         """Current queue depths and counters."""
+        num = self._num
+        return EngineStats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            used_tokens=self._used_tokens(),
+            paused=self._paused,
+            version="" if self._version is None else str(self._version),
+            num_requests=num["requests"],
+            num_aborted=num["aborted"],
+            num_tokens=num["tokens"],
+            num_prompt_tokens=num["prompt_tokens"],
+            num_steps=num["steps"],
+            num_updates=num["updates"],
+        )
+
+    @abstractmethod
+    def _used_tokens(self) -> int:
+        """EngineStats.used_tokens."""
 
     @property
-    @abstractmethod
     def model_path(self) -> str:
         """Directory of the weights last loaded from disk. Before the first such load: the model directory of the config."""
+        return self._path
 
-    @property
-    @abstractmethod
-    def failure(self) -> BaseException | None:
-        """The error that ended the engine, or None. Only a restart of the server recovers from it."""
-
-    @abstractmethod
-    async def close(self) -> None:
-        """Stop the engine. Requests in flight fail with EngineUnavailable."""
+    def _check_alive(self) -> None:
+        if self._closing:
+            raise EngineUnavailable("the server is closing")
+        if self._asleep:
+            raise EngineUnavailable("the server sleeps: training uses its devices")
+        if (failure := self.failure) is not None:
+            first = (str(failure) or repr(failure)).splitlines()[0]
+            raise EngineUnavailable(f"the engine has failed: {first}", retry_after_s=30.0)

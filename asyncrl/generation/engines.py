@@ -12,9 +12,8 @@ from typing import Any
 
 from asyncrl.config.processes import GenerationServerConfig
 from asyncrl.data.prompts import load_tokenizer
-from asyncrl.generation.engine import GenerationEngine
+from asyncrl.generation.engine import EngineArguments, GenerationEngine
 from asyncrl.generation.journal import TokenJournal, journal_path
-from asyncrl.generation.queueing import EngineArguments
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.loading import LoadProgress
 from asyncrl.runtime.trace import Tracer
@@ -44,7 +43,7 @@ class Engines(ABC):
     def tokenizer(self) -> Any:
         return load_tokenizer(self._config.tokenizer_path)
 
-    def make(self, journal: TokenJournal, eos_token_id: int | None) -> GenerationEngine:
+    def make(self, journal: TokenJournal, eos_token_id: int | None) -> GenerationEngine[Any]:
         """Make the engine. Call it in a thread: importing torch and transformers takes seconds."""
         return self._make(
             EngineArguments(
@@ -59,10 +58,10 @@ class Engines(ABC):
         )
 
     @abstractmethod
-    def _make(self, arguments: EngineArguments) -> GenerationEngine: ...
+    def _make(self, arguments: EngineArguments) -> GenerationEngine[Any]: ...
 
     @abstractmethod
-    def starting(self, engine: GenerationEngine) -> AbstractContextManager[tuple[str, str, Callable[[], str]]]:
+    def starting(self, engine: GenerationEngine[Any]) -> AbstractContextManager[tuple[str, str, Callable[[], str]]]:
         """Yield three things for a status line about the engine's start: what the server waits for, in words; the folder,
         interpreter or URL that it waits for; and a function that returns the progress as text."""
 
@@ -71,12 +70,12 @@ class EmbeddedEngines(Engines):
     """transformers computes in this process."""
 
     @contextlib.contextmanager
-    def starting(self, engine: GenerationEngine) -> Iterator[tuple[str, str, Callable[[], str]]]:
+    def starting(self, engine: GenerationEngine[Any]) -> Iterator[tuple[str, str, Callable[[], str]]]:
         loading = LoadProgress(self._config.model_path)
         with loading.watched():
             yield "loading the model", self._config.model_path, loading.text
 
-    def _make(self, arguments: EngineArguments) -> GenerationEngine:
+    def _make(self, arguments: EngineArguments) -> GenerationEngine[Any]:
         import torch
         from transformers.utils import logging as transformers_logging
 
@@ -92,10 +91,10 @@ class SGLangEngines(Engines):
     """A SGLang server that this process starts and owns."""
 
     @contextlib.contextmanager
-    def starting(self, engine: GenerationEngine) -> Iterator[tuple[str, str, Callable[[], str]]]:
+    def starting(self, engine: GenerationEngine[Any]) -> Iterator[tuple[str, str, Callable[[], str]]]:
         yield "starting SGLang", self._config.generation.python or "this environment's", engine.progress
 
-    def _make(self, arguments: EngineArguments) -> GenerationEngine:
+    def _make(self, arguments: EngineArguments) -> GenerationEngine[Any]:
         from asyncrl.generation.sglang import SGLangEngine
         from asyncrl.generation.sglang_process import own_server
 
@@ -121,10 +120,10 @@ class ExternalEngines(Engines):
     """A SGLang server that another program runs."""
 
     @contextlib.contextmanager
-    def starting(self, engine: GenerationEngine) -> Iterator[tuple[str, str, Callable[[], str]]]:
+    def starting(self, engine: GenerationEngine[Any]) -> Iterator[tuple[str, str, Callable[[], str]]]:
         yield "an answer of SGLang", self._config.generation.urls[self._info.index], engine.progress
 
-    def _make(self, arguments: EngineArguments) -> GenerationEngine:
+    def _make(self, arguments: EngineArguments) -> GenerationEngine[Any]:
         from asyncrl.generation.sglang import SGLangEngine
         from asyncrl.generation.sglang_process import AttachedServer, read_api_key
 

@@ -104,7 +104,7 @@ class GenerationHTTP:
 
     def __init__(
         self,
-        engine: GenerationEngine,
+        engine: GenerationEngine[Any],
         *,
         engine_name: str,
         settings: dict[str, Any],
@@ -362,7 +362,7 @@ def _json(body: Struct | dict[str, Any], *, status: int = 200) -> web.Response:
 class _EngineCollector(Collector):
     """Reads the engine's counters on each scrape, so that metrics add no cost to generation."""
 
-    def __init__(self, engine: GenerationEngine) -> None:
+    def __init__(self, engine: GenerationEngine[Any]) -> None:
         self._engine = engine
 
     def collect(self) -> Iterable[Metric]:

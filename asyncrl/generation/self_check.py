@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from transformers import PreTrainedConfig
@@ -86,7 +86,7 @@ def small_engine_config(config: GenerationConfig) -> GenerationConfig:
 
 
 async def check_small_copy(
-    config: PreTrainedConfig, settings: GenerationConfig, make: Callable[[str, GenerationConfig], GenerationEngine]
+    config: PreTrainedConfig, settings: GenerationConfig, make: Callable[[str, GenerationConfig], GenerationEngine[Any]]
 ) -> None:
     """Start an engine on a small copy of the architecture, which checks itself at its start beyond the ends of its windows.
 

@@ -61,7 +61,7 @@ class UnbrokenWork:
 class Means:
     """The server's means that a transport uses."""
 
-    engine: GenerationEngine
+    engine: GenerationEngine[Any]
     fence: VersionFence
     work: UnbrokenWork
     clock: Clock

@@ -34,19 +34,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.schema import INTERRUPT_MODES, ConfigError
+from asyncrl.config.schema import ConfigError
 from asyncrl.data.model_limits import ModelLimits
 from asyncrl.generation.checks import ModelTensors, check_params, check_prompt
 from asyncrl.generation.engine import (
+    EngineArguments,
     EngineFailed,
     EngineRequest,
     EngineUnavailable,
     Generated,
+    GenerationEngine,
+    Pending,
     RequestRefused,
     WeightReceiver,
     WeightsRefused,
 )
-from asyncrl.generation.queueing import EngineArguments, Pending, QueueingEngine
 from asyncrl.generation.sglang_http import Piece, SGLangClient, SGLangError, sglang_params
 from asyncrl.generation.sglang_process import ServerLink
 from asyncrl.protocol.errors import ErrorClass, class_of_status, classify, refuses_content
@@ -172,7 +174,7 @@ async def _flushed(client: SGLangClient, num_tries: int) -> bool:
     return False
 
 
-class SGLangEngine(QueueingEngine[GrowingResponse]):
+class SGLangEngine(GenerationEngine[GrowingResponse]):
     """Runs requests on a SGLang server; see the module's docstring.
 
     Call all methods on the event loop. Files are read in threads.
@@ -189,7 +191,6 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         self._client = SGLangClient("", server.api_key)
         self._prefix, self._keys = uuid.uuid4().hex[:8], itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._held = False  # SGLang itself is paused in place
         self._keeps_prefixes = self._overlaps = True
         self._num_ranks = 1  # tensor parallel
         self._receiver: SGLangReceiver | None = None
@@ -233,7 +234,6 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         logger.info("SGLang %s answers at %s", settings.version, self._client.url)
 
     def progress(self) -> str:
-        """How far the start has come, for a status line."""
         return self._server.progress()
 
     async def close(self) -> None:
@@ -263,8 +263,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
                 raise SGLangError("it reports running requests")
             await self._client.release_memory(limit_s=_LOAD_LIMIT_S)
         except SGLangError as error:
-            self._die(f"SGLang did not release its memory: {error}; {self._server.told()}")
-            raise EngineFailed(str(self._failure)) from error
+            raise self.fail(f"SGLang did not release its memory: {error}") from error
         self._is_released = True
 
     async def _acquire_devices(self) -> None:
@@ -274,8 +273,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         try:
             await self._client.resume_memory(limit_s=_LOAD_LIMIT_S)
         except SGLangError as error:
-            self._die(f"SGLang did not get its memory back: {error}; {self._server.told()}")
-            raise EngineFailed(str(self._failure)) from error
+            raise self.fail(f"SGLang did not get its memory back: {error}") from error
         self._is_released = False
 
     async def _end_tasks(self) -> None:
@@ -309,7 +307,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
                     if self._clock.monotonic() - answered > _SILENT_LIMIT_S:
                         ended = f"the SGLang server has not answered for {_SILENT_LIMIT_S:g} s: {error}"
             if ended is not None:
-                self._die(f"{ended}; {self._server.told()}")
+                self.fail(ended)
 
     async def _how_it_ended(self) -> str | None:
         """How the server ended; None while it runs. If a child has ended, first wait: the server may end, too."""
@@ -319,15 +317,15 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
             ended = self._server.how_it_ended()
         return ended
 
-    def _die(self, why: str) -> None:
-        """Mark the engine as failed permanently, and fail all requests."""
-        if self._failure is not None or self._closing:
-            return
-        self._failure = EngineFailed(why)
-        logger.error("%s", why)
-        first = why.splitlines()[0]
-        self._fail_all(EngineFailed(first))
-        self._version = None
+    def fail(self, why: str) -> EngineFailed:
+        """Mark the engine as failed permanently, and fail all requests. Returns the error, for a caller that has to raise it."""
+        error = EngineFailed(why)
+        if self._failure is None and not self._closing:
+            self._failure = EngineFailed(f"{why}; {self._server.told()}")
+            logger.error("%s", self._failure)
+            self._fail_all(error)
+            self._version = None
+        return error
 
     # ------------------------------------------------------------------------------------------------------- requests
 
@@ -410,7 +408,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         if error.status == 0:
             await self._server.wait_ended(_WATCH_S)
             if (ended := await self._how_it_ended()) is not None:
-                self._die(f"{ended}; {self._server.told()}")
+                self.fail(ended)
         pending.ended.set()
         if error.status == 0 and self._failure is None:
             with contextlib.suppress(SGLangError):
@@ -421,10 +419,10 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         elif error_class is ErrorClass.PASSING:
             self._fail(pending, EngineUnavailable(str(error)))
         elif error_class is ErrorClass.PERMANENT:  # a wrong key or URL, so it refuses every request
-            self._fail(pending, EngineFailed(str(error)))
-            self._die(f"SGLang answers {error.status} ({error}); check generation.urls and generation.api_key_file")
+            self._fail(pending, error)
+            self.fail(f"SGLang answers {error.status} ({error}); check generation.urls and generation.api_key_file")
         else:
-            self._fail(pending, EngineFailed(str(error)))
+            self._fail(pending, error)
         self._admit()
 
     def _end_unread(self, pending: GrowingResponse) -> None:
@@ -432,21 +430,6 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
             self._in_background(self._abort_quietly(pending), f"abort {pending.key}")
 
     # ------------------------------------------------------------------------------------------------ abort and pause
-
-    async def abort(self, rid: str) -> bool:
-        if rid in self._waiting:
-            self._abort_pending(self._waiting[rid])
-            return True
-        for pending in self._running.values():
-            if pending.request.rid == rid:
-                return await self._abort_running(pending)
-        return False
-
-    async def abort_all(self) -> int:
-        count = len(self._waiting)
-        for pending in list(self._waiting.values()):
-            self._abort_pending(pending)
-        return count + await self._end_running()
 
     async def _abort_quietly(self, pending: GrowingResponse) -> None:
         with contextlib.suppress(EngineFailed):
@@ -472,8 +455,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         for pending in running:
             pending.retracted = retract
         if not await self._end(running):
-            self._die(f"SGLang has not ended aborted requests within {_ABORT_LIMIT_S:g} s; {self._server.told()}")
-            raise EngineFailed(str(self._failure))
+            raise self.fail(f"SGLang has not ended aborted requests within {_ABORT_LIMIT_S:g} s")
         return self._num["aborted"] - before
 
     async def _end(self, requests: list[GrowingResponse], key: str = "") -> bool:
@@ -497,51 +479,16 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         return True
 
     @property
-    def pause_modes(self) -> tuple[str, ...]:
-        exact = not (self._keeps_prefixes or self._overlaps)
-        return INTERRUPT_MODES if exact else tuple(mode for mode in INTERRUPT_MODES if mode != "in_place")
-
-    async def pause(self, mode: str = "abort") -> int:
-        self._check_alive()
-        if mode not in self.pause_modes:
-            raise RequestRefused(
-                f"mode {mode!r} is not supported by this server; use one of {', '.join(self.pause_modes)}"
-            )
-        self._paused = True
-        count = len(self._running)
-        if mode == "in_place":
-            await self._hold()
-        elif mode == "wait":
-            await self._until_idle()
-        else:
-            await self._end_running(retract=mode == "retract")
-        return count
-
-    async def resume(self) -> None:
-        self._check_alive()
-        if self._held:
-            await self._let_go()
-        self._paused = False
-        self._admit()
+    def _can_hold(self) -> bool:
+        return not (self._keeps_prefixes or self._overlaps)
 
     async def _hold(self) -> None:
-        try:
-            await self._client.pause("in_place", limit_s=_ASK_LIMIT_S)
-        except SGLangError as error:
-            raise EngineFailed(str(error)) from error
+        await self._client.pause("in_place", limit_s=_ASK_LIMIT_S)
         self._held = True
 
     async def _let_go(self) -> None:
-        try:
-            await self._client.resume(limit_s=_ASK_LIMIT_S)
-        except SGLangError as error:
-            raise EngineFailed(str(error)) from error
+        await self._client.resume(limit_s=_ASK_LIMIT_S)
         self._held = False
-
-    async def _until_idle(self) -> None:
-        if self._held:
-            await self._let_go()
-        await super()._until_idle()
 
     # ------------------------------------------------------------------------------------------------ weights and cache
 
@@ -557,21 +504,14 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
 
     async def load_weights(self, path: Path, version: WeightVersion, *, abort_running: bool = False) -> int:
         async with contextlib.AsyncExitStack() as opened:
-            await opened.enter_async_context(self._update_lock)
-            self._check_alive()
-            self.check_version(version)
+            folder = await self._verify(path, version, opened)
+            num_aborted = await opened.enter_async_context(self._updated(version, abort_running=abort_running))
             if self._receiver is not None:
                 await self._receiver.abandon()
-            folder = await self._verify(path, version, opened)
-            with self._nothing_begins():
-                num_aborted = await self._end_running() if abort_running else 0
-                if not self._held:
-                    await self._until_idle()
-                with self._trace.overlapping("load weights", kind="engine", version=str(version)):
-                    await self._load(folder, version)
-                self._version, self._path = version, str(path)
-                self._num["updates"] += 1
-                return num_aborted
+            with self._trace.overlapping("load weights", kind="engine", version=str(version)):
+                await self._load(folder, version)
+            self._path = str(path)
+        return num_aborted
 
     async def _load(self, path: Path, version: WeightVersion) -> None:
         """Make SGLang load a version, and check the version that it then reports.
@@ -590,12 +530,10 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
                     if words in said:
                         raise WeightsRefused(f"{path}: {said}", error_class) from error
                 if _NOT_FLUSHED not in said or not tries_left:
-                    self._die(f"SGLang did not load {version}: {said}; {self._server.told()}")
-                    raise EngineFailed(f"SGLang did not load {version}: {said}") from error
+                    raise self.fail(f"SGLang did not load {version}: {said}") from error
             await asyncio.sleep(_FLUSH_PAUSE_S)
         if info.weight_version != str(version):
-            self._die(f"SGLang loaded {version} but reports {info.weight_version!r}; {self._server.told()}")
-            raise EngineFailed(f"SGLang loaded {version} but reports {info.weight_version!r}")
+            raise self.fail(f"SGLang loaded {version} but reports {info.weight_version!r}")
 
     # Weights over the network: the methods that SGLangReceiver calls
 
@@ -620,9 +558,6 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         self._version = version
         self._num["updates"] += 1
 
-    def fail(self, why: str) -> None:
-        self._die(f"{why}; {self._server.told()}")
-
     @property
     def scores_before_resume(self) -> bool:
         return self._paused and not self._held
@@ -631,19 +566,13 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         self._check_alive()
         if self._held:
             raise EngineUnavailable("SGLang cannot score while it is paused in place; use another generation.interrupt")
-        try:
-            scores = await self._client.score(self._new_key(), input_ids, limit_s=self._config.load_timeout_s)
-            if not self._running and self._keeps_prefixes:
-                await self._client.flush_cache(limit_s=_ASK_LIMIT_S)
-        except SGLangError as error:
-            raise EngineFailed(str(error)) from error
+        scores = await self._client.score(self._new_key(), input_ids, limit_s=self._config.load_timeout_s)
+        if not self._running and self._keeps_prefixes:
+            await self._client.flush_cache(limit_s=_ASK_LIMIT_S)
         return scores
 
     async def _flush(self) -> bool:
-        try:
-            return await _flushed(self._client, _FLUSH_TRIES)
-        except SGLangError as error:
-            raise EngineFailed(str(error)) from error
+        return await _flushed(self._client, _FLUSH_TRIES)
 
     # ----------------------------------------------------------------------------------------------------------- state
 

@@ -12,6 +12,7 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
+from asyncrl.generation.engine import EngineFailed
 from asyncrl.protocol.errors import DECODE_ERRORS, ErrorClass, class_of_status
 from asyncrl.protocol.generation import FinishReason, LoadsReply, SamplingParams, VersionSpan
 from asyncrl.runtime.http_client import MAX_ANSWER_BYTES, BoundedResponse
@@ -22,7 +23,7 @@ _JSON = {"Content-Type": "application/json"}
 _NO_LOGPROB = -1  # logprob_start_len: no logprobs of the prompt's tokens
 
 
-class SGLangError(RuntimeError):
+class SGLangError(EngineFailed):
     """SGLang refused or failed a request. status: the HTTP status, 0 if there was no answer."""
 
     def __init__(self, message: str, status: int = 0) -> None:

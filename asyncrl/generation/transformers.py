@@ -50,20 +50,21 @@ from asyncrl.data.model_folder import check_shards
 from asyncrl.generation import padded_attention
 from asyncrl.generation.checks import TensorSpec, check_params, check_prompt, check_sent, check_tensors
 from asyncrl.generation.engine import (
-    INTERRUPT_MODES,
+    EngineArguments,
     EngineFailed,
     EngineRequest,
     EngineUnavailable,
     Generated,
+    GenerationEngine,
+    Pending,
     RequestRefused,
     WeightReceiver,
     WeightsRefused,
 )
-from asyncrl.generation.queueing import EngineArguments, Pending, QueueingEngine
 from asyncrl.generation.receive import StagedReceiver
 from asyncrl.generation.self_check import check_decoding, check_small_copy, prompt_lengths
 from asyncrl.protocol.errors import ErrorClass, classify
-from asyncrl.protocol.generation import FinishReason, SamplingParams, VersionSpan
+from asyncrl.protocol.generation import FinishReason, SamplingParams
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.protocol.weight_updates import TensorSpecs
 from asyncrl.runtime.process import return_freed_memory
@@ -295,17 +296,8 @@ class _Pending(Pending):
     sampling: tuple[float, float, int] = (1.0, 1.0, 0)  # temperature (0: greedy), top_p, top_k (0: all)
     stop_ids: list[int] = field(default_factory=list)
 
-    def close_span(self, version: WeightVersion | None, end: int) -> None:
-        """Record that this version sampled the tokens after the last span, up to token `end`."""
-        start = self.spans[-1].end if self.spans else 0
-        if end == start:
-            return
-        if self.spans and self.spans[-1].version == str(version):
-            start = self.spans.pop().start
-        self.spans.append(VersionSpan(version=str(version), start=start, end=end))
 
-
-class TransformersEngine(QueueingEngine[_Pending]):
+class TransformersEngine(GenerationEngine[_Pending]):
     """The embedded engine; see the module's docstring.
 
     Call all methods on the event loop. Methods whose docstring names the control or the generation thread run there.
@@ -322,7 +314,6 @@ class TransformersEngine(QueueingEngine[_Pending]):
         self._opened = contextlib.AsyncExitStack()  # resources of `start`, released by `close`
         self._keys = itertools.count()
         self._standstill = contextlib.ExitStack()  # keeps the manager stopped between two passes after a pause in place
-        self._stands_still = False
         self._checked = False  # the self-check has passed
 
     # ------------------------------------------------------------------------------------------------------ lifecycle
@@ -446,7 +437,7 @@ class TransformersEngine(QueueingEngine[_Pending]):
         self._fail_all(EngineUnavailable("the server is closing"))
 
     async def _stop(self) -> None:
-        await self._in_control(self._move_on)
+        await self._let_go()
         await self._in_control(lambda: self._manager.stop(hard_stop=True, timeout=_STOP_TIMEOUT_S))
 
     async def _release_devices(self) -> None:
@@ -509,19 +500,17 @@ class TransformersEngine(QueueingEngine[_Pending]):
                 self._fail(pending, EngineFailed(output.error))
             elif not all(map(math.isfinite, logprobs)):
                 self._fail(pending, EngineFailed(f"logprobs are not finite under weight version {self._version}"))
-            elif tokens and tokens[-1] in pending.stop_ids:
-                self._finish(pending, tokens, logprobs, FinishReason(type="stop", matched=tokens[-1]))
             else:
-                length = len(pending.token_ids) + len(tokens)
-                self._finish(pending, tokens, logprobs, FinishReason(type="length", length=length))
+                self._extend(pending, tokens, logprobs)
+                if tokens and tokens[-1] in pending.stop_ids:
+                    finish = FinishReason(type="stop", matched=tokens[-1])
+                else:
+                    finish = FinishReason(type="length", length=len(pending.token_ids))
+                self._answer(pending, finish)
         self._admit()
 
-    def _finish(self, pending: _Pending, tokens: list[int], logprobs: list[float], finish: FinishReason) -> None:
-        """Answer the request with its tokens from before its last retraction, followed by `tokens`."""
-        self._extend(pending, tokens, logprobs)
-        self._answer(pending, finish)
-
     def _extend(self, pending: _Pending, tokens: list[int], logprobs: list[float]) -> None:
+        """Append tokens to those from before its last retraction."""
         pending.token_ids.extend(tokens)
         pending.logprobs.extend(logprobs)
         pending.close_span(self._version, len(pending.token_ids))
@@ -532,84 +521,42 @@ class TransformersEngine(QueueingEngine[_Pending]):
 
     # ------------------------------------------------------------------------------------------------ abort and pause
 
-    async def abort(self, rid: str) -> bool:
-        if rid not in self._rids:
-            return False
-        return bool(await self._abort([rid]))
+    async def _abort_running(self, pending: _Pending) -> bool:
+        return bool(await self._end([pending]))
 
-    async def abort_all(self) -> int:
-        return await self._abort(list(self._rids))
+    async def _end_running(self, *, retract: bool = False) -> int:
+        return len(await self._end(list(self._running.values()), retract=retract))
 
-    @property
-    def pause_modes(self) -> tuple[str, ...]:
-        return INTERRUPT_MODES
-
-    async def pause(self, mode: str = "abort") -> int:
-        if mode not in INTERRUPT_MODES:
-            raise RequestRefused(f"mode {mode!r} is not known; use one of {', '.join(INTERRUPT_MODES)}")
-        if mode == "in_place" and self._config.interrupt != "in_place":
-            raise RequestRefused(
-                "mode 'in_place' needs generation.interrupt=in_place, which disables prefix sharing; set it, or use another mode"
-            )
-        self._paused = True
-        num_running = len(self._running)
-        if mode == "abort":
-            return await self._abort([pending.request.rid for pending in self._running.values()])
-        if mode == "retract":
-            await self._retract()
-        elif mode == "wait":
-            await self._until_idle()
-        elif num_running:
-            await self._in_control(self._stand_still)
-        return num_running
-
-    async def resume(self) -> None:
-        if self._stands_still:
-            await self._in_control(self._move_on)
-        self._paused = False
-        self._admit()
-
-    async def _retract(self) -> None:
-        """Move running requests to the front of the queue, with the tokens they have; their pages are freed."""
-        running = list(self._running.values())
-        states = await self._in_control(lambda: self._collect([pending.key for pending in running])) if running else {}
-        for pending in reversed(running):
-            if pending.key not in self._running:
-                continue  # it has finished meanwhile
+    async def _end(self, requests: list[_Pending], *, retract: bool = False) -> list[_Pending]:
+        """End these requests. Returns those that did not finish meanwhile."""
+        if not requests:
+            return []
+        states = await self._in_control(lambda: self._collect([pending.key for pending in requests]))
+        # The event loop has processed the results of earlier passes before this line, so requests still here did not finish.
+        ended = [pending for pending in requests if pending.key in self._running]
+        for pending in reversed(ended):  # the first of them returns to the front of the queue last
             self._extend(pending, *states.get(pending.key, ([], [])))
-            self._stopped(pending)
-            self._put_back(pending)
+            if retract:
+                self._stopped(pending)
+                self._put_back(pending)
+            else:
+                self._abort_pending(pending)
+        self._admit()
+        return ended
 
-    def _stand_still(self) -> None:
-        """In the control thread: stop the manager between two passes until `resume`."""
-        if self._manager.is_running() and not self._stands_still:
+    async def _hold(self) -> None:
+        if self._running and not self._held:
+            self._held = await self._in_control(self._stand_still)
+
+    async def _let_go(self) -> None:
+        self._held = False
+        await self._in_control(self._standstill.close)
+
+    def _stand_still(self) -> bool:
+        """In the control thread: stop the manager between two passes until `resume`. Returns False if it has ended."""
+        if self._manager.is_running():
             self._standstill.enter_context(self._manager.pause())
-            self._stands_still = True
-
-    def _move_on(self) -> None:
-        """In the control thread: let the manager run again."""
-        self._stands_still = False
-        self._standstill.close()
-
-    async def _abort(self, rids: list[str]) -> int:
-        """End these requests with the tokens they have. A request that finishes meanwhile is delivered as finished."""
-        wanted = set(rids)
-        count = 0
-        for rid in rids:
-            if rid in self._waiting:
-                self._abort_pending(self._waiting[rid])
-                count += 1
-        running = [pending for pending in self._running.values() if pending.request.rid in wanted]
-        if running:
-            states = await self._in_control(lambda: self._collect([pending.key for pending in running]))
-            # The event loop has processed the results of earlier passes before this line, so requests still here did not finish.
-            for pending in running:
-                if pending.key in self._running:
-                    tokens, logprobs = states.get(pending.key, ([], []))
-                    self._finish(pending, tokens, logprobs, FinishReason(type="abort", message="aborted"))
-                    count += 1
-            self._admit()
-        return count
+        return self._manager.is_running()
 
     def _collect(self, keys: list[str]) -> dict[str, tuple[list[int], list[float]]]:
         """In the control thread: remove requests from the manager between two passes; returns their tokens and logprobs."""
@@ -675,20 +622,12 @@ class TransformersEngine(QueueingEngine[_Pending]):
 
     async def _update(self, version: WeightVersion, load: Callable[[], None], *, abort_running: bool = False) -> int:
         """Load a version in the control thread while no request runs; returns how many requests were ended for it."""
-        async with self._update_lock:
-            self._check_alive()
-            self.check_version(version)
-            with self._nothing_begins():
-                num_aborted = await self._abort([p.request.rid for p in self._running.values()]) if abort_running else 0
-                if not self._stands_still:
-                    await self._until_idle()
-                kept = await self._in_control(lambda: self._load(load, version))
-                for key, num_tokens in kept.items():
-                    pending = self._running[key]
-                    pending.close_span(self._version, len(pending.token_ids) + num_tokens)
-                self._version = version
-                self._num["updates"] += 1
-                return num_aborted
+        async with self._updated(version, abort_running=abort_running) as num_aborted:
+            kept = await self._in_control(lambda: self._load(load, version))
+            for key, num_tokens in kept.items():
+                pending = self._running[key]
+                pending.close_span(self._version, len(pending.token_ids) + num_tokens)
+        return num_aborted
 
     def _load(self, load: Callable[[], None], version: WeightVersion) -> dict[str, int]:
         """In the control thread: call `load`. No request starts meanwhile, and none runs except those that a pause in place has
@@ -705,7 +644,7 @@ class TransformersEngine(QueueingEngine[_Pending]):
             except BaseException:
                 self._version = None  # the copy failed half-way: serve nothing until a load succeeds
                 raise
-            if not self._stands_still:
+            if not self._held:
                 self._empty_cache()
                 return {}
             active: Any = self._manager.processor.scheduler.active_requests

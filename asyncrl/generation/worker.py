@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from contextlib import AsyncExitStack
+from typing import Any
 
 from asyncrl.config.processes import GenerationServerConfig
 from asyncrl.generation.checks import VerifiedLoads
@@ -73,7 +74,7 @@ class GenerationServer(Worker):
         self.began()
         await self._keep_house(engine, journal)
 
-    async def _keep_house(self, engine: GenerationEngine, journal: TokenJournal) -> None:
+    async def _keep_house(self, engine: GenerationEngine[Any], journal: TokenJournal) -> None:
         """Once a second: update status and journal, and end requests that have waited too long.
 
         Consumes nothing; produces status and journal. Waits for the clock only. Raises RuntimeError when the engine has died.
@@ -119,7 +120,7 @@ class GenerationServer(Worker):
             self.logger.warning("the address of the weight files is not known: %s", error)
             return ""
 
-    def _verified_loads(self, engine: GenerationEngine) -> VerifiedLoads | None:
+    def _verified_loads(self, engine: GenerationEngine[Any]) -> VerifiedLoads | None:
         """Make the check that the engine computes the trainer's logprobs after each load. None: weights.verify_logprobs is off, or
         was not set and is not possible here (config/schema.py, verifies_logprobs)."""
         tolerance = self._config.verify_tolerance

@@ -8,8 +8,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import GenerationConfig, OptimizerConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.generation.engine import EngineRequest
-from asyncrl.generation.queueing import EngineArguments
+from asyncrl.generation.engine import EngineArguments, EngineRequest
 from asyncrl.generation.transformers import TransformersEngine
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share

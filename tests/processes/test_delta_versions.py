@@ -16,8 +16,7 @@ from asyncrl.config.schema import GenerationConfig, NameResolveConfig, Optimizer
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.generation import transformers as engine_module
 from asyncrl.generation.checks import VerifiedLoads
-from asyncrl.generation.engine import WeightsRefused
-from asyncrl.generation.queueing import EngineArguments
+from asyncrl.generation.engine import EngineArguments, WeightsRefused
 from asyncrl.generation.transformers import TransformersEngine
 from asyncrl.model.export import take_share
 from asyncrl.protocol.calls import CommitWeights, ExecuteMFC, WriteWeights

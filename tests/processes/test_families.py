@@ -17,8 +17,7 @@ from asyncrl.architectures.attention import CAUSAL, Pattern, read_attention
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import ConfigError, GenerationConfig, OptimizerConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.generation.engine import EngineRequest, WeightsRefused
-from asyncrl.generation.queueing import EngineArguments
+from asyncrl.generation.engine import EngineArguments, EngineRequest, WeightsRefused
 from asyncrl.generation.transformers import TransformersEngine
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share

@@ -19,6 +19,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 
 from asyncrl.config.schema import GenerationConfig
 from asyncrl.generation.engine import (
+    EngineArguments,
     EngineFailed,
     EngineRequest,
     EngineUnavailable,
@@ -27,7 +28,6 @@ from asyncrl.generation.engine import (
     WeightsRefused,
 )
 from asyncrl.generation.padded_attention import group_lengths
-from asyncrl.generation.queueing import EngineArguments
 from asyncrl.generation.transformers import TransformersEngine, sample_tokens
 from asyncrl.protocol.generation import SamplingParams
 from asyncrl.protocol.versions import WeightVersion

@@ -18,8 +18,7 @@ from asyncrl.config.schema import GenerationConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.axes import SAMPLES
 from asyncrl.generation import transformers as engine_module
-from asyncrl.generation.engine import EngineRequest
-from asyncrl.generation.queueing import EngineArguments
+from asyncrl.generation.engine import EngineArguments, EngineRequest
 from asyncrl.generation.transformers import TransformersEngine
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share

@@ -27,7 +27,7 @@ from asyncrl.cli.architecture_check import Task, check_architecture, judge_archi
 from asyncrl.config.processes import ModelConfig
 from asyncrl.config.schema import ConfigError, ExperimentConfig, GenerationConfig, TrainConfig
 from asyncrl.generation import transformers as engine_module
-from asyncrl.generation.queueing import EngineArguments
+from asyncrl.generation.engine import EngineArguments
 from asyncrl.generation.transformers import TransformersEngine
 from asyncrl.model import attention, self_check
 from asyncrl.model.packing import Packed

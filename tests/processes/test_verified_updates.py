@@ -21,8 +21,8 @@ from asyncrl.config.schema import GenerationConfig, OptimizerConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.generation import transformers as engine_module
 from asyncrl.generation.checks import VerifiedLoads
+from asyncrl.generation.engine import EngineArguments
 from asyncrl.generation.http import GenerationHTTP
-from asyncrl.generation.queueing import EngineArguments
 from asyncrl.generation.transformers import LiveTensors, TransformersEngine
 from asyncrl.model import packing
 from asyncrl.model.engine import TrainEngine

@@ -13,9 +13,8 @@ import torch
 from weight_store import V0, V1, V2, V3, WeightStore
 
 from asyncrl.config.schema import GenerationConfig, WeightsConfig
-from asyncrl.generation.engine import EngineRequest, Generated, WeightsRefused
+from asyncrl.generation.engine import EngineArguments, EngineRequest, Generated, WeightsRefused
 from asyncrl.generation.http import GenerationHTTP
-from asyncrl.generation.queueing import EngineArguments
 from asyncrl.generation.sglang import SGLangEngine
 from asyncrl.generation.sglang_http import SGLangClient, SGLangError
 from asyncrl.generation.sglang_process import AttachedServer

@@ -23,6 +23,7 @@ from weight_store import EXACT, MAX_POSITIONS, V0, V1, V2, V3, WeightStore
 from asyncrl.config.processes import GenerationServerConfig, WorkerInfo
 from asyncrl.config.schema import ConfigError, GenerationConfig, NameResolveConfig, RuntimeConfig
 from asyncrl.generation.engine import (
+    EngineArguments,
     EngineFailed,
     EngineRequest,
     EngineUnavailable,
@@ -30,7 +31,6 @@ from asyncrl.generation.engine import (
     RequestRefused,
     WeightsRefused,
 )
-from asyncrl.generation.queueing import EngineArguments
 from asyncrl.generation.sglang import SGLangEngine
 from asyncrl.generation.sglang_http import SGLangClient
 from asyncrl.generation.sglang_process import AttachedServer, own_server

@@ -19,8 +19,7 @@ from weight_store import V0, WeightStore
 
 from asyncrl.config.schema import GenerationConfig
 from asyncrl.generation import sglang
-from asyncrl.generation.engine import EngineFailed, EngineRequest
-from asyncrl.generation.queueing import EngineArguments
+from asyncrl.generation.engine import EngineArguments, EngineFailed, EngineRequest
 from asyncrl.generation.sglang import SGLangEngine
 from asyncrl.generation.sglang_process import AttachedServer
 from asyncrl.protocol.generation import SamplingParams

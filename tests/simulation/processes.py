@@ -27,9 +27,8 @@ from asyncrl.dataflow.axes import SAMPLES
 from asyncrl.dataflow.graph import TRAJECTORY_KEYS
 from asyncrl.dataflow.redistribution import transfers
 from asyncrl.dataflow.topology import ModelPlacement
-from asyncrl.generation.engine import GenerationEngine
+from asyncrl.generation.engine import EngineArguments, GenerationEngine
 from asyncrl.generation.engines import Engines
-from asyncrl.generation.queueing import EngineArguments
 from asyncrl.model.fetching import LIMIT_S, PATH
 from asyncrl.model.store import DataStore
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver
@@ -228,7 +227,7 @@ class SimEngines(Engines):
     def tokenizer(self) -> SimTokenizer:
         return SimTokenizer()
 
-    def _make(self, arguments: EngineArguments) -> GenerationEngine:
+    def _make(self, arguments: EngineArguments) -> GenerationEngine[Any]:
         scenario = here().world.scenario
         return SimEngine(
             _Tail(scenario.seed % 2**32, PROMPT_TOKENS),
@@ -240,7 +239,7 @@ class SimEngines(Engines):
         )
 
     @contextlib.contextmanager
-    def starting(self, engine: GenerationEngine) -> Iterator[tuple[str, str, Callable[[], str]]]:
+    def starting(self, engine: GenerationEngine[Any]) -> Iterator[tuple[str, str, Callable[[], str]]]:
         yield "starting", self._config.worker.name, str
 
 

@@ -1,6 +1,6 @@
 """A generation engine that computes nothing: it emits tokens at a fixed rate in each of a fixed number of slots.
 
-It serves benchmarks and tests of everything around generation. It uses the queue of all engines (generation/queueing.py), and
+It serves benchmarks and tests of everything around generation. It uses the queue of all engines (generation/engine.py), and
 implements everything that other processes rely on: verification of weight versions by their manifest, all pause modes, resuming
 of prefixes, and the version of every token.
 The length of a response depends only on its prompt (`LongTail`), however often it is interrupted and on whichever server it
@@ -22,16 +22,17 @@ import xxhash
 
 from asyncrl.config.schema import GenerationConfig
 from asyncrl.generation.engine import (
-    INTERRUPT_MODES,
+    EngineArguments,
     EngineRequest,
     EngineUnavailable,
     Generated,
+    GenerationEngine,
+    Pending,
     RequestRefused,
     WeightsRefused,
 )
-from asyncrl.generation.queueing import EngineArguments, Pending, QueueingEngine
 from asyncrl.protocol.errors import classify
-from asyncrl.protocol.generation import FinishReason, VersionSpan
+from asyncrl.protocol.generation import FinishReason
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.weights.form import WeightsError
@@ -90,7 +91,7 @@ class _Paced(Pending):
         return FinishReason(type="length", length=self.total) if self.is_cut else FinishReason(type="stop", matched=EOS)
 
 
-class PacedEngine(QueueingEngine[_Paced]):
+class PacedEngine(GenerationEngine[_Paced]):
     """Runs config.max_running_requests responses at a time, each at tokens_per_s. A load takes load_s plus the verification.
     Everything except the verification runs on the event loop.
 
@@ -112,7 +113,6 @@ class PacedEngine(QueueingEngine[_Paced]):
         self._tail, self._load_s, self._verify = tail, load_s, verify
         self.tokens_per_s = tokens_per_s  # may be changed while the engine is paused
         self._keys = itertools.count()
-        self._stands_still = False
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -179,7 +179,7 @@ class PacedEngine(QueueingEngine[_Paced]):
     def _answer(self, pending: _Paced, finish: FinishReason) -> None:
         """Answer with the tokens so far."""
         self._forget(pending)
-        self._close_span(pending)
+        pending.close_span(self._version, pending.done)
         if pending.done == pending.total:
             finish = pending.ends
         if pending.done:
@@ -188,53 +188,36 @@ class PacedEngine(QueueingEngine[_Paced]):
         pending.logprobs = [_LOGPROB] * pending.done
         super()._answer(pending, finish)
 
-    def _close_span(self, pending: _Paced) -> None:
-        """Add a span for the tokens since the last span. The version that is served now has sampled them."""
-        start = pending.spans[-1].end if pending.spans else 0
-        if pending.done > start:
-            pending.spans.append(VersionSpan(version=str(self._version), start=start, end=pending.done))
-
     # ------------------------------------------------------------------------------------------------ abort and pause
 
-    async def abort(self, rid: str) -> bool:
-        in_flight = (*self._waiting.values(), *self._running.values())
-        return self._abort([pending for pending in in_flight if pending.request.rid == rid]) == 1
+    async def _abort_running(self, pending: _Paced) -> bool:
+        self._abort_pending(pending)
+        self._admit()
+        return True
 
-    async def abort_all(self) -> int:
-        return self._abort([*self._waiting.values(), *self._running.values()])
-
-    def _abort(self, found: Sequence[_Paced]) -> int:
-        for pending in found:
+    async def _end_running(self, *, retract: bool = False) -> int:
+        running = list(self._running.values())
+        if retract:  # it differs from a pause in place by the KV cache only, which does not exist here
+            await self._hold()
+            return 0
+        for pending in running:
             self._abort_pending(pending)
         self._admit()
-        return len(found)
-
-    @property
-    def pause_modes(self) -> tuple[str, ...]:
-        return INTERRUPT_MODES
-
-    async def pause(self, mode: str = "abort") -> int:
-        if mode not in INTERRUPT_MODES:
-            raise RequestRefused(f"mode {mode!r} is not known; use one of {', '.join(INTERRUPT_MODES)}")
-        self._paused = True
-        running = list(self._running.values())
-        if mode == "abort":
-            self._abort(running)
-        elif mode == "wait":
-            await self._until_idle()
-        else:  # the other modes differ in the KV cache only, which does not exist here
-            self._stands_still = True
-            for pending in running:
-                self._halt(pending)
         return len(running)
 
-    async def resume(self) -> None:
-        self._paused = False
-        if self._stands_still:
-            self._stands_still = False
-            for pending in self._running.values():
-                self._begin(pending)
-        self._admit()
+    @property
+    def _can_hold(self) -> bool:
+        return True
+
+    async def _hold(self) -> None:
+        self._held = True
+        for pending in self._running.values():
+            self._halt(pending)
+
+    async def _let_go(self) -> None:
+        self._held = False
+        for pending in self._running.values():
+            self._begin(pending)
 
     # ------------------------------------------------------------------------------------------------------- weights
 
@@ -242,22 +225,16 @@ class PacedEngine(QueueingEngine[_Paced]):
         """Nothing to do: load_weights verifies the files."""
 
     async def load_weights(self, path: Path, version: WeightVersion, *, abort_running: bool = False) -> int:
-        async with self._update_lock:
-            self.check_version(version)
-            with self._nothing_begins():
-                num_aborted = self._abort(list(self._running.values())) if abort_running else 0
-                if not self._stands_still:
-                    await self._until_idle()
-                try:
-                    await asyncio.to_thread(self._verify, path, version)
-                except (WeightsError, OSError) as error:
-                    raise WeightsRefused(str(error), classify(error)) from error
-                await asyncio.sleep(self._load_s)
-                for pending in self._running.values():
-                    self._close_span(pending)
-                self._version, self._path = version, str(path)
-                self._num["updates"] += 1
-                return num_aborted
+        async with self._updated(version, abort_running=abort_running) as num_aborted:
+            try:
+                await asyncio.to_thread(self._verify, path, version)
+            except (WeightsError, OSError) as error:
+                raise WeightsRefused(str(error), classify(error)) from error
+            await asyncio.sleep(self._load_s)
+            for pending in self._running.values():
+                pending.close_span(self._version, pending.done)
+            self._path = str(path)
+        return num_aborted
 
     async def score(self, input_ids: list[int]) -> list[float]:
         return [0.0, *[_LOGPROB] * (len(input_ids) - 1)]

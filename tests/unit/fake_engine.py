@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from asyncrl.config.engines import EngineTraits
-from asyncrl.generation.engine import GenerationEngine
+from asyncrl.generation.engine import EngineArguments, GenerationEngine
 from asyncrl.generation.engines import Engines
-from asyncrl.generation.queueing import EngineArguments
 from tests.support.paced_engine import LongTail, PacedEngine
 
 TRAITS = EngineTraits(
@@ -18,9 +18,9 @@ TRAITS = EngineTraits(
 
 class FakeEngines(Engines):
     @contextlib.contextmanager
-    def starting(self, engine: GenerationEngine) -> Iterator[tuple[str, str, Callable[[], str]]]:
+    def starting(self, engine: GenerationEngine[Any]) -> Iterator[tuple[str, str, Callable[[], str]]]:
         yield "starting the fake", self._config.model_path, engine.progress
 
-    def _make(self, arguments: EngineArguments) -> GenerationEngine:
+    def _make(self, arguments: EngineArguments) -> GenerationEngine[Any]:
         tail = LongTail(seed=1, prompt_tokens=3)
         return PacedEngine(tail, arguments.config, tokens_per_s=200.0, on_tokens=arguments.on_tokens)

@@ -59,7 +59,7 @@ def server_config(engine: str, run_dir: Path) -> GenerationServerConfig:
 
 
 @asynccontextmanager
-async def starting(engine: str, run_dir: Path) -> AsyncIterator[GenerationEngine]:
+async def starting(engine: str, run_dir: Path) -> AsyncIterator[GenerationEngine[Any]]:
     kind = engines_of(server_config(engine, run_dir), OFF, SYSTEM_CLOCK)
     journal = kind.journal()
     made = await asyncio.to_thread(kind.make, journal, None)

@@ -14,8 +14,7 @@ import pytest
 from aiohttp import web
 
 from asyncrl.config.schema import GenerationConfig
-from asyncrl.generation.engine import EngineFailed, EngineRequest, EngineUnavailable, RequestRefused
-from asyncrl.generation.queueing import EngineArguments
+from asyncrl.generation.engine import EngineArguments, EngineFailed, EngineRequest, EngineUnavailable, RequestRefused
 from asyncrl.generation.sglang import SGLangEngine
 from asyncrl.generation.sglang_process import AttachedServer
 from asyncrl.protocol.generation import SamplingParams
