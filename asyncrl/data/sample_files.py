@@ -22,7 +22,7 @@ from msgspec import Struct
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from asyncrl.data.sequence import Array, SeqLens, SequenceSample
+from asyncrl.data.sequence import Array, SeqLens, SequenceSample, shared_lengths
 from asyncrl.protocol.errors import DECODE_ERRORS
 
 _CHECKSUM = "xxh3"  # in the file's metadata
@@ -173,12 +173,7 @@ def save_sample(sample: SequenceSample, path: str | Path) -> None:
     process at a time may write to a path. Raises OSError, and ValueError for the key `__metadata__` or for ids and lengths of
     more than 16 MB.
     """
-    lengths: list[SeqLens] = []
-    keys = {}
-    for key, seqlens in sample.seqlens.items():
-        if seqlens not in lengths:
-            lengths.append(seqlens)
-        keys[key] = lengths.index(seqlens)
+    lengths, keys = shared_lengths(sample.seqlens)
     _SAMPLES.write(Path(path), _SampleHeader(ids=list(sample.ids), lengths=lengths, keys=keys), sample.data)
 
 

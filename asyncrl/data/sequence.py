@@ -16,8 +16,8 @@ Layouts of the known keys (KEY_SPECS), for a group of n sequences with full leng
 
 Wire format (`encode_sample`, `decode_sample`): one typed header (MessagePack) and one raw frame per key. The header has ids, keys,
 dtypes and lengths. Frames are the arrays' bytes, not copied when sending. Nothing is unpickled. The receiver trusts nothing: the
-header is decoded into typed fields, dtypes come from a fixed list, and the announced lengths are compared with the sizes of the
-received frames before any array is allocated. Each frame is then copied once, into memory of its own: received frames are read-only
+header is decoded into typed fields, dtypes come from a fixed list, and the announced lengths of a key are compared with the size of
+its frame before its array is allocated. Each frame is then copied once, into memory of its own: received frames are read-only
 and often misaligned, and would keep a larger message alive.
 
 Byte order is little-endian on the wire; asyncrl runs on little-endian machines only.
@@ -28,9 +28,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
 from operator import index
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, TypedDict
 
 import msgspec
 import numpy as np
@@ -100,25 +99,6 @@ DTYPES = tuple(
 DTYPE_NAMES = {np.dtype(name): name for name in DTYPES}  # cached: numpy builds dtype.name anew each time, 3 us
 
 
-class SampleMeta(Struct, frozen=True, kw_only=True):
-    """A sample without its arrays: ids, keys, lengths and dtypes, which is enough for scheduling decisions."""
-
-    ids: tuple[str, ...]
-    keys: tuple[str, ...]
-    seqlens: dict[str, SeqLens]
-    dtypes: dict[str, str]
-
-    @property
-    def num_ids(self) -> int:
-        return len(self.ids)
-
-    def num_sequences(self, key: str = "packed_input_ids") -> int:
-        return sum(len(lengths) for lengths in self.seqlens[key])
-
-    def total_tokens(self, key: str = "packed_input_ids") -> int:
-        return sum(map(sum, self.seqlens[key]))
-
-
 class SampleSizes(TypedDict):
     """Result of SequenceSample.sizes. Bytes are those of the arrays, without the lengths and the ids."""
 
@@ -162,16 +142,11 @@ class SequenceSample:
         object.__setattr__(self, "data", dict(self.data))
 
     @classmethod
-    def of_decoded(
-        cls, ids: tuple[str, ...], seqlens: dict[str, SeqLens], data: dict[str, Array], distinct: Iterable[str]
-    ) -> SequenceSample:
+    def of_decoded(cls, ids: tuple[str, ...], seqlens: dict[str, SeqLens], data: dict[str, Array]) -> SequenceSample:
         """Make a sample without repeating the checks of the codec: dtypes and numbers of values are right, and lengths are plain
-        integers, one list per id. Only ids and layouts are checked here.
-
-        distinct: one key for each occurring combination of layout and lengths.
-        """
+        integers, one list per id. Only ids and layouts are checked here."""
         _check_ids(ids)
-        _check_layouts(ids, {key: seqlens[key] for key in distinct})
+        _check_layouts(ids, seqlens)
         sample = object.__new__(cls)
         sample.__dict__.update(ids=ids, seqlens=seqlens, data=data)
         return sample
@@ -288,11 +263,6 @@ class SequenceSample:
                 start += n
             views.append(group)
         return views
-
-    def meta(self) -> SampleMeta:
-        """All but the data."""
-        dtypes = {key: array.dtype.name for key, array in self.data.items()}
-        return SampleMeta(ids=self.ids, keys=self.keys, seqlens=self.seqlens, dtypes=dtypes)
 
     def __eq__(self, other: object) -> bool:
         """The same ids in the same order, keys (in any order), lengths, dtypes and values; NaN equals NaN."""
@@ -603,7 +573,6 @@ FORMAT = 1  # of the header
 DEFAULT_MAX_BYTES = 1_000_000_000
 MAX_HEADER_BYTES = 4_000_000  # enough for thousands of groups; a hostile header takes up to 64 times its size in memory
 _DTYPES = {name: np.dtype(name) for name in DTYPES}
-_MAX_REMEMBERED_BYTES = 4096  # longer encoded keys are not cached, so that a hostile sender cannot fill our memory
 _BOOL = _DTYPES["bool"]
 
 
@@ -617,36 +586,28 @@ class _Header(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     format: int
     ids: list[str]
     lengths: list[SeqLens]
-    keys: msgspec.Raw  # list[_Key]
-
-
-class _Layout(NamedTuple):
-    """The keys of a header. A run has only a few combinations of keys, so checks that depend only on them run once for each."""
-
-    names: tuple[str, ...]
-    dtypes: tuple[DType, ...]
-    lengths: tuple[int, ...]
-    item_bytes: tuple[int, ...]
-    distinct: tuple[str, ...]  # one key per combination of layout and lengths: checks of these hold for all keys
+    keys: list[_Key]
 
 
 _encoder = msgspec.msgpack.Encoder()
-_header_decoder = msgspec.msgpack.Decoder(_Header)
-_keys_decoder = msgspec.msgpack.Decoder(list[_Key])
+_decoder = msgspec.msgpack.Decoder(_Header)
+
+
+def shared_lengths(seqlens: Mapping[str, SeqLens]) -> tuple[list[SeqLens], dict[str, int]]:
+    """The distinct lengths, and for each key the index of its own: most keys share an entry."""
+    lengths: list[SeqLens] = []
+    for entry in seqlens.values():
+        if entry not in lengths:
+            lengths.append(entry)
+    return lengths, {key: lengths.index(entry) for key, entry in seqlens.items()}
 
 
 def encode_sample(sample: SequenceSample) -> tuple[bytes, list[memoryview]]:
     """Header and frames. The frames are views of the sample's arrays: keep the sample unchanged until they are sent."""
-    lengths: list[SeqLens] = []
-    keys, frames = [], []
-    for key, array in sample.data.items():
-        seqlens = sample.seqlens[key]
-        if seqlens not in lengths:
-            lengths.append(seqlens)
-        keys.append(_Key(key, DTYPE_NAMES[array.dtype], lengths.index(seqlens)))
-        frames.append(np.ascontiguousarray(array).data)
-    header = _Header(FORMAT, list(sample.ids), lengths, msgspec.Raw(_encoder.encode(keys)))
-    return _encoder.encode(header), frames
+    lengths, index_of = shared_lengths(sample.seqlens)
+    keys = [_Key(key, DTYPE_NAMES[array.dtype], index_of[key]) for key, array in sample.data.items()]
+    frames = [np.ascontiguousarray(array).data for array in sample.data.values()]
+    return _encoder.encode(_Header(FORMAT, list(sample.ids), lengths, keys)), frames
 
 
 def decode_sample(header: Any, frames: Sequence[Any], *, max_bytes: int = DEFAULT_MAX_BYTES) -> SequenceSample:
@@ -655,13 +616,31 @@ def decode_sample(header: Any, frames: Sequence[Any], *, max_bytes: int = DEFAUL
     `header` and `frames` are bytes or anything with the buffer protocol (e.g. a zmq.Frame).
     """
     head = _decode_header(header, max_bytes)
-    layout = _layout(bytes(head.keys))
+    ids = tuple(head.ids)
     buffers = [_as_bytes(frame, i) for i, frame in enumerate(frames)]
-    counts = _check_sizes(head, layout, buffers, max_bytes)
-    data = dict(zip(layout.names, map(_own, layout.names, layout.dtypes, counts, buffers), strict=True))
-    seqlens = {name: head.lengths[i] for name, i in zip(layout.names, layout.lengths, strict=True)}
+    if len(buffers) != len(head.keys):
+        raise CodecError(f"{len(buffers)} frames for {len(head.keys)} keys")
+    num_bytes = sum(buffer.nbytes for buffer in buffers)
+    if num_bytes > max_bytes:
+        raise CodecError(f"the frames have {num_bytes} bytes, at most {max_bytes} are accepted")
+    data: dict[str, Array] = {}
+    seqlens: dict[str, SeqLens] = {}
+    counts: dict[int, int] = {}  # by index into the header's lengths
     try:
-        return SequenceSample.of_decoded(tuple(head.ids), seqlens, data, layout.distinct)
+        for key, buffer in zip(head.keys, buffers, strict=True):
+            if key.name in data:
+                raise CodecError(f"a key occurs twice: {key.name!r}")
+            if not 0 <= key.lengths < len(head.lengths):
+                raise CodecError(
+                    f"key {key.name!r}: the lengths index {key.lengths} is out of range; the header has {len(head.lengths)} lengths"
+                )
+            seqlens[key.name] = head.lengths[key.lengths]
+            if key.lengths not in counts:
+                counts[key.lengths] = sum(map(sum, _plain_lengths(key.name, ids, seqlens[key.name])))
+            data[key.name] = _own(key, counts[key.lengths], buffer)
+        return SequenceSample.of_decoded(ids, seqlens, data)
+    except CodecError:
+        raise
     except ValueError as error:
         raise CodecError(str(error)) from error
 
@@ -672,7 +651,7 @@ def _decode_header(header: Any, max_bytes: int) -> _Header:
     if buffer.nbytes > limit:
         raise CodecError(f"the header has {buffer.nbytes} bytes, at most {limit} are accepted")
     try:
-        head = _header_decoder.decode(buffer)
+        head = _decoder.decode(buffer)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CodecError(f"the header cannot be read: {error}") from error
     if head.format != FORMAT:
@@ -680,86 +659,24 @@ def _decode_header(header: Any, max_bytes: int) -> _Header:
     return head
 
 
-def _layout(encoded: bytes) -> _Layout:
-    return _known_layout(encoded) if len(encoded) <= _MAX_REMEMBERED_BYTES else _read_layout(encoded)
-
-
-def _read_layout(encoded: bytes) -> _Layout:
-    try:
-        keys = _keys_decoder.decode(encoded)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise CodecError(f"the header cannot be read: {error}") from error
-    names = tuple(key.name for key in keys)
-    if len(set(names)) != len(names):
-        raise CodecError(f"a key occurs twice: {sorted(names)}")
-    distinct: dict[tuple[str, int], str] = {}
-    for key in keys:
-        if key.dtype not in DTYPES:
-            raise CodecError(f"key {key.name!r}: dtype {key.dtype!r} is unknown; known are {', '.join(DTYPES)}")
-        if key.lengths < 0:
-            raise CodecError(f"key {key.name!r}: the lengths index {key.lengths} is negative")
-        spec = spec_of(key.name)
-        if spec is not None and _DTYPES[key.dtype] != spec.dtype:
-            raise CodecError(f"key {key.name!r}: expected dtype {spec.dtype}, found {key.dtype}")
-        distinct.setdefault((spec.layout if spec is not None else "", key.lengths), key.name)
-    dtypes = tuple(_DTYPES[key.dtype] for key in keys)
-    item_bytes = tuple(dtype.itemsize for dtype in dtypes)
-    return _Layout(names, dtypes, tuple(key.lengths for key in keys), item_bytes, tuple(distinct.values()))
-
-
-_known_layout = lru_cache(maxsize=16)(_read_layout)
-
-
-def _check_sizes(head: _Header, layout: _Layout, buffers: Sequence[memoryview], max_bytes: int) -> list[int]:
-    """Return the number of values of each key. Uses Python integers, so no length overflows. Raises CodecError for wrong sizes."""
-    if len(buffers) != len(layout.names):
-        raise CodecError(f"{len(buffers)} frames for {len(layout.names)} keys")
-    found = [buffer.nbytes for buffer in buffers]
-    if sum(found) > max_bytes:
-        raise CodecError(f"the frames have {sum(found)} bytes, at most {max_bytes} are accepted")
-    totals = [_count(seqlens, len(head.ids)) for seqlens in head.lengths]
-    if max(layout.lengths, default=-1) < len(totals):
-        counts = [totals[i] for i in layout.lengths]
-        if -1 not in counts and found == [n * size for n, size in zip(counts, layout.item_bytes, strict=True)]:
-            return counts
-    raise CodecError(
-        next(filter(None, map(partial(_objection, head), layout.names, layout.dtypes, layout.lengths, found)))
-    )
-
-
-def _count(seqlens: SeqLens, num_ids: int) -> int:
-    """Number of values given by these lengths; -1 if they are invalid."""
-    if len(seqlens) != num_ids:
-        return -1
-    for group in seqlens:
-        if group and min(group) < 0:
-            return -1
-    return sum(map(sum, seqlens))
-
-
-def _objection(head: _Header, name: str, dtype: DType, lengths: int, found: int) -> str:
-    """Describe what is wrong with the size of a key's frame; "" if the size is right."""
-    if lengths >= len(head.lengths):
-        return f"key {name!r}: the lengths index {lengths} is out of range; the header has {len(head.lengths)} lengths"
-    seqlens = head.lengths[lengths]
-    if any(n < 0 for group in seqlens for n in group):
-        return f"key {name!r}: a length is negative"
-    count = sum(map(sum, seqlens))
+def _own(key: _Key, count: int, buffer: memoryview) -> Array:
+    """Copy the values of a key. The frame has their size before memory is allocated; Python's integers do not overflow."""
+    dtype, spec = _DTYPES.get(key.dtype), spec_of(key.name)
+    if dtype is None:
+        raise CodecError(f"key {key.name!r}: dtype {key.dtype!r} is unknown; known are {', '.join(DTYPES)}")
+    if spec is not None and dtype != spec.dtype:
+        raise CodecError(f"key {key.name!r}: expected dtype {spec.dtype}, found {key.dtype}")
     expected = count * dtype.itemsize
-    if found != expected:
-        return f"key {name!r}: {count} values of {dtype} take {expected} bytes, its frame has {found}"
-    if len(seqlens) != len(head.ids):
-        return f"key {name!r}: lengths of {len(seqlens)} ids, expected {len(head.ids)}"
-    return ""
-
-
-def _own(name: str, dtype: DType, count: int, buffer: memoryview) -> Array:
+    if buffer.nbytes != expected:
+        raise CodecError(
+            f"key {key.name!r}: {count} values of {dtype} take {expected} bytes, its frame has {buffer.nbytes}"
+        )
     array: Array = np.empty(count, dtype)
     if count:
         array.data.cast("B")[:] = buffer
         # A bool must be stored as 0 or 1: numpy treats a stored 2 as neither True nor False.
         if dtype is _BOOL and (largest := np.maximum.reduce(array.view(np.uint8))) > 1:
-            raise CodecError(f"key {name!r}: a bool is {largest}; only 0 and 1 are bools")
+            raise CodecError(f"key {key.name!r}: a bool is {largest}; only 0 and 1 are bools")
     return array
 
 

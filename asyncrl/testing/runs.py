@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import psutil
 
@@ -134,22 +133,6 @@ class RunHandle:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def told_by(run: RunHandle, url: str) -> str:
-    """The answer of an HTTP endpoint of this run, which must use Unix sockets, to a client with the run's token."""
-    return ask(run, "GET", url)[1]
-
-
-def ask(run: RunHandle, method: str, url: str, body: str = "", *, token: str = "") -> tuple[int, str]:
-    """Status and answer of an HTTP endpoint of this run, which must use Unix sockets. token: "" stands for the run's own."""
-    parts, token = urlsplit(url), token or (run.run_dir / "secrets" / "token").read_text().strip()
-    with unix_sockets.used(os.readlink(run.run_dir / unix_sockets.LINK)):
-        connection = unix_sockets.Connection(unix_sockets.path_of(parts.hostname or ""), timeout_s=30.0)
-    with contextlib.closing(connection):
-        connection.request(method, parts.path, body or None, headers={"Authorization": f"Bearer {token}"})
-        answer = connection.getresponse()
-        return answer.status, answer.read().decode()
 
 
 def launch(

@@ -16,8 +16,8 @@ from whole_runs import assert_each_prompt_trained_once, assert_nobody_left_behin
 
 from asyncrl.protocol.names import ACTOR, Names
 from asyncrl.protocol.versions import WeightVersion
-from asyncrl.testing.runs import RunHandle, assert_nothing_left, told_by, train_steps
-from tests.support.live_runs import entry
+from asyncrl.testing.runs import RunHandle, assert_nothing_left, train_steps
+from tests.support.live_runs import entry, told_by
 
 STEPS, BATCH, ETA = 36, 16, 2
 CAPACITY = (1 + ETA) * BATCH

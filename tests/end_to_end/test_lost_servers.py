@@ -17,9 +17,9 @@ from whole_runs import assert_each_prompt_trained_once, assert_nobody_left_behin
 
 from asyncrl.cli import main as cli
 from asyncrl.protocol.versions import WeightVersion
-from asyncrl.testing.faults import die_in_update, has_struck, largest_logprob_error, moved_tickets
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, make_tiny_run, train_steps
 from asyncrl.weights.lineage import audit
+from tests.support.in_update import die_in_update, has_struck, largest_logprob_error, moved_tickets
 from tests.support.live_runs import freeze_at_work, serves_newer
 
 LIMIT_S = 400.0

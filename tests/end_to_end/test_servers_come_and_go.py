@@ -18,7 +18,6 @@ from whole_runs import Gate
 from asyncrl.cli import main as cli
 from asyncrl.testing.runs import (
     RunHandle,
-    ask,
     assert_nothing_left,
     journal,
     launch,
@@ -27,7 +26,7 @@ from asyncrl.testing.runs import (
     read_json_lines,
 )
 from asyncrl.weights.versions import list_versions, read_manifest, role_dir
-from tests.support.live_runs import entry
+from tests.support.live_runs import ask, entry
 
 NUM_PROMPTS, BATCH = 60, 2
 LIMIT_S = 200.0

@@ -19,7 +19,8 @@ from asyncrl.launch.name_service import NameService
 from asyncrl.launch.rundir import LaunchError, read_record
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.names.open import open_name_resolver
-from asyncrl.testing.runs import assert_nothing_left, launch, make_tiny_run, told_by
+from asyncrl.testing.runs import assert_nothing_left, launch, make_tiny_run
+from tests.support.live_runs import told_by
 
 LIMIT_S = 100.0  # for one wait, on a busy machine
 

@@ -23,7 +23,6 @@ from asyncrl.generation.engine import EngineArguments, EngineFailed, EngineReque
 from asyncrl.generation.sglang import SGLangEngine
 from asyncrl.generation.sglang_process import AttachedServer
 from asyncrl.protocol.generation import SamplingParams
-from asyncrl.testing.faults import die_in_update, has_struck, largest_logprob_error, moved_tickets
 from asyncrl.testing.runs import (
     RunHandle,
     assert_nothing_left,
@@ -33,6 +32,7 @@ from asyncrl.testing.runs import (
     processes_of,
     train_steps,
 )
+from tests.support.in_update import die_in_update, has_struck, largest_logprob_error, moved_tickets
 from tests.support.live_runs import freeze_at_work, resume
 
 LIMIT_S = 240.0  # SGLang starts within 15 s on an idle machine

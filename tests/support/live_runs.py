@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from urllib.parse import urlsplit
 
 import msgspec
 import psutil
@@ -13,12 +15,29 @@ import psutil
 from asyncrl.launch.rundir import read_record
 from asyncrl.protocol.names import Names
 from asyncrl.protocol.status import WorkerStatus
+from asyncrl.runtime import unix_sockets
 from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.testing.runs import RunHandle, journal
 
 AT_WORK_S = 1.0  # a client that has waited this long after the freeze has sent its request, and no answer is on its way
 LOOK_S = 5.0  # time limit for observing such a wait
 NEWER_LIMIT_S = 400.0
+
+
+def told_by(run: RunHandle, url: str) -> str:
+    """The answer of an HTTP endpoint of this run, which must use Unix sockets, to a client with the run's token."""
+    return ask(run, "GET", url)[1]
+
+
+def ask(run: RunHandle, method: str, url: str, body: str = "", *, token: str = "") -> tuple[int, str]:
+    """Status and answer of an HTTP endpoint of this run, which must use Unix sockets. token: "" stands for the run's own."""
+    parts, token = urlsplit(url), token or (run.run_dir / "secrets" / "token").read_text().strip()
+    with unix_sockets.used(os.readlink(run.run_dir / unix_sockets.LINK)):
+        connection = unix_sockets.Connection(unix_sockets.path_of(parts.hostname or ""), timeout_s=30.0)
+    with contextlib.closing(connection):
+        connection.request(method, parts.path, body or None, headers={"Authorization": f"Bearer {token}"})
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
 
 
 def entry(run: RunHandle, key: Callable[[Names], str]) -> str:

@@ -122,14 +122,6 @@ def test_slices_are_views_of_each_sequence(sample: SequenceSample) -> None:
     assert np.shares_memory(slices[2][2], sample.data["packed_input_ids"])
 
 
-def test_meta_is_everything_but_the_data(sample: SequenceSample) -> None:
-    meta = sample.meta()
-    assert (meta.ids, meta.keys, meta.seqlens) == (sample.ids, sample.keys, sample.seqlens)
-    assert meta.dtypes["loss_mask"] == "bool"
-    assert meta.dtypes["my_pairs"] == "int16"
-    assert (meta.num_ids, meta.num_sequences(), meta.total_tokens()) == (3, 6, 16)
-
-
 def test_equality_compares_everything(sample: SequenceSample) -> None:
     assert sample == make_sample([3, 2], [4], [1, 1, 5])
     assert sample != make_sample([3, 2], [4], [1, 5, 1])

@@ -10,7 +10,6 @@ section runtime.faults, which applies to every channel and HTTP call of a run (r
 """
 
 from asyncrl.testing.faults.costs import Costs, cost_lines, read_costs
-from asyncrl.testing.faults.in_update import die_in_update, has_struck, largest_logprob_error, moved_tickets
 from asyncrl.testing.faults.injector import FAULTS_JOURNAL, Injector, Strike
 from asyncrl.testing.faults.phases import PhaseWatch
 from asyncrl.testing.faults.processes import RunProcesses
@@ -29,10 +28,6 @@ __all__ = [
     "Strike",
     "check_target",
     "cost_lines",
-    "die_in_update",
-    "has_struck",
-    "largest_logprob_error",
-    "moved_tickets",
     "read_costs",
     "schedule",
 ]
