@@ -56,11 +56,11 @@ def pytest_collection_modifyitems(items):
 def pytest_runtest_setup(item):
     """Forks the launchers of runs, unless the test has the mark `real_start`. Called before the fixtures that start runs.
     `asyncrl-launch check`, if a test calls it in this process, checks each architecture once per session."""
-    check = sys.modules.get("asyncrl.cli.commands.check")
-    if check is not None:
+    table = sys.modules.get("asyncrl.cli.checks")
+    if table is not None:
         from tests.support.remembered_checks import judge_each_architecture_once
 
-        check.judge_architecture = judge_each_architecture_once
+        table.judge_architecture = judge_each_architecture_once
     runs = sys.modules.get("asyncrl.testing.runs")  # tests without runs do not import it
     if runs is None:
         return

@@ -1,13 +1,12 @@
-"""Check whether this machine can run asyncrl, or a given config; `asyncrl-launch check` prints the findings.
+"""The checks of this machine, also for the needs of a config; `asyncrl-launch check` prints the findings.
 
-`examine` gathers numbers from the file system, psutil and package metadata, and passes them to functions judge_..., which tests can
+The rows gather numbers from the file system, psutil and package metadata, and pass them to functions judge_..., which tests can
 call with other numbers. Functions find_... look at the machine themselves: ports, etcd, the run's folder. The checks here do not
-import torch and write nothing, and every call that could hang has a time limit.
+import torch.
 """
 
 from __future__ import annotations
 
-import csv
 import errno
 import http.client
 import importlib.metadata
@@ -19,10 +18,9 @@ import re
 import resource
 import shutil
 import socket
-import subprocess
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -30,30 +28,20 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from asyncrl.config.engines import traits_of
-from asyncrl.config.modes import mode_of
-from asyncrl.config.processes import ModelWorkerConfig
 from asyncrl.config.resolve import Facts, resolve
 from asyncrl.config.schema import (
     ExperimentConfig,
     NameResolveConfig,
-    RuntimeConfig,
     max_head_offpolicyness,
 )
 from asyncrl.dataflow.topology import allocation_of
 from asyncrl.generation.sglang_environment import SETUP_HINT, TESTED_VERSION, SGLangEnvironment, find_sglang
-from asyncrl.launch.checks.checklist import Finding, State
-from asyncrl.launch.checks.gpus import needed_gpus, too_few_gpus
-from asyncrl.launch.checks.memory_floor import (
-    DTYPE_BYTES,
-    TRAINED_PARAMETER_BYTES,
-    ModelSize,
-    sizes_of,
-    too_little_memory,
-)
-from asyncrl.launch.program import ProcessSpec, run_directory
+from asyncrl.launch.checks.checklist import PROCESSES, Case, Check, Finding, State, judge
+from asyncrl.launch.checks.gpus import Gpu, chosen_gpus, needed_gpus, output_of, too_few_gpus
+from asyncrl.launch.checks.memory import estimate, sizes_of, too_little_memory, total
+from asyncrl.launch.program import run_directory
 from asyncrl.launch.redact import redact, redact_urls
 from asyncrl.launch.rundir import LaunchError, check_folder, holder, next_attempt
-from asyncrl.runtime.devices import visible_devices
 from asyncrl.runtime.disk import (
     LEAST_OPEN_FILES,
     MORE_OPEN_FILES,
@@ -63,16 +51,8 @@ from asyncrl.runtime.disk import (
 )
 from asyncrl.runtime.names.etcd.server import EtcdServerError, find_etcd
 
-COMMAND_LIMIT_S = 5.0  # time limit of `nvidia-smi`, which hangs if the driver hangs, and of `etcd --version`
 ENDPOINT_LIMIT_S = 3.0  # one request to one etcd
 GIB = 1 << 30
-
-# Memory of a process before it loads a model or data: measured in the quickstart, rounded up
-COMPUTING_BYTES = 600 << 20  # with torch and transformers
-OTHER_BYTES = 130 << 20
-FIXED_BYTES = 200 << 20  # launcher and etcd
-LOGS_BYTES = 200 << 20  # on disk: logs, and the data of a private etcd
-_FROZEN_PARAMETER_BYTES = 4
 
 _LOW_SHM_BYTES = GIB  # NCCL needs this much between several ranks; Docker's default is 64 MiB
 _LOW_OPEN_FILES = 1024
@@ -98,46 +78,6 @@ _NAMED_PACKAGES = (
 )
 
 
-def examine(config: ExperimentConfig | None = None, specs: Sequence[ProcessSpec] = ()) -> list[Finding]:
-    """All findings about this machine and, if given, about a config and its processes on it. Takes less than a second, or some
-    seconds if a command or an endpoint does not answer."""
-    devices = visible_devices()
-    chosen = judge_auto(config, on_gpu=bool(devices)) if config else []
-    config = resolve(config, Facts(on_gpu=bool(devices))) if config else None
-    runtime = config.runtime if config else RuntimeConfig()
-    name_resolve = config.name_resolve if config else NameResolveConfig()
-    fileroot = Path(config.fileroot if config else "runs").expanduser().absolute()
-    memory_total, memory_available = memory_limits()
-    model = ModelSize.of(config.model_path) if config else ModelSize()
-    gpus = query_gpus()
-    need = Need.of(config, specs, model, on_gpu=bool(devices)) if config else Need()
-    return [
-        judge_platform(platform.system(), platform.release(), platform.machine()),
-        *judge_packages(_requirements(), installed_version),
-        judge_cores(num_cores(), os.getloadavg()[0], need.threads),
-        *(
-            judge_least_memory(specs, sizes_of(specs), memory_available, gpus)
-            or [judge_memory(memory_total, memory_available, need.memory)]
-        ),
-        *judge_disk(fileroot, need.disk),
-        judge_shm(_free_bytes(Path("/dev/shm")), len(devices)),
-        judge_open_files(resource.getrlimit(resource.RLIMIT_NOFILE), need.open_files),
-        find_port(runtime.host),
-        judge_gpus(devices, gpus, installed_version("torch") or ""),
-        *([judge_num_gpus(len(devices), config)] if config else []),
-        *chosen,
-        *(judge_deltas(config) if config else []),
-        *(find_endpoints(name_resolve) if name_resolve.endpoints else [find_etcd_binary(name_resolve.binary)]),
-        judge_sglang(
-            allocation_of(config).engine if config else "",
-            find_sglang(config.generation.python if config else ""),
-            config.generation.python if config else "",
-        ),
-        *([find_run(run_directory(config))] if config else []),
-        find_environment(os.environ),
-    ]
-
-
 def package_versions() -> dict[str, str]:
     """Versions of Python, asyncrl and asyncrl's requirements, for JSON."""
     names = ["asyncrl", *(requirement.name for requirement in _requirements())]
@@ -149,96 +89,47 @@ def package_versions() -> dict[str, str]:
 
 def judge_platform(system: str, release: str, machine: str) -> Finding:
     value = f"{system} {release} {machine}, Python {platform.python_version()}"
-    if system != "Linux":
-        return Finding(
-            "system", "fail", value, "the launcher relies on Linux (parent-death signals, /proc); use a container"
-        )
-    return Finding("system", "ok", value)
+    remedy = "the launcher relies on Linux (parent-death signals, /proc); use a container"
+    return judge("system", value, (system != "Linux", "fail", remedy))
 
 
 def judge_cores(cores: int, load: float, computing: int) -> Finding:
     """computing: number of threads that compute on cores all the time; 0: it is unknown, or GPUs compute."""
     value = f"{cores}{f' for {computing} computing threads' if computing else ''}; load {load:.1f}"
-    if computing > _CROWDED * cores:
-        remedy = "the threads share cores, so steps are slow; use fewer processes in allocation=..., or more cores"
-        return Finding("cores", "warn", value, remedy)
-    if load > cores + 1:
-        return Finding("cores", "warn", value, "other programs use the cores (see `top`): expect slower steps")
-    return Finding("cores", "ok", value)
+    crowded = "the threads share cores, so steps are slow; use fewer processes in allocation=..., or more cores"
+    busy = "other programs use the cores (see `top`): expect slower steps"
+    return judge("cores", value, (computing > _CROWDED * cores, "warn", crowded), (load > cores + 1, "warn", busy))
+
+
+def computing_threads(case: Case) -> int:
+    """Threads that compute on cores all the time."""
+    computing = 0 if case.devices else sum(spec.computes for spec in case.specs)
+    return computing * max(case.resolved.train.torch_threads, 1)
 
 
 def judge_memory(total: int, available: int, need: int) -> Finding:
     """need: estimate in bytes; 0: unknown."""
-    value = (
-        f"{size_text(available)} of {size_text(total)} available{f', about {size_text(need)} needed' if need else ''}"
+    needed = f", about {size_text(need)} needed" if need else ""
+    too_large = "the kernel may kill processes; use a smaller model or generation.num_blocks, or fewer processes in allocation=..."
+    return judge(
+        "memory",
+        f"{size_text(available)} of {size_text(total)} available{needed}",
+        (need > available, "warn", too_large),
+        (not need and available < 4 * GIB, "warn", "the quickstart needs about 4 GiB"),
     )
-    if need > available:
-        remedy = (
-            "the kernel may kill processes; use a smaller model or generation.num_blocks, or fewer processes in "
-            "allocation=..."
-        )
-        return Finding("memory", "warn", value, remedy)
-    if not need and available < 4 * GIB:
-        return Finding("memory", "warn", value, "the quickstart needs about 4 GiB")
-    return Finding("memory", "ok", value)
 
 
-def judge_least_memory(
-    specs: Sequence[ProcessSpec], sizes: Mapping[str, ModelSize], available: int, gpus: Sequence[Gpu] | str
-) -> list[Finding]:
-    """A failure if the available main memory, or the memory of a GPU of known size, is less than its processes need at least; else
-    no finding."""
+def check_memory(case: Case) -> list[Finding]:
+    """Compare the available main memory, and the memory of each GPU of known size, with the quick estimate."""
+    all_bytes, available = memory_limits()
+    parts = estimate(case.specs, sizes_of(case.specs)) if case.specs else []
     limits = {"": available}
-    if not isinstance(gpus, str):
-        for index, gpu in enumerate(gpus):
-            if gpu.total_mib:
-                limits |= dict.fromkeys([str(index), gpu.id or str(index)], int(gpu.total_mib * (1 << 20)))
-    found = too_little_memory(specs, sizes, limits)
-    return [Finding("memory", "fail", *found)] if found else []
-
-
-@dataclass(frozen=True)
-class Need:
-    """Estimate of the resources that a run needs. A field is 0 if its need is unknown."""
-
-    threads: int = 0  # threads that compute on cores all the time
-    memory: int = 0  # bytes of main memory, all processes together
-    disk: int = 0  # bytes: kept weight versions, one being written, the final checkpoints, logs, etcd's data
-    open_files: int = 0  # needed by the process that opens the most files
-
-    @classmethod
-    def of(cls, config: ExperimentConfig, specs: Sequence[ProcessSpec], model: ModelSize, *, on_gpu: bool) -> Need:
-        generation, train, manager, rollout = config.generation, config.train, config.manager, config.rollout
-        count = Counter(spec.kind for spec in specs)
-        computing = sum(spec.computes for spec in specs)
-        memory = FIXED_BYTES + computing * COMPUTING_BYTES + (len(specs) - computing) * OTHER_BYTES
-        allocation = allocation_of(config)
-        memory += count["generation_server"] * allocation.generation.replica_size * allocation.traits.rank_bytes
-        if not on_gpu:
-            value = DTYPE_BYTES.get(generation.dtype, 4)
-            cache = generation.num_blocks * generation.page_size * model.kv_values_per_token
-            sampling = count["model_worker" if mode_of(config.mode).workers_generate else "generation_server"]
-            memory += sampling * (model.num_parameters + cache) * value
-            # the estimate assumes that all models are as large as model_path
-            memory += model.num_parameters * _training_bytes(specs)
-        prompts = manager.max_concurrent_rollouts or (1 + max_head_offpolicyness(config)) * train.batch_size
-        rolled_out = min(prompts, rollout.num_workers * rollout.max_concurrent_per_worker)
-        num_copies = config.weights.keep + 2 + (train.critic is not None)
-        return cls(
-            threads=0 if on_gpu else computing * max(train.torch_threads, 1),
-            memory=memory,
-            disk=num_copies * model.num_parameters * DTYPE_BYTES.get(train.dtype, 4) + LOGS_BYTES,
-            # A generation server has one connection for each response that it generates
-            open_files=rolled_out * rollout.group_size + _SPARE_OPEN_FILES,
-        )
-
-
-def _training_bytes(specs: Sequence[ProcessSpec]) -> int:
-    """Bytes per parameter for all models, on all model workers together. The number of ranks does not matter, because the ranks of
-    a model divide its weights, gradients and moments among themselves."""
-    worker = next((spec.config for spec in specs if isinstance(spec.config, ModelWorkerConfig)), None)
-    models = [model for model in worker.models if model.kind != "none"] if worker is not None else []
-    return sum(TRAINED_PARAMETER_BYTES if model.trainable else _FROZEN_PARAMETER_BYTES for model in models)
+    for index, gpu in enumerate(case.gpus if not isinstance(case.gpus, str) else ()):
+        if gpu.total_mib:
+            limits |= dict.fromkeys([str(index), gpu.id or str(index)], int(gpu.total_mib * (1 << 20)))
+    if short := too_little_memory(parts, limits):
+        return [Finding("memory", "fail", *short)]
+    return [judge_memory(all_bytes, available, total([part for part in parts if not part.device]))]
 
 
 def num_cores(root: Path = Path("/")) -> int:
@@ -283,54 +174,55 @@ def _cgroup_values(root: Path, name: str) -> Iterator[str]:
 
 def judge_disk(fileroot: Path, need: int) -> list[Finding]:
     """Check that fileroot is writable, and that its disk has room for `need` bytes (0: unknown)."""
-    folder = existing_parent(fileroot)
-    findings = []
+    folder, remedy = existing_parent(fileroot), "set fileroot=... to a folder"
     if not folder.is_dir():
-        findings.append(Finding("fileroot", "fail", f"{fileroot}: {folder} is a file", "set fileroot=... to a folder"))
+        found = Finding("fileroot", "fail", f"{fileroot}: {folder} is a file", remedy)
     elif not os.access(folder, os.W_OK | os.X_OK):
-        remedy = "set fileroot=... to a folder that you may write"
-        findings.append(Finding("fileroot", "fail", f"{fileroot}: {folder} cannot be written", remedy))
+        found = Finding("fileroot", "fail", f"{fileroot}: {folder} cannot be written", f"{remedy} that you may write")
     else:
-        findings.append(Finding("fileroot", "ok", str(fileroot)))
-    free = _free_bytes(folder)
-    return [*findings, judge_free_bytes(free, need, str(folder))]
+        found = Finding("fileroot", "ok", str(fileroot))
+    return [found, judge_free_bytes(_free_bytes(folder), need, str(folder))]
 
 
 def judge_free_bytes(free: int | None, need: int, place: str) -> Finding:
     if free is None:
         return Finding("disk", "warn", f"{place}: its size cannot be read", "see `df`")
-    value = f"{size_text(free)} free under {place}{f', about {size_text(need)} needed' if need else ''}"
-    if free < need:
-        remedy = "weights could not be written; set fileroot=... to a larger disk, or make room"
-        return Finding("disk", "fail", value, remedy)
-    if free < max(2 * need, GIB):
-        return Finding("disk", "warn", value, "nearly full; make room, or set fileroot=... to a larger disk")
-    return Finding("disk", "ok", value)
+    return judge(
+        "disk",
+        f"{size_text(free)} free under {place}{f', about {size_text(need)} needed' if need else ''}",
+        (free < need, "fail", "weights could not be written; set fileroot=... to a larger disk, or make room"),
+        (free < max(2 * need, GIB), "warn", "nearly full; make room, or set fileroot=... to a larger disk"),
+    )
 
 
 def judge_shm(free: int | None, num_devices: int) -> Finding:
     if free is None:
-        return Finding(
-            "shared memory", "warn", "there is no /dev/shm", "mount it: torch and NCCL use it between processes"
-        )
-    value = f"{size_text(free)} free in /dev/shm"
-    if num_devices > 1 and free < _LOW_SHM_BYTES:
-        return Finding("shared memory", "warn", value, "NCCL needs more; docker run --shm-size=8g (or --ipc=host)")
-    return Finding("shared memory", "ok", value)
+        remedy = "mount it: torch and NCCL use it between processes"
+        return Finding("shared memory", "warn", "there is no /dev/shm", remedy)
+    remedy = "NCCL needs more; docker run --shm-size=8g (or --ipc=host)"
+    is_low = num_devices > 1 and free < _LOW_SHM_BYTES
+    return judge("shared memory", f"{size_text(free)} free in /dev/shm", (is_low, "warn", remedy))
+
+
+def needed_open_files(config: ExperimentConfig) -> int:
+    """Open files of the process that opens the most: a generation server has one connection for each response that it generates."""
+    manager, rollout = config.manager, config.rollout
+    prompts = manager.max_concurrent_rollouts or (1 + max_head_offpolicyness(config)) * config.train.batch_size
+    rolled_out = min(prompts, rollout.num_workers * rollout.max_concurrent_per_worker)
+    return rolled_out * rollout.group_size + _SPARE_OPEN_FILES
 
 
 def judge_open_files(limits: tuple[int, int], need: int) -> Finding:
     """limits: soft and hard limit, from getrlimit. need: number of open files of the process that opens the most. A run raises its
     soft limit itself."""
     soft, hard = (1 << 30 if limit == resource.RLIM_INFINITY else limit for limit in limits)
-    value = f"{soft}{f', and one process needs about {need}' if need else ''}"
-    if hard < LEAST_OPEN_FILES:
-        return Finding("open files", "fail", value, f"no run can start: {too_few_open_files(hard)}")
-    if soft < max(need, _LOW_OPEN_FILES):
-        wanted = max(need, 65536)
-        remedy = f"`ulimit -n {min(wanted, hard)}` before the run" if soft < hard >= need else MORE_OPEN_FILES
-        return Finding("open files", "warn", value, remedy)
-    return Finding("open files", "ok", value)
+    raised = f"`ulimit -n {min(max(need, 65536), hard)}` before the run" if soft < hard >= need else MORE_OPEN_FILES
+    return judge(
+        "open files",
+        f"{soft}{f', and one process needs about {need}' if need else ''}",
+        (hard < LEAST_OPEN_FILES, "fail", f"no run can start: {too_few_open_files(hard)}"),
+        (soft < max(need, _LOW_OPEN_FILES), "warn", raised),
+    )
 
 
 def find_port(host: str) -> Finding:
@@ -362,17 +254,6 @@ def _free_bytes(folder: Path) -> int | None:
 # ----------------------------------------------------------------------------------------------------------------------- GPUs
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU as its driver reports it."""
-
-    name: str
-    total_mib: float
-    used_mib: float
-    driver: str
-    id: str = ""  # GPU-...; "": unknown
-
-
 def judge_gpus(devices: Sequence[str], gpus: Sequence[Gpu] | str, torch_version: str) -> Finding:
     """devices: the GPUs that a run would use. gpus: all GPUs that the driver reports, or, if the driver does not answer, a
     text with the reason."""
@@ -382,15 +263,17 @@ def judge_gpus(devices: Sequence[str], gpus: Sequence[Gpu] | str, torch_version:
         remedy = "check with `nvidia-smi` that the driver is loaded; CUDA_VISIBLE_DEVICES= (empty) runs on the CPU"
         return Finding("GPUs", "warn", f"{len(devices)} device nodes, but {gpus}", remedy)
     named = ", ".join(f"{gpu.name} ({gpu.used_mib / 1024:.0f} of {gpu.total_mib / 1024:.0f} GiB used)" for gpu in gpus)
-    value = f"{len(devices)} for this run: {','.join(devices)}; here: {named}, driver {gpus[0].driver if gpus else '?'}"
-    if torch_version.endswith("+cpu"):
-        remedy = f"torch {torch_version} cannot use them: install a CUDA build of torch"
-        return Finding("GPUs", "warn", value, remedy)
-    if any(gpu.used_mib > _BUSY_GPU_SHARE * gpu.total_mib for gpu in chosen_gpus(devices, gpus)):
-        return Finding(
-            "GPUs", "warn", value, "others are using them (see `nvidia-smi`); choose free ones by CUDA_VISIBLE_DEVICES"
-        )
-    return Finding("GPUs", "ok", value)
+    is_busy = any(gpu.used_mib > _BUSY_GPU_SHARE * gpu.total_mib for gpu in chosen_gpus(devices, gpus))
+    return judge(
+        "GPUs",
+        f"{len(devices)} for this run: {','.join(devices)}; here: {named}, driver {gpus[0].driver if gpus else '?'}",
+        (
+            torch_version.endswith("+cpu"),
+            "warn",
+            f"torch {torch_version} cannot use them: install a CUDA build of torch",
+        ),
+        (is_busy, "warn", "others are using them (see `nvidia-smi`); choose free ones by CUDA_VISIBLE_DEVICES"),
+    )
 
 
 def judge_num_gpus(found: int, config: ExperimentConfig) -> Finding:
@@ -402,14 +285,9 @@ def judge_num_gpus(found: int, config: ExperimentConfig) -> Finding:
     value = f"{asked}: {generation} for generation, {training} for training{shared}; {found} found"
     if not found and not allocation.traits.needs_gpu:
         return Finding(name, "ok", f"{value}: {generation + training} processes compute on cores")
-    if not found:
-        remedy = (
-            f"use a machine with {generation + training} GPUs; to try it on a CPU: allocation=transformers.d1p1m1+d1p1m1 and a "
-            "small model"
-        )
-        return Finding(name, "warn", value, remedy)
-    remedy = too_few_gpus(config, found)
-    return Finding(name, "fail" if remedy else "ok", value, remedy)
+    on_cpu = "to try it on a CPU: allocation=transformers.d1p1m1+d1p1m1 and a small model"
+    more, fewer = f"use a machine with {generation + training} GPUs; {on_cpu}", too_few_gpus(config, found)
+    return judge(name, value, (not found, "warn", more), (bool(fewer), "fail", fewer))
 
 
 def judge_deltas(config: ExperimentConfig) -> list[Finding]:
@@ -425,45 +303,20 @@ def judge_deltas(config: ExperimentConfig) -> list[Finding]:
 
 def judge_auto(config: ExperimentConfig, *, on_gpu: bool) -> list[Finding]:
     """The values of the fields that are `auto`; no finding if there are none."""
-    values = _auto_values(config, on_gpu=on_gpu)
-    shown = ", ".join(f"{field}={str(value).lower()}" for field, value in values.items())
-    return [Finding("auto", "ok", f"for a {'GPU' if on_gpu else 'CPU'}: {shown}")] if values else []
-
-
-def _auto_values(config: ExperimentConfig, *, on_gpu: bool) -> dict[str, object]:
-    """The values in place of `auto`, by field."""
     config, resolved = resolve(config, Facts()), resolve(config, Facts(on_gpu=on_gpu))
-    return {
-        f"{section}.{entry.name}": getattr(getattr(resolved, section), entry.name)
+    shown = ", ".join(
+        f"{section}.{entry.name}={str(value).lower()}"
         for section in ("rollout", "generation", "train")
         for entry in fields(getattr(config, section))
-        if getattr(getattr(config, section), entry.name) != getattr(getattr(resolved, section), entry.name)
-    }
+        if (value := getattr(getattr(resolved, section), entry.name)) != getattr(getattr(config, section), entry.name)
+    )
+    return [Finding("auto", "ok", f"for a {'GPU' if on_gpu else 'CPU'}: {shown}")] if shown else []
 
 
 def _because() -> str:
     """Why no GPU is visible, if the environment says so."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     return "" if chosen is None else f" (CUDA_VISIBLE_DEVICES={chosen} names none of this machine)"
-
-
-def chosen_gpus(devices: Sequence[str], gpus: Sequence[Gpu]) -> list[Gpu]:
-    """Those of the machine's `gpus` that `devices` name, as CUDA_VISIBLE_DEVICES does; all of them if it names none."""
-    found = [gpu for index, gpu in enumerate(gpus) if str(index) in devices or (gpu.id and gpu.id in devices)]
-    return found or list(gpus)
-
-
-def query_gpus(command: str = "nvidia-smi") -> list[Gpu] | str:
-    """All GPUs as reported by nvidia-smi; if it does not answer or lists none, a text that says so."""
-    query = "--query-gpu=name,memory.total,memory.used,driver_version,uuid"
-    output = _output_of([command, query, "--format=csv,noheader,nounits"])
-    if isinstance(output, OSError):
-        return f"{command} does not answer: {output.strerror or output}"
-    return [
-        Gpu(row[0], _number(row[1]), _number(row[2]), row[3], row[4])
-        for row in csv.reader(output.splitlines(), skipinitialspace=True)
-        if len(row) == 5
-    ] or f"{command} lists none: {output.strip()[:200]}"
 
 
 # -------------------------------------------------------------------------------------------------------------------- packages
@@ -512,6 +365,11 @@ def _requirements() -> list[Requirement]:
     return [entry for entry in parsed if entry.marker is None or entry.marker.evaluate({"extra": ""})]
 
 
+def check_sglang(case: Case) -> list[Finding]:
+    python = case.config.generation.python
+    return [judge_sglang(allocation_of(case.config).engine if case.specs else "", find_sglang(python), python)]
+
+
 def judge_sglang(engine: str, found: SGLangEnvironment | None, python: str = "") -> Finding:
     """engine: the engine of the config; "": there is no config. python: generation.python. found: the SGLang in the environment of
     that interpreter or, if generation.python is not set, in this environment; None: there is none."""
@@ -522,15 +380,21 @@ def judge_sglang(engine: str, found: SGLangEnvironment | None, python: str = "")
         value = f"{found.version}{where}{f', with {found.torch_versions}' if found.torch else ''}"
     if not traits_of(engine).runs_sglang:
         return Finding("SGLang", "ok", f"{value}; not used by this config (engine {engine})" if engine else value)
-    if found is None:
-        return Finding("SGLang", "fail", value, f"{SETUP_HINT}; or allocation=transformers....")
-    if found.version != TESTED_VERSION:
-        remedy = f"use SGLang {TESTED_VERSION}, with which asyncrl is tested; the protocol of other versions may differ"
-        return Finding("SGLang", "warn", value, remedy)
-    return Finding("SGLang", "ok", value)
+    other = f"use SGLang {TESTED_VERSION}, with which asyncrl is tested; the protocol of other versions may differ"
+    return judge(
+        "SGLang",
+        value,
+        (found is None, "fail", f"{SETUP_HINT}; or allocation=transformers...."),
+        (found is not None and found.version != TESTED_VERSION, "warn", other),
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- name resolve
+
+
+def check_etcd(case: Case) -> list[Finding]:
+    config = case.config.name_resolve
+    return find_endpoints(config) if config.endpoints else [find_etcd_binary(config.binary)]
 
 
 def find_etcd_binary(binary: str) -> Finding:
@@ -539,7 +403,7 @@ def find_etcd_binary(binary: str) -> Finding:
         path = find_etcd(binary)
     except EtcdServerError as error:
         return Finding("etcd", "fail", "not found", str(error))
-    output = _output_of([path, "--version"])
+    output = output_of([path, "--version"])
     if isinstance(output, OSError):
         remedy = (
             "is it built for this machine's architecture? set name_resolve.binary=... or "
@@ -556,8 +420,8 @@ def find_etcd_binary(binary: str) -> Finding:
 
 def find_endpoints(config: NameResolveConfig) -> list[Finding]:
     """The user's own etcd: one finding per endpoint. A run needs at least one that answers."""
-    answers = [_ask_endpoint(endpoint, min(config.timeout_s, ENDPOINT_LIMIT_S)) for endpoint in config.endpoints]
-    return judge_endpoints(list(zip(config.endpoints, answers, strict=True)))
+    limit_s = min(config.timeout_s, ENDPOINT_LIMIT_S)
+    return judge_endpoints([(endpoint, _ask_endpoint(endpoint, limit_s)) for endpoint in config.endpoints])
 
 
 def judge_endpoints(answers: Sequence[tuple[str, str | OSError]]) -> list[Finding]:
@@ -622,25 +486,30 @@ def find_environment(environment: Mapping[str, str]) -> Finding:
     return Finding("environment", "ok", shown or "no relevant variable is set")
 
 
-def _output_of(command: list[str]) -> str | OSError:
-    """A command's output; an OSError if it cannot run, fails or exceeds its limit."""
-    try:
-        done = subprocess.run(
-            command, capture_output=True, timeout=COMMAND_LIMIT_S, check=False, stdin=subprocess.DEVNULL
-        )
-    except OSError as error:
-        return error
-    except subprocess.TimeoutExpired:
-        return OSError(f"no answer within {COMMAND_LIMIT_S:g} s")
-    if done.returncode:
-        return OSError(
-            f"exit code {done.returncode}: {(done.stderr or done.stdout).decode(errors='replace').strip()[:200]}"
-        )
-    return done.stdout.decode(errors="replace")
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:  # "[N/A]"
-        return 0.0
+_check = partial(Check, place="machine")
+# With a config also its needs. In the order of their lines
+MACHINE_CHECKS = (
+    _check("system", lambda _: [judge_platform(platform.system(), platform.release(), platform.machine())]),
+    _check("packages", lambda _: judge_packages(_requirements(), installed_version)),
+    _check("cores", lambda case: [judge_cores(num_cores(), os.getloadavg()[0], computing_threads(case))]),
+    _check("memory", check_memory),
+    _check("disk", lambda case: judge_disk(Path(case.config.fileroot).expanduser().absolute(), case.disk_needed)),
+    _check("shared memory", lambda case: [judge_shm(_free_bytes(Path("/dev/shm")), len(case.devices))]),
+    _check(
+        "open files",
+        lambda case: [
+            judge_open_files(
+                resource.getrlimit(resource.RLIMIT_NOFILE), needed_open_files(case.resolved) if case.specs else 0
+            )
+        ],
+    ),
+    _check("ports", lambda case: [find_port(case.config.runtime.host)]),
+    _check("GPUs", lambda case: [judge_gpus(case.devices, case.gpus, installed_version("torch") or "")]),
+    _check("GPUs asked for", lambda case: [judge_num_gpus(len(case.devices), case.config)], needs=(PROCESSES,)),
+    _check("auto", lambda case: judge_auto(case.config, on_gpu=bool(case.devices)), needs=(PROCESSES,)),
+    _check("delta versions", lambda case: judge_deltas(case.resolved), needs=(PROCESSES,)),
+    _check("etcd", check_etcd),
+    _check("SGLang", check_sglang),
+    _check("run folder", lambda case: [find_run(run_directory(case.config))], needs=(PROCESSES,)),
+    _check("environment", lambda _: [find_environment(os.environ)]),
+)

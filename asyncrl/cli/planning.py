@@ -1,19 +1,17 @@
-"""Plans of runs for the commands: the GPU that a plan is for, and the finding of `check` and `run` about memory.
+"""Plans of runs for the commands: the GPU that a plan is for, and the check of the memory of GPUs.
 
 Only a machine with GPUs is judged. A plan there takes seconds to minutes; it runs in processes of its own (plan/ranks.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from asyncrl.cli.doctor import Gpu, chosen_gpus, query_gpus
 from asyncrl.config.nearest import did_you_mean
-from asyncrl.config.resolve import Facts, resolve
-from asyncrl.config.schema import ConfigError, ExperimentConfig
-from asyncrl.dataflow.phases import phases
-from asyncrl.launch.checks.checklist import Finding
+from asyncrl.config.schema import ConfigError
+from asyncrl.launch.checks.checklist import Case, Finding
+from asyncrl.launch.checks.gpus import Gpu, chosen_gpus, query_gpus
 from asyncrl.plan.capacity import RankPlanner, RunPlan, gib, plan_run
 from asyncrl.plan.devices import DEFAULT, DEVICES, Device, device_named
 from asyncrl.plan.ranks import plan_training
@@ -45,26 +43,21 @@ def device_here(devices: Sequence[str], gpus: Sequence[Gpu] | str) -> Device | N
     return replace(known or replace(DEVICES[DEFAULT], name=least.name), memory=int(least.total_mib * _MIB))
 
 
-def judge_memory_of_gpus(
-    config: ExperimentConfig,
-    devices: Sequence[str],
-    find_gpus: Callable[[], Sequence[Gpu] | str] = query_gpus,
-    plan_ranks: RankPlanner = plan_training,
-) -> list[Finding]:
-    """Plan the run, and compare it with the memory of the GPUs. No finding without GPUs. devices: those that the run would use.
+def check_plan(case: Case, plan_ranks: RankPlanner = plan_training) -> list[Finding]:
+    """Plan the run, and compare it with the memory of the GPUs. No finding without GPUs.
 
     fail: a process needs more than its GPU has; with plan.enforce=off this is a warning.
     """
-    if not devices:
+    if not case.devices:
         return []
-    device = device_here(devices, find_gpus())
+    device, remedy = device_here(case.devices, case.gpus), "the run may run out of memory"
     if device is None:
-        return [Finding("plan", "warn", "nvidia-smi does not tell the GPUs' memory", "the run may run out of memory")]
+        return [Finding("plan", "warn", "nvidia-smi does not tell the GPUs' memory", remedy)]
     try:
-        plan = plan_run(resolve(config, Facts(on_gpu=True)), device, plan_ranks)
+        plan = plan_run(case.resolved, device, plan_ranks)
     except PlanError as error:
-        return [Finding("plan", "warn", f"this config cannot be planned: {error}", "the run may run out of memory")]
-    return [judge_plan(plan, enforced=config.plan.enforce == "on")]
+        return [Finding("plan", "warn", f"this config cannot be planned: {error}", remedy)]
+    return [judge_plan(plan, enforced=case.config.plan.enforce == "on")]
 
 
 def judge_plan(plan: RunPlan, *, enforced: bool) -> Finding:
@@ -81,18 +74,3 @@ def judge_plan(plan: RunPlan, *, enforced: bool) -> Finding:
         anyway = "; plan.enforce=off starts anyway" if enforced else ""
         return Finding("plan", "fail" if enforced else "warn", "; ".join(texts), remedy + anyway)
     return Finding("plan", "ok", f"the fullest GPU needs at least {gib(plan.peak)} of {gib(plan.memory)}")
-
-
-def refuse_too_large(config: ExperimentConfig, say: Callable[[str], None]) -> None:
-    """Plan each phase of the run if this machine has GPUs. Prints a warning, or raises ConfigError if a process does not fit its
-    GPU."""
-    devices = visible_devices()
-    if devices:
-        say("computing the memory that each process needs, for up to minutes if the model is large")
-    for phase in phases(config):
-        for finding in judge_memory_of_gpus(phase, devices):
-            text = f"{finding.value}; {finding.remedy}"
-            if finding.state == "fail":
-                raise ConfigError(f"allocation={phase.allocation}: {text}")
-            if finding.state == "warn":
-                say(f"plan: {text}")

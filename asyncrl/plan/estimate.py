@@ -6,15 +6,16 @@ Memory of a layer's activations and of a block of logits is counted roughly. All
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from asyncrl.config.processes import ModelConfig, PlacedMFC
-from asyncrl.config.schema import EMA, ExperimentConfig
+from asyncrl.config.schema import ExperimentConfig
 from asyncrl.dataflow.axes import MATRICES, ParallelGrid
 from asyncrl.dataflow.graph import ADVANTAGES_MFC, build_dataflow
 from asyncrl.dataflow.mfc import MFCDef
 from asyncrl.dataflow.placed_models import models_of, place
 from asyncrl.dataflow.topology import allocation_of
-from asyncrl.launch.checks.memory_floor import DTYPE_BYTES
+from asyncrl.launch.checks.memory import DTYPE_BYTES, resident_bytes
 from asyncrl.plan.batches import load_of
 from asyncrl.plan.result import Collective, ModelStep, RankPlan
 from asyncrl.plan.shapes import ModelShape
@@ -45,21 +46,14 @@ def estimate_ranks(config: ExperimentConfig) -> list[RankPlan]:
 def _rank(
     config: ExperimentConfig, members: list[int], models: dict[str, ModelConfig], mfcs: list[PlacedMFC]
 ) -> RankPlan:
-    value = DTYPE_BYTES[config.train.dtype]
-    resident = {"parameters": 0, "gradients": 0, "optimizer": 0}
+    value, resident = DTYPE_BYTES[config.train.dtype], Counter[str]()
     for model in models.values():
         held = ModelShape.of(model.path).parameters // ParallelGrid.parse(model.grid).size
-        if model.trainable:
-            resident = {
-                "parameters": resident["parameters"] + _FLOAT * held,
-                "gradients": resident["gradients"] + _FLOAT * held,
-                "optimizer": resident["optimizer"] + 2 * _FLOAT * held,
-            }
-        elif not model.offload:
-            resident["parameters"] += (_FLOAT if model.name == EMA else value) * held
+        if model.trainable or not model.offload:
+            resident.update({kind: each * held for kind, each in resident_bytes(model, config.train.dtype).items()})
     steps = [_step(config, models[mfc.model], mfc, value) for mfc in mfcs]
     fullest = max((step.at_peak for step in steps), key=lambda parts: sum(parts.values()), default={})
-    at_peak = resident | fullest
+    at_peak = {**resident, **fullest}
     return RankPlan(
         worker=members[0],
         shards=sorted(models),

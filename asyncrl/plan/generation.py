@@ -10,7 +10,7 @@ import msgspec
 from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import ExperimentConfig
 from asyncrl.dataflow.topology import allocation_of
-from asyncrl.launch.checks.memory_floor import DTYPE_BYTES
+from asyncrl.launch.checks.memory import DTYPE_BYTES
 from asyncrl.plan.devices import Device, library_bytes
 from asyncrl.plan.result import PlanError
 from asyncrl.plan.shapes import ModelShape

@@ -12,10 +12,10 @@ from asyncrl.config.schema import ConfigError
 from asyncrl.data.model_folder import INDEX, check_shards, weight_map
 from asyncrl.data.prompts import load_tokenizer
 from asyncrl.launch.checks import model_files
-from asyncrl.launch.checks.preflight import preflight
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import run_directory
 from asyncrl.testing.tiny import make_char_tokenizer
+from tests.support.preflight import preflight
 
 TENSORS = {"a.weight": [2, 3], "b.weight": [4]}
 

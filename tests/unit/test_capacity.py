@@ -9,15 +9,19 @@ import msgspec
 import pytest
 import yaml
 
+from asyncrl.cli import checks as table
 from asyncrl.cli import planning
 from asyncrl.cli.commands import plan as plan_command
 from asyncrl.cli.commands.plan import PlanReport
-from asyncrl.cli.doctor import Gpu
+from asyncrl.cli.commands.run import refuse_too_large
 from asyncrl.cli.main import main
 from asyncrl.config.resolve import Facts, resolve
 from asyncrl.config.schema import ConfigError
 from asyncrl.dataflow.axes import MATRICES, ParallelGrid
 from asyncrl.dataflow.topology import Allocation, allocation_of
+from asyncrl.launch.checks import checklist
+from asyncrl.launch.checks.checklist import Case, Check
+from asyncrl.launch.checks.gpus import Gpu
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.plan import ranks
 from asyncrl.plan.bounds import Placed, generation_time, receive_time, step_times
@@ -459,7 +463,9 @@ def test_the_gpu_of_this_machine():
 
 
 def judged(config, planner, gpus=H100):
-    (finding,) = planning.judge_memory_of_gpus(config, ["0"], lambda: gpus, planner)
+    case = Case(config, devices=["0"])
+    case.gpus = gpus
+    (finding,) = planning.check_plan(case, planner)
     return finding
 
 
@@ -487,19 +493,20 @@ def test_check_compares_the_plan_with_the_gpus(load, file):
 
 def test_run_refuses_what_does_not_fit(load, monkeypatch):
     told = []
-    monkeypatch.setattr(planning, "visible_devices", lambda: [])
-    planning.refuse_too_large(load(), told.append)  # on a CPU nothing is planned
+    monkeypatch.setattr(checklist, "visible_devices", lambda: [])
+    refuse_too_large(load(), told.append)  # on a CPU nothing is planned
     assert told == []
-    monkeypatch.setattr(planning, "visible_devices", lambda: ["0"])
-    large = partial(planning.judge_memory_of_gpus, find_gpus=lambda: H100, plan_ranks=lambda _: [rank(other=90 * GIB)])
-    monkeypatch.setattr(planning, "judge_memory_of_gpus", large)
+    monkeypatch.setattr(checklist, "visible_devices", lambda: ["0"])
+    monkeypatch.setattr(checklist, "query_gpus", lambda: H100)
+    large = partial(planning.check_plan, plan_ranks=lambda _: [rank(other=90 * GIB)])
+    monkeypatch.setattr(table, "CHECKS", (Check("plan", large, place="machine", cost="plan"),))
     with pytest.raises(ConfigError, match=r"allocation=sglang.d2p1m1\+d4p1m1: model_worker/0 needs at least 91.1 GiB"):
-        planning.refuse_too_large(load(), told.append)
-    planning.refuse_too_large(load("plan.enforce='off'"), told.append)
+        refuse_too_large(load(), told.append)
+    refuse_too_large(load("plan.enforce='off'"), told.append)
     assert told[-1].startswith("plan: model_worker/0 needs at least 91.1 GiB")
     phases = "allocation=sglang.d2+d4 until 20 then sglang.d4+d2"
     with pytest.raises(ConfigError, match=r"allocation=sglang.d2\+d4 until 20: model_worker/0 needs at least 91.1 GiB"):
-        planning.refuse_too_large(load(phases), told.append)
+        refuse_too_large(load(phases), told.append)
 
 
 # ---------------------------------------------------------------------------------------------------------------- command

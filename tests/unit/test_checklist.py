@@ -7,7 +7,7 @@ import pytest
 from asyncrl.cli import main as cli
 from asyncrl.config.fields import Wrong, overlap
 from asyncrl.config.schema import ConfigError, ExperimentConfig
-from asyncrl.launch.checks.checklist import FIELDS, MODEL, Check, Finding, make_checks
+from asyncrl.launch.checks.checklist import FIELDS, MODEL, Case, Check, Finding, make_checks
 
 CONFIG = """\
 model_path: {folder}/nowhere
@@ -84,9 +84,9 @@ def test_a_check_is_made_although_another_fails():
         Check("f", fails, when=lambda config: False),
         Check("g", lambda case: None, gives="g"),
     )
-    report = make_checks(checks, ExperimentConfig(), [Wrong("train.ppo.epochs", "train.ppo.epochs=0: no")])
+    report = make_checks(checks, Case(ExperimentConfig()), [Wrong("train.ppo.epochs", "train.ppo.epochs=0: no")])
     assert report.problems == ["train.ppo.epochs=0: no", "first", "second", "third"]
-    assert [warning.name for warning in report.warnings] == ["x"]
+    assert [warning.name for warning in report.of("files")] == ["x"]
     assert report.not_made == ["c", "e"]
     assert report.facts == {"g"}
     with pytest.raises(ConfigError, match="first\nsecond\nthird\nnot checked before these are fixed: c, e"):

@@ -15,13 +15,15 @@ import msgspec
 import pytest
 
 import asyncrl
+from asyncrl.cli import checks as table
 from asyncrl.cli import main as cli
-from asyncrl.cli.commands import check as check_command
 from asyncrl.cli.commands import run as run_command
 from asyncrl.cli.commands.common import not_running
 from asyncrl.cli.commands.run import JsonView
 from asyncrl.cli.commands.status import _Seen, _view, training_of
-from asyncrl.launch.checks.checklist import PROMPTS, TASKS, Finding, Report
+from asyncrl.cli.doctor import MACHINE_CHECKS
+from asyncrl.config.schema import ConfigError
+from asyncrl.launch.checks.checklist import Check, Finding
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import load_process_config
 from asyncrl.launch.rundir import LaunchError, RunLock, RunRecord, begin_attempt, next_attempt, write_record
@@ -48,12 +50,12 @@ def config(tmp_path, monkeypatch):
     """A config whose model and prompts are not examined."""
     file = tmp_path / "small.yaml"
     file.write_text(CONFIG.format(folder=tmp_path))
-    for module in (run_command, check_command):
-        monkeypatch.setattr(
-            module, "run_checks", lambda config, wrong: Report([], [], [], frozenset({PROMPTS, TASKS}), 10)
-        )
-    monkeypatch.setattr(check_command, "try_tasks", lambda config: [])
+    monkeypatch.setattr(table, "CHECKS", (Check("the prompts", count_prompts), *MACHINE_CHECKS))
     return file
+
+
+def count_prompts(case):
+    case.num_prompts = 10
 
 
 @pytest.fixture
@@ -156,10 +158,10 @@ def test_errors_are_reported_as_text_and_as_json(words, kind, told, code, call, 
 
 
 def test_secrets_are_not_in_errors(config, call, monkeypatch):
-    def refuse(config, wrong):
-        return Report(["name_resolve.endpoints=['u:hidden@h:1']: HF_TOKEN=hidden"], [], [], frozenset(), 0)
+    def refuse(_):
+        raise ConfigError("name_resolve.endpoints=['u:hidden@h:1']: HF_TOKEN=hidden")
 
-    monkeypatch.setattr(check_command, "run_checks", refuse)
+    monkeypatch.setattr(table, "CHECKS", (Check("etcd", refuse),))
     for words in (["check", config], ["check", config, "--json"]):
         assert "hidden" not in "".join(map(str, call(*words)))
 
@@ -171,8 +173,12 @@ FINE = [Finding("cores", "ok", "2"), Finding("GPUs", "warn", "old", "buy another
 BROKEN = [*FINE, Finding("disk", "fail", "[full]", "make room")]
 
 
+def finds(findings, place="machine"):
+    return Check("these", lambda _: findings, place=place)
+
+
 def test_check_without_a_config_examines_the_machine(call, monkeypatch):
-    monkeypatch.setattr(check_command, "examine", lambda *args: FINE)
+    monkeypatch.setattr(table, "CHECKS", (finds(FINE),))
     code, out, _ = call("check")
     assert code == 0
     assert "buy another" in out
@@ -181,12 +187,15 @@ def test_check_without_a_config_examines_the_machine(call, monkeypatch):
     assert code == 0
     found = answer(out)
     assert found["ok"] is True
-    assert found["machine"][1] == {"name": "GPUs", "state": "warn", "value": "old", "remedy": "buy another"}
+    assert found["machine"][1] == {"name": "GPUs", "state": "warn", "value": "old", "remedy": "buy another"} | {
+        "place": "machine",
+        "cost": "short",
+    }
     assert found["versions"]["python"]
 
 
 def test_check_with_a_config_prints_both(config, call, monkeypatch):
-    monkeypatch.setattr(check_command, "examine", lambda *args: BROKEN)
+    monkeypatch.setattr(table, "CHECKS", (Check("the prompts", count_prompts), finds(BROKEN)))
     code, out, _ = call("check", config)
     assert code == 1
     assert "[full]" in out
@@ -205,9 +214,9 @@ def test_check_with_a_config_prints_both(config, call, monkeypatch):
 
 
 def test_check_tries_the_tasks(config, call, monkeypatch):
-    monkeypatch.setattr(check_command, "examine", lambda *args: FINE)
     tried = [Finding("rollout.tasks.default.reward", "fail", "raised KeyError: 1 (reward.py:3)", "mend it")]
-    monkeypatch.setattr(check_command, "try_tasks", lambda config: tried)
+    checks = (Check("the prompts", count_prompts), finds(tried, "tasks"), finds(FINE))
+    monkeypatch.setattr(table, "CHECKS", checks)
     code, out, _ = call("check", config)
     assert code == 1
     assert "raised KeyError: 1 (reward.py:3)" in out

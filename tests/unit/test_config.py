@@ -23,7 +23,6 @@ from asyncrl.config.schema import (
     TrainConfig,
     has_unix_sockets,
 )
-from asyncrl.launch.checks.preflight import preflight
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import (
     config_text,
@@ -35,6 +34,7 @@ from asyncrl.launch.program import (
 from asyncrl.runtime.devices import devices_of, visible_devices
 from asyncrl.testing.tiny import make_char_tokenizer
 from tests.support.mfcs import declare
+from tests.support.preflight import preflight
 
 MINIMAL = """
 model_path: m

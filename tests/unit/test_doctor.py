@@ -11,13 +11,22 @@ import pytest
 from packaging.requirements import Requirement
 
 from asyncrl.cli import doctor
-from asyncrl.cli.doctor import Gpu, ModelSize, Need
+from asyncrl.cli.doctor import MACHINE_CHECKS
+from asyncrl.config.resolve import Facts, resolve
 from asyncrl.config.schema import ExperimentConfig, ManagerConfig, NameResolveConfig, PPOConfig, TrainConfig
 from asyncrl.generation.sglang_environment import SGLangEnvironment
+from asyncrl.launch.checks import gpus
+from asyncrl.launch.checks.checklist import Case, make_checks
+from asyncrl.launch.checks.gpus import Gpu
+from asyncrl.launch.checks.memory import ModelSize, estimate, total
 from asyncrl.launch.program import plan
 from asyncrl.launch.rundir import RunLock
 
 GB = 10**9
+
+
+def examine(config=None, specs=()):
+    return make_checks(MACHINE_CHECKS, Case(config or ExperimentConfig(), specs)).findings
 
 
 def states(findings):
@@ -25,7 +34,7 @@ def states(findings):
 
 
 def test_this_machine():
-    findings = doctor.examine()
+    findings = examine()
     names = [finding.name for finding in findings]
     for name in (
         "system",
@@ -96,18 +105,21 @@ def test_need_of_a_config(tmp_path):
     assert ModelSize.of(str(tmp_path / "nowhere")) == ModelSize()
 
     config = ExperimentConfig(allocation="transformers.d2+d3", train=TrainConfig(batch_size=32))
-    specs = plan(config, attempt=1, num_prompts=100)
-    small = Need.of(config, specs, ModelSize(0, 0), on_gpu=False)
-    large = Need.of(config, specs, ModelSize(10**9, 0), on_gpu=False)
-    assert small.threads == 5
-    assert large.memory - small.memory == 10**9 * (2 * 4 + 16)  # three ranks share a model
-    assert large.disk - small.disk == 10**9 * 5 * 4
-    assert small.open_files == 3 * 32 * 8 + 256
+
+    def memory(config, size, devices=()):
+        specs = plan(resolve(config, Facts(on_gpu=bool(devices))), attempt=1, num_prompts=100, devices=devices)
+        return total([part for part in estimate(specs, {"": size}) if not part.device])
+
+    small, large = memory(config, ModelSize()), memory(config, ModelSize(10**9, 0))
+    assert large - small == 10**9 * (2 * 4 + 16)  # three ranks share a model
     with_ref = replace(config, train=replace(config.train, ppo=PPOConfig(kl_coef=0.1)))
-    larger = Need.of(with_ref, plan(with_ref, attempt=1, num_prompts=100), ModelSize(10**9, 0), on_gpu=False)
-    assert larger.memory - large.memory == 10**9 * 4
-    on_gpu = Need.of(config, specs, ModelSize(10**9, 10**6), on_gpu=True)
-    assert (on_gpu.threads, on_gpu.memory) == (0, small.memory)
+    assert memory(with_ref, ModelSize(10**9, 0)) - large == 10**9 * 4
+    devices = ["0", "1", "2", "3", "4"]
+    assert memory(config, ModelSize(10**9, 10**6), devices) == small
+    specs = plan(config, attempt=1, num_prompts=100)
+    assert doctor.computing_threads(Case(config, specs, devices=[])) == 5
+    assert doctor.computing_threads(Case(config, specs, devices=devices)) == 0
+    assert doctor.needed_open_files(config) == 3 * 32 * 8 + 256
 
 
 @pytest.mark.parametrize(
@@ -188,22 +200,22 @@ def test_the_output_of_nvidia_smi_is_parsed(tmp_path):
         command = tmp_path / "smi"
         command.write_text(f"#!/bin/sh\n{body}\n")
         command.chmod(0o755)
-        return doctor.query_gpus(str(command))
+        return gpus.query_gpus(str(command))
 
     assert fake("echo 'NVIDIA A100, 81920, [N/A], 570.1, GPU-7'") == [
         Gpu("NVIDIA A100", 81920.0, 0.0, "570.1", "GPU-7")
     ]
     assert "exit code 9: no driver" in fake("echo no driver >&2; exit 9")
     assert "lists none" in fake("true")
-    assert "No such file" in doctor.query_gpus(str(tmp_path / "nowhere"))
+    assert "No such file" in gpus.query_gpus(str(tmp_path / "nowhere"))
 
 
 def test_the_wait_for_a_hanging_command_is_limited(tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor, "COMMAND_LIMIT_S", 0.05)
+    monkeypatch.setattr(gpus, "COMMAND_LIMIT_S", 0.05)
     command = tmp_path / "smi"
     command.write_text("#!/bin/sh\nexec sleep 100\n")
     command.chmod(0o755)
-    assert doctor.query_gpus(str(command)) == f"{command} does not answer: no answer within 0.05 s"
+    assert gpus.query_gpus(str(command)) == f"{command} does not answer: no answer within 0.05 s"
 
 
 def test_packages():
@@ -358,7 +370,7 @@ def test_with_a_config_the_findings_include_its_needs(tmp_path):
     config = ExperimentConfig(
         fileroot=str(tmp_path), manager=ManagerConfig(max_concurrent_rollouts=2), model_path=str(tmp_path)
     )
-    findings = {finding.name: finding for finding in doctor.examine(config, plan(config, attempt=1, num_prompts=9))}
+    findings = {finding.name: finding for finding in examine(config, plan(config, attempt=1, num_prompts=9))}
     assert "for 2 computing threads" in findings["cores"].value
     assert "needed" in findings["memory"].value
     assert findings["run folder"].state == "ok"

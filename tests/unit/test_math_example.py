@@ -18,10 +18,10 @@ from asyncrl.config.schema import ConfigError, ExperimentConfig, PromptSourceCon
 from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.generation.sglang_environment import TESTED_VERSION, SGLangEnvironment
 from asyncrl.launch.checks import preflight as preflight_module
-from asyncrl.launch.checks.preflight import preflight
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import load_process_config, plan
 from asyncrl.protocol.trajectories import Locator
+from tests.support.preflight import preflight
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "async_ppo_math.yaml"

@@ -95,5 +95,5 @@ def test_a_model_that_the_engine_cannot_use_is_refused_before_the_start(tmp_path
         (["allocation=sglang.d1+d1"], False),
     ):
         config = load_experiment(file, ["allocation=transformers.d1+d1", *overrides])
-        found = list(_check_attention(Case(config, model)))
+        found = list(_check_attention(Case(config, model=model)))
         assert bool(found) is refused

@@ -21,8 +21,8 @@ from asyncrl.generation.sglang_process import (
     server_arguments,
     server_environment,
 )
+from asyncrl.launch.checks import checklist
 from asyncrl.launch.checks import preflight as preflight_module
-from asyncrl.launch.checks.preflight import preflight
 from asyncrl.launch.experiment import validate
 from asyncrl.launch.program import plan
 from asyncrl.protocol.generation import FinishReason, SamplingParams, VersionSpan
@@ -30,6 +30,7 @@ from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime.process import tail_of
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import publish_folder
+from tests.support.preflight import preflight
 
 V0, V1, V2 = (WeightVersion(1, v) for v in range(3))
 
@@ -216,7 +217,7 @@ def test_preflight_compares_the_nccl_of_a_broadcast(
 ):
     python = make_environment(tmp_path / "venv", "sglang-0.5.23", "torch-2.14.1", "nvidia_nccl_cu13-2.30.7")
     monkeypatch.setattr(preflight_module, "own_torch", lambda: trainer)
-    monkeypatch.setattr(preflight_module, "visible_devices", lambda: devices)
+    monkeypatch.setattr(checklist, "visible_devices", lambda: devices)
     weights = WeightsConfig(**{"transport": "broadcast", **overrides})
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1", "answer": "2"}\n' * 64)
     (tmp_path / "rewards.py").write_text("def reward(*_):\n    return 1.0\n")

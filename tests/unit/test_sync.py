@@ -7,10 +7,10 @@ from asyncrl.cli.doctor import judge_num_gpus
 from asyncrl.config.schema import ConfigError, PPOConfig, TrainConfig
 from asyncrl.dataflow.graph import GENERATE_MFC, TRAJECTORY_KEYS, build_dataflow, without_generation
 from asyncrl.dataflow.topology import allocation_of
-from asyncrl.launch.checks.preflight import preflight
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import can_scale, load_process_config, plan, save_config
 from asyncrl.testing.runs import make_tiny_run
+from tests.support.preflight import preflight
 
 
 @pytest.fixture(scope="module")

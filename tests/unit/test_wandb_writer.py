@@ -11,11 +11,11 @@ from dataclasses import replace
 import pytest
 
 from asyncrl.config.schema import ConfigError, ExperimentConfig, WandbConfig
-from asyncrl.launch.checks.preflight import preflight
 from asyncrl.launch.experiment import load_experiment, validate
 from asyncrl.runtime.metrics import METRICS_FILE, MetricsWriter, read_json_lines
 from asyncrl.runtime.wandb_writer import MAX_QUEUE, WandbWriter
 from asyncrl.testing.runs import make_tiny_run
+from tests.support.preflight import preflight
 
 LIMIT_S = 60.0
 KEY = "0123456789abcdef" * 2 + "01234567"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.markup import escape
 
-from asyncrl.cli.architecture_check import judge_architecture
+from asyncrl.cli.checks import checks_of
 from asyncrl.cli.commands.common import (
     CONFIG_ERROR,
     FAILED,
@@ -22,20 +22,15 @@ from asyncrl.cli.commands.common import (
     sizes,
     sizes_text,
 )
-from asyncrl.cli.doctor import examine, package_versions
+from asyncrl.cli.doctor import package_versions
 from asyncrl.cli.hub import find_local_models
-from asyncrl.cli.planning import judge_memory_of_gpus
 from asyncrl.cli.tables import FittedTable
-from asyncrl.cli.task_trial import judge_step, try_tasks
-from asyncrl.config.fields import Wrong, overlap
 from asyncrl.config.schema import ExperimentConfig
 from asyncrl.dataflow.phases import phases
-from asyncrl.launch.checks.checklist import PROMPTS, TASKS, TOKENIZER, WEIGHTS, Finding, Report
-from asyncrl.launch.checks.preflight import run_checks
+from asyncrl.launch.checks.checklist import Case, Finding, Report, make_checks
 from asyncrl.launch.experiment import draft_experiment
 from asyncrl.launch.program import ProcessSpec, plan, run_directory
 from asyncrl.launch.redact import redact_text
-from asyncrl.runtime.devices import visible_devices
 
 _DESCRIPTION = """Check whether a config can run on this machine, and list its processes. Starts no run, writes nothing.
 
@@ -57,7 +52,6 @@ examples:
 exit codes: 0 it can run (perhaps with warnings); 1 the machine or a task fails a check, see the lines marked FAIL; 2 the
 config cannot work: all its problems are printed, each with field, value and remedy."""
 
-_MODEL_FIELDS = ("model_path", "allocation", "mode", "generation")  # those that the check of the architecture reads
 _MARKS = {"ok": "[green]ok[/]", "warn": "[bold yellow]warn[/]", "fail": "[bold red]FAIL[/]"}
 
 
@@ -68,24 +62,15 @@ def add_to(commands: Commands) -> None:
 def check(arguments: argparse.Namespace, console: Console) -> int:
     """Examine this machine; with CONFIG also validate it, call each reward function once, and list the processes."""
     if arguments.config is None:
-        findings = examine()
-        if arguments.json:
-            print_json({"ok": not _failed(findings), "machine": findings, "versions": package_versions()})
-        else:
-            _print_findings("this machine", findings, console)
-            console.print(_verdict(findings, "this machine"), highlight=False)
-        return FAILED if _failed(findings) else 0
-
+        return _check_machine(arguments, console)
     draft = draft_experiment(arguments.config, arguments.overrides)
     config, missing = find_local_models(draft.config, download=False)
-    wrong = [*draft.wrong, *missing]
-    report = run_checks(config, wrong)
-    tasks = _try(config, report, wrong)
+    report = make_checks(checks_of("files", "tasks"), Case(config), [*draft.wrong, *missing])
     if report.problems:
-        return _refuse(report, tasks, arguments, console)
-    num_prompts = report.num_prompts
-    views = [_Phase.of(phase, num_prompts) for phase in phases(config)]
-    findings = [*report.warnings, *(finding for view in views for finding in view.machine), *tasks]
+        return _refuse(report, arguments, console)
+    num_prompts, files, tasks = report.case.num_prompts, report.of("files"), report.of("tasks")
+    views = [_Phase.of(replace(report.case, config=phase)) for phase in phases(config)]
+    findings = [*files, *(finding for view in views for finding in view.machine), *tasks]
     if arguments.json:
         first, *later = views
         print_json(
@@ -103,7 +88,7 @@ def check(arguments: argparse.Namespace, console: Console) -> int:
                     }
                     for view in later
                 ],
-                "files": report.warnings,
+                "files": files,
                 "tasks": tasks,
                 "versions": package_versions(),
             }
@@ -113,29 +98,26 @@ def check(arguments: argparse.Namespace, console: Console) -> int:
             title = f": {view.allocation}" if len(views) > 1 else ""
             console.print(process_table(f"{run_directory(config)}{escape(title)}", view.specs))
             _print_findings("this machine", view.machine, console)
-        _print_findings("files", report.warnings, console)
+        _print_findings("files", files, console)
         _print_findings("model and tasks", tasks, console)
         console.print(sizes_text(config, num_prompts), highlight=False)
         console.print(_verdict(findings, "this config"), highlight=False)
     return FAILED if _failed(findings) else 0
 
 
-def _try(config: ExperimentConfig, report: Report, wrong: Sequence[Wrong]) -> list[Finding]:
-    """Call the reward functions, as far as the problems that are known let them be called."""
-    fields = [field for field, _ in wrong]
-    callable_ = report.facts >= {PROMPTS, TASKS} and not overlap(("rollout", "prompts"), fields)
-    if config.prompts.chat_template and TOKENIZER not in report.facts:
-        callable_ = False
-    return [
-        *(try_tasks(config) if callable_ else []),
-        *([] if overlap(("train.step",), fields) else judge_step(config)),
-        *(judge_architecture(config) if WEIGHTS in report.facts and not overlap(_MODEL_FIELDS, fields) else []),
-    ]
+def _check_machine(arguments: argparse.Namespace, console: Console) -> int:
+    findings = _examine(Case(ExperimentConfig()))
+    if arguments.json:
+        print_json({"ok": not _failed(findings), "machine": findings, "versions": package_versions()})
+    else:
+        _print_findings("this machine", findings, console)
+        console.print(_verdict(findings, "this machine"), highlight=False)
+    return FAILED if _failed(findings) else 0
 
 
-def _refuse(report: Report, tasks: Sequence[Finding], arguments: argparse.Namespace, console: Console) -> int:
+def _refuse(report: Report, arguments: argparse.Namespace, console: Console) -> int:
     """Report all problems of a config that cannot work, after what is known about the machine and the tasks."""
-    machine = examine()
+    machine, tasks = _examine(Case(ExperimentConfig())), report.of("tasks")
     message = redact_text("\n".join(report.lines()))
     failed = _failed([*machine, *tasks])
     if arguments.json:
@@ -143,7 +125,7 @@ def _refuse(report: Report, tasks: Sequence[Finding], arguments: argparse.Namesp
         print_json({"ok": False, **error_object("config", message), **found, "versions": package_versions()})
         return CONFIG_ERROR
     _print_findings("this machine", [finding for finding in machine if finding.state != "ok"], console)
-    _print_findings("files", report.warnings, console)
+    _print_findings("files", report.of("files"), console)
     _print_findings("model and tasks", tasks, console)
     console.print("[bold red]config:[/]")
     for text in message.splitlines():
@@ -152,6 +134,11 @@ def _refuse(report: Report, tasks: Sequence[Finding], arguments: argparse.Namesp
     also = f", and {', '.join(failed)}" if failed else ""
     console.print(f"[bold red]not yet[/]: this config cannot run here until these are fixed: {escape(problems + also)}")
     return CONFIG_ERROR
+
+
+def _examine(case: Case) -> list[Finding]:
+    """The findings about this machine, for a phase of the config if the case has its processes."""
+    return make_checks(checks_of("machine"), case).findings
 
 
 @dataclass(frozen=True)
@@ -163,10 +150,9 @@ class _Phase:
     machine: list[Finding]
 
     @classmethod
-    def of(cls, config: ExperimentConfig, num_prompts: int) -> _Phase:
-        specs = plan(config, attempt=1, num_prompts=num_prompts, devices=visible_devices())
-        machine = [*examine(config, specs), *judge_memory_of_gpus(config, visible_devices())]
-        return cls(config.allocation, specs, machine)
+    def of(cls, case: Case) -> _Phase:
+        specs = plan(case.config, attempt=1, num_prompts=case.num_prompts, devices=case.devices)
+        return cls(case.config.allocation, specs, _examine(replace(case, specs=specs)))
 
 
 def _failed(findings: Sequence[Finding]) -> list[str]:

@@ -14,7 +14,7 @@ import shlex
 import shutil
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ import msgspec
 from rich.console import Console
 
 from asyncrl.cli.advice import AdviceNews
+from asyncrl.cli.checks import checks_of
 from asyncrl.cli.commands.common import (
     FAILED,
     Commands,
@@ -36,13 +37,12 @@ from asyncrl.cli.commands.common import (
     supervises,
 )
 from asyncrl.cli.hub import find_local_models
-from asyncrl.cli.planning import refuse_too_large
 from asyncrl.cli.progress import LongWaits, Notes, RunView, is_evaluation, print_summary
 from asyncrl.config.resolve import Facts, resolve, total_steps
 from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.data.trajectories import FOLDER as TRAJECTORIES
 from asyncrl.dataflow.phases import phases
-from asyncrl.launch.checks.preflight import run_checks
+from asyncrl.launch.checks.checklist import Case, make_checks
 from asyncrl.launch.experiment import Draft, draft_experiment
 from asyncrl.launch.local import LocalLauncher
 from asyncrl.launch.program import CONFIG_CLASSES, ProcessSpec, plan, run_directory, save_config
@@ -209,11 +209,26 @@ def _checked(draft: Draft, console: Console, *, download: bool) -> tuple[Experim
     is downloaded for a config with a wrong field."""
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     config, missing = find_local_models(draft.config, download=download and not draft.wrong, say=say)
-    report = run_checks(config, [*draft.wrong, *missing])
+    report = make_checks(checks_of("files", cost="short"), Case(config), [*draft.wrong, *missing])
     report.refuse()
-    for finding in report.warnings:
+    for finding in report.findings:
         say(f"{finding.name}: {finding.value}; {finding.remedy}")
-    return config, report.num_prompts
+    return config, report.case.num_prompts
+
+
+def refuse_too_large(config: ExperimentConfig, say: Callable[[str], None]) -> None:
+    """Plan each phase of the run if this machine has GPUs. Prints a warning, or raises ConfigError if a process does not fit its
+    GPU."""
+    cases = [Case(phase) for phase in phases(config)]
+    if cases[0].devices:
+        say("computing the memory that each process needs, for up to minutes if the model is large")
+    for case in cases:
+        for finding in make_checks(checks_of("machine", cost="plan"), case).findings:
+            text = f"{finding.value}; {finding.remedy}"
+            if finding.state == "fail":
+                raise ConfigError(f"allocation={case.config.allocation}: {text}")
+            if finding.state == "warn":
+                say(f"{finding.name}: {text}")
 
 
 def _submit(config: ExperimentConfig, arguments: argparse.Namespace, console: Console) -> int:

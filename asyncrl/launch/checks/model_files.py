@@ -190,7 +190,8 @@ def check_vocabulary(tokenizer_path: str, config: Mapping[str, Any]) -> None:
             f"tokenizer_path={tokenizer_path!r}: its largest token id is {largest}, but the model's vocabulary has {vocab_size} "
             "tokens (config.json, vocab_size): they do not belong together; use the model's own tokenizer"
         )
-    eos = _eos_token(folder)
+    eos = tokenizer_config(folder).get("eos_token") or ""
+    eos = str(eos.get("content") or "") if isinstance(eos, dict) else str(eos)
     eos_id = tokenizer.token_to_id(eos) if eos else None
     if eos and (eos_id is None or eos_id >= vocab_size):
         where = (
@@ -204,13 +205,12 @@ def check_vocabulary(tokenizer_path: str, config: Mapping[str, Any]) -> None:
         )
 
 
-def _eos_token(folder: Path) -> str:
-    """Return eos_token of tokenizer_config.json, which is a string or an object with `content`. "": the file has none."""
+def tokenizer_config(folder: Path) -> dict[str, Any]:
+    """Return the content of tokenizer_config.json; an empty object if it cannot be read."""
     try:
-        eos = read_object(folder / "tokenizer_config.json").get("eos_token")
+        return read_object(folder / "tokenizer_config.json")
     except (OSError, ValueError):
-        return ""
-    return str(eos.get("content") or "") if isinstance(eos, dict) else str(eos or "")
+        return {}
 
 
 def check_end_tokens(model_path: str, config: Mapping[str, Any], *, field: str = "model_path") -> None:

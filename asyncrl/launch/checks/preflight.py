@@ -7,14 +7,12 @@ import os
 import resource
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from asyncrl.config.fields import Wrong
 from asyncrl.config.modes import mode_of
 from asyncrl.config.nearest import did_you_mean
-from asyncrl.config.resolve import Facts, resolve
 from asyncrl.config.schema import (
     REF,
     ConfigError,
@@ -31,7 +29,7 @@ from asyncrl.dataflow.graph import build_dataflow, trajectory_keys
 from asyncrl.dataflow.layout_checks import problem_of_grid
 from asyncrl.dataflow.phases import phases
 from asyncrl.dataflow.topology import allocation_of
-from asyncrl.generation.sglang_environment import SETUP_HINT, TorchVersions, find_sglang, own_torch
+from asyncrl.generation.sglang_environment import SETUP_HINT, find_sglang, own_torch
 from asyncrl.launch.checks.bound_names import BoundNames
 from asyncrl.launch.checks.checklist import (
     FIELDS,
@@ -43,16 +41,19 @@ from asyncrl.launch.checks.checklist import (
     Case,
     Check,
     Finding,
-    Report,
-    make_checks,
 )
 from asyncrl.launch.checks.environment import judge_environment
-from asyncrl.launch.checks.model_files import check_end_tokens, check_vocabulary, count_parameters, read_config
+from asyncrl.launch.checks.model_files import (
+    check_end_tokens,
+    check_vocabulary,
+    count_parameters,
+    read_config,
+    tokenizer_config,
+)
 from asyncrl.launch.checks.prompt_lengths import judge_prompt_lengths
 from asyncrl.launch.program import run_directory, writes_checkpoints
 from asyncrl.launch.recovery import refuse_to_replace
 from asyncrl.protocol.names import ACTOR
-from asyncrl.runtime.devices import visible_devices
 from asyncrl.runtime.disk import existing_parent, size_text, too_few_open_files
 from asyncrl.runtime.interfaces import interfaces_here
 from asyncrl.runtime.names.etcd.access import EtcdAccess
@@ -73,23 +74,6 @@ _MULTI_STEP = "asyncrl.rollout.agent:MultiStepAgent"
 _FLOATS_OF_A_PARAMETER = 3  # float32 values per parameter in a checkpoint: itself and two moments
 _BLOCK_BYTES = 512  # the unit of st_blocks
 _ETCD_BYTES = 130_000_000  # etcd allocates two files of its write-ahead log at its start
-
-
-def run_checks(config: ExperimentConfig, wrong: Sequence[Wrong] = ()) -> Report:
-    """Make all checks of the config against the files on this machine. wrong: fields with problems that are known already; the
-    checks that read these fields are not made."""
-    return make_checks(CHECKS, config, wrong)
-
-
-def preflight(config: ExperimentConfig) -> int:
-    """Check the config against the files on this machine. Returns the number of training prompts (train_only: of the recorded
-    groups to train on).
-
-    Raises ConfigError with every problem: field, value and remedy.
-    """
-    report = run_checks(config)
-    report.refuse()
-    return report.num_prompts
 
 
 def _check_model(case: Case) -> None:
@@ -162,7 +146,7 @@ def _check_folder(case: Case) -> None:
 
 
 def _check_environment(case: Case) -> Iterator[ConfigError | Finding]:
-    return judge_environment(case.config, os.environ, interfaces_here(), on_gpu=bool(visible_devices()))
+    return judge_environment(case.config, os.environ, interfaces_here(), on_gpu=bool(case.devices))
 
 
 def _check_open_files(_: Case) -> None:
@@ -186,7 +170,7 @@ def _check_tokenizer(case: Case) -> None:
     takes a second."""
     path = case.tokenizer_path
     folder = Path(path).expanduser()
-    if _has_eos_token(folder) and _is_readable(folder / "tokenizer.json"):
+    if tokenizer_config(folder).get("eos_token") and _is_readable(folder / "tokenizer.json"):
         return
     try:
         if (folder / "tokenizer_config.json").is_file():
@@ -198,13 +182,6 @@ def _check_tokenizer(case: Case) -> None:
         raise ConfigError(
             f"tokenizer_path={path!r}: the tokenizer has no EOS token, so no response could ever end; set eos_token"
         )
-
-
-def _has_eos_token(folder: Path) -> bool:
-    try:
-        return bool(read_object(folder / "tokenizer_config.json").get("eos_token"))
-    except (OSError, ValueError):
-        return False
 
 
 def _check_chat_template(case: Case) -> Iterator[ConfigError]:
@@ -232,12 +209,8 @@ def _check_chat_template(case: Case) -> Iterator[ConfigError]:
 
 
 def _has_chat_template(folder: Path) -> bool:
-    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
-        return True
-    try:
-        return bool(read_object(folder / "tokenizer_config.json").get("chat_template"))
-    except (OSError, ValueError):
-        return False
+    files = [folder / "chat_template.jinja", folder / "chat_template.json"]
+    return any(map(Path.is_file, files)) or bool(tokenizer_config(folder).get("chat_template"))
 
 
 def _is_readable(file: Path) -> bool:
@@ -332,8 +305,7 @@ def _check_room(case: Case) -> None:
     """
     config, num_parameters = case.config, case.num_parameters
     run_dir = run_directory(config)
-    dtype = resolve(config, Facts(on_gpu=bool(visible_devices()))).train.dtype
-    weights = num_parameters * (2 if dtype == "bfloat16" else 4)
+    weights = num_parameters * (2 if case.resolved.train.dtype == "bfloat16" else 4)
     num_trained = 1 + (config.train.critic is not None) + len(config.train.roles)
     others = 1 + num_trained
     own_etcd = not config.name_resolve.endpoints
@@ -342,6 +314,7 @@ def _check_room(case: Case) -> None:
     if writes_checkpoints(config):
         recover = _FLOATS_OF_A_PARAMETER * 4 * num_parameters * num_trained
         needed += num_checkpoints * recover
+    case.disk_needed = needed
     try:
         free = shutil.disk_usage(existing_parent(run_dir)).free
         # Files of earlier attempts count as free space, because the run removes them
@@ -457,76 +430,55 @@ def _count(field: str, prompts: PromptSourceConfig, config: ExperimentConfig) ->
 
 
 def _check_engines(case: Case) -> Iterator[ConfigError]:
-    for phase in phases(case.config):
-        try:
-            _check_engine(phase)
-        except ConfigError as error:
-            yield error
-
-
-def _check_engine(config: ExperimentConfig) -> None:
     """Check that the environment of the interpreter generation.python has SGLang, and that its NCCL fits the trainer's. Reads the
     files of that environment and does not start the interpreter, because a start takes a second."""
-    if mode_of(config.mode).replays or not allocation_of(config).traits.runs_sglang:
+    config, python = case.config, case.config.generation.python
+    if not any(allocation_of(phase).traits.runs_sglang for phase in phases(config)):
         return
-    python = config.generation.python
-    found = find_sglang(python)
+    found, trainer = find_sglang(python), own_torch()
     where = python or f"this environment ({sys.executable})"
     if found is None:
-        raise ConfigError(f"generation.python={python!r}: there is no SGLang in {where}; {SETUP_HINT}")
-    _check_nccl(config, own_torch(), found.torch_versions, where)
+        yield ConfigError(f"generation.python={python!r}: there is no SGLang in {where}; {SETUP_HINT}")
+    elif _forms_nccl_groups(case) and not trainer.joins(found.torch_versions):
+        yield ConfigError(
+            f"weights.transport={config.weights.transport!r}: the trainer has {trainer}, {where} has {found.torch_versions}: "
+            "different versions of NCCL cannot form a group, so every update would go through the disk. Install the same torch on "
+            f"both sides (`pip install torch=={found.torch_versions.torch.partition('+')[0]}` beside the trainer, or "
+            f"ASYNCRL_TORCH=... for launcher/setup.sh), or set weights.transport={FILES}"
+        )
 
 
-def _check_nccl(config: ExperimentConfig, trainer: TorchVersions, sglang: TorchVersions, where: str) -> None:
-    """Check that trainer and SGLang can form an NCCL group for the broadcast of weights, if the run needs one. Compares the
-    versions in their environments on this machine."""
-    weights = config.weights
-    by_nccl = weights.broadcast_backend == "nccl" or (weights.broadcast_backend == "auto" and bool(visible_devices()))
-    if not transport_of(weights.transport).forms_groups or not by_nccl or trainer.joins(sglang):
-        return
-    raise ConfigError(
-        f"weights.transport={weights.transport!r}: the trainer has {trainer}, {where} has {sglang}: different versions of NCCL "
-        "cannot form a group, so every update would go through the disk. Install the same torch on both sides (`pip install "
-        f"torch=={sglang.torch.partition('+')[0]}` beside the trainer, or ASYNCRL_TORCH=... for launcher/setup.sh), or set "
-        f"weights.transport={FILES}"
-    )
-
-
-def _rolls_out(config: ExperimentConfig) -> bool:
-    return not mode_of(config.mode).replays
-
-
-def _replays(config: ExperimentConfig) -> bool:
-    return mode_of(config.mode).replays
-
-
-def _trains(config: ExperimentConfig) -> bool:
-    return mode_of(config.mode).trains
-
-
-def _only_rolls_out(config: ExperimentConfig) -> bool:
-    return not mode_of(config.mode).trains
-
-
-def _has_own_tokenizer(config: ExperimentConfig) -> bool:
-    return bool(config.tokenizer_path)
-
-
-def _has_models_tokenizer(config: ExperimentConfig) -> bool:
-    return not config.tokenizer_path
+def _forms_nccl_groups(case: Case) -> bool:
+    """Whether trainer and SGLang form NCCL groups for the broadcast of weights."""
+    weights = case.config.weights
+    by_nccl = weights.broadcast_backend == "nccl" or (weights.broadcast_backend == "auto" and bool(case.devices))
+    return by_nccl and transport_of(weights.transport).forms_groups
 
 
 # In the order of their lines
 CHECKS = (
     Check("the model", _check_model, reads=("model_path",), gives=MODEL),
     Check("weights", _check_weights, needs=(MODEL,), gives=WEIGHTS),
-    Check("tokenizer", _check_tokenizer, needs=(MODEL,), gives=TOKENIZER, when=_has_models_tokenizer),
-    Check("tokenizer", _check_tokenizer, reads=("tokenizer_path",), gives=TOKENIZER, when=_has_own_tokenizer),
+    Check(
+        "tokenizer", _check_tokenizer, needs=(MODEL,), gives=TOKENIZER, when=lambda config: not config.tokenizer_path
+    ),
+    Check(
+        "tokenizer",
+        _check_tokenizer,
+        reads=("tokenizer_path",),
+        gives=TOKENIZER,
+        when=lambda config: bool(config.tokenizer_path),
+    ),
     Check("vocabulary", _check_vocabulary, needs=(MODEL, TOKENIZER)),
     Check("other models and layout", _check_models, needs=(MODEL, FIELDS)),
-    Check("SGLang", _check_engines, reads=("allocation", "generation", "weights", "mode")),
+    Check(
+        "SGLang",
+        _check_engines,
+        reads=("allocation", "generation", "weights", "mode"),
+        when=lambda config: not mode_of(config.mode).replays,
+    ),
     Check("chat template", _check_chat_template, reads=("prompts", "eval", "train.ptx"), needs=(TOKENIZER,)),
-    Check("supervised texts", _check_ptx, reads=("train.ptx",), when=_trains),
+    Check("supervised texts", _check_ptx, reads=("train.ptx",), when=lambda config: mode_of(config.mode).trains),
     Check("tasks", _check_tasks, reads=("rollout.tasks",), gives=TASKS),
     Check("etcd", _check_name_resolve, reads=("name_resolve",)),
     Check("lengths", _check_length, reads=("rollout.sampling", "train.ptx"), needs=(MODEL,)),
@@ -535,17 +487,45 @@ CHECKS = (
     Check("the run's folder", _check_folder, reads=("fileroot", "experiment", "trial", "recover", "mode")),
     Check("open files", _check_open_files),
     Check("environment", _check_environment, reads=("allocation", "mode", "train", "cluster", "hosts")),
-    Check("the recording", _check_replay, needs=(MODEL, TOKENIZER, FIELDS), when=_replays),
-    Check("saved weights", _check_saved, needs=(MODEL,), when=_only_rolls_out),
-    Check("prompts", _check_prompts, reads=("prompts", "rollout.tasks"), gives=PROMPTS, when=_rolls_out),
-    Check("batch size", _check_batch_size, reads=("train.batch_size",), needs=(PROMPTS,), when=_rolls_out),
-    Check("attention", _check_attention, reads=("allocation", "generation"), needs=(MODEL,), when=_rolls_out),
+    Check(
+        "the recording",
+        _check_replay,
+        needs=(MODEL, TOKENIZER, FIELDS),
+        when=lambda config: mode_of(config.mode).replays,
+    ),
+    Check("saved weights", _check_saved, needs=(MODEL,), when=lambda config: not mode_of(config.mode).trains),
+    Check(
+        "prompts",
+        _check_prompts,
+        reads=("prompts", "rollout.tasks"),
+        gives=PROMPTS,
+        when=lambda config: not mode_of(config.mode).replays,
+    ),
+    Check(
+        "batch size",
+        _check_batch_size,
+        reads=("train.batch_size",),
+        needs=(PROMPTS,),
+        when=lambda config: not mode_of(config.mode).replays,
+    ),
+    Check(
+        "attention",
+        _check_attention,
+        reads=("allocation", "generation"),
+        needs=(MODEL,),
+        when=lambda config: not mode_of(config.mode).replays,
+    ),
     Check(
         "lengths of prompts",
         _check_prompt_lengths,
         reads=("prompts", "eval", "rollout", "generation", "allocation", "mode"),
         needs=(MODEL, TOKENIZER, PROMPTS),
-        when=_rolls_out,
+        when=lambda config: not mode_of(config.mode).replays,
     ),
-    Check("prompts of evaluations", _check_eval_prompts, reads=("eval", "rollout.tasks"), when=_rolls_out),
+    Check(
+        "prompts of evaluations",
+        _check_eval_prompts,
+        reads=("eval", "rollout.tasks"),
+        when=lambda config: not mode_of(config.mode).replays,
+    ),
 )

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from asyncrl.cli import doctor
-from asyncrl.cli.doctor import Gpu
 from asyncrl.config.resolve import Facts, resolve
 from asyncrl.config.schema import (
     ExperimentConfig,
@@ -16,7 +15,9 @@ from asyncrl.config.schema import (
     RewardModelConfig,
     TrainConfig,
 )
-from asyncrl.launch.checks.memory_floor import ModelSize, sizes_of, too_little_memory
+from asyncrl.launch.checks.checklist import Case
+from asyncrl.launch.checks.gpus import Gpu
+from asyncrl.launch.checks.memory import ModelSize, estimate, too_little_memory
 from asyncrl.launch.program import plan
 
 SIZES = {"/model": ModelSize(1000, 10), "/ref": ModelSize(500, 10), "/judge": ModelSize(100, 10)}
@@ -34,7 +35,7 @@ WITH_MODELS = replace(
 
 def found(config, limits, devices=()):
     config = resolve(config, Facts(on_gpu=bool(devices)))
-    return too_little_memory(plan(config, attempt=1, num_prompts=100, devices=devices), SIZES, limits)
+    return too_little_memory(estimate(plan(config, attempt=1, num_prompts=100, devices=devices), SIZES), limits)
 
 
 @pytest.mark.parametrize(
@@ -121,13 +122,17 @@ def test_check_fails_if_memory_cannot_suffice(tmp_path, monkeypatch):
     needed = 4 * config.generation.num_blocks * config.generation.page_size * 2 * 3 * 2 * 16
     for available, state in ((needed, "warn"), (needed - 1, "fail")):
         monkeypatch.setattr(doctor, "memory_limits", lambda available=available: (64 << 30, available))
-        (finding,) = [finding for finding in doctor.examine(config, specs) if finding.name == "memory"]
+        (finding,) = doctor.check_memory(Case(config, specs))
         assert finding.state == state
-    gpus = [Gpu("tiny", total_mib=1, used_mib=0, driver="1")]
     on_gpu = plan(resolve(config, Facts(on_gpu=True)), attempt=1, num_prompts=9, devices=["0"])
-    (finding,) = doctor.judge_least_memory(on_gpu, sizes_of(on_gpu), 1 << 40, gpus)
+    case = Case(config, on_gpu, devices=["0"])
+    case.gpus = [Gpu("tiny", total_mib=1, used_mib=0, driver="1")]
+    monkeypatch.setattr(doctor, "memory_limits", lambda: (1 << 40, 1 << 40))
+    (finding,) = doctor.check_memory(case)
     assert "of GPU 0, at least" in finding.value
-    assert doctor.judge_least_memory(on_gpu, sizes_of(on_gpu), 1 << 40, "no driver") == []
+    case.gpus = "no driver"
+    (finding,) = doctor.check_memory(case)
+    assert finding.state == "ok"
 
 
 def test_layers_of_several_kinds_share_the_cache(tmp_path):

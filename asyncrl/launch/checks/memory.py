@@ -1,0 +1,171 @@
+"""A quick estimate of the memory of a run, from its processes and the sizes of its models (pure, except ModelSize.of).
+
+Each part of it is on one device. A part that counts at least is certain:
+
+- Each rank of a trained model holds its share of the weights, gradients and two Adam moments, in float32.
+- Each rank of a frozen model holds its share of the weights, in train.dtype.
+- A generation server holds weights and KV cache, in generation.dtype. On GPUs SGLang's cache is not counted, because SGLang chooses
+  the size of its cache.
+- SGLang servers of the engine external are not counted.
+- On GPUs, models that are offloaded (train.offload) are not counted.
+- Processes that share devices hold them in turns, so the larger turn counts.
+
+The other parts are the main memory of processes beside their models, as measured. Activations are in neither. asyncrl/plan has the
+exact plan of GPUs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.config.engines import traits_of
+from asyncrl.config.processes import GenerationServerConfig, ModelConfig, ModelWorkerConfig
+from asyncrl.config.schema import ConfigError, GenerationConfig
+from asyncrl.data.model_folder import read_object
+from asyncrl.launch.checks.model_files import count_parameters
+from asyncrl.launch.program import ProcessSpec
+from asyncrl.runtime.disk import size_text
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+# Memory of a process before it loads a model or data: measured in the quickstart, rounded up
+_COMPUTING_BYTES = 600 << 20  # with torch and transformers
+_OTHER_BYTES = 130 << 20
+_FIXED_BYTES = 200 << 20  # launcher and etcd
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """A model's size, read from its folder without loading it. A field is 0 if the folder does not give it."""
+
+    num_parameters: int = 0
+    kv_values_per_token: int = 0  # values that one token needs in the KV cache, all layers together
+
+    @classmethod
+    def of(cls, model_path: str) -> ModelSize:
+        try:
+            config = read_object(Path(model_path).expanduser() / "config.json")
+            heads = int(config.get("num_attention_heads", 0))
+            head_dim = int(config.get("head_dim") or int(config.get("hidden_size", 0)) // max(heads, 1))
+            kv_heads = int(config.get("num_key_value_heads") or heads)
+            kinds = Counter(config.get("layer_types") or {"": int(config.get("num_hidden_layers", 0))})
+            # Layers of different kinds (full, sliding attention) share the cache's pages, so count those of the rarest kind
+            layers = min(kinds.values(), default=0)
+        except (OSError, ValueError, TypeError, AttributeError):  # preflight reports the error
+            return cls()
+        try:
+            num_parameters = count_parameters(model_path)
+        except (OSError, ConfigError):
+            num_parameters = 0
+        return cls(num_parameters, 2 * layers * kv_heads * head_dim)
+
+    def cache_bytes(self, generation: GenerationConfig) -> int:
+        """Bytes of a KV cache of all blocks."""
+        tokens = generation.num_blocks * generation.page_size
+        return tokens * self.kv_values_per_token * DTYPE_BYTES.get(generation.dtype, 4)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Memory on one device that a process needs for one purpose."""
+
+    what: str
+    num_bytes: float
+    device: str = ""  # its name in CUDA_VISIBLE_DEVICES; "": main memory
+    remedy: str = ""
+    side: str = ""  # "generation" or "training": it is on a shared device only in this side's turns; "": always
+    is_least: bool = True
+
+
+def resident_bytes(model: ModelConfig, dtype: str) -> dict[str, int]:
+    """Bytes of each parameter of a model, by kind, on all its ranks together. dtype: train.dtype."""
+    if model.trainable:
+        return {"parameters": 4, "gradients": 4, "optimizer": 8}
+    return {"parameters": 4 if model.float32 else DTYPE_BYTES.get(dtype, 4)}
+
+
+def estimate(specs: Sequence[ProcessSpec], sizes: Mapping[str, ModelSize]) -> list[Part]:
+    """Estimate the memory of these processes. sizes: by model path."""
+    parts = [Part("launcher and etcd", _FIXED_BYTES, is_least=False)]
+    for spec in specs:
+        parts.append(Part("libraries", _COMPUTING_BYTES if spec.computes else _OTHER_BYTES, is_least=False))
+        devices = spec.env.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        if isinstance(spec.config, ModelWorkerConfig):
+            parts += _parts_of_worker(spec.config, devices[0], sizes)
+        elif isinstance(spec.config, GenerationServerConfig):
+            parts += _parts_of_server(spec.config, devices, sizes[spec.config.model_path])
+    return parts
+
+
+def total(parts: Sequence[Part]) -> int:
+    return round(sum(part.num_bytes for part in parts))
+
+
+def too_little_memory(parts: Sequence[Part], limits: Mapping[str, int]) -> tuple[str, str] | None:
+    """Find the first device with less memory than the processes on it need at least. Returns a text about the shortage, and the
+    remedy. None: every device has enough.
+
+    limits: bytes by device ("": available main memory); devices without a limit are not checked.
+    """
+    for device, limit in limits.items():
+        on_device = [part for part in parts if part.device == device and part.is_least]
+        turns = [[part for part in on_device if part.side in ("", side)] for side in ("generation", "training")]
+        here = max(turns, key=total)
+        if (needed := total(here)) > limit:
+            by_name = {
+                name: total([part for part in here if part.what == name])
+                for name in dict.fromkeys(part.what for part in here)
+            }
+            figures = ", ".join(f"{name} {size_text(size)}" for name, size in by_name.items() if size)
+            largest = max(here, key=lambda part: by_name[part.what])
+            place = f"of GPU {device}" if device else "available"
+            return f"{size_text(limit)} {place}, at least {size_text(needed)} needed: {figures}", largest.remedy
+    return None
+
+
+def sizes_of(specs: Sequence[ProcessSpec]) -> dict[str, ModelSize]:
+    """Return the sizes of all models that the processes load, by path. Reads the models' folders."""
+    paths: set[str] = set()
+    for spec in specs:
+        if isinstance(spec.config, ModelWorkerConfig):
+            paths |= {spec.config.model_path} | {model.path for model in spec.config.models if model.kind != "none"}
+        elif isinstance(spec.config, GenerationServerConfig):
+            paths.add(spec.config.model_path)
+    return {path: ModelSize.of(path) for path in paths}
+
+
+def _parts_of_worker(config: ModelWorkerConfig, device: str, sizes: Mapping[str, ModelSize]) -> Iterator[Part]:
+    for model in config.models:
+        held_here = config.worker.index in model.workers and model.kind != "none"
+        if not held_here or (device and model.offload):
+            continue
+        each = sum(resident_bytes(model, config.train.dtype).values())
+        held = "weights, gradients and Adam state" if model.trainable else "weights"
+        share = sizes[model.path].num_parameters * each / len(model.workers)
+        remedy = f"use a smaller model than {model.path}" + (", or more GPUs in allocation=..." if device else "")
+        side = "training" if config.shares_devices else ""
+        yield Part(f"{model.name} ({held})", share, device, remedy, side)
+    if config.groups is not None:  # mode=sync
+        cache = sizes[config.model_path].cache_bytes(config.groups.generation)
+        yield Part("KV cache", cache, device, is_least=False)
+
+
+def _parts_of_server(config: GenerationServerConfig, devices: Sequence[str], size: ModelSize) -> Iterator[Part]:
+    traits, generation = traits_of(config.engine), config.generation
+    if not traits.starts_servers:
+        return
+    yield Part("SGLang", config.tensor_parallel * traits.rank_bytes, is_least=False)
+    side = "generation" if config.shares_devices else ""
+    for device in devices:
+        weights = size.num_parameters * DTYPE_BYTES.get(generation.dtype, 4) / len(devices)
+        remedy = "use fewer generation servers in allocation=..., or a smaller model_path=..."
+        yield Part("weights of generation servers", weights, device, remedy, side)
+        if device and traits.sizes_own_cache:
+            continue
+        remedy = (
+            f"set generation.num_blocks below {generation.num_blocks} (pages of generation.page_size="
+            f"{generation.page_size} tokens), or use fewer generation servers in allocation=..."
+        )
+        yield Part("KV caches", size.cache_bytes(generation) / len(devices), device, remedy, side)
