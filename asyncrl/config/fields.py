@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator
-from dataclasses import Field, fields, is_dataclass, replace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -68,32 +68,41 @@ ALIASES = {
 
 def leaf_values(config: object, path: str = "") -> Iterator[tuple[str, Any, Field[Any]]]:
     """Yield path, value and declaration of every field that is not a section."""
-    if is_dataclass(config):
+    if isinstance(config, dict):
+        for key, value in config.items():
+            yield from leaf_values(value, f"{path}.{key}")
+    elif is_dataclass(config):
         for entry in fields(config):
             value, name = getattr(config, entry.name), f"{path}.{entry.name}" if path else entry.name
-            if is_dataclass(value) or (isinstance(value, dict) and any(map(is_dataclass, value.values()))):
+            if _has_fields(value):
                 yield from leaf_values(value, name)
             else:
                 yield name, value, entry
-    elif isinstance(config, dict):
-        for key, value in config.items():
-            yield from leaf_values(value, f"{path}.{key}")
+
+
+def with_leaves(config: Any, change: Callable[[str, Any, Field[Any]], Any], path: str = "") -> Any:
+    """Return the config with other values of the fields that are not sections. change: path, value, declaration -> value."""
+    if isinstance(config, dict):
+        return {key: with_leaves(value, change, f"{path}.{key}") for key, value in config.items()}
+    found = {}
+    for entry in fields(config):
+        value, name = getattr(config, entry.name), f"{path}.{entry.name}" if path else entry.name
+        found[entry.name] = with_leaves(value, change, name) if _has_fields(value) else change(name, value, entry)
+    return replace(config, **found)
+
+
+def _has_fields(value: object) -> bool:
+    """Whether the value is a section, or sections by name."""
+    return is_dataclass(value) or (isinstance(value, dict) and any(map(is_dataclass, value.values())))
+
+
+def default_of(entry: Field[Any]) -> Any:
+    return entry.default_factory() if entry.default_factory is not MISSING else entry.default
 
 
 def overlap(fields: Collection[str], others: Collection[str]) -> bool:
     """Whether one of the fields or sections is one of the others, in it, or around it."""
     return any(f"{one}.".startswith(f"{two}.") or f"{two}.".startswith(f"{one}.") for one in fields for two in others)
-
-
-def with_default(config: Any, path: str) -> Any:
-    """The config with the default of its class at a field."""
-    name, _, rest = path.partition(".")
-    if isinstance(config, dict):  # its keys may have dots
-        key = next(key for key in config if path.startswith(f"{key}."))
-        return config | {key: with_default(config[key], path[len(key) + 1 :])}
-    if rest:
-        return replace(config, **{name: with_default(getattr(config, name), rest)})
-    return replace(config, **{name: next(entry.default for entry in fields(config) if entry.name == name)})
 
 
 def find_field(asked: str) -> str | None:

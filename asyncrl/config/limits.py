@@ -1,70 +1,106 @@
-"""What a config field allows, declared with the field in schema.py: limits of a number, or the words that a text may be.
+"""What a config field allows, declared with the field in schema.py: bounds of a number, the words that a text may be, or its form.
 
 config/validation.py rejects other values. config/reference.py and config/shapes.py read the same declarations.
 """
 
 from __future__ import annotations
 
-import math
+import re
 from dataclasses import Field, dataclass, field
 from typing import Any, TypeVar
 
+from asyncrl.config.nearest import did_you_mean
+
 T = TypeVar("T")
+_DIGITS = 1e6  # larger numbers are written without an exponent
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits of a numeric field, declared with `limited`."""
+class Rule:
+    """The values that a field allows.
 
-    at_least: float | None = None
+    remedy: the message about a number, in place of the usual text. note: the message about a number names all bounds, and ends with
+    this text.
+    """
+
     above: float | None = None
-    at_most: float = math.inf
+    at_least: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    words: tuple[str, ...] = ()
+    form: str = ""  # regular expression of a text
+    form_remedy: str = ""
     remedy: str = ""
+    note: str = ""
 
-    def problem(self, number: float) -> str:
-        """The remedy for a number that is too small; "" if it is large enough. `at_most` is checked separately."""
-        if self.above is not None and number <= self.above:
-            return f"must be above {self.above:g}"
-        if self.at_least is None or number >= self.at_least:
-            return ""
-        usual = (
-            "must not be negative; 0 switches it off" if self.at_least == 0 else f"must be at least {self.at_least:g}"
+    @property
+    def bounds(self) -> list[str]:
+        """The bounds of a number, such as `above 0`."""
+        named = (
+            ("above", self.above),
+            ("at least", self.at_least),
+            ("at most", self.at_most),
+            ("below", self.below),
         )
-        return self.remedy or usual
+        return [f"{word} {bound:{',g' if bound < _DIGITS else ',.0f'}}" for word, bound in named if bound is not None]
+
+    def problem(self, value: object) -> str:
+        """The remedy for a value of the field, or of an element of its list; "" if it is allowed."""
+        if isinstance(value, str):
+            if self.words and value not in self.words:
+                words = [word for word in self.words if word]
+                return f"{did_you_mean(value, words, cutoff=0.3)}one of {', '.join(words)}"
+            return "" if not self.form or re.fullmatch(self.form, value, re.DOTALL) else self.form_remedy
+        return self._problem_of_number(value) if isinstance(value, int | float) else ""
+
+    def _problem_of_number(self, number: float) -> str:
+        is_small = (self.above is not None and number <= self.above) or (
+            self.at_least is not None and number < self.at_least
+        )
+        is_large = (self.below is not None and number >= self.below) or (
+            self.at_most is not None and number > self.at_most
+        )
+        if not (is_small or is_large):
+            return ""
+        if self.remedy or self.note:
+            return self.remedy or f"must be {' and '.join(self.bounds)}{self.note}"
+        if self.at_least == 0 and not is_large:
+            return "must not be negative; 0 switches it off"
+        return f"must be {self.bounds[-1 if is_large else 0]}"
 
 
-_NO_LIMITS = Limits()
+_NO_RULE = Rule()
 
 
 def limited(
     default: T,
     *,
-    at_least: float | None = None,
     above: float | None = None,
+    at_least: float | None = None,
     at_most: float | None = None,
+    below: float | None = None,
     remedy: str = "",
+    note: str = "",
 ) -> T:
-    """A numeric field with limits; config/validation.py rejects a value outside them.
+    """A numeric field with bounds.
 
     at_most: the largest sensible value. A larger one is a typing error, or does not fit into any machine.
-    remedy: replaces the usual text of the message about a value below at_least.
+    remedy, note: as in Rule.
     """
-    limits = Limits(at_least, above, math.inf if at_most is None else at_most, remedy)
-    return field(default=default, metadata={"limits": limits})
+    return ruled(default, Rule(above, at_least, at_most, below, remedy=remedy, note=note))
 
 
 def choice(default: str, *allowed: str) -> str:
     """A field that takes one of a few words. Messages leave out the empty word, with which nothing is chosen."""
-    return field(default=default, metadata={"allowed": allowed})
+    return ruled(default, Rule(words=allowed))
 
 
-def limits_of(entry: Field[Any]) -> Limits:
-    """The limits of a field. A field without `limited` has none."""
-    found: Limits = entry.metadata.get("limits", _NO_LIMITS)
-    return found
+def ruled(default: T, rule: Rule) -> T:
+    """A field with a rule. The rule of a list applies to its elements."""
+    return field(default=default, metadata={"rule": rule})
 
 
-def allowed_in(entry: Field[Any]) -> tuple[str, ...]:
-    """The words of a field, or of the elements of a list. Empty: any value of its type."""
-    found: tuple[str, ...] = entry.metadata.get("allowed", ())
+def rule_of(entry: Field[Any]) -> Rule:
+    """The declaration of a field. A field that is declared by its type alone allows any value of it."""
+    found: Rule = entry.metadata.get("rule", _NO_RULE)
     return found

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import inspect
 import io
-import math
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -21,8 +20,8 @@ from typing import Any, get_args, get_origin
 import msgspec
 
 from asyncrl.config import schema
-from asyncrl.config.fields import hints_of, section_in
-from asyncrl.config.limits import allowed_in, limits_of
+from asyncrl.config.fields import default_of, hints_of, section_in
+from asyncrl.config.limits import rule_of
 from asyncrl.config.schema import ExperimentConfig
 
 KEY = "<name>"  # in a path: a key that the user chooses
@@ -60,8 +59,8 @@ def all_fields() -> list[FieldReference]:
             path=declared.path,
             type=str(declared.entry.type),
             default=_shown(declared.default),
-            limits=_limits_text(declared.entry),
-            allowed=allowed_in(declared.entry),
+            limits=", ".join(rule_of(declared.entry).bounds),
+            allowed=rule_of(declared.entry).words,
             meaning=declared.meaning,
         )
         for declared in _declared(ExperimentConfig, ExperimentConfig(), "")
@@ -139,17 +138,13 @@ def _declared(section: type, value: Any, prefix: str) -> Iterator[_Declared]:
     hints, meanings = hints_of(section), _comments()[section.__name__]
     for entry in fields(section):
         path, hint = f"{prefix}{entry.name}", hints[entry.name]
-        default = getattr(value, entry.name) if value is not None else _default_of(entry)
+        default = getattr(value, entry.name) if value is not None else default_of(entry)
         below, is_keyed = section_in(hint)
         if below is not None and is_keyed:
             path = f"{path}.{KEY}"
         yield _Declared(path, entry, hint, default, meanings.get(entry.name, ""), below)
         if below is not None:
             yield from _declared(below, default if is_dataclass(default) else None, f"{path}.")
-
-
-def _default_of(entry: Field[Any]) -> Any:
-    return entry.default_factory() if entry.default_factory is not MISSING else entry.default
 
 
 def _shown(value: Any) -> str:
@@ -159,20 +154,6 @@ def _shown(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return '""' if value == "" else str(value)
-
-
-def _limits_text(entry: Field[Any]) -> str:
-    limits = limits_of(entry)
-    texts = (
-        ("above", limits.above),
-        ("at least", limits.at_least),
-        ("at most", None if math.isinf(limits.at_most) else limits.at_most),
-    )
-    return ", ".join(
-        f"{word} {number:,g}" if number < 1e6 else f"{word} {number:,.0f}"
-        for word, number in texts
-        if number is not None
-    )
 
 
 @cache
@@ -232,12 +213,16 @@ def _object_schema(section: type, value: Any, prefix: str) -> dict[str, Any]:
 def _value_schema(declared: _Declared) -> dict[str, Any]:
     found: dict[str, Any] = {"description": declared.meaning} if declared.meaning else {}
     found |= _type_schema(declared.hint)
-    if words := allowed_in(declared.entry):
+    rule = rule_of(declared.entry)
+    if rule.words:
         inner = found["items"] if found["type"] == "array" else found
-        inner["enum"] = list(words)
-    limits = limits_of(declared.entry)
-    bounds = {"minimum": limits.at_least, "exclusiveMinimum": limits.above}
-    bounds["maximum"] = None if math.isinf(limits.at_most) else limits.at_most
+        inner["enum"] = list(rule.words)
+    bounds = {
+        "minimum": rule.at_least,
+        "exclusiveMinimum": rule.above,
+        "maximum": rule.at_most,
+        "exclusiveMaximum": rule.below,
+    }
     found |= {name: bound for name, bound in bounds.items() if bound is not None}
     if declared.default is not MISSING:
         found["default"] = declared.default

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from asyncrl.config.engines import scores_in_place
-from asyncrl.config.limits import choice, limited
+from asyncrl.config.limits import Rule, choice, limited, ruled
 from asyncrl.config.modes import MODES, mode_of
 from asyncrl.config.presets import ALGORITHMS, CORRECTIONS
 from asyncrl.config.transports import FILES, TRANSPORTS
@@ -28,6 +28,22 @@ ATTENTIONS = ("padded", "sdpa", "eager", "flash_attention_2", "flash_attention_3
 _SCHEDULES = ("linear", "cosine", "constant")
 _ON_MISSING = ("wait", "continue", "stop")
 _EVAL_MODES = ("sampled", "greedy")
+_NAME = Rule(form=r"(?!\.\.?$)[^/]+", form_remedy="must be a non-empty name without '/' (it names a folder and a key)")
+_IMPORT_PATH = Rule(form="(.*:.*)?", form_remedy="write package.module:name or path/to/file.py:name")
+_SLURM_NAME = Rule(form=r"\S*", form_remedy="must not have blanks")
+_SLURM_OPTION = Rule(form="-.*", form_remedy="write it as on the command line: --name=value")
+_HOST = Rule(form=r"[^/\s]+", form_remedy="is neither a name nor an address of a host")
+_CHUNK = Rule(at_least=1, form=AUTO, form_remedy=f"must be a number of tokens, or {AUTO}")
+_SWITCH = Rule(form=AUTO, form_remedy=f"one of true, false, {AUTO}")
+_MODEL_WITH_ONE_LABEL = Rule(
+    form=".+", form_remedy="is required: a model with one label; or leave the reward model out"
+)
+_TEACHER = Rule(form=".+", form_remedy="is required: a model with the actor's tokens; or leave train.teacher out")
+_SHARE = Rule(
+    at_least=0,
+    at_most=0.5,
+    remedy="must be a share of all messages from 0 to 0.5; with more, messages would hardly arrive",
+)
 
 
 # -------------------------------------------------------------------------------------------------- the user's config
@@ -61,7 +77,8 @@ class SamplingConfig:
 
     max_new_tokens: int = limited(128, at_least=1, at_most=100_000_000)  # of a whole response
     temperature: float = 1.0  # above 0
-    top_p: float = 1.0  # sample from the most likely tokens of this total probability; above 0, at most 1; 1: all
+    # Sample from the most likely tokens of this total probability; 1: all
+    top_p: float = limited(1.0, above=0, at_most=1, note=" (1: all tokens)")
     top_k: int = -1  # sample from this number of most likely tokens; at least 1; -1: all
     greedy: bool = False  # take the most likely token instead of sampling
 
@@ -70,10 +87,11 @@ class SamplingConfig:
 class TaskConfig:
     """One kind of problem: how responses are made and judged. Task ids number the tasks in alphabetical order."""
 
-    reward: str = ""  # `package.module:function` or `path/to/file.py:function`: (prompt, completion, answer) -> float
+    # `package.module:function` or `path/to/file.py:function`: (prompt, completion, answer) -> float
+    reward: str = ruled("", _IMPORT_PATH)
     # `...:Class`, an Agent or a ChatAgent (for OpenAI's client). "": the single-step agent, one response per group member
-    agent: str = ""
-    env: str = ""  # `...:Class`; "": an environment of one step that calls `reward`
+    agent: str = ruled("", _IMPORT_PATH)
+    env: str = ruled("", _IMPORT_PATH)  # `...:Class`; "": an environment of one step that calls `reward`
     agent_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the agent's constructor
     env_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the environment's constructor
 
@@ -87,7 +105,7 @@ class RolloutConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     # Most tokens that one request asks for; a longer response takes several requests. auto: 1024; on a GPU a quarter of the
     # longest response if that is more (config/resolve.py)
-    new_tokens_per_chunk: int | str = limited(1024, at_least=1)
+    new_tokens_per_chunk: int | str = ruled(1024, _CHUNK)
     tasks: dict[str, TaskConfig] = field(default_factory=dict)  # name -> task; usually one task named `default`
     success_rate_lb: float = -1.0e9  # groups whose mean reward is below this are rejected (reason `too_hard`)
     success_rate_ub: float = 1.0e9  # groups whose mean reward is above this are rejected (reason `too_easy`)
@@ -150,7 +168,9 @@ class ManagerConfig:
     """Gserver manager: how far generation may run ahead, and how servers are chosen and updated."""
 
     # eta: largest age of a trained group's first tokens, in weight versions; 0: synchronous
-    max_head_offpolicyness: int = limited(2, at_least=0, at_most=10_000, remedy="must be 0 (synchronous) or more")
+    max_head_offpolicyness: int = limited(
+        2, at_least=0, at_most=10_000, remedy="must be from 0 (synchronous) to 10,000"
+    )
     # Most prompts in flight; 0: (1 + eta) * batch_size. Best is about 1.5 times the number that keeps all slots of servers busy.
     # With more, prompts wait in the servers' queues, and their data is older when it is trained
     max_concurrent_rollouts: int = limited(0, at_least=0, at_most=10_000_000)
@@ -162,7 +182,7 @@ class ManagerConfig:
     drain_timeout_s: float = limited(30.0, at_least=0, remedy="must be 0 (move what runs at once) or more")
     # Choice of the head. grouping: by fixed groups of rollout workers
     head_policy: str = choice("balanced", "balanced", "grouping")
-    update_fraction: float = limited(1.0, above=0)  # share of the servers updated at the same time; at most 1
+    update_fraction: float = limited(1.0, above=0, at_most=1)  # share of the servers updated at the same time
     # Limit of one server's update, plus the time that the version's bytes take at 100 MB/s
     update_timeout_s: float = 60.0
     lease_s: float = limited(15.0, above=0)  # a rollout worker without a heartbeat for this long loses its tickets
@@ -202,25 +222,28 @@ class PPOConfig:
 
     use_decoupled_loss: bool = True  # decoupled PPO loss; actor_inf computes the proximal logprobs
     recompute_logprob: bool = False  # naive PPO: the anchor is the trainer's own logprobs instead of the servers'
-    eps_clip: float = 0.2  # lower clip range of the ratio; above 0, at most 1 (1: no lower bound)
-    eps_clip_higher: float | None = None  # upper clip range (DAPO), above 0; null: eps_clip
-    c_clip: float | None = None  # dual clip, above 1; null: off
+    eps_clip: float = limited(0.2, above=0, at_most=1, note=" (1: no lower bound)")  # lower clip range of the ratio
+    eps_clip_higher: float | None = limited(
+        None, above=0, note=", or null for eps_clip"
+    )  # upper range (DAPO); null: eps_clip
+    c_clip: float | None = limited(None, above=1, note=", or null for no dual clip")  # dual clip; null: off
     # clip: PPO | cispo: clips the ratio instead of the update, so that every token keeps its gradient
     policy_loss: str = choice("clip", "clip", "cispo")
     importance_level: str = choice("token", "token", "sequence")  # unit of ratios and behaviour weights; GSPO: sequence
-    # Bounds of the decoupled loss's weight proximal / behaviour, above 0; null: no bound. A weight beyond a bound becomes 0 (mask)
+    # Bounds of the decoupled loss's weight proximal / behaviour; null: no bound. A weight beyond a bound becomes 0 (mask)
     # or the bound (clamp)
-    behav_imp_weight_cap: float | None = 5.0
-    behav_imp_weight_floor: float | None = None  # lower bound of the weight proximal / behaviour; null: no bound
+    behav_imp_weight_cap: float | None = limited(5.0, above=0, note=", or null for no cap")
+    # Lower bound of the weight proximal / behaviour; null: no bound
+    behav_imp_weight_floor: float | None = limited(None, above=0, note=", or null for no floor")
     behav_imp_weight_mode: str = choice("mask", "mask", "clamp")  # of a weight beyond a bound: see behav_imp_weight_cap
-    # Skip the optimizer step of a minibatch whose mean importance ratio is above this (above 1); null: off
-    early_stop_imp_ratio: float | None = None
+    # Skip the optimizer step of a minibatch whose mean importance ratio is above this; null: off
+    early_stop_imp_ratio: float | None = limited(None, above=1, note=", or null for off")
     # Skip the optimizer step of a minibatch whose mean KL to the anchor is above this (nats per token); null: off. The anchor is
     # the policy at the start of the train step; in naive PPO without recompute_logprob it is the policy of the servers
-    early_stop_kl: float | None = None
+    early_stop_kl: float | None = limited(None, above=0, note=", or null for off")
     # Passes of actor and critic over a step's batch, each shuffled anew
     epochs: int = limited(1, at_least=1, at_most=65_536)
-    minibatches: int = limited(4, at_most=65_536)  # optimizer steps per pass; at least 1
+    minibatches: int = limited(4, at_least=1, at_most=65_536)  # optimizer steps per pass
     discount: float = 1.0  # discount factor of later rewards, per token; 1: none
     gae_lambda: float = 1.0  # lambda of GAE (arXiv:1506.02438), 0 to 1
     # Subtracted from a response's reward. group_mean: Dr.GRPO | leave_one_out: RLOO, the mean of the others in the group.
@@ -234,9 +257,10 @@ class PPOConfig:
     mask_no_eos_with_zero: bool = False  # the reward of a truncated response is 0
     mask_too_long: bool = False  # truncated responses are not in the loss
     # Overlong shaping (DAPO): a response longer than (1 - overlong_buffer) * overlong_length tokens loses up to this much reward
-    overlong_penalty: float = 0.0  # 0: off
+    overlong_penalty: float = limited(0.0, at_least=0)  # 0: off
     overlong_length: int = 0  # tokens at which the whole penalty applies
-    overlong_buffer: float = 0.2  # share of overlong_length over which the penalty rises; above 0, at most 1
+    # Share of overlong_length over which the penalty rises
+    overlong_buffer: float = limited(0.2, above=0, at_most=1, note=" (a share of overlong_length)")
     kl_coef: float = 0.0  # coefficient of the KL penalty; above 0: ref_inf runs; 0: no penalty
     kl_in: str = choice("reward", "reward", "loss")  # where the KL penalty is added; GRPO: loss
     kl_adaptive: bool = False  # kl_in=reward: adapt the coefficient towards kl_target
@@ -245,7 +269,7 @@ class PPOConfig:
     kl_estimator: str = choice("k1", "k1", "k2", "k3")  # formula of the KL divergence (docs/algorithms.md)
     entropy_coef: float = limited(0.0, at_least=0)  # the loss of a token gets -entropy_coef * its entropy; 0: no bonus
     # Adapt the coefficient, beginning with entropy_coef, so that the entropy stays above this (nats per token); null: fixed
-    entropy_target: float | None = None
+    entropy_target: float | None = limited(None, above=0, note=", or null for a fixed entropy_coef")
     entropy_step: float = limited(0.005, above=0)  # change of the coefficient per train step, with entropy_target
     # The divisor of the loss. constant: Dr.GRPO, sequences * loss_length
     loss_normalization: str = choice("token", "token", "sequence", "constant")
@@ -264,7 +288,8 @@ class CriticConfig:
     eps_clip: float = limited(0.2, at_least=0)  # clip range of values, around those of critic_inf; 0: no clipping
     minibatches: int = limited(4, at_least=1, at_most=65_536)  # optimizer steps per pass (train.ppo.epochs)
     value_norm: bool = False  # learn values in units of the returns' running mean and standard deviation
-    value_norm_beta: float = 0.99995  # decay of this mean and standard deviation; at least 0, below 1
+    # Decay of this mean and standard deviation
+    value_norm_beta: float = limited(0.99995, at_least=0, below=1, note=" (it is a decay)")
 
 
 @dataclass(frozen=True)
@@ -273,8 +298,8 @@ class RefConfig:
 
     path: str = ""  # checkpoint; "": model_path
     update_interval: int = limited(0, at_least=0)  # steps between two updates from the actor's weights; 0: never
-    # reference <- update_share * actor + (1 - update_share) * reference; above 0, at most 1; below 1: a moving average
-    update_share: float = 1.0
+    # reference <- update_share * actor + (1 - update_share) * reference; below 1: a moving average
+    update_share: float = limited(1.0, above=0, at_most=1, note=" (1: a plain copy)")
     # A reference in a detached group that has been down for train.missing_after_s. wait: the step waits, for up to
     # train.call_timeout_s | continue: train without the KL term until the group is back | stop: end the run
     on_missing: str = choice("wait", *_ON_MISSING)
@@ -284,7 +309,8 @@ class RefConfig:
 class TeacherConfig:
     """A teacher for on-policy distillation: teacher_inf computes its logprobs of the policy's own tokens."""
 
-    path: str = ""  # checkpoint with the actor's tokens; any size
+    # Checkpoint with the actor's tokens; any size
+    path: str = ruled("", _TEACHER)
     coef: float = limited(1.0, above=0)  # advantage of a token <- advantage - coef * (logprob - teacher's logprob)
 
 
@@ -292,7 +318,8 @@ class TeacherConfig:
 class RewardModelConfig:
     """A reward model: its scaled score of each sequence is added to the reward function's reward."""
 
-    path: str = ""  # AutoModelForSequenceClassification with one label
+    # AutoModelForSequenceClassification with one label
+    path: str = ruled("", _MODEL_WITH_ONE_LABEL)
     scale: float = 1.0  # rewards <- rewards + scale * score
     # As in train.ref. continue: train on the reward functions' rewards alone until the group is back
     on_missing: str = choice("wait", *_ON_MISSING)
@@ -329,7 +356,8 @@ class EmaConfig:
     It is saved beside the actor (`final-ema`) and evaluated at the end (eval/ema_...).
     """
 
-    decay: float = 0.99  # above 0, below 1; 1 / (1 - decay) steps have most of the weight
+    # 1 / (1 - decay) steps have most of the weight
+    decay: float = limited(0.99, above=0, below=1, note=" (it is a decay)")
 
 
 @dataclass(frozen=True)
@@ -349,8 +377,10 @@ class TrainConfig:
     dtype: str = choice("float32", "float32", "bfloat16", AUTO)
     max_tokens_per_mb: int = limited(16384, at_least=1)  # tokens of a micro-batch
     logprob_chunk_tokens: int = limited(1024, at_least=1)  # number of tokens whose logits are in memory at a time
-    tf32: bool | str = False  # float32 matmuls on a GPU use TF32 (10 bits of mantissa) | auto: true on a GPU
-    gradient_checkpointing: bool | str = False  # the backward pass recomputes activations | auto: true on a GPU
+    # Float32 matmuls on a GPU use TF32 (10 bits of mantissa) | auto: true on a GPU
+    tf32: bool | str = ruled(False, _SWITCH)
+    # The backward pass recomputes activations | auto: true on a GPU
+    gradient_checkpointing: bool | str = ruled(False, _SWITCH)
     # true: each data rank adds up the gradients of several micro-batches in float32 before they are summed over the ranks. That
     # takes 4 bytes per parameter on each GPU and saves traffic. false: sum over the ranks after each micro-batch. Pipeline stages
     # always add up
@@ -417,7 +447,7 @@ class EvalConfig:
     prompts: PromptSourceConfig | None = None
     num_prompts: int = limited(512, at_least=0, remedy="must be at least 1, or 0 for all")  # the first N; 0: all
     # sampled, greedy or both
-    modes: list[str] = field(default_factory=lambda: list(_EVAL_MODES), metadata={"allowed": _EVAL_MODES})
+    modes: list[str] = field(default_factory=lambda: list(_EVAL_MODES), metadata={"rule": Rule(words=_EVAL_MODES)})
     at_start: bool = True  # evaluate the initial weights
     at_end: bool = True  # evaluate the final weights
     # Evaluate every N steps, epochs or seconds; 0: not by this count
@@ -515,10 +545,10 @@ class FaultsConfig:
     """
 
     seed: int = 0  # determines which messages are hit
-    drop: float = 0.0  # share of messages that are lost
-    duplicate: float = 0.0  # share of messages that arrive twice
-    corrupt: float = 0.0  # share of messages in which one byte is changed
-    delay: float = 0.0  # share of messages that arrive late
+    drop: float = ruled(0.0, _SHARE)  # share of messages that are lost
+    duplicate: float = ruled(0.0, _SHARE)  # share of messages that arrive twice
+    corrupt: float = ruled(0.0, _SHARE)  # share of messages in which one byte is changed
+    delay: float = ruled(0.0, _SHARE)  # share of messages that arrive late
     delay_s: float = limited(0.5, at_least=0, remedy="must not be negative")  # longest delay
 
 
@@ -586,20 +616,24 @@ class SlurmConfig:
     """
 
     nodes: int = limited(1, at_least=1, at_most=65_536)  # nodes of the job (GPU nodes, if cpu_nodes is set)
-    partition: str = ""  # "": the cluster's default
+    partition: str = ruled("", _SLURM_NAME)  # "": the cluster's default
     gpus_per_node: int = limited(0, at_least=0)  # --gres=gpu:N; 0: no GPUs
     cpus_per_node: int = limited(0, at_least=0)  # 0: whole nodes (--exclusive)
-    memory_per_node: str = ""  # e.g. 500G; "": Slurm's default for the cores, or all memory of a whole node
+    # e.g. 500G; "": Slurm's default for the cores, or all memory of a whole node
+    memory_per_node: str = ruled("", _SLURM_NAME)
     time_s: float = limited(0.0, at_least=0)  # time limit; YAML reads 24:00:00 as seconds. 0: the partition's limit
-    account: str = ""  # --account; "": the user's default
-    qos: str = ""  # --qos; "": the account's default
-    options: list[str] = field(default_factory=list)  # further options of sbatch, e.g. --constraint=h100
+    account: str = ruled("", _SLURM_NAME)  # --account; "": the user's default
+    qos: str = ruled("", _SLURM_NAME)  # --qos; "": the account's default
+    # Further options of sbatch, e.g. --constraint=h100
+    options: list[str] = field(default_factory=list, metadata={"rule": _SLURM_OPTION})
     cpu_nodes: int = limited(0, at_least=0, at_most=65_536)  # 0: no CPU nodes
-    cpu_partition: str = ""  # partition of the CPU nodes; "": the cluster's default
+    cpu_partition: str = ruled("", _SLURM_NAME)  # partition of the CPU nodes; "": the cluster's default
     cpu_cpus_per_node: int = limited(0, at_least=0)  # cores of a CPU node; 0: whole nodes (--exclusive)
-    cpu_memory_per_node: str = ""  # memory of a CPU node, as memory_per_node
-    cpu_options: list[str] = field(default_factory=list)  # options of sbatch for the CPU nodes
-    srun_options: list[str] = field(default_factory=list)  # for the step of host daemons, e.g. --container-image=...
+    cpu_memory_per_node: str = ruled("", _SLURM_NAME)  # memory of a CPU node, as memory_per_node
+    # Options of sbatch for the CPU nodes
+    cpu_options: list[str] = field(default_factory=list, metadata={"rule": _SLURM_OPTION})
+    # For the step of host daemons, e.g. --container-image=...
+    srun_options: list[str] = field(default_factory=list, metadata={"rule": _SLURM_OPTION})
     prelude: str = ""  # shell lines that run first: `module load cuda`, `source .venv/bin/activate`
     wrapper: str = ""  # command in front of launcher and host daemons, e.g. `apptainer exec --nv image.sif`
     # This long before the time limit the run writes a checkpoint, and the job is queued again
@@ -661,8 +695,9 @@ class ExperimentConfig:
     """A whole run: the fields of the YAML file and the overrides."""
 
     # The run's folder is <fileroot>/<experiment>/<trial>
-    experiment: str = "asyncrl"
-    trial: str = "t0"  # names the run within the experiment: its folder is <fileroot>/<experiment>/<trial>
+    experiment: str = ruled("asyncrl", _NAME)
+    # The name of the run within the experiment: its folder is <fileroot>/<experiment>/<trial>
+    trial: str = ruled("t0", _NAME)
     fileroot: str = "runs"  # folder of all runs
     seed: int = 1  # seed of prompt order, sampling and minibatches
     # engine.<generation>+<training>. A layout dXpYmZ has X data, Y pipeline and Z tensor parallel ranks. <training> may have
@@ -692,7 +727,7 @@ class ExperimentConfig:
     # the nodes of a Slurm job
     cluster: str = choice("local", "local", "hosts", "slurm")
     # cluster=hosts: the hosts of the run, including this one, each by a name or address that the other hosts can connect to
-    hosts: list[str] = field(default_factory=list)
+    hosts: list[str] = field(default_factory=list, metadata={"rule": _HOST})
     network: NetworkConfig = field(default_factory=NetworkConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     # async: generation and training run at the same time | sync: no servers and no rollout workers; the model workers generate each
@@ -795,6 +830,13 @@ def with_model_paths(train: TrainConfig, change: Callable[[str, str], str]) -> T
         reward_models={name: changed(f"{REWARD}_{name}") for name in train.reward_models},
         roles={name: changed(name) for name in train.roles},
     )
+
+
+def prompt_sources(config: ExperimentConfig) -> dict[str, PromptSourceConfig]:
+    """The sources of prompts that the run reads, each by its field."""
+    texts = config.train.ptx.texts if config.train.ptx is not None else None
+    found = {"prompts": config.prompts, "eval.prompts": config.eval.prompts, "train.ptx.texts": texts}
+    return {field: prompts for field, prompts in found.items() if prompts is not None}
 
 
 def reward_models(train: TrainConfig) -> dict[str, RewardModelConfig]:

@@ -12,7 +12,7 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
 from asyncrl.config.fields import Wrong, find_field, hints_of
-from asyncrl.config.limits import allowed_in
+from asyncrl.config.limits import rule_of
 from asyncrl.config.schema import ConfigError, ExperimentConfig
 
 _REMOVED = {  # fields of earlier releases, with the remedy
@@ -90,7 +90,7 @@ class _Walk:
                     raise _UnfitError(f"removed field {name!r}: {_REMOVED[name]}")
                 if key not in declared:
                     raise _UnfitError(self._unknown(name, declared))
-                if isinstance(value, bool) and not {"on", "off"}.isdisjoint(allowed_in(declared[key])):
+                if isinstance(value, bool) and not {"on", "off"}.isdisjoint(rule_of(declared[key]).words):
                     value = _switch_word(value)
                 fits[key] = self._value(value, hints_of(section)[key], name)
             except _UnfitError as error:
@@ -181,7 +181,7 @@ def _meant(path: str, value: object, section: type | None) -> str:
     words = {"on", "off"} & {_switch_word(value)} or {str(value)}
     entries = fields(section) if section is not None else ()
     for entry in entries:
-        if words & set(allowed_in(entry)):
+        if words & set(rule_of(entry).words):
             return f"{path}.{entry.name}={words.pop()}"
     names = {entry.name for entry in entries}
     if isinstance(value, bool):

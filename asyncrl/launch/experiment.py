@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.config.fields import Wrong, overlap, with_default
+from asyncrl.config.fields import Wrong, default_of, overlap, with_leaves
 from asyncrl.config.loading import read_experiment
 from asyncrl.config.schema import ConfigError, ExperimentConfig
-from asyncrl.config.validation import Problem, problems_of_fields, problems_of_sizes
+from asyncrl.config.validation import Problem, problems_of_fields, problems_of_values
 from asyncrl.dataflow.layout_checks import problems_of_layout
 from asyncrl.dataflow.phases import phases
 
@@ -54,11 +54,11 @@ def validate(config: ExperimentConfig) -> None:
 
 def wrong_fields(config: ExperimentConfig) -> list[Wrong]:
     """Every field that cannot be used, with its value and the remedy."""
-    sizes = list(problems_of_sizes(config))
-    # The other checks compare values, and comparisons with nan are meaningless: they see the defaults instead
-    for name, _, _ in sizes:
-        config = with_default(config, name)
-    found = [*sizes, *_problems_of_phases(config)]
+    found = list(problems_of_values(config))
+    # The other checks compare fields. Comparisons with a value that is not allowed are meaningless: they see its default instead
+    wrong = {name.partition("[")[0] for name, _, _ in found}
+    allowed = with_leaves(config, lambda path, value, entry: default_of(entry) if path in wrong else value)
+    found += _problems_of_phases(allowed)
     return [Wrong(name, f"{name}={value!r}: {remedy}") for name, value, remedy in found]
 
 

@@ -18,7 +18,7 @@ import msgspec
 import xxhash
 
 from asyncrl.config.resolve import with_absolute_paths
-from asyncrl.config.schema import ExperimentConfig, PromptSourceConfig, model_settings
+from asyncrl.config.schema import ExperimentConfig, model_settings, prompt_sources
 from asyncrl.config.sources import sources_of
 from asyncrl.data.prompts import is_file_name
 from asyncrl.data.trajectories import tokenizer_fingerprint
@@ -91,14 +91,9 @@ def _paths_of(config: ExperimentConfig) -> Iterator[tuple[str, list[Path]]]:
     for field, model in model_settings(config.train).values():
         if model.path:
             yield f"{field}.path", model_files(Path(model.path))
-    sources: dict[str, PromptSourceConfig | None] = {
-        "prompts.path": config.prompts,
-        "eval.prompts.path": config.eval.prompts,
-        "train.ptx.texts.path": config.train.ptx.texts if config.train.ptx is not None else None,
-    }
-    for field, prompts in sources.items():
-        if prompts is not None and is_file_name(prompts.path):
-            yield field, [Path(prompts.path)]
+    for field, prompts in prompt_sources(config).items():
+        if is_file_name(prompts.path):
+            yield f"{field}.path", [Path(prompts.path)]
     specs = {"train.step": config.train.step, **{f"train.mfcs[{i}]": spec for i, spec in enumerate(config.train.mfcs)}}
     for name, task in config.rollout.tasks.items():
         specs |= {f"rollout.tasks.{name}.{kind}": getattr(task, kind) for kind in ("reward", "agent", "env")}

@@ -19,6 +19,7 @@ from asyncrl.config.schema import (
     ExperimentConfig,
     PromptSourceConfig,
     model_settings,
+    prompt_sources,
 )
 from asyncrl.config.transports import FILES, transport_of
 from asyncrl.data.model_folder import read_object
@@ -188,13 +189,8 @@ def _check_chat_template(case: Case) -> Iterator[ConfigError]:
     """Check that the tokenizer has a chat template if prompts use one. Looks for the files that save_pretrained writes."""
     config, path = case.config, case.tokenizer_path
     folder = Path(path).expanduser()
-    texts = config.train.ptx.texts if config.train.ptx is not None else None
-    for name, prompts in (
-        ("prompts", config.prompts),
-        ("eval.prompts", config.eval.prompts),
-        ("train.ptx.texts", texts),
-    ):
-        if prompts is not None and prompts.chat_template and folder.is_dir() and not _has_chat_template(folder):
+    for name, prompts in prompt_sources(config).items():
+        if prompts.chat_template and folder.is_dir() and not _has_chat_template(folder):
             yield ConfigError(
                 f"{name}.chat_template=True: the tokenizer in {path} has no chat template; set {name}.chat_template=false "
                 "and write each prompt as its final text, or put the template into chat_template.jinja there"
