@@ -7,6 +7,7 @@ transports from memory (config/transports.py): the workers hold them -> name res
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,7 +41,36 @@ class _Rewritten(NamedTuple):
     last: float  # time of its last rewrite, in monotonic seconds
 
 
-class WeightPublisher:
+class Publisher:
+    """Publishes nothing: no process serves the weights, and the model workers generate (mode=sync)."""
+
+    metrics: Mapping[str, float] = {}  # of the newest complete version
+
+    def __init__(self, workers: ModelWorkers) -> None:
+        self._workers = workers
+
+    async def publish(self) -> None:
+        """Export the newest version, then publish it."""
+
+    def start(self) -> None:
+        """Start to publish the newest version in the background."""
+
+    async def finished(self) -> None:
+        """Wait for the version that is being published."""
+
+    async def served(self) -> None:
+        """Wait until the newest version is served. Raises WaitTimeoutError."""
+
+    async def serve_average(self) -> None:
+        """Let the actor's moving average (train.ema) generate, for an evaluation after the last step. Raises WaitTimeoutError."""
+        await self._workers.generate_with_average()
+
+    async def keep(self, path: Path) -> None:
+        """Save the weights after a bad batch in this folder, unless the version that the batch trained from is kept."""
+        await self._workers.save_in(path, ACTOR, "weights to be saved with a bad batch")
+
+
+class WeightPublisher(Publisher):
     """Exports and publishes weight versions.
 
     consumes: versions that the workers hold.  produces: versions on disk, and their names in name resolve.
@@ -62,29 +92,27 @@ class WeightPublisher:
         turns: Turns,
         rewrite_pause_s: float = REWRITE_PAUSE_S,
     ) -> None:
-        self._config, self._books, self._workers, self._reports = config, books, workers, reports
+        super().__init__(workers)
+        self._config, self._books, self._reports = config, books, reports
         self._evaluations, self._directory, self._files, self._turns = evaluations, directory, files, turns
         self._services = services
         self._run_dir = Path(config.worker.run_dir)
         self._rewrite_pause_s = rewrite_pause_s
         self._publishing: asyncio.Task[None] | None = None
-        self.seconds = 0.0  # from the export of the newest complete version to its last file
+        self.metrics = {"time/publish_s": 0.0}
         self._rewritten = _Rewritten(WeightVersion(0, 0), 0, 0.0)
 
     def start(self) -> None:
-        """Start to publish the newest version in the background."""
         self._publishing = self._services.tasks.spawn(self.publish(), "publish weights")
 
     async def finished(self) -> None:
-        """Wait for the version that is being published."""
         if self._publishing is not None:
             limit_s = self._config.train.call_timeout_s
             what = "the last weights to be published"
             await self._services.board.bounded(self._publishing, what=what, on="weight writer", limit_s=limit_s)
 
     async def publish(self) -> None:
-        """Export the newest version, then publish it. With a transport from memory an earlier entry in name resolve announces
-        the weights there."""
+        """With a transport from memory an earlier entry in name resolve announces the weights there."""
         version, names = self._books.version, self._directory.names
         began, held = self._services.clock.monotonic(), None
         if self._books.trains and transport_of(self._config.weights.transport).from_memory:
@@ -98,7 +126,7 @@ class WeightPublisher:
             await self._directory.publish(names.weights_held(ACTOR), str(version))
         with self._services.trace.overlapping(f"publish {version}", kind="weights"):
             await self._workers.commit(write, await written)
-        self.seconds = self._services.clock.monotonic() - began
+        self.metrics = {"time/publish_s": self._services.clock.monotonic() - began}  # until the last file is written
         await self._baseline_first(version)
         await self._directory.publish(names.model_version(ACTOR), str(version))
         served = [WeightVersion.parse(server.version) for server in self._reports.servers if server.version]
@@ -134,21 +162,25 @@ class WeightPublisher:
         self._rewritten = _Rewritten(version, count + 1, self._services.clock.monotonic())
         await self._turns.generation()
 
-    async def publish_average(self) -> int:
-        """Publish the actor's moving average (train.ema) as the version after the last one, for an evaluation after the last step.
-        Returns the number of this version."""
-        version = self._books.version
-        version = WeightVersion(version.attempt, version.version + 1)
-        folder = name_of(self._run_dir, version_dir(self._run_dir, ACTOR, version))
-        write = WriteWeights(role=EMA, weight_version=str(version), folder=folder)
+    async def serve_average(self) -> None:
+        """Publish the average as the version after the last one."""
+        await self._turns.training()
+        last = self._books.version
+        version = WeightVersion(last.attempt, last.version + 1)
+        write = self._write(version, role=EMA)
         await self._workers.commit(write, await self._workers.start(EMA, f"weights {version} to be written", write))
         await self._directory.publish(self._directory.names.model_version(ACTOR), str(version))
-        return version.version
+        await self._turns.generation()
+        await self._served(version.version)
 
-    async def served(self, version: int | None = None) -> None:
-        """Wait until the gserver manager reports a version as served, by default the newest one. Raises WaitTimeoutError after
-        eval.timeout_s."""
-        version = self._books.version.version if version is None else version
+    async def keep(self, path: Path) -> None:
+        """No effect: the version is not pruned."""
+
+    async def served(self) -> None:
+        await self._served(self._books.version.version)
+
+    async def _served(self, version: int) -> None:
+        """Wait until the gserver manager reports a version as served. Raises WaitTimeoutError after eval.timeout_s."""
         what, limit_s = f"version {version} to be served", self._config.eval.timeout_s
         await self._services.board.bounded(
             self._until_served(version), what=what, on="gserver manager", limit_s=limit_s
@@ -166,6 +198,6 @@ class WeightPublisher:
         if version.version == 1:
             await self._evaluations.baseline_over()
 
-    def _write(self, version: WeightVersion, *, rewrite: bool = False) -> WriteWeights:
+    def _write(self, version: WeightVersion, *, role: str = ACTOR, rewrite: bool = False) -> WriteWeights:
         folder = name_of(self._run_dir, version_dir(self._run_dir, ACTOR, version))
-        return WriteWeights(role=ACTOR, weight_version=str(version), folder=folder, rewrite=rewrite)
+        return WriteWeights(role=role, weight_version=str(version), folder=folder, rewrite=rewrite)

@@ -18,13 +18,12 @@ from asyncrl.master.device_turns import Turns
 from asyncrl.master.evaluations import Evaluations
 from asyncrl.master.model_workers import ModelWorkers
 from asyncrl.master.profiling import Profiles
-from asyncrl.master.publishing import WeightPublisher
+from asyncrl.master.publishing import Publisher
 from asyncrl.master.report import StepTimes, UpdateSeconds, of_whole_batch, step_metrics, throughput_metrics
 from asyncrl.master.rollouts import unless
 from asyncrl.master.skipped import SkippedSteps
 from asyncrl.master.step_result import StepResult
 from asyncrl.protocol.manager import ServerView
-from asyncrl.protocol.names import ACTOR
 from asyncrl.protocol.trajectories import TrajectoryMeta
 from asyncrl.runtime.board import WaitTimeoutError
 from asyncrl.runtime.services import Services
@@ -72,7 +71,7 @@ class Trainer:
         buffer: AsyncIOSequenceBuffer,
         workers: ModelWorkers,
         source: BatchSource,
-        publisher: WeightPublisher | None,
+        publisher: Publisher,
         evaluations: Evaluations,
         checkpointer: Checkpointer,
         services: Services,
@@ -81,7 +80,7 @@ class Trainer:
         profiles: Profiles,
         leaving: asyncio.Event,
     ) -> None:
-        """publisher: None if no process serves the weights. leaving: set when the launcher stops the run."""
+        """leaving: set when the launcher stops the run."""
         self._config, self._books, self._buffer, self._workers, self._source = config, books, buffer, workers, source
         self._publisher, self._evaluations, self._checkpointer, self._turns = (
             publisher,
@@ -105,8 +104,7 @@ class Trainer:
             self._workers.executor.states = state.mfcs
             await self._workers.load_checkpoint(Path(config.resume), state.shared, state.step)
         books.begin()
-        if self._publisher is not None:
-            await self._publisher.publish()
+        await self._publisher.publish()
         await self._turns.generation()
         if config.train.arriving_inference:
             arriving = self._workers.executor.process_arriving(books.version.version)
@@ -162,7 +160,7 @@ class Trainer:
         if self._skipped.add(result.stats):
             await self._keep_bad_batch(metas, result)
         forgotten = self._workers.forget(batch)
-        if books.trains and self._publisher is not None:
+        if books.trains:
             with self._services.trace.span("wait for weights", track="steps", version=version):
                 await self._publisher.finished()
             self._publisher.start()
@@ -175,8 +173,7 @@ class Trainer:
             result.stats, step_metrics(metas, version, times, self._config.tasks, trained=in_update)
         )
         metrics["time/servers_updating_s"] = self._update_seconds.since_last(self._source.servers)
-        if self._publisher is not None:
-            metrics["time/publish_s"] = self._publisher.seconds
+        metrics |= self._publisher.metrics
         metrics |= self._throughput(metas, result, times.total_s)
         books.write_step(metas, metrics, {**result.seconds, **self._source.seconds}, (train_start, train_end))
         await self._profiles.after_step(books.step)
@@ -184,8 +181,7 @@ class Trainer:
         self._run_schedules(last)
         if self._turns.is_shared and not (last or self._leaves()):
             # Give the devices to generation. Every call that needs the models has been sent: workers execute calls in order
-            if self._publisher is not None:
-                await self._publisher.finished()
+            await self._publisher.finished()
             await self._turns.generation()
         return last
 
@@ -211,8 +207,7 @@ class Trainer:
 
     async def finish(self) -> None:
         """End the run after the last step: publish the last weights, save the models, write a checkpoint, evaluate."""
-        if self._publisher is not None:
-            await self._publisher.finished()
+        await self._publisher.finished()
         await self._turns.training()
         if self._books.trains:
             await self._workers.save("final")  # first, so that a failed evaluation does not lose the result
@@ -223,8 +218,7 @@ class Trainer:
         await self._source.end()
         if evaluates:
             try:
-                if self._publisher is not None:
-                    await self._publisher.served()
+                await self._publisher.served()
                 self._evaluations.begin(name="end")
             except WaitTimeoutError as error:
                 self._services.logger.warning("skipped the last evaluation: %s", error)
@@ -237,21 +231,11 @@ class Trainer:
         if self._config.train.ema is None or not (evaluates and self._books.trains):
             return
         try:
-            if self._publisher is None:  # the model workers generate; the models have been saved
-                await self._workers.generate_with_average()
-            else:
-                await self._serve_average(self._publisher)
+            await self._publisher.serve_average()  # the models have been saved
             self._evaluations.begin(name="ema", prefix="ema_")
         except WaitTimeoutError as error:
             self._services.logger.warning("skipped the evaluation of the moving average: %s", error)
         await self._evaluations.all_over()
-
-    async def _serve_average(self, publisher: WeightPublisher) -> None:
-        """Wait until the generation servers have the average."""
-        await self._turns.training()
-        version = await publisher.publish_average()
-        await self._turns.generation()
-        await publisher.served(version)
 
     async def _write_last_checkpoint(self) -> None:
         """Write a checkpoint of the last step, for a later attempt to continue from. An attempt that itself continues from a
@@ -278,13 +262,10 @@ class Trainer:
         return self._books.state(evaluating=evaluating, shared=workers.refresher.state(), mfcs=workers.executor.states)
 
     async def _keep_bad_batch(self, metas: Sequence[TrajectoryMeta], result: StepResult) -> None:
-        """Save the batch of a step of which all or some optimizer steps were skipped, for examples/bad_batch. The weight version
-        that this step trained from is not pruned. If no weights are published, the weights after the step are saved with the
-        batch."""
+        """Save the batch of a step of which all or some optimizer steps were skipped, for examples/bad_batch."""
         workers, step = self._workers, self._books.step
         await self._skipped.save(
             metas, step, result.stats, heads=workers.heads, tracker=workers.tracker, caller=workers.caller
         )
-        if self._publisher is None and self._config.train.keep_bad_batches:
-            path = folder_of(self._run_dir, self._books.attempt, step) / WEIGHTS
-            await workers.save_in(path, ACTOR, "weights to be saved with a bad batch")
+        if self._config.train.keep_bad_batches:
+            await self._publisher.keep(folder_of(self._run_dir, self._books.attempt, step) / WEIGHTS)

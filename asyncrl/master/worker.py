@@ -27,7 +27,7 @@ from asyncrl.master.evaluations import Evaluations, ServerEvaluator
 from asyncrl.master.files import MasterFiles
 from asyncrl.master.model_workers import ModelWorkers, placements_of
 from asyncrl.master.profiling import Profiles
-from asyncrl.master.publishing import WeightPublisher
+from asyncrl.master.publishing import Publisher, WeightPublisher
 from asyncrl.master.rollouts import ManagerReports, Rollouts, accept_trajectories
 from asyncrl.master.sync import Generation
 from asyncrl.master.trainer import BatchSource, Trainer
@@ -183,9 +183,9 @@ class MasterWorker(Worker):
         buffer: AsyncIOSequenceBuffer,
         workers: ModelWorkers,
         leaving: asyncio.Event,
-    ) -> tuple[BatchSource, WeightPublisher | None, Evaluations, Turns]:
+    ) -> tuple[BatchSource, Publisher, Evaluations, Turns]:
         """Create the batch source, the weight publisher, the evaluations, and the turns on shared devices. mode=sync needs no
-        manager: the model workers generate and evaluate, and there is no publisher."""
+        manager: the model workers generate and evaluate."""
         config, services = self.config, self.services
         num_eval_prompts = 0
         if config.eval.prompts is not None:
@@ -195,18 +195,18 @@ class MasterWorker(Worker):
                 config, books, buffer, workers, num_eval_prompts=num_eval_prompts, leaving=leaving, board=self.board
             )
             evaluations = Evaluations(config.eval, books, generation, services)
-            return generation, None, evaluations, Turns()
+            return generation, Publisher(workers), evaluations, Turns()
+        new_manager = asyncio.Event()
         connecting = ServiceClient.connect(
             directory,
             services,
             key=self.names.gserver_manager(),
             service="gserver manager",
-            # A new manager grants no train ticket before it has a report, so send one now, not at the end of this step. `reports`
-            # is created below
-            on_moved=lambda: self.tasks.spawn(reports.report(), "report to a new manager"),
+            on_moved=new_manager.set,
         )
         manager = await opened.enter_async_context(connecting)
         reports = ManagerReports(books, buffer, manager)
+        self.tasks.spawn(reports.follow(new_manager), "report to new managers")
         evaluator = ServerEvaluator(config.eval, num_eval_prompts, manager, services)
         evaluations = Evaluations(config.eval, books, evaluator, services)
         turns = Turns()
