@@ -48,7 +48,7 @@ from asyncrl.protocol.weight_updates import (
 )
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.http_client import open_session
-from asyncrl.runtime.http_server import for_the_run, serve
+from asyncrl.runtime.http_server import listen_routes
 from asyncrl.runtime.services import Services
 from asyncrl.weights.update_group import GroupMember, rank_offsets, serve_store
 
@@ -323,13 +323,10 @@ class WeightSender(TrainerSide):
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
         """Bind a free port and yield the URL to publish."""
-        app = web.Application(middlewares=[for_the_run])
-        app.add_routes([web.post("/broadcast_weights", self._answer)])
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         try:
-            yield await serve(runner, self._host)
+            async with listen_routes(web.post("/broadcast_weights", self._answer), host=self._host) as url:
+                yield url
         finally:
-            await runner.cleanup()
             await self._leave_all()
 
     async def _leave_all(self) -> None:

@@ -16,9 +16,9 @@ unpickled, and the fetcher checks that the answer matches its request.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import struct
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 
 import aiohttp
@@ -31,7 +31,7 @@ from asyncrl.protocol.calls import FetchPart, HeldDataRequest
 from asyncrl.protocol.errors import DECODE_ERRORS, CodecError, ErrorClass, class_of_status
 from asyncrl.runtime.board import StatusBoard, WaitTimeoutError
 from asyncrl.runtime.directory import Directory
-from asyncrl.runtime.http_server import for_the_run, serve
+from asyncrl.runtime.http_server import listen_routes
 
 PATH = "/held_data"
 LIMIT_S = 10.0  # for an answer; after that the fetch fails and the master, which knows the source's state, decides when to retry
@@ -104,16 +104,9 @@ class HeldData:
         """max_bytes: of an answer. An answer with a single group may exceed this limit: the group arrived here in one message."""
         self._store, self._host, self._max_bytes = store, host, min(max_bytes, _ANSWER_BYTES)
 
-    @contextlib.asynccontextmanager
-    async def serving(self) -> AsyncIterator[str]:
+    def serving(self) -> AbstractAsyncContextManager[str]:
         """Bind a free port and yield the URL to publish."""
-        app = web.Application(middlewares=[for_the_run], client_max_size=_MAX_REQUEST_BYTES)
-        app.add_routes([web.post(PATH, self._answer)])
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-        try:
-            yield await serve(runner, self._host)
-        finally:
-            await runner.cleanup()
+        return listen_routes(web.post(PATH, self._answer), host=self._host, max_body_bytes=_MAX_REQUEST_BYTES)
 
     async def _answer(self, request: web.Request) -> web.Response:
         try:

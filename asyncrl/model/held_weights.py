@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
@@ -29,7 +29,7 @@ from torch import Tensor
 from asyncrl.model.trainer_side import HeldShare, TrainerSide
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.protocol.weight_updates import TensorSpecs
-from asyncrl.runtime.http_server import for_the_run, serve
+from asyncrl.runtime.http_server import listen_routes
 from asyncrl.weights.update_group import bytes_of
 
 _PART_BYTES = 1 << 20  # written or read at once; the event loop copies each part
@@ -63,16 +63,9 @@ class ShareServer(TrainerSide):
         super().hold(held)
         self._alive[str(held.version)] = held
 
-    @contextlib.asynccontextmanager
-    async def serving(self) -> AsyncIterator[str]:
+    def serving(self) -> AbstractAsyncContextManager[str]:
         """Bind a free port and yield the URL to publish."""
-        app = web.Application(middlewares=[for_the_run])
-        app.add_routes([web.get("/held_weights/{version}", self._answer)])
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
-        try:
-            yield await serve(runner, self._host)
-        finally:
-            await runner.cleanup()
+        return listen_routes(web.get("/held_weights/{version}", self._answer), host=self._host, cancels=True)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         wanted = request.match_info["version"]

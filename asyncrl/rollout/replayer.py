@@ -22,14 +22,13 @@ from asyncrl.protocol.errors import DECODE_ERRORS, RunEndedError
 from asyncrl.protocol.manager import LedgerView, MasterReport, TicketView
 from asyncrl.protocol.trajectories import Locator
 from asyncrl.runtime.directory import Directory
-from asyncrl.runtime.http_server import for_the_run, serve
+from asyncrl.runtime.http_server import listen_routes
 from asyncrl.runtime.system import System
 from asyncrl.runtime.worker import Worker
 from asyncrl.streams.push_pull import NameResolvingZmqPusher
 
 _MAX_WAIT_S = 60.0  # longest time that the answer to a report is held back
 _MAX_BODY_BYTES = 64 << 20
-_SHUTDOWN_S = 1.0
 
 
 class Replayer(Worker):
@@ -71,11 +70,9 @@ class Replayer(Worker):
         )
         opened.push_async_callback(pusher.close)
         await pusher.start()
-        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[for_the_run])
-        app.router.add_post("/report", self._answer_report)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_S)
-        opened.push_async_callback(runner.cleanup)
-        await directory.publish(self.names.gserver_manager(), await serve(runner, info.runtime.host))
+        report = web.post("/report", self._answer_report)
+        serving = listen_routes(report, host=info.runtime.host, max_body_bytes=_MAX_BODY_BYTES)
+        await directory.publish(self.names.gserver_manager(), await opened.enter_async_context(serving))
         self.began()
         place = 0
         for number, batch in enumerate(self.plan.batches):

@@ -37,14 +37,17 @@ async def serve(
 ) -> str:
     """Bind (port 0: a free one), serve `runner`, and return the URL to publish. The caller must clean up the runner.
 
-    A run that uses Unix sockets serves on one of them. for_others: serve on TCP in any case, for clients outside
-    asyncrl.
+    A request from a stranger is refused before the runner's handler is called. A run that uses Unix sockets serves on one of
+    them. for_others: for clients outside asyncrl: serve on TCP in any case, and pass every request to the runner, which must
+    refuse those of strangers itself.
     """
     secured = security.current()
     await runner.setup()
-    if not for_others and (path := unix_sockets.new_path()):
-        await web.UnixSite(runner, path, backlog=backlog).start()
-        return unix_sockets.url_of(path)
+    if not for_others:
+        _refuse_strangers(runner.server)
+        if path := unix_sockets.new_path():
+            await web.UnixSite(runner, path, backlog=backlog).start()
+            return unix_sockets.url_of(path)
     tls = None
     if secured is None:
         await web.TCPSite(runner, host, port, backlog=backlog).start()
@@ -64,8 +67,7 @@ class Listen(Protocol):
 
 @contextlib.asynccontextmanager
 async def listen_http(answer: Answer, host: str, *, max_body_bytes: int) -> AsyncIterator[str]:
-    """Serve on a free port, refuse requests from strangers, call `answer` for every other request, and yield the URL to
-    publish.
+    """Serve on a free port, call `answer` for every request of the run, and yield the URL to publish.
 
     This uses aiohttp's low-level server: an Application's routing, middlewares and signals would add a tenth to the
     cost of each request.
@@ -76,15 +78,38 @@ async def listen_http(answer: Answer, host: str, *, max_body_bytes: int) -> Asyn
         loop = asyncio.get_running_loop()
         return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=max_body_bytes)
 
-    async def answer_the_run(request: web.BaseRequest) -> web.StreamResponse:
-        return _refusal_of(request) or await answer(request)
-
-    server = web.Server(answer_the_run, request_factory=make_request, handler_cancellation=True, access_log=None)
+    server = web.Server(answer, request_factory=make_request, handler_cancellation=True, access_log=None)
     runner = web.ServerRunner(server, shutdown_timeout=1.0)
     try:
         yield await serve(runner, host, backlog=128)
     finally:
         await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def listen_routes(
+    *routes: web.RouteDef, host: str, max_body_bytes: int = 1 << 20, cancels: bool = False
+) -> AsyncIterator[str]:
+    """Serve these routes to the run, on a free port, and yield the URL to publish. cancels: cancel the handler of a request when
+    its client disconnects.
+    """
+    app = web.Application(client_max_size=max_body_bytes)
+    app.add_routes(routes)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=cancels)
+    try:
+        yield await serve(runner, host)
+    finally:
+        await runner.cleanup()
+
+
+def _refuse_strangers(server: Any) -> None:
+    """Make aiohttp's server refuse requests of strangers before it calls its handler."""
+    answer: Answer = server.request_handler
+
+    async def answer_the_run(request: web.BaseRequest) -> web.StreamResponse:
+        return _refusal_of(request) or await answer(request)
+
+    server.request_handler = answer_the_run
 
 
 def _refusal_of(request: web.BaseRequest) -> web.Response | None:
@@ -108,13 +133,6 @@ def no_stranger(request: web.BaseRequest) -> None:
     known = _strangers.pop(request.protocol, None)
     if known is not None and not known.done():
         known.set_result(None)
-
-
-@web.middleware
-async def for_the_run(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Refuse every request from a stranger."""
-    reply: web.StreamResponse = _refusal_of(request) or await handler(request)
-    return reply
 
 
 class _GuardedSite(web.BaseSite):

@@ -43,7 +43,7 @@ from asyncrl.protocol.versions import WeightVersion
 from asyncrl.runtime import security, unix_sockets
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.disk import size_text
-from asyncrl.runtime.http_server import for_the_run, serve
+from asyncrl.runtime.http_server import listen_routes
 from asyncrl.weights.form import WeightsError
 from asyncrl.weights.versions import MANIFEST, Chain, Manifest, list_versions, read_manifest, with_bases
 
@@ -74,7 +74,7 @@ class WeightFiles:
         self._directory, self._host = directory, host
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="weight files", daemon=True)
-        self._runner: web.AppRunner | None = None
+        self._serving = contextlib.AsyncExitStack()
 
     def start(self) -> str:
         """Bind a free port. Returns the URL to which readers append a version's name. Blocks for a moment."""
@@ -86,7 +86,7 @@ class WeightFiles:
         if not self._thread.is_alive():
             return
         with contextlib.suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(_STOP_LIMIT_S)
+            asyncio.run_coroutine_threadsafe(self._serving.aclose(), self._loop).result(_STOP_LIMIT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_STOP_LIMIT_S)
 
@@ -96,14 +96,8 @@ class WeightFiles:
         self._loop.close()
 
     async def _serve(self) -> str:
-        app = web.Application(middlewares=[for_the_run])
-        app.add_routes([web.get("/weights/{version}/{file}", self._answer)])
-        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
-        return await serve(self._runner, self._host)
-
-    async def _stop(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
+        route = web.get("/weights/{version}/{file}", self._answer)
+        return await self._serving.enter_async_context(listen_routes(route, host=self._host))
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         """Serve the manifest or a file that it lists, and nothing else. FileResponse supports ranges."""

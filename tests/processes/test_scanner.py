@@ -8,7 +8,7 @@ from aiohttp import web
 
 from asyncrl.runtime import security
 from asyncrl.runtime.certificates import make_certificate
-from asyncrl.runtime.http_server import for_the_run, serve
+from asyncrl.runtime.http_server import listen_routes
 from asyncrl.runtime.names.etcd.server import EtcdServer, EtcdTls
 from asyncrl.runtime.security import Secrets, Security
 from asyncrl.runtime.transport import ZmqTransport
@@ -38,10 +38,8 @@ async def test_what_a_run_serves_is_found_only_where_it_does_not_authenticate(mo
     found = {}
     for secured in (None, Security(Secrets.make())):
         with security.secured(secured):
-            app = web.Application(middlewares=[for_the_run])
-            app.router.add_get("/health", healthy)
-            runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-            url = await serve(runner, "127.0.0.1")
+            serving = listen_routes(web.get("/health", healthy), host="127.0.0.1")
+            url = await serving.__aenter__()
             pull = ZmqTransport(context).bind_pull("127.0.0.1", queue_messages=8, max_frame_bytes=1 << 20)
             at_http, at_zmq = url.rpartition("/")[2], pull.address.rpartition("/")[2]
             with monkeypatch.context() as patch:
@@ -49,7 +47,7 @@ async def test_what_a_run_serves_is_found_only_where_it_does_not_authenticate(mo
                 found[secured is not None] = list((await asyncio.to_thread(scan, [at_http])).values())
             found[secured is not None] += (await asyncio.to_thread(scan, [at_zmq])).values()
             pull.close()
-            await runner.cleanup()
+            await serving.__aexit__(None, None, None)
     await asyncio.to_thread(context.term)
     assert found[True] == [[], []]
     assert found[False] == [["HTTP /health: 200"], ["ZeroMQ NULL: let in"]]

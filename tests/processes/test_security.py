@@ -35,7 +35,7 @@ from asyncrl.runtime.certificates import make_certificate
 from asyncrl.runtime.channel import ChannelReceiver, ChannelSender
 from asyncrl.runtime.channel_protocol import ChannelLimits
 from asyncrl.runtime.http_client import open_session
-from asyncrl.runtime.http_server import for_the_run, listen_http, serve
+from asyncrl.runtime.http_server import listen_http, listen_routes
 from asyncrl.runtime.security import Secrets, Security
 from asyncrl.runtime.transport import PART_BYTES, ZmqTransport, joined
 from asyncrl.streams.push_pull import MetaPuller, MetaPusher
@@ -300,13 +300,8 @@ async def application():
     async def read(request):
         return web.Response(body=await request.read())
 
-    app = web.Application(middlewares=[for_the_run], client_max_size=1 << 20)
-    app.router.add_route("*", "/echo", read)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    try:
-        yield await serve(runner, "127.0.0.1")
-    finally:
-        await runner.cleanup()
+    async with listen_routes(web.route("*", "/echo", read), host="127.0.0.1") as url:
+        yield url
 
 
 WRONG = [
