@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 DEFAULT_TASK = "default"  # the task of a line if the config has neither task_key nor default_task
 TOOLS_KEY = "tools"  # field of a line with the tools that the chat template shows
 _MOST_ADDED = 4  # tokens that a tokenizer adds to a text
+_MOST_CHARACTERS = 1024  # of a token: a prompt with more for each token of max_prompt_length is too long
 _MAX_LINE_BYTES = 256 << 20
 _ROWS_AT_ONCE = 1024  # of a Parquet file
 _BOM = b"\xef\xbb\xbf"
@@ -246,16 +247,19 @@ class PromptSource:
         return self._special_tokens.removed_from(text)
 
     def _render(self, row: Row) -> tuple[str, list[int]]:
+        """Text and tokens of a prompt. The tokens of an enormous text are those of its beginning, which is too long already: a
+        tokenizer takes 300 bytes for each character."""
         prompt, tokenizer = row[self.config.prompt_key], self._tokenizer
+        most = _MOST_CHARACTERS * (self.config.max_prompt_length + 1)
         if self._template is None:
             assert isinstance(prompt, str)  # ensured by _check_row
-            return prompt, [] if tokenizer is None else encode_prompt(tokenizer, prompt)
+            return prompt, [] if tokenizer is None else encode_prompt(tokenizer, prompt[:most])
         # A template is a program: it may require alternating roles, for example
         messages: list[Message] = (
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else messages_for_template(prompt)
         )
         text = self._template.prompt_text(messages, tools_for_template(row.get(TOOLS_KEY)))
-        input_ids = encode(tokenizer, text)
+        input_ids = encode(tokenizer, text[:most])
         if not input_ids:
             raise ValueError(f"the prompt {shortened(text)} has no tokens: the tokenizer knows none of its characters")
         return text, input_ids

@@ -382,6 +382,17 @@ def test_prompts_are_tokenized_and_long_ones_marked(tmp_path: Path) -> None:
     assert (long.input_ids, long.too_long) == ([1, 2, 3, 4], True)
 
 
+@pytest.mark.parametrize("chat_template", [False, True])
+def test_an_enormous_prompt_is_too_long_without_being_tokenized_whole(tmp_path: Path, chat_template: bool) -> None:
+    """A tokenizer takes 300 bytes of memory for each character: 80 MB in one prompt would take all of a machine's."""
+    path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "a" * 1_000_000, "answer": 1}])
+    config = PromptSourceConfig(path=path, max_prompt_length=3, chat_template=chat_template)
+    prompt = PromptSource(config, make_chat_tokenizer(None)).get(Locator(0, 0))
+    assert prompt.too_long
+    assert len(prompt.input_ids) < 10_000
+    assert len(prompt.text) >= 1_000_000
+
+
 @pytest.mark.parametrize("prompt", ["ab", [{"role": "user", "content": "ab"}]])
 def test_chat_templates_are_rendered(tmp_path: Path, prompt: Any) -> None:
     path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": prompt, "answer": 1}])
