@@ -36,7 +36,7 @@ from asyncrl.cli.commands import (
     stop,
     trace,
 )
-from asyncrl.cli.commands.common import CONFIG_ERROR, FAILED, error_object, print_json
+from asyncrl.cli.commands.common import CONFIG_ERROR, FAILED, error_object, print_json, say
 from asyncrl.cli.doctor import installed_version
 from asyncrl.cli.output import never_waiting
 from asyncrl.cli.progress import make_console
@@ -223,7 +223,7 @@ def _refuse(message: str, kind: str, code: int, console: Console, as_json: bool)
         sys.stderr.write(f"{message}\n")
     else:
         console.print(f"[bold red]{kind}:[/]", end=" ")
-        console.print(message, markup=False, highlight=False, soft_wrap=True)
+        say(console, message)
     return code
 
 

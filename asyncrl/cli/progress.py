@@ -24,7 +24,7 @@ from rich.text import Text
 
 from asyncrl.cli.advice import Advice, AdviceNews
 from asyncrl.cli.curves import number, read_runs
-from asyncrl.cli.tables import FittedTable
+from asyncrl.cli.tables import Column, FittedTable
 from asyncrl.config.modes import mode_of
 from asyncrl.data.trajectories import recording_dir
 from asyncrl.protocol.errors import same_cause
@@ -493,13 +493,10 @@ def print_summary(run_dir: Path, console: Console) -> None:
     """Print the summary of a complete run."""
     summary = msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=dict)
     recorded = not mode_of(str(summary.get("mode"))).trains
-    table = FittedTable("Summary", show_header=False)
-    table.add_column("")
-    table.add_column("", "text")
     advice = [line for run in read_runs([run_dir], lambda _: False)[-1:] for line in Advice(run.steps).lines()]
-    for label, text in recording_rows(summary) if recorded else _summary_rows(summary, advice):
-        table.add_row(label, escape(text))
-    console.print(table)
+    rows = recording_rows(summary) if recorded else _summary_rows(summary, advice)
+    cells = [(label, escape(text)) for label, text in rows]
+    console.print(FittedTable("Summary", ["", Column("", "text")], cells, show_header=False))
     model = f"AutoModelForCausalLM.from_pretrained('{run_dir / 'checkpoints' / 'final'}')"
     made = recording_lines(summary, run_dir) if recorded else [f"The trained model: {model}"]
     for line in (f"Everything of this run is in {run_dir}", *made):

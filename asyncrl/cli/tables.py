@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 import textwrap
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -29,27 +30,31 @@ _INDENT = 2  # of a row's paragraph, after its first line
 
 
 @dataclass(frozen=True)
-class _Column:
+class Column:
+    """A column of a table."""
+
     name: str
-    kind: Kind
-    justify: Literal["left", "right"]
+    kind: Kind = "whole"
+    justify: Literal["left", "right"] = "left"
 
 
 class FittedTable:
     """Drawn within the width at hand."""
 
-    def __init__(self, title: str = "", *, show_header: bool = True) -> None:
-        """title: with markup."""
-        self.title, self._show_header = title, show_header
-        self._columns: list[_Column] = []
-        self._rows: list[tuple[list[Text], str | None]] = []
-
-    def add_column(self, name: str, kind: Kind = "whole", *, justify: Literal["left", "right"] = "left") -> None:
-        self._columns.append(_Column(name, kind, justify))
-
-    def add_row(self, *cells: str | Text, style: str | None = None) -> None:
-        """cells: text with markup, or Text."""
-        self._rows.append(([cell if isinstance(cell, Text) else Text.from_markup(cell) for cell in cells], style))
+    def __init__(
+        self,
+        title: str,
+        columns: Sequence[Column | str],
+        rows: Iterable[Sequence[str | Text]],
+        *,
+        show_header: bool = True,
+        bold_row: int | None = None,
+    ) -> None:
+        """title: with markup; "": none. columns: a text is the name of a column that is never cropped. rows: of cells, each a text
+        with markup or a Text. bold_row: the number of the row to be drawn bold."""
+        self.title, self._show_header, self._bold_row = title, show_header, bold_row
+        self._columns = [column if isinstance(column, Column) else Column(column) for column in columns]
+        self._rows = [[cell if isinstance(cell, Text) else Text.from_markup(cell) for cell in row] for row in rows]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.title:
@@ -86,9 +91,12 @@ class FittedTable:
                 no_wrap=crops,
                 overflow="ellipsis" if crops else "fold",
             )
-        for cells, style in self._rows:
-            table.add_row(*(cells[at] for at in sorted(widths)), style=style)
+        for number, cells in enumerate(self._rows):
+            table.add_row(*(cells[at] for at in sorted(widths)), style=self._style(number))
         return [table]
+
+    def _style(self, number: int) -> str:
+        return "bold" if number == self._bold_row else ""
 
     def _widen(self, widths: dict[int, int], left: int) -> None:
         """Give wrapped columns the characters that are left, the narrowest first: up to their longest word, then up to their
@@ -101,10 +109,10 @@ class FittedTable:
                 left -= 1
 
     def _longest_word(self, at: int) -> int:
-        return max((cell_len(word) for row, _ in self._rows for word in row[at].plain.split()), default=0)
+        return max((cell_len(word) for row in self._rows for word in row[at].plain.split()), default=0)
 
     def _longest_line(self, at: int) -> int:
-        return max((cell_len(line) for row, _ in self._rows for line in row[at].plain.splitlines()), default=0)
+        return max((cell_len(line) for row in self._rows for line in row[at].plain.splitlines()), default=0)
 
     def _needed(self, at: int) -> int:
         """The smallest width of a column, with its frame."""
@@ -119,7 +127,7 @@ class FittedTable:
         """Each row as a paragraph: its first cell, and the others below it with the names of their columns. A cell is split only
         where it is longer than a line."""
         found: list[RenderableType] = []
-        for cells, style in self._rows:
+        for number, cells in enumerate(self._rows):
             lines: list[Text] = []
             for column, cell in zip(self._columns, cells, strict=True):
                 if not cell.plain or column.kind == "free":
@@ -132,7 +140,7 @@ class FittedTable:
                 else:
                     lines.append(text)
             for at, line in enumerate(lines):
-                line.overflow, line.style = "fold", style or ""
+                line.overflow, line.style = "fold", self._style(number)
                 found.append(Padding(line, (0, 0, 0, _INDENT if at else 0)))
         return found
 

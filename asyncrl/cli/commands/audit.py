@@ -6,7 +6,7 @@ import argparse
 
 from rich.console import Console
 
-from asyncrl.cli.commands.common import FAILED, Commands, add_run_command, print_json
+from asyncrl.cli.commands.common import FAILED, Commands, add_run_command, print_json, say
 from asyncrl.cli.commands.which_run import run_dir_of
 from asyncrl.launch.rundir import LaunchError
 from asyncrl.weights.lineage import Audit, Stretch, audit
@@ -42,8 +42,7 @@ def show(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.json:
         print_json(found)
     else:
-        for line in audit_lines(found):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        say(console, *audit_lines(found))
     return FAILED if found.problems else 0
 
 

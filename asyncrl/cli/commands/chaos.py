@@ -9,13 +9,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 
 from asyncrl.cli.commands.audit import audit_lines
-from asyncrl.cli.commands.common import FAILED, Commands, add_config_command, print_json
+from asyncrl.cli.commands.common import FAILED, Commands, add_config_command, print_json, say
 from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import run_directory
@@ -96,7 +97,7 @@ def chaos(arguments: argparse.Namespace, console: Console) -> int:
     config = load_experiment(arguments.config, arguments.overrides)
     faults = _schedule(arguments)
     run_dir = run_directory(config)
-    console.print(f"{run_dir}: {len(faults)} faults in {arguments.for_s:g} s", highlight=False, soft_wrap=True)
+    say(console, f"{run_dir}: {len(faults)} faults in {arguments.for_s:g} s")
     command = ["run", str(arguments.config), *arguments.overrides]
     subject = _Subject(config, run_dir, command, console, quiet=arguments.json, clock=arguments.clock)
     try:
@@ -160,9 +161,9 @@ class _Subject:
             if self._ended():
                 return self._launcher.wait()
             self.clock.sleep(_POLL_S)
-        self.injector = Injector(self.run_dir, notice=self._say)
+        self.injector = Injector(self.run_dir, notice=partial(say, self.console))
         self.injector.run(faults, until=self._ended, after_each=self._resume_if_struck)
-        self._say("no more faults; the run continues to its end")
+        say(self.console, "no more faults; the run continues to its end")
         while not self._ended():
             self.injector.turn()
             self.clock.sleep(_POLL_S)
@@ -218,9 +219,6 @@ class _Subject:
             stdout=sys.stderr if self.quiet else None,  # stdout is for the JSON object at the end
         )
 
-    def _say(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
 
 def _steps_written(run_dir: Path) -> int:
     path = run_dir / METRICS_FILE
@@ -259,16 +257,13 @@ def _tell(subject: _Subject, code: int, arguments: argparse.Namespace, console: 
     for strike in strikes:
         after = back.get(strike.fault.number)
         what = f"{strike.fault.kind} {strike.name}" + (f" in {strike.fault.phase}" if strike.fault.phase else "")
-        console.print(
-            f"  {strike.fault.number:3d}  {what:<45} {f'back after {after:.1f} s' if after is not None else 'continued'}",
-            markup=False,
-            highlight=False,
-        )
-    console.print(f"{len(strikes)} faults, {subject.resumes} resumes, launcher's exit code {code}", highlight=False)
-    for line in [
+        back_text = f"back after {after:.1f} s" if after is not None else "continued"
+        say(console, f"  {strike.fault.number:3d}  {what:<45} {back_text}")
+    say(
+        console,
+        f"{len(strikes)} faults, {subject.resumes} resumes, launcher's exit code {code}",
         *(cost_lines(costs) if costs is not None else ()),
         *(audit_lines(found) if found is not None else ()),
         *(f"PROBLEM   {text}" for text in subject.problems),
-    ]:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    )
     return result

@@ -24,7 +24,7 @@ from asyncrl.cli.commands.common import (
 )
 from asyncrl.cli.doctor import package_versions
 from asyncrl.cli.hub import find_local_models
-from asyncrl.cli.tables import FittedTable
+from asyncrl.cli.tables import Column, FittedTable
 from asyncrl.config.schema import ExperimentConfig
 from asyncrl.dataflow.phases import phases
 from asyncrl.launch.checks.checklist import Case, Finding, Report, make_checks
@@ -170,12 +170,10 @@ def _verdict(findings: Sequence[Finding], what: str) -> str:
 def _print_findings(title: str, findings: Sequence[Finding], console: Console) -> None:
     if not findings:
         return
-    table = FittedTable(title, show_header=False)
-    for kind in ("whole", "whole", "text"):
-        table.add_column("", kind)
+    rows = []
     for finding in findings:
         found = escape(finding.value)
         if finding.remedy:
             found += f"\n[yellow]-> {escape(finding.remedy)}[/]"
-        table.add_row(_MARKS[finding.state], finding.name, found)
-    console.print(table)
+        rows.append((_MARKS[finding.state], finding.name, found))
+    console.print(FittedTable(title, ["", "", Column("", "text")], rows, show_header=False))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,7 +15,7 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
-from asyncrl.cli.tables import FittedTable, HelpFormatter
+from asyncrl.cli.tables import Column, FittedTable, HelpFormatter
 from asyncrl.config.modes import mode_of
 from asyncrl.config.processes import ModelWorkerConfig
 from asyncrl.config.resolve import total_steps
@@ -28,7 +29,7 @@ from asyncrl.protocol.errors import DECODE_ERRORS
 from asyncrl.protocol.hosts import LauncherRecord
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.clock import SYSTEM_CLOCK
-from asyncrl.runtime.names.interface import NameEntryNotFound, NameResolveError
+from asyncrl.runtime.names.interface import NameEntryNotFound, NameResolveError, NameResolver
 from asyncrl.runtime.names.open import open_name_resolver
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -108,20 +109,17 @@ def process_objects(specs: Sequence[ProcessSpec]) -> list[dict[str, Any]]:
 
 def process_table(title: str, specs: Sequence[ProcessSpec]) -> FittedTable:
     """The processes of a run, as a table."""
-    table = FittedTable(title)
-    for column in ("process", "uses", "environment"):
-        table.add_column(column, "text")
     rows: dict[tuple[str, str, str], list[str]] = {}  # processes of a kind that differ only in their number share a row
     for spec in specs:
         env = " ".join(f"{key}={value}" for key, value in sorted(redact(spec.env).items()))
         uses = ", ".join(["a core or device" if spec.computes else "little", *holds(spec)])
         rows.setdefault((spec.kind, uses, env), []).append(spec.name)
-    told = ""
+    told, cells = "", []
     for (_, uses, env), names in rows.items():
         named = ", ".join(names) if len(names) < 4 else f"{names[0]} ... {names[-1]} ({len(names)})"
-        table.add_row(named, uses, escape("the same" if env and env == told else env))
+        cells.append((named, uses, escape("the same" if env and env == told else env)))
         told = env
-    return table
+    return FittedTable(title, [Column(name, "text") for name in ("process", "uses", "environment")], cells)
 
 
 def holds(spec: ProcessSpec) -> list[str]:
@@ -188,6 +186,19 @@ def goes_on(run_dir: Path, record: RunRecord | None) -> bool:
         ) from error
 
 
+@contextlib.contextmanager
+def names_of(record: RunRecord) -> Iterator[NameResolver]:
+    """The name resolve of a run that is running. Raises LaunchError if it does not answer."""
+    try:
+        with open_name_resolver(record.names_at) as resolver:
+            yield resolver
+    except NameResolveError as error:
+        place = f"on {record.host}" if record.host else f"(process {record.pid})"
+        raise LaunchError(
+            f"the run is running {place}, but its name resolve at {record.names_at.where} does not answer: {error}"
+        ) from error
+
+
 def not_running(run_dir: Path, record: RunRecord | None) -> str:
     job = read_job(run_dir)
     if job is not None and not (state := job_state(job.job_id)).ended:
@@ -203,10 +214,16 @@ def record_of_running(run_dir: Path, console: Console, *, as_json: bool) -> RunR
     record = read_record(run_dir)
     if record is not None and goes_on(run_dir, record):
         return record
-    console.print(not_running(run_dir, record), highlight=False, soft_wrap=True)
+    say(console, not_running(run_dir, record))
     if as_json:
         print_json({"run_dir": str(run_dir), "running": False})
     return None
+
+
+def say(console: Console, *texts: str) -> None:
+    """Print texts as they are, each on a line of its own."""
+    for text in texts:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def error_object(kind: str, message: str) -> dict[str, dict[str, str]]:

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from asyncrl.cli.commands.common import Commands, add_command, print_json
+from asyncrl.cli.commands.common import Commands, add_command, print_json, say
 from asyncrl.config.processes import RolloutWorkerConfig
 from asyncrl.config.schema import ConfigError, NameResolveConfig
 from asyncrl.launch.program import ProcessConfig, load_process_config
@@ -114,9 +114,7 @@ def _name_service(config: ProcessConfig, console: Console) -> Iterator[NameResol
         etcd = EtcdServer(folder / "etcd", folder / "etcd.log", name_resolve.binary)
         etcd.start()
         gone = f"nothing answers at {where}" if where else "its run is not running"
-        console.print(
-            f"{config.worker.name}: {gone}; it runs alone, with a private etcd at {etcd.endpoint}", highlight=False
-        )
+        say(console, f"{config.worker.name}: {gone}; it runs alone, with a private etcd at {etcd.endpoint}")
         yield NameResolveConfig(endpoints=[etcd.endpoint])
     except EtcdServerError as error:
         raise LaunchError(f"no run to join is running, and a private etcd cannot be started: {error}") from error

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from asyncrl.cli.commands.common import Commands, add_config_command, supervises
+from asyncrl.cli.commands.common import Commands, add_config_command, say, supervises
 from asyncrl.config.nearest import did_you_mean
 from asyncrl.config.resolve import absolute_name_resolve
 from asyncrl.config.schema import ConfigError, ExperimentConfig, NameResolveConfig
@@ -78,14 +78,14 @@ def host_command(arguments: argparse.Namespace, console: Console) -> int:
         raise ConfigError(f"--host {host}: not in hosts={list(config.hosts)}; {hint}use one of these names")
     run_dir = run_directory(config)
 
-    def say(text: str) -> None:
-        console.print(f"host daemon {host}: {text}", markup=False, highlight=False, soft_wrap=True)
+    def tell(text: str) -> None:
+        say(console, f"host daemon {host}: {text}")
 
-    with _join(config, run_dir, say, arguments.clock) as resolver:
+    with _join(config, run_dir, tell, arguments.clock) as resolver:
         config = replace(config, name_resolve=_names_at(config, run_dir) or config.name_resolve)
         towards = [endpoint.rpartition(":")[0] for endpoint in config.name_resolve.endpoints]
         address = arguments.address or address_of(host, towards=towards)
-        say(f"joins at {address}")
+        tell(f"joins at {address}")
         with StopSignal.caught() as stop:
             daemon = HostDaemon(
                 config,
@@ -94,11 +94,11 @@ def host_command(arguments: argparse.Namespace, console: Console) -> int:
                 address=address,
                 run_dir=run_dir,
                 stop=stop,
-                say=say,
+                say=tell,
                 clock=arguments.clock,
             )
             code = daemon.run()
-    say("the run has ended" if code == 0 else "stopped")
+    tell("the run has ended" if code == 0 else "stopped")
     return code
 
 

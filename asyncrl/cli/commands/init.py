@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from asyncrl.cli.commands.common import Commands, add_command, print_json
+from asyncrl.cli.commands.common import Commands, add_command, print_json, say
 from asyncrl.config.nearest import did_you_mean
 from asyncrl.config.reference import schema_text
 from asyncrl.config.schema import ConfigError
@@ -52,7 +52,7 @@ def init(arguments: argparse.Namespace, console: Console) -> int:
         if arguments.json:
             print_json({"examples": titles})
         else:
-            _say(console, "\n".join(f"  {name:15s} {title}" for name, title in titles.items()))
+            say(console, *(f"  {name:15s} {title}" for name, title in titles.items()))
         return 0
     if arguments.name is None:
         raise ConfigError("NAME is missing; name the folder to write, such as `asyncrl-launch init my_task`")
@@ -68,8 +68,8 @@ def init(arguments: argparse.Namespace, console: Console) -> int:
         folder = str(target.absolute())
         print_json({"folder": folder, "example": arguments.example, "files": written, "next": commands})
     else:
-        _say(console, f"{target} is a copy of the example {arguments.example}: {', '.join(written)}")
-        _say(console, f"README.md explains the files. Next:\n\n  {' && '.join(commands)}\n")
+        copied = f"{target} is a copy of the example {arguments.example}: {', '.join(written)}"
+        say(console, copied, f"README.md explains the files. Next:\n\n  {' && '.join(commands)}\n")
     return 0
 
 
@@ -115,7 +115,3 @@ def _title(example: Path) -> str:
     """The first line of the example's README."""
     with (example / "README.md").open(encoding="utf-8") as readme:
         return readme.readline().lstrip("# ").strip()
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

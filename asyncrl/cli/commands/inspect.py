@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.text import Text
 from yaml import YAMLError
 
-from asyncrl.cli.commands.common import Commands, add_command, print_json
+from asyncrl.cli.commands.common import Commands, add_command, print_json, say
 from asyncrl.cli.commands.which_run import run_dir_of
-from asyncrl.cli.tables import FittedTable
+from asyncrl.cli.tables import Column, FittedTable
 from asyncrl.config.processes import MasterWorkerConfig, RolloutWorkerConfig
 from asyncrl.config.schema import ConfigError
 from asyncrl.data.sequence import Array, SequenceSample
@@ -497,23 +497,23 @@ def _print_list(listed: list[tuple[Path, TrajectoryHeader]], total: int, console
         f", the newest {len(listed)}" if len(listed) < total else ""
     )
     console.print(Text(title, "italic"), highlight=False, soft_wrap=True)
-    table = FittedTable()
-    step = "step" if listed[0][1].trained else "batch"
-    for column in ("", step, "ticket", "reward (mean, of each)", "response tokens", "versions", "recorded"):
-        table.add_column(column, "text" if column.startswith("reward") else "whole")
+    rows: list[Sequence[str | Text]] = []
     for index, (_, header) in enumerate(listed):
         meta = header.meta
         rewards = " ".join(f"{reward:g}" for reward in meta.rewards[:8]) + (" ..." if len(meta.rewards) > 8 else "")
-        table.add_row(
-            str(index),
-            str(header.step),
-            Text(visible(meta.ticket_id)),
-            f"{sum(meta.rewards) / len(meta.rewards):.3f}  ({rewards})",
-            f"{min(meta.response_lengths)} to {max(meta.response_lengths)}",
-            _versions(WeightVersion.unpack(min(meta.version_start)), WeightVersion.unpack(max(meta.version_end))),
-            time.strftime("%H:%M:%S", time.localtime(header.time)),
+        rows.append(
+            (
+                str(index),
+                str(header.step),
+                Text(visible(meta.ticket_id)),
+                f"{sum(meta.rewards) / len(meta.rewards):.3f}  ({rewards})",
+                f"{min(meta.response_lengths)} to {max(meta.response_lengths)}",
+                _versions(WeightVersion.unpack(min(meta.version_start)), WeightVersion.unpack(max(meta.version_end))),
+                time.strftime("%H:%M:%S", time.localtime(header.time)),
+            )
         )
-    console.print(table)
+    step, reward = "step" if listed[0][1].trained else "batch", Column("reward (mean, of each)", "text")
+    console.print(FittedTable("", ["", step, "ticket", reward, "response tokens", "versions", "recorded"], rows))
 
 
 def _versions(oldest: WeightVersion, newest: WeightVersion) -> str:
@@ -548,9 +548,9 @@ def print_view(view: View, console: Console, *, limit: int, with_prompt: bool) -
     console.print(_token_table(rows[:limit], f"sequence {view.sequence}, token by token"))
     hidden = len(view.tokens) - len(rows)
     if hidden:
-        console.print(f"{hidden} tokens of the prompt are not shown (--prompt)", highlight=False)
+        say(console, f"{hidden} tokens of the prompt are not shown (--prompt)")
     if len(rows) > limit:
-        console.print(f"{len(rows) - limit} more tokens are not shown (--limit)", highlight=False)
+        say(console, f"{len(rows) - limit} more tokens are not shown (--limit)")
 
 
 def _print_text(label: str, text: str | None, console: Console) -> None:
@@ -563,15 +563,13 @@ def _print_text(label: str, text: str | None, console: Console) -> None:
 
 def _sequence_table(view: View) -> FittedTable:
     """The responses of the group. Only the response is cropped; columns that do not fit are left out, from the right."""
-    table = FittedTable("the group")
-    for name in ("", "reward", "end", "tokens"):
-        table.add_column(name)
-    for name in ("versions", "off-policy"):
-        table.add_column(name, "optional")
-    table.add_column("response", "free")
-    for row in view.sequences:
-        table.add_row(*_sequence_cells(row), style="bold" if row.index == view.sequence else None)
-    return table
+    optional = (Column("versions", "optional"), Column("off-policy", "optional"))
+    return FittedTable(
+        "the group",
+        ["", "reward", "end", "tokens", *optional, Column("response", "free")],
+        map(_sequence_cells, view.sequences),
+        bold_row=view.sequence,
+    )
 
 
 def _sequence_cells(row: SequenceRow) -> list[str | Text]:
@@ -591,12 +589,8 @@ def _token_table(rows: list[TokenRow], title: str) -> FittedTable:
     columns = ["", "text", "id", "version", "behaviour", "proximal", "reference", "trained", "reward", "advantage"]
     cells = [_token_cells(row) for row in rows]
     there = [index for index, name in enumerate(columns) if name in ("", "id") or any(str(row[index]) for row in cells)]
-    table = FittedTable(title)
-    for index in there:
-        table.add_column(columns[index], justify="left" if columns[index] == "text" else "right")
-    for row in cells:
-        table.add_row(*(row[index] for index in there))
-    return table
+    shown = [Column(columns[index], justify="left" if columns[index] == "text" else "right") for index in there]
+    return FittedTable(title, shown, [[row[index] for index in there] for row in cells])
 
 
 def _token_cells(row: TokenRow) -> list[str | Text]:

@@ -15,9 +15,9 @@ from statistics import fmean
 from rich.console import Console
 from rich.markup import escape
 
-from asyncrl.cli.commands.common import Commands, add_command, print_json
+from asyncrl.cli.commands.common import Commands, add_command, print_json, say
 from asyncrl.cli.curves import number, read_records
-from asyncrl.cli.tables import FittedTable
+from asyncrl.cli.tables import Column, FittedTable
 from asyncrl.config.schema import ConfigError
 from asyncrl.launch.rundir import LOCK_FILE, RUN_FILE, LaunchError, is_running, read_record
 from asyncrl.runtime.metrics import METRICS_FILE
@@ -70,9 +70,7 @@ def ls(arguments: argparse.Namespace, console: Console) -> int:
     elif entries:
         console.print(_table(folder, entries, arguments.clock.time()))
     else:
-        console.print(
-            f"{folder}: there are no runs here; name the fileroot of your runs", highlight=False, soft_wrap=True
-        )
+        say(console, f"{folder}: there are no runs here; name the fileroot of your runs")
     return 0
 
 
@@ -119,19 +117,21 @@ def newest_step(metrics: Path) -> tuple[int, float | None]:
 
 
 def _table(folder: Path, entries: list[RunEntry], now: float) -> FittedTable:
-    table = FittedTable(escape(str(folder)))
-    for column in ("run", "state", "step", f"reward, mean of {_REWARD_STEPS} steps", "started"):
-        table.add_column(column, "text" if column in ("state", "started") else "whole")
+    rows = []
     for entry in entries:
         began = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.started)) if entry.started else ""
-        table.add_row(
-            escape(entry.name),
-            escape(f"{entry.state}: {entry.problem}" if entry.problem else entry.state),
-            f"{entry.step}/{entry.total_steps or '?'}",
-            "" if entry.reward is None else f"{entry.reward:.3f}",
-            f"{began} ({_age_text(now - entry.started)} ago)" if began else "",
+        rows.append(
+            (
+                escape(entry.name),
+                escape(f"{entry.state}: {entry.problem}" if entry.problem else entry.state),
+                f"{entry.step}/{entry.total_steps or '?'}",
+                "" if entry.reward is None else f"{entry.reward:.3f}",
+                f"{began} ({_age_text(now - entry.started)} ago)" if began else "",
+            )
         )
-    return table
+    reward = f"reward, mean of {_REWARD_STEPS} steps"
+    columns = ("run", Column("state", "text"), "step", reward, Column("started", "text"))
+    return FittedTable(escape(str(folder)), columns, rows)
 
 
 def _age_text(seconds: float) -> str:

@@ -9,10 +9,10 @@ from functools import partial
 import msgspec
 from rich.console import Console
 
-from asyncrl.cli.commands.common import FAILED, Commands, add_config_command, print_json
+from asyncrl.cli.commands.common import FAILED, Commands, add_config_command, print_json, say
 from asyncrl.cli.hub import with_local_models
 from asyncrl.cli.planning import choose_device
-from asyncrl.cli.tables import FittedTable
+from asyncrl.cli.tables import Column, FittedTable
 from asyncrl.config.resolve import Facts, resolve
 from asyncrl.config.schema import ConfigError
 from asyncrl.dataflow.phases import phases
@@ -87,8 +87,7 @@ def plan(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _print_plan(plan: RunPlan, remedies: Sequence[Remedy], console: Console) -> None:
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    say(f"{plan.allocation} on {plan.num_devices} GPUs, {plan.device} with {gib(plan.memory)} each")
+    say(console, f"{plan.allocation} on {plan.num_devices} GPUs, {plan.device} with {gib(plan.memory)} each")
     if plan.ranks:
         console.print(_memory_table(plan))
         console.print(_work_table(plan.ranks))
@@ -97,78 +96,82 @@ def _print_plan(plan: RunPlan, remedies: Sequence[Remedy], console: Console) -> 
     time = plan.time
     generation = f", generation at least {_seconds(time.generation_s)}" if plan.server is not None else ""
     say(
+        console,
         f"lower bound of a train step: {_seconds(time.step_s)} (training at least {_seconds(time.training_s)}, with "
         f"{_seconds(time.receiving_s)} of receiving at the same time{generation}), at the peaks of the data "
-        "sheet"
+        "sheet",
     )
     if plan.ranks:
-        say(f"upper bound of the MFU of training: {time.mfu:.0%}")
+        say(console, f"upper bound of the MFU of training: {time.mfu:.0%}")
     for shortage in plan.shortages:
         word = "does not fit" if shortage.fails else "hardly fits"
         others = f" (and {len(shortage.stands_for) - 1} like it)" if len(shortage.stands_for) > 1 else ""
         say(
-            f"{shortage.process}{others} {word}: at least {gib(shortage.needed)} of {gib(shortage.memory)}: {shortage.text}"
+            console,
+            f"{shortage.process}{others} {word}: at least {gib(shortage.needed)} of {gib(shortage.memory)}: {shortage.text}",
         )
     for remedy in remedies:
-        say(f"fits with {' '.join(remedy.overrides)}: {gib(remedy.peak)} on the fullest of {remedy.num_devices} GPUs")
+        say(
+            console,
+            f"fits with {' '.join(remedy.overrides)}: {gib(remedy.peak)} on the fullest of {remedy.num_devices} GPUs",
+        )
     if not plan.fits and not remedies:
-        say("no change of a few fields was found that fits: use GPUs with more memory, or a smaller model")
+        say(console, "no change of a few fields was found that fits: use GPUs with more memory, or a smaller model")
     if plan.fits:
-        say(f"fits: the fullest GPU needs at least {gib(plan.peak)}")
+        say(console, f"fits: the fullest GPU needs at least {gib(plan.peak)}")
 
 
 def _memory_table(plan: RunPlan) -> FittedTable:
     kinds = [kind for kind in KINDS if any(rank.at_peak.get(kind) for rank in plan.ranks)]
-    table = FittedTable("model workers: GiB at the peak of the step")
-    for column in ("worker", "holds", "needs", "peak", *kinds, "libraries", "load", "export"):
-        table.add_column(column, justify="left" if column in ("worker", "holds") else "right")
+    numbers = ("needs", "peak", *kinds, "libraries", "load", "export")
+    rows = []
     for rank in plan.ranks:
         sizes = [rank.peak, *(rank.at_peak.get(kind, 0) for kind in kinds)]
         sizes += [plan.libraries, rank.load_peak, rank.export_peak]
         shown = [_number(size / GIB) for size in (plan.needed(rank), *sizes)]
-        table.add_row(_workers(rank.stands_for), ", ".join(rank.shards), *shown)
-    return table
+        rows.append([_workers(rank.stands_for), ", ".join(rank.shards), *shown])
+    right = [Column(name, justify="right") for name in numbers]
+    return FittedTable("model workers: GiB at the peak of the step", ["worker", "holds", *right], rows)
 
 
 def _work_table(ranks: Sequence[RankPlan]) -> FittedTable:
-    table = FittedTable("model workers: work in a train step")
-    for column in ("worker", "MFC", "tokens", "TFLOP"):
-        table.add_column(column, justify="right" if column in ("tokens", "TFLOP") else "left")
-    table.add_column("collectives: calls, payload in GiB", "text")
+    rows = []
     for rank in ranks:
         for step in rank.steps:
             moved = ", ".join(
                 f"{name} {calls.count:,}, {_number(calls.bytes / GIB)}" for name, calls in step.collectives.items()
             )
-            table.add_row(str(rank.worker), step.mfc, f"{step.tokens:,}", _number(step.flops / 1e12), moved)
-    return table
+            rows.append((str(rank.worker), step.mfc, f"{step.tokens:,}", _number(step.flops / 1e12), moved))
+    right = [Column(name, justify="right") for name in ("tokens", "TFLOP")]
+    moves = Column("collectives: calls, payload in GiB", "text")
+    return FittedTable("model workers: work in a train step", ["worker", "MFC", *right, moves], rows)
 
 
 def _print_server(plan: RunPlan, console: Console) -> None:
     server = plan.server
     assert server is not None
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     each = "a GPU" if server.gpus == 1 else f"{server.gpus} GPUs"
     say(
+        console,
         f"{server.count} generation servers ({server.engine}) with {each} each; of a GPU: weights {gib(server.weights)}, KV cache "
         f"{gib(server.cache)} in {server.blocks:,} blocks of {server.block_tokens} tokens ({server.kv_token:,} bytes a token), "
-        f"{server.requests} requests of {server.request_tokens:,} tokens"
+        f"{server.requests} requests of {server.request_tokens:,} tokens",
     )
     if server.remark:
-        say(server.remark)
+        say(console, server.remark)
 
 
 def _print_layouts(layouts: Sequence[Layout], console: Console) -> None:
-    table = FittedTable("layouts; times are lower bounds")
-    for column in ("allocation", "fits", "step s", "training s", "receiving s", "generation s", "fullest GPU"):
-        table.add_column(column, justify="left" if column in ("allocation", "fits") else "right")
+    rows = []
     for layout in layouts[:_SHOWN_LAYOUTS]:
         fits = ("yes" if layout.fits else "no") + ("" if layout.planned else ", estimated")
         times = (layout.step_s, layout.training_s, layout.receiving_s, layout.generation_s)
-        table.add_row(layout.allocation, fits, *(f"{time:.3g}" for time in times), gib(layout.peak))
-    console.print(table)
+        rows.append((layout.allocation, fits, *(f"{time:.3g}" for time in times), gib(layout.peak)))
+    numbers = ("step s", "training s", "receiving s", "generation s", "fullest GPU")
+    right = [Column(name, justify="right") for name in numbers]
+    console.print(FittedTable("layouts; times are lower bounds", ["allocation", "fits", *right], rows))
     if len(layouts) > _SHOWN_LAYOUTS:
-        console.print(f"{len(layouts) - _SHOWN_LAYOUTS} slower ones: see --json", highlight=False)
+        say(console, f"{len(layouts) - _SHOWN_LAYOUTS} slower ones: see --json")
 
 
 def _workers(numbers: Sequence[int]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from asyncrl.cli.advice import Advice
-from asyncrl.cli.commands.common import Commands, add_command, print_json
+from asyncrl.cli.commands.common import Commands, add_command, print_json, say
 from asyncrl.cli.commands.which_run import run_dir_of
 from asyncrl.cli.curves import Picture, as_json, picture, read_runs
 from asyncrl.cli.plotting import write_picture
@@ -79,7 +79,7 @@ def plot(arguments: argparse.Namespace, console: Console) -> int:
     write_picture(shown, out)
     for note in _notes(shown, run_dirs):
         console.print(note, style="yellow", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"picture: {out}", markup=False, highlight=False, soft_wrap=True)
+    say(console, f"picture: {out}")
     return 0
 
 

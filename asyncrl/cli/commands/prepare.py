@@ -6,11 +6,12 @@ import argparse
 import shlex
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from asyncrl.cli.commands.common import Commands, add_config_command, print_json
+from asyncrl.cli.commands.common import Commands, add_config_command, print_json, say
 from asyncrl.cli.hub import is_hub_name, with_local_models
 from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import ConfigError, ExperimentConfig
@@ -43,15 +44,11 @@ def add_to(commands: Commands) -> None:
 
 def prepare(arguments: argparse.Namespace, console: Console) -> int:
     """Make or download the model and data that a config names."""
-
-    def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
     config = load_experiment(arguments.config, arguments.overrides)
     lacking = _lacking(config)
     code = 0
     if lacking and config.prepare:
-        say(f"missing: {' and '.join(lacking)}; running `{redact_text(config.prepare)}`")
+        say(console, f"missing: {' and '.join(lacking)}; running `{redact_text(config.prepare)}`")
         code = _run(config.prepare, quiet=arguments.json)
     elif lacking:
         raise ConfigError(
@@ -59,7 +56,7 @@ def prepare(arguments: argparse.Namespace, console: Console) -> int:
             "set model_path to the folder of a model"
         )
     if code == 0:
-        config = with_local_models(config, download=True, say=say)
+        config = with_local_models(config, download=True, say=partial(say, console))
     if arguments.json:
         made = bool(lacking and config.prepare) and code == 0
         print_json({"model_path": config.model_path, "made": made, "exit_code": code})

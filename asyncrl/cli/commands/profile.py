@@ -16,8 +16,10 @@ from asyncrl.cli.commands.common import (
     Commands,
     add_run_command,
     goes_on,
+    names_of,
     print_json,
     record_of_running,
+    say,
 )
 from asyncrl.cli.commands.which_run import run_dir_of
 from asyncrl.config.modes import mode_of
@@ -29,7 +31,6 @@ from asyncrl.protocol.profiling import MOST_PROFILED_STEPS, ProfileAnswer, Profi
 from asyncrl.protocol.run_folder import path_of
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.names.interface import NameEntryExists, NameEntryNotFound, NameResolveError, NameResolver
-from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.trace import merge, span_of, trace_dir
 
 _LIMIT_S = 1800.0
@@ -84,11 +85,11 @@ def profile(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.json:
         print_json({"file": str(out), "events": num_events, "answer": answer})
         return 0
-    for name in answer.failed:
-        console.print(f"{name} has no recording: its log has the reason", highlight=False, soft_wrap=True)
     steps = f"train steps {answer.first_step} to {answer.last_step}"
-    console.print(
-        f"{out}: {steps}, {num_events} events; open it in https://ui.perfetto.dev", highlight=False, soft_wrap=True
+    say(
+        console,
+        *(f"{name} has no recording: its log has the reason" for name in answer.failed),
+        f"{out}: {steps}, {num_events} events; open it in https://ui.perfetto.dev",
     )
     return 0
 
@@ -98,21 +99,21 @@ def _recorded(run_dir: Path, record: RunRecord, arguments: argparse.Namespace, c
     names = Names(record.experiment, record.trial)
     request = ProfileRequest(id=uuid.uuid4().hex, steps=arguments.steps)
     try:
-        with open_name_resolver(record.names_at) as resolver:
-            resolver.add(names.profile_request(), msgspec.json.encode(request).decode())
+        with names_of(record) as resolver:
+            try:
+                resolver.add(names.profile_request(), msgspec.json.encode(request).decode())
+            except NameEntryExists:
+                busy = f"{run_dir}: another profile is being recorded; wait for it, or interrupt it"
+                raise LaunchError(busy) from None
             try:
                 return _wait(resolver, names, request.id, run_dir, record, arguments, console)
             finally:  # also after Ctrl-C: without its request the master stops the recording
                 with contextlib.suppress(NameResolveError):
                     resolver.delete(names.profile_request())
-    except NameEntryExists as error:
-        raise LaunchError(f"{run_dir}: another profile is being recorded; wait for it, or interrupt it") from error
-    except NameResolveError as error:
+    except LaunchError as error:
         if not goes_on(run_dir, record):
             raise LaunchError(f"{run_dir}: the run ended before the profile was complete") from error
-        raise LaunchError(
-            f"the run is running (process {record.pid}), but its name resolve at {record.names_at.where} does not answer: {error}"
-        ) from error
+        raise
 
 
 def _wait(
@@ -133,7 +134,7 @@ def _wait(
             if answer.id == request_id and answer.is_complete:
                 return answer
             if answer.id == request_id and not shown:
-                console.print(f"recording train steps {answer.first_step} to {answer.last_step}", highlight=False)
+                say(console, f"recording train steps {answer.first_step} to {answer.last_step}")
                 shown = True
         if not goes_on(run_dir, record):
             raise LaunchError(f"{run_dir}: the run ended before the profile was complete")

@@ -32,6 +32,7 @@ from asyncrl.cli.commands.common import (
     print_json,
     process_objects,
     process_table,
+    say,
     sizes,
     sizes_text,
     supervises,
@@ -198,7 +199,7 @@ def start(draft: Draft, arguments: argparse.Namespace, console: Console) -> int:
     config, num_prompts = _checked(draft, console, download=True)
     if is_to_submit(config):
         return _submit(config, arguments, console)
-    refuse_too_large(config, partial(console.print, markup=False, highlight=False, soft_wrap=True))
+    refuse_too_large(config, partial(say, console))
     if arguments.json:
         return _run_for_machines(config, num_prompts)
     return _run_for_people(config, num_prompts, console)
@@ -207,37 +208,35 @@ def start(draft: Draft, arguments: argparse.Namespace, console: Console) -> int:
 def _checked(draft: Draft, console: Console, *, download: bool) -> tuple[ExperimentConfig, int]:
     """The config with the local folders of its models, and the number of its prompts. Raises ConfigError with all problems. Nothing
     is downloaded for a config with a wrong field."""
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    config, missing = find_local_models(draft.config, download=download and not draft.wrong, say=say)
+    fetch = download and not draft.wrong
+    config, missing = find_local_models(draft.config, download=fetch, say=partial(say, console))
     report = make_checks(checks_of("files", cost="short"), Case(config), [*draft.wrong, *missing])
     report.refuse()
-    for finding in report.findings:
-        say(f"{finding.name}: {finding.value}; {finding.remedy}")
+    say(console, *(f"{finding.name}: {finding.value}; {finding.remedy}" for finding in report.findings))
     return config, report.case.num_prompts
 
 
-def refuse_too_large(config: ExperimentConfig, say: Callable[[str], None]) -> None:
+def refuse_too_large(config: ExperimentConfig, tell: Callable[[str], None]) -> None:
     """Plan each phase of the run if this machine has GPUs. Prints a warning, or raises ConfigError if a process does not fit its
     GPU."""
     cases = [Case(phase) for phase in phases(config)]
     if cases[0].devices:
-        say("computing the memory that each process needs, for up to minutes if the model is large")
+        tell("computing the memory that each process needs, for up to minutes if the model is large")
     for case in cases:
         for finding in make_checks(checks_of("machine", cost="plan"), case).findings:
             text = f"{finding.value}; {finding.remedy}"
             if finding.state == "fail":
                 raise ConfigError(f"allocation={case.config.allocation}: {text}")
             if finding.state == "warn":
-                say(f"{finding.name}: {text}")
+                tell(f"{finding.name}: {text}")
 
 
 def _submit(config: ExperimentConfig, arguments: argparse.Namespace, console: Console) -> int:
     """Submit the run as a Slurm job, in which the launcher itself runs, and follow it unless --detach is set."""
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     run_dir, record = run_directory(config), submit_job(config)
     if arguments.json:
         print_json({"event": "submitted", "run_dir": str(run_dir), "job": record})
-    say(f"{run_dir}: submitted as job {record.job_id}; its output is in {record.output}")
+    say(console, f"{run_dir}: submitted as job {record.job_id}; its output is in {record.output}")
     if arguments.detach:
         return 0
 
@@ -245,9 +244,9 @@ def _submit(config: ExperimentConfig, arguments: argparse.Namespace, console: Co
         (sys.stderr if arguments.json else sys.stdout).write(text)
 
     try:
-        code = follow(record, write, say)
+        code = follow(record, write, partial(say, console))
     except KeyboardInterrupt:
-        say(f"the job continues without this terminal; `asyncrl-launch stop {run_dir}` stops it")
+        say(console, f"the job continues without this terminal; `asyncrl-launch stop {run_dir}` stops it")
         return 130
     if arguments.json:
         print_json({"event": "end", "exit_code": code})
@@ -257,19 +256,13 @@ def _submit(config: ExperimentConfig, arguments: argparse.Namespace, console: Co
 def _run_for_people(config: ExperimentConfig, num_prompts: int, console: Console) -> int:
     run_dir = run_directory(config)
     steps = total_steps(config, num_prompts)
-    console.print(
-        f"{run_dir}: up to {steps} train steps; logs in {run_dir}/logs/latest", highlight=False, soft_wrap=True
-    )
+    say(console, f"{run_dir}: up to {steps} train steps; logs in {run_dir}/logs/latest")
     code = _launch(config, num_prompts, RunView(run_dir, steps, console))
     if code == 0:
         print_summary(run_dir, console)
-        console.print(_next_steps(run_dir), markup=False, highlight=False, soft_wrap=True)
+        say(console, _next_steps(run_dir))
     else:
-        console.print(
-            f"stopped; no process of the run is left. Logs: {run_dir}/logs/latest",
-            highlight=False,
-            soft_wrap=True,
-        )
+        say(console, f"stopped; no process of the run is left. Logs: {run_dir}/logs/latest")
     return code
 
 
@@ -339,16 +332,8 @@ def _dry_run(config: ExperimentConfig, num_prompts: int, arguments: argparse.Nam
     console.print(process_table(f"{run_directory(config)}, attempt {attempt}: would start", specs))
     console.print(sizes_text(config, num_prompts), highlight=False)
     if not config.name_resolve.endpoints:
-        console.print(
-            "the run would also start a private etcd, and write its endpoint into the processes' configs",
-            highlight=False,
-        )
-    console.print(
-        f"config.yaml and {len(specs)} resolved configs are in {folder}; nothing was started",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
+        say(console, "the run would also start a private etcd, and write its endpoint into the processes' configs")
+    say(console, f"config.yaml and {len(specs)} resolved configs are in {folder}; nothing was started")
     return 0
 
 

@@ -15,20 +15,19 @@ from asyncrl.cli.commands.common import (
     NOT_RUNNING,
     Commands,
     add_command,
+    names_of,
     print_json,
     record_of_running,
+    say,
 )
 from asyncrl.cli.commands.which_run import run_dir_of
 from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.dataflow.phases import phase_after
 from asyncrl.dataflow.topology import Allocation, allocation_of
-from asyncrl.launch.rundir import LaunchError
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.desired_servers import MOST_SERVERS, set_desired_servers
 from asyncrl.runtime.devices import usable_cores, visible_devices
-from asyncrl.runtime.names.interface import NameResolveError
-from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.weights.checkpoints import list_checkpoints
 
 _WHAT = "generation="
@@ -69,27 +68,19 @@ def scale(arguments: argparse.Namespace, console: Console) -> int:
         return NOT_RUNNING
     allocation = _allocation_of(run_dir, count)
     warnings = [] if record.host else crowding(allocation, count, len(visible_devices()), len(usable_cores()))
-    try:
-        with open_name_resolver(record.names_at) as resolver:
-            before, there = set_desired_servers(
-                resolver,
-                Names(record.experiment, record.trial),
-                count,
-                allocated=allocation.num_servers,
-                request_id=uuid.uuid4().hex,
-            )
-    except NameResolveError as error:
-        raise LaunchError(
-            f"the run is running (process {record.pid}), but its name resolve at {record.names_at.where} does not answer: "
-            f"{error}"
-        ) from error
-    for warning in warnings:
-        console.print(f"warning: {warning}", highlight=False, soft_wrap=True)
+    with names_of(record) as resolver:
+        before, there = set_desired_servers(
+            resolver,
+            Names(record.experiment, record.trial),
+            count,
+            allocated=allocation.num_servers,
+            request_id=uuid.uuid4().hex,
+        )
     change = f"{before} -> {count}" if before != count else f"{count}, as before"
-    console.print(
+    say(
+        console,
+        *(f"warning: {warning}" for warning in warnings),
         f"{run_dir}: generation servers: {change} ({there} running now); `asyncrl-launch status {run_dir}` shows the progress",
-        highlight=False,
-        soft_wrap=True,
     )
     if arguments.json:
         generation = {"before": before, "wanted": count, "there": there}

@@ -17,14 +17,16 @@ from asyncrl.cli.commands.common import (
     Commands,
     add_run_command,
     goes_on,
+    names_of,
     not_running,
     print_json,
+    say,
 )
 from asyncrl.cli.commands.which_run import run_dir_of
 from asyncrl.cli.curves import read_records
 from asyncrl.cli.progress import TrainingProgress
-from asyncrl.cli.tables import FittedTable
-from asyncrl.launch.rundir import LaunchError, RunRecord, all_logs_dirs, read_record
+from asyncrl.cli.tables import Column, FittedTable
+from asyncrl.launch.rundir import RunRecord, all_logs_dirs, read_record
 from asyncrl.launch.standstill import wait_texts
 from asyncrl.protocol.names import Names
 from asyncrl.protocol.status import WorkerStatus
@@ -32,7 +34,6 @@ from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.desired_servers import desired_servers
 from asyncrl.runtime.metrics import METRICS_FILE
 from asyncrl.runtime.names.interface import NameResolveError, NameResolver
-from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.stacks import ask_all
 
 _WATCH_S = 1.0  # the launcher publishes once a second
@@ -72,32 +73,20 @@ def status(arguments: argparse.Namespace, console: Console) -> int:
     record = read_record(run_dir)
     running = goes_on(run_dir, record)
     if record is None or not running:
-        console.print(not_running(run_dir, record), highlight=False, soft_wrap=True)
-        if record is not None and record.failure:
-            console.print(f"it failed: {record.failure}", markup=False, highlight=False, soft_wrap=True)
+        failed = [f"it failed: {record.failure}"] if record is not None and record.failure else []
+        say(console, not_running(run_dir, record), *failed)
         if arguments.json:
             print_json({"run_dir": str(run_dir), "running": False, "record": record, "workers": []})
         return NOT_RUNNING
     if arguments.stacks:
         _show_stacks(run_dir, record, console, as_json=arguments.json)
         return 0
-    try:
-        with open_name_resolver(record.names_at) as resolver:
-            if arguments.watch:
-                _watch(run_dir, record, resolver, console, arguments.clock, as_json=arguments.json)
-            else:
-                _show(
-                    run_dir,
-                    record,
-                    _read(run_dir, record, resolver, arguments.clock.time()),
-                    console,
-                    as_json=arguments.json,
-                )
-    except NameResolveError as error:
-        raise LaunchError(
-            f"the run is running (process {record.pid}), but its name resolve at {record.names_at.where} does not answer: "
-            f"{error}"
-        ) from error
+    with names_of(record) as resolver:
+        if arguments.watch:
+            _watch(run_dir, record, resolver, console, arguments.clock, as_json=arguments.json)
+        else:
+            seen = _read(run_dir, record, resolver, arguments.clock.time())
+            _show(run_dir, record, seen, console, as_json=arguments.json)
     return 0
 
 
@@ -114,9 +103,7 @@ def _show_stacks(run_dir: Path, record: RunRecord, console: Console, *, as_json:
         note = f": {stacks.note}" if stacks.note else ""
         title = f"[bold]== {escape(stacks.name)}[/], process {stacks.pid}{escape(note)}"
         console.print(title, highlight=False, soft_wrap=True)
-        for text in (stacks.threads, stacks.tasks):
-            if text:
-                console.print(f"{text}\n", markup=False, highlight=False, soft_wrap=True)
+        say(console, *(f"{text}\n" for text in (stacks.threads, stacks.tasks) if text))
 
 
 @dataclass(frozen=True)
@@ -162,7 +149,7 @@ def _watch(
             elif seen.statuses:
                 live.update(_view(run_dir, record, seen), refresh=True)
             clock.sleep(_WATCH_S)
-    console.print(f"{run_dir}: the run has ended", highlight=False, soft_wrap=True)
+    say(console, f"{run_dir}: the run has ended")
 
 
 def _view(run_dir: Path, record: RunRecord, seen: _Seen) -> Group:
@@ -172,14 +159,14 @@ def _view(run_dir: Path, record: RunRecord, seen: _Seen) -> Group:
     num_running = sum(status.state == "running" for status in servers)
     if seen.desired not in (None, num_running):
         title += f"; {seen.desired} generation servers desired, {num_running} running"
-    table = FittedTable(escape(title))
-    for column in ("worker", "state", "heartbeat", "version", "peak memory", "waits for", "queues"):
-        table.add_column(column, "text" if column in ("state", "waits for", "queues") else "whole")
-    for entry in seen.statuses:
-        table.add_row(*map(escape, _status_row(entry, seen.at)))
+    columns = (
+        *("worker", Column("state", "text"), "heartbeat", "version", "peak memory"),
+        *(Column("waits for", "text"), Column("queues", "text")),
+    )
+    rows = [[escape(cell) for cell in _status_row(entry, seen.at)] for entry in seen.statuses]
     training = seen.training.text() if seen.training.step else f"no train step yet in attempt {record.attempt}"
     notes = [f"[yellow]{escape(note)}[/]" for status in seen.statuses for note in status.notes]
-    return Group(f"[bold]{escape(training)}[/]", table, *notes)
+    return Group(f"[bold]{escape(training)}[/]", FittedTable(escape(title), columns, rows), *notes)
 
 
 def _status_row(status: WorkerStatus, now: float) -> tuple[str, ...]:

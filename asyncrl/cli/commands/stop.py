@@ -12,14 +12,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from asyncrl.cli.commands.common import Commands, add_run_command, goes_on, not_running, print_json
+from asyncrl.cli.commands.common import Commands, add_run_command, goes_on, names_of, not_running, print_json, say
 from asyncrl.cli.commands.which_run import run_dir_of
 from asyncrl.launch.rundir import LaunchError, RunRecord, has_lock, holder, is_running, read_record
 from asyncrl.launch.slurm import JobRecord, ask_to_stop, cancel, job_state, read_job
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.clock import Clock, wait_until
-from asyncrl.runtime.names.interface import NameResolveError
-from asyncrl.runtime.names.open import open_name_resolver
 
 _STOP_LIMIT_S = 30.0
 _JOB_LIMIT_S = 60.0
@@ -57,7 +55,7 @@ def stop(arguments: argparse.Namespace, console: Console) -> int:
     if not elsewhere:
         pid = holder(run_dir)
     if pid is None:
-        console.print(not_running(run_dir, record), highlight=False, soft_wrap=True)
+        say(console, not_running(run_dir, record))
         if arguments.json:
             print_json({"run_dir": str(run_dir), "was_running": False, "running": False})
         return 0
@@ -86,7 +84,7 @@ def stop(arguments: argparse.Namespace, console: Console) -> int:
                 "all processes of the run"
             )
         clock.sleep(0.1)
-    console.print(f"{run_dir}: stopped", highlight=False, soft_wrap=True)
+    say(console, f"{run_dir}: stopped")
     if arguments.json:
         print_json({"run_dir": str(run_dir), "was_running": True, "running": False, "pid": pid})
     return 0
@@ -117,7 +115,7 @@ def _stop_job(run_dir: Path, job: JobRecord, arguments: argparse.Namespace, cons
         raise LaunchError(
             f"job {job.job_id} did not end within {limit_s:g} s; `scancel --full --signal=KILL {job.job_id}` ends it"
         )
-    console.print(f"{run_dir}: stopped, with job {job.job_id}", highlight=False, soft_wrap=True)
+    say(console, f"{run_dir}: stopped, with job {job.job_id}")
     if arguments.json:
         print_json({"run_dir": str(run_dir), "was_running": True, "running": False, "job_id": job.job_id})
     return 0
@@ -125,10 +123,5 @@ def _stop_job(run_dir: Path, job: JobRecord, arguments: argparse.Namespace, cons
 
 def _ask_elsewhere(record: RunRecord) -> None:
     """Ask a launcher on another host to stop, through name resolve."""
-    try:
-        with open_name_resolver(record.names_at) as resolver:
-            resolver.add(Names(record.experiment, record.trial).stop_request(), socket.gethostname(), replace=True)
-    except NameResolveError as error:
-        raise LaunchError(
-            f"the run is running on {record.host}, but its name resolve at {record.names_at.where} does not answer: {error}"
-        ) from error
+    with names_of(record) as resolver:
+        resolver.add(Names(record.experiment, record.trial).stop_request(), socket.gethostname(), replace=True)

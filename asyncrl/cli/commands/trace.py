@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from asyncrl.cli.commands.common import RUN_HELP, Commands, add_command, print_json
+from asyncrl.cli.commands.common import RUN_HELP, Commands, add_command, print_json, say
 from asyncrl.cli.commands.which_run import run_dir_of
 from asyncrl.launch.rundir import LaunchError
 from asyncrl.runtime.trace import merge, trace_dir
@@ -57,7 +57,5 @@ def trace(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.json:
         print_json({"file": str(out), "events": num_events, "attempt": attempt})
     else:
-        console.print(
-            f"{out}: {num_events} events; open it in https://ui.perfetto.dev", highlight=False, soft_wrap=True
-        )
+        say(console, f"{out}: {num_events} events; open it in https://ui.perfetto.dev")
     return 0
