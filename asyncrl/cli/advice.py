@@ -42,13 +42,13 @@ class Advice:
         self._first: list[float] = []  # rewards of the first steps
         self._newest: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
         self._lowest, self._highest = math.inf, -math.inf
-        self._num_steps = 0
+        self.num_steps = 0
         for record in records:
             self.add(record)
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Add the record of a train step."""
-        self._num_steps += 1
+        self.num_steps += 1
         if len(self._first) < WINDOW:
             self._first.append(number(record, "reward/mean"))
         self._newest.append(record)
@@ -58,12 +58,12 @@ class Advice:
 
     def symptoms(self) -> list[Symptom]:
         """The symptoms of the newest steps; none if the reward rises, or if there are too few steps to tell."""
-        if self._num_steps < LEAST_STEPS:
+        if self.num_steps < LEAST_STEPS:
             return []
         spread = self._highest - self._lowest
         if not spread > 0:  # also without any reward
             return [self._same_reward()] if spread == 0 else []
-        window = min(WINDOW, self._num_steps // 2)
+        window = min(WINDOW, self.num_steps // 2)
         first = _mean(self._first[:window])
         now = _mean([number(record, "reward/mean") for record in list(self._newest)[-window:]])
         if not now - first < RISE * spread:
@@ -142,7 +142,6 @@ class AdviceNews:
     def __init__(self) -> None:
         self._advice = Advice()
         self._said: dict[str, int] = {}
-        self._num_steps = 0
 
     def briefs(self) -> list[str]:
         """The symptoms of the newest steps, for a step's line."""
@@ -151,9 +150,9 @@ class AdviceNews:
     def new(self, record: Mapping[str, Any]) -> list[str]:
         """Add the record of a train step. Returns the lines to print now."""
         self._advice.add(record)
-        self._num_steps += 1
-        due = [one for one in self._advice.symptoms() if self._num_steps >= 2 * self._said.get(one.name, 0)]
-        self._said |= {symptom.name: self._num_steps for symptom in due}
+        num_steps = self._advice.num_steps
+        due = [one for one in self._advice.symptoms() if num_steps >= 2 * self._said.get(one.name, 0)]
+        self._said |= {symptom.name: num_steps for symptom in due}
         return [f"step {record['step']}: the reward does not rise: {symptom.text}" for symptom in due]
 
 

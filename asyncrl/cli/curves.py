@@ -22,13 +22,13 @@ import msgspec
 
 from asyncrl.algorithms.metrics import METRICS
 from asyncrl.config.nearest import did_you_mean
+from asyncrl.launch.rundir import SUMMARY_FILE
 from asyncrl.protocol.errors import DECODE_ERRORS
 from asyncrl.runtime.metrics import JOURNAL_BUCKET_S, METRICS_FILE, read_json_lines
 from asyncrl.weights.lineage import Lineage, Stretch, lineages_of, read_attempts
 
 NAN = float("nan")
 TRAIN_STEP, VERSIONS, TOKENS = "train step", "versions behind", "response length from (tokens)"  # labels of axes
-_SUMMARY_FILE = "summary.json"
 _WHOLE_STEP = ("step", "train", "wait_data", "wait_weights")  # times that other panels show
 
 Record = Mapping[str, object]
@@ -106,7 +106,7 @@ def read_runs(run_dirs: Sequence[Path], is_running: Callable[[Path], bool] = lam
         shown = [entry for entry in found if entry[1] or entry[2]]
         going_on = is_running(run_dir)
         generating = _generating(run_dir) if records else []
-        summary = _summary(run_dir)
+        summary = read_summary(run_dir)
         for lineage, steps, evaluations in shown:
             runs.append(
                 Run(
@@ -159,7 +159,8 @@ def _attempt(record: Record) -> int:
     return value if isinstance(value, int) else 1
 
 
-def _is_evaluation(record: Record) -> bool:
+def is_evaluation(record: Record) -> bool:
+    """Whether the record is an evaluation's; otherwise it is a train step's."""
     return any(key.startswith("eval/") for key in record)
 
 
@@ -175,24 +176,21 @@ def _lineages(run_dir: Path, attempts: Iterable[int]) -> list[Lineage]:
 
 
 def _steps(records: Iterable[Record], lineage: Lineage) -> list[Record]:
-    steps = (record for record in records if not _is_evaluation(record))
-    return _by_step(record for record in steps if lineage.has(_attempt(record), _step(record)))
+    """The train steps in the lineage, by step."""
+    steps = [record for record in records if not is_evaluation(record) and lineage.has(_attempt(record), _step(record))]
+    return sorted(steps, key=_step)
 
 
 def _evaluations(records: Iterable[Record], lineage: Lineage) -> list[Record]:
     """The newest evaluation of each step in the lineage. A step may have several: an evaluation that was unfinished at a checkpoint
     is repeated."""
-    found = (record for record in records if _is_evaluation(record))
+    found = (record for record in records if is_evaluation(record))
     by_step = {_step(record): record for record in found if lineage.has_weights(_attempt(record), _step(record))}
-    return _by_step(by_step.values())
+    return sorted(by_step.values(), key=_step)
 
 
 def _step(record: Record) -> int:
     return int(number(record, "step"))
-
-
-def _by_step(records: Iterable[Record]) -> list[Record]:
-    return sorted(records, key=lambda record: number(record, "step"))
 
 
 def _generating(run_dir: Path) -> list[int]:
@@ -205,10 +203,10 @@ def _generating(run_dir: Path) -> list[int]:
     return sorted(buckets)
 
 
-def _summary(run_dir: Path) -> Mapping[str, Any]:
+def read_summary(run_dir: Path) -> Mapping[str, Any]:
     """The summary of the run's newest attempt; empty while the run is running, or if the file is broken."""
     try:
-        return msgspec.json.decode((run_dir / _SUMMARY_FILE).read_bytes(), type=dict[str, Any])
+        return msgspec.json.decode((run_dir / SUMMARY_FILE).read_bytes(), type=dict[str, Any])
     except (OSError, *DECODE_ERRORS):
         return {}
 

@@ -38,9 +38,8 @@ from asyncrl.cli.commands import (
 )
 from asyncrl.cli.commands.common import CONFIG_ERROR, FAILED, error_object, print_json, say
 from asyncrl.cli.doctor import installed_version
-from asyncrl.cli.output import never_waiting
+from asyncrl.cli.output import never_waiting, use_any_streams
 from asyncrl.cli.progress import make_console
-from asyncrl.cli.streams import use_any_streams
 from asyncrl.cli.tables import HelpFormatter
 from asyncrl.config.fields import find_field
 from asyncrl.config.nearest import nearest

@@ -16,14 +16,13 @@ from statistics import fmean
 from types import TracebackType
 from typing import Any
 
-import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 from rich.text import Text
 
 from asyncrl.cli.advice import Advice, AdviceNews
-from asyncrl.cli.curves import number, read_runs
+from asyncrl.cli.curves import is_evaluation, number, read_runs, read_summary
 from asyncrl.cli.tables import Column, FittedTable
 from asyncrl.config.modes import mode_of
 from asyncrl.data.trajectories import recording_dir
@@ -143,7 +142,7 @@ def recording_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     seconds = max(summary["training_s"], 1e-9)
     tokens, responses = summary["generated_tokens"], summary["sequences"]
     rows = [
-        ("recorded", f"{summary['groups']} groups, {responses} responses, in {summary['steps']} batches"),
+        ("recorded", f"{summary['groups']} groups, {responses} responses, in {summary['steps']:.0f} batches"),
         ("generated tokens", f"{tokens}, {tokens / max(responses, 1):.1f} a response"),
         (
             "reward",
@@ -156,13 +155,8 @@ def recording_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
         ("wall time", f"{summary['wall_s']:.1f} s since the master started"),
     ]
-    for evaluation in summary["evaluations"]:
-        scores = [
-            f"{mode} {evaluation[key]:.3f}" for mode in EVAL_MODES if (key := f"eval/{mode}_reward") in evaluation
-        ]
-        rows.append(("evaluation of the weights", ", ".join(scores)))
-    rejected = ", ".join(f"{why}: {count}" for why, count in summary["rejected"].items())
-    return [*rows, ("rejected prompts", rejected or "none")]
+    rows += [("evaluation of the weights", ", ".join(_scores(evaluation))) for evaluation in summary["evaluations"]]
+    return [*rows, _rejected_row(summary)]
 
 
 def recording_lines(summary: Mapping[str, Any], run_dir: Path) -> list[str]:
@@ -408,11 +402,6 @@ class Notes:
 EVAL_MODES = ("sampled", "greedy", "ema_sampled", "ema_greedy")  # ema: of the actor's moving average (train.ema)
 
 
-def is_evaluation(record: Mapping[str, Any]) -> bool:
-    """Whether the record is an evaluation's; otherwise it is a train step's."""
-    return any(key.startswith("eval/") for key in record)
-
-
 class SkippedSteps:
     """Reports train steps with a loss or gradient that was not finite: the first three, then every tenth."""
 
@@ -445,12 +434,19 @@ class SkippedSteps:
 
 def evaluation_line(record: Mapping[str, Any]) -> str:
     """An evaluation as one line, with markup."""
-    scores = "  ".join(
-        f"{mode} {number(record, key):.3f}{_version_range(record, mode)}"
-        for mode in EVAL_MODES
-        if (key := f"eval/{mode}_reward") in record
-    )
-    return f"[bold cyan]eval  step {record['step']:>4}  reward {scores}[/]"
+    return f"[bold cyan]eval  step {record['step']:>4}  reward {'  '.join(_scores(record))}[/]"
+
+
+def _scores(evaluation: Mapping[str, Any]) -> list[str]:
+    """The reward of each mode. ` (versions 10 to 12)` follows if an evaluation used other weight versions than that of its step: it
+    may use later ones, because training continues during evaluations."""
+    scores = []
+    for mode in EVAL_MODES:
+        if (key := f"eval/{mode}_reward") in evaluation:
+            first, last = (evaluation.get(f"eval/{mode}_version_{end}", evaluation["step"]) for end in ("min", "max"))
+            versions = "" if first == last == evaluation["step"] else f" (versions {first:.0f} to {last:.0f})"
+            scores.append(f"{mode} {number(evaluation, key):.3f}{versions}")
+    return scores
 
 
 def step_line(
@@ -491,7 +487,7 @@ _STEP_PARTS = (
 
 def print_summary(run_dir: Path, console: Console) -> None:
     """Print the summary of a complete run."""
-    summary = msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=dict)
+    summary = read_summary(run_dir)
     recorded = not mode_of(str(summary.get("mode"))).trains
     advice = [line for run in read_runs([run_dir], lambda _: False)[-1:] for line in Advice(run.steps).lines()]
     rows = recording_rows(summary) if recorded else _summary_rows(summary, advice)
@@ -503,54 +499,40 @@ def print_summary(run_dir: Path, console: Console) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _summary_rows(summary: Mapping[str, object], advice: Sequence[str]) -> list[tuple[str, str]]:
-    def number(key: str) -> float:
-        value = summary[key]
-        assert isinstance(value, int | float), key
-        return float(value)
-
+def _summary_rows(summary: Mapping[str, Any], advice: Sequence[str]) -> list[tuple[str, str]]:
     rows = [
-        ("train steps", f"{number('steps'):.0f} (version {number('version'):.0f})"),
-        ("trained on", f"{number('sequences'):.0f} responses, {number('generated_tokens'):.0f} generated tokens"),
+        ("train steps", f"{summary['steps']:.0f} (version {summary['version']:.0f})"),
+        ("trained on", f"{summary['sequences']:.0f} responses, {summary['generated_tokens']:.0f} generated tokens"),
         (
             "wall time",
-            f"{number('wall_s'):.1f} s since the master started, of which {number('training_s'):.1f} s training",
+            f"{summary['wall_s']:.1f} s since the master started, of which {summary['training_s']:.1f} s training",
         ),
         (
             "reward of a batch",
-            f"{number('first_reward'):.3f} in the first step, {number('last_reward'):.3f} in the last",
+            f"{summary['first_reward']:.3f} in the first step, {summary['last_reward']:.3f} in the last",
         ),
     ]
-    evaluations = summary["evaluations"]
-    assert isinstance(evaluations, list)
-    for evaluation in sorted(evaluations, key=lambda entry: entry["step"]):
-        scores = [
-            f"{mode} {evaluation[key]:.3f}{_version_range(evaluation, mode)}"
-            for mode in EVAL_MODES
-            if (key := f"eval/{mode}_reward") in evaluation
-        ]
-        rows.append((f"evaluation at step {evaluation['step']}", ", ".join(scores)))
-    idle = summary["generation_idle_share"]
+    for evaluation in sorted(summary["evaluations"], key=lambda entry: entry["step"]):
+        rows.append((f"evaluation at step {evaluation['step']}", ", ".join(_scores(evaluation))))
     if mode_of(str(summary.get("mode"))).workers_generate:
-        rows.append(("generation", f"{number('trainer_waits_data_share'):.0%} of the time, alternating with training"))
+        rows.append(("generation", f"{summary['trainer_waits_data_share']:.0%} of the time, alternating with training"))
     else:
+        idle, mixed = summary["generation_idle_share"], summary.get("sequences_of_two_versions_share")
         rows += [
             (
                 "trainer idle",
-                f"{number('trainer_idle_share'):.0%} of the time (waiting for data "
-                f"{number('trainer_waits_data_share'):.0%}, for weights {number('trainer_waits_weights_share'):.0%})",
+                f"{summary['trainer_idle_share']:.0%} of the time (waiting for data "
+                f"{summary['trainer_waits_data_share']:.0%}, for weights {summary['trainer_waits_weights_share']:.0%})",
             ),
-            ("generation idle", "unknown" if idle is None else f"{float(str(idle)):.0%} of the time"),
+            ("generation idle", "unknown" if idle is None else f"{idle:.0%} of the time"),
             (
                 "off-policyness, head",
-                f"mean {number('head_offpolicyness_mean'):.2f}, max {number('head_offpolicyness_max'):.0f}; "
-                f"{number('sequences_of_two_versions'):.0f} responses sampled by more than one version"
-                f"{_share_of_mixed(summary)}",
+                f"mean {summary['head_offpolicyness_mean']:.2f}, max {summary['head_offpolicyness_max']:.0f}; "
+                f"{summary['sequences_of_two_versions']:.0f} responses sampled by more than one version"
+                f"{f' ({mixed:.1%})' if mixed is not None else ''}",
             ),
             *_age_rows(summary.get("offpolicyness")),
         ]
-    rejected = summary["rejected"]
-    assert isinstance(rejected, dict)
     if "wandb" in summary:
         rows.append(("W&B", str(summary["wandb"])))
     if skipped := summary.get("skipped_steps"):
@@ -558,24 +540,21 @@ def _summary_rows(summary: Mapping[str, object], advice: Sequence[str]) -> list[
             ("skipped", f"{skipped} optimizer steps whose loss or gradient was not finite (see examples/bad_batch)")
         )
     if without := summary.get("steps_without"):
-        assert isinstance(without, dict)
         rows.append(("trained without", ", ".join(f"{mfc} in {count} steps" for mfc, count in without.items())))
-    rows.append(("rejected prompts", ", ".join(f"{why}: {count}" for why, count in rejected.items()) or "none"))
-    rows += [("advice", text) for text in advice]
-    return rows
+    return [*rows, _rejected_row(summary), *(("advice", text) for text in advice)]
 
 
-def _share_of_mixed(summary: Mapping[str, object]) -> str:
-    share = summary.get("sequences_of_two_versions_share")
-    return f" ({share:.1%})" if isinstance(share, float) else ""
+def _rejected_row(summary: Mapping[str, Any]) -> tuple[str, str]:
+    rejected = ", ".join(f"{why}: {count}" for why, count in summary["rejected"].items())
+    return "rejected prompts", rejected or "none"
 
 
 _MOST_AGES = 8  # ages with a share of their own; older ones are summed
 
 
-def _age_rows(ages: object) -> list[tuple[str, str]]:
+def _age_rows(ages: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     """Rows of the distributions in summary.json under `offpolicyness`; no row if the run trained no response."""
-    if not isinstance(ages, dict) or not ages["head"]:
+    if ages is None or not ages["head"]:
         return []
     by_length = [
         f"up to {bin_['tokens_max']} tokens: {bin_['head_mean']:.2f} ({bin_['head_max']})" for bin_ in ages["by_length"]
@@ -598,7 +577,7 @@ def _shares(counts: Mapping[str, int]) -> str:
 
 
 class RunConsole(Console):
-    """A console whose writer decides what happens when the reader of its output has ended (cli/streams.py)."""
+    """A console whose writer decides what happens when the reader of its output has ended (cli/output.py)."""
 
     def on_broken_pipe(self) -> None:
         raise  # rich calls this while it handles the BrokenPipeError
@@ -609,10 +588,3 @@ def make_console(*, stderr: bool = False) -> Console:
     is for JSON."""
     is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
     return RunConsole(stderr=stderr) if is_terminal else RunConsole(stderr=stderr, width=200)
-
-
-def _version_range(evaluation: Mapping[str, float], mode: str) -> str:
-    """` (versions 10 to 12)`: the weight versions that an evaluation used; "" if it used only that of its step. It may use later
-    ones, because training continues during evaluations."""
-    first, last = (evaluation.get(f"eval/{mode}_version_{end}", evaluation["step"]) for end in ("min", "max"))
-    return "" if first == last == evaluation["step"] else f" (versions {first:.0f} to {last:.0f})"

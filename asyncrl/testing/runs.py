@@ -28,6 +28,7 @@ from asyncrl.runtime import unix_sockets
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.metrics import METRICS_FILE, read_json_lines
 from asyncrl.runtime.process import python_module
+from asyncrl.testing.faults.processes import command_line
 
 T = TypeVar("T")
 
@@ -110,7 +111,7 @@ class RunHandle:
         """The process of a worker such as `rollout_worker/0`. Raise AssertionError if there is none."""
         config = f"{name.replace('/', '_')}.yaml"
         for process in processes_of(self.run_dir):
-            if any(Path(argument).name == config for argument in _cmdline(process)):
+            if any(Path(argument).name == config for argument in command_line(process)):
                 return process
         raise AssertionError(f"{name} does not run; running: {describe(processes_of(self.run_dir))}")
 
@@ -210,7 +211,8 @@ def processes_of(run_dir: Path) -> list[psutil.Process]:
     return [
         process
         for process in psutil.process_iter()
-        if process.pid != os.getpid() and (_names(run_dir, _cmdline(process)) or _environment_names(run_dir, process))
+        if process.pid != os.getpid()
+        and (_names(run_dir, command_line(process)) or _environment_names(run_dir, process))
     ]
 
 
@@ -223,7 +225,7 @@ def assert_nothing_left(run_dir: Path, within_s: float = 10.0, *, clock: Clock =
 
 
 def describe(processes: list[psutil.Process]) -> str:
-    return "; ".join(f"{process.pid} {' '.join(_cmdline(process))[:200]}" for process in processes)
+    return "; ".join(f"{process.pid} {' '.join(command_line(process))[:200]}" for process in processes)
 
 
 def _names(run_dir: Path, cmdline: list[str]) -> bool:
@@ -237,10 +239,3 @@ def _environment_names(run_dir: Path, process: psutil.Process) -> bool:
     except (psutil.Error, OSError):  # the process has ended, or belongs to another user
         return False
     return str(run_dir) in (environment.get(RUN_DIR_ENV), environment.get(LAUNCHED_ENV))
-
-
-def _cmdline(process: psutil.Process) -> list[str]:
-    try:
-        return list(process.cmdline())
-    except (psutil.Error, OSError):
-        return []

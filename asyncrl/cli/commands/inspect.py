@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import numpy as np
 from msgspec import Struct
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -28,7 +27,7 @@ from asyncrl.cli.commands.which_run import run_dir_of
 from asyncrl.cli.tables import Column, FittedTable
 from asyncrl.config.processes import MasterWorkerConfig, RolloutWorkerConfig
 from asyncrl.config.schema import ConfigError
-from asyncrl.data.sequence import Array, SequenceSample
+from asyncrl.data.sequence import KEY_SPECS, Array, SequenceSample
 from asyncrl.data.trajectories import (
     FOLDER,
     SUFFIX,
@@ -49,6 +48,7 @@ from asyncrl.protocol.versions import WeightVersion
 from asyncrl.weights.lineage import lineage_of, read_attempts
 
 _TOKENIZER_OF = ("rollout_worker_0", "recorder_0", "model_worker_0")
+_OF_TOKENS = {key for key, spec in KEY_SPECS.items() if spec.layout == "token"}
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # decoding a token that is only a part of a character gives this
 _METASPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's leading space, which decoding a single token drops
 
@@ -265,43 +265,31 @@ def token_rows(
 ) -> list[TokenRow]:
     """Every token of one sequence."""
     start, end = sample.cu_seqlens()[sequence : sequence + 2].tolist()
-    mask = sample.data["loss_mask"][start:end]
-    sampled = np.flatnonzero(mask)
-    last = int(sampled[-1]) if len(sampled) else -1
+    here = {key: array[start:end].tolist() for key, array in sample.data.items() if key in _OF_TOKENS}
+    here["advantages"] = advantages_T[start:end].tolist() if advantages_T is not None else None
+    mask, nothing = here["loss_mask"], [None] * (end - start)
+    rewards = [value or None for value in here.get("dense_rewards", nothing)]
+    if True in mask:
+        last = end - start - 1 - mask[::-1].index(True)
+        rewards[last] = (rewards[last] or 0.0) + float(sample.data["rewards"][sequence])
 
-    def column(key: str) -> list[float] | None:
-        return sample.data[key][start:end].tolist() if key in sample.data else None
+    def of_trained(key: str) -> list[float | None]:
+        return [value if on else None for value, on in zip(here.get(key) or nothing, mask, strict=True)]
 
-    ids, prompt = sample.data["packed_input_ids"][start:end].tolist(), sample.data["prompt_mask"][start:end].tolist()
-    versions, dense = sample.data["versions"][start:end].tolist(), column("dense_rewards")
-    behaviour, proximal, ref = (column(key) for key in ("packed_logprobs", "proximal_logprobs", "packed_ref_logprobs"))
-    advantages = advantages_T[start:end].tolist() if advantages_T is not None else None
-    rows = []
-    for position, token in enumerate(ids):
-        trained = bool(mask[position])
-        reward = dense[position] if dense is not None and dense[position] else None
-        if position == last:
-            reward = (reward or 0.0) + float(sample.data["rewards"][sequence])
-        rows.append(
-            TokenRow(
-                position=position,
-                text=texts.piece(token) if texts else None,
-                id=token,
-                prompt=prompt[position],
-                loss_mask=trained,
-                version=str(WeightVersion.unpack(versions[position])) if versions[position] >= 0 else None,
-                behaviour_logprob=_at(behaviour, position, trained),
-                proximal_logprob=_at(proximal, position, trained),
-                ref_logprob=_at(ref, position, trained),
-                reward=reward,
-                advantage=_at(advantages, position, trained),
-            )
-        )
-    return rows
-
-
-def _at(values: list[float] | None, position: int, there: bool) -> float | None:
-    return values[position] if values is not None and there else None
+    columns = {
+        "position": range(end - start),
+        "text": [texts.piece(token) for token in here["packed_input_ids"]] if texts else nothing,
+        "id": here["packed_input_ids"],
+        "prompt": here["prompt_mask"],
+        "loss_mask": mask,
+        "version": [str(WeightVersion.unpack(packed)) if packed >= 0 else None for packed in here["versions"]],
+        "behaviour_logprob": of_trained("packed_logprobs"),
+        "proximal_logprob": of_trained("proximal_logprobs"),
+        "ref_logprob": of_trained("packed_ref_logprobs"),
+        "reward": rewards,
+        "advantage": of_trained("advantages"),
+    }
+    return [TokenRow(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
 
 # -------------------------------------------------------------------------------------------------------- advantages
@@ -413,7 +401,7 @@ def inspect(arguments: argparse.Namespace, console: Console) -> int:
         if arguments.target.endswith(SUFFIX):
             chosen, total = Path(arguments.target), 1
         else:
-            files = _recorded(_folder(arguments))[::-1]
+            files = _recorded(run_dir_of(arguments.target, arguments.overrides))[::-1]
             total = len(files)
             chosen = _choose(arguments, files)
             limit = arguments.limit or (total if arguments.json else _LISTED)
@@ -434,10 +422,6 @@ def inspect(arguments: argparse.Namespace, console: Console) -> int:
         _print_list(listed, total, console)
     print_view(view, console, limit=arguments.limit or _TOKENS, with_prompt=arguments.prompt)
     return 0
-
-
-def _folder(arguments: argparse.Namespace) -> Path:
-    return run_dir_of(arguments.target, arguments.overrides)
 
 
 def _recorded(folder: Path) -> list[Path]:

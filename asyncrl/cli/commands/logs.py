@@ -15,10 +15,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from itertools import islice
+from itertools import chain, islice
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.rule import Rule
@@ -80,6 +79,20 @@ class Entry:
     def at_least(self, level: str) -> bool:
         """Whether the entry has this level or a more severe one. An entry without a level counts as a warning."""
         return LEVELS.index(self.level or "WARNING") >= LEVELS.index(level)
+
+
+class Seen:
+    """The errors and the number of entries of each level so far, also of those that are not shown."""
+
+    def __init__(self) -> None:
+        self.counts = dict.fromkeys(LEVELS, 0)
+        self.first_error: Entry | None = None
+
+    def add(self, entry: Entry) -> None:
+        if entry.level:
+            self.counts[entry.level] += 1
+        if self.first_error is None and entry.is_error:
+            self.first_error = entry
 
 
 class LogFile:
@@ -304,30 +317,26 @@ def logs(arguments: argparse.Namespace, console: Console) -> int:
             files.folder = logs_dir(run_dir, _newest_attempt(run_dir))
         return arguments.follow and is_running(run_dir) and files.folder == logs_dir(run_dir, _newest_attempt(run_dir))
 
-    last: deque[Entry] | None = deque(maxlen=arguments.tail) if arguments.tail else None
+    seen = Seen()
+    held: deque[Entry] | None = (
+        deque(maxlen=arguments.tail) if arguments.tail else None
+    )  # of --tail, until they are shown
     try:
-        for entry in stream_logs(files, goes_on=goes_on):
+        for entry in chain(stream_logs(files, goes_on=goes_on), [None]):
             if entry is None:
-                _show_all(last, printer)
-                last = None
-            else:
-                printer.count(entry)
-                if not entry.at_least(arguments.level):
-                    continue
-                if last is None:
-                    printer.show(entry)
-                else:
-                    last.append(entry)
-        _show_all(last, printer)
+                for last in held or ():
+                    printer.show(last, seen)
+                held = None
+                continue
+            seen.add(entry)
+            if entry.at_least(arguments.level) and held is None:
+                printer.show(entry, seen)
+            elif entry.at_least(arguments.level) and held is not None:
+                held.append(entry)
     finally:
-        printer.close()
+        printer.close(seen)
         files.close()
     return 0
-
-
-def _show_all(last: deque[Entry] | None, printer: _Printer | _JsonPrinter) -> None:
-    for entry in last or ():
-        printer.show(entry)
 
 
 class _Printer:
@@ -339,28 +348,21 @@ class _Printer:
         self._width = max(map(len, names), default=0)
         self._colours = {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(names)}
         self._date = ""
-        self._num_errors = 0
-        self._first_error: Entry | None = None
         self._shown_after = False  # whether another entry was shown after the first error
 
-    def count(self, entry: Entry) -> None:
-        """Count an entry; called for every entry, including those that are not shown."""
-        self._num_errors += entry.is_error
-        if self._first_error is None and entry.is_error:
-            self._first_error = entry
-
-    def show(self, entry: Entry) -> None:
-        if entry is self._first_error:
+    def show(self, entry: Entry, seen: Seen) -> None:
+        if entry is seen.first_error:
             self._print(Rule("first error", style="bold red"))
-        elif self._first_error is not None:
+        elif seen.first_error is not None:
             self._shown_after = True
         self._print(self._text(entry))
 
-    def close(self) -> None:
-        if self._first_error is not None and self._shown_after:
-            others = f" (of {self._num_errors})" if self._num_errors > 1 else ""
+    def close(self, seen: Seen) -> None:
+        if seen.first_error is not None and self._shown_after:
+            num_errors = seen.counts["ERROR"] + seen.counts["CRITICAL"]
+            others = f" (of {num_errors})" if num_errors > 1 else ""
             self._print(Rule(f"the first error again{others}", style="bold red"))
-            self._print(self._text(self._first_error))
+            self._print(self._text(seen.first_error))
 
     def _text(self, entry: Entry) -> Text:
         """time LEVEL worker: text, and the further lines below it."""
@@ -393,25 +395,13 @@ class _JsonPrinter:
 
     def __init__(self, attempt: int) -> None:
         self._attempt = attempt
-        self._counts = dict.fromkeys(LEVELS, 0)
-        self._first_error: Entry | None = None
 
-    def count(self, entry: Entry) -> None:
-        if entry.level:
-            self._counts[entry.level] += 1
-        if self._first_error is None and entry.is_error:
-            self._first_error = entry
+    def show(self, entry: Entry, seen: Seen) -> None:
+        print_json({"event": "log", **asdict(entry), "first_error": entry is seen.first_error})
 
-    def show(self, entry: Entry) -> None:
-        print_json({"event": "log", **_object(entry), "first_error": entry is self._first_error})
-
-    def close(self) -> None:
-        first = _object(self._first_error) if self._first_error else None
-        print_json({"event": "end", "attempt": self._attempt, "first_error": first, "counts": self._counts})
-
-
-def _object(entry: Entry) -> dict[str, Any]:
-    return asdict(entry)
+    def close(self, seen: Seen) -> None:
+        first = asdict(seen.first_error) if seen.first_error else None
+        print_json({"event": "end", "attempt": self._attempt, "first_error": first, "counts": seen.counts})
 
 
 def _known_workers(run_dir: Path, attempt: int) -> set[str]:

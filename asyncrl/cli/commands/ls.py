@@ -19,7 +19,7 @@ from asyncrl.cli.commands.common import Commands, add_command, print_json, say
 from asyncrl.cli.curves import number, read_records
 from asyncrl.cli.tables import Column, FittedTable
 from asyncrl.config.schema import ConfigError
-from asyncrl.launch.rundir import LOCK_FILE, RUN_FILE, LaunchError, is_running, read_record
+from asyncrl.launch.rundir import LOCK_FILE, RUN_FILE, SUMMARY_FILE, LaunchError, is_running, read_record
 from asyncrl.runtime.metrics import METRICS_FILE
 
 _DEPTH = 2  # levels from fileroot to a run: <experiment>/<trial>
@@ -91,15 +91,14 @@ def read_entry(run_dir: Path) -> RunEntry:
     """Read a run's files. A broken run raises nothing: it gets the state `damaged`."""
     name = f"{run_dir.parent.name}/{run_dir.name}"
     try:
-        record = read_record(run_dir)
+        record, is_complete = read_record(run_dir), (run_dir / SUMMARY_FILE).exists()
         step, reward = newest_step(run_dir / METRICS_FILE)
         if record is not None and record.host not in ("", socket.gethostname()):
-            is_complete = (run_dir / "summary.json").exists()
             state = "complete" if is_complete else f"on {record.host}"
         elif is_running(run_dir):
             state = "running"
         else:
-            state = "complete" if (run_dir / "summary.json").exists() else "interrupted"
+            state = "complete" if is_complete else "interrupted"
     except (LaunchError, OSError) as error:
         return RunEntry(str(run_dir), name, "damaged", problem=str(error))
     if record is None:

@@ -37,15 +37,16 @@ from asyncrl.cli.commands.common import (
     sizes_text,
     supervises,
 )
+from asyncrl.cli.curves import is_evaluation, read_summary
 from asyncrl.cli.hub import find_local_models
-from asyncrl.cli.progress import LongWaits, Notes, RunView, is_evaluation, print_summary
+from asyncrl.cli.progress import LongWaits, Notes, RunView, print_summary
 from asyncrl.config.resolve import Facts, resolve, total_steps
 from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.data.trajectories import FOLDER as TRAJECTORIES
 from asyncrl.dataflow.phases import phases
 from asyncrl.launch.checks.checklist import Case, make_checks
 from asyncrl.launch.experiment import Draft, draft_experiment
-from asyncrl.launch.local import LocalLauncher
+from asyncrl.launch.local import LocalLauncher, View
 from asyncrl.launch.program import CONFIG_CLASSES, ProcessSpec, plan, run_directory, save_config
 from asyncrl.launch.redact import redact_urls
 from asyncrl.launch.rundir import LaunchError, next_attempt
@@ -277,7 +278,7 @@ def _run_for_machines(config: ExperimentConfig, num_prompts: int) -> int:
         view.emit("end", exit_code=FAILED, **error_object("failed", redact_urls(str(error))))
         return FAILED
     if code == 0:
-        view.emit("end", exit_code=0, summary=msgspec.json.decode((run_dir / "summary.json").read_bytes()))
+        view.emit("end", exit_code=0, summary=read_summary(run_dir))
     else:
         view.emit("end", exit_code=code)
     return code
@@ -288,14 +289,8 @@ def _plan(config: ExperimentConfig, num_prompts: int) -> list[ProcessSpec]:
     return plan(config, attempt=attempt, num_prompts=num_prompts, devices=visible_devices())
 
 
-class _ClosableView(Protocol):
-    """A launcher's View (launch/local.py) with `close`, which prints what is left at the end."""
-
-    def turn(self, statuses: Sequence[WorkerStatus]) -> None: ...
-
-    def notice(self, text: str) -> None: ...
-
-    def say(self, text: str) -> None: ...
+class _ClosableView(View, Protocol):
+    """A launcher's View that prints what is left at the end."""
 
     def close(self) -> None: ...
 

@@ -60,7 +60,7 @@ class RunProcesses:
         for pid in processes_with(f"{RUN_DIR_ENV}={self._run_dir}"):
             with contextlib.suppress(psutil.Error, OSError):
                 process = psutil.Process(pid)
-                command = _cmdline(process)
+                command = command_line(process)
                 if _NURSERY in command:
                     nurseries.append((process.ppid(), command[-1], process))
                     continue
@@ -86,12 +86,14 @@ class RunProcesses:
 
     def _etcd(self, launcher: psutil.Process) -> psutil.Process | None:
         data_dir = f"{self._run_dir}/etcd/"
-        is_etcd = (child for child in _children(launcher) if any(part.startswith(data_dir) for part in _cmdline(child)))
+        is_etcd = (
+            child for child in _children(launcher) if any(part.startswith(data_dir) for part in command_line(child))
+        )
         return next(is_etcd, None)
 
 
 def _engine_of(server: psutil.Process) -> psutil.Process | None:
-    return next((child for child in _children(server) if _ENGINE in _cmdline(child)), None)
+    return next((child for child in _children(server) if _ENGINE in command_line(child)), None)
 
 
 def _children(process: psutil.Process) -> Iterator[psutil.Process]:
@@ -99,7 +101,8 @@ def _children(process: psutil.Process) -> Iterator[psutil.Process]:
         yield from process.children()
 
 
-def _cmdline(process: psutil.Process) -> list[str]:
+def command_line(process: psutil.Process) -> list[str]:
+    """The command of a process; empty if it has ended, or is another user's."""
     try:
         return [argument for argument in process.cmdline() if argument]  # a forked worker's has empty padding
     except (psutil.Error, OSError):
