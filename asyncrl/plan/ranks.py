@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -85,7 +85,7 @@ def plan_training(
     return [
         _combined(
             workers,
-            names=[_shard_name(placements[name], workers[0]) for name, _ in held],
+            names=[str(placements[name].shard_of(workers[0])) for name, _ in held],
             plans={name: plans[name, pipe] for name, pipe in held},
             offloaded=offloaded,
         )
@@ -124,10 +124,6 @@ def _shards_by_worker(models: Sequence[ModelConfig]) -> dict[int, list[tuple[str
     return found
 
 
-def _shard_name(placement: ModelPlacement, worker: int) -> str:
-    return str(placement.shard_of(worker))
-
-
 def _task(
     config: ExperimentConfig, model: ModelConfig, stage: int, mfcs: Sequence[PlacedMFC], device_type: str
 ) -> ShardTask:
@@ -155,21 +151,18 @@ def _combined(
 ) -> RankPlan:
     """The plan of workers that hold these models. plans: by model, in the order in which they are loaded."""
     resident = {name: Counter({} if name in offloaded else plan.resident) for name, plan in plans.items()}
-    together = _sum(resident.values())
-    peak, at_peak, kinds = together.total(), dict(together), dict(together)
-    for name, plan in plans.items():
-        others = _sum(found for other, found in resident.items() if other != name)
-        for step in plan.steps:
-            if step.peak + others.total() > peak:
-                peak, at_peak = step.peak + others.total(), dict(_sum([Counter(step.at_peak), others]))
-            for kind, num_bytes in step.kinds.items():
-                kinds[kind] = max(kinds.get(kind, 0), num_bytes + others[kind])
+    together = sum(resident.values(), Counter[str]())
+    peak, at_peak, kinds = together.total(), together, together
     load_peak = loaded = export_peak = 0
     for name, plan in plans.items():
+        others = together - resident[name]
+        for step in plan.steps:
+            if step.peak + others.total() > peak:
+                peak, at_peak = step.peak + others.total(), Counter(step.at_peak) + others
+            kinds = kinds | (Counter(step.kinds) + others)
         load_peak = max(load_peak, loaded + plan.load_peak)
         loaded += plan.loaded
         if name == ACTOR:
-            others = _sum(found for other, found in resident.items() if other != name)
             export_peak = others.total() + sum(plan.resident.values()) + plan.in_transit
     return RankPlan(
         worker=workers[0],
@@ -182,10 +175,3 @@ def _combined(
         load_peak=load_peak,
         export_peak=export_peak,
     )
-
-
-def _sum(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
-    total: Counter[str] = Counter()
-    for found in counts:
-        total.update(found)
-    return total

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from asyncrl.config.schema import ConfigError, ExperimentConfig
-from asyncrl.dataflow.axes import MATRICES, SAMPLES, ParallelGrid
+from asyncrl.dataflow.axes import MATRICES, SAMPLES
 from asyncrl.dataflow.layout_checks import problem_of_grid
-from asyncrl.dataflow.topology import Allocation, DeviceSet, allocation_of
+from asyncrl.dataflow.topology import DeviceSet, allocation_of
 from asyncrl.launch.checks.model_files import read_config
 from asyncrl.launch.experiment import validate
 from asyncrl.plan.capacity import RunPlan, Shortage
@@ -181,13 +181,8 @@ def _layouts(config: ExperimentConfig, rank: RankPlan, static: int, rest: int, r
                 break
             grids.append((name, scaled))
         else:
-            yield _allocation_change(allocation, at, tuple(grids))
-
-
-def _allocation_change(allocation: Allocation, at: int, grids: tuple[tuple[str, ParallelGrid], ...]) -> Change:
-    training = list(allocation.training)
-    training[at] = DeviceSet(grids)
-    return "allocation", str(replace(allocation, training=tuple(training)))
+            training = (*allocation.training[:at], DeviceSet(tuple(grids)), *allocation.training[at + 1 :])
+            yield "allocation", str(replace(allocation, training=training))
 
 
 def _changes_of_servers(config: ExperimentConfig, server: ServerPlan, shortage: Shortage) -> list[tuple[Change, ...]]:

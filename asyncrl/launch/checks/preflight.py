@@ -41,7 +41,6 @@ from asyncrl.launch.checks.checklist import (
     WEIGHTS,
     Case,
     Check,
-    Finding,
 )
 from asyncrl.launch.checks.environment import judge_environment
 from asyncrl.launch.checks.model_files import (
@@ -59,7 +58,7 @@ from asyncrl.runtime.disk import existing_parent, size_text, too_few_open_files
 from asyncrl.runtime.interfaces import interfaces_here
 from asyncrl.runtime.names.etcd.access import EtcdAccess
 from asyncrl.runtime.names.etcd.server import EtcdServerError, find_etcd
-from asyncrl.weights.versions import MANIFEST, read_manifest, tensor_files
+from asyncrl.weights.versions import MANIFEST, read_manifest
 
 _SHAPE_FIELDS = (  # fields of config.json that determine the tensors' names and shapes
     "model_type",
@@ -86,10 +85,6 @@ def _check_model(case: Case) -> None:
 def _check_weights(case: Case) -> None:
     case.num_parameters = count_parameters(case.config.model_path)
     check_end_tokens(case.config.model_path, case.model)
-
-
-def _check_vocabulary(case: Case) -> None:
-    check_vocabulary(case.tokenizer_path, case.model)
 
 
 def _check_models(case: Case) -> Iterator[ConfigError]:
@@ -134,20 +129,6 @@ def _check_grids(config: ExperimentConfig, models: Mapping[str, Mapping[str, obj
         if problem := problem_of_grid(placement.grid, models.get(placement.role, models[ACTOR])):
             where = f"allocation={config.allocation!r}: the {placement.name} has the grid {placement.grid}"
             yield ConfigError(f"{where}, and {problem}")
-
-
-def _check_saved(case: Case) -> None:
-    path = case.config.model_path
-    if not tensor_files(Path(path).expanduser()):
-        raise ConfigError(f"model_path={path!r}: there is no *.safetensors; save the model with save_pretrained")
-
-
-def _check_folder(case: Case) -> None:
-    refuse_to_replace(case.config, run_directory(case.config))
-
-
-def _check_environment(case: Case) -> Iterator[ConfigError | Finding]:
-    return judge_environment(case.config, os.environ, interfaces_here(), on_gpu=bool(case.devices))
 
 
 def _check_open_files(_: Case) -> None:
@@ -351,10 +332,6 @@ def _check_attention(case: Case) -> Iterator[ConfigError]:
         )
 
 
-def _check_prompt_lengths(case: Case) -> Iterator[ConfigError | Finding]:
-    yield from judge_prompt_lengths(case.config, case.model, case.tokenizer_path)
-
-
 def _check_name_resolve(case: Case) -> None:
     name_resolve = case.config.name_resolve
     try:
@@ -465,7 +442,7 @@ CHECKS = (
         gives=TOKENIZER,
         when=lambda config: bool(config.tokenizer_path),
     ),
-    Check("vocabulary", _check_vocabulary, needs=(MODEL, TOKENIZER)),
+    Check("vocabulary", lambda case: check_vocabulary(case.tokenizer_path, case.model), needs=(MODEL, TOKENIZER)),
     Check("other models and layout", _check_models, needs=(MODEL, FIELDS)),
     Check(
         "SGLang",
@@ -480,16 +457,23 @@ CHECKS = (
     Check("lengths", _check_length, reads=("rollout.sampling", "train.ptx"), needs=(MODEL,)),
     Check("disk space", _check_room, needs=(WEIGHTS, FIELDS)),
     Check("wandb", _check_wandb, reads=("wandb",)),
-    Check("the run's folder", _check_folder, reads=("fileroot", "experiment", "trial", "recover", "mode")),
+    Check(
+        "the run's folder",
+        lambda case: refuse_to_replace(case.config, run_directory(case.config)),
+        reads=("fileroot", "experiment", "trial", "recover", "mode"),
+    ),
     Check("open files", _check_open_files),
-    Check("environment", _check_environment, reads=("allocation", "mode", "train", "cluster", "hosts")),
+    Check(
+        "environment",
+        lambda case: judge_environment(case.config, os.environ, interfaces_here(), on_gpu=bool(case.devices)),
+        reads=("allocation", "mode", "train", "cluster", "hosts"),
+    ),
     Check(
         "the recording",
         _check_replay,
         needs=(MODEL, TOKENIZER, FIELDS),
         when=lambda config: mode_of(config.mode).replays,
     ),
-    Check("saved weights", _check_saved, needs=(MODEL,), when=lambda config: not mode_of(config.mode).trains),
     Check(
         "prompts",
         _check_prompts,
@@ -513,7 +497,7 @@ CHECKS = (
     ),
     Check(
         "lengths of prompts",
-        _check_prompt_lengths,
+        lambda case: judge_prompt_lengths(case.config, case.model, case.tokenizer_path),
         reads=("prompts", "eval", "rollout", "generation", "allocation", "mode"),
         needs=(MODEL, TOKENIZER, PROMPTS),
         when=lambda config: not mode_of(config.mode).replays,
