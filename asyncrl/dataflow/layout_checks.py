@@ -265,6 +265,8 @@ def _bad_generation(config: ExperimentConfig, allocation: Allocation) -> Iterato
             )
         if name in OWN_SERVER_ARGS:
             yield f"generation.server_args.{name}", generation.server_args[name], OWN_SERVER_ARGS[name]
+    if traits.is_embedded and generation.page_size < 4:
+        yield "generation.page_size", generation.page_size, f"the engine {allocation.engine} needs at least 4"
     if config.weights.full_every > 1 and traits.delta_limit:
         yield "weights.full_every", config.weights.full_every, f"{traits.delta_limit}; set it to 1"
     if generation.interrupt == "in_place" and config.weights.verify_logprobs and not traits.scores_in_place:

@@ -20,15 +20,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from asyncrl.generation.engine import WeightReceiver, WeightsRefused
+from asyncrl.generation.engine import EngineFailed, WeightReceiver, WeightsRefused
 from asyncrl.generation.server_side import Means, ServerSide, refuse, reply_with
 from asyncrl.protocol.errors import ErrorClass
 from asyncrl.protocol.versions import WeightVersion
@@ -38,7 +38,6 @@ from asyncrl.protocol.weight_updates import (
     JoinUpdateGroup,
     LeaveUpdateGroup,
     ReceiveWeights,
-    TensorSpecs,
     UpdateWeightsReply,
 )
 from asyncrl.runtime.clock import Clock
@@ -47,35 +46,13 @@ from asyncrl.weights.versions import ScoredText
 if TYPE_CHECKING:
     import torch
 
+    from asyncrl.generation.transformers import TransformersEngine
     from asyncrl.weights.update_group import GroupMember
 
 T = TypeVar("T")
 M = TypeVar("M", bound=msgspec.Struct)
 
 MAX_GROUPS = 4  # more than are in use at any time: if there are more, the sender of the oldest group has abandoned it
-
-
-class TensorEngine(Protocol):
-    """The interface of an engine of this process that receives weights."""
-
-    @property
-    def weights_device(self) -> torch.device:
-        """The device of the model's tensors."""
-
-    def check_version(self, version: WeightVersion) -> None:
-        """Raises WeightsRefused if the version is older than the served one."""
-
-    def check_tensors(self, specs: TensorSpecs, *, complete: bool) -> None:
-        """Raises WeightsRefused if these tensors do not fit the model, or, with `complete`, if any tensor is missing."""
-
-    async def load_tensors(self, tensors: dict[str, torch.Tensor], version: WeightVersion) -> None:
-        """Like load_weights, for tensors in memory. Their memory may become the model's.
-
-        Raises WeightsRefused; in that case nothing has changed.
-        """
-
-    def uses(self, flats: Sequence[torch.Tensor]) -> list[bool]:
-        """For each buffer, whether tensors of the model are in its memory."""
 
 
 @dataclass
@@ -92,7 +69,7 @@ class _Update:
 class StagedReceiver(WeightReceiver):
     """Collects the tensors of an update, then passes all of them to the engine at once."""
 
-    def __init__(self, engine: TensorEngine, host: str, clock: Clock) -> None:
+    def __init__(self, engine: TransformersEngine, host: str, clock: Clock) -> None:
         self._engine, self._host, self._clock = engine, host, clock
         self._groups: OrderedDict[str, GroupMember] = OrderedDict()
         self._update: _Update | None = None
@@ -176,7 +153,10 @@ class StagedReceiver(WeightReceiver):
             if flat is None or flat.numel() != num_bytes:
                 flat = torch.empty(num_bytes, dtype=torch.uint8, device=self._engine.weights_device)
             tensors = views(flat, bucket)
-            await self._until(member.broadcast(flat, bucket.limit_s), bucket.limit_s)
+            async with asyncio.timeout(
+                bucket.limit_s + 1.0
+            ):  # the group enforces limit_s itself, except for some transports
+                await member.broadcast(flat, bucket.limit_s)
         except (TimeoutError, RuntimeError, ValueError) as error:
             await self.leave(bucket.group_name)  # its connections, or the data in transit on them, are broken
             raise WeightsRefused(f"the bucket did not arrive: {_reason(error)}", ErrorClass.PASSING) from error
@@ -205,12 +185,6 @@ class StagedReceiver(WeightReceiver):
             self._update = None
         if member is not None:
             member.leave()
-
-    @staticmethod
-    async def _until(receiving: Coroutine[Any, Any, None], limit_s: float) -> None:
-        """Wait for a bucket. The group enforces limit_s itself; this limit covers transports that do not."""
-        async with asyncio.timeout(limit_s + 1.0):
-            await receiving
 
 
 class BroadcastInServer(ServerSide):
@@ -294,8 +268,8 @@ def _typed(
         message = decode(await request.read() or b"{}")
         try:
             return reply_with(UpdateWeightsReply(success=True, message=await handler(message)))
-        except WeightsRefused as refusal:
-            return refuse(refusal)
+        except (WeightsRefused, EngineFailed) as error:
+            return refuse(error)
 
     return answer
 

@@ -1,6 +1,6 @@
 """The embedded engine's half of a model's self-check: decoded tokens have the logprobs of a forward pass over the whole text.
 
-Decoding reads the cache, row by row, in a batch with other requests. The forward pass (GenerationEngine.score) reads no cache and
+Decoding reads the cache, row by row, in a batch with other requests. The forward pass (TransformersEngine.score) reads no cache and
 sees one text. A window, a position, a page or a neighbour that decoding treats differently shows as a difference.
 
 consumes: an engine that has started and serves nothing yet.  produces: nothing; it raises SelfCheckError.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from transformers import PreTrainedConfig
@@ -22,22 +22,14 @@ from transformers import PreTrainedConfig
 from asyncrl.architectures.agreement import Difference, SelfCheckError, bound_of
 from asyncrl.architectures.small_copy import save_small_copy
 from asyncrl.config.schema import GenerationConfig
-from asyncrl.generation.engine import EngineRequest, Generated, GenerationEngine
+from asyncrl.generation.engine import EngineRequest, Generated
 from asyncrl.protocol.generation import SamplingParams
+
+if TYPE_CHECKING:
+    from asyncrl.generation.transformers import TransformersEngine
 
 _NEW_TOKENS = 6  # of each request
 _SMALL_PAGE = 8  # tokens; of the engine for a small copy
-
-
-class Sampler(Protocol):
-    """TransformersEngine."""
-
-    def submit(self, request: EngineRequest) -> asyncio.Future[Generated]: ...
-
-    async def score(self, input_ids: list[int]) -> list[float]: ...
-
-    async def scoring_noise(self, input_ids: list[int]) -> float:
-        """The difference between two of transformers' own attention implementations; 0 if the architecture has only one."""
 
 
 def prompt_lengths(page_size: int, max_length: int) -> list[int]:
@@ -47,7 +39,9 @@ def prompt_lengths(page_size: int, max_length: int) -> list[int]:
     return [max(1, min(length, room)) for length in (page_size - 3, page_size + 5, 3)]
 
 
-async def check_decoding(engine: Sampler, *, vocab_size: int, lengths: Sequence[int], bits: int, sharing: bool) -> None:
+async def check_decoding(
+    engine: TransformersEngine, *, vocab_size: int, lengths: Sequence[int], bits: int, sharing: bool
+) -> None:
     """Sample behind prompts of these lengths, all at once. With `sharing`, sample once more behind the longest, whose first pages
     are in the cache then.
 
@@ -86,7 +80,7 @@ def small_engine_config(config: GenerationConfig) -> GenerationConfig:
 
 
 async def check_small_copy(
-    config: PreTrainedConfig, settings: GenerationConfig, make: Callable[[str, GenerationConfig], GenerationEngine[Any]]
+    config: PreTrainedConfig, settings: GenerationConfig, make: Callable[[str, GenerationConfig], TransformersEngine]
 ) -> None:
     """Start an engine on a small copy of the architecture, which checks itself at its start beyond the ends of its windows.
 
@@ -101,6 +95,6 @@ async def check_small_copy(
             await engine.close()
 
 
-async def _sample(engine: Sampler, index: int, prompt: list[int]) -> Generated:
+async def _sample(engine: TransformersEngine, index: int, prompt: list[int]) -> Generated:
     params = SamplingParams(max_new_tokens=_NEW_TOKENS, temperature=1.0, ignore_eos=True)
     return await engine.submit(EngineRequest(rid=f"self-check-{index}", input_ids=prompt, params=params))

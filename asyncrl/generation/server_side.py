@@ -12,17 +12,19 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Hashable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from asyncrl.generation.checks import LogprobMismatch, VerifiedLoads, VersionFence
 from asyncrl.generation.engine import GenerationEngine, WeightReceiver
-from asyncrl.generation.fetched import FetchedWeights
 from asyncrl.protocol.errors import classify
 from asyncrl.protocol.weight_updates import UpdateWeightsReply
 from asyncrl.runtime.clock import Clock
+
+if TYPE_CHECKING:
+    from asyncrl.generation.files import FetchedWeights
 
 T = TypeVar("T")
 
@@ -36,10 +38,7 @@ class UnbrokenWork:
         self._in_progress: dict[Hashable, asyncio.Task[Any]] = {}
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)
+        return await self.once(object(), lambda: work)
 
     async def once(self, key: Hashable, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Like `run`, but if work with the same key is in progress, wait for it instead of starting it again."""

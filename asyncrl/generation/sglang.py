@@ -51,7 +51,7 @@ from asyncrl.generation.engine import (
 )
 from asyncrl.generation.sglang_http import Piece, SGLangClient, SGLangError, sglang_params
 from asyncrl.generation.sglang_process import ServerLink
-from asyncrl.protocol.errors import ErrorClass, class_of_status, classify, refuses_content
+from asyncrl.protocol.errors import ErrorClass, class_of_status, refuses_content
 from asyncrl.protocol.generation import FinishReason, VersionSpan
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.protocol.weight_updates import (
@@ -649,12 +649,12 @@ class SGLangReceiver(WeightReceiver):
         if version is None:
             raise WeightsRefused("no weight update is open; call begin_weight_update first", ErrorClass.PASSING)
         await self._call("/end_weight_update", {}, _LOAD_LIMIT_S)
-        if self._flush:
-            await self._flush_prefixes()
-        try:
-            served = (await self._client.info(limit_s=_ASK_LIMIT_S)).weight_version
-        except SGLangError as error:
-            raise WeightsRefused(str(error), classify(error)) from error
+        if self._flush and not await _flushed(self._client, _UPDATE_FLUSH_TRIES):
+            raise WeightsRefused(
+                "SGLang did not flush its prefix cache after the update: it reports running requests",
+                ErrorClass.PASSING,
+            )
+        served = (await self._client.info(limit_s=_ASK_LIMIT_S)).weight_version
         if served != str(version):
             raise WeightsRefused(f"SGLang received {version} but reports {served!r}", ErrorClass.PASSING)
         self._engine.network_updated(version)
@@ -669,19 +669,8 @@ class SGLangReceiver(WeightReceiver):
             self._version = None
             await self._call("/end_weight_update", {}, _LOAD_LIMIT_S)
 
-    async def _flush_prefixes(self) -> None:
-        try:
-            flushed = await _flushed(self._client, _UPDATE_FLUSH_TRIES)
-        except SGLangError as error:
-            raise WeightsRefused(str(error), classify(error)) from error
-        if not flushed:
-            raise WeightsRefused(
-                "SGLang did not flush its prefix cache after the update: it reports running requests",
-                ErrorClass.PASSING,
-            )
-
     async def _call(self, path: str, body: dict[str, Any], limit_s: float) -> None:
-        """POST to SGLang. Raises WeightsRefused if SGLang refuses or does not answer.
+        """POST to SGLang. Raises SGLangError if SGLang refuses or does not answer.
 
         If it does not answer, the engine fails, too: SGLang has died, or a scheduler hangs in a group.
         """
@@ -690,4 +679,4 @@ class SGLangReceiver(WeightReceiver):
         except SGLangError as error:
             if error.status == 0:
                 self._engine.fail(f"SGLang did not answer {path}: {error}")
-            raise WeightsRefused(f"SGLang: {error}", classify(error)) from error
+            raise

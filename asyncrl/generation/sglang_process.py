@@ -26,10 +26,11 @@ import sys
 import tempfile
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 
@@ -85,36 +86,34 @@ for name in os.listdir(noted):
 """
 
 
-class ServerLink(Protocol):
-    """The engine's interface to a SGLang server."""
+class ServerLink(ABC):
+    """The engine's interface to a SGLang server. The defaults are those of a server that another program runs."""
 
-    @property
-    def url(self) -> str: ...
+    url: str
+    api_key = ""  # that it requires; "": none
+    can_sleep = False  # whether it can release its memory and get it back
 
-    @property
-    def can_sleep(self) -> bool:
-        """Whether the server can release its memory and get it back."""
-
-    @property
-    def api_key(self) -> str:
-        """The API key that it requires; "": none."""
-
+    @abstractmethod
     async def start(self, is_ready: IsReady, limit_s: float) -> None:
         """Returns when `is_ready(url)` is true. Raises ConfigError with the reason if the start fails."""
 
     def progress(self) -> str:
         """How far the start has come, for a status line."""
+        return ""
 
     def how_it_ended(self) -> str | None:
         """How the server ended. None while it runs, or if its end cannot be observed from here."""
+        return None
 
+    @abstractmethod
     def told(self) -> str:
         """Where its log is, and the log's last lines if this process can read it; for an error message."""
 
     async def wait_ended(self, limit_s: float) -> None:
         """Returns when it has ended, or after limit_s at the latest."""
+        await asyncio.sleep(limit_s)
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027
         """Stop the server within a limit, if this process owns it."""
 
 
@@ -261,26 +260,15 @@ def cores_of_ranks(cores: Sequence[int], ranks: int) -> str:
 # ------------------------------------------------------------------------------------------------------------- our own
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Running:
     """A server process from its start to its end."""
 
     process: subprocess.Popen[bytes]
-    ended: asyncio.Event
-    exited: threading.Event  # set when the process is reaped and its group and shared memory are removed
-
-    def exit_code(self) -> int | None:
-        """The exit code, or minus the signal that ended it. None while it runs. Only the thread that owns the process reaps it."""
-        if self.exited.is_set():
-            return self.process.returncode
-        try:
-            ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # reaped just now
-            self.exited.wait(_SPAWN_LIMIT_S)
-            return self.process.returncode
-        if ended is None:
-            return None
-        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    code: int | None = None  # its exit code, or minus the signal that ended it; set before `ended`
+    # Set when the process is reaped and its group and shared memory are removed
+    exited: threading.Event = field(default_factory=threading.Event)
 
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -292,7 +280,7 @@ class _Running:
                 await self.ended.wait()
 
 
-class SGLangProcess:
+class SGLangProcess(ServerLink):
     """Starts one server, watches it and its children, and stops it. Call all methods on one event loop.
 
     waits for: readiness and end of the server, each within a limit. unblocked by: the server, or its end, which a thread waits for.
@@ -313,24 +301,14 @@ class SGLangProcess:
         """arguments: returns the server's arguments, given its port.
         environment: returns its environment variables, given its folder for temporary files.
         api_key: the key that the server requires."""
-        self._python, self._can_sleep = python, can_sleep
-        self._arguments, self._environment = arguments, environment
-        self.api_key = api_key
+        self._python, self._arguments, self._environment = python, arguments, environment
+        self.api_key, self.can_sleep = api_key, can_sleep
         self._log, self._clock = log, clock
         self._grace_s = _GRACE_S[on_gpu]
-        self._port = 0
         self._tmp = ""
         self._in_use: int | None = None  # the lock on this folder; the kernel drops it when this process ends
         self._running: _Running | None = None  # the last one that was started
         self._children: list[psutil.Process] = []
-
-    @property
-    def url(self) -> str:
-        return f"http://{LOOPBACK}:{self._port}"
-
-    @property
-    def can_sleep(self) -> bool:
-        return self._can_sleep
 
     @property
     def pid(self) -> int:
@@ -357,8 +335,9 @@ class SGLangProcess:
         self._noted.mkdir()
         for tries_left in reversed(range(_START_TRIES)):
             began_at = self._log.stat().st_size if self._log.exists() else 0
-            (self._port,) = free_ports(LOOPBACK, 1)
-            running = self._spawn(asyncio.get_running_loop())
+            (port,) = free_ports(LOOPBACK, 1)
+            self.url = f"http://{LOOPBACK}:{port}"
+            running = self._spawn(port, asyncio.get_running_loop())
             if await self._until_ready(running, is_ready, deadline):
                 children = psutil.Process(running.process.pid).children(recursive=True)
                 self._children = [child for child in children if _is_sglang(child)]
@@ -396,8 +375,8 @@ class SGLangProcess:
     def how_it_ended(self) -> str | None:
         """How the server or one of its children ended. If the server has ended, that is reported, because its children end with
         it. None: all run."""
-        if self._running is not None and (code := self._running.exit_code()) is not None:
-            return f"the SGLang server {_how(code)}"
+        if self._running is not None and self._running.code is not None:
+            return f"the SGLang server {_how(self._running.code)}"
         for child in self._children:
             with contextlib.suppress(psutil.Error):
                 if child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
@@ -407,7 +386,7 @@ class SGLangProcess:
 
     async def wait_ended(self, limit_s: float) -> None:
         if self._running is None:
-            await asyncio.sleep(limit_s)
+            await super().wait_ended(limit_s)
         else:
             await self._running.wait_ended(limit_s)
 
@@ -435,8 +414,8 @@ class SGLangProcess:
             os.close(self._in_use)
             self._in_use = None
 
-    def _spawn(self, loop: asyncio.AbstractEventLoop) -> _Running:
-        command = [self._python, "-m", "sglang.launch_server", *self._arguments(self._port)]
+    def _spawn(self, port: int, loop: asyncio.AbstractEventLoop) -> _Running:
+        command = [self._python, "-m", "sglang.launch_server", *self._arguments(port)]
         if self.api_key:  # pass it in a file: every user can read command lines
             file = Path(self._tmp) / "key.yaml"
             file.unlink(missing_ok=True)
@@ -446,8 +425,7 @@ class SGLangProcess:
         wrapper = dying_with_parent(command)
         environment, noted = self._environment(self._tmp), self._noted
         self._running, self._children = None, []
-        ended, exited = asyncio.Event(), threading.Event()
-        spawned, started, failure = threading.Event(), list[_Running](), list[OSError]()
+        started: Future[_Running] = Future()
 
         def own() -> None:
             """Start and reap the process. This thread must outlive the process: the kernel sends the parent-death signal to the
@@ -468,12 +446,10 @@ class SGLangProcess:
                         start_new_session=True,  # its own process group, which can be killed as a whole
                     )
             except OSError as error:
-                failure.append(error)
-                spawned.set()
+                started.set_exception(error)
                 return
-            self._running = _Running(process, ended, exited)
-            started.append(self._running)
-            spawned.set()
+            self._running = running = _Running(process)
+            started.set_result(running)
             guard = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _GUARD, str(process.pid), str(noted), str(_SHARED_MEMORY)],
                 stdin=subprocess.PIPE,
@@ -482,21 +458,26 @@ class SGLangProcess:
                 cwd="/",
                 start_new_session=True,
             )
-            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            assert ended is not None
+            running.code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
             with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits for the event
-                loop.call_soon_threadsafe(ended.set)
+                loop.call_soon_threadsafe(running.ended.set)
             _end_group(process.pid, self._clock)  # before the process is reaped: afterwards its pid may be reused
             _remove_shared_memory(noted)
             guard.kill()
             guard.communicate()
             process.wait()
-            exited.set()
+            running.exited.set()
 
         threading.Thread(target=own, name="sglang server", daemon=True).start()
-        if not spawned.wait(_SPAWN_LIMIT_S) or failure:
-            why = failure[0] if failure else f"no process within {_SPAWN_LIMIT_S:g} s"
-            raise ConfigError(f"generation.python={self._python!r}: the SGLang process could not be created: {why}")
-        return started[0]
+        try:
+            return started.result(_SPAWN_LIMIT_S)
+        except (OSError, TimeoutError) as error:
+            why = str(error) or f"no process within {_SPAWN_LIMIT_S:g} s"
+            raise ConfigError(
+                f"generation.python={self._python!r}: the SGLang process could not be created: {why}"
+            ) from error
 
     async def _until_ready(self, running: _Running, is_ready: IsReady, deadline: float) -> bool:
         """Wait until the server is ready. Returns False if it exits or the deadline passes.
@@ -591,8 +572,8 @@ def _is_sglang(process: psutil.Process) -> bool:
     return False
 
 
-def _how(code: int | None) -> str:
-    if code is None or code >= 0:
+def _how(code: int) -> str:
+    if code >= 0:
         return f"has ended with exit code {code}"
     with contextlib.suppress(ValueError):
         return f"was killed by signal {signal.Signals(-code).name}"
@@ -619,42 +600,21 @@ def read_api_key(path: str) -> str:
         raise ConfigError(f"generation.api_key_file={path!r} cannot be read: {error}") from error
 
 
-class AttachedServer:
+class AttachedServer(ServerLink):
     """A server at a URL that another program runs. This class neither starts nor stops it."""
 
     def __init__(self, url: str, api_key: str = "", *, clock: Clock = SYSTEM_CLOCK) -> None:
-        self._url, self._clock = url.rstrip("/"), clock
-        self.api_key = api_key
-
-    @property
-    def url(self) -> str:
-        return self._url
-
-    @property
-    def can_sleep(self) -> bool:
-        return False
+        self.url, self.api_key, self._clock = url.rstrip("/"), api_key, clock
 
     async def start(self, is_ready: IsReady, limit_s: float) -> None:
         deadline = self._clock.monotonic() + limit_s
-        while not await is_ready(self._url):
+        while not await is_ready(self.url):
             if self._clock.monotonic() > deadline:
                 raise ConfigError(
-                    f"generation.urls: no SGLang server answers at {self._url} within {limit_s:g} s (generation.load_timeout_s); "
+                    f"generation.urls: no SGLang server answers at {self.url} within {limit_s:g} s (generation.load_timeout_s); "
                     "start it there, or correct the URL"
                 )
             await asyncio.sleep(_POLL_S)
 
-    def progress(self) -> str:
-        return ""
-
-    def how_it_ended(self) -> str | None:
-        return None
-
     def told(self) -> str:
-        return f"this run does not own the SGLang server at {self._url}: see its log on that host"
-
-    async def wait_ended(self, limit_s: float) -> None:
-        await asyncio.sleep(limit_s)
-
-    async def close(self) -> None:
-        return
+        return f"this run does not own the SGLang server at {self.url}: see its log on that host"

@@ -45,7 +45,7 @@ from transformers.generation.continuous_batching.utils import find_head_dim, fin
 from asyncrl.architectures.attention import LayerAttention, Pattern, read_attention
 from asyncrl.architectures.checkpoint_names import Place, places_of
 from asyncrl.architectures.small_copy import longest_window
-from asyncrl.config.schema import ATTENTIONS, ConfigError, GenerationConfig
+from asyncrl.config.schema import ConfigError, GenerationConfig
 from asyncrl.data.model_folder import check_shards
 from asyncrl.generation import padded_attention
 from asyncrl.generation.checks import TensorSpec, check_params, check_prompt, check_sent, check_tensors
@@ -304,7 +304,6 @@ class TransformersEngine(GenerationEngine[_Pending]):
     """
 
     def __init__(self, arguments: EngineArguments, *, device: str = "", seed: int = 1) -> None:
-        _check_config(arguments.config)
         super().__init__(arguments)
         self._initial_path, self._seed = arguments.model_path, seed
         self._verified = VerifiedVersion()
@@ -608,15 +607,22 @@ class TransformersEngine(GenerationEngine[_Pending]):
 
     @property
     def weights_device(self) -> torch.device:
+        """The device of the model's tensors."""
         return torch.device(self._device)
 
     def check_tensors(self, specs: TensorSpecs, *, complete: bool) -> None:
+        """Raises WeightsRefused if these tensors do not fit the model, or, with `complete`, if any tensor is missing."""
         LiveTensors(self._model, self._places).check(specs, complete=complete)
 
     def uses(self, flats: Sequence[Tensor]) -> list[bool]:
+        """For each buffer, whether tensors of the model are in its memory."""
         return LiveTensors(self._model, self._places).uses(flats)
 
     async def load_tensors(self, tensors: dict[str, Tensor], version: WeightVersion) -> None:
+        """Like load_weights, for tensors in memory. Their memory may become the model's.
+
+        Raises WeightsRefused; in that case nothing has changed.
+        """
         self._fingerprint = ""  # the version on disk may have other files
         await self._update(version, lambda: LiveTensors(self._model, self._places).load(tensors))
 
@@ -660,6 +666,7 @@ class TransformersEngine(GenerationEngine[_Pending]):
         return await self._in_control(lambda: self._score(input_ids))  # type: ignore[no-any-return]
 
     async def scoring_noise(self, input_ids: list[int]) -> float:
+        """The difference between two of transformers' own attention implementations; 0 if the architecture has only one."""
         found = []
         for attention in ("eager", "sdpa"):
             with contextlib.suppress(ValueError):  # the architecture does not have it
@@ -767,20 +774,6 @@ def _check_attention(model: Any, path: Path | str, attention: str) -> list[Layer
             continue
         raise ConfigError(f"generation.attention={attention!r} does not fit {what} ({why}); use padded")
     return layers
-
-
-def _check_config(config: GenerationConfig) -> None:
-    if config.dtype not in DTYPES:
-        raise ValueError(f"generation.dtype is {config.dtype!r}; known are {', '.join(DTYPES)}")
-    if config.attention not in ATTENTIONS:
-        raise ValueError(f"generation.attention is {config.attention!r}; known are {', '.join(ATTENTIONS)}")
-    if config.max_running_requests > config.max_batch_tokens:
-        raise ValueError(
-            f"generation.max_running_requests ({config.max_running_requests}) exceeds max_batch_tokens"
-            f" ({config.max_batch_tokens}): each running request needs one token in every pass"
-        )
-    if config.page_size < 4:
-        raise ValueError(f"generation.page_size is {config.page_size}; transformers needs at least 4")
 
 
 # -------------------------------------------------------------------------------------------------- the model's tensors

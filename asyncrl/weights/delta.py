@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from asyncrl.protocol.errors import DECODE_ERRORS
-from asyncrl.weights.form import WeightForm, WeightsError
+from asyncrl.weights.form import TensorChange, WeightForm, WeightsError
 
 if TYPE_CHECKING:
     import torch
@@ -34,12 +34,9 @@ _WORTH = 0.5
 _FAST = 1  # zlib's level: higher ones compress positions hardly better, and take several times as long
 
 
-class TensorDelta(msgspec.Struct, frozen=True, array_like=True):
+class TensorDelta(TensorChange, frozen=True, array_like=True):
     """The changed elements of one tensor, encoded."""
 
-    name: str
-    dtype: str  # torch's name
-    shape: list[int]
     gap_bytes: int  # bytes of one difference of positions
     gaps: bytes  # differences of ascending positions, the first from 0; compressed
     values: bytes  # in the tensor's dtype

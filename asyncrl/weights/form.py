@@ -16,7 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from asyncrl.protocol.errors import ErrorClass
 
@@ -35,23 +37,17 @@ class WeightsError(ValueError):
         self.error_class = error_class
 
 
-class TensorChange(Protocol):
-    """The change of one tensor of the base."""
+class TensorChange(msgspec.Struct, frozen=True, array_like=True):
+    """The change of one tensor of the base. A form adds its encoding."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def dtype(self) -> str:
-        """torch's name."""
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """Shape of the whole tensor."""
+    name: str
+    dtype: str  # torch's name
+    shape: list[int]  # of the whole tensor
 
     @property
     def content(self) -> object:
         """Equal if the changes are: tied tensors must change alike."""
+        raise NotImplementedError
 
 
 class WeightForm:

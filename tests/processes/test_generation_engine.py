@@ -690,17 +690,3 @@ async def test_a_dead_generation_thread_is_noticed(store: Store, monkeypatch: py
         assert isinstance(engine.failure, MemoryError)
         with pytest.raises(EngineUnavailable, match="no room"):
             engine.submit(EngineRequest("b", [1], SamplingParams()))
-
-
-@pytest.mark.parametrize(
-    ("changes", "word"),
-    [
-        ({"dtype": "float8"}, "dtype"),
-        ({"attention": "paged"}, "attention"),
-        ({"max_batch_tokens": 32}, "max_running_requests"),
-        ({"page_size": 2}, "page_size"),
-    ],
-)
-def test_bad_settings_are_refused_at_once(changes: dict[str, Any], word: str) -> None:
-    with pytest.raises(ValueError, match=word):
-        TransformersEngine(EngineArguments("nowhere", dataclasses.replace(CONFIG, **changes)))

@@ -9,16 +9,17 @@ import torch
 from torch import Tensor
 
 from asyncrl.protocol.errors import DECODE_ERRORS
-from asyncrl.weights.form import WeightForm, WeightsError
+from asyncrl.weights.form import TensorChange, WeightForm, WeightsError
 
 KIND = "mask"
 
 
-class Mask(msgspec.Struct, frozen=True, array_like=True):
-    name: str
-    dtype: str
-    shape: list[int]
-    content: bytes
+class Mask(TensorChange, frozen=True, array_like=True):
+    bits: bytes
+
+    @property
+    def content(self) -> bytes:
+        return self.bits
 
 
 class MaskForm(WeightForm):
@@ -44,7 +45,7 @@ class MaskForm(WeightForm):
         with torch.no_grad():
             for mask in changes:
                 flat = _bytes(tensors[mask.name])
-                flat.bitwise_xor_(torch.frombuffer(bytearray(mask.content), dtype=torch.uint8))
+                flat.bitwise_xor_(torch.frombuffer(bytearray(mask.bits), dtype=torch.uint8))
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -140,6 +140,8 @@ def test_overrides_replace_values_of_the_file(config_file):
         ("manager.update_fraction=1.5", "must be at most 1"),
         ("generation.attention=flash_atention_2", "did you mean 'flash_attention_2'"),
         ("generation.page_size=0", "generation.page_size=0: must be at least 1"),
+        ("generation.page_size=2", "generation.page_size=2: the engine transformers needs at least 4"),
+        ("generation.dtype=float8", "generation.dtype='float8': "),
         ("train.dtype=float16", "train.dtype='float16': did you mean 'bfloat16'"),
         ("generation.max_batch_tokens=8", "each running request takes one token of every"),
         ("rollout.tasks.other.agent_args={a: 1}", "needs a reward function or an env"),

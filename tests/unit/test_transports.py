@@ -7,6 +7,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -102,7 +103,7 @@ class KeepingEngine(PacedEngine):
         return [False for _ in flats]
 
     def weight_receiver(self, host: str) -> StagedReceiver:
-        return StagedReceiver(self, host, SYSTEM_CLOCK)
+        return StagedReceiver(cast(Any, self), host, SYSTEM_CLOCK)
 
     def _keep(self, tensors: Tensors) -> None:
         self.tensors = {name: tensor.clone() for name, tensor in tensors.items()}
