@@ -535,6 +535,6 @@ class VerifiedLoads:
         """Submit the prompts as ordinary requests, before all others."""
         params = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in _NUM_DECODED[: len(prompts)]]
         return [
-            self._engine.submit(EngineRequest(f"check-{uuid.uuid4().hex}", prompt, one, first=True, is_check=True))
+            self._engine.submit(EngineRequest(f"check-{uuid.uuid4().hex}", prompt, one, priority=1, is_check=True))
             for prompt, one in zip(prompts, params, strict=True)
         ]

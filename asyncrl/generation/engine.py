@@ -64,15 +64,16 @@ class EngineFailed(RuntimeError):
 class EngineRequest:
     """A prompt and its sampling parameters. `rid` is chosen by the caller and unique among the requests in flight.
 
-    first: the request goes to the front of the queue. Set for a response that has already begun: otherwise each update that
-    interrupts it would put it behind the waiting requests again, and the train step that needs it would wait longer.
+    priority: above 0, the request goes to the front of the queue. It is above 0 for a response that has already begun: otherwise
+    each update that interrupts it would put it behind the waiting requests again, and the train step that needs it would wait
+    longer.
     is_check: a request of the logprob check. A full queue does not refuse it.
     """
 
     rid: str
     input_ids: list[int]
     params: SamplingParams
-    first: bool = False
+    priority: int = 0
     is_check: bool = False
 
 
@@ -269,7 +270,7 @@ class GenerationEngine(ABC, Generic[P]):
         pending.future.add_done_callback(lambda future: self._cancelled(pending) if future.cancelled() else None)
         self._rids.add(request.rid)
         self._waiting[request.rid] = pending
-        if request.first:
+        if request.priority > 0:
             self._waiting.move_to_end(request.rid, last=False)
         self._num["requests"] += 1
         self._num["prompt_tokens"] += len(request.input_ids)

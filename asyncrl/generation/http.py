@@ -193,9 +193,7 @@ class GenerationHTTP:
             return await self._generate_many(_decode_many(body))
         one = _decode_one(body)
         _refuse_stream(one.stream)
-        engine_request = EngineRequest(
-            one.rid or uuid.uuid4().hex, one.input_ids, one.sampling_params, one.priority > 0
-        )
+        engine_request = EngineRequest(one.rid or uuid.uuid4().hex, one.input_ids, one.sampling_params, one.priority)
         generated = await self._confirmed(self._engine.submit(engine_request))
         return _json(self._reply(engine_request, generated, one.return_logprob))
 

@@ -44,13 +44,11 @@ class ManagerReports:
         self._full_report_due = True
         self._reporting = asyncio.Lock()
 
-    async def follow(self, new_manager: asyncio.Event) -> None:
-        """Report to each new manager at once: it grants no train ticket before it has a report. Never returns.
-
-        new_manager: set whenever another manager has replaced the former."""
+    async def follow(self) -> None:
+        """Report to each new manager at once: it grants no train ticket before it has a report. Never returns."""
         while True:
-            await new_manager.wait()
-            new_manager.clear()
+            await self._manager.replaced.wait()
+            self._manager.replaced.clear()
             await self.report()
 
     def consume(self, tickets: Sequence[str]) -> None:

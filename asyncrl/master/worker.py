@@ -196,17 +196,11 @@ class MasterWorker(Worker):
             )
             evaluations = Evaluations(config.eval, books, generation, services)
             return generation, Publisher(workers), evaluations, Turns()
-        new_manager = asyncio.Event()
-        connecting = ServiceClient.connect(
-            directory,
-            services,
-            key=self.names.gserver_manager(),
-            service="gserver manager",
-            on_moved=new_manager.set,
-        )
+        key = self.names.gserver_manager()
+        connecting = ServiceClient.connect(directory, services, key=key, service="gserver manager")
         manager = await opened.enter_async_context(connecting)
         reports = ManagerReports(books, buffer, manager)
-        self.tasks.spawn(reports.follow(new_manager), "report to new managers")
+        self.tasks.spawn(reports.follow(), "report to new managers")
         evaluator = ServerEvaluator(config.eval, num_eval_prompts, manager, services)
         evaluations = Evaluations(config.eval, books, evaluator, services)
         turns = Turns()

@@ -220,8 +220,8 @@ class PartialRolloutManager:
                 stop_token_ids=stops,
             )
             try:
-                first = bool(response.output_ids)  # a response that has begun goes before waiting requests
-                reply = await self._request(route, input_ids + response.output_ids, params, first=first)
+                priority = int(bool(response.output_ids))  # a response that has begun goes before waiting requests
+                reply = await self._request(route, input_ids + response.output_ids, params, priority)
                 got = _add_piece(response, reply, asked)
                 reason = reply.meta_info.finish_reason.type
                 if reason == "abort" and not got and aborts == len(self._pauses.empty_abort_s):
@@ -265,7 +265,7 @@ class PartialRolloutManager:
         )
 
     async def _request(
-        self, route: Route, input_ids: list[int], params: SamplingParams, *, first: bool = False
+        self, route: Route, input_ids: list[int], params: SamplingParams, priority: int
     ) -> GenerateReply:
         """POST /generate, with short retries. Raises _ServerLostError, or RolloutRejected if the server refuses the prompt."""
         delays_s = iter(self._pauses.retry_s)
@@ -275,7 +275,7 @@ class PartialRolloutManager:
                 server, server_url, url, generate_url = route.server, route.server_url, route.url, route.generate_url
                 # The final dot ensures that no id is a prefix of another (SGLang aborts by prefix). Each try has a new id.
                 rid = f"{route.ticket.ticket_id}.{next(self._request_numbers)}."
-                request = GenerateRequest(input_ids=input_ids, sampling_params=params, rid=rid, priority=int(first))
+                request = GenerateRequest(input_ids=input_ids, sampling_params=params, rid=rid, priority=priority)
                 body = _ENCODER.encode(request)
                 status, failure = 0, ""
                 route.out[rid] = url

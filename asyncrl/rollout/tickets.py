@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Self
 
 from asyncrl.config.schema import RolloutConfig
 from asyncrl.protocol.manager import (
@@ -32,7 +31,6 @@ from asyncrl.rewards.outcome import RolloutEnded
 from asyncrl.rollout.client import PartialRolloutManager
 from asyncrl.rollout.rollouts import Rollouts
 from asyncrl.runtime.board import WaitTimeoutError
-from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.service_client import ServiceClient
 from asyncrl.runtime.services import Services
 
@@ -42,17 +40,10 @@ class ManagerClient:
     call_limit_s."""
 
     def __init__(
-        self,
-        service: ServiceClient,
-        new_manager: asyncio.Event,
-        *,
-        worker: str,
-        incarnation: str,
-        new_id: Callable[[], str],
-        call_limit_s: float,
+        self, service: ServiceClient, *, worker: str, incarnation: str, new_id: Callable[[], str], call_limit_s: float
     ) -> None:
-        """Use `connect` instead. new_manager: set when another process has become the manager."""
-        self._service, self._new_manager = service, new_manager
+        """worker, incarnation: of this process. new_id: makes request ids."""
+        self._service = service
         self._worker, self._incarnation, self._new_id = worker, incarnation, new_id
         self._limit_s = call_limit_s
         self._results: list[
@@ -60,39 +51,7 @@ class ManagerClient:
         ] = []  # bounded: each result occupies its rollout's slot
         self._sender: asyncio.Task[None] | None = None
 
-    @classmethod
-    @contextlib.asynccontextmanager
-    async def connect(
-        cls,
-        directory: Directory,
-        services: Services,
-        *,
-        worker: str,
-        incarnation: str,
-        new_id: Callable[[], str],
-        call_limit_s: float,
-    ) -> AsyncIterator[Self]:
-        """Wait for the manager. worker, incarnation: of this process. new_id: makes request ids."""
-        new_manager = asyncio.Event()
-        async with ServiceClient.connect(
-            directory,
-            services,
-            key=directory.names.gserver_manager(),
-            service="gserver manager",
-            on_moved=new_manager.set,
-        ) as service:
-            client = cls(
-                service,
-                new_manager,
-                worker=worker,
-                incarnation=incarnation,
-                new_id=new_id,
-                call_limit_s=call_limit_s,
-            )
-            yield client
-            await client._drop_results()
-
-    async def _drop_results(self) -> None:
+    async def close(self) -> None:
         """Drop results that have not been sent. The manager releases their tickets when the heartbeats stop."""
         if self._sender is not None:
             self._sender.cancel()
@@ -120,8 +79,8 @@ class ManagerClient:
         """Wait until a heartbeat is due: after interval_s, or immediately if another process has become the manager."""
         with contextlib.suppress(asyncio.TimeoutError):
             async with asyncio.timeout(interval_s):
-                await self._new_manager.wait()
-        self._new_manager.clear()
+                await self._service.replaced.wait()
+        self._service.replaced.clear()
 
     async def schedule(self, ticket_id: str, lost_server: str, *, lost_url: str, busy: bool = False) -> ScheduleReply:
         """Ask for another server for a ticket."""

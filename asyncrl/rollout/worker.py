@@ -19,6 +19,7 @@ from asyncrl.rollout.rollout_data import RolloutData
 from asyncrl.rollout.rollouts import Rollouts, TaskTable
 from asyncrl.rollout.tickets import HeldTickets, ManagerClient
 from asyncrl.runtime.directory import Directory
+from asyncrl.runtime.service_client import ServiceClient
 from asyncrl.runtime.system import System
 from asyncrl.runtime.worker import Worker
 from asyncrl.streams.push_pull import NameResolvingZmqPusher
@@ -48,15 +49,16 @@ class RolloutWorker(Worker):
         opened.callback(tasks.close)
         journal = data.journal()
         opened.push_async_callback(asyncio.to_thread, journal.close)
-        connecting = ManagerClient.connect(
-            directory,
-            self.services,
+        key = self.names.gserver_manager()
+        connecting = ServiceClient.connect(directory, self.services, key=key, service="gserver manager")
+        manager = ManagerClient(
+            await opened.enter_async_context(connecting),
             worker=self.name,
             incarnation=self.incarnation,
             new_id=self.system.new_id,
             call_limit_s=info.runtime.start_timeout_s,
         )
-        manager = await opened.enter_async_context(connecting)
+        opened.push_async_callback(manager.close)
         client = PartialRolloutManager(
             manager,
             self.services,

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-from collections.abc import AsyncIterator, Callable
-from typing import Any, Self, TypeVar
+from collections.abc import AsyncIterator
+from typing import Self, TypeVar
 
 import aiohttp
 import msgspec
@@ -26,11 +25,7 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
-
-
-@functools.lru_cache(64)
-def _within(limit_s: float) -> aiohttp.ClientTimeout:
-    return aiohttp.ClientTimeout(total=limit_s)
+_ANSWER_S = 30.0  # for an answer that the service does not delay
 
 
 class ServiceError(RuntimeError):
@@ -42,41 +37,23 @@ class ServiceError(RuntimeError):
 
 
 class ServiceClient:
-    """Posts messages to the service that publishes its URL under `key`."""
+    """Posts messages to the service that publishes its URL under a key."""
 
-    def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        url: str,
-        *,
-        service: str,
-        services: Services,
-        on_moved: Callable[[], object],
-    ) -> None:
+    def __init__(self, session: aiohttp.ClientSession, url: str, service: str, services: Services) -> None:
         """Use `connect` instead. url: the service's current URL."""
         self._session, self._url, self._service = session, url, service
         self._board, self._logger = services.board, services.logger
-        self._on_moved = on_moved
+        self.replaced = asyncio.Event()  # set when another process has replaced the service; its reader clears it
         self._moved: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done when the address changes
+        self._limits: set[asyncio.Timeout] = set()  # of the requests that wait for their answers
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def connect(
-        cls,
-        directory: Directory,
-        services: Services,
-        *,
-        key: str,
-        service: str,
-        on_moved: Callable[[], object] = lambda: None,
-    ) -> AsyncIterator[Self]:
-        """Wait for the service to publish its address, and follow later changes.
-
-        service: its name in messages. on_moved: called when another process has replaced the service.
-        """
+    async def connect(cls, directory: Directory, services: Services, *, key: str, service: str) -> AsyncIterator[Self]:
+        """Wait for the service to publish its address, and follow later changes. service: its name in messages."""
         async with open_session(max_connections=64) as session:
             url = await directory.wait_for_key(key, f"the address of the {service}")
-            client = cls(session, url, service=service, services=services, on_moved=on_moved)
+            client = cls(session, url, service, services)
             services.tasks.spawn(client._follow(directory.watch(key)), f"follow the {service}")
             yield client
 
@@ -100,7 +77,10 @@ class ServiceClient:
         while True:  # the caller bounds it
             moved = self._moved
             try:
-                status, content = await self._ask(path, body, wait_s + 30.0, moved)
+                async with asyncio.timeout(wait_s + _ANSWER_S) as limit:
+                    self._limits.add(limit)
+                    async with self._session.post(self._url + path, data=body) as response:
+                        status, content = response.status, await response.read()
                 if status == 200:
                     return msgspec.json.decode(content, type=reply)
                 reason = content.decode(errors="replace")[:500]
@@ -110,35 +90,24 @@ class ServiceClient:
             except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
                 if classify(error) is ErrorClass.PERMANENT:  # of this process, such as a lack of file descriptors
                     raise
-                self._logger.warning("%s did not answer %s: %r; retrying", self._service, path, error)
+                why = "another process has replaced it" if moved.done() else repr(error)
+                self._logger.warning("%s did not answer %s: %s; retrying", self._service, path, why)
+            finally:
+                self._limits.discard(limit)
             await asyncio.wait({moved}, timeout=backoff_s)
             backoff_s = _FIRST_BACKOFF_S if moved.done() else min(2 * backoff_s, _MAX_BACKOFF_S)
 
-    async def _ask(self, path: str, body: bytes, limit_s: float, moved: asyncio.Future[None]) -> tuple[int, bytes]:
-        """Return status and body of one reply. Raises ConnectionError when the service's address changes, because a
-        frozen process or a lost machine does not close its connections.
-        """
-        asking = asyncio.ensure_future(self._request(path, body, limit_s))
-        try:
-            ends: set[asyncio.Future[Any]] = {asking, moved}
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done():
-                raise ConnectionError(f"another process has replaced the {self._service}")
-            return asking.result()
-        finally:
-            if not asking.cancel() and not asking.cancelled():
-                asking.exception()  # mark it as retrieved, in case this task was cancelled at that moment
-
-    async def _request(self, path: str, body: bytes, limit_s: float) -> tuple[int, bytes]:
-        async with self._session.post(self._url + path, data=body, timeout=_within(limit_s)) as response:
-            return response.status, await response.read()
-
     async def _follow(self, addresses: AsyncIterator[WatchEvent]) -> None:
-        """consumes: addresses of the service. produces: the new URL. Ends calls that wait for the old one."""
+        """consumes: addresses of the service. produces: the new URL. Ends requests that wait for the old one, because a frozen
+        process or a lost machine does not close its connections.
+        """
         async for event in addresses:
             if event.kind == "delete" or event.value == self._url:
                 continue
             self._url = event.value
             moved, self._moved = self._moved, asyncio.get_running_loop().create_future()
             moved.set_result(None)
-            self._on_moved()
+            for limit in self._limits:
+                if not limit.expired():
+                    limit.reschedule(0.0)
+            self.replaced.set()
