@@ -30,6 +30,7 @@ from asyncrl.protocol.manager import (
     MasterReport,
     RolloutResult,
 )
+from tests.support.summaries import group
 
 HEARTBEAT_S = 2.0
 _LIMIT_S = 30.0  # without an answer for this long the measurement fails
@@ -152,15 +153,7 @@ class _Rollouts:
 
     def finish(self, worker: int, ticket_id: str) -> FinishRequest:
         n = self._group_size
-        result = RolloutResult(
-            ticket_id=ticket_id,
-            outcome="stored",
-            num_tokens=128 * n,
-            lengths=[128] * n,
-            rewards=[1.0] * n,
-            version_start=0,
-            version_end=0,
-        )
+        result = RolloutResult(ticket_id=ticket_id, outcome="stored", group=group(*[128] * n))
         return FinishRequest(
             worker=f"rollout_worker/{worker}",
             incarnation=f"rollout_worker/{worker}-12345-0123abcd",

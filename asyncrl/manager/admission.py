@@ -23,7 +23,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from asyncrl.protocol.manager import EvaluateReply, EvaluateRequest, EvaluationResult, RolloutResult
-from asyncrl.protocol.trajectories import Locator
+from asyncrl.protocol.trajectories import GroupSummary, Locator
+from asyncrl.protocol.versions import WeightVersion
 
 _FIRST = Locator(0, 0)
 MAX_EVALUATIONS = 64  # at most this many evaluations are kept; the oldest are discarded, with their results
@@ -155,7 +156,7 @@ class EvalItem:
 class Evaluation:
     request: EvaluateRequest
     waiting: list[tuple[EvalItem, int]]  # heap of (item, number of its next issue)
-    results: dict[EvalItem, RolloutResult | None] = field(default_factory=dict)  # None: failed
+    results: dict[EvalItem, GroupSummary | None] = field(default_factory=dict)  # None: failed
 
     @property
     def num_total(self) -> int:
@@ -213,7 +214,7 @@ class EvaluationBook:
         """Record the item's result. Only the first result counts. An outcome other than `evaluated` counts as failed."""
         evaluation = self._evaluations.get(item.eval_id)
         if evaluation is not None and item not in evaluation.results:
-            evaluation.results[item] = result if result.outcome == "evaluated" and result.rewards else None
+            evaluation.results[item] = result.group if result.outcome == "evaluated" else None
 
     def put_back(self, item: EvalItem, issue: int) -> None:
         """The item's ticket is lost: issue the item again, as issue number `issue`. It fails if `issue` exceeds max_issues."""
@@ -247,15 +248,17 @@ class EvaluationBook:
     def _summary(evaluation: Evaluation, mode: int) -> EvaluationResult:
         request = evaluation.request
         mine = [result for item, result in evaluation.results.items() if item.mode == mode]
-        good = [result for result in mine if result is not None]
-        rewards = [reward for result in good for reward in result.rewards]
-        lengths = [length for result in good for length in result.lengths]
+        good = [group for group in mine if group is not None]
+        rewards = [reward for group in good for reward in group.rewards]
+        lengths = [length for group in good for length in group.response_lengths]
+        oldest = [version for group in good for version in group.version_start]
+        newest = [version for group in good for version in group.version_end]
         return EvaluationResult(
             mode=request.modes[mode],
             num_prompts=request.num_prompts,
             num_failed=len(mine) - len(good),
             mean_reward=sum(rewards) / len(rewards) if rewards else 0.0,
             mean_length=sum(lengths) / len(lengths) if lengths else 0.0,
-            version_min=min((result.version_start for result in good), default=-1),
-            version_max=max((result.version_end for result in good), default=-1),
+            version_min=WeightVersion.unpack(min(oldest)).version if oldest else -1,
+            version_max=WeightVersion.unpack(max(newest)).version if newest else -1,
         )

@@ -728,24 +728,26 @@ class Ledger:
             self._runs_no_more(live)
 
     def _finish_train(self, live: _Live, result: RolloutResult, now: float) -> None:
+        lengths = result.group.response_lengths if result.group is not None else []
+        num_tokens = sum(lengths)
         if not live.has_moved:
-            self.servers.group_ended(live.server, result.num_tokens, now - live.granted_at)
+            self.servers.group_ended(live.server, num_tokens, now - live.granted_at)
             live.has_moved = True  # count the duration only once
         if live.state == "stored":
             return  # reported before, by the worker or by the master; the master's report is authoritative
         reason = self._reason(result.reason or result.outcome)
-        if result.num_tokens > 0:
+        if num_tokens > 0:
             self._mean_tokens = (
-                _TOKENS_MEMORY * self._mean_tokens + (1 - _TOKENS_MEMORY) * result.num_tokens
+                _TOKENS_MEMORY * self._mean_tokens + (1 - _TOKENS_MEMORY) * num_tokens
                 if self._mean_tokens
-                else float(result.num_tokens)
+                else float(num_tokens)
             )
         if result.outcome == "stored":
             self.counters["finished", "stored"] += 1
             self._leave_running(live)  # in transit; the ticket stays live until the master has consumed it
             self.revision += 1
         elif result.outcome == "rejected":
-            self._reject(live, reason, result.num_tokens, result.lengths, result.detail)
+            self._reject(live, reason, lengths, result.detail)
         else:
             self._release(live, reason, result.detail)
 
@@ -791,18 +793,16 @@ class Ledger:
         if live.ticket.issue >= self._max_issues:
             detail = detail or self._release_details.get(reason, "")
             why = f"issued {live.ticket.issue} times, and the last ticket was released: {reason}"
-            self._reject(live, "max_issues", 0, [], f"{why} ({detail})" if detail else why)
+            self._reject(live, "max_issues", [], f"{why} ({detail})" if detail else why)
             return
         self._remove(live)
         self._cursor.put_back(live.ticket.locator, live.ticket.issue + 1)
 
-    def _reject(self, live: _Live, reason: str, num_tokens: int, lengths: list[int], detail: str) -> None:
+    def _reject(self, live: _Live, reason: str, lengths: list[int], detail: str) -> None:
         """Reject the prompt: it will not be trained in this epoch."""
         self._remove(live)
         self._rejected.append(
-            RejectedPrompt(
-                locator=live.ticket.locator, reason=reason, detail=detail, num_tokens=num_tokens, lengths=lengths
-            )
+            RejectedPrompt(locator=live.ticket.locator, reason=reason, detail=detail, lengths=lengths)
         )
         self.counters["rejected", reason] += 1
         for length in lengths:

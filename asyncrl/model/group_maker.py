@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from asyncrl.config.processes import ModelWorkerConfig
@@ -30,7 +31,7 @@ from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.rewards.outcome import RolloutEnded, RolloutRejected, RolloutReleased, objection_to
 from asyncrl.rewards.reward import Completion, Reward
-from asyncrl.rewards.trajectory import Episode, Response, SampleSummary, build_sample, complete_sample
+from asyncrl.rewards.trajectory import Episode, Response, build_sample, complete_sample, summary_of
 from asyncrl.runtime.services import Services
 
 _MODES = ("", "sampled", "greedy")  # of ExecuteMFC.eval_mode; the index of the mode is part of the seed
@@ -215,18 +216,13 @@ class GroupMaker:
         return whole.update(whole.derive({"packed_logprobs": sampled})).unpack()
 
     def _meta(self, group: _Group, sample: SequenceSample, birth_time: float) -> TrajectoryMeta:
-        summary = SampleSummary.of(sample)
         return TrajectoryMeta(
             ticket_id=group.group_id,
             locator=group.locator,
             attempt=self._info.attempt,
             head=self._engine.replica,
             keys=list(sample.keys),
-            seqlens=summary.seqlens,
-            response_lengths=summary.response_lengths,
-            rewards=summary.rewards,
-            version_start=summary.version_start,
-            version_end=summary.version_end,
+            **msgspec.structs.asdict(summary_of(sample)),
             birth_time=birth_time,
             task_id=self._task_ids[group.prompt.task],
         )
@@ -241,7 +237,6 @@ class GroupMaker:
             locator=locator,
             reason=ended.reason,
             detail=ended.detail[:_MAX_DETAIL_CHARS] if first else "",
-            num_tokens=sum(lengths),
             lengths=lengths,
         )
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from asyncrl.protocol.trajectories import Locator
+from asyncrl.protocol.trajectories import GroupSummary, Locator
 
 
 class Ticket(Struct, frozen=True, kw_only=True):
@@ -33,12 +33,7 @@ class RolloutResult(Struct, frozen=True, kw_only=True):
     outcome: Literal["stored", "rejected", "evaluated", "released"]
     reason: str = ""  # of outcome `rejected` or `released`; one of few short words, because it becomes a metric label
     detail: str = ""  # text for people; each worker sends it only with its first result of this reason
-    num_tokens: int = 0  # generated tokens, all sequences of the group
-    lengths: list[int] = []  # response length of each sequence
-    rewards: list[float] = []
-    # version_start, version_end: oldest and newest version that sampled a token of the group; -1: no token was sampled
-    version_start: int = -1
-    version_end: int = -1
+    group: GroupSummary | None = None  # None: there is no trajectory
 
 
 class AllocateRequest(Struct, frozen=True, kw_only=True):
@@ -135,8 +130,7 @@ class RejectedPrompt(Struct, frozen=True, kw_only=True):
     locator: Locator
     reason: str
     detail: str = ""  # text for people; "": the rollout worker sent none
-    num_tokens: int = 0
-    lengths: list[int] = []
+    lengths: list[int] = []  # response lengths; empty: it has no trajectory
 
 
 class MasterReport(Struct, frozen=True, kw_only=True):

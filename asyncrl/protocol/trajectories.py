@@ -14,7 +14,17 @@ class Locator(Struct, frozen=True, order=True, array_like=True):
     position: int
 
 
-class TrajectoryMeta(Struct, frozen=True, kw_only=True):
+class GroupSummary(Struct, frozen=True, kw_only=True):
+    """Lengths, rewards and versions of a group of responses, with one entry for each sequence. rewards/trajectory.py makes it."""
+
+    seqlens: list[int]  # prompt + response
+    response_lengths: list[int]  # sampled tokens
+    rewards: list[float]
+    version_start: list[int]  # packed WeightVersion of the oldest sampled token
+    version_end: list[int]  # of the newest one
+
+
+class TrajectoryMeta(GroupSummary, frozen=True, kw_only=True):
     """A trajectory without its tensors. The rollout worker sends it with them to a head; the head sends only it to the master."""
 
     ticket_id: str
@@ -22,11 +32,6 @@ class TrajectoryMeta(Struct, frozen=True, kw_only=True):
     attempt: int
     head: int
     keys: list[str]
-    seqlens: list[int]  # full length (prompt + response) of each sequence of the group
-    response_lengths: list[int]
-    rewards: list[float]
-    version_start: list[int]  # packed WeightVersion per sequence: oldest sampled token
-    version_end: list[int]  # newest sampled token
     birth_time: float  # start of the rollout, in seconds since the epoch; see data/sequence.py
     task_id: int = 0
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from asyncrl.data.sequence import KEY_SPECS, SequenceSample, spec_of
 from asyncrl.dataflow.graph import DENSE_REWARDS, TRAJECTORY_KEYS
+from asyncrl.protocol.trajectories import GroupSummary
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 
 MAX_LOGPROB = 0.5  # a logprob is at most 0, plus the rounding error of 16-bit numbers
@@ -246,26 +247,16 @@ def total_rewards(sample: SequenceSample) -> npt.NDArray[np.float32]:
     return (rewards + dense).astype(np.float32)
 
 
-@dataclass(frozen=True)
-class SampleSummary:
-    """The summary of a trajectory that the manager and the master receive, computed from a sample of one group."""
-
-    seqlens: list[int]  # prompt + response, per sequence
-    response_lengths: list[int]  # sampled tokens, per sequence
-    rewards: list[float]  # total_rewards, per sequence
-    version_start: list[int]  # packed, per sequence
-    version_end: list[int]
-
-    @classmethod
-    def of(cls, sample: SequenceSample) -> SampleSummary:
-        starts = sample.cu_seqlens()[:-1]
-        sampled = np.add.reduceat(
-            sample.data["loss_mask"].astype(np.int64), starts
-        )  # reduceat needs non-empty sequences; each has sampled tokens
-        return cls(
-            seqlens=list(sample.seqlens["packed_input_ids"][0]),
-            response_lengths=sampled.tolist(),
-            rewards=total_rewards(sample).tolist(),
-            version_start=sample.data["version_start"].tolist(),
-            version_end=sample.data["version_end"].tolist(),
-        )
+def summary_of(sample: SequenceSample) -> GroupSummary:
+    """The summary of a sample of one group. Its rewards are `total_rewards`."""
+    starts = sample.cu_seqlens()[:-1]
+    sampled = np.add.reduceat(
+        sample.data["loss_mask"].astype(np.int64), starts
+    )  # reduceat needs non-empty sequences; each has sampled tokens
+    return GroupSummary(
+        seqlens=list(sample.seqlens["packed_input_ids"][0]),
+        response_lengths=sampled.tolist(),
+        rewards=total_rewards(sample).tolist(),
+        version_start=sample.data["version_start"].tolist(),
+        version_end=sample.data["version_end"].tolist(),
+    )

@@ -10,7 +10,7 @@ from asyncrl.config.processes import RolloutWorkerConfig
 from asyncrl.config.schema import ConfigError
 from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.data.sequence import SequenceSample, encode_sample
-from asyncrl.rewards.trajectory import SampleSummary, complete_sample
+from asyncrl.rewards.trajectory import complete_sample, summary_of
 from asyncrl.runtime.journal import BackgroundJournal
 
 
@@ -18,7 +18,7 @@ class RolloutData:
     """The files of one worker. The constructor reads tokenizer and prompts."""
 
     sample_type: type[Any] = SequenceSample
-    summary = staticmethod(SampleSummary.of)
+    summary = staticmethod(summary_of)
     encode = staticmethod(encode_sample)
 
     def __init__(self, config: RolloutWorkerConfig) -> None:

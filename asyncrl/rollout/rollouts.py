@@ -14,19 +14,20 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
+import msgspec
+
 from asyncrl.config.import_object import import_object
 from asyncrl.config.nearest import did_you_mean
 from asyncrl.config.schema import ConfigError, RolloutConfig, SamplingConfig, TaskConfig
 from asyncrl.data.prompts import Prompt, PromptError
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.protocol.manager import RolloutResult, Ticket
-from asyncrl.protocol.trajectories import TrajectoryMeta
-from asyncrl.protocol.versions import WeightVersion
+from asyncrl.protocol.trajectories import GroupSummary, TrajectoryMeta
 from asyncrl.rewards.judges import CodeChangedError
 from asyncrl.rewards.outcome import RolloutEnded, RolloutRejected, RolloutReleased, objection_to
 from asyncrl.rewards.reward import Reward
 from asyncrl.rewards.reward_function import shown
-from asyncrl.rewards.trajectory import OnPiece, Response, SampleSummary
+from asyncrl.rewards.trajectory import OnPiece, Response
 from asyncrl.rollout.agent import ActQueue, Agent, Env, ObsQueue, RewardEnv, SingleStepAgent, UnjudgedEnv
 from asyncrl.rollout.chat_agent import ChatAgent
 from asyncrl.rollout.client import PartialRolloutManager, Route
@@ -331,7 +332,7 @@ class Rollouts:
             await act_queue.put(responses)
 
     async def _push(
-        self, ticket: Ticket, task: Task, sample: SequenceSample, summary: SampleSummary, birth_time: float
+        self, ticket: Ticket, task: Task, sample: SequenceSample, summary: GroupSummary, birth_time: float
     ) -> RolloutResult:
         """Push the trajectory to its head. Waits for the master's verdict; unblocked when head and master have judged it."""
         meta = TrajectoryMeta(
@@ -340,11 +341,7 @@ class Rollouts:
             attempt=ticket.attempt,
             head=ticket.head,
             keys=list(sample.keys),
-            seqlens=summary.seqlens,
-            response_lengths=summary.response_lengths,
-            rewards=summary.rewards,
-            version_start=summary.version_start,
-            version_end=summary.version_end,
+            **msgspec.structs.asdict(summary),
             birth_time=birth_time,
             task_id=task.task_id,
         )
@@ -411,19 +408,9 @@ def _agent_result(ended: asyncio.Future[Any]) -> Any:
 
 def _result(
     ticket: Ticket,
-    summary: SampleSummary,
+    summary: GroupSummary,
     outcome: Literal["stored", "rejected", "evaluated", "released"],
     reason: str = "",
     detail: str = "",
 ) -> RolloutResult:
-    return RolloutResult(
-        ticket_id=ticket.ticket_id,
-        outcome=outcome,
-        reason=reason,
-        detail=detail,
-        num_tokens=sum(summary.response_lengths),
-        lengths=summary.response_lengths,
-        rewards=summary.rewards,
-        version_start=WeightVersion.unpack(min(summary.version_start)).version,
-        version_end=WeightVersion.unpack(max(summary.version_end)).version,
-    )
+    return RolloutResult(ticket_id=ticket.ticket_id, outcome=outcome, reason=reason, detail=detail, group=summary)

@@ -22,7 +22,7 @@ from asyncrl.data.chat import ChatTemplate
 from asyncrl.data.prompts import Prompt
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.rewards.outcome import RolloutEnded, RolloutRejected, RolloutReleased
-from asyncrl.rewards.trajectory import OnPiece, Response, SampleSummary
+from asyncrl.rewards.trajectory import OnPiece, Response, summary_of
 from asyncrl.rollout.agent import Env, StepResult, UnjudgedEnv
 from asyncrl.rollout.chat_agent import ChatAgent, ChatSession
 from asyncrl.rollout.openai_api import ChatEndpoint
@@ -138,7 +138,7 @@ async def test_members_have_sessions_and_rewards_of_their_own(endpoint: ChatEndp
     assert [
         TOKENIZER.decode(ids[mask]) for ids, mask in zip(*map(lambda key: sample.slices(key)[0], KEYS), strict=True)
     ] == [f"MEMBER {member}<|im_end|>" for member in range(3)]
-    assert SampleSummary.of(sample).version_start == [VERSION] * 3
+    assert summary_of(sample).version_start == [VERSION] * 3
 
 
 class TwoAnswers(ChatAgent):

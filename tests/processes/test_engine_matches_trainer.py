@@ -36,7 +36,7 @@ from asyncrl.protocol.names import Names
 from asyncrl.protocol.trajectories import Locator, StoreVerdict, TrajectoryMeta
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.protocol.weight_updates import UpdateWeightsRequest
-from asyncrl.rewards.trajectory import Episode, SampleSummary, build_sample
+from asyncrl.rewards.trajectory import Episode, build_sample, summary_of
 from asyncrl.rollout.client import PartialRolloutManager, Route
 from asyncrl.runtime.names.interface import NameResolver
 from asyncrl.streams.push_pull import NameResolvingZmqPuller, NameResolvingZmqPusher
@@ -188,18 +188,13 @@ def train_once(trainer: TrainEngine) -> dict[str, float]:
 
 async def through_the_stream(sample: SequenceSample, resolver: NameResolver) -> SequenceSample:
     """Send the sample from a rollout worker to a head, encoded, as ZeroMQ frames."""
-    summary = SampleSummary.of(sample)
     meta = TrajectoryMeta(
         ticket_id=sample.ids[0],
         locator=Locator(0, 0),
         attempt=1,
         head=0,
         keys=list(sample.keys),
-        seqlens=summary.seqlens,
-        response_lengths=summary.response_lengths,
-        rewards=summary.rewards,
-        version_start=summary.version_start,
-        version_end=summary.version_end,
+        **msgspec.structs.asdict(summary_of(sample)),
         birth_time=0.0,
         task_id=0,
     )

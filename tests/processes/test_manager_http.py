@@ -34,6 +34,7 @@ from asyncrl.runtime.metrics import read_json_lines
 from asyncrl.runtime.names.interface import NameResolveTimeout
 from asyncrl.weights.versions import FileEntry, Manifest, _xxh3, version_dir
 from tests.support.memory_names import memory_system, open_names
+from tests.support.summaries import group
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -425,9 +426,7 @@ async def test_evaluations_wait_for_their_end(setup: Setup) -> None:
     for position in range(3):
         (ticket,) = (await setup.allocate(5, wait_s=10.0)).tickets
         assert (ticket.kind, ticket.eval_mode, ticket.locator.position) == ("eval", "greedy", position)
-        await setup.finish(
-            ticket.ticket_id, outcome="evaluated", rewards=[position], lengths=[4], version_start=0, version_end=0
-        )
+        await setup.finish(ticket.ticket_id, outcome="evaluated", group=group(4, rewards=[position]))
     reply = await asyncio.wait_for(waiting, LIMIT_S)
     assert reply.done
     assert reply.results[0].mean_reward == 1.0
@@ -601,7 +600,7 @@ async def test_a_master_of_an_attempt_that_is_over_is_refused(setup: Setup) -> N
 async def test_health_and_metrics(setup: Setup) -> None:
     tickets = ids(await setup.allocate(100))
     await setup.allocate()
-    await setup.finish(tickets[0], outcome="rejected", reason="too_hard", lengths=[5])
+    await setup.finish(tickets[0], outcome="rejected", reason="too_hard", group=group(5))
     async with setup.session.get(setup.url + "/health") as response:
         assert response.status == 200
     async with setup.session.get(setup.url + "/metrics") as response:
@@ -961,7 +960,7 @@ async def test_evaluations_go_on_at_a_new_manager(setup: Setup) -> None:
     (again,) = (await setup.allocate(wait_s=10.0)).tickets
     assert (again.eval_id, again.locator) == ("e", old.locator)
     assert again.ticket_id != old.ticket_id
-    done = {"rewards": [1.0], "lengths": [3], "version_start": 0, "version_end": 0}
+    done = {"group": group(3, rewards=[1.0])}
     assert (await setup.finish(old.ticket_id, outcome="evaluated", **done)).unknown == [old.ticket_id]
     await setup.finish(again.ticket_id, outcome="evaluated", **done)
     assert (await setup.post("/evaluate", body, EvaluateReply)).results[0].mean_reward == 1.0

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+from msgspec.structs import asdict
 from rollout_fakes import LIMIT_S, FakeGenerationServer, FakeManager, continuation, logprob_of
 
 from asyncrl.config.processes import RolloutWorkerConfig, WorkerInfo
@@ -252,9 +253,9 @@ async def test_trajectories_arrive_complete(stage: Stage) -> None:
         assert meta.version_start == meta.version_end == [V1] * 3
         assert sample.data["seq_no_eos_mask"].tolist() == [False] * 3
         assert meta.birth_time == sample.data["birth_time"][0] > 1e9
-        result = stage.manager.results[meta.ticket_id]
-        assert (result.num_tokens, result.lengths) == (3 * len(expected), meta.response_lengths)
-        assert (result.version_start, result.version_end) == (1, 1)
+        group = stage.manager.results[meta.ticket_id].group
+        assert group is not None
+        assert asdict(group).items() <= asdict(meta).items()
     assert max(stage.manager.asked) == 4  # never more than it has room for
     journal = read_json_lines(stage.tmp_path / "journal" / "rollout_worker_0.jsonl")
     assert {record["ticket"] for record in journal} == set(outcomes)
@@ -297,7 +298,7 @@ async def test_rollouts_that_will_not_do_are_rejected_with_their_reason(
         "ticket-7": ("stored", ""),
     }
     assert [pulled.meta.ticket_id for pulled in stage.pulled] == ["ticket-7"]
-    assert stage.manager.results["ticket-0"].lengths == [9, 9, 9]
+    assert stage.manager.results["ticket-0"].group.response_lengths == [9, 9, 9]
     assert "lost my way" in caplog.text
     assert "in collect_trajectory" in caplog.text  # the agent's own line
 
@@ -353,7 +354,14 @@ async def test_evaluations_take_one_response_and_are_not_pushed(stage: Stage) ->
     assert stage.pulled == []
     for ticket_id, temperature in (("greedy", 0.0), ("sampled", 1.0)):
         result = stage.manager.results[ticket_id]
-        assert (result.rewards, result.lengths, result.version_start, result.version_end) == ([0.5], [9], 1, 1)
+        group = result.group
+        assert group is not None
+        assert (group.rewards, group.response_lengths, group.version_start, group.version_end) == (
+            [0.5],
+            [9],
+            [V1],
+            [V1],
+        )
         mine = [request for request in stage.server.requests if request.rid.startswith(ticket_id)]
         assert len(mine) == 3  # chunks of one response
         assert {request.sampling_params.temperature for request in mine} == {temperature}

@@ -48,7 +48,7 @@ from asyncrl.protocol.calls import (
     SaveModel,
     WriteWeights,
 )
-from asyncrl.protocol.trajectories import Locator
+from asyncrl.protocol.trajectories import GroupSummary, Locator
 from asyncrl.protocol.versions import WeightVersion, WrittenFile
 from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
 from asyncrl.rewards.trajectory import Response
@@ -86,20 +86,15 @@ class SimSample:
         return [self]
 
 
-@dataclass(frozen=True)
-class SimSummary:
-    """Like rewards.trajectory.SampleSummary."""
-
-    seqlens: list[int]
-    response_lengths: list[int]
-    rewards: list[float]
-    version_start: list[int]
-    version_end: list[int]
-
-    @classmethod
-    def of(cls, sample: SimSample) -> SimSummary:
-        length = [PROMPT_TOKENS + sample.length]
-        return cls(length, [sample.length], [float(sample.length % 2)], [sample.version_start], [sample.version_end])
+def summary_of(sample: SimSample) -> GroupSummary:
+    """Like rewards.trajectory.summary_of."""
+    return GroupSummary(
+        seqlens=[PROMPT_TOKENS + sample.length],
+        response_lengths=[sample.length],
+        rewards=[float(sample.length % 2)],
+        version_start=[sample.version_start],
+        version_end=[sample.version_end],
+    )
 
 
 def complete_sample(sample: SimSample, *, ticket_id: str, task_id: int, birth_time: float) -> SimSample:

@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+from msgspec.structs import asdict
+
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.data.trajectories import Entry, TrajectoryStore, recording_dir
 from asyncrl.protocol.trajectories import Locator, TrajectoryMeta
 from asyncrl.protocol.versions import WeightVersion
-from asyncrl.rewards.trajectory import Episode, Response, SampleSummary, build_sample, complete_sample
+from asyncrl.rewards.trajectory import Episode, Response, build_sample, complete_sample, summary_of
 
 
 def make_group(
@@ -27,18 +29,13 @@ def make_group(
     ticket = f"a{attempt}-e0-p{position}-i1-v{version}-h0-n_{position}"
     sample = build_sample(ticket, episodes)
     sample = complete_sample(sample, ticket_id=ticket, task_id=0, birth_time=100.0)
-    summary = SampleSummary.of(sample)
     meta = TrajectoryMeta(
         ticket_id=ticket,
         locator=Locator(0, position),
         attempt=attempt,
         head=0,
         keys=list(sample.keys),
-        seqlens=summary.seqlens,
-        response_lengths=summary.response_lengths,
-        rewards=summary.rewards,
-        version_start=summary.version_start,
-        version_end=summary.version_end,
+        **asdict(summary_of(sample)),
         birth_time=100.0,
     )
     return meta, sample

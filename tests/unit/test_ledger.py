@@ -31,6 +31,7 @@ from asyncrl.protocol.trajectories import Locator
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.rewards.outcome import REWARD_LOST
 from asyncrl.runtime.worker import Worker
+from tests.support.summaries import group
 
 
 class Desk:
@@ -285,7 +286,7 @@ def test_a_prompt_released_because_of_lost_reward_processes_is_issued_without_li
 def test_rejections_free_room_and_are_reported_until_the_master_has_seen_them() -> None:
     desk = Desk(eta=0)
     tickets = desk.take(4)
-    desk.finish(*tickets[:3], outcome="rejected", reason="too_hard", lengths=[3, 200], num_tokens=203)
+    desk.finish(*tickets[:3], outcome="rejected", reason="too_hard", group=group(3, 200))
     view = desk.report()
     assert [rejected.locator for rejected in view.rejected] == [ticket.locator for ticket in tickets[:3]]
     assert view.rejected[0].lengths == [3, 200]
@@ -716,9 +717,9 @@ def test_evaluation_bypasses_the_gate_within_its_share() -> None:
         seen += [(ticket.eval_mode, ticket.locator.position) for ticket in evals]
         for ticket in evals:
             reward = float(ticket.eval_mode == "greedy")
-            more = {"rewards": [reward], "lengths": [ticket.locator.position + 1], "version_start": 0, "version_end": 1}
-            desk.finish(ticket, outcome="evaluated", **more)
-            desk.finish(ticket, outcome="evaluated", **more)
+            done = group(ticket.locator.position + 1, rewards=[reward], version_end=1)
+            desk.finish(ticket, outcome="evaluated", group=done)
+            desk.finish(ticket, outcome="evaluated", group=done)
         evals = desk.ask(100).tickets
     assert sorted(seen) == [(mode, position) for mode in ("greedy", "sampled") for position in range(3)]
     reply = desk.ledger.evaluate(EvaluateRequest(eval_id="e", modes=["sampled", "greedy"], num_prompts=3))
@@ -736,9 +737,9 @@ def test_evaluation_needs_no_master_and_its_lost_tickets_are_issued_again() -> N
     desk.ledger.expire(16.0)
     again = desk.take(2)
     assert [(ticket.locator, ticket.issue) for ticket in again] == [(first.locator, 2), (second.locator, 2)]
-    assert desk.finish(first, outcome="evaluated", rewards=[1.0]) == ids([first])
+    assert desk.finish(first, outcome="evaluated", group=group(1, rewards=[1.0])) == ids([first])
     desk.finish(again[0], outcome="released")
-    desk.finish(again[1], outcome="evaluated", rewards=[1.0], lengths=[5], version_start=0, version_end=0)
+    desk.finish(again[1], outcome="evaluated", group=group(5, rewards=[1.0]))
     reply = desk.ledger.evaluate(EvaluateRequest(eval_id="e", modes=["greedy"], num_prompts=2))
     assert reply.done
     assert (reply.results[0].num_failed, reply.results[0].mean_reward) == (1, 1.0)

@@ -18,6 +18,7 @@ from asyncrl.manager.update_plan import UpdatePlan
 from asyncrl.protocol.manager import HeartbeatRequest
 from asyncrl.protocol.versions import WeightVersion
 from tests.support.services import make_services
+from tests.support.summaries import group
 
 SLOW, QUICK, OTHER = (f"generation_server/{index}" for index in range(3))
 
@@ -30,7 +31,7 @@ def run_groups(desk: Desk, seconds: dict[str, float], rounds: int) -> Counter[st
         began = desk.now
         for ticket in sorted(tickets, key=lambda ticket: seconds[ticket.server]):
             desk.now = began + seconds[ticket.server]
-            desk.finish(ticket, outcome="rejected", num_tokens=100)
+            desk.finish(ticket, outcome="rejected", group=group(100))
             got[ticket.server] += 1
         desk.rejected_seen += 6
         desk.report()
@@ -114,7 +115,7 @@ def test_moved_groups_do_not_count_towards_the_pace_of_a_server() -> None:
     desk.now += 100.0
     assert desk.ledger.move_leavers(desk.now) == len(tickets) == 2
     for ticket in tickets:
-        desk.finish(ticket, num_tokens=100)
+        desk.finish(ticket, group=group(100))
     assert {server.pace.num_groups for server in desk.table.servers.values()} == {0}
 
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from asyncrl.dataflow.graph import TRAJECTORY_KEYS
+from asyncrl.protocol.trajectories import GroupSummary
 from asyncrl.protocol.versions import WeightVersion
-from asyncrl.rewards.trajectory import Episode, Response, SampleSummary, build_sample, complete_sample
+from asyncrl.rewards.trajectory import Episode, Response, build_sample, complete_sample, summary_of
 
 V1, V2, V3 = (WeightVersion(1, version).pack() for version in (1, 2, 3))
 
@@ -157,7 +158,7 @@ def test_rewards_of_tokens_and_turns_stand_at_their_tokens() -> None:
     assert sample.data["dense_rewards"].tolist() == [0, 0.25, 0.5, 0, 0, 1, 2, 0, 0, -1, 0, 0, 0, 0]
     assert sample.data["rewards"].tolist() == [3, 0]
     done = complete_sample(sample, ticket_id="t", task_id=0, birth_time=0.0, dense_rewards=True)
-    assert SampleSummary.of(done).rewards == [3 + 3.75, -1]
+    assert summary_of(done).rewards == [3 + 3.75, -1]
 
 
 def test_rewards_must_be_one_for_each_token() -> None:
@@ -177,7 +178,7 @@ def test_every_sample_of_a_run_with_dense_rewards_has_them() -> None:
     assert "dense_rewards" not in complete_sample(sample, ticket_id="t", task_id=0, birth_time=0.0).keys
     done = complete_sample(sample, ticket_id="t", task_id=0, birth_time=0.0, dense_rewards=True)
     assert done.data["dense_rewards"].tolist() == [0, 0]
-    assert SampleSummary.of(done).rewards == [1]
+    assert summary_of(done).rewards == [1]
 
 
 def test_a_reward_of_a_token_that_is_not_finite_is_refused() -> None:
@@ -200,7 +201,7 @@ def test_the_summary_counts_sampled_tokens() -> None:
     turns.add_observation([30])
     turns.add_response(response([5, 1, 2, 30], [3], V2))
     sample = build_sample("p", [turns, episode([5], [1], V3, reward=1.0)])
-    summary = SampleSummary.of(sample)
-    assert summary == SampleSummary(
+    summary = summary_of(sample)
+    assert summary == GroupSummary(
         seqlens=[5, 2], response_lengths=[3, 1], rewards=[0.0, 1.0], version_start=[V1, V3], version_end=[V2, V3]
     )
