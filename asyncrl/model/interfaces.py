@@ -332,6 +332,24 @@ class BatchStats:
         return dict(zip([*names, *_MAXIMA], [*sums.tolist(), *maxima], strict=True))
 
 
+# Statistics of the batch: each is the quotient of two totals. Only configs that have the first total have the statistic
+QUOTIENTS = {
+    "reward/mean": ("reward", "sequences"),
+    "reward/shaped_mean": ("shaped", "sequences"),
+    "reward/equal_group_share": ("equal_groups", "groups"),
+    "length/response_mean": ("sampled", "sequences"),
+    "length/prompt_mean": ("prompt", "sequences"),
+    "length/truncated_share": ("truncated", "sequences"),
+    "advantages/mean": ("advantage", "trained"),
+    "reward/dense_mean": ("dense", "sequences"),
+    "kl/token_mean": ("kl", "kl/sampled"),
+    "kl/sequence_mean": ("kl", "kl/sequences"),
+    "distillation/token_mean": ("distilled", "trained"),
+    "critic/values_mean": ("values", "states"),
+    "critic/returns_mean": ("returns", "states"),
+}
+
+
 def batch_stats(total: Mapping[str, float]) -> Stats:
     """The statistics of the batch, from the totals of its groups (`BatchStats`).
 
@@ -344,40 +362,23 @@ def batch_stats(total: Mapping[str, float]) -> Stats:
         "batch/num_sequences": total["sequences"],
         "batch/num_tokens": total["tokens"],
         "batch/num_trained_tokens": total["trained"],
-        "reward/mean": total["reward"] / sequences,
         "reward/std": _std(total["reward"], total["reward_squared"], sequences),
-        "reward/shaped_mean": total["shaped"] / sequences,
-        "reward/equal_group_share": total["equal_groups"] / max(total["groups"], 1.0),
-        "length/response_mean": total["sampled"] / sequences,
         "length/response_max": max(total["response_max"], 0.0),
-        "length/prompt_mean": total["prompt"] / sequences,
-        "length/truncated_share": total["truncated"] / sequences,
-        "advantages/mean": total["advantage"] / trained,
         "advantages/std": _std(total["advantage"], total["advantage_squared"], trained),
         "advantages/max": total["advantage_max"] if total["trained"] else 0.0,
         "advantages/min": -total["advantage_min"] if total["trained"] else 0.0,
     }
-    for key in total:
-        if key.startswith(_SCORES) and not key.endswith("/sequences"):
-            name = key.removeprefix(_SCORES)  # "", or _NAME
-            stats[f"reward/model_mean{name}"] = total[key] / max(total[f"{key}/sequences"], 1.0)
-    if "dense" in total:
-        stats["reward/dense_mean"] = total["dense"] / sequences
-    if "kl" in total:
-        stats["kl/token_mean"] = total["kl"] / max(total["kl/sampled"], 1.0)
-        stats["kl/sequence_mean"] = total["kl"] / max(total["kl/sequences"], 1.0)
-    if "distilled" in total:
-        stats["distillation/token_mean"] = total["distilled"] / trained
+    scores = [key for key in total if key.startswith(_SCORES) and not key.endswith("/sequences")]
+    of_models = {f"reward/model_mean{key.removeprefix(_SCORES)}": (key, f"{key}/sequences") for key in scores}
+    for name, (part, whole) in (QUOTIENTS | of_models).items():
+        if part in total:
+            stats[name] = total[part] / max(total[whole], 1.0)
     if "states" in total:
         count = max(total["states"], 1.0)
         std = _std(total["returns"], total["returns_squared"], count)
         error_std = _std(total["errors"], total["errors_squared"], count)
-        stats |= {
-            "critic/values_mean": total["values"] / count,
-            "critic/returns_mean": total["returns"] / count,
-            "critic/returns_std": std,
-            "critic/explained_variance": 1 - (error_std / std) ** 2 if std > _MIN_STD else 0.0,
-        }
+        explained = 1 - (error_std / std) ** 2 if std > _MIN_STD else 0.0
+        stats |= {"critic/returns_std": std, "critic/explained_variance": explained}
     return stats
 
 

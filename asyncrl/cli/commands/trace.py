@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from asyncrl.cli.commands.common import RUN_HELP, Commands, add_command, print_json, say
+from asyncrl.cli.commands.common import Commands, add_run_command, print_json, say
 from asyncrl.cli.commands.which_run import run_dir_of
 from asyncrl.launch.rundir import LaunchError
 from asyncrl.runtime.trace import merge, trace_dir
@@ -29,9 +29,7 @@ exit codes: 0 written; 1 nothing was recorded; 2 there is no such run."""
 
 
 def add_to(commands: Commands) -> None:
-    parser = add_command(commands, "trace", trace, description=_DESCRIPTION, epilog=_EPILOG)
-    parser.add_argument("run", metavar="RUN", nargs="?", help=RUN_HELP)
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="the overrides that it was started with")
+    parser = add_run_command(commands, "trace", trace, description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("--attempt", type=int, help="number of the attempt (default: the newest with a recording)")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="file to write (default: trace/attempt_N.json in the run's folder)"
