@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from asyncrl.config.schema import REF
@@ -20,7 +20,6 @@ from asyncrl.dataflow.mfc import LOGPROBS, SCORES, MFCDef
 from asyncrl.dataflow.redistribution import Transfer, assign, plan_fetches
 from asyncrl.dataflow.topology import Handler, ModelPlacement
 from asyncrl.dataflow.worker_groups import is_stateless, on_missing
-from asyncrl.master.arriving import ArrivingGroups
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
 from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.detached import DetachedGroups, GroupMissingError, Incarnation
@@ -172,11 +171,47 @@ class InDetachedGroup(Home):
         return await self._detached.fetch(f"{which} of MFC {self.mfc.name}", incarnation, transfers, self._tracker)
 
 
+class ArrivingGroups:
+    """Decides which groups form the next chunk: those that are trained first, at most max_tokens tokens. Pure.
+
+    Groups are trained in about the order of the oldest version that sampled them. No group is processed that will be trained only
+    after the model's weights have changed, because its outputs must come from the weights of its step.
+    """
+
+    def __init__(self, *, max_tokens: int, batch_size: int, update_interval: int) -> None:
+        """update_interval: steps between two refreshes of the model (train.ref.update_interval); 0: it never changes."""
+        self._max_tokens, self._batch_size, self._update_interval = max_tokens, batch_size, update_interval
+
+    def next_chunk(
+        self, stored: Sequence[TrajectoryMeta], done: Collection[str], *, version: int, num_left: int
+    ) -> list[TrajectoryMeta]:
+        """Return the groups to process now; empty: none. stored: the groups that are in no batch yet, in order of arrival. done:
+        tickets that have been processed. version: the running step trains from it, or the next step will. num_left: the number of
+        stored groups that this step will still take."""
+        ordered = sorted(stored, key=lambda meta: min(meta.version_start))  # stable
+        if self._update_interval:
+            further_steps = self._update_interval - version % self._update_interval - 1
+            ordered = ordered[: num_left + further_steps * self._batch_size]
+        chunk: list[TrajectoryMeta] = []
+        num_tokens = 0
+        for meta in ordered:
+            if meta.ticket_id in done:
+                continue
+            num_tokens += sum(meta.seqlens)
+            if chunk and num_tokens > self._max_tokens:
+                break
+            chunk.append(meta)
+        return chunk
+
+
 class ArrivingInference(InDetachedGroup):
     """The model is detached and frozen. Its workers also process stored groups before their step (train.arriving_inference).
 
-    consumes: stored groups, in chunks; a step's batch.  produces: its output keys, which its workers hold until the step.
+    consumes: stored groups, in chunks (ArrivingGroups); a step's batch.  produces: its output keys, which its workers hold until
+    the step.
     waits for: a change of the stored groups; the same as InDetachedGroup.
+    The storage tracker records which groups have been processed. If the detached group ends or the model is refreshed, the tracker
+    forgets the outputs, so the groups count as not processed again.
     A chunk excludes a refresh of the model, and a step's work unless all groups of the step have been processed. So these wait
     for at most one chunk.
     """

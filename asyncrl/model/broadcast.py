@@ -337,10 +337,6 @@ class WeightSender(TrainerSide):
         for task in self._goodbyes:
             task.cancel()
 
-    def hold(self, held: HeldShare) -> None:
-        held.begin_digests()
-        super().hold(held)
-
     # ---------------------------------------------------------------------------------------------------- one broadcast
 
     async def broadcast(self, request: BroadcastRequest) -> BroadcastReply:

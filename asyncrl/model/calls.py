@@ -24,7 +24,7 @@ from asyncrl.model.compute import Compute
 from asyncrl.model.cpu_ranks import CpuRanks
 from asyncrl.model.data_manager import DataManager
 from asyncrl.model.engine import TrainEngine
-from asyncrl.model.export import LAST_WORDS_S, SHARED, Exporter
+from asyncrl.model.export import SHARED, Exporter
 from asyncrl.model.fetching import DataFetcher, FetchError
 from asyncrl.model.first_step import FirstStep
 from asyncrl.model.group_maker import GroupMaker
@@ -125,12 +125,8 @@ class Calls:
         while True:
             call = await server.receive()
             self._board.progress()
-            try:
+            async with call.answering_errors():
                 await self._execute(call)
-            except Exception as error:
-                call.fail(error)
-                await asyncio.sleep(LAST_WORDS_S)
-                raise
 
     async def _execute(self, call: Call) -> None:
         """Execute one call. It is answered before this returns, or by the exporter once its files are on disk."""

@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -33,9 +33,9 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_into
 
+from asyncrl.model.engine import TrainEngine
 from asyncrl.model.shards import plan_writers, tensors_of
 from asyncrl.model.tensor_exchange import (
-    ShardedModel,
     exchange,
     exchange_holdings,
     holding_of,
@@ -59,19 +59,9 @@ from asyncrl.weights.checkpoints import (
 from asyncrl.weights.update_group import dtype_of, num_bytes_of
 from asyncrl.weights.versions import FileWriter, commit_folder, write_part
 
-if TYPE_CHECKING:
-    from asyncrl.model.mesh import ModelMesh
-
 __all__ = ["CheckpointError", "commit", "load", "snapshot", "take", "verify", "write"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, each as large as the parameter
-
-
-class TrainedModel(ShardedModel, Protocol):
-    """engine.TrainEngine. Its named_parameters are the parameters themselves, the ones that the optimizer steps."""
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None: ...
 
 
 class RandomState(msgspec.Struct, frozen=True):
@@ -107,7 +97,7 @@ class Snapshot:
 
 
 @torch.no_grad()
-def snapshot(models: Mapping[str, TrainedModel], *, moments: bool = True) -> Snapshot:
+def snapshot(models: Mapping[str, TrainEngine], *, moments: bool = True) -> Snapshot:
     """Copy this worker's share of these models to the CPU. Each part of a tensor is in one worker's share, in its own dtype.
 
     models: the engines of the models to save, by name, in the same order on every worker. moments: include the optimizer's state.
@@ -178,7 +168,7 @@ def commit(path: Path, files: Sequence[WrittenFile], *, master: str = "", fsync:
 @torch.no_grad()
 def load(
     path: Path,
-    models: Mapping[str, TrainedModel],
+    models: Mapping[str, TrainEngine],
     *,
     workers: Sequence[int],
     or_as_is: Collection[str] = (),
@@ -206,13 +196,14 @@ def load(
         source = role if model_name not in saved and role in saved else model_name
         source = source if source in saved else (instead or {}).get(model_name, source)
         if source in saved or role not in or_as_is:
-            _load_model(path, source, model, steps.get(source, {}))
+            model.onload()
+            _load_model(path, source, model.named_parameters(), model.optimizer, steps.get(source, {}))
     if manifest.workers == sorted(workers):
         _set_random_state(states[manifest.workers.index(me)].random)
 
 
 @torch.no_grad()
-def take(path: Path, name: str, model: TrainedModel, *, share: float = 1.0) -> None:
+def take(path: Path, name: str, model: TrainEngine, *, share: float = 1.0) -> None:
     """model <- share * the model saved under this name + (1 - share) * model, whatever layout it was saved in.
 
     Collective over the ranks of the model. Computes in float32, like model/reallocate.py; raises like `load`. Random state is kept.
@@ -222,28 +213,11 @@ def take(path: Path, name: str, model: TrainedModel, *, share: float = 1.0) -> N
     _verified(path, workers_of(model))
     model.onload()
     ours = model.named_parameters()
-    theirs = _Parameters(
-        {key: torch.empty_like(x.detach(), dtype=torch.float32) for key, x in ours.items()}, model.mesh
-    )
-    _load_model(path, name, theirs, {})
+    theirs = {key: torch.empty_like(tensor.detach(), dtype=torch.float32) for key, tensor in ours.items()}
+    _load_model(path, name, theirs, None, {})
     for key, tensor in ours.items():
-        new = theirs.named_parameters()[key]
+        new = theirs[key]
         tensor.detach().copy_(new if share == 1.0 else share * new + (1.0 - share) * tensor.detach().float())
-
-
-class _Parameters:
-    """Only the parameters of a model."""
-
-    optimizer = None
-
-    def __init__(self, parameters: dict[str, Tensor], mesh: ModelMesh | None) -> None:
-        self._parameters, self.mesh = parameters, mesh
-
-    def named_parameters(self) -> dict[str, Tensor]:
-        return self._parameters
-
-    def onload(self) -> None:
-        """Nothing to do: these parameters are never offloaded."""
 
 
 def _verified(path: Path, workers: Sequence[int]) -> Manifest:
@@ -261,16 +235,21 @@ def _verified(path: Path, workers: Sequence[int]) -> Manifest:
     return manifest
 
 
-def _load_model(path: Path, model_name: str, model: TrainedModel, steps: Mapping[str, float]) -> None:
+def _load_model(
+    path: Path,
+    model_name: str,
+    parameters: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer | None,
+    steps: Mapping[str, float],
+) -> None:
     """Read into the tensors in place with torch.distributed.checkpoint, each rank on its own."""
-    model.onload()
     wanted: dict[str, Any] = {}
-    for name, tensor in model.named_parameters().items():
+    for name, tensor in parameters.items():
         wanted[f"{model_name}.{name}"] = tensor.detach()
-        if model.optimizer is None or name not in steps or not tensor.requires_grad:
+        if optimizer is None or name not in steps or not tensor.requires_grad:
             continue
-        state = model.optimizer.state[tensor]
-        fused = any(group.get("fused") or group.get("capturable") for group in model.optimizer.param_groups)
+        state = optimizer.state[tensor]
+        fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
         state["step"] = torch.tensor(steps[name], dtype=torch.float32, device=tensor.device if fused else "cpu")
         for moment in _MOMENTS:
             if moment not in state:
@@ -288,7 +267,7 @@ def _load_model(path: Path, model_name: str, model: TrainedModel, steps: Mapping
 # ---------------------------------------------------------------------------------------------------------------- inside
 
 
-def _optimizer_state(model: TrainedModel, tensor: Tensor) -> dict[str, Any]:
+def _optimizer_state(model: TrainEngine, tensor: Tensor) -> dict[str, Any]:
     """Optimizer state of one parameter; empty before the first step."""
     return dict(model.optimizer.state.get(tensor, {})) if model.optimizer is not None else {}
 

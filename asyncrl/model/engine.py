@@ -81,8 +81,6 @@ class TrainEngine:
         Trained weights are always float32. With train.dtype bfloat16 the computation and the exported weights are bfloat16, but the
         float32 weights keep small updates. A frozen model is loaded in train.dtype itself, except a moving average (model.float32).
         """
-        if train.dtype not in DTYPES:
-            raise ValueError(f"train.dtype is {train.dtype!r}; choose one of {', '.join(DTYPES)}")
         self.train = train
         self._max_tokens = train.max_tokens_per_mb
         self.optimizer_config = model.optimizer

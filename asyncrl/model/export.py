@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -42,7 +42,6 @@ from asyncrl.model.logprob_check import EXACT, TextScorer
 from asyncrl.model.shards import Box, Move, Piece, plan_moves, plan_owners, plan_rounds, rounds_of, tensors_of
 from asyncrl.model.tensor_exchange import (
     CPU,
-    ShardedModel,
     carry,
     exchange_holdings,
     holding_of,
@@ -86,23 +85,7 @@ CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 _MAX_BYTES = 256_000_000  # in transit at one rank at any time
 
 
-class ExportedModel(ShardedModel, Protocol):
-    """engine.TrainEngine."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the exported weights."""
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """The module with the parameters and buffers of this rank's stage, by their checkpoint names."""
-
-    @property
-    def config(self) -> PreTrainedConfig:
-        """Config of the whole model."""
-
-
-def take_share(model: ExportedModel, *, max_bytes: int = _MAX_BYTES) -> dict[str, Tensor]:
+def take_share(model: TrainEngine, *, max_bytes: int = _MAX_BYTES) -> dict[str, Tensor]:
     """Copy this rank's share of the model's whole tensors to the CPU, in the dtype of exports and in the model's order.
 
     Collective over all ranks of the model. Every tensor is in exactly one share, owned by a rank of the tensor's stage. Shares of
@@ -117,7 +100,7 @@ def take_share(model: ExportedModel, *, max_bytes: int = _MAX_BYTES) -> dict[str
 
 
 def take_buckets(
-    model: ExportedModel, bucket_bytes: int, *, max_bytes: int = _MAX_BYTES
+    model: TrainEngine, bucket_bytes: int, *, max_bytes: int = _MAX_BYTES
 ) -> tuple[list[Bucket], list[list[TensorSpecs]]]:
     """Like take_share, in buckets for a broadcast (update_group.py). Also returns the specs of the buckets of each rank of the
     model, in the order of its ranks."""
@@ -155,7 +138,7 @@ def commit_model(
     commit_folder(path, files, finish, fsync=fsync, replace=True)
 
 
-def checkpoint_tensors(model: ExportedModel) -> dict[str, Tensor]:
+def checkpoint_tensors(model: TrainEngine) -> dict[str, Tensor]:
     """Parameters and persistent buffers of this rank's stage, under their checkpoint names. Offloaded weights are moved back first.
 
     Raises ConfigError if the checkpoint's tensors differ from the module's and the model is on several ranks.
@@ -204,10 +187,10 @@ class _ExportPlan:
         ]
 
 
-_plans: WeakKeyDictionary[ExportedModel, dict[int, _ExportPlan]] = WeakKeyDictionary()  # by model and max_bytes
+_plans: WeakKeyDictionary[TrainEngine, dict[int, _ExportPlan]] = WeakKeyDictionary()  # by model and max_bytes
 
 
-def _plan_of(model: ExportedModel, tensors: Mapping[str, Tensor], max_bytes: int) -> _ExportPlan:
+def _plan_of(model: TrainEngine, tensors: Mapping[str, Tensor], max_bytes: int) -> _ExportPlan:
     """Return the plan of a model's exports. Collective at the first call for a model, which makes it."""
     plans = _plans.setdefault(model, {})
     if max_bytes not in plans:
@@ -215,7 +198,7 @@ def _plan_of(model: ExportedModel, tensors: Mapping[str, Tensor], max_bytes: int
     return plans[max_bytes]
 
 
-def _make_plan(model: ExportedModel, tensors: Mapping[str, Tensor], max_bytes: int) -> _ExportPlan:
+def _make_plan(model: TrainEngine, tensors: Mapping[str, Tensor], max_bytes: int) -> _ExportPlan:
     holdings = exchange_holdings(workers_of(model), holding_of(model, tensors))
     whole = tensors_of(holdings)
     given = {name: dtype_of(piece.dtype) for name, piece in whole.items()}
@@ -245,7 +228,6 @@ def _gather(plan: _ExportPlan, tensors: Mapping[str, Tensor], room: Mapping[str,
 T = TypeVar("T")
 
 SHARED = "shared"  # name of the model in the files of ShareWeights
-LAST_WORDS_S = 0.2  # between the answer to a failed call and the end of the worker
 
 
 class _Lane:
@@ -416,13 +398,9 @@ class Exporter:
         self, lane: _Lane, call: Call, what: str, function: Callable[[], list[WrittenFile]]
     ) -> None:
         start = self._clock.monotonic()
-        try:
+        async with call.answering_errors():
             with self._trace.overlapping(what, kind="weights"):
                 files = await asyncio.get_running_loop().run_in_executor(lane.pool, function)
-        except Exception as error:
-            call.fail(error)
-            await asyncio.sleep(LAST_WORDS_S)
-            raise
         call.reply(CallResult(files=files, seconds=self._clock.monotonic() - start))
 
     def _base_of(

@@ -9,14 +9,13 @@ Data moves only on the master's request. The master names the incarnation of the
 under its new URL, and a worker that is gone does not answer. A failed fetch ends no process, and copies that have arrived stay in
 the store. The reply tells the master, which repeats the fetch.
 
-An answer is the number of sizes, the sizes, then the header and the frames of data/sequence.py. Dtypes are kept, nothing is
-unpickled, and the fetcher checks that the answer matches its request.
+An answer is a list of the header and the frames of data/sequence.py. Dtypes are kept, nothing is unpickled, and the fetcher checks
+that the answer matches its request.
 """
 
 from __future__ import annotations
 
 import asyncio
-import struct
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -41,11 +40,11 @@ _TRIES = 4  # attempts in a row; few: a lost connection may come back soon, but 
 _MAX_IDS = 1024  # per request
 _MAX_KEYS = 256
 _MAX_REQUEST_BYTES = 1_000_000
-_SIZE = struct.Struct("<I")
 _READ_BYTES = 1 << 18
 _TYPE = "application/octet-stream"
 
-_encode_request = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.Encoder().encode
+_decode_answer = msgspec.msgpack.Decoder(list[memoryview]).decode
 _decode_request = msgspec.msgpack.Decoder(HeldDataRequest).decode
 
 
@@ -68,27 +67,16 @@ def read_request(body: bytes) -> HeldDataRequest:
 def pack_sample(sample: SequenceSample) -> bytes:
     """Encode a sample as the body of an answer."""
     header, frames = encode_sample(sample)
-    parts: list[bytes | memoryview] = [header, *frames]
-    sizes = [memoryview(part).nbytes for part in parts]
-    return b"".join([_SIZE.pack(len(sizes)), struct.pack(f"<{len(sizes)}Q", *sizes), *parts])
+    return _encode([header, *(memoryview(frame).cast("B") for frame in frames)])
 
 
 def unpack_sample(body: bytes, *, max_bytes: int) -> SequenceSample:
     """Inverse of pack_sample, into newly allocated memory. Raises CodecError if the body is inconsistent."""
-    if len(body) < _SIZE.size:
-        raise CodecError(f"an answer of {len(body)} bytes is too short")
-    (count,) = _SIZE.unpack_from(body)
-    start = _SIZE.size + 8 * count
-    if not 1 <= count <= _MAX_KEYS + 1 or len(body) < start:
-        raise CodecError(f"an answer of {len(body)} bytes cannot have {count} parts")
-    sizes = struct.unpack_from(f"<{count}Q", body, _SIZE.size)
-    if sum(sizes) != len(body) - start:
-        raise CodecError(f"the answer announces parts of {sum(sizes)} bytes but has {len(body) - start}")
-    view, parts = memoryview(body), []
-    for size in sizes:
-        parts.append(view[start : start + size])
-        start += size
-    return decode_sample(parts[0], parts[1:], max_bytes=max_bytes)
+    try:
+        header, *frames = _decode_answer(body)
+    except (*DECODE_ERRORS, ValueError) as error:
+        raise CodecError(f"an answer of {len(body)} bytes cannot be read: {error}") from error
+    return decode_sample(header, frames, max_bytes=max_bytes)
 
 
 # --------------------------------------------------------------------------------------------------------------- server
@@ -201,7 +189,7 @@ class DataFetcher:
 
     async def _ask(self, part: FetchPart, ids: Sequence[str]) -> bytes:
         url = await self._url_of(part.source, part.group_incarnation)
-        request = _encode_request(HeldDataRequest(ids=list(ids), keys=part.keys))
+        request = _encode(HeldDataRequest(ids=list(ids), keys=part.keys))
         async with self._session.post(url + PATH, data=request) as response:
             if class_of_status(response.status) is not ErrorClass.PERMANENT:
                 response.raise_for_status()  # the caller asks again

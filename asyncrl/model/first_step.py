@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -23,7 +22,8 @@ import numpy.typing as npt
 
 from asyncrl.config.processes import MismatchConfig
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.model.tensor_exchange import ShardedModel, exchange, workers_of
+from asyncrl.model.engine import TrainEngine
+from asyncrl.model.tensor_exchange import exchange, workers_of
 from asyncrl.protocol.errors import RunEndedError
 
 _SHOWN = 3  # sequences that the message names
@@ -33,15 +33,6 @@ Stats = dict[str, float]
 
 class MismatchError(RunEndedError):
     """The servers' logprobs are not the trainer's, although both have the same weights."""
-
-
-class _Engine(ShardedModel, Protocol):
-    """engine.TrainEngine."""
-
-    @property
-    def is_head(self) -> bool: ...
-
-    def logprobs(self, sample: SequenceSample | None, *, temperature: float) -> npt.NDArray[np.float32] | None: ...
 
 
 class Worst(msgspec.Struct, frozen=True, array_like=True):
@@ -154,7 +145,9 @@ class FirstStep:
     logger: logging.Logger
     _found: Compared = field(default_factory=Compared)
 
-    def check(self, engine: _Engine, sample: SequenceSample | None, *, proximal_at: float | None, last: bool) -> Stats:
+    def check(
+        self, engine: TrainEngine, sample: SequenceSample | None, *, proximal_at: float | None, last: bool
+    ) -> Stats:
         """Add a part of the batch; after the last one return the statistics, or raise MismatchError. sample: the groups of this
         rank's replica with the input keys of actor_train; None: it has none. proximal_at: the temperature at which the trainer has
         computed their proximal_logprobs; None: they have none."""
@@ -185,7 +178,7 @@ class FirstStep:
         }
 
     def _logprobs(
-        self, engine: _Engine, sample: SequenceSample | None, proximal_at: float | None
+        self, engine: TrainEngine, sample: SequenceSample | None, proximal_at: float | None
     ) -> npt.NDArray[np.float32] | None:
         """The trainer's logprobs at the temperature of sampling: those that actor_inf has computed, else those of a forward pass.
         Collective."""

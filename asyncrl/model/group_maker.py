@@ -12,14 +12,13 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from asyncrl.config.processes import ModelWorkerConfig
 from asyncrl.config.schema import ConfigError, SamplingConfig
-from asyncrl.data.model_folder import read_object
+from asyncrl.data.model_limits import ModelLimits
 from asyncrl.data.prompts import Prompt, PromptError, PromptSource, load_tokenizer
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.model.engine import TrainEngine
@@ -78,7 +77,10 @@ class GroupMaker:
             )
         self._sampler = Sampler(
             engine,
-            eos_token_ids=_end_tokens(engine, Path(config.model_path), int(self._tokenizer.eos_token_id)),
+            # As on a generation server: the tokenizer's EOS and those in the model's files
+            eos_token_ids=list(
+                dict.fromkeys([int(self._tokenizer.eos_token_id), *ModelLimits.of(config.model_path).eos_token_ids])
+            ),
             max_sequences=groups.generation.max_running_requests,
             max_tokens=groups.generation.num_blocks * groups.generation.page_size,
         )
@@ -239,13 +241,3 @@ class GroupMaker:
             detail=ended.detail[:_MAX_DETAIL_CHARS] if first else "",
             lengths=lengths,
         )
-
-
-def _end_tokens(engine: TrainEngine, folder: Path, of_tokenizer: int) -> list[int]:
-    """Tokens that end a response, as on a generation server: the tokenizer's EOS and those in the model's files."""
-    defaults = folder / "generation_config.json"
-    found = [of_tokenizer, engine.config.get_text_config().eos_token_id]
-    if defaults.is_file():
-        found.append(read_object(defaults).get("eos_token_id"))
-    ids = [token for eos in found for token in ([eos] if isinstance(eos, int) else eos or [])]
-    return list(dict.fromkeys(ids))

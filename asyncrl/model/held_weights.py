@@ -59,7 +59,6 @@ class ShareServer(TrainerSide):
 
     def hold(self, held: HeldShare) -> None:
         """Replace the held share. The old one stays in memory only while it is being read or written."""
-        held.begin_digests()
         super().hold(held)
         self._alive[str(held.version)] = held
 

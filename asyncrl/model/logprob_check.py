@@ -6,13 +6,12 @@ the version writes the result into its manifest. The servers' half is asyncrl/ge
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
 import numpy as np
 import numpy.typing as npt
 
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.model.tensor_exchange import ShardedModel, exchange, workers_of
+from asyncrl.model.engine import TrainEngine
+from asyncrl.model.tensor_exchange import exchange, workers_of
 from asyncrl.weights.versions import ScoredText
 
 _NUM_RANDOM = 8
@@ -21,20 +20,6 @@ _NUM_OTHER = 24  # tokens of the text that shares a packed row with the scored o
 _NUM_CANDIDATES = 16  # per sampled token
 EXACT = 1e-2  # a smaller tolerance is for float32
 _ROOM = 8  # tokens that a server decodes after the text: they must fit into the model's positions, too
-
-
-class ScoringModel(ShardedModel, Protocol):
-    """engine.TrainEngine."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def config(self) -> Any:
-        """The model's config of transformers."""
-
-    def logprobs(self, sample: SequenceSample | None, *, temperature: float) -> npt.NDArray[np.float32] | None:
-        """Logprobs of each token, packed like packed_input_ids, on the ranks of the last stage. Collective."""
 
 
 class TextScorer:
@@ -51,7 +36,7 @@ class TextScorer:
         self._seed, self._sampled = seed, sampled
         self._texts: list[list[int]] | None = None  # the other text, and the scored one
 
-    def measure(self, engine: ScoringModel) -> ScoredText:
+    def measure(self, engine: TrainEngine) -> ScoredText:
         """Measure under the engine's current weights. Collective over all ranks of the model; the result is the same on each."""
         if self._texts is None:
             other = np.random.default_rng([self._seed, engine.vocab_size, 1])
@@ -60,7 +45,7 @@ class TextScorer:
         text = self._texts[1]
         return ScoredText(text, logprobs_T[min(_NUM_RANDOM, len(text) - 1) :].tolist())
 
-    def _write_text(self, engine: ScoringModel) -> list[int]:
+    def _write_text(self, engine: TrainEngine) -> list[int]:
         """Write the text, once per process, in less time than a train step. An engine gives logprobs of given tokens only, because
         in some layouts no rank has all logits. So tokens come from importance sampling: draw candidates from a simple distribution,
         pick one by its weight p(model) / p(simple distribution).
@@ -83,7 +68,7 @@ class TextScorer:
         return input_ids
 
 
-def _score(engine: ScoringModel, texts: list[list[int]]) -> list[npt.NDArray[np.float32]]:
+def _score(engine: TrainEngine, texts: list[list[int]]) -> list[npt.NDArray[np.float32]]:
     """Logprobs of texts, at temperature 1, on all ranks of the model. Collective.
 
     Every data rank scores the texts, so that no rank is without groups; the first one's result is used.

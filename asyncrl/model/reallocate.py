@@ -14,9 +14,9 @@ import msgspec
 import torch
 from torch import Tensor
 
+from asyncrl.model.engine import TrainEngine
 from asyncrl.model.shards import Holding, Move, ShardError, plan_moves, plan_rounds, rounds_of, tensors_of
 from asyncrl.model.tensor_exchange import (
-    ShardedModel,
     carry,
     exchange,
     holding_of,
@@ -38,8 +38,8 @@ class _HeldShards(msgspec.Struct, frozen=True):
 
 @torch.no_grad()
 def reallocate(
-    source: ShardedModel | None,
-    target: ShardedModel | None,
+    source: TrainEngine | None,
+    target: TrainEngine | None,
     *,
     workers: Sequence[int],
     share: float = 1.0,

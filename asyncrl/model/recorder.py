@@ -36,8 +36,6 @@ from asyncrl.runtime.worker import Worker
 from asyncrl.streams.request_reply import Call, NameResolvingReplyServer
 from asyncrl.weights.versions import publish_folder
 
-_LAST_WORDS_S = 0.2  # between the answer to a failed call and the end of the worker
-
 
 class Recorder(Worker):
     """The only head of a rollout-only run.
@@ -95,12 +93,8 @@ class Recorder(Worker):
         while True:
             call = await server.receive()
             self.board.progress()
-            try:
+            async with call.answering_errors():
                 call.reply(await self._execute(call, receiver))
-            except Exception as error:
-                call.fail(error)
-                await asyncio.sleep(_LAST_WORDS_S)
-                raise
 
     async def _execute(self, call: Call, receiver: TrajectoryReceiver) -> CallResult:
         body, start = call.body, self.system.clock.monotonic()

@@ -409,7 +409,7 @@ def apply_tensor_parallel(skeleton: Skeleton, mesh: ModelMesh, path: str | Path)
             if type(module) is not nn.Embedding:
                 raise ConfigError(f"{what} embeds with a {type(module).__name__}, which cannot be split; {remedy}")
             skeleton.split[id(module.weight)] = 0
-            _VocabParallelEmbedding.install(module, mesh)
+            _install_embedding(module, mesh)
         elif module is output_layer:
             for parameter in module.parameters():
                 skeleton.split[id(parameter)] = 0
@@ -526,27 +526,22 @@ def _install_rowwise(layer: nn.Linear, group: dist.ProcessGroup) -> None:
     _replace_forward(layer, forward)
 
 
-class _VocabParallelEmbedding:
+def _install_embedding(embedding: nn.Embedding, mesh: ModelMesh) -> None:
     """Each rank looks up the tokens whose rows it holds, with zeros for the others; then the ranks' results are summed."""
+    start, length = split_evenly(embedding.num_embeddings, mesh.placement.grid.parts(MATRICES), mesh.parts[MATRICES])
+    group = mesh.group_that_sums(PARTIALS)
+    padding = embedding.padding_idx  # its row gets no gradient
+    own_padding = padding - start if padding is not None and start <= padding < start + length else None
 
-    @staticmethod
-    def install(embedding: nn.Embedding, mesh: ModelMesh) -> None:
-        start, length = split_evenly(
-            embedding.num_embeddings, mesh.placement.grid.parts(MATRICES), mesh.parts[MATRICES]
-        )
-        group = mesh.group_that_sums(PARTIALS)
-        padding = embedding.padding_idx  # its row gets no gradient
-        own_padding = padding - start if padding is not None and start <= padding < start + length else None
+    def forward(input_ids: Tensor) -> Tensor:
+        local_ids = input_ids - start
+        inside = (local_ids >= 0) & (local_ids < length)
+        weight = local_tensor(embedding.weight)
+        found = functional.embedding(torch.where(inside, local_ids, 0), weight, own_padding)
+        found = torch.where(inside[..., None], found, 0.0)
+        return _Sum.apply(found, group)  # type: ignore[no-untyped-call, no-any-return]
 
-        def forward(input_ids: Tensor) -> Tensor:
-            local_ids = input_ids - start
-            inside = (local_ids >= 0) & (local_ids < length)
-            weight = local_tensor(embedding.weight)
-            found = functional.embedding(torch.where(inside, local_ids, 0), weight, own_padding)
-            found = torch.where(inside[..., None], found, 0.0)
-            return _Sum.apply(found, group)  # type: ignore[no-untyped-call, no-any-return]
-
-        _replace_forward(embedding, forward)
+    _replace_forward(embedding, forward)
 
 
 # ----------------------------------------------------------------------------------------------------------- data parallel

@@ -11,7 +11,7 @@ world must have run one collective together before a subset communicates.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -20,27 +20,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from asyncrl.dataflow.axes import LAYERS
+from asyncrl.model.engine import TrainEngine
 from asyncrl.model.shards import Box, Holding, Move, Piece
-
-if TYPE_CHECKING:
-    from asyncrl.model.mesh import ModelMesh
 
 _ALIGNMENT = 8  # in bytes, of every part in a buffer, so that it can be viewed in its own dtype
 CPU = torch.device("cpu")
-
-
-class ShardedModel(Protocol):
-    """The part of an engine (engine.TrainEngine) used here: its parameters by global name, and its rank's position."""
-
-    @property
-    def mesh(self) -> ModelMesh | None:
-        """None: this worker has the whole model."""
-
-    def named_parameters(self) -> dict[str, Tensor]:
-        """Parameters of this rank's stage by checkpoint name, in the same order on all ranks of the stage."""
-
-    def onload(self) -> None:
-        """Move the parameters to the device, if they are offloaded."""
 
 
 def this_worker() -> int:
@@ -76,7 +60,7 @@ def local_part(tensor: Tensor) -> tuple[Box, Tensor]:
     return Box(tuple(chunk.offsets), tuple(chunk.sizes)), tensor.to_local().detach()
 
 
-def holding_of(model: ShardedModel, tensors: Mapping[str, Tensor]) -> Holding:
+def holding_of(model: TrainEngine, tensors: Mapping[str, Tensor]) -> Holding:
     """This worker's holding, given its tensors."""
     return Holding(
         model.mesh.parts[LAYERS] if model.mesh is not None else 0,
@@ -93,7 +77,7 @@ def transport_device(holdings: Iterable[Holding]) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if all(held.on_gpu for held in holdings) else CPU
 
 
-def workers_of(model: ShardedModel) -> tuple[int, ...]:
+def workers_of(model: TrainEngine) -> tuple[int, ...]:
     """All workers of the model, in the order of its ranks."""
     return model.mesh.placement.workers if model.mesh is not None else (this_worker(),)
 

@@ -73,4 +73,5 @@ class TrainerSide:
 
     def hold(self, held: HeldShare) -> None:
         """Replace the held share. The old one stays in memory only while it is being sent or written."""
+        held.begin_digests()
         self.held = held

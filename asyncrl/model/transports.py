@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 
 from asyncrl.config.transports import FILES
 from asyncrl.model.broadcast import broadcasting
 from asyncrl.model.trainer_side import Rank, TrainerSide
 
-
-@asynccontextmanager
-async def _files(rank: Rank) -> AsyncIterator[TrainerSide]:
-    """Sends nothing: the exporter writes the files."""
-    yield TrainerSide()
-
-
 # Functions that open a kind. They run on the worker's event loop
 KINDS: dict[str, Callable[[Rank], AbstractAsyncContextManager[TrainerSide]]] = {
-    FILES: _files,
+    FILES: lambda rank: nullcontext(TrainerSide()),  # sends nothing: the exporter writes the files
     "broadcast": broadcasting,
 }

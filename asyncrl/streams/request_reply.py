@@ -17,8 +17,9 @@ all have answered. A name that a dead worker has left behind gets no answer, so 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import traceback
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -36,6 +37,7 @@ from asyncrl.runtime.names.interface import NameResolver
 from asyncrl.runtime.transport import Transport, transport_of
 
 CALL_CREDIT_ITEMS = 1024  # unanswered calls per worker
+_LAST_WORDS_S = 0.2  # between the answer to a failed call and the end of the worker
 
 Handler = Hashable  # a ModelShardID, a text such as "__data0__", or a worker's index
 
@@ -279,6 +281,16 @@ class Call:
 
     def reply(self, result: CallResult) -> None:
         self._delivery.ack(_encoder.encode(_Success(result)))
+
+    @contextlib.asynccontextmanager
+    async def answering_errors(self) -> AsyncIterator[None]:
+        """Answer with the error of the block if it raises one, shortly before the error ends this worker."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(error)
+            await asyncio.sleep(_LAST_WORDS_S)
+            raise
 
     def fail(self, error: BaseException) -> None:
         """Answer that the call failed. The caller's future raises RemoteCallError with this error and its traceback."""

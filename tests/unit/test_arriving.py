@@ -22,7 +22,7 @@ from asyncrl.config.schema import (
 )
 from asyncrl.dataflow.graph import DataflowGraph, build_dataflow
 from asyncrl.dataflow.layout_checks import problems_of_layout
-from asyncrl.master.arriving import ArrivingGroups
+from asyncrl.master.homes import ArrivingGroups
 from asyncrl.protocol.calls import ExecuteMFC, FetchData
 
 WITH_ALL = TrainConfig(

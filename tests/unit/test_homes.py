@@ -7,7 +7,6 @@ from tests.support.decisions import PACKAGE
 
 OWN = {
     "dataflow/worker_groups.py",
-    "master/arriving.py",
     "master/detached.py",
     "master/homes.py",
     "master/refresh.py",

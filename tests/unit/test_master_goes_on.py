@@ -15,9 +15,8 @@ import pytest
 from asyncrl.config.processes import MasterWorkerConfig
 from asyncrl.config.schema import CheckpointConfig, EvalConfig, PromptSourceConfig, TrainConfig
 from asyncrl.dataflow.graph import build_dataflow
-from asyncrl.master.ages import Ages
 from asyncrl.master.evaluations import Evaluations
-from asyncrl.master.report import StepTimes, step_metrics
+from asyncrl.master.report import Ages, StepTimes, step_metrics
 from asyncrl.master.rollouts import unless
 from asyncrl.protocol.calls import ExecuteMFC, LoadCheckpoint, WriteWeights
 from asyncrl.protocol.manager import EvaluationResult, RejectedPrompt

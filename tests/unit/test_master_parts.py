@@ -5,10 +5,10 @@ import pytest
 
 from asyncrl.config.schema import EmaConfig, RefConfig, TrainConfig
 from asyncrl.dataflow.mfc import MFCDef
-from asyncrl.master.ages import Ages
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, PromptProgress, StorageTracker
 from asyncrl.master.parameter_hooks import ParameterHooks
 from asyncrl.master.report import (
+    Ages,
     RunSummary,
     StepTimes,
     UpdateSeconds,
