@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -19,6 +20,7 @@ from asyncrl.cli.commands.common import (
     print_json,
     process_objects,
     process_table,
+    say,
     sizes,
     sizes_text,
 )
@@ -61,79 +63,56 @@ def add_to(commands: Commands) -> None:
 
 def check(arguments: argparse.Namespace, console: Console) -> int:
     """Examine this machine; with CONFIG also validate it, call each reward function once, and list the processes."""
-    if arguments.config is None:
-        return _check_machine(arguments, console)
-    draft = draft_experiment(arguments.config, arguments.overrides)
-    config, missing = find_local_models(draft.config, download=False)
-    report = make_checks(checks_of("files", "tasks"), Case(config), [*draft.wrong, *missing])
+    report, views = Report(Case(ExperimentConfig())), list[_Phase]()
+    if arguments.config is not None:
+        draft = draft_experiment(arguments.config, arguments.overrides)
+        config, missing = find_local_models(draft.config, download=False)
+        report = make_checks(checks_of("files", "tasks"), Case(config), [*draft.wrong, *missing])
+        if not report.problems:
+            views = [_Phase.of(replace(report.case, config=phase)) for phase in phases(config)]
+    machine = [finding for view in views for finding in view.machine] or _examine(Case(ExperimentConfig()))
+    findings = [*report.of("files"), *machine, *report.of("tasks")]
+    if arguments.json:
+        print_json(_as_json(report, views, machine, ok=not _failed(findings)))
+    else:
+        _print(report, views, machine, console)
+        what = "this machine" if arguments.config is None else "this config"
+        console.print(_verdict(findings, len(report.problems), what), highlight=False)
+    return CONFIG_ERROR if report.problems else FAILED if _failed(findings) else 0
+
+
+def _as_json(report: Report, views: Sequence[_Phase], machine: Sequence[Finding], *, ok: bool) -> dict[str, Any]:
+    config = report.case.config
+    shown = {"ok": ok, "machine": machine, "files": report.of("files"), "tasks": report.of("tasks")}
     if report.problems:
-        return _refuse(report, arguments, console)
-    num_prompts, files, tasks = report.case.num_prompts, report.of("files"), report.of("tasks")
-    views = [_Phase.of(replace(report.case, config=phase)) for phase in phases(config)]
-    findings = [*files, *(finding for view in views for finding in view.machine), *tasks]
-    if arguments.json:
-        first, *later = views
-        print_json(
-            {
-                "ok": not _failed(findings),
-                "run_dir": str(run_directory(config)),
-                "processes": process_objects(first.specs),
-                "sizes": sizes(config, num_prompts),
-                "machine": first.machine,
-                "phases": [
-                    {
-                        "allocation": view.allocation,
-                        "processes": process_objects(view.specs),
-                        "machine": view.machine,
-                    }
-                    for view in later
-                ],
-                "files": files,
-                "tasks": tasks,
-                "versions": package_versions(),
-            }
-        )
-    else:
-        for view in views:
-            title = f": {view.allocation}" if len(views) > 1 else ""
-            console.print(process_table(f"{run_directory(config)}{escape(title)}", view.specs))
-            _print_findings("this machine", view.machine, console)
-        _print_findings("files", files, console)
-        _print_findings("model and tasks", tasks, console)
-        console.print(sizes_text(config, num_prompts), highlight=False)
-        console.print(_verdict(findings, "this config"), highlight=False)
-    return FAILED if _failed(findings) else 0
+        shown |= {"ok": False, **error_object("config", redact_text("\n".join(report.lines())))}
+        shown["problems"] = [redact_text(text) for text in report.problems]
+    if views:
+        first, *later = [
+            {"allocation": view.allocation, "processes": process_objects(view.specs), "machine": view.machine}
+            for view in views
+        ]
+        shown |= {"run_dir": str(run_directory(config)), "sizes": sizes(config, report.case.num_prompts)}
+        shown |= {"processes": first["processes"], "machine": first["machine"], "phases": later}
+    return shown | {"versions": package_versions()}
 
 
-def _check_machine(arguments: argparse.Namespace, console: Console) -> int:
-    findings = _examine(Case(ExperimentConfig()))
-    if arguments.json:
-        print_json({"ok": not _failed(findings), "machine": findings, "versions": package_versions()})
-    else:
-        _print_findings("this machine", findings, console)
-        console.print(_verdict(findings, "this machine"), highlight=False)
-    return FAILED if _failed(findings) else 0
-
-
-def _refuse(report: Report, arguments: argparse.Namespace, console: Console) -> int:
-    """Report all problems of a config that cannot work, after what is known about the machine and the tasks."""
-    machine, tasks = _examine(Case(ExperimentConfig())), report.of("tasks")
-    message = redact_text("\n".join(report.lines()))
-    failed = _failed([*machine, *tasks])
-    if arguments.json:
-        found = {"problems": [redact_text(text) for text in report.problems], "machine": machine, "tasks": tasks}
-        print_json({"ok": False, **error_object("config", message), **found, "versions": package_versions()})
-        return CONFIG_ERROR
-    _print_findings("this machine", [finding for finding in machine if finding.state != "ok"], console)
+def _print(report: Report, views: Sequence[_Phase], machine: Sequence[Finding], console: Console) -> None:
+    config = report.case.config
+    for view in views:
+        title = f": {view.allocation}" if len(views) > 1 else ""
+        console.print(process_table(f"{run_directory(config)}{escape(title)}", view.specs))
+        _print_findings("this machine", view.machine, console)
+    if not views:
+        shown = [finding for finding in machine if finding.state != "ok" or not report.problems]
+        _print_findings("this machine", shown, console)
     _print_findings("files", report.of("files"), console)
-    _print_findings("model and tasks", tasks, console)
-    console.print("[bold red]config:[/]")
-    for text in message.splitlines():
-        console.print(f"  {text}", markup=False, highlight=False, soft_wrap=True)
-    problems = f"{len(report.problems)} problem{'s' if len(report.problems) > 1 else ''} of the config"
-    also = f", and {', '.join(failed)}" if failed else ""
-    console.print(f"[bold red]not yet[/]: this config cannot run here until these are fixed: {escape(problems + also)}")
-    return CONFIG_ERROR
+    _print_findings("model and tasks", report.of("tasks"), console)
+    if views:
+        console.print(sizes_text(config, report.case.num_prompts), highlight=False)
+    if report.problems:
+        console.print("[bold red]config:[/]")
+        say(console, *(f"  {text}" for text in redact_text("\n".join(report.lines())).splitlines()))
 
 
 def _examine(case: Case) -> list[Finding]:
@@ -159,9 +138,12 @@ def _failed(findings: Sequence[Finding]) -> list[str]:
     return [finding.name for finding in findings if finding.state == "fail"]
 
 
-def _verdict(findings: Sequence[Finding], what: str) -> str:
-    if failed := _failed(findings):
-        return f"[bold red]not yet[/]: {what} cannot run here until this is fixed: {escape(', '.join(failed))}"
+def _verdict(findings: Sequence[Finding], num_problems: int, what: str) -> str:
+    if num_problems or _failed(findings):
+        problems = [f"{num_problems} problem{'s' if num_problems > 1 else ''} of the config"] if num_problems else []
+        until = escape(", and ".join([*problems, *filter(None, [", ".join(_failed(findings))])]))
+        these = "these are" if num_problems else "this is"
+        return f"[bold red]not yet[/]: {what} cannot run here until {these} fixed: {until}"
     warned = [finding.name for finding in findings if finding.state == "warn"]
     fit = "can run" if what == "this config" else "is fit"
     return f"[green]ok[/]: {what} {fit}{escape(f'; see the warnings: {chr(44).join(warned)}') if warned else ''}"
