@@ -361,7 +361,7 @@ def snapshot_of(model: Path, trainer: Trainer) -> tuple[list[tuple[str, Any]], l
     """Copies of a model's tensors, like a trainer's snapshot (load_file returns the mapped file), and the same in buckets."""
     from safetensors.torch import load_file
 
-    from asyncrl.weights.update_group import pack
+    from tests.support.buckets import pack
 
     tensors = [(name, tensor.clone()) for name, tensor in load_file(model / "model.safetensors").items()]
     return tensors, pack(((name, tensor, tensor.dtype) for name, tensor in tensors), trainer.bucket_bytes)

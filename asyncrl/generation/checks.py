@@ -305,9 +305,6 @@ def _tied_names(names: Mapping[str, object]) -> tuple[str, str]:
 class LogprobMismatch(WeightsRefused):
     """The engine computes with weights that are not the version's. Another load may go right; the manager counts mismatches."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text, ErrorClass.PASSING)
-
 
 @dataclass(frozen=True)
 class _Passed:
@@ -345,29 +342,27 @@ class LogprobCheck:
             )
         last = self._last
         largest, mean = _difference(mine, scored_text.logprobs)
-        comparable = (
-            last is not None and last.scored_text.input_ids == scored_text.input_ids and last.fingerprint != fingerprint
-        )
-        kept = comparable and last is not None and mine == last.scores
-        origin = (
-            f"; they are bit-identical to those of {last.version}: the engine still computes with the old weights"
-            if kept and last
-            else ""
-        )
+        origin, change = "", 0.0
+        if (
+            last is not None
+            and last.scored_text.input_ids == scored_text.input_ids
+            and last.fingerprint != fingerprint
+            and mine == last.scores
+        ):
+            origin = (
+                f"; they are bit-identical to those of {last.version}: the engine still computes with the old weights"
+            )
+            change = _difference(scored_text.logprobs, last.scored_text.logprobs)[1]
         if not (largest <= self._tolerance and mean <= self._tolerance / _MEAN_SHARE):
             raise LogprobMismatch(
                 f"weights {version} were loaded, but the server's logprobs of the check's text are not the trainer's: they"
                 f" differ by at most {largest:.3g} and on average {mean:.3g} (allowed: {self._tolerance:g} and"
                 f" {self._tolerance / _MEAN_SHARE:.3g}, weights.verify_tolerance){origin}"
             )
-        if (
-            kept
-            and last is not None
-            and _difference(scored_text.logprobs, last.scored_text.logprobs)[1] > _LEAST_CHANGE
-        ):
+        if change > _LEAST_CHANGE:
             raise LogprobMismatch(
                 f"weights {version} were loaded, but the server's logprobs of the check's text did not change, while the trainer's"
-                f" did (by {_difference(scored_text.logprobs, last.scored_text.logprobs)[1]:.3g} on average){origin}"
+                f" did (by {change:.3g} on average){origin}"
             )
         self._last = _Passed(version, fingerprint, scored_text, mine)
         return largest

@@ -41,7 +41,7 @@ class RequestRefused(ValueError):
 class WeightsRefused(ValueError):
     """These weights cannot be loaded (HTTP 400). The engine keeps its version, unless its weights may have changed."""
 
-    def __init__(self, text: str, error_class: ErrorClass) -> None:
+    def __init__(self, text: str, error_class: ErrorClass = ErrorClass.PASSING) -> None:
         """error_class: permanent if the engine refuses this version however often it is sent; passing if the same version may be
         accepted later, for example after another call."""
         super().__init__(text)
@@ -117,10 +117,7 @@ class WeightReceiver(ABC):
     serves nothing until a load succeeds.
     """
 
-    @property
-    @abstractmethod
-    def num_ranks(self) -> int:
-        """The number of ranks that the engine takes in a group: one for each tensor parallel rank."""
+    num_ranks = 1  # that the engine takes in a group: one for each tensor parallel rank
 
     @abstractmethod
     async def join(self, group: JoinUpdateGroup) -> None:

@@ -76,10 +76,6 @@ class StagedReceiver(WeightReceiver):
         # Buckets of earlier updates. Some hold the model's tensors; the memory of the others can be reused
         self._flats: list[torch.Tensor] = []
 
-    @property
-    def num_ranks(self) -> int:
-        return 1
-
     async def join(self, group: JoinUpdateGroup) -> None:
         from asyncrl.weights.update_group import GroupMember, store_at
 
@@ -100,11 +96,10 @@ class StagedReceiver(WeightReceiver):
                     host=self._host,
                     device=self._engine.weights_device,
                 )
-        except (TimeoutError, RuntimeError, ValueError, OSError) as error:
+        except BaseException as error:
             member.leave()
-            raise WeightsRefused(f"group {name!r} could not be joined: {_reason(error)}", ErrorClass.PASSING) from error
-        except asyncio.CancelledError:
-            member.leave()
+            if isinstance(error, (TimeoutError, RuntimeError, ValueError, OSError)):
+                raise WeightsRefused(f"group {name!r} could not be joined: {_reason(error)}") from error
             raise
         self._groups[name] = member
         if len(self._groups) > MAX_GROUPS:

@@ -592,13 +592,9 @@ class SGLangReceiver(WeightReceiver):
     """Forwards the steps of an update to SGLang."""
 
     def __init__(self, client: SGLangClient, engine: SGLangEngine, *, num_ranks: int) -> None:
-        self._client, self._engine, self._num_ranks = client, engine, num_ranks
+        self._client, self._engine, self.num_ranks = client, engine, num_ranks
         self._version: WeightVersion | None = None  # of the open update
         self._flush = True
-
-    @property
-    def num_ranks(self) -> int:
-        return self._num_ranks
 
     async def join(self, group: JoinUpdateGroup) -> None:
         body = {

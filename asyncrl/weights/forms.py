@@ -21,7 +21,3 @@ def kind_of(names: Collection[str]) -> str:
         kind for kind, form in FORMS.items() if form.suffix and any(name.endswith(form.suffix) for name in names)
     )
     return next(encoded, FULL)
-
-
-def kinds_with_base() -> list[str]:
-    return [kind for kind, form in FORMS.items() if form.has_base]

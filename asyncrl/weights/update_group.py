@@ -18,6 +18,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -119,17 +120,6 @@ def empty_buckets(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], buc
     ]
 
 
-@torch.no_grad()
-def pack(tensors: Iterable[tuple[str, Tensor, torch.dtype]], bucket_bytes: int) -> list[Bucket]:
-    """Copy tensors into buckets on the CPU, each converted to the dtype given with it."""
-    given = list(tensors)
-    buckets = empty_buckets(((name, dtype, tensor.shape) for name, tensor, dtype in given), bucket_bytes)
-    room = (view for bucket in buckets for view in views(bucket.flat, bucket.specs))
-    for (_, tensor, _), view in zip(given, room, strict=True):
-        view.copy_(tensor)
-    return buckets
-
-
 def views(flat: Tensor, specs: TensorSpecs) -> list[Tensor]:
     """The tensors of a bucket, as views. Raises ValueError if the specs do not match its size."""
     result, start = [], 0
@@ -178,15 +168,15 @@ class GroupThread:
     """Runs calls one after another, on a daemon thread."""
 
     def __init__(self, name: str) -> None:
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
-        self._loop = asyncio.get_running_loop()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def call(self, function: Callable[[], T]) -> asyncio.Future[T]:
         """Queue a call. The future gets its result on the event loop. Cancelling the future does not stop the call."""
-        future: asyncio.Future[T] = self._loop.create_future()
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # from now on it cannot be cancelled
         self._calls.put((function, future))
-        return future
+        return asyncio.wrap_future(future)
 
     def end(self) -> None:
         """End the thread after all queued calls."""
@@ -196,21 +186,10 @@ class GroupThread:
         while (item := self._calls.get()) is not None:
             function, future = item
             try:
-                result, error = function(), None
-            except BaseException as caught:
-                result, error = None, caught
-            with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits for the result
-                self._loop.call_soon_threadsafe(_settle, future, result, error)
-            del item, function, future, result, error  # the waiting thread must not keep a group alive
-
-
-def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    if future.done():
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+            del item, function, future  # the waiting thread must not keep a group alive
 
 
 class GroupMember:

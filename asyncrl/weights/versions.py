@@ -33,7 +33,7 @@ from asyncrl.protocol.errors import DECODE_ERRORS, Failures
 from asyncrl.protocol.versions import WeightVersion, WrittenFile
 from asyncrl.runtime.disk import write_when_there_is_room
 from asyncrl.weights.form import WeightsError
-from asyncrl.weights.forms import FORMS, FULL, kind_of, kinds_with_base
+from asyncrl.weights.forms import FORMS, FULL, kind_of
 
 if TYPE_CHECKING:
     import torch
@@ -112,9 +112,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             raise ValueError(f"{self.weight_version} is {self.kind!r}; the known forms are {', '.join(FORMS)}")
         has_base = FORMS[self.kind].has_base
         if has_base != (self.base is not None) or (self.base and self.base.version >= self.version):
+            with_base = " or a ".join(kind for kind, form in FORMS.items() if form.has_base)
             raise ValueError(
-                f"{self.weight_version} is {self.kind}, with {self.base}; only a {' or a '.join(kinds_with_base())} has a base, "
-                "an older version"
+                f"{self.weight_version} is {self.kind}, with {self.base}; only a {with_base} has a base, an older version"
             )
 
     @property

@@ -41,8 +41,9 @@ from asyncrl.protocol.weight_updates import (
 )
 from asyncrl.runtime.http_client import open_session
 from asyncrl.testing.tiny import make_tiny_model
-from asyncrl.weights.update_group import GroupMember, pack
+from asyncrl.weights.update_group import GroupMember
 from asyncrl.weights.versions import version_dir, write_version
+from tests.support.buckets import pack
 from tests.support.memory_names import memory_system, open_names
 from tests.support.services import make_services
 

@@ -26,7 +26,8 @@ from asyncrl.protocol.generation import SamplingParams
 from asyncrl.protocol.versions import WeightVersion
 from asyncrl.protocol.weight_updates import BroadcastReply, BroadcastRequest, BroadcastTarget, EndWeightUpdate
 from asyncrl.runtime.http_client import open_session
-from asyncrl.weights.update_group import GroupMember, pack
+from asyncrl.weights.update_group import GroupMember
+from tests.support.buckets import pack
 from tests.support.services import make_services
 
 LIMIT_S = 120.0  # limit for one wait, on a busy machine

@@ -34,8 +34,8 @@ from asyncrl.protocol.weight_updates import TensorSpecs
 from asyncrl.runtime.clock import SYSTEM_CLOCK
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.http_client import open_session
-from asyncrl.weights.update_group import pack
 from asyncrl.weights.versions import tensor_files, version_dir, write_version
+from tests.support.buckets import pack
 from tests.support.decisions import PACKAGE, decisions
 from tests.support.memory_names import open_names
 from tests.support.paced_engine import LongTail, PacedEngine

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.protocol.weight_updates import BeginWeightUpdate, ReceiveWeights, TensorSpecs
-from asyncrl.weights.update_group import GroupMember, GroupThread, digest, pack, plan_buckets, rank_offsets, views
+from asyncrl.weights.update_group import GroupMember, GroupThread, digest, plan_buckets, rank_offsets, views
+from tests.support.buckets import pack
 
 LIMIT_S = 60.0
 
