@@ -141,21 +141,23 @@ def _why_not(error: Exception, repo: str, field: str) -> str:
 
     endpoint = redact_urls(constants.ENDPOINT)
     folder = f"or use a folder: {field}=/path/to/model"
-    if isinstance(error, errors.GatedRepoError):
-        return f"its licence must be accepted on the Hub first: {endpoint}/{repo}; then `hf auth login`, {folder}"
-    if isinstance(error, errors.RevisionNotFoundError):
-        return f"the Hub has no such revision of it; name@revision takes a branch, a tag or a commit, {folder}"
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return f"the Hub has no model of that name, or a private one; check the spelling, `hf auth login`, {folder}"
-    if isinstance(error, errors.LocalEntryNotFoundError):
-        cause = error.__cause__ or error
-        return (
-            f"the Hub cannot be reached: {_first_line(cause)}; check network and proxy "
-            f"(https_proxy, HF_ENDPOINT for a mirror), {folder}"
-        )
-    if isinstance(error, ConfigError):
-        return f"the Hub's files are not a model with safetensors: {error}; choose another model, {folder}"
-    return f"the download failed: {_first_line(error)}; run the command again to continue it, {folder}"
+    told = _first_line(error)
+    unreached = _first_line(error.__cause__ or error)
+    texts = {  # the first class that fits counts
+        errors.GatedRepoError: f"its licence must be accepted on the Hub first: {endpoint}/{repo}; then `hf auth login`, {folder}",
+        errors.RevisionNotFoundError: (
+            f"the Hub has no such revision of it; name@revision takes a branch, a tag or a commit, {folder}"
+        ),
+        errors.RepositoryNotFoundError: (
+            f"the Hub has no model of that name, or a private one; check the spelling, `hf auth login`, {folder}"
+        ),
+        errors.LocalEntryNotFoundError: (
+            f"the Hub cannot be reached: {unreached}; check network and proxy (https_proxy, HF_ENDPOINT for a mirror), {folder}"
+        ),
+        ConfigError: f"the Hub's files are not a model with safetensors: {error}; choose another model, {folder}",
+        Exception: f"the download failed: {told}; run the command again to continue it, {folder}",
+    }
+    return next(text for kind, text in texts.items() if isinstance(error, kind))
 
 
 def _first_line(error: BaseException) -> str:

@@ -329,7 +329,10 @@ def start_text(statuses: Sequence[WorkerStatus]) -> str:
     """How many processes run, and what each starting process is doing; once all run, what the master waits for."""
     late = [status for status in statuses if status.state == "starting"]
     if late:
-        named = ", ".join(f"{status.worker} ({_occupation(status)})" for status in late[:_MAX_NAMED])
+        named = ", ".join(
+            f"{status.worker} ({status.waits[0].what if status.waits else 'setting up'})"
+            for status in late[:_MAX_NAMED]
+        )
         more = f" and {len(late) - _MAX_NAMED} more" if len(late) > _MAX_NAMED else ""
         return f"{len(statuses) - len(late)} of {len(statuses)} processes run; starting: {named}{more}"
     wait = _master_wait(statuses)
@@ -341,10 +344,6 @@ def _master_wait(statuses: Sequence[WorkerStatus]) -> str:
     as /evaluate, do not hold up training."""
     waits = [wait for status in statuses if status.worker == "master/0" for wait in status.waits]
     return next((_wait_text(wait) for wait in waits if not wait.what.startswith("/")), "")
-
-
-def _occupation(status: WorkerStatus) -> str:
-    return status.waits[0].what if status.waits else "setting up"
 
 
 def _wait_text(wait: Wait) -> str:

@@ -21,12 +21,12 @@ from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import run_directory
 from asyncrl.runtime.clock import Clock, wait_until
-from asyncrl.runtime.metrics import METRICS_FILE, read_json_lines
 from asyncrl.runtime.process import python_module
 from asyncrl.testing.faults.costs import Costs, cost_lines, read_costs
 from asyncrl.testing.faults.injector import Injector
 from asyncrl.testing.faults.processes import RunProcesses
 from asyncrl.testing.faults.schedule import KINDS, PHASES, TARGETS, Fault, schedule
+from asyncrl.testing.runs import train_steps
 from asyncrl.weights.lineage import Audit, audit
 
 _POLL_S = 0.1
@@ -151,13 +151,13 @@ class _Subject:
 
     def __post_init__(self) -> None:
         self.began = self.clock.time()
-        self.before = _steps_written(self.run_dir)  # train steps of earlier runs in this folder
+        self.before = len(train_steps(self.run_dir))  # train steps of earlier runs in this folder
         self._launcher = self._launch(self.command)
 
     def suffer(self, faults: Sequence[Fault]) -> int:
         """Inject the faults and wait for the end of the run. Return the exit code of its last launcher."""
         # Wait for the first train step. This needs no limit, because a run that cannot start ends by itself
-        while _steps_written(self.run_dir) == self.before:
+        while len(train_steps(self.run_dir)) == self.before:
             if self._ended():
                 return self._launcher.wait()
             self.clock.sleep(_POLL_S)
@@ -218,11 +218,6 @@ class _Subject:
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr if self.quiet else None,  # stdout is for the JSON object at the end
         )
-
-
-def _steps_written(run_dir: Path) -> int:
-    path = run_dir / METRICS_FILE
-    return sum("reward/mean" in record for record in read_json_lines(path)) if path.exists() else 0
 
 
 def _tell(subject: _Subject, code: int, arguments: argparse.Namespace, console: Console) -> int:

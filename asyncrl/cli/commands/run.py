@@ -60,10 +60,6 @@ from asyncrl.runtime.process import python_module
 _OURS = re.compile(rf"config\.yaml|(?:{'|'.join(CONFIG_CLASSES)})_\d+\.yaml")
 
 
-def dry_run_folder(config: ExperimentConfig) -> Path:
-    return run_directory(config) / "dry_run"
-
-
 def write_dry_run(config: ExperimentConfig, specs: Sequence[ProcessSpec], folder: Path) -> None:
     """Write config.yaml and <process>.yaml, without secrets. Remove the files of an earlier dry run from the folder."""
     try:
@@ -306,7 +302,7 @@ def _launch(config: ExperimentConfig, num_prompts: int, view: _ClosableView) -> 
 
 
 def _dry_run(config: ExperimentConfig, num_prompts: int, arguments: argparse.Namespace, console: Console) -> int:
-    folder = (arguments.output or dry_run_folder(config)).expanduser().absolute()
+    folder = (arguments.output or run_directory(config) / "dry_run").expanduser().absolute()
     first, *later = phases(config)
     specs = _plan(first, num_prompts)
     shown = resolve(config, Facts(on_gpu=bool(visible_devices()), num_prompts=num_prompts))
