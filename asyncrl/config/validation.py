@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
-from asyncrl.config.fields import leaf_values
+from asyncrl.config.fields import elements
 from asyncrl.config.limits import rule_of
 from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import (
@@ -50,19 +50,17 @@ _NO_TEMPLATE_VARIABLES = {
 def problems_of_values(config: object) -> Iterator[Problem]:
     """Values that their fields do not allow (limits.py), and numbers that are not finite or that no machine holds. config: any
     section, or the whole config."""
-    for path, value, entry in leaf_values(config):
-        several = {f"{path}[{at}]": one for at, one in enumerate(value)} if isinstance(value, list) else {path: value}
-        for name, one in several.items():
-            remedy = rule_of(entry).problem(one)
-            if isinstance(one, int | float):
-                largest = _LONGEST_S if name.endswith("_s") else _LARGEST_INTEGER if isinstance(one, int) else math.inf
-                if isinstance(one, float) and not math.isfinite(one):
-                    example = f", such as {entry.default:g} (the default)" if isinstance(entry.default, float) else ""
-                    remedy = f"must be a finite number{example}"
-                elif one > largest:
-                    remedy = remedy or f"must be at most {largest:,}"
-            if remedy:
-                yield name, one, remedy
+    for name, value, entry in elements(config):
+        remedy = rule_of(entry).problem(value)
+        if isinstance(value, int | float):
+            largest = _LONGEST_S if name.endswith("_s") else _LARGEST_INTEGER if isinstance(value, int) else math.inf
+            if isinstance(value, float) and not math.isfinite(value):
+                example = f", such as {entry.default:g} (the default)" if isinstance(entry.default, float) else ""
+                remedy = f"must be a finite number{example}"
+            elif value > largest:
+                remedy = remedy or f"must be at most {largest:,}"
+        if remedy:
+            yield name, value, remedy
 
 
 def problems_of_fields(config: ExperimentConfig) -> Iterator[Problem]:

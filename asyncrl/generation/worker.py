@@ -122,7 +122,7 @@ class GenerationServer(Worker):
 
     def _verified_loads(self, engine: GenerationEngine[Any]) -> VerifiedLoads | None:
         """Make the check that the engine computes the trainer's logprobs after each load. None: weights.verify_logprobs is off, or
-        was not set and is not possible here (config/schema.py, verifies_logprobs)."""
+        was not set and is not possible here (config/resolve.py, _logprob_check)."""
         tolerance = self._config.verify_tolerance
         if not tolerance:
             self.logger.info("no logprob check after updates (weights.verify_logprobs)")

@@ -17,8 +17,10 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from asyncrl.config.fields import elements
+from asyncrl.config.limits import rule_of
 from asyncrl.config.resolve import with_absolute_paths
-from asyncrl.config.schema import ExperimentConfig, model_settings, prompt_sources
+from asyncrl.config.schema import ExperimentConfig
 from asyncrl.config.sources import sources_of
 from asyncrl.data.prompts import is_file_name
 from asyncrl.data.trajectories import tokenizer_fingerprint
@@ -85,21 +87,16 @@ def saved_inputs(folder: Path) -> Inputs | None:
 
 
 def _paths_of(config: ExperimentConfig) -> Iterator[tuple[str, list[Path]]]:
-    yield "model_path", model_files(Path(config.model_path))
-    if config.tokenizer_path:
-        yield "tokenizer_path", model_files(Path(config.tokenizer_path))
-    for field, model in model_settings(config.train).values():
-        if model.path:
-            yield f"{field}.path", model_files(Path(model.path))
-    for field, prompts in prompt_sources(config).items():
-        if is_file_name(prompts.path):
-            yield f"{field}.path", [Path(prompts.path)]
-    specs = {"train.step": config.train.step, **{f"train.mfcs[{i}]": spec for i, spec in enumerate(config.train.mfcs)}}
-    for name, task in config.rollout.tasks.items():
-        specs |= {f"rollout.tasks.{name}.{kind}": getattr(task, kind) for kind in ("reward", "agent", "env")}
-    for field, spec in specs.items():
-        if spec:
-            yield field, sources_of(spec)
+    for field, value, entry in elements(config):
+        file = rule_of(entry).file
+        if not value:
+            continue
+        if file == "model":
+            yield field, model_files(Path(value))
+        elif file == "code":
+            yield field, sources_of(value)
+        elif file == "data" and is_file_name(value):
+            yield field, [Path(value)]
 
 
 def _state_of(path: Path) -> FileState | None:

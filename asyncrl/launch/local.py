@@ -26,7 +26,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from asyncrl.config.resolve import Facts, place, resolve, total_steps, with_absolute_paths
+from asyncrl.config.resolve import Facts, resolve, total_steps, with_absolute_paths
 from asyncrl.config.schema import ExperimentConfig, authenticates, has_unix_sockets
 from asyncrl.dataflow.phases import phase_after
 from asyncrl.dataflow.topology import allocation_of
@@ -44,7 +44,7 @@ from asyncrl.launch.program import (
     server_spec,
     writes_checkpoints,
 )
-from asyncrl.launch.recovery import going_on, starting_point
+from asyncrl.launch.recovery import resumed_of, starting_point
 from asyncrl.launch.redact import redact_urls
 from asyncrl.launch.rundir import (
     EXPERIMENT_FILE,
@@ -282,25 +282,24 @@ class LocalLauncher:
         devices: Sequence[str] = visible_devices()
         if asked.cluster == "local" and (remedy := too_few_gpus(asked, len(devices))):
             raise LaunchError(f"allocation={asked.allocation}: this machine has {len(devices)} GPUs: {remedy}")
-        config = going_on(asked, checkpoint, self._num_prompts)
-        planned_steps = config.train.total_steps
-        self._write_config(devices, planned_steps)
+        facts = Facts(num_prompts=self._num_prompts, resumed=resumed_of(checkpoint) if checkpoint else None)
+        self._write_config(facts, devices)
         save_config(with_absolute_paths(self.config), configs_dir(run_dir, attempt) / EXPERIMENT_FILE)
         inputs = self._inputs
         assert inputs is not None, "`run` has read them"
         save_inputs(inputs, configs_dir(run_dir, attempt))
-        facts = Facts(socket_dir=self._make_socket_dir(config, last))
-        runtime, host = config.runtime, ""
+        placed = replace(facts, socket_dir=self._make_socket_dir(asked, last))
+        runtime, host = asked.runtime, ""
 
         def stop_before_closing(pool: ProcessPool | RemoteProcessPool) -> None:
             closing.callback(external.wait_until_gone, runtime.stop_timeout_s, self._is_impatient)
             closing.callback(pool.stop, runtime.stop_timeout_s * _ASK_SHARE, self._is_impatient)
 
-        external = ExternalProcesses(run_dir, wait_s=config.debug.wait_s, notice=view.notice, clock=self._clock)
-        if config.cluster != "local":
-            host = own_host(config.hosts)
-            facts = replace(facts, host=address_of(host, towards=config.hosts))
-        config = place(config, facts)
+        external = ExternalProcesses(run_dir, wait_s=asked.debug.wait_s, notice=view.notice, clock=self._clock)
+        if asked.cluster != "local":
+            host = own_host(asked.hosts)
+            placed = replace(placed, host=address_of(host, towards=asked.hosts))
+        config = resolve(asked, placed)
         naming = ExitStack()  # closes name resolve after the processes have ended
         if host:
             closing.enter_context(naming)
@@ -316,7 +315,7 @@ class LocalLauncher:
         etcd_log = logs_dir(run_dir, attempt) / "etcd.log"
         service = NameService.open(config, run_dir, etcd_log, view.notice, self._clock)
         naming.callback(service.close)
-        config = place(config, replace(facts, name_resolve=service.name_resolve))
+        config = resolve(asked, replace(placed, name_resolve=service.name_resolve))
         record = _record_of(config, attempt, self._num_prompts, self._started, host=host)
         write_record(run_dir, record)
         if host:
@@ -329,7 +328,7 @@ class LocalLauncher:
             if not pool.wait_for_hosts(lambda: self._stop.signal is not None):
                 return None
             devices = pool.devices
-            self._write_config(devices, planned_steps)  # again, because now the GPUs of all hosts are known
+            self._write_config(facts, devices)  # again, because now the GPUs of all hosts are known
         plans = Plans(config, self._num_prompts, devices)
         specs_by_name = plans.of(attempt, checkpoint)
         if isinstance(pool, RemoteProcessPool):
@@ -392,10 +391,9 @@ class LocalLauncher:
         last.callback(unix_sockets.remove_folder, self.run_dir, folder)
         return folder
 
-    def _write_config(self, devices: Sequence[str], planned_steps: int) -> None:
+    def _write_config(self, facts: Facts, devices: Sequence[str]) -> None:
         """Write config.yaml for people to read: the user's config, resolved for the known devices."""
-        config = replace(self.config, train=replace(self.config.train, total_steps=planned_steps))
-        resolved = resolve(config, Facts(on_gpu=bool(devices), num_prompts=self._num_prompts))
+        resolved = resolve(self.config, replace(facts, on_gpu=bool(devices)))
         save_config(resolved, self.run_dir / "config.yaml", redacted=True)
 
     def _make_secrets(self, config: ExperimentConfig) -> Secrets | None:

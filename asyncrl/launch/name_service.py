@@ -20,7 +20,6 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.config.resolve import absolute_name_resolve
 from asyncrl.config.schema import ExperimentConfig, NameResolveConfig, authenticates
 from asyncrl.launch.private_etcd import PrivateEtcd
 from asyncrl.launch.rundir import LaunchError
@@ -79,8 +78,8 @@ class NameService:
         clock: Clock = SYSTEM_CLOCK,
     ) -> NameService:
         """Start a private etcd, or connect to the user's etcd and claim the run's name there. Then delete the keys that earlier
-        launches of the run have left. log: log file of a private etcd. Raises LaunchError."""
-        name_resolve = absolute_name_resolve(config.name_resolve)
+        launches of the run have left. config: with absolute paths. log: log file of a private etcd. Raises LaunchError."""
+        name_resolve = config.name_resolve
         etcd: PrivateEtcd | None = None
         names = Names(config.experiment, config.trial)
         with ExitStack() as undo:
@@ -223,7 +222,7 @@ def _start_private_etcd(
             undo.pop_all()
     except EtcdServerError as error:
         raise LaunchError(str(error)) from error
-    name_resolve = replace(absolute_name_resolve(config.name_resolve), endpoints=[server.endpoint])
+    name_resolve = replace(config.name_resolve, endpoints=[server.endpoint])
     if tls is not None:
         name_resolve = replace(name_resolve, ca_file=tls.ca_file, cert_file=tls.cert_file, key_file=tls.key_file)
     return PrivateEtcd(server, log, config.runtime.max_restarts, notice, clock), name_resolve

@@ -373,15 +373,13 @@ def save_config(config: ExperimentConfig | ProcessConfig, path: Path, *, redacte
     """Write a config as YAML. redacted: replace secrets with ***, for people to read. Otherwise a config with secrets is readable
     only by its owner."""
     whole = asdict(config)
-    shown = redact(whole)
-    text = OmegaConf.to_yaml(OmegaConf.create(shown if redacted else whole))
-    mode = 0o666 if redacted or shown == whole else 0o600
+    mode = 0o666 if redacted or redact(whole) == whole else 0o600
 
     def write() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)  # an existing file would keep its mode, which others may be able to read
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
-            file.write(text)
+            file.write(config_text(config, redacted=redacted))
 
     write_when_there_is_room(path, write)
 
@@ -391,9 +389,10 @@ def load_process_config(path: Path) -> ProcessConfig:
     return parse_process_config(path.read_text())
 
 
-def config_text(config: ProcessConfig) -> str:
-    """Return a process's config as YAML text, the form in which it is sent to its host."""
-    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
+def config_text(config: ExperimentConfig | ProcessConfig, *, redacted: bool = False) -> str:
+    """Return a config as YAML text. A process's config is sent to its host in this form."""
+    whole = asdict(config)
+    return OmegaConf.to_yaml(OmegaConf.create(redact(whole) if redacted else whole))
 
 
 def parse_process_config(text: str) -> ProcessConfig:

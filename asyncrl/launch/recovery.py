@@ -6,15 +6,13 @@ that a checkpoint does not contain. These may not: the prompts and their order, 
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.config.fields import leaf_values
 from asyncrl.config.modes import mode_of
-from asyncrl.config.resolve import with_absolute_paths
+from asyncrl.config.resolve import Resumed, with_absolute_paths
 from asyncrl.config.schema import ConfigError, ExperimentConfig, model_settings
 from asyncrl.data.model_folder import read_shapes
 from asyncrl.data.prompts import PromptSource
@@ -159,15 +157,9 @@ def _num_done(state: MasterState) -> int:
     return cursor.epoch * state.data.num_prompts + cursor.position + len(state.done_beyond)
 
 
-def going_on(config: ExperimentConfig, found: Checkpoint | None, num_prompts: int) -> ExperimentConfig:
-    """Return the config of a run that resumes from the checkpoint `found`. If the batch size has changed, and the user has not set
-    train.total_steps, set that field to the steps done plus the steps for the remaining prompts. The learning rate decays over this
-    number of steps. Otherwise, or if the run starts anew (found is None), the config is unchanged."""
-    train = config.train
-    if found is None or train.total_steps or train.batch_size == found.state.batch_size:
-        return config
-    total = found.step + math.ceil((num_prompts * train.num_epochs - _num_done(found.state)) / train.batch_size)
-    return replace(config, train=replace(train, total_steps=min(total, train.max_steps) if train.max_steps else total))
+def resumed_of(found: Checkpoint) -> Resumed:
+    """Return the facts about a checkpoint with which a config is resolved."""
+    return Resumed(found.step, _num_done(found.state), found.state.batch_size)
 
 
 def _of_data(config: ExperimentConfig, found: Checkpoint) -> Iterator[str]:

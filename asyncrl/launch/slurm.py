@@ -19,7 +19,6 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -30,7 +29,6 @@ from asyncrl.protocol.errors import DECODE_ERRORS
 from asyncrl.runtime.disk import write_file
 
 _COMMAND_LIMIT_S = 60.0  # a busy slurmctld may take that long
-_SPARE_S = 60.0  # margin between the limit of the last checkpoint and the job's time limit
 _ENDED = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
     "SPECIAL_EXIT", "TIMEOUT",
@@ -67,16 +65,6 @@ def own_start() -> str:
 
 def slurm_dir(run_dir: Path) -> Path:
     return run_dir / "slurm"
-
-
-def as_job(config: ExperimentConfig) -> ExperimentConfig:
-    """Return the config that a job runs with: checkpoint.on_stop_s is raised to the time between the signal and the time limit,
-    less _SPARE_S. It stays if it is longer, or 0 (no last checkpoint)."""
-    checkpoint = config.checkpoint
-    limit_s = config.slurm.signal_s - _SPARE_S
-    if 0 < checkpoint.on_stop_s < limit_s:
-        return replace(config, checkpoint=replace(checkpoint, on_stop_s=limit_s))
-    return config
 
 
 # ------------------------------------------------------------------------------------------------------------- the script

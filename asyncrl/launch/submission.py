@@ -15,7 +15,6 @@ from asyncrl.launch.rundir import EXPERIMENT_FILE, LaunchError, RunBusyError, ho
 from asyncrl.launch.slurm import (
     JobRecord,
     JobState,
-    as_job,
     job_state,
     read_job,
     render,
@@ -63,7 +62,7 @@ def submit_job(config: ExperimentConfig) -> JobRecord:
     with writing(script):
         folder.mkdir(parents=True, exist_ok=True)
         script.write_text(job_script(config))
-    save_config(with_absolute_paths(as_job(config)), folder / EXPERIMENT_FILE)
+    save_config(with_absolute_paths(config), folder / EXPERIMENT_FILE)
     job_id = submit(script)
     record = JobRecord(job_id=job_id, script=str(script), output=str(folder / f"job-{job_id}.out"))
     write_job(run_dir, record)

@@ -19,6 +19,7 @@ from safetensors.numpy import save
 
 from asyncrl.cli.hub import is_hub_name, with_local_models
 from asyncrl.config.schema import ConfigError, ExperimentConfig
+from asyncrl.launch.experiment import Draft
 
 NAME, COMMIT, OLDER = "Somebody/Tiny-1.5B", "0123456789abcdef0123456789abcdef01234567", "76543210" * 5
 FILES = {
@@ -61,6 +62,10 @@ def config_of(model: str, tokenizer: str = "") -> ExperimentConfig:
     return ExperimentConfig(model_path=model, tokenizer_path=tokenizer)
 
 
+def local_models(config: ExperimentConfig, *, download: bool) -> ExperimentConfig:
+    return with_local_models(Draft(config, []), download=download).checked()
+
+
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
@@ -84,22 +89,22 @@ def test_a_folder_takes_precedence_over_a_name(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     Path(NAME).mkdir(parents=True)
     config = config_of(NAME)
-    assert with_local_models(config, download=True) == config
+    assert local_models(config, download=True) == config
 
 
 @pytest.mark.parametrize("download", [False, True])
 def test_a_cached_model_is_used_without_a_request_to_the_hub(cache: Path, download: bool) -> None:
     snapshot, older = put_into(cache, FILES), put_into(cache, FILES, commit=OLDER, refs=("v1",))
-    config = with_local_models(config_of(NAME), download=download)
+    config = local_models(config_of(NAME), download=download)
     assert (config.model_path, config.tokenizer_path) == (str(snapshot), "")
     for name in (f"{NAME}@v1", f"{NAME}@{OLDER}"):
-        assert with_local_models(config_of("/models/other", name), download=download).tokenizer_path == str(older)
+        assert local_models(config_of("/models/other", name), download=download).tokenizer_path == str(older)
 
 
 def test_a_missing_model_is_named_with_its_remedy(cache: Path) -> None:
     """`asyncrl-launch check` only reads: it creates no cache folder."""
     with pytest.raises(ConfigError) as error:
-        with_local_models(config_of(NAME), download=False)
+        local_models(config_of(NAME), download=False)
     text = str(error.value)
     for part in (
         f"model_path='{NAME}'",
@@ -112,9 +117,9 @@ def test_a_missing_model_is_named_with_its_remedy(cache: Path) -> None:
     assert not cache.exists()
     put_into(cache, FILES)
     with pytest.raises(ConfigError, match=r"tokenizer_path='Some/Other'.* has no model of that name"):
-        with_local_models(config_of(NAME, "Some/Other"), download=False)
+        local_models(config_of(NAME, "Some/Other"), download=False)
     with pytest.raises(ConfigError, match=r"Tiny-1\.5B@v2'.* has no model of that name"):
-        with_local_models(config_of(f"{NAME}@v2"), download=False)
+        local_models(config_of(f"{NAME}@v2"), download=False)
 
 
 @pytest.mark.parametrize(
@@ -123,21 +128,21 @@ def test_a_missing_model_is_named_with_its_remedy(cache: Path) -> None:
 def test_an_incomplete_model_is_refused(cache: Path, lost: str, complaint: str) -> None:
     put_into(cache, {name: content for name, content in FILES.items() if name != lost})
     with pytest.raises(ConfigError, match=rf"has only part of it: .*{complaint}.*asyncrl-launch prepare"):
-        with_local_models(config_of(NAME), download=False)
+        local_models(config_of(NAME), download=False)
 
 
 def test_a_truncated_file_is_refused(cache: Path) -> None:
     put_into(cache, FILES | {"model.safetensors": FILES["model.safetensors"][:-1]})
     with pytest.raises(ConfigError, match=r"has only part of it: .*cut short"):
-        with_local_models(config_of(NAME), download=False)
+        local_models(config_of(NAME), download=False)
 
 
 def test_offline_mode_uses_the_cache_and_downloads_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE forbids to download it"):
-        with_local_models(config_of(NAME), download=True)
+        local_models(config_of(NAME), download=True)
     snapshot = put_into(cache, FILES)
-    assert with_local_models(config_of(NAME), download=True).model_path == str(snapshot)
+    assert local_models(config_of(NAME), download=True).model_path == str(snapshot)
 
 
 # ------------------------------------------------------------------------------------------------- a server instead of the Hub
@@ -206,10 +211,13 @@ ASK = """
 import json, sys
 from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.cli.hub import with_local_models
+from asyncrl.launch.experiment import Draft
 answers, said = {}, []
 for name in sys.argv[1:]:
     try:
-        answers[name] = with_local_models(ExperimentConfig(model_path=name), download=True, say=said.append).model_path
+        answers[name] = with_local_models(
+            Draft(ExperimentConfig(model_path=name), []), download=True, say=said.append
+        ).checked().model_path
     except ConfigError as error:
         answers[name] = str(error)
 print(json.dumps([answers, said]))

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from asyncrl import __version__
 from asyncrl.cli import main as cli
 from asyncrl.cli.commands.resume import draft_to_resume
-from asyncrl.config.resolve import with_absolute_paths
+from asyncrl.config.resolve import Facts, resolve, total_steps, with_absolute_paths
 from asyncrl.config.schema import (
     CheckpointConfig,
     ConfigError,
@@ -33,7 +33,7 @@ from asyncrl.config.schema import (
 from asyncrl.data.prompts import PromptSource
 from asyncrl.launch.experiment import load_experiment, validate
 from asyncrl.launch.program import plan, save_config, writes_checkpoints
-from asyncrl.launch.recovery import going_on, starting_point
+from asyncrl.launch.recovery import resumed_of, starting_point
 from asyncrl.launch.rundir import (
     EXPERIMENT_FILE,
     LaunchError,
@@ -332,14 +332,17 @@ class TestMismatches:
 def test_the_learning_rate_schedule_ends_with_the_last_step(config, run_dir, save):
     save()
     found, _ = start(config, run_dir)
-    assert going_on(config, None, 10) == config
-    assert going_on(config, found, 10) == config  # as planned: the schedule of an uninterrupted run
+
+    def planned(config, checkpoint=found):
+        facts = Facts(num_prompts=10, resumed=resumed_of(checkpoint) if checkpoint else None)
+        assert resolve(resolve(config, facts), replace(facts, resumed=None)) == resolve(config, facts)
+        return resolve(config, facts).train.total_steps
+
+    assert planned(config) == planned(config, None) == total_steps(config, 10)  # the schedule of an uninterrupted run
     other = replace(config, train=replace(config.train, batch_size=4))
-    assert going_on(other, found, 10).train.total_steps == 2 + 2  # 4 of 10 prompts are done
-    shorter = replace(other, train=replace(other.train, max_steps=3))
-    assert going_on(shorter, found, 10).train.total_steps == 3
-    given = replace(other, train=replace(other.train, total_steps=100))
-    assert going_on(given, found, 10) == given
+    assert planned(other) == 2 + 2  # 4 of 10 prompts are done
+    assert planned(replace(other, train=replace(other.train, max_steps=3))) == 3
+    assert planned(replace(other, train=replace(other.train, total_steps=100))) == 100
 
 
 def test_the_masters_config_has_the_checkpoint_fields(config):

@@ -12,10 +12,11 @@ import pytest
 
 from asyncrl.cli import main as cli
 from asyncrl.cli.commands.resume import draft_to_resume
+from asyncrl.config.resolve import Facts, resolve
 from asyncrl.config.schema import ConfigError
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import run_directory, save_config
-from asyncrl.launch.slurm import as_job, render
+from asyncrl.launch.slurm import render
 from asyncrl.launch.submission import is_to_submit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +47,7 @@ TEMPLATES = {
 
 def template(name: str) -> str:
     overrides, title = TEMPLATES[name]
-    config = as_job(load_experiment(QUICKSTART, ["cluster=slurm", *overrides]))
+    config = resolve(load_experiment(QUICKSTART, ["cluster=slurm", *overrides]), Facts())
     words = ["configs/quickstart_cpu.yaml", f"checkpoint.on_stop_s={config.checkpoint.on_stop_s:g}"]
     return render(config, words, folder='"$SLURM_SUBMIT_DIR"', program="asyncrl-launch", title=title)
 
@@ -130,9 +131,9 @@ def test_a_time_limit_is_in_seconds_or_hours_minutes_and_seconds(given, written)
 
 def test_the_last_checkpoint_may_take_most_of_the_time_after_the_signal():
     config = load_experiment(QUICKSTART, ["cluster=slurm", "slurm.signal_s=600"])
-    assert as_job(config).checkpoint.on_stop_s == 540
+    assert resolve(config, Facts()).checkpoint.on_stop_s == 540
     config = load_experiment(QUICKSTART, ["cluster=slurm", "slurm.signal_s=600", "checkpoint.on_stop_s=0"])
-    assert as_job(config).checkpoint.on_stop_s == 0
+    assert resolve(config, Facts()).checkpoint.on_stop_s == 0
 
 
 @pytest.mark.parametrize(

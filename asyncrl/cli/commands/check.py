@@ -25,7 +25,7 @@ from asyncrl.cli.commands.common import (
     sizes_text,
 )
 from asyncrl.cli.doctor import package_versions
-from asyncrl.cli.hub import find_local_models
+from asyncrl.cli.hub import with_local_models
 from asyncrl.cli.tables import Column, FittedTable
 from asyncrl.config.schema import ExperimentConfig
 from asyncrl.dataflow.phases import phases
@@ -65,11 +65,10 @@ def check(arguments: argparse.Namespace, console: Console) -> int:
     """Examine this machine; with CONFIG also validate it, call each reward function once, and list the processes."""
     report, views = Report(Case(ExperimentConfig())), list[_Phase]()
     if arguments.config is not None:
-        draft = draft_experiment(arguments.config, arguments.overrides)
-        config, missing = find_local_models(draft.config, download=False)
-        report = make_checks(checks_of("files", "tasks"), Case(config), [*draft.wrong, *missing])
+        draft = with_local_models(draft_experiment(arguments.config, arguments.overrides), download=False)
+        report = make_checks(checks_of("files", "tasks"), Case(draft.config), draft.wrong)
         if not report.problems:
-            views = [_Phase.of(replace(report.case, config=phase)) for phase in phases(config)]
+            views = [_Phase.of(replace(report.case, config=phase)) for phase in phases(draft.config)]
     machine = [finding for view in views for finding in view.machine] or _examine(Case(ExperimentConfig()))
     findings = [*report.of("files"), *machine, *report.of("tasks")]
     if arguments.json:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from asyncrl.cli.commands.common import Commands, add_config_command, say, supervises
 from asyncrl.config.nearest import did_you_mean
-from asyncrl.config.resolve import absolute_name_resolve
+from asyncrl.config.resolve import with_absolute_paths
 from asyncrl.config.schema import ConfigError, ExperimentConfig, NameResolveConfig
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.hosts.addresses import address_of, own_host
@@ -152,6 +152,6 @@ def _leader_at(resolver: NameResolver, config: ExperimentConfig) -> LauncherReco
 def _names_at(config: ExperimentConfig, run_dir: Path) -> NameResolveConfig | None:
     """Where name resolve is; None if that is not known yet."""
     if config.name_resolve.endpoints:
-        return absolute_name_resolve(config.name_resolve)
+        return with_absolute_paths(config.name_resolve)
     record = read_record(run_dir)
     return record.names_at if record else None

@@ -16,7 +16,7 @@ from asyncrl.cli.tables import Column, FittedTable
 from asyncrl.config.resolve import Facts, resolve
 from asyncrl.config.schema import ConfigError
 from asyncrl.dataflow.phases import phases
-from asyncrl.launch.experiment import load_experiment
+from asyncrl.launch.experiment import draft_experiment
 from asyncrl.plan.capacity import GIB, RunPlan, gib, plan_run
 from asyncrl.plan.devices import DEFAULT, DEVICES
 from asyncrl.plan.layouts import Layout, search_layouts
@@ -61,7 +61,7 @@ def add_to(commands: Commands) -> None:
 def plan(arguments: argparse.Namespace, console: Console) -> int:
     """Compute memory, FLOPs and traffic of a run, and whether it fits a kind of GPU."""
     device = choose_device(arguments.gpu)
-    config = with_local_models(load_experiment(arguments.config, arguments.overrides), download=False)
+    config = with_local_models(draft_experiment(arguments.config, arguments.overrides), download=False).checked()
     of_run = phases(config)
     if len(of_run) > 1:
         each = ", or ".join(f"allocation='{phase.allocation.partition(' until ')[0]}'" for phase in of_run)

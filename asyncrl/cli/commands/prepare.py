@@ -16,7 +16,7 @@ from asyncrl.cli.hub import is_hub_name, with_local_models
 from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.data.prompts import is_file_name
-from asyncrl.launch.experiment import load_experiment
+from asyncrl.launch.experiment import Draft, load_experiment
 from asyncrl.launch.redact import redact_text
 
 _STDERR = 2  # stdout is for JSON alone
@@ -56,7 +56,7 @@ def prepare(arguments: argparse.Namespace, console: Console) -> int:
             "set model_path to the folder of a model"
         )
     if code == 0:
-        config = with_local_models(config, download=True, say=partial(say, console))
+        config = with_local_models(Draft(config, []), download=True, say=partial(say, console)).checked()
     if arguments.json:
         made = bool(lacking and config.prepare) and code == 0
         print_json({"model_path": config.model_path, "made": made, "exit_code": code})

@@ -38,7 +38,7 @@ from asyncrl.cli.commands.common import (
     supervises,
 )
 from asyncrl.cli.curves import is_evaluation, read_summary
-from asyncrl.cli.hub import find_local_models
+from asyncrl.cli.hub import with_local_models
 from asyncrl.cli.progress import LongWaits, Notes, RunView, print_summary
 from asyncrl.config.resolve import Facts, resolve, total_steps
 from asyncrl.config.schema import ConfigError, ExperimentConfig
@@ -187,13 +187,13 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     if is_to_submit(draft.config):
         sys.stdout.write(job_script(draft.checked()))
         return 0
-    config, num_prompts = _checked(draft, console, download=False)
+    config, num_prompts = checked(draft, console, download=False)
     return _dry_run(config, num_prompts, arguments, console)
 
 
 def start(draft: Draft, arguments: argparse.Namespace, console: Console) -> int:
     """Run a config to its end, with text output or, with --json, JSON output."""
-    config, num_prompts = _checked(draft, console, download=True)
+    config, num_prompts = checked(draft, console, download=True)
     if is_to_submit(config):
         return _submit(config, arguments, console)
     refuse_too_large(config, partial(say, console))
@@ -202,15 +202,15 @@ def start(draft: Draft, arguments: argparse.Namespace, console: Console) -> int:
     return _run_for_people(config, num_prompts, console)
 
 
-def _checked(draft: Draft, console: Console, *, download: bool) -> tuple[ExperimentConfig, int]:
+def checked(draft: Draft, console: Console, *, download: bool) -> tuple[ExperimentConfig, int]:
     """The config with the local folders of its models, and the number of its prompts. Raises ConfigError with all problems. Nothing
     is downloaded for a config with a wrong field."""
     fetch = download and not draft.wrong
-    config, missing = find_local_models(draft.config, download=fetch, say=partial(say, console))
-    report = make_checks(checks_of("files", cost="short"), Case(config), [*draft.wrong, *missing])
+    draft = with_local_models(draft, download=fetch, say=partial(say, console))
+    report = make_checks(checks_of("files", cost="short"), Case(draft.config), draft.wrong)
     report.refuse()
     say(console, *(f"{finding.name}: {finding.value}; {finding.remedy}" for finding in report.findings))
-    return config, report.case.num_prompts
+    return draft.config, report.case.num_prompts
 
 
 def refuse_too_large(config: ExperimentConfig, tell: Callable[[str], None]) -> None:
@@ -301,11 +301,16 @@ def _launch(config: ExperimentConfig, num_prompts: int, view: _ClosableView) -> 
         logging.getLogger("asyncrl").removeHandler(handler)
 
 
+def shown_config(config: ExperimentConfig, num_prompts: int) -> ExperimentConfig:
+    """The config as config.yaml shows it, of a run that starts anew on this machine."""
+    return resolve(config, Facts(on_gpu=bool(visible_devices()), num_prompts=num_prompts))
+
+
 def _dry_run(config: ExperimentConfig, num_prompts: int, arguments: argparse.Namespace, console: Console) -> int:
     folder = (arguments.output or run_directory(config) / "dry_run").expanduser().absolute()
     first, *later = phases(config)
     specs = _plan(first, num_prompts)
-    shown = resolve(config, Facts(on_gpu=bool(visible_devices()), num_prompts=num_prompts))
+    shown = shown_config(config, num_prompts)
     write_dry_run(shown, specs, folder)
     for number, phase in enumerate(later, start=2):
         write_dry_run(shown, _plan(phase, num_prompts), folder / f"phase_{number}")
