@@ -121,6 +121,9 @@ def test_a_run_is_seen_from_outside_and_stopped(start, config, tmp_path, capsys)
     assert cli.main(["run", str(config), f"fileroot={tmp_path}"]) == 1
     assert f"is in use by process {run.popen.pid}" in capsys.readouterr().out.replace("\n", "")
 
+    assert cli.main(["config", str(config), f"fileroot={tmp_path}", *ENDLESS, "--resolved"]) == 0
+    assert capsys.readouterr().out == (run.run_dir / "config.yaml").read_text()
+
     for worker in WORKERS:
         resolved = load_process_config(run.run_dir / "configs" / "attempt_1" / f"{worker.replace('/', '_')}.yaml")
         assert resolved.worker.name == worker

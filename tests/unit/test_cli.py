@@ -248,6 +248,9 @@ def test_a_dry_run_writes_every_config_and_starts_nothing(config, call, tmp_path
     }
     assert load_process_config(folder / "master_0.yaml").worker.attempt == 2
     assert load_experiment(folder / "config.yaml").train.batch_size == 2
+    assert call("config", config, "--resolved")[1] == (folder / "config.yaml").read_text()
+    assert answer(call("config", config, "train.batch_size=5", "--resolved", "--json")[1])["train"]["total_steps"] == 2
+    assert call("config", "train.batch_size", "train.batch_size=5")[0] == 2
     assert "hidden" not in "".join(file.read_text() for file in folder.iterdir()) + out
     assert next_attempt(run_dir) == 2
     assert {file.name for file in run_dir.iterdir()} == {"logs", "dry_run"}
