@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from asyncrl.config.engines import ENGINES
 from asyncrl.config.modes import mode_of
 from asyncrl.config.schema import CRITIC, EMA, REF, REWARD, TEACHER, ExperimentConfig, model_settings, reward_models
 from asyncrl.config.transports import FILES, transport_of
-from asyncrl.config.validation import Problem
+from asyncrl.config.validation import Problem, Rule, broken
 from asyncrl.dataflow.axes import MATRICES, SAMPLES, ParallelGrid
 from asyncrl.dataflow.graph import GENERATE_MFC, DataflowGraph, build_dataflow
 from asyncrl.dataflow.topology import Allocation, ModelPlacement, allocation_of, unknown_name
@@ -74,9 +74,10 @@ def problems_of_layout(config: ExperimentConfig) -> Iterator[Problem]:
             )
             return
         if not mode_of(config.mode).workers_generate:
-            yield from _bad_generation(config, allocation)
+            yield from broken(config, _of_engine(config, allocation))
+            yield from _bad_settings(config, allocation)
         if allocation.shared_workers:
-            yield from _bad_sharing(config, allocation)
+            yield from broken(config, _of_sharing(config, allocation))
         yield from _bad_layout(config, allocation)
 
 
@@ -128,7 +129,7 @@ def _bad_layout(config: ExperimentConfig, allocation: Allocation) -> Iterator[Pr
             yield "allocation", config.allocation, str(error)
         else:
             if any(devices.on_cpu for devices in allocation.training):
-                yield from _bad_cpu_workers(config)
+                yield from broken(config, _of_cpu_workers(config))
             if mode_of(config.mode).has_detached_groups:
                 yield from _bad_detached(config, allocation, graph, placements, model_of)
             grid = {placement.name: placement.grid for placement in placements}.get(model_of.get(GENERATE_MFC, ""))
@@ -150,14 +151,20 @@ def _bad_layout(config: ExperimentConfig, allocation: Allocation) -> Iterator[Pr
         yield f"train.ref.{name}", value, "no MFC uses the reference model; set train.ppo.kl_coef above 0"
 
 
-def _bad_cpu_workers(config: ExperimentConfig) -> Iterator[Problem]:
-    if not mode_of(config.mode).has_detached_groups:
-        yield "mode", config.mode, f"allocation={config.allocation} has CPU workers, which need async; leave them out"
-    if config.train.streaming:
-        remedy = (
-            f"allocation={config.allocation} has CPU workers, whose restart would lose the earlier parts of a batch"
-        )
-        yield "train.streaming", True, f"{remedy}; set it to false"
+def _of_cpu_workers(config: ExperimentConfig) -> Iterable[Rule]:
+    cpu = f"allocation={config.allocation} has CPU workers"
+    return (
+        (
+            not mode_of(config.mode).has_detached_groups,
+            "mode",
+            f"{cpu}, which need async; leave them out",
+        ),
+        (
+            config.train.streaming,
+            "train.streaming",
+            f"{cpu}, whose restart would lose the earlier parts of a batch; set it to false",
+        ),
+    )
 
 
 def _bad_detached(
@@ -208,45 +215,75 @@ def _missing(name: str) -> str:
     return f"is not part of this run: it comes with {_RUNS_WITH[name]}" if name in _RUNS_WITH else ""
 
 
-def _bad_sharing(config: ExperimentConfig, allocation: Allocation) -> Iterator[Problem]:
-    """Yield settings that contradict shared devices, where generation and training take turns."""
-    eta, cluster, transport = config.manager.max_head_offpolicyness, config.cluster, config.weights.transport
+def _of_sharing(config: ExperimentConfig, allocation: Allocation) -> Iterable[Rule]:
+    """Shared devices, where generation and training take turns."""
     shared = f"allocation={config.allocation} shares devices"
-    if not mode_of(config.mode).updates_servers:
-        yield "mode", config.mode, f"{shared}, which needs async; leave the devices out"
-    if eta:
-        yield "manager.max_head_offpolicyness", eta, f"{shared}, so generation cannot run ahead: set it to 0"
-    if cluster != "local":
-        yield "cluster", cluster, f"{shared}, which one machine supports: set it to local, or leave the devices out"
-    if transport_of(transport).from_memory:
-        yield (
+    return (
+        (
+            not mode_of(config.mode).updates_servers,
+            "mode",
+            f"{shared}, which needs async; leave the devices out",
+        ),
+        (
+            config.manager.max_head_offpolicyness > 0,
+            "manager.max_head_offpolicyness",
+            f"{shared}, so generation cannot run ahead: set it to 0",
+        ),
+        (
+            config.cluster != "local",
+            "cluster",
+            f"{shared}, which one machine supports: set it to local, or leave the devices out",
+        ),
+        (
+            transport_of(config.weights.transport).from_memory,
             "weights.transport",
-            transport,
             f"{shared}, and no server can receive weights while it sleeps: set it to {FILES}",
-        )
-    if config.train.streaming:
-        yield "train.streaming", True, f"{shared}: training cannot begin before generation has ended; set it to false"
-    if not allocation.traits.starts_servers:
-        yield (
+        ),
+        (
+            config.train.streaming,
+            "train.streaming",
+            f"{shared}: training cannot begin before generation has ended; set it to false",
+        ),
+        (
+            not allocation.traits.starts_servers,
             "allocation",
-            config.allocation,
             "servers that asyncrl does not start cannot share devices: leave the devices out",
-        )
+        ),
+    )
 
 
-def _bad_generation(config: ExperimentConfig, allocation: Allocation) -> Iterator[Problem]:
-    """Yield the problems of the generation settings: settings that the allocation's engine needs but that are missing, settings
-    that it cannot use, and settings that only another engine uses."""
+def _of_engine(config: ExperimentConfig, allocation: Allocation) -> Iterable[Rule]:
+    """Settings that the allocation's engine needs but that are missing, and settings that it cannot use."""
     generation, traits, grid = config.generation, allocation.traits, allocation.generation
     fitting = grid.only(SAMPLES, MATRICES) if traits.is_tensor_parallel else grid.only(SAMPLES)
-    if grid != fitting:
-        yield "allocation", config.allocation, f"the engine {allocation.engine} {traits.grid_limit}: use {fitting}"
-    if "urls" in traits.settings and len(generation.urls) != grid.num_replicas:
-        yield (
+    return (
+        (grid != fitting, "allocation", f"the engine {allocation.engine} {traits.grid_limit}: use {fitting}"),
+        (
+            "urls" in traits.settings and len(generation.urls) != grid.num_replicas,
             "generation.urls",
-            generation.urls,
             f"give {grid.num_replicas} URLs, one for each server of allocation={config.allocation}",
-        )
+        ),
+        (
+            traits.is_embedded and generation.page_size < 4,
+            "generation.page_size",
+            f"the engine {allocation.engine} needs at least 4",
+        ),
+        (
+            config.weights.full_every > 1 and bool(traits.delta_limit),
+            "weights.full_every",
+            f"{traits.delta_limit}; set it to 1",
+        ),
+        (
+            generation.interrupt == "in_place" and bool(config.weights.verify_logprobs) and not traits.scores_in_place,
+            "weights.verify_logprobs",
+            "SGLang scores nothing while it is paused in place; use another generation.interrupt",
+        ),
+    )
+
+
+def _bad_settings(config: ExperimentConfig, allocation: Allocation) -> Iterator[Problem]:
+    """Yield settings of `generation` that only another engine uses, and wrong URLs and arguments of servers."""
+    generation, traits = config.generation, allocation.traits
     for url in generation.urls:
         if not url.startswith(("http://", "https://")):
             yield "generation.urls", url, "write it as http://host:port"
@@ -255,23 +292,9 @@ def _bad_generation(config: ExperimentConfig, allocation: Allocation) -> Iterato
         if value := getattr(generation, name):
             users = " or ".join(engine for engine, other in ENGINES.items() if name in other.settings)
             yield f"generation.{name}", value, f"is for the engine {users}; this is allocation={config.allocation}"
-    for name in generation.server_args:
+    for name, text in generation.server_args.items():
+        field, shown = f"generation.server_args.{name}", name.removeprefix("--").replace("_", "-")
         if name.startswith("--") or "_" in name or not name:
-            shown = name.removeprefix("--").replace("_", "-")
-            yield (
-                f"generation.server_args.{name}",
-                generation.server_args[name],
-                f"write {shown}: the name of the command-line option without --",
-            )
+            yield field, text, f"write {shown}: the name of the command-line option without --"
         if name in OWN_SERVER_ARGS:
-            yield f"generation.server_args.{name}", generation.server_args[name], OWN_SERVER_ARGS[name]
-    if traits.is_embedded and generation.page_size < 4:
-        yield "generation.page_size", generation.page_size, f"the engine {allocation.engine} needs at least 4"
-    if config.weights.full_every > 1 and traits.delta_limit:
-        yield "weights.full_every", config.weights.full_every, f"{traits.delta_limit}; set it to 1"
-    if generation.interrupt == "in_place" and config.weights.verify_logprobs and not traits.scores_in_place:
-        yield (
-            "weights.verify_logprobs",
-            True,
-            "SGLang scores nothing while it is paused in place; use another generation.interrupt",
-        )
+            yield field, text, OWN_SERVER_ARGS[name]
