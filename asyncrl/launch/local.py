@@ -15,14 +15,13 @@ import contextlib
 import os
 import signal
 import socket
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import msgspec
 
@@ -81,6 +80,7 @@ from asyncrl.launch.supervisor.state_machine import (
 )
 from asyncrl.protocol.status import WorkerStatus
 from asyncrl.runtime import unix_sockets
+from asyncrl.runtime.background import on_thread
 from asyncrl.runtime.certificates import CertificateError, make_certificate
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.devices import visible_devices
@@ -90,8 +90,6 @@ from asyncrl.runtime.security import Secrets, remove_secrets, write_secrets
 from asyncrl.runtime.stacks import SUFFIX, answer_requests
 from asyncrl.runtime.trace import merge, trace_dir
 from asyncrl.weights.checkpoints import Checkpoint, list_checkpoints, newest
-
-T = TypeVar("T")
 
 _TURN_S = 0.1
 _PUBLISH_STATUS_S = 1.0
@@ -462,7 +460,7 @@ class Launch:
         self._scaling = make_scaling(  # None: the run starts no servers
             config,
             spec_of=lambda index: plans.server(index, self._attempt),
-            start=lambda spec, lease: pool.ask(self._numbered(spec), lease),
+            start=lambda spec, lease: pool.start(self._numbered(spec), lease),
             service=service,
             notice=view.notice,
             clock=clock,
@@ -557,11 +555,8 @@ class Launch:
         for name in self._restarts.names():
             if not self._is_wanted(name):
                 self._restarts.cancel(name)
-        joined, gone = self._scaling.turn(self._pool.children, [*self._restarts.names(), *self._external.names])
-        for child in gone:
+        for child in self._scaling.turn(self._pool.children, [*self._restarts.names(), *self._external.names]):
             self._pool.forget(child)
-        for child in joined:
-            self._pool.take_in(child)
 
     def _is_wanted(self, name: str) -> bool:
         return self._scaling is None or not name.startswith(f"{SERVER_KIND}/") or self._scaling.includes(name)
@@ -729,20 +724,6 @@ def _record_of(config: ExperimentConfig, attempt: int, num_prompts: int, started
         total_steps=total_steps(config, num_prompts),
         host=socket.gethostname() if host else "",
     )
-
-
-def on_thread(function: Callable[[], T]) -> Future[T]:
-    """Run a function on a thread of its own, because it may take long and the launcher's loop must not wait for it."""
-    result: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(function())
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="launcher's helper", daemon=True).start()
-    return result
 
 
 @contextlib.contextmanager

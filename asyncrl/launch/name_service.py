@@ -25,6 +25,7 @@ from asyncrl.launch.private_etcd import PrivateEtcd
 from asyncrl.launch.rundir import LaunchError
 from asyncrl.protocol.names import Names, incarnation
 from asyncrl.protocol.status import WorkerStatus
+from asyncrl.runtime.background import on_thread
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.names.etcd.server import EtcdServer, EtcdServerError, EtcdTls
 from asyncrl.runtime.names.interface import (
@@ -118,16 +119,7 @@ class NameService:
 
     def grant_lease_soon(self) -> Future[Lease]:
         """Call `grant_lease` on a thread, so that the launcher's loop does not wait."""
-        lease: Future[Lease] = Future()
-
-        def grant() -> None:
-            try:
-                lease.set_result(self.grant_lease())
-            except BaseException as error:
-                lease.set_exception(error)
-
-        threading.Thread(target=grant, name="grant lease", daemon=True).start()
-        return lease
+        return on_thread(self.grant_lease)
 
     def hand_out(self, secrets: Secrets) -> None:
         """Publish the secrets for hosts that do not share the run's folder. Call it before their daemons find the launcher. Does

@@ -23,6 +23,7 @@ from asyncrl.dataflow.topology import Allocation
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.program import ProcessSpec, can_scale
 from asyncrl.launch.supervisor.children import Child, short_end
+from asyncrl.launch.supervisor.pool import NoRoomError
 from asyncrl.protocol.errors import DECODE_ERRORS
 from asyncrl.protocol.scaling import DesiredServers
 from asyncrl.protocol.status import Wait, WorkerStatus
@@ -62,7 +63,7 @@ class Scaling:
         allocated: int,
         *,
         spec_of: Callable[[int], ProcessSpec],
-        start: Callable[[ProcessSpec, Lease], Child],
+        start: Callable[[ProcessSpec, Lease], object],
         grant_lease_soon: Callable[[], Future[Lease]],
         revoke: Callable[[Lease], None],
         notice: Callable[[str], None],
@@ -70,7 +71,8 @@ class Scaling:
         stop_limit_s: float,
         clock: Clock,
     ) -> None:
-        """allocated: number of servers until `scale` sets another number."""
+        """allocated: number of servers until `scale` sets another number. start: adds a child to those that the next turn gets, or
+        raises NoRoomError."""
         self.desired = allocated
         self._spec_of, self._start, self._grant_lease_soon, self._revoke = spec_of, start, grant_lease_soon, revoke
         self._notice, self._clock = notice, clock
@@ -115,9 +117,9 @@ class Scaling:
         """Whether the server of this name is one of the desired servers."""
         return int(name.rpartition("/")[2]) < self.desired
 
-    def turn(self, children: Sequence[Child], elsewhere: Collection[str]) -> tuple[list[Child], list[Child]]:
-        """Move towards the desired number of servers. Returns the servers started now, and those that have ended and are no longer
-        needed. elsewhere: names of servers that other components start."""
+    def turn(self, children: Sequence[Child], elsewhere: Collection[str]) -> list[Child]:
+        """Move towards the desired number of servers. Returns the servers that have ended and are no longer needed. elsewhere:
+        names of servers that other components start."""
         now = self._clock.monotonic()
         self._take_desired()
         servers = {child.name: child for child in children if child.spec.kind == KIND}
@@ -125,7 +127,8 @@ class Scaling:
         gone = self._give_up(servers.values())
         gone += self._see_off([child for child in servers.values() if child not in gone], now)
         held = (servers.keys() - {child.name for child in gone}) | self._given_up | set(elsewhere)
-        return self._bring(held, now), gone
+        self._bring(held, now)
+        return gone
 
     def shown(self, child: Child, status: WorkerStatus) -> WorkerStatus:
         """Return the child's status. If the child is leaving, add what it waits for."""
@@ -206,12 +209,11 @@ class Scaling:
             return True
         return drained
 
-    def _bring(self, held: Collection[str], now: float) -> list[Child]:
+    def _bring(self, held: Collection[str], now: float) -> None:
         for index in range(self.desired):
             name = f"{KIND}/{index}"
             if name not in held and name not in self._coming:
                 self._coming[name] = _Coming(index, now, self._grant_lease_soon())
-        started: list[Child] = []
         for name, coming in list(self._coming.items()):
             if not coming.lease.done() or now < coming.due:
                 continue
@@ -226,16 +228,20 @@ class Scaling:
             if coming.index >= self.desired:
                 self._revoke(coming.lease.result())
                 continue
-            started.append(self._start(self._spec_of(coming.index), coming.lease.result()))
-            self._joined.add(name)
-        return started
+            try:
+                self._start(self._spec_of(coming.index), coming.lease.result())
+                self._joined.add(name)
+            except NoRoomError as error:
+                self._revoke(coming.lease.result())
+                self._given_up.add(name)
+                self._notice(f"{name} could not join the run, which continues without it: {error}")
 
 
 def make_scaling(
     config: ExperimentConfig,
     *,
     spec_of: Callable[[int], ProcessSpec],
-    start: Callable[[ProcessSpec, Lease], Child],
+    start: Callable[[ProcessSpec, Lease], object],
     service: NameService,
     notice: Callable[[str], None],
     clock: Clock,

@@ -11,12 +11,11 @@ processes are lost through no fault of the call, the rollout is released.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import os
 import sys
-import threading
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +25,7 @@ from asyncrl.data.prompts import Prompt
 from asyncrl.rewards.judges import Call, Calls, CodeChangedError, JudgeDied, Judges, JudgesGone, JudgesLost
 from asyncrl.rewards.outcome import REWARD_LOST, RolloutEnded, RolloutRejected, RolloutReleased
 from asyncrl.rewards.reward_function import RewardFunction, as_reward, shown
+from asyncrl.runtime.background import on_thread
 from asyncrl.runtime.services import Services
 
 _SLOW_CALL_S = 0.01
@@ -76,7 +76,7 @@ class Reward:
             function = RewardFunction.import_from(spec)
             self._function, self._is_async, self._arguments = function.call, function.is_async, function.arguments
         self._threads = asyncio.Semaphore(_MAX_THREADS)
-        self._abandoned: list[threading.Thread] = []
+        self._abandoned: list[Future[Any]] = []
 
     @classmethod
     def of(cls, spec: str, rollout: RolloutConfig, services: Services) -> Reward:
@@ -174,15 +174,15 @@ class Reward:
             return values
 
         async with self._threads:
-            self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
+            self._abandoned = [thread for thread in self._abandoned if not thread.done()]
             if len(self._abandoned) >= _MAX_ABANDONED:
                 raise self._rejected("reward_timeout", f"{len(self._abandoned)} calls of {self.spec} still hang")
-            thread, future = start_thread(run, f"reward {self.spec}")
+            thread = start_thread(run, f"reward {self.spec}")
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    return self._checked(await future)
+                    return self._checked(await asyncio.wrap_future(thread))
             finally:
-                if thread.is_alive():
+                if not thread.done():
                     self._abandoned.append(thread)
 
     def _checked(self, values: Sequence[Any]) -> list[float]:
@@ -208,38 +208,19 @@ class Reward:
         return RolloutRejected(reason, detail)
 
 
-def start_thread(run: Callable[[], Any], name: str) -> tuple[threading.Thread, asyncio.Future[Any]]:
-    """Run a function in a new daemon thread. The future gets its result or exception, unless the future was cancelled."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(value: Any, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(value)
-        else:
-            future.set_exception(error)
-
+def start_thread(run: Callable[[], Any], name: str) -> Future[Any]:
+    """Run users' code in a new daemon thread. Await the result with asyncio.wrap_future."""
     process = os.getpid()
 
-    def body() -> None:
-        value: Any = None
-        error: BaseException | None = None
+    def body() -> Any:
         try:
-            value = run()
+            return run()
         except (StopIteration, SystemExit, KeyboardInterrupt) as raised:
             # A future cannot carry StopIteration. SystemExit (generated code may call exit()) and KeyboardInterrupt would end the
             # worker.
-            error = RuntimeError(f"{type(raised).__name__}: {raised}")
-            error.__cause__ = raised
-        except BaseException as raised:
-            error = raised
-        if os.getpid() != process:  # the user's code forked, and its child returned into this code
-            os._exit(0)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has ended
-            loop.call_soon_threadsafe(settle, value, error)
+            raise RuntimeError(f"{type(raised).__name__}: {raised}") from raised
+        finally:
+            if os.getpid() != process:  # the user's code forked, and its child returned into this code
+                os._exit(0)
 
-    thread = threading.Thread(target=body, name=name, daemon=True)
-    thread.start()
-    return thread, future
+    return on_thread(body, name)

@@ -17,9 +17,9 @@ import contextlib
 import inspect
 import logging
 import math
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -213,17 +213,17 @@ class _Threads:
         self.room = asyncio.Semaphore(
             _MAX_THREADS
         )  # a conversation holds a place while it runs; one that waits gets a place when another's rollout ends
-        self._started: list[threading.Thread] = []
+        self._started: list[Future[Any]] = []
 
     def start(self, run: Callable[[], Any], name: str) -> asyncio.Future[Any]:
-        self._started = [thread for thread in self._started if thread.is_alive()]
+        self._started = [thread for thread in self._started if not thread.done()]
         if len(self._started) >= _MAX_THREADS + _MAX_ABANDONED:
             raise RolloutRejected(
                 "agent_hangs", f"{len(self._started)} threads of `chat` have not ended; no more are started"
             )
-        thread, future = start_thread(run, name)
+        thread = start_thread(run, name)
         self._started.append(thread)
-        return future
+        return asyncio.wrap_future(thread)
 
 
 def _add_rewards(episode: Episode, value: Any) -> None:

@@ -1,11 +1,15 @@
-"""Tasks that run beside a process's main task."""
+"""Tasks and threads that run beside a process's main task."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from typing import Any
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class BackgroundTasks:
@@ -34,3 +38,18 @@ class BackgroundTasks:
             self.failed.set()
         else:
             self._logger.error("%s failed too", task.get_name(), exc_info=error)
+
+
+def on_thread(function: Callable[[], T], name: str = "helper") -> Future[T]:
+    """Run a function on a daemon thread of its own, because it may take long and the caller's loop must not wait for it."""
+    result: Future[T] = Future()
+    result.set_running_or_notify_cancel()  # it cannot be cancelled
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return result

@@ -18,6 +18,7 @@ from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import ProcessSpec, can_scale, plan, server_spec
 from asyncrl.launch.scaling import Scaling
 from asyncrl.launch.supervisor.children import Child
+from asyncrl.launch.supervisor.pool import NoRoomError
 from asyncrl.manager.scaling import ServerTarget, servers_reply
 from asyncrl.protocol.manager import ServerView
 from asyncrl.protocol.names import Names
@@ -71,13 +72,14 @@ class World:
         self.revoked: list[int] = []
         self.leases: list[Future[Lease]] = []
         self.answers = True  # whether name resolve grants leases
+        self.is_full = False  # whether no host has room
         self.children = [self.child(self.spec(index)) for index in range(allocated)]
         for child in self.children:
             self.run(child)
         self.scaling = Scaling(
             allocated,
             spec_of=self.spec,
-            start=lambda spec, lease: self.child(spec),
+            start=self.start,
             grant_lease_soon=self.grant,
             revoke=lambda lease: self.revoked.append(lease.id),
             notice=self.told.append,
@@ -100,6 +102,11 @@ class World:
             lease.set_result(Lease(None, 7, 30.0))  # type: ignore[arg-type]
         return lease
 
+    def start(self, spec: ProcessSpec, lease: Lease) -> None:
+        if self.is_full:
+            raise NoRoomError(f"{spec.name} fits nowhere")
+        self.children.append(self.child(spec))
+
     @staticmethod
     def run(child: FakeChild) -> None:
         status = WorkerStatus(worker=child.name, pid=99, attempt=1, state="running", time=0.0, progress=1)
@@ -117,8 +124,10 @@ class World:
     def turn(self, *elsewhere: str, after_s: float = 0.1) -> list[str]:
         """Run one turn. Returns the changes by index: +1 means server 1 has joined, -1 that it is gone."""
         self.clock.now += after_s
-        joined, gone = self.scaling.turn(self.children, elsewhere)
-        self.children = [child for child in self.children if child not in gone] + joined  # type: ignore[assignment]
+        before = list(self.children)
+        gone = self.scaling.turn(before, elsewhere)
+        joined = [child for child in self.children if child not in before]
+        self.children = [child for child in self.children if child not in gone]
         return [f"+{child.name[-1]}" for child in joined] + [f"-{child.name[-1]}" for child in gone]
 
     def __getitem__(self, index: int) -> FakeChild:
@@ -247,6 +256,20 @@ def test_a_server_that_fails_to_join_and_is_no_longer_desired_is_removed_once(wo
     world.scale(1)
     assert world.turn() == ["-1"]
     assert world.turn() == []
+
+
+def test_a_server_for_which_no_host_has_room_is_given_up_until_the_next_request(world: World) -> None:
+    world.is_full = True
+    world.scale(2)
+    assert world.turn() == []
+    assert world.told[-1].endswith(
+        "could not join the run, which continues without it: generation_server/1 fits nowhere"
+    )
+    assert world.revoked == [7]
+    world.is_full = False
+    assert world.turn() == []
+    world.scale(2)
+    assert world.turn() == ["+1"]
 
 
 def test_servers_that_other_components_start_are_not_started(world: World) -> None:

@@ -13,7 +13,6 @@ import contextlib
 import os
 import subprocess
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,8 @@ from asyncrl.launch.name_service import NameService
 from asyncrl.launch.program import ProcessSpec, config_text, save_config
 from asyncrl.launch.rundir import LaunchError, configs_dir, logs_dir
 from asyncrl.launch.slurm import own_start
-from asyncrl.launch.supervisor.children import KILL_LIMIT_S, Child
+from asyncrl.launch.supervisor.children import Child
+from asyncrl.launch.supervisor.pool import NoRoomError, Pool
 from asyncrl.launch.worker_main import PARENT_ENV
 from asyncrl.protocol.errors import DECODE_ERRORS
 from asyncrl.protocol.hosts import DesiredProcess, HostRecord, HostReport, LauncherRecord, ObservedProcess
@@ -138,12 +138,8 @@ class RemoteChild(Child):
             self.lost, self._how = how, how
             self.returncode, self.ended = _LOST, self.clock.time()
 
-    def refuse(self, how: str) -> None:
-        """Mark the child as ended, because no host has room for it. how: the reason."""
-        self._how, self.returncode, self.ended = how, 1, self.clock.time()
 
-
-class RemoteProcessPool:
+class RemoteProcessPool(Pool):
     """consumes: reports of hosts, host daemons that appear and disappear. produces: children, up to date; the desired state.
 
     waits for: in `wait_for_hosts` the daemons of all hosts (network.hosts_limit_s); in `turn` a report; in `stop` the exit of the
@@ -166,9 +162,8 @@ class RemoteProcessPool:
 
         config: contains the endpoints of name resolve. own_host: the launcher's host, by its name in the config.
         """
-        self.children: list[Child] = []
-        self._config, self._run_dir, self._own_host = config, run_dir, own_host
-        self._notice, self._say, self._clock = notice, say, clock
+        super().__init__(notice, clock)
+        self._config, self._run_dir, self._own_host, self._say = config, run_dir, own_host, say
         self._names = Names(config.experiment, config.trial)
         self._resolver = service.resolver
         self._record = LauncherRecord(
@@ -191,7 +186,6 @@ class RemoteProcessPool:
         self._noticed: dict[str, int] = {}  # by host daemon: number of the last notice shown
         self._placement = Placement([], own_host)
         self._num_started = 0
-        self._ended_at_once: deque[RemoteChild] = deque()
         try:
             for key, cache in self._caches.items():
                 self._resolver.watch(key, cache.observe, subtree=True)
@@ -244,32 +238,27 @@ class RemoteProcessPool:
 
     # ------------------------------------------------------------------------------------------ as ProcessPool on one machine
 
-    @property
-    def alive(self) -> list[Child]:
-        return [child for child in self.children if child.returncode is None]
-
     def start(self, spec: ProcessSpec, lease: Lease, *, restarts: int = 0) -> Child:
-        """Publish a process as desired and add it to `children`. Raises LaunchError if no host has room for it."""
+        """Publish a process as desired and add it to `children`. Raises NoRoomError if no host has room for it."""
         try:
-            child = self._start(spec, lease, restarts)
+            place = self._placement.place(spec)
         except PlacementError as error:
-            raise LaunchError(f"{spec.name} cannot be started on the remaining hosts: {error}") from error
-        self.take_in(child)
-        return child
-
-    def ask(self, spec: ProcessSpec, lease: Lease) -> Child:
-        """Start a generation server that joins the run, without adding it to `children`. If no host has room, returns a child that
-        has already ended."""
-        try:
-            return self._start(spec, lease, 0)
-        except PlacementError as error:
-            child = self._make_child(spec, lease)
-            child.refuse(f"does not fit on any host: {error}")
-            self._ended_at_once.append(child)
-            return child
-
-    def take_in(self, child: Child) -> None:
+            raise NoRoomError(f"{spec.name} cannot be started on the remaining hosts: {error}") from error
+        self._num_started += 1
+        child = RemoteChild(
+            placed(spec, place, with_gpus=self._placement.has_gpus),
+            lease,
+            run_dir=self._run_dir,
+            incarnation=self._num_started,
+            host=place.host.name,
+            host_daemon=self._known[place.host.name].incarnation,
+            desired=self._desired,
+            restarts=restarts,
+            clock=self._clock,
+        )
+        self._desired.put(child, "run")
         self.children.append(child)
+        return child
 
     def turn(self, wait_s: float) -> list[Child]:
         """Process reports, and hosts that appeared or disappeared. Returns the children that have ended since the last turn."""
@@ -288,9 +277,7 @@ class RemoteProcessPool:
                     child.take_in(entry)
         self._take_in_daemons()
         self._look_after_own_daemon()
-        ended: list[Child] = [*self._ended_at_once]
-        self._ended_at_once.clear()
-        return ended + [child for child in self.children if id(child) in before and child.returncode is not None]
+        return [child for child in self.children if id(child) in before and child.returncode is not None]
 
     def forget(self, child: Child) -> None:
         if child not in self.children:
@@ -300,17 +287,6 @@ class RemoteProcessPool:
         self._desired.remove(child)
         if not any(other.name == child.name for other in self.children):
             self._placement.release(child.name)
-
-    def stop(self, limit_s: float, impatient: Callable[[], bool]) -> None:
-        """Ask all children to stop, then kill the rest. Rollout workers stop first, as in ProcessPool."""
-        rollout_workers = [child for child in self.children if child.spec.kind == "rollout_worker"]
-        self._ask_and_wait(rollout_workers, limit_s / 3, impatient)
-        self._ask_and_wait(self.children, limit_s * 2 / 3, impatient)
-        deadline = self._clock.monotonic() + KILL_LIMIT_S
-        while (alive := self.alive) and self._clock.monotonic() < deadline:
-            for child in alive:
-                child.kill()
-            self.turn(_STOP_TURN_S)
 
     def close(self) -> None:
         """Announce the end of the run to the host daemons, and wait until they have ended.
@@ -332,44 +308,6 @@ class RemoteProcessPool:
                 self._own_daemon.wait()
 
     # ------------------------------------------------------------------------------------------------------------- inside
-
-    def _start(self, spec: ProcessSpec, lease: Lease, restarts: int) -> RemoteChild:
-        place = self._placement.place(spec)
-        here = placed(spec, place, with_gpus=self._placement.has_gpus)
-        child = self._make_child(here, lease, place.host.name, restarts)
-        self._desired.put(child, "run")
-        return child
-
-    def _make_child(self, spec: ProcessSpec, lease: Lease, host: str = "", restarts: int = 0) -> RemoteChild:
-        """Make the record of a child. host: "" if it has no host; it then never runs."""
-        self._num_started += 1
-        return RemoteChild(
-            spec,
-            lease,
-            run_dir=self._run_dir,
-            incarnation=self._num_started,
-            host=host,
-            host_daemon=self._known[host].incarnation if host else "",
-            desired=self._desired,
-            restarts=restarts,
-            clock=self._clock,
-        )
-
-    def _ask_and_wait(self, children: Sequence[Child], limit_s: float, impatient: Callable[[], bool]) -> None:
-        """Ask the children to stop. Waits for: their exit. Unblocked by: their exit, the limit, or impatient() (kill at once)."""
-        for child in children:
-            child.ask_to_stop()
-        began, said = self._clock.monotonic(), False
-        while alive := [child.name for child in children if child.returncode is None]:
-            waited_s = self._clock.monotonic() - began
-            if impatient() or waited_s > limit_s:
-                return
-            if waited_s > _SAY_AFTER_S and not said:
-                said = True
-                self._notice(
-                    f"waiting up to {limit_s:g} s for {', '.join(alive)} to stop; a second Ctrl-C kills at once"
-                )
-            self.turn(_STOP_TURN_S)
 
     def _missing(self) -> list[str]:
         with self._news:
@@ -508,8 +446,7 @@ class _DesiredState:
 
     def remove(self, child: RemoteChild) -> None:
         """Delete a child's desired state. Its host daemon then kills the process, if it still runs, and no longer reports it."""
-        if child.host:
-            self._publish(self._names.desired_process(child.host, child.name), None)
+        self._publish(self._names.desired_process(child.host, child.name), None)
 
     def close(self) -> None:
         with self._condition:

@@ -16,7 +16,6 @@ from asyncrl.launch.program import ProcessSpec
 from asyncrl.launch.rundir import LAUNCH_ENV, RUN_DIR_ENV, LaunchError, logs_dir
 from asyncrl.launch.supervisor import fork_server
 from asyncrl.launch.supervisor.children import (
-    KILL_LIMIT_S,
     Child,
     config_file,
     how_it_ended,
@@ -31,19 +30,18 @@ from asyncrl.launch.supervisor.fork_server import (
     adopt_orphans,
     is_supported,
 )
+from asyncrl.launch.supervisor.pool import Pool
 from asyncrl.launch.supervisor.reaper import Reaper
 from asyncrl.protocol.names import incarnation
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.names.interface import Lease
 
-_SAY_AFTER_S = 2.0  # after this time a stop reports which processes it waits for
-_STOP_TURN_S = 0.02
 _REAPER_LIMIT_S = 5.0
 _FORK_LIMIT_S = 10.0  # limit of a fork, if the fork server has forked before, so that its imports are done
 _ROOM_FOR_LATER = "0000"  # room in a worker's command line for longer numbers of attempts and servers
 
 
-class ProcessPool:
+class ProcessPool(Pool):
     """consumes: the status lines and exits of children. produces: the records of these children (`children`), up to date.
 
     waits for: in `turn` a pipe, in `stop` the exit of the children; both waits have limits.
@@ -65,8 +63,7 @@ class ProcessPool:
         their environment, and those of no other pool; default: LAUNCH_ENV with a new value. socket_dir: network.socket_dir, removed
         when the launcher ends."""
         marker = marker or f"{LAUNCH_ENV}={incarnation('launcher')}:{run_dir}"
-        self.children: list[Child] = []
-        self._notice, self._clock = notice, clock
+        super().__init__(notice, clock)
         self._selector = selectors.DefaultSelector()
         self._reaper = Reaper(marker, socket_dir)
         name, _, value = marker.partition("=")
@@ -81,31 +78,16 @@ class ProcessPool:
             clock=clock,
         )
 
-    @property
-    def alive(self) -> list[Child]:
-        """Children that have not ended, including pending ones."""
-        return [child for child in self.children if child.returncode is None]
-
     def start(self, spec: ProcessSpec, lease: Lease, *, restarts: int = 0) -> Child:
         """Start a process and add it to `children`. restarts: how often this process has been restarted so far, including this
         start if it is a restart. 0: its first start."""
         child = self._starts.start(spec, lease, restarts=restarts)
-        self.take_in(child)
-        return child
-
-    def ask(self, spec: ProcessSpec, lease: Lease) -> Child:
-        """Start a process without adding it to `children`. The caller must pass the result to `take_in`."""
-        return self._starts.start(spec, lease)
-
-    def take_in(self, child: Child) -> None:
-        """Add a child from `ask`, which is started or still pending."""
         self.children.append(child)
         if child.process is not None:
             self._begin(child)
+        return child
 
     def turn(self, wait_s: float) -> list[Child]:
-        """Wait up to wait_s for the first status or exit of a child, then process all that have arrived. Returns the children that
-        have ended since the last turn."""
         for key, _ in self._selector.select(wait_s):
             child: Child | None = key.data  # None: a fork server
             if child is not None and not child.read_status():
@@ -131,19 +113,11 @@ class ProcessPool:
         os.close(child.pipe)
 
     def stop(self, limit_s: float, impatient: Callable[[], bool]) -> None:
-        """Ask all children to stop, then kill those that have not ended in time. Rollout workers stop first, while the processes
-        that they report to still run. Those then have no pending work."""
+        """Remove the pending children, and stop the others."""
         for child in self._starts.close():
             self.children.remove(child)
             os.close(child.pipe)
-        rollout_workers = [child for child in self.children if child.spec.kind == "rollout_worker"]
-        self._ask_and_wait(rollout_workers, limit_s / 3, impatient)
-        self._ask_and_wait(self.children, limit_s * 2 / 3, impatient)
-        deadline = self._clock.monotonic() + KILL_LIMIT_S
-        while (alive := [child for child in self.children if not child.poll()]) and self._clock.monotonic() < deadline:
-            for child in alive:
-                child.kill()
-            self._clock.sleep(_STOP_TURN_S)
+        super().stop(limit_s, impatient)
         for child in self.children:
             os.close(child.pipe)
         self._selector.close()
@@ -157,22 +131,6 @@ class ProcessPool:
         assert child.process is not None
         self._reaper.add(child.process.pid)
         self._selector.register(child.pipe, selectors.EVENT_READ, child)
-
-    def _ask_and_wait(self, children: Sequence[Child], limit_s: float, impatient: Callable[[], bool]) -> None:
-        """Ask the children to stop. Waits for: their exit. Unblocked by: their exit, the limit, or impatient() (kill at once)."""
-        for child in children:
-            child.ask_to_stop()
-        start = self._clock.monotonic()
-        said = False
-        while alive := [child for child in children if not child.poll()]:
-            waited_s = self._clock.monotonic() - start
-            if impatient() or waited_s > limit_s:
-                return
-            if waited_s > _SAY_AFTER_S and not said:
-                said = True
-                names = ", ".join(child.name for child in alive)
-                self._notice(f"waiting up to {limit_s:g} s for {names} to stop; a second Ctrl-C kills at once")
-            self._clock.sleep(_STOP_TURN_S)
 
 
 class _Starts:
