@@ -61,7 +61,7 @@ class NameStore(Store):
         return self._resolver.delete(self._name(key))
 
     def getNumKeys(self) -> int:
-        return len(self._resolver.find_subtree(self._root))
+        return len(self._resolver.get_subtree(self._root))
 
     def hasExtendedApi(self) -> bool:
         return False

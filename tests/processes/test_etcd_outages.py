@@ -219,7 +219,7 @@ def test_adds_are_done_once_through_an_outage(server: EtcdServer, open_etcd: Ope
         finally:
             stop.set()
         num_added = sum(future.result(LIMIT_S) for future in added)
-    assert len(names.find_subtree(root)) == num_added
+    assert len(names.get_subtree(root)) == num_added
 
 
 def wait_until_frozen(pid: int) -> None:

@@ -20,7 +20,7 @@ from asyncrl.runtime.names.interface import (
     WatchCallback,
     WatchEvent,
 )
-from tests.support.memory_names import MemoryNameResolver, MemoryStore
+from tests.support.memory_names import MemoryNameResolver, MemoryStore, covers
 
 if TYPE_CHECKING:
     from tests.simulation.world import Process, SimulatedWorld
@@ -84,7 +84,7 @@ class NameStore(MemoryStore):
 
     def _tell(self, event: WatchEvent) -> None:
         for watch in list(self.watches.values()):
-            if watch.matches(event.key):
+            if covers(watch, event.key):
                 at = max(watch.last_at, self.down_until, self._world.now + self._world.draw_delay())
                 watch.last_at = at
                 self._world.scheduler.at(at, watch.deliver, event, loop=watch.process.loop)
@@ -97,14 +97,15 @@ class SimNameResolver(MemoryNameResolver):
         super().__init__(store)
         self._store, self._process = store, process
 
-    def _get(self, key: str) -> str | None:
-        self.check_up()
-        return super()._get(key)
+    def _read(self, key: str, *, subtree: bool) -> dict[str, str]:
+        if not subtree:
+            self.check_up()
+        return super()._read(key, subtree=subtree)
 
     def _watch(self, key: str, callback: WatchCallback, *, subtree: bool, limit_s: float | None) -> Watch:
         watch = SimWatch(self._store, self._process, key, subtree, callback)
         for name, entry in sorted(self._store.entries.items()):
-            if watch.matches(name):
+            if covers(watch, name):
                 callback(WatchEvent("put", name, entry.value))
         self._store.watches[id(watch)] = watch
         self._process.watches.append(watch)

@@ -8,7 +8,8 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ from asyncrl.runtime.names.interface import (
 from asyncrl.runtime.system import System
 
 MEMORY = "memory://"
+_MAX_PENDING_EVENTS = 4096  # above this, a watch with a slow callback keeps only the newest event of each key
 
 
 @dataclass
@@ -42,13 +44,56 @@ class _MemoryLease:
     keys: set[str] = field(default_factory=set)
 
 
+def covers(watch: Watch, key: str) -> bool:
+    """Return whether the watch covers this key, which never ends with a slash."""
+    return key.startswith(watch.what) if watch.what.endswith("/") else key == watch.what
+
+
 class _MemoryWatch(Watch):
     def __init__(self, space: MemoryStore, key: str, subtree: bool, callback: WatchCallback) -> None:
         super().__init__(key, subtree, callback)
         self._space = space
+        self._condition = threading.Condition()
+        self._pending: deque[WatchEvent] = deque()
+        self._delivering = False  # whether a thread runs callbacks now
 
     def _stop(self) -> None:
         self._space.remove_watch(self)
+
+    def _enqueue(self, events: Sequence[WatchEvent]) -> None:
+        """Queue events. The caller must call _deliver afterwards, without holding locks."""
+        with self._condition:
+            if self.cancelled:
+                return
+            self._pending.extend(events)
+            if len(self._pending) > _MAX_PENDING_EVENTS:
+                self._pending = deque({event.key: event for event in self._pending}.values())
+
+    def _deliver(self) -> None:
+        """Run callbacks until no event is pending. If another thread is delivering, that thread also handles the queued
+        events.
+        """
+        with self._condition:
+            if self._delivering:
+                return
+            self._delivering = True
+        try:
+            while (event := self._next_event()) is not None:
+                self._tell(event)
+        except BaseException:  # such as KeyboardInterrupt: the next caller of _deliver continues
+            self._end_delivery()
+            raise
+
+    def _next_event(self) -> WatchEvent | None:
+        with self._condition:  # one critical section, so that no event queued meanwhile is left behind
+            if self._pending and not self.cancelled:
+                return self._pending.popleft()
+            self._end_delivery()
+            return None
+
+    def _end_delivery(self) -> None:
+        with self._condition:
+            self._delivering = False
 
 
 class MemoryStore:
@@ -92,6 +137,10 @@ class MemoryStore:
         del self.entries[key]
         self._tell(WatchEvent("delete", key))
 
+    def names(self, key: str, subtree: bool) -> list[str]:
+        """Return this key if it exists, or the keys below it, sorted."""
+        return sorted(name for name in self.entries if (name.startswith(key + "/") if subtree else name == key))
+
     def grant(self, lease_id: int, ttl_s: float, expires: float) -> None:
         self.leases[lease_id] = _MemoryLease(ttl_s, expires)
         if expires < math.inf:
@@ -108,7 +157,7 @@ class MemoryStore:
 
     def add_watch(self, watch: _MemoryWatch) -> None:
         state = [
-            WatchEvent("put", key, entry.value) for key, entry in sorted(self.entries.items()) if watch.matches(key)
+            WatchEvent("put", key, entry.value) for key, entry in sorted(self.entries.items()) if covers(watch, key)
         ]
         watch._enqueue(state)
         self._changed[watch] = None
@@ -126,7 +175,7 @@ class MemoryStore:
 
     def _tell(self, event: WatchEvent) -> None:
         for watch in self._watches:
-            if watch.matches(event.key):
+            if covers(watch, event.key):
                 watch._enqueue([event])
                 self._changed[watch] = None
 
@@ -171,30 +220,16 @@ class MemoryNameResolver(NameResolver):
                 raise NameEntryExists(f"name {key!r} already exists")
             self._space.put(key, value, lease)
 
-    def _get(self, key: str) -> str | None:
+    def _read(self, key: str, *, subtree: bool) -> dict[str, str]:
         with self._space.locked():
-            entry = self._space.entries.get(key)
-            return None if entry is None else entry.value
+            return {name: self._space.entries[name].value for name in self._space.names(key, subtree)}
 
-    def _get_subtree(self, key: str) -> dict[str, str]:
+    def _delete(self, key: str, *, subtree: bool) -> int:
         with self._space.locked():
-            return {
-                name: entry.value for name, entry in sorted(self._space.entries.items()) if name.startswith(key + "/")
-            }
-
-    def _delete(self, key: str) -> bool:
-        with self._space.locked():
-            if key not in self._space.entries:
-                return False
-            self._space.delete(key)
-            return True
-
-    def _clear_subtree(self, key: str) -> int:
-        with self._space.locked():
-            keys = sorted(name for name in self._space.entries if name.startswith(key + "/"))
-            for name in keys:
+            names = self._space.names(key, subtree)
+            for name in names:
                 self._space.delete(name)
-            return len(keys)
+            return len(names)
 
     def _compare_and_swap(self, key: str, expected: str | None, value: str) -> bool:
         with self._space.locked():

@@ -217,7 +217,7 @@ async def test_published_keys_are_removed_when_the_worker_ends():
     worker = Recorder(publish)
     await worker.main()
     with open_names(MEMORY) as resolver:
-        assert resolver.find_subtree(worker.names.generation_servers()) == []
+        assert resolver.get_subtree(worker.names.generation_servers()) == {}
 
 
 async def test_the_last_status_in_the_pipe_is_the_error(monkeypatch):

@@ -14,10 +14,8 @@ import math
 import re
 import threading
 import time
-import uuid
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -26,7 +24,6 @@ logger = logging.getLogger(__name__)
 MAX_NAME_BYTES = 4096
 MAX_VALUE_BYTES = 1_000_000  # etcd refuses requests above 1.5 MB
 _CANCEL_LIMIT_S = 5.0  # cancelling a watch waits at most this long for a running callback
-_MAX_PENDING_EVENTS = 4096  # above this, a watch with a slow callback keeps only the newest event of each key
 _PUBLISH_RETRY_S = 0.2  # pause of `publish` between two attempts
 _MOST_REFRESHES_A_SECOND = 1000.0  # of all leases of a session
 _MIN_READ_S = 0.2  # a wait with timeout 0 may still take this long to read the current value
@@ -117,73 +114,34 @@ class Watch:
     def __init__(self, key: str, subtree: bool, callback: WatchCallback) -> None:
         self.what = key + "/" if subtree else key
         self._callback = callback
-        self._condition = threading.Condition()
-        self._pending: deque[WatchEvent] = deque()
-        self._delivering: int | None = None  # the thread that runs callbacks now
+        self._calling = threading.RLock()  # held while a callback runs
         self._cancelled = threading.Event()
 
     @property
     def cancelled(self) -> bool:
         return self._cancelled.is_set()
 
-    def matches(self, key: str) -> bool:
-        """Return whether the watch covers this key, which never ends with a slash."""
-        return key.startswith(self.what) if self.what.endswith("/") else key == self.what
-
     def cancel(self) -> None:
         """End the watch. Waits at most 5 s for a callback that another thread is running. May be called from a callback."""
         self._cancelled.set()
         self._stop()
-        with self._condition:
-            self._pending.clear()
-            if self._delivering not in (None, threading.get_ident()) and not self._condition.wait_for(
-                lambda: self._delivering is None, timeout=_CANCEL_LIMIT_S
-            ):
-                logger.warning(
-                    "callback of the watch on %s is still running %g s after cancel", self.what, _CANCEL_LIMIT_S
-                )
+        if self._calling.acquire(timeout=_CANCEL_LIMIT_S):
+            self._calling.release()
+        else:
+            logger.warning("callback of the watch on %s is still running %g s after cancel", self.what, _CANCEL_LIMIT_S)
 
     def _stop(self) -> None:
         """Hook for the backend to end the watch."""
 
-    def _enqueue(self, events: Sequence[WatchEvent]) -> None:
-        """Queue events. The caller must call _deliver afterwards, without holding locks."""
-        with self._condition:
-            if self._cancelled.is_set():
+    def _tell(self, event: WatchEvent) -> None:
+        """Call the callback, unless the watch is cancelled."""
+        with self._calling:
+            if self.cancelled:
                 return
-            self._pending.extend(events)
-            if len(self._pending) > _MAX_PENDING_EVENTS:
-                self._pending = deque({event.key: event for event in self._pending}.values())
-
-    def _deliver(self) -> None:
-        """Run callbacks until no event is pending. If another thread is delivering, that thread also handles the queued
-        events.
-        """
-        with self._condition:
-            if self._delivering is not None:
-                return
-            self._delivering = threading.get_ident()
-        try:
-            while (event := self._next_event()) is not None:
-                try:
-                    self._callback(event)
-                except Exception:
-                    logger.exception("callback of the watch on %s failed at %s", self.what, event)
-        except BaseException:  # such as KeyboardInterrupt: the next caller of _deliver continues
-            self._end_delivery()
-            raise
-
-    def _next_event(self) -> WatchEvent | None:
-        with self._condition:  # one critical section, so that no event queued meanwhile is left behind
-            if self._pending and not self._cancelled.is_set():
-                return self._pending.popleft()
-            self._end_delivery()
-            return None
-
-    def _end_delivery(self) -> None:
-        with self._condition:
-            self._delivering = None
-            self._condition.notify_all()
+            try:
+                self._callback(event)
+            except Exception:
+                logger.exception("callback of the watch on %s failed at %s", self.what, event)
 
 
 def refresh_interval(ttl_s: float, num_leases: int, longest_s: float) -> float:
@@ -274,35 +232,25 @@ class NameResolver(ABC):
         """Adopt an entry without a lease that another session has put: this session restores it if the backend loses its data."""
         self._look_after(self._key(name), value)
 
-    def add_subentry(self, name: str, value: str, *, lease: int | None = None) -> str:
-        """Put an entry under a new unique key below `name`, and return the key."""
-        key = self._key(f"{name}/{uuid.uuid4().hex}")
-        self.add(key, value, lease=lease)
-        return key
-
     def get(self, name: str) -> str:
         """Return the value. Raises NameEntryNotFound."""
         key = self._key(name)
-        value = self._get(key)
-        if value is None:
+        entries = self._read(key, subtree=False)
+        if key not in entries:
             raise NameEntryNotFound(f"name {key!r} does not exist")
-        return value
+        return entries[key]
 
     def get_subtree(self, name: str) -> dict[str, str]:
         """Return keys and values of all entries below `name`, sorted by key, without the entry of `name` itself."""
-        return self._get_subtree(self._key(name))
-
-    def find_subtree(self, name: str) -> list[str]:
-        """Return the keys of get_subtree."""
-        return list(self.get_subtree(name))
+        return self._read(self._key(name), subtree=True)
 
     def delete(self, name: str) -> bool:
         """Delete one entry. Returns False if it did not exist."""
-        return self._delete(self._key(name))
+        return self._delete(self._key(name), subtree=False) > 0
 
     def clear_subtree(self, name: str) -> int:
         """Delete all entries below `name`, but not the entry of `name` itself. Returns their number."""
-        return self._clear_subtree(self._key(name))
+        return self._delete(self._key(name), subtree=True)
 
     def compare_and_swap(self, name: str, expected: str | None, value: str) -> bool:
         """Set `value` atomically if the current value is `expected` (None: if there is no entry). An existing entry
@@ -404,16 +352,12 @@ class NameResolver(ABC):
     def _add(self, key: str, value: str, replace: bool, lease: int | None) -> None: ...
 
     @abstractmethod
-    def _get(self, key: str) -> str | None: ...
+    def _read(self, key: str, *, subtree: bool) -> dict[str, str]:
+        """Return the entries of the key, or of its subtree, sorted by key."""
 
     @abstractmethod
-    def _get_subtree(self, key: str) -> dict[str, str]: ...
-
-    @abstractmethod
-    def _delete(self, key: str) -> bool: ...
-
-    @abstractmethod
-    def _clear_subtree(self, key: str) -> int: ...
+    def _delete(self, key: str, *, subtree: bool) -> int:
+        """Delete the entry of the key, or its subtree. Returns the number of entries."""
 
     @abstractmethod
     def _compare_and_swap(self, key: str, expected: str | None, value: str) -> bool: ...

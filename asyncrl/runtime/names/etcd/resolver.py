@@ -83,19 +83,14 @@ class EtcdNameResolver(NameResolver):
     def _look_after(self, key: str, value: str) -> None:
         self._keeper.record(key, value, None, self._keeper.losses)
 
-    def _get(self, key: str) -> str | None:
-        return self._store.read(one_key(key), f"get {key!r}")[0].get(key)
+    def _read(self, key: str, *, subtree: bool) -> dict[str, str]:
+        keys, what = (below(key), "get_subtree") if subtree else (one_key(key), "get")
+        return self._store.read(keys, f"{what} {key!r}")[0]
 
-    def _get_subtree(self, key: str) -> dict[str, str]:
-        return self._store.read(below(key), f"get_subtree {key!r}")[0]
-
-    def _delete(self, key: str) -> bool:
-        self._keeper.forget(key)
-        return self._store.delete(one_key(key), f"delete {key!r}") > 0
-
-    def _clear_subtree(self, key: str) -> int:
-        self._keeper.forget(key, subtree=True)
-        return self._store.delete(below(key), f"clear_subtree {key!r}")
+    def _delete(self, key: str, *, subtree: bool) -> int:
+        self._keeper.forget(key, subtree)
+        keys, what = (below(key), "clear_subtree") if subtree else (one_key(key), "delete")
+        return self._store.delete(keys, f"{what} {key!r}")
 
     # watches
 

@@ -77,7 +77,7 @@ class EtcdWatch(Watch):
         gone = [WatchEvent("delete", key) for key in self._state if key not in state]
         there = [WatchEvent("put", key, value) for key, value in state.items() if self._state.get(key) != value]
         self._held -= state.keys()  # these keys are back, with the old or another value
-        self._tell([*gone, *there])
+        self._report([*gone, *there])
 
     def _follow(self) -> bool:
         """Report changes after the revision. Returns whether the watch can continue from there: False once the stream
@@ -94,17 +94,16 @@ class EtcdWatch(Watch):
                 self._revision = max(self._revision, int(event.kv.mod_revision))
                 kind: Literal["put", "delete"] = "delete" if event.type == _EVENT_DELETE else "put"
                 events.append(WatchEvent(kind, text(event.kv.key), text(event.kv.value)))
-            self._tell(events)
+            self._report(events)
             if self._held and limit_s is None:
                 break
         self._stream.cancel()
         if self._held and time.monotonic() >= self._settled:
             gone, self._held = sorted(self._held), set()
-            self._tell([WatchEvent("delete", key) for key in gone])
+            self._report([WatchEvent("delete", key) for key in gone])
         return not self._stream.broken
 
-    def _tell(self, events: list[WatchEvent]) -> None:
-        told = []
+    def _report(self, events: list[WatchEvent]) -> None:
         for event in events:
             if event.kind == "delete":
                 if time.monotonic() < self._settled:
@@ -117,9 +116,7 @@ class EtcdWatch(Watch):
                 if is_back and self._state[event.key] == event.value:
                     continue
                 self._state[event.key] = event.value
-            told.append(event)
-        self._enqueue(told)
-        self._deliver()
+            self._tell(event)
 
     def _stop(self) -> None:
         with self._lock:
